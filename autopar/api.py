@@ -25,9 +25,9 @@ from autopar.errors import PlanError, RunError
 from autopar.garbage import seldom
 from autopar.plan import Plan
 from autopar.runtime import GradScaler, ShardedModule
-from autopar.runtime.agreed import from_first
-from autopar.runtime.everyones import done_by, together
+from autopar.runtime.rank0_weights import from_first
 from autopar.runtime.rng import new_seed
+from autopar.runtime.shared_results import done_by, together
 from autopar.text import seconds
 
 # Capture and search are imported where `compile` needs them: `load` runs where neither solver nor model code is installed.
@@ -311,7 +311,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     from autopar.codegen.module import emit
     from autopar.codegen.tables import Names
     from autopar.joint import plan
-    from autopar.joint.frontier import frontier
+    from autopar.joint.pareto import frontier
     from autopar.problem.settings import Settings
     from autopar.request import Request
     from autopar.rules import as_rules

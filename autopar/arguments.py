@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, CaptureError, ClusterError, PlanError, RuleError
 from autopar.optimizers import OPTIMIZERS
+from autopar.plan_schema import MOST
 from autopar.text import first_line, near, sizes
-from autopar.wellformed import MOST
 
 SHOWN = 60  # characters of a value that an error shows
 

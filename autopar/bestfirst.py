@@ -19,7 +19,7 @@ from functools import partial
 from itertools import chain
 
 from autopar.errors import InfeasibleError
-from autopar.partly import filled
+from autopar.partial_remat import filled
 from autopar.planner import Candidate, Planner
 from autopar.recipes.free import space, unfolded
 from autopar.search import ilp

@@ -17,11 +17,11 @@ from typing import Any
 from torch import fx
 
 from autopar.bestfirst import CLOSE, GLANCE_S, MOST_HONED, Elsewhere, Look, first_look, nowhere
-from autopar.decided import rule_notes, tiling_notes
+from autopar.decisions import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError, PlanError
 from autopar.memory import predict
-from autopar.named import FULL, best_named
-from autopar.partly import by_bytes, filled
+from autopar.named_strategies import FULL, best_named
+from autopar.partial_remat import by_bytes, filled
 from autopar.plan import Alternative, Plan, Predicted
 from autopar.planner import Candidate, Planner, bare_plan
 from autopar.problem.largest import largest

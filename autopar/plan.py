@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from autopar import wellformed
+from autopar import plan_schema
 from autopar.errors import PlanError
 from autopar.text import numbered
 
@@ -233,7 +233,7 @@ class Plan:
         wanted, found = {f.name for f in fields(Plan)}, set(data)
         if wanted != found:
             raise PlanError(f"plan lacks {sorted(wanted - found)} and has unknown {sorted(found - wanted)}")
-        wellformed.check(data)
+        plan_schema.check(data)
         return _plan(data)
 
     def check(self, graph_hash: str, nodes: Iterable[str], source: str = "the model") -> None:

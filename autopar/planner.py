@@ -13,12 +13,12 @@ from functools import cache, partial
 from torch import fx
 
 from autopar.cluster import Cluster, Device, Mesh
-from autopar.decided import node_plan
+from autopar.decisions import node_plan
 from autopar.errors import InfeasibleError
 from autopar.memory import predict
-from autopar.memory.within import TRIES, within
-from autopar.pipeline.alone import step_cost
-from autopar.pipeline.passed import Passed
+from autopar.memory.plans_that_fit import TRIES, within
+from autopar.pipeline.honing_state import HoningState
+from autopar.pipeline.single_stage import step_cost
 from autopar.plan import Plan, Predicted, Stage
 from autopar.problem.branches import Branches
 from autopar.problem.branches import find as find_branches
@@ -26,18 +26,18 @@ from autopar.problem.build import Decisions, Model, build, rested
 from autopar.problem.clusters import Cluster as OpCluster
 from autopar.problem.clusters import Joint, Table, join
 from autopar.problem.clusters import build as build_clusters
-from autopar.problem.floor import Work
 from autopar.problem.graph import Program
 from autopar.problem.kernels import Kernels
-from autopar.problem.least import least_bytes
+from autopar.problem.memory_floor import least_bytes
 from autopar.problem.options import Sections, Tiles, sections_of, table_of, untiled
-from autopar.problem.passing import Passing
+from autopar.problem.pass_tables import PassTables
 from autopar.problem.prices import Prices
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.problem.remat import LEVELS, Levels, levels, rematerialised
 from autopar.problem.rerun import rerun
-from autopar.problem.shares import ForwardPrices
+from autopar.problem.step_shares import ForwardPrices
 from autopar.problem.tiling import large
+from autopar.problem.time_floor import Work
 from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import roles
 from autopar.request import Request
@@ -227,7 +227,7 @@ class Planner:
                   solve: Callable[[Problem], Solution], cutoff_s: float = math.inf) -> Candidate:
         """Solve one mesh: the best Candidate whose peak, temporaries included, is within the limit.
 
-        The Problem does not count temporaries, so it is solved again with a lower limit while the peak is too high (memory.within). Memory is
+        The Problem does not count temporaries, so it is solved again with a lower limit while the peak is too high (memory.plans_that_fit). Memory is
         not walked (`peak_bytes` stays None) where neither the proven bound nor the answer's own step time is below `cutoff_s`.
         Raises InfeasibleError when nothing fits.
         """
@@ -320,9 +320,9 @@ class Planner:
         state.limit_bytes = self.request.limit_bytes
         return promises(state, found.solution.choice, below_s)
 
-    def _state(self, found: Candidate) -> Passed:
+    def _state(self, found: Candidate) -> HoningState:
         """The state of the descent: a Candidate's choices, priced pass by pass (forward and backward)."""
-        return Passed(Passing(found.model.with_limit(self.request.limit_bytes), self.forward(found.mesh), late=False), found.solution.choice)
+        return HoningState(PassTables(found.model.with_limit(self.request.limit_bytes), self.forward(found.mesh), late=False), found.solution.choice)
 
     def counted(self, found: Candidate) -> Candidate:
         """`found`, with its `peak_bytes` walked."""

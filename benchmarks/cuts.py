@@ -19,8 +19,8 @@ from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.frontend import load
-from autopar.joint.inner import Inner
 from autopar.joint.pricing import Pricing
+from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
 from autopar.problem.settings import Settings
@@ -41,13 +41,13 @@ def main() -> None:
     options = parser.parse_args()
     loaded = load(f"hf:{ROOT}/models/hf/{options.model}.json", batch=options.batch, seq=options.seq, dtype=torch.bfloat16)
     captured = capture(loaded.model, loaded.args, loaded.kwargs)
-    pricing = Pricing(Inner(captured.gm, captured.hints, Request(Cluster.parse(options.cluster), Settings("train"))), SEARCH)
+    pricing = Pricing(SearchContext(captured.gm, captured.hints, Request(Cluster.parse(options.cluster), Settings("train"))), SEARCH)
     shape, rows = Shape(options.places, tuple(options.mesh), options.microbatches), []
     for table in pricing.tables(shape):
         with suppress(InfeasibleError):
             found = pricing.price(shape, [table], "none", exact=True)
             even_s = found.even_s or found.step_s
-            pieces = [stop - first for first, stop in itertools.pairwise([0, *found.cuts.bounds, pricing.inner.pieces])]
+            pieces = [stop - first for first, stop in itertools.pairwise([0, *found.cuts.bounds, pricing.context.pieces])]
             rows.append((table.kind.schedule, table.virtual, 1e3 * even_s, 1e3 * found.step_s, 100 * (even_s / found.step_s - 1), " ".join(map(str, pieces))))
     print(f"{options.model}, {options.batch} x {options.seq} on {options.cluster}: {shape}")
     print(tabulate(rows, ["schedule", "stages per place", "even ms", "shifted ms", "gain %", "pieces of each stage"], tablefmt="github", floatfmt=(".0f", ".0f", ".4g", ".4g", ".1f", "")))

@@ -24,7 +24,7 @@ from autopar.frontend import load
 from autopar.onestage import plan
 from autopar.plan import Alternative, Plan
 from autopar.problem.graph import Program
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.report.tables import kinds
 from autopar.report.weights import weights
 from autopar.request import Request

@@ -21,7 +21,7 @@ from autopar.errors import InfeasibleError
 from autopar.frontend import load
 from autopar.plan import Plan
 from autopar.problem.graph import Program
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.problem.settings import Settings
 from autopar.report.weights import weights
 from autopar.request import Request

@@ -27,8 +27,8 @@ from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.frontend import load
-from autopar.joint.best import staged
-from autopar.joint.inner import Inner
+from autopar.joint.choice import staged
+from autopar.joint.search_context import SearchContext
 from autopar.joint.spaces import Space
 from autopar.joint.timetables import Kind
 from autopar.onestage import finish
@@ -131,13 +131,13 @@ def plans(case: Case, captured: Captured, ways: list[str], limit_s: float) -> It
     """The plan of each way, or why there is none."""
     cluster = Cluster.parse(str(ROOT / case.cluster) if case.cluster.endswith(".toml") else case.cluster)
     request = Request(cluster, Settings(precision=case.precision), time_limit_s=limit_s)
-    inner = Inner(captured.gm, captured.hints, replace(request, recipe="1f1b"))  # a name: what is searched then is the space alone
+    context = SearchContext(captured.gm, captured.hints, replace(request, recipe="1f1b"))  # a name: what is searched then is the space alone
     by_schedule = _by_schedule()
     for way in ways:
         try:
-            inner.restart()
+            context.restart()
             if way in by_schedule:
-                yield way, staged(inner, [by_schedule[way]], None, {"model": case.model, "graph_hash": captured.graph_hash})
+                yield way, staged(context, [by_schedule[way]], None, {"model": case.model, "graph_hash": captured.graph_hash})
             elif way in TWO_AXES:
                 yield way, _on_two_axes(captured, request, way, {"model": case.model, "graph_hash": captured.graph_hash})
             else:

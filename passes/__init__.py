@@ -20,6 +20,7 @@ from passes.drop_noops import drop_noops
 from passes.einsums import einsums
 from passes.equal_views import equal_views
 from passes.expert_loops import expert_loops
+from passes.expert_pieces import pieces
 from passes.experts import experts
 from passes.fills import fills
 from passes.fold_repeats import fold_repeats
@@ -37,7 +38,6 @@ from passes.norms import norms
 from passes.numbers import numbers
 from passes.one_sample import one_sample
 from passes.own_dtypes import own_dtypes
-from passes.pieces import pieces
 from passes.products import products
 from passes.provenance import provenance
 from passes.ranges import ranges

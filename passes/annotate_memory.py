@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from passes import edit, facts, ops, recurrent
-from passes.beside import beside
 from passes.facts import Size
 from passes.grads import needs_grad
-from passes.ordered import copied
+from passes.kernel_extras import beside
+from passes.operand_order import copied
 from passes.saved import Saved, saved_positions
 from passes.tables import VIEWS
 

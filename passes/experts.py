@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from passes import edit, facts, ops
+from passes.expert_activation import written
 from passes.expert_layer import Layer, called, in_front, is_zeros, put, uncast
-from passes.inner import written
 from passes.sorted_rows import (
     Order,
     bias_of,

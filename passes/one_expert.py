@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from passes import edit, facts
+from passes.expert_activation import written
 from passes.expert_layer import uncast
-from passes.inner import written
 from passes.picked import Mask, taken, tokens
 
 aten = torch.ops.aten

@@ -129,7 +129,7 @@ def expert_rows(rows: Tensor, up: Tensor, down: Tensor, ends: Tensor, inner: Inn
 
 @cache
 def inner_of(text: str) -> Inner:
-    """The function that `text` writes, as `passes.inner.written` does and emitted files have it."""
+    """The function that `text` writes, as `passes.expert_activation.written` does and emitted files have it."""
     found: Inner = eval(text, {"F": F, "halves": halves, "pairs": pairs, "torch": torch})
     return found
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.calibrate.clock import Clock
-from autopar.calibrate.cold import Cold
+from autopar.calibrate.cold_operands import Cold
 from autopar.calibrate.network import Group
 from autopar.calibrate.samples import Sample
 from autopar.runtime.collectives import Later, start_all_gather, start_all_reduce

@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.calibrate.background import ALONE, BEHIND, OVER
 from autopar.calibrate.fits import Fit, Fits
-from autopar.calibrate.least import fit
+from autopar.calibrate.nonnegative_fit import fit
 from autopar.calibrate.samples import Sample
 from autopar.cluster import Device
 from autopar.cost.compute import RAMP, best_factor, narrow_share, shape_factor

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from autopar.calibrate.fits import Fit, Fits, Impossible
-from autopar.calibrate.least import fit
+from autopar.calibrate.nonnegative_fit import fit
 from autopar.calibrate.samples import Sample
 from autopar.cluster import Device, Level, Protocol
 from autopar.cluster.types import ALGORITHMS, COLLECTIVES

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 
 from autopar.calibrate.clock import Clock
-from autopar.calibrate.cold import Cold
+from autopar.calibrate.cold_operands import Cold
 from autopar.calibrate.samples import Sample
 from autopar.runtime.optimizer_state import optimizer_of
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.calibrate.clock import Clock
-from autopar.calibrate.cold import Cold
+from autopar.calibrate.cold_operands import Cold
 from autopar.calibrate.samples import Sample
 from autopar.runtime.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from autopar.runtime.mesh import Mesh

@@ -20,7 +20,7 @@ from autopar.calibrate.clock import Clock
 from autopar.calibrate.fits import Fits
 from autopar.calibrate.samples import Sample
 from autopar.cluster import Cluster, Device
-from autopar.cluster.here import match
+from autopar.cluster.this_machine import match
 from autopar.errors import ClusterError
 from autopar.runtime.launch import Ranks
 

@@ -2,7 +2,7 @@
 
 from autopar.capture.capture import capture
 from autopar.capture.captured import Captured
-from autopar.capture.lift import lift
+from autopar.capture.lift_dtype import lift
 from autopar.capture.state import own_state
 
 __all__ = ["Captured", "capture", "lift", "own_state"]

@@ -14,11 +14,10 @@ from torch import fx, nn
 
 import passes
 from autopar._torch import code_when_asked
-from autopar.capture import alike, dims
+from autopar.capture import block_runs, dims
 from autopar.capture.asked import Asked
 from autopar.capture.captured import Captured
 from autopar.capture.chain import is_chain
-from autopar.capture.chance import draws
 from autopar.capture.constants import constants, fleeting
 from autopar.capture.evaluation import Evaluation, evaluation
 from autopar.capture.export import export, to_graph
@@ -27,9 +26,10 @@ from autopar.capture.failures import refuse_sizes_of_values
 from autopar.capture.nested import nested
 from autopar.capture.norms import momenta
 from autopar.capture.outputs import check_loss, mark_loss, other_outputs, plain
+from autopar.capture.python_random import draws
 from autopar.capture.shadow import shadow
 from autopar.capture.state import other_state, own_state
-from autopar.capture.steps import one_step
+from autopar.capture.step_variation import one_step
 from autopar.errors import CaptureError
 from passes import facts
 
@@ -47,7 +47,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     """
     asked = Asked.of(model, args, kwargs or {}, loss_fn, mode, dynamic_shapes, rests)
     try:
-        return _captured(asked, alike.find(model) if fold else [], _Clock(progress))
+        return _captured(asked, block_runs.find(model) if fold else [], _Clock(progress))
     except _Shortened:
         return _captured(asked, [], _Clock(progress))
 
@@ -56,7 +56,7 @@ class _Shortened(Exception):
     """Passes refuse a graph of shortened runs of blocks, maybe for want of what is left out: the model is captured whole instead."""
 
 
-def _captured(asked: Asked, runs: list[alike.AlikeRun], clock: _Clock) -> Captured:
+def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock) -> Captured:
     """The model with `runs` of blocks shortened, where they are proven chains. Raises CaptureError, or _Shortened where it is to be captured whole."""
     model, mode = asked.model, asked.mode
     with clock("shadow"):
@@ -104,7 +104,7 @@ def _other_state(model: nn.Module) -> Iterator[str]:
                "the sharded module has parameters under their own names; load a checkpoint with the model's names into the model, and compile then")
 
 
-def _shadow(asked: Asked, runs: list[alike.AlikeRun]) -> tuple[nn.Module, list[alike.AlikeRun], str]:
+def _shadow(asked: Asked, runs: list[block_runs.AlikeRun]) -> tuple[nn.Module, list[block_runs.AlikeRun], str]:
     """What is exported, without its loss function: a meta twin, shortened where the runs are proven chains; and why they are not, if so."""
     model = asked.model
     twin = _in_mode(shadow(model, _kept(model, runs)), asked.mode)
@@ -112,23 +112,23 @@ def _shadow(asked: Asked, runs: list[alike.AlikeRun]) -> tuple[nn.Module, list[a
     return (_in_mode(shadow(model), asked.mode), [], why) if why else (twin, runs, "")
 
 
-def _kept(model: nn.Module, runs: list[alike.AlikeRun]) -> dict[str, Mapping[int, int]]:
+def _kept(model: nn.Module, runs: list[block_runs.AlikeRun]) -> dict[str, Mapping[int, int]]:
     """The children that a shadow keeps of each container that `runs` shorten."""
-    return {run.path: alike.kept(runs, run.path, len(model.get_submodule(run.path)._modules)) for run in runs}
+    return {run.path: block_runs.kept(runs, run.path, len(model.get_submodule(run.path)._modules)) for run in runs}
 
 
 def _buffer_dtypes(twin: nn.Module) -> dict[str, torch.dtype]:
     return {name: buffer.dtype for name, buffer in twin.named_buffers(remove_duplicate=False)}
 
 
-def _evaluation(asked: Asked, twin: nn.Module, runs: list[alike.AlikeRun], known: dims.Dims) -> Evaluation:
+def _evaluation(asked: Asked, twin: nn.Module, runs: list[block_runs.AlikeRun], known: dims.Dims) -> Evaluation:
     """How the model of which `twin` is the short shadow evaluates. Raises CaptureError where a training step differs from the first one."""
     args, kwargs = asked.stand_ins(known)
     step = one_step(lambda: shadow(twin), asked.name, args, kwargs)
     if asked.mode != "train":
         return Evaluation()
     found = evaluation(twin, step, args, kwargs)
-    return replace(found, changing=tuple(dict.fromkeys(name for short in found.changing for name in alike.meant(runs, short))))
+    return replace(found, changing=tuple(dict.fromkeys(name for short in found.changing for name in block_runs.meant(runs, short))))
 
 
 def _in_mode(twin: nn.Module, mode: str) -> nn.Module:
@@ -136,7 +136,7 @@ def _in_mode(twin: nn.Module, mode: str) -> nn.Module:
     return twin.train(mode == "train") if mode != "train" or not twin.training else twin
 
 
-def _graph(asked: Asked, program: Any, known: dims.Dims, runs: list[alike.AlikeRun], noises: int, resting: Mapping[str, torch.dtype]) -> fx.GraphModule:
+def _graph(asked: Asked, program: Any, known: dims.Dims, runs: list[block_runs.AlikeRun], noises: int, resting: Mapping[str, torch.dtype]) -> fx.GraphModule:
     """The exported program as the contract's graph, all passes run. Raises as `_captured`."""
     training = asked.mode == "train"
     first = _first_names(asked.model)
@@ -156,11 +156,11 @@ def _graph(asked: Asked, program: Any, known: dims.Dims, runs: list[alike.AlikeR
         raise CaptureError(f"{asked.name} cannot be captured: {error}") from error
 
 
-def _repeat_counts(runs: list[alike.AlikeRun]) -> dict[str, list[tuple[int, int, int, int]]]:
+def _repeat_counts(runs: list[block_runs.AlikeRun]) -> dict[str, list[tuple[int, int, int, int]]]:
     """(start, period, groups in the graph, groups meant) per container."""
     found: dict[str, list[tuple[int, int, int, int]]] = {}
     for run in runs:
-        found.setdefault(run.path, []).append((run.start, run.period, alike.KEPT, run.count))
+        found.setdefault(run.path, []).append((run.start, run.period, block_runs.KEPT, run.count))
     return found
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture import alike
-from autopar.capture.alike import AlikeRun
-from autopar.capture.outer import Call, Tape, play, results
+from autopar.capture import block_runs
+from autopar.capture.block_runs import AlikeRun
+from autopar.capture.outer_code import Call, Tape, play, results
 from autopar.capture.valueless import UNTOLD
-from autopar.capture.watched import ReadError, Watched
+from autopar.capture.watched_number import ReadError, Watched
 from autopar.text import first_line
 
 
@@ -30,7 +30,7 @@ def is_chain(model: nn.Module, short: nn.Module, runs: Sequence[AlikeRun], args:
     inputs = (args, dict(kwargs))
     paths = list(dict.fromkeys(run.path for run in runs))
     sizes = {path: len(model.get_submodule(path)._modules) for path in paths}
-    keep = {path: alike.kept(runs, path, sizes[path]) for path in paths}
+    keep = {path: block_runs.kept(runs, path, sizes[path]) for path in paths}
     try:
         with _watching(short, runs):
             gave = results(short, paths, inputs)

@@ -22,22 +22,22 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from autopar._torch import export_errors, pytree, quietly, without_fake_cache
 from autopar.capture.bags import bags_of_samples
 from autopar.capture.batched import batched
-from autopar.capture.chance import draws, where_drawn
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import FEW, Dims
-from autopar.capture.emptied import nothing_of_nothing
+from autopar.capture.empty_branches import nothing_of_nothing
 from autopar.capture.failures import advice, as_it_is, described, made_numbers, of_values, says, why_static
 from autopar.capture.forwards import assigned_buffers, becomes, functions_of, name_keywords, no_new_buffers, one_size
-from autopar.capture.guards import passing_guards
 from autopar.capture.hooks import refusing_hooks
 from autopar.capture.inside import DERIVED, traced_forward, why_untraced
 from autopar.capture.leaves import by_field
 from autopar.capture.lengths import Rows, symbolic_lengths
 from autopar.capture.lines import source
+from autopar.capture.mask_branches import Picking
 from autopar.capture.own_backwards import own_backwards
-from autopar.capture.picking import Picking
+from autopar.capture.python_random import draws, where_drawn
 from autopar.capture.shadow import WithLoss
 from autopar.capture.spans import TRIED, Fixed, span, unkept
+from autopar.capture.value_checks import passing_guards
 from autopar.errors import CaptureError
 from passes._torch import make_graph_module, shape_check, unasked_layouts
 from passes.provenance import source_line

@@ -13,8 +13,8 @@ from autopar._torch import export_errors
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
 from autopar.capture.lines import source
-from autopar.capture.outer import fake
-from autopar.capture.picking import Picking
+from autopar.capture.mask_branches import Picking
+from autopar.capture.outer_code import fake
 from autopar.capture.valueless import valueless
 from autopar.errors import CaptureError
 from passes import facts

@@ -29,9 +29,9 @@ from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar._torch import pytree
-from autopar.capture.aside import aside
 from autopar.capture.leaves import tensors_of
 from autopar.capture.lines import caller
+from autopar.capture.traced_apart import aside
 from autopar.errors import CaptureError
 
 TOLERANCE = 1e-4

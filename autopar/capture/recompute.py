@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture import alike
+from autopar.capture import block_runs
 from autopar.capture.shadow import shadow
 from autopar.text import first_line
 
@@ -132,7 +132,7 @@ def _shape_of(module: nn.Module) -> dict[Any, str]:
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             table[path, name] = str(None if tensor is None else tuple(tensor.shape))
         for name, value in vars(part).items():
-            if name not in alike.INNER and isinstance(value, (bool, int, float, str)):
+            if name not in block_runs.INNER and isinstance(value, (bool, int, float, str)):
                 table[path, name] = repr(value)
     return table
 

@@ -10,14 +10,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import memory_of, pytree, tracing, vmap_replaced
-from autopar.capture.alike import INNER
 from autopar.capture.assigned import assigned, buffers_of, why_unlike
+from autopar.capture.block_runs import INNER
 from autopar.capture.devices import changes, on_meta
 from autopar.capture.flags import FLAGS
 from autopar.capture.leaves import by_field, tensors_of
 from autopar.capture.lines import caller
-from autopar.capture.outer import fake
-from autopar.capture.picking import Picking
+from autopar.capture.mask_branches import Picking
+from autopar.capture.outer_code import fake
 from autopar.capture.valueless import valueless
 from passes.noises import DRAWN, VALUE, kind_of
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autopar._torch import Watch, fake_mode, quietly
-from autopar.capture.guards import passing_guards
+from autopar.capture.value_checks import passing_guards
 
 UNTOLD = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
 """What a model raises that cannot run without values, not in the other mode, or not with fewer blocks."""

@@ -21,7 +21,7 @@ from autopar.cli.console import show, writable, write_json
 from autopar.cluster import Cluster
 from autopar.errors import ClusterError
 from autopar.report.calibration import calibration as report
-from autopar.runtime.joining import joined
+from autopar.runtime.process_group import joined
 
 
 def calibrate_command(output: Path, device: str | None, ranks: int | None, seconds: float, json: str | None) -> None:

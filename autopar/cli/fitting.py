@@ -13,12 +13,12 @@ from autopar.cli.planning import Asked
 from autopar.cli.rebuild import rebuild
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
-from autopar.fitting import Row, Survey
 from autopar.memory import memory_of
 from autopar.problem.settings import Settings
 from autopar.report.memory import breakdown, fit_row, fit_table
 from autopar.request import Request
 from autopar.text import gibibytes, times
+from autopar.will_it_fit import Row, Survey
 
 NAMES = {"b": "batch", "s": "sequence"}
 LOOKED_AT = 4_000_000

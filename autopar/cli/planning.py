@@ -15,7 +15,7 @@ from autopar.cli.rebuild import Source, as_source
 from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.problem.graph import Program
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.report.frontier import frontier, point
 from autopar.report.reshards import reshards
 from autopar.report.tables import kinds, report

@@ -14,7 +14,7 @@ from autopar.cli.running import placed
 from autopar.cluster import Cluster
 from autopar.codegen.tables import Names
 from autopar.plan import write_atomic
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.profile import Case, Profile, profile, refit
 from autopar.profile.refit import check
 from autopar.report.profile import profile as report

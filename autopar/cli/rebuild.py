@@ -15,15 +15,15 @@ from autopar.capture.precision import capture_in, resting
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.plan import Plan
+from autopar.plan_schema import record, text, whole
+from autopar.plan_suits_graph import suits
 from autopar.planner import Planner
 from autopar.problem.build import Model
 from autopar.problem.settings import Settings
 from autopar.recipes import roles
 from autopar.request import Request
 from autopar.rules.rule import Rule
-from autopar.suited import suits
 from autopar.verify import inputs_of
-from autopar.wellformed import record, text, whole
 
 SOURCE = record({"model": text, "batch": whole(1), "seq": whole(1), "seed": whole(0), "rules": text}, left_out=("rules",))
 """What `Plan.source` must say."""
@@ -92,7 +92,7 @@ def rebuild(where: Path, progress: Callable[[str], None] | None = None, *, weigh
 
 
 def met(plan: Plan, source: Source, captured: Captured, rules: Mapping[Any, Rule] | None = None) -> Captured:
-    """The graph as `plan` parts it. Raises PlanError where it is another graph than was planned, or the plan is none of it; see autopar.suited."""
+    """The graph as `plan` parts it. Raises PlanError where it is another graph than was planned, or the plan is none of it; see autopar.plan_suits_graph."""
     plan.check(captured.graph_hash, captured.nodes, source.model)
     if dict(captured.hints) != dict(plan.hints):
         raise PlanError(f"hints are {dict(plan.hints)}, but {source.model} at batch {source.batch} and sequence {source.seq} (source) has "

@@ -19,8 +19,8 @@ from autopar.cli.emitting import bundle
 from autopar.cli.rebuild import rebuild
 from autopar.plan import Plan
 from autopar.runtime import launch
-from autopar.runtime.joining import joined
 from autopar.runtime.optimizer_state import optimizer_of
+from autopar.runtime.process_group import joined
 from autopar.runtime.scaling import scaler_for
 from autopar.text import seconds
 

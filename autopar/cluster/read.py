@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cluster.check import check_keys, check_number, fail
-from autopar.cluster.here import here
 from autopar.cluster.mixed import join
 from autopar.cluster.presets import preset_path, presets
+from autopar.cluster.this_machine import here
 from autopar.cluster.types import Cluster, Device, Level, Protocol
 from autopar.errors import ClusterError
 from autopar.text import sizes as sizes_of

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autopar.codegen import sizes
-from autopar.codegen.edges import Pair
+from autopar.codegen.edges import LayoutPair
 from autopar.codegen.expressions import Written, write
 from autopar.errors import PlanError
 from autopar.layout import cutters, dim_of, is_shard, show
@@ -60,7 +60,7 @@ def _own_heads(op: Op, node: NodePlan, call: Written, context: Context) -> Writt
     context.algorithms["own_heads"] = None
     query, key = op.call.ins[:2]
     dim = len(query.shape) - 3
-    axes, within = (cutters(Pair.of(text).value, dim) for text in node.ins[:2])
+    axes, within = (cutters(LayoutPair.of(text).value, dim) for text in node.ins[:2])
     rest = f"heads={query.shape[dim]}, groups={key.shape[dim]}, axes={axes}, within={within}, mesh=MESH"
     taken = tuple(f"own_heads({text}, {rest})" for text in call.args[1:3])
     return replace(call, args=(call.args[0], *taken, *call.args[3:]))
@@ -148,7 +148,7 @@ def _halo(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context:
     """The operator on images with borders, padded along the dims that are cut."""
     context.algorithms["halo"] = None
     context.use(op.target)
-    image, layout = call.args[0], Pair.of(node.ins[0]).value
+    image, layout = call.args[0], LayoutPair.of(node.ins[0]).value
     whole, result = op.call.ins[0].shape, op.call.outs[0].shape
     cut = {dim_of(layout[axis]): axis for axis in axes}
     for dim, axis in cut.items():
@@ -187,7 +187,7 @@ def _draw(op: Op, node: NodePlan, context: Context) -> str:
     run = context.program.runs.get(op.scope)
     name = f"{run.whole}/{op.node.name}" if run is not None and run.whole else op.name
     once = context.plan.microbatches > 1 and not is_shard(context.micro((op.name, 0)))
-    return f'"{show(Pair.of(node.outs[0]).value)}", key="{name}"{", once=True" if once else ""}, mesh=MESH'
+    return f'"{show(LayoutPair.of(node.outs[0]).value)}", key="{name}"{", once=True" if once else ""}, mesh=MESH'
 
 
 def _statistic(op: Op, node: NodePlan, call: Written, context: Context) -> str:
@@ -195,7 +195,7 @@ def _statistic(op: Op, node: NodePlan, call: Written, context: Context) -> str:
     total, count, running = call.args
     own, other = op.out_dtypes[0], facts.dtype(op.node.args[2])  # type: ignore[arg-type]  # a buffer, which is a node
     cast = f".to({own})" if own != other else ""
-    parts = math.prod(size for size, entry in zip(context.sizes, Pair.of(node.outs[0]).value, strict=True) if entry == "P")
+    parts = math.prod(size for size, entry in zip(context.sizes, LayoutPair.of(node.outs[0]).value, strict=True) if entry == "P")
     share = f" / {parts}" if parts > 1 else ""  # ranks that have a part of the sum have as much of what takes its place
     return f"in_training({total} / {count}, {running}.reshape({', '.join(call.outs[0])}){cast}{share})"
 

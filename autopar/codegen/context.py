@@ -14,8 +14,8 @@ from autopar.cost.comm import collective_s, steps_s
 from autopar.layout import Step, dim_of, fraction, is_shard
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Ref
-from autopar.problem.inner import sites
-from autopar.rules.site import Inner, Site
+from autopar.problem.op_algorithms import sites
+from autopar.rules.site import InnerCollective, Site
 from autopar.rules.tiles import tiled
 from autopar.text import megabytes, seconds
 
@@ -129,7 +129,7 @@ class Context:
             parts[:1] = [f"{tiled(site.options)} tiles, {part}" for part in parts[:1]]
         return "; ".join(parts)
 
-    def _times(self, inner: Inner, site: Site, count: int) -> str:
+    def _times(self, inner: InnerCollective, site: Site, count: int) -> str:
         nbytes = inner.nbytes(site)
         whole_s = count * max(collective_s(inner.kind, nbytes, mesh.axes[site.axis]) for mesh in self.meshes)
         return f"{_VERBS[inner.kind]} on {self.plan.axes[site.axis]}: {count} x {megabytes(nbytes)}, {seconds(whole_s)}"

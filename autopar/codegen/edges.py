@@ -3,7 +3,7 @@
 For every value and every distinct use that its readers ask for there is one `Reshard`, shared by all of them. Gradients of
 parameters that rest whole on an axis on which their readers leave partial sums are not reduced at each use: those axes
 are the parameter's `sync` axes, summed in buckets at the end of the backward. On axes on which a parameter rests cut and is whole for
-its readers (`problem.resting`) the leaf is gathered once per step, and its gradient is partial until it is scattered.
+its readers (`problem.at_rest`) the leaf is gathered once per step, and its gradient is partial until it is scattered.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from dataclasses import dataclass, field, replace
 from autopar.errors import PlanError
 from autopar.layout import NO_GRAD, Layout, Step, crosses, is_placed, parse, show, steps
 from autopar.plan import NodePlan, Plan
+from autopar.problem.at_rest import EACH, gathered_axes
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.rerun import Rerun, check, rerun, saves_results
-from autopar.problem.resting import EACH, gathered_axes
 from autopar.rules.language import Option, Use
 
 Spot = tuple[int, int]  # (axis, coordinate)
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class LayoutPair:
     """Layouts of a value and of its gradient (all "-" where it has none)."""
 
     value: Layout
     grad: Layout
 
     @staticmethod
-    def of(text: str) -> Pair:
+    def of(text: str) -> LayoutPair:
         """From a plan's `"S0,R|S0,P"`."""
         value, grad = text.split("|")
-        return Pair(parse(value), tuple(grad.split(",")) if grad else ())
+        return LayoutPair(parse(value), tuple(grad.split(",")) if grad else ())
 
     @property
     def has_grad(self) -> bool:
@@ -49,9 +49,9 @@ class Pair:
         """The axes on which a weight with these layouts is gathered once per step."""
         return gathered_axes(self.value, self.grad) if self.has_grad else ()
 
-    def partial(self, axes: tuple[int, ...]) -> Pair:
+    def partial(self, axes: tuple[int, ...]) -> LayoutPair:
         """With a partial gradient on `axes`."""
-        return Pair(self.value, tuple("P" if a in axes else g for a, g in enumerate(self.grad)))
+        return LayoutPair(self.value, tuple("P" if a in axes else g for a, g in enumerate(self.grad)))
 
     def __str__(self) -> str:
         return f"{show(self.value)}|{show(self.grad)}"
@@ -72,8 +72,8 @@ class Reshard:
     """
 
     ref: Ref
-    src: Pair
-    dst: Pair
+    src: LayoutPair
+    dst: LayoutPair
     role: str
     scope: str
     count: int
@@ -94,7 +94,7 @@ class Reshard:
         return self.saved and self.fetches(sizes)
 
     def fetches(self, sizes: tuple[int, ...]) -> bool:
-        """Whether it gathers a weight at its use, so that the gather can begin earlier (runtime.ahead)."""
+        """Whether it gathers a weight at its use, so that the gather can begin earlier (runtime.prefetch)."""
         if any(map(is_placed, self.dst.value)):
             return False  # only the ranks that compute would gather again
         return self.weight and self.role != "sync" and any(s.kind == "all_gather" for s in self.forward(sizes))
@@ -102,19 +102,19 @@ class Reshard:
     @property
     def in_first(self) -> Reshard:
         """The same reshard in the first block of a run."""
-        dst = Pair(self.dst.value, (NO_GRAD,) * len(self.dst.grad)) if self.late else self.dst
+        dst = LayoutPair(self.dst.value, (NO_GRAD,) * len(self.dst.grad)) if self.late else self.dst
         return replace(self, dst=dst, saved=self.saved and not self.spared)
 
     @property
     def onward(self) -> Reshard:
         """The same reshard without a gradient."""
         none = (NO_GRAD,) * len(self.src.value)
-        return replace(self, src=Pair(self.src.value, none), dst=Pair(self.dst.value, none))
+        return replace(self, src=LayoutPair(self.src.value, none), dst=LayoutPair(self.dst.value, none))
 
     @property
     def back(self) -> Reshard:
         """The same reshard of the gradient alone; the value stays."""
-        return replace(self, src=Pair(self.dst.value, self.src.grad))
+        return replace(self, src=LayoutPair(self.dst.value, self.src.grad))
 
     @property
     def gradient(self) -> bool:
@@ -161,7 +161,7 @@ class Edges:
         waited.update(axis for runs in plan.runs.values() for axis, run in enumerate(runs) if run)
         return tuple(sorted(axis for axis in behind & waited if sizes[axis] > 1))
 
-    def between(self, ref: Ref, dst: Pair, role: str = "edge", scope: str | None = None) -> Reshard | None:
+    def between(self, ref: Ref, dst: LayoutPair, role: str = "edge", scope: str | None = None) -> Reshard | None:
         """The reshard from `ref` to `dst` that readers in `scope` share, or None where none is needed."""
         for reshard in self.reshards:
             if reshard.ref == ref and reshard.role == role and reshard.dst == dst and scope in (None, reshard.scope):
@@ -177,7 +177,7 @@ def edges(program: Program, plan: Plan) -> Edges:
     for ref in (*program.readers, *(feed for feed in program.fed if feed not in program.readers)):
         producer, readers = program.ops[ref[0]], program.readers.get(ref, ())
         rest = out_pair(plan, ref)
-        asked: dict[tuple[str, Pair], list[tuple[Op, int]]] = {}
+        asked: dict[tuple[str, LayoutPair], list[tuple[Op, int]]] = {}
         for op, operand in readers:
             dst = in_pair(plan, op.name, operand)
             asked.setdefault((op.scope, dst), []).append((op, operand))
@@ -186,7 +186,7 @@ def edges(program: Program, plan: Plan) -> Edges:
             axes = sync.setdefault((program.source(ref), 0), _sync_axes(rest, _in_the_end(program, plan, ref)))
             src = src.partial(axes)
             if producer.role == "param" and src != rest:
-                found.append(Reshard(ref, Pair(rest.rest, rest.grad), src, "sync", producer.scope, producer.count, True, False, (),
+                found.append(Reshard(ref, LayoutPair(rest.rest, rest.grad), src, "sync", producer.scope, producer.count, True, False, (),
                                      each=EACH in plan.nodes[ref[0]].runs))
         for (scope, dst), group in asked.items():
             if scope in reruns and src.value == dst.value and any((op.name, i) in reruns[scope].reads for op, i in group):
@@ -212,7 +212,7 @@ def edges(program: Program, plan: Plan) -> Edges:
 
 def _fed(program: Program, plan: Plan, sync: Mapping[Ref, tuple[int, ...]]) -> list[Reshard]:
     """What is fed to runs of blocks; runs that want the same share it. A weight is fed as its other readers get it."""
-    asked: dict[tuple[Ref, Pair], list[str]] = {}
+    asked: dict[tuple[Ref, LayoutPair], list[str]] = {}
     for feed, ports in program.fed.items():
         for port in ports:
             asked.setdefault((feed, in_pair(plan, port, 0)), []).append(port)
@@ -254,46 +254,46 @@ def _replay(about: Rerun, readers: list[tuple[Op, int]], ref: Ref, *, moves: boo
     return "skipped" if any(about.reached(op.name) for op, _ in readers) else ""
 
 
-def out_pair(plan: Plan, ref: Ref) -> Pair:
+def out_pair(plan: Plan, ref: Ref) -> LayoutPair:
     """How the plan lays the value `ref` where it is made."""
-    return Pair.of(plan.nodes[ref[0]].outs[ref[1]])
+    return LayoutPair.of(plan.nodes[ref[0]].outs[ref[1]])
 
 
-def given(program: Program, plan: Plan, ref: Ref) -> Pair:
+def given(program: Program, plan: Plan, ref: Ref) -> LayoutPair:
     """How readers get the value `ref`, and leave its gradient: a weight that is gathered once per step has a partial one until it is scattered."""
     pair = out_pair(plan, ref)
     return pair.partial(pair.gathered) if program.is_weight(ref) else pair
 
 
-def in_pair(plan: Plan, name: str, operand: int) -> Pair:
+def in_pair(plan: Plan, name: str, operand: int) -> LayoutPair:
     """How the plan wants operand `operand` of node `name`."""
-    return Pair.of(plan.nodes[name].ins[operand])
+    return LayoutPair.of(plan.nodes[name].ins[operand])
 
 
 def options(node: NodePlan) -> tuple[Option, ...]:
     """The options that a plan's node stands for, one per mesh axis."""
-    ins, outs = ([Pair.of(text) for text in texts] for texts in (node.ins, node.outs))
+    ins, outs = ([LayoutPair.of(text) for text in texts] for texts in (node.ins, node.outs))
 
-    def uses(pairs: list[Pair], axis: int) -> tuple[Use, ...]:
+    def uses(pairs: list[LayoutPair], axis: int) -> tuple[Use, ...]:
         return tuple(Use(pair.value[axis], pair.grad[axis]) for pair in pairs)
 
     return tuple(Option(factor, uses(ins, axis), uses(outs, axis), node.runs[axis], node.divides[axis])
                  for axis, factor in enumerate(node.factors))
 
 
-def needed(src: Pair, dst: Pair) -> bool:
+def needed(src: LayoutPair, dst: LayoutPair) -> bool:
     """Whether a reader that wants `dst` cannot take `src` as it is."""
     return src.value != dst.value or (src.has_grad and dst.has_grad and src.grad != dst.grad)
 
 
-def _in_the_end(program: Program, plan: Plan, ref: Ref) -> list[Pair]:
+def _in_the_end(program: Program, plan: Plan, ref: Ref) -> list[LayoutPair]:
     """How those want the weight `ref` who do more with it than to turn or cast it, blocks that it is fed to among them."""
     read = [pair for op, operand in program.readers.get(ref, ())
             for pair in (_in_the_end(program, plan, (op.name, 0)) if op.name in program.following else [in_pair(plan, op.name, operand)])]
     return read + [in_pair(plan, port, 0) for port in program.fed.get(ref, ())]
 
 
-def _sync_axes(rest: Pair, asked: list[Pair]) -> tuple[int, ...]:
+def _sync_axes(rest: LayoutPair, asked: list[LayoutPair]) -> tuple[int, ...]:
     """Axes on which the parameter rests whole and every reader leaves a partial gradient."""
     return tuple(a for a, entry in enumerate(rest.rest)
                  if entry == "R" and all(p.value[a] == "R" and p.has_grad and p.grad[a] == "P" for p in asked))

@@ -31,8 +31,8 @@ from autopar.codegen.tables import (
 from autopar.frontend.factory import RAN_AS
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Run
-from autopar.problem.names import first_path, namings
-from autopar.problem.reading import read
+from autopar.problem.original_names import first_path, namings
+from autopar.problem.read_graph import read
 from autopar.rules import TORCH
 from autopar.text import gibibytes, inside, seconds
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from autopar.codegen.context import Context
 from autopar.problem.graph import Op
-from autopar.problem.names import Naming, namings
+from autopar.problem.original_names import Naming, namings
 
 WIDTH = 100  # columns of a line of names
 

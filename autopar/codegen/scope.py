@@ -20,7 +20,7 @@ from autopar.codegen import probes
 from autopar.codegen import sizes as size_text
 from autopar.codegen.algorithms import IMPORTED, algorithm_text, operand_texts, seeded_text, switched
 from autopar.codegen.context import Context
-from autopar.codegen.edges import Pair, Reshard, Spot, given, in_pair, needed, options, out_pair, spot_of
+from autopar.codegen.edges import LayoutPair, Reshard, Spot, given, in_pair, needed, options, out_pair, spot_of
 from autopar.codegen.expressions import Written, literal, write
 from autopar.codegen.placements import in_order, write_placed
 from autopar.codegen.turns import turn_text
@@ -151,7 +151,7 @@ class ScopeWriter:
     def value(self, ref: Ref) -> str:
         return self.names[ref]
 
-    def asked(self, ref: Ref, dst: Pair, role: str = "edge") -> str:
+    def asked(self, ref: Ref, dst: LayoutPair, role: str = "edge") -> str:
         """The name under which `ref` lies as `dst` wants it; writes the reshard the first time."""
         reshard = self.context.edges.between(ref, dst, role, self.scope if role == "edge" else None)
         if reshard is None:

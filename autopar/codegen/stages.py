@@ -29,7 +29,7 @@ from autopar.errors import PlanError
 from autopar.pipeline import View, views
 from autopar.pipeline.microbatches import ancestors
 from autopar.pipeline.schedules import SCHEDULES
-from autopar.pipeline.views import total_ref
+from autopar.pipeline.stage_views import total_ref
 from autopar.problem.graph import Op, Program, Ref, Run
 
 

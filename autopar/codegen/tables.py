@@ -16,9 +16,9 @@ from autopar.codegen.expressions import literal
 from autopar.codegen.order import compact, order_text, ranked
 from autopar.cost.memory import POLICIES, rests_in
 from autopar.layout import show
+from autopar.problem.at_rest import EACH
 from autopar.problem.graph import Op, Ref
-from autopar.problem.names import namings
-from autopar.problem.resting import EACH
+from autopar.problem.original_names import namings
 from autopar.text import quoted
 from passes import edit, facts
 from passes.grads import needs_grad

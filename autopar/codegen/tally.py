@@ -9,7 +9,7 @@ from functools import cached_property
 
 from autopar.codegen.edges import Reshard
 from autopar.pipeline.microbatches import ancestors
-from autopar.pipeline.views import RESULTS, View, total_ref, views
+from autopar.pipeline.stage_views import RESULTS, View, total_ref, views
 from autopar.plan import Plan
 from autopar.problem.graph import Program, Run
 

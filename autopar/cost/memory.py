@@ -74,7 +74,7 @@ def rests_in(dtype: str, precision: str) -> str:
 def parameter_bytes(numel: float, dtype: str, precision: str, optimizer: str, training: bool = True,
                     leaf: float | None = None, *, offload: str = "") -> ParameterBytes:
     """Bytes of `numel` trainable elements that are computed with in `dtype`; `leaf` elements where those that are computed with are
-    more than those that rest (problem.resting), else as many.
+    more than those that rest (problem.at_rest), else as many.
 
     One dtype and one layout: weights, gradients and optimizer state, all of that dtype, as plain torch has it. Under a policy, or with a
     leaf: the weights that are computed with, and what rests as the master copy, with gradients and state in its dtype. Not training:

@@ -8,7 +8,7 @@ ROUNDS = 24
 """Rounds of cutting planes, where more of them prove nothing more."""
 
 CASES = 1024
-"""So many cases at most of one shape (joint.cases)."""
+"""So many cases at most of one shape (joint.wait_cases)."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
                    neighbours of the best shape whose neighbours were not visited yet
     polish         solve the best shape to the end and walk its memory; then shapes close to it that may be faster. Where that makes another
                    shape the best, go on with that
-    hone           improve the result by descent on the price of the whole step (joint.honed)
+    hone           improve the result by descent on the price of the whole step (joint.pipeline_honing)
 
 A shape is not visited if its floor is above the best known step: the least work, with no communication and no waiting except what the
 timetable forces on everyone. It is not looked at more closely if its proven bound is above it.
@@ -21,12 +21,12 @@ from functools import cached_property
 
 from autopar.bestfirst import CLOSE, HONED
 from autopar.errors import InfeasibleError
-from autopar.joint.honed import honed
-from autopar.joint.inner import Inner
-from autopar.joint.laid import Found
+from autopar.joint.pipeline_honing import honed
 from autopar.joint.pricing import Beaten, Pricing
+from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape, neighbours, starts
 from autopar.joint.spaces import Space
+from autopar.joint.staging import Found
 from autopar.text import seconds
 
 
@@ -40,7 +40,7 @@ class Explorer:
     not fit, `expanded` the shapes whose neighbours were visited, `polished` those that were solved to the end.
     """
 
-    inner: Inner
+    context: SearchContext
     space: Space
     known_s: float
     deadline: float
@@ -57,7 +57,7 @@ class Explorer:
     @cached_property
     def pricing(self) -> Pricing:
         """What prices the shapes."""
-        return Pricing(self.inner, self.space)
+        return Pricing(self.context, self.space)
 
     @property
     def fit(self) -> dict[Shape, Found]:
@@ -85,7 +85,7 @@ class Explorer:
     def reason(self) -> str:
         """Why there is no answer."""
         if not self.floors:
-            return self.space.none(self.inner)
+            return self.space.none(self.context)
         return self.why[0] if self.why and not self.beaten else f"no plan of it is faster than {seconds(self.known_s)}"
 
     @property
@@ -95,7 +95,7 @@ class Explorer:
 
     def probe(self, known_s: float) -> float:
         """Visit the starts only, in half of the time that is left: the fastest known step then, `known_s` included. A later walk may reuse the results."""
-        self.known_s, self.deadline = min(self.known_s, known_s), self.inner.timer.halfway
+        self.known_s, self.deadline = min(self.known_s, known_s), self.context.timer.halfway
         shapes = self._shapes()
         for shape in sorted(self._starts(shapes), key=self.floors.__getitem__):
             self.visit(shape, NEARER)
@@ -103,12 +103,12 @@ class Explorer:
 
     def _shapes(self) -> list[Shape]:
         """All shapes of the space, in order, with their floors."""
-        shapes = self.space.shapes(self.inner)
+        shapes = self.space.shapes(self.context)
         self.floors = {shape: max(self.pricing.floor_s(shape, self.pricing.levels[0]), self.wider.get(shape, 0.0)) for shape in shapes}
         return shapes
 
     def _starts(self, shapes: list[Shape]) -> list[Shape]:
-        return starts(shapes, self.inner.request.cluster.levels[-1].size, self.inner.batch)
+        return starts(shapes, self.context.request.cluster.levels[-1].size, self.context.batch)
 
     def run(self) -> Found | None:
         """Walk, polish and hone: the best plan found, which may still be a little slower than `known_s`; None where nothing fits or all shapes are
@@ -126,13 +126,13 @@ class Explorer:
         """`best`, honed if it was solved to the end and may become the fastest known plan."""
         if best is None or best.shape not in self.polished or best.step_s >= self.known_s * HONED:
             return best
-        self.inner.request.say(f"honing {best.shape}")
-        made = self.found[best.shape] = honed(self.inner, self.space.name, best, self._late)
+        self.context.request.say(f"honing {best.shape}")
+        made = self.found[best.shape] = honed(self.context, self.space.name, best, self._late)
         return made
 
     def searched(self, known_s: float) -> float:
         """Seconds of the plan that `run` finds, given the best step that is known elsewhere; takes half of the time that is left."""
-        self.known_s, self.deadline = min(self.known_s, known_s), self.inner.timer.halfway
+        self.known_s, self.deadline = min(self.known_s, known_s), self.context.timer.halfway
         found = self.run()
         return found.step_s if found is not None else math.inf
 
@@ -214,7 +214,7 @@ class Explorer:
         if self._late():
             self.hurried = True
             return
-        self.inner.request.say(f"{self.space.name}: {shape}")
+        self.context.request.say(f"{self.space.name}: {shape}")
         self.found[shape], near, least_s = None, min(near, self.reach), self.least_s
         try:
             self.found[shape] = self.pricing.glance(shape, least_s * near)

@@ -12,13 +12,13 @@ from autopar import onestage
 from autopar.bestfirst import CLOSE
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
-from autopar.joint import worth
-from autopar.joint.best import staged
-from autopar.joint.inner import Inner
+from autopar.joint import offload_gain
+from autopar.joint.choice import staged
+from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
 from autopar.memory import hosts
-from autopar.named import refused_meshes
+from autopar.named_strategies import refused_meshes
 from autopar.plan import Alternative, Plan
 from autopar.problem.graph import Program
 from autopar.problem.settings import OFFLOADED
@@ -31,12 +31,12 @@ from autopar.text import gibibytes, seconds
 WORDS = {"optimizer": "optimizer state rests", "parameters": "parameters, gradients and optimizer state rest"}
 
 
-def by_recipe(inner: Inner, about: Mapping[str, Any]) -> Plan:
+def by_recipe(context: SearchContext, about: Mapping[str, Any]) -> Plan:
     """The plan of a recipe that rests on the host. Raises InfeasibleError where device or host is too small, PlanError where hosts are not known."""
-    offload = OFFLOADS[str(inner.request.recipe)]
-    offloads.checked(offload.name, inner.request.cluster, inner.request.settings)
-    there = inner.hosted(offload.held)
-    planner = there.whole.anew(replace(there.request, recipe=offload.base, memory_bytes=inner.limit_bytes))
+    offload = OFFLOADS[str(context.request.recipe)]
+    offloads.checked(offload.name, context.request.cluster, context.request.settings)
+    there = context.hosted(offload.held)
+    planner = there.whole.anew(replace(there.request, recipe=offload.base, memory_bytes=context.limit_bytes))
     refused_meshes(planner, replace(RECIPES[offload.base], name=offload.name))
     return _settled(there.whole.program, onestage.plan_with(planner, timer=there.timer, **about), "")
 
@@ -48,68 +48,68 @@ def may(request: Request) -> bool:
     return free and request.cluster.device.kind != "cpu" and not request.cluster.parts and not offloads.unknown(request.cluster.device)
 
 
-def instead(inner: Inner, failed: InfeasibleError, about: Mapping[str, Any]) -> Plan:
+def instead(context: SearchContext, failed: InfeasibleError, about: Mapping[str, Any]) -> Plan:
     """The best plan on the host where no other one fits, for which `failed` is the reason. Raises it, with what the host adds, where
     that does not fit either."""
-    inner.request.say("nothing fits the devices: optimizer state on the host")
-    inner.restart()
+    context.request.say("nothing fits the devices: optimizer state on the host")
+    context.restart()
     missing = f"{gibibytes(failed.missing_bytes)} per device are missing" if failed.missing_bytes is not None else "memory is missing"
-    found, _, why = _fastest(inner, math.inf, f", because nothing else fits: {missing}", about)
+    found, _, why = _fastest(context, math.inf, f", because nothing else fits: {missing}", about)
     if found is None:
         raise InfeasibleError(f"{failed}\nwith parameters, gradients and optimizer state on the host: {why}", missing_bytes=failed.missing_bytes)
     return found
 
 
-def or_faster(inner: Inner, made: Plan, about: Mapping[str, Any]) -> Plan:
+def or_faster(context: SearchContext, made: Plan, about: Mapping[str, Any]) -> Plan:
     """`made`, or a plan on the host that is faster. That is only looked for where `made` runs blocks again or has several stages or microbatches,
     which it does for memory, and where its step leaves time for what the host takes."""
-    step_s = inner.best_s = made.predicted.step_s
+    step_s = context.best_s = made.predicted.step_s
     if not (made.remat or made.places > 1 or made.microbatches > 1):
         return made
-    found, tried, _ = _fastest(inner, step_s, f": {seconds(step_s)} with all of it on devices", about)
+    found, tried, _ = _fastest(context, step_s, f": {seconds(step_s)} with all of it on devices", about)
     if found is None:
-        return replace(made, notes=inner.timer.noted(made.notes), alternatives=(*made.alternatives, *tried))
+        return replace(made, notes=context.timer.noted(made.notes), alternatives=(*made.alternatives, *tried))
     others = (*made.alternatives, *tried, Alternative(made.strategy, made.grid, step_s, made.predicted.memory_bytes, how=made.how))
     proven = replace(found.predicted, bound_s=min(found.predicted.bound_s, made.predicted.bound_s))  # of all plans
-    return replace(found, notes=inner.timer.noted(found.notes), alternatives=(*found.alternatives, *others), predicted=proven)
+    return replace(found, notes=context.timer.noted(found.notes), alternatives=(*found.alternatives, *others), predicted=proven)
 
 
-def _fastest(inner: Inner, known_s: float, why: str, about: Mapping[str, Any]) -> tuple[Plan | None, list[Alternative], str]:
+def _fastest(context: SearchContext, known_s: float, why: str, about: Mapping[str, Any]) -> tuple[Plan | None, list[Alternative], str]:
     """The fastest plan on the host that beats `known_s`, a line for each that does not, and why the last one is none."""
     best: Plan | None = None
     tried: list[Alternative] = []
     reason = ""
     for held in OFFLOADED[1:]:
-        there = inner.hosted(held)
+        there = context.hosted(held)
         open_ = [level for level in there.whole.open_levels if _least_s(there, level) < known_s * (1 - CLOSE)]
         if not open_:
             continue
-        if known_s < math.inf and inner.timer.skips():
-            tried.append(Alternative(f"{held} on the host", (inner.request.cluster.devices,), None, None, inner.timer.note))
+        if known_s < math.inf and context.timer.skips():
+            tried.append(Alternative(f"{held} on the host", (context.request.cluster.devices,), None, None, context.timer.note))
             continue
-        inner.request.say(f"short of memory: {WORDS[held]} on the host")
+        context.request.say(f"short of memory: {WORDS[held]} on the host")
         try:
             made = _best(there, known_s, open_, about)
             best = _settled(there.program_of(made), made, why)
         except InfeasibleError as error:
             reason = str(error)
-            tried.append(Alternative(f"{held} on the host", (inner.request.cluster.devices,), None, None, reason))
+            tried.append(Alternative(f"{held} on the host", (context.request.cluster.devices,), None, None, reason))
             continue
         known_s = best.predicted.step_s
     return best, tried, reason
 
 
-def _least_s(there: Inner, level: str) -> float:
+def _least_s(there: SearchContext, level: str) -> float:
     """Seconds that no step beats with all blocks run again at `level`."""
     return there.work(1, level).step_s(there.request.cluster.devices, 1, 1) + there.late_s
 
 
-def _best(there: Inner, known_s: float, open_: list[str], about: Mapping[str, Any]) -> Plan:
+def _best(there: SearchContext, known_s: float, open_: list[str], about: Mapping[str, Any]) -> Plan:
     """The best plan of one stage or several that beats `known_s`, with blocks run again at one of the levels `open_`. Raises
     InfeasibleError where there is none, that says what devices or hosts lack."""
     planner = there.whole.anew(replace(there.request, memory_bytes=there.limit_bytes))
     alone = Shape(1, (there.request.cluster.devices,), 1)
-    open_ = [level for level in open_ if worth.least_s(there, alone, level) < known_s * (1 - CLOSE)]
+    open_ = [level for level in open_ if offload_gain.least_s(there, alone, level) < known_s * (1 - CLOSE)]
     flat, failed = None, None
     try:
         flat = onestage.plan_with(planner, timer=there.timer, **about) if math.isinf(known_s) else onestage.beating(planner, known_s, open_, there.timer, **about)

@@ -11,18 +11,18 @@ from typing import TypeVar
 
 from autopar.bestfirst import CLOSE
 from autopar.errors import InfeasibleError, PlanError
-from autopar.joint.fuller import Fuller, opens
-from autopar.joint.inner import Inner
-from autopar.joint.kinds import Ground
-from autopar.joint.laid import Found, lay
-from autopar.joint.models import Chosen, Models
+from autopar.joint.kept_results import Fuller, opens
+from autopar.joint.offload_gain import least_s
+from autopar.joint.place_kinds import Ground
+from autopar.joint.search_context import SearchContext
+from autopar.joint.shape_problems import Chosen, Models
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import Space, Used
+from autopar.joint.staging import Found, lay
 from autopar.joint.timetables import Kind, Timetable, timetable
-from autopar.joint.worth import least_s
-from autopar.named import FULL
+from autopar.named_strategies import FULL
 from autopar.pipeline.schedules import SCHEDULES
-from autopar.problem.floor import least_wait
+from autopar.problem.time_floor import least_wait
 from autopar.text import gibibytes, seconds
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Beaten(InfeasibleError):
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class Glance:
     """One result of a glance: choices under a timetable on some places, and the seconds of a step."""
 
     step_s: float
@@ -61,11 +61,11 @@ class Pricing:
     the glances.
     """
 
-    inner: Inner
+    context: SearchContext
     space: Space
     proven: dict[Shape, float] = field(default_factory=dict)
     roomy: dict[Shape, float] = field(default_factory=dict)
-    laid: dict[Shape, list[Way]] = field(default_factory=dict)
+    laid: dict[Shape, list[Glance]] = field(default_factory=dict)
     _opened: dict[tuple[int, str, tuple[int, ...]], Fuller] = field(default_factory=dict)
 
     def glance(self, shape: Shape, cutoff_s: float) -> Found:
@@ -110,10 +110,10 @@ class Pricing:
         """What blocks may keep under the choices of `chosen`, found once for the glance and the exact solution."""
         key = id(chosen.models), chosen.level, chosen.solution.choice
         if key not in self._opened:
-            self._opened[key] = Fuller.of(chosen, self.inner.whole)
+            self._opened[key] = Fuller.of(chosen, self.context.whole)
         return self._opened[key]
 
-    def _fuller_ways(self, shape: Shape, chosen: Chosen) -> Iterator[Way]:
+    def _fuller_ways(self, shape: Shape, chosen: Chosen) -> Iterator[Glance]:
         """The same choices with other results kept, under the TABLES timetables that are fastest with nothing kept."""
         opened = self._open(chosen)
 
@@ -121,20 +121,20 @@ class Pricing:
             return lambda chosen: self._glanced(shape, *way, chosen)
 
         least: list[tuple[float, int, tuple[Timetable, Ground]]] = []
-        for way in itertools.product(self.tables(shape), self.inner.grounds(shape)):
+        for way in itertools.product(self.tables(shape), self.context.grounds(shape)):
             with suppress(InfeasibleError):
                 least.append((laid(way)(opened.keeping(opened.nothing)).step_s, len(least), way))
         for _, _, way in sorted(least)[:TABLES]:
             if (made := opened.fastest(laid(way))) is not None:
-                yield Way(made.step_s, *way, made.chosen)
+                yield Glance(made.step_s, *way, made.chosen)
 
     def _glanced(self, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen) -> Found:
         """`chosen` laid out at a glance."""
-        return lay(self.inner, self.space.name, shape, table, ground, chosen)
+        return lay(self.context, self.space.name, shape, table, ground, chosen)
 
     def _runs_again(self, found: Found) -> bool:
         """Whether it runs blocks again, and the request leaves open what these keep."""
-        return opens(found, self.inner.whole)
+        return opens(found, self.context.whole)
 
     def _note_roomy(self, shape: Shape, level: str, step_s: float) -> None:
         if level == self.levels[0]:
@@ -152,7 +152,7 @@ class Pricing:
             best = self.price(found.shape, [found.table], found.level, exact=True)
         others = [other for other in self.laid.get(found.shape, []) if (other.table, other.chosen.level) != (found.table, found.level)]
         others += self._kept_otherwise(found, best)
-        for other in [Way(found.step_s, found.table, found.ground, found.chosen), *sorted(others, key=lambda way: way.step_s)[:OTHERS]]:
+        for other in [Glance(found.step_s, found.table, found.ground, found.chosen), *sorted(others, key=lambda way: way.step_s)[:OTHERS]]:
             if best is not None and best.step_s <= other.step_s * (1 + CLOSE):
                 break
             with suppress(InfeasibleError):
@@ -165,7 +165,7 @@ class Pricing:
         ways = [self._first(found.shape, [found.table], deeper), self._first(found.shape, tables, dict.fromkeys((found.level, *self.levels)))]
         return min((way for way in ways if way is not None), key=lambda way: way.step_s, default=None)
 
-    def _kept_otherwise(self, found: Found, exact: Found | None) -> Iterator[Way]:
+    def _kept_otherwise(self, found: Found, exact: Found | None) -> Iterator[Glance]:
         """Every distinct solution that was found on a shape, with other results kept, where blocks are run again for want of memory."""
         if not any(self._runs_again(each) for each in (found, exact) if each is not None):
             return
@@ -189,20 +189,20 @@ class Pricing:
         least = min(tables, key=lambda t: (t.kept, t.length))
         # a bound under the timetable that keeps least holds, scaled by their lengths, for the shortest one, which leaves no more room in memory
         slack = least.length / min(table.length for table in tables) / self._eased(shape, level)
-        chosen = self.inner.solve(self.models(shape), least, level, exact=exact, cutoff_s=cutoff_s * slack)
+        chosen = self.context.solve(self.models(shape), least, level, exact=exact, cutoff_s=cutoff_s * slack)
         proven_s = chosen.bound_s / slack
         if bounds is not None:
             bounds.append(proven_s)
         if proven_s >= cutoff_s:
             used_bytes = chosen.model.problem.price(chosen.solution.choice).memory_bytes
-            raise Beaten(proven_s, full=used_bytes >= FULL * self.inner.mean_bytes(shape.places))
-        ways = itertools.product(sorted(tables, key=lambda t: t.length), self.inner.grounds(shape))
+            raise Beaten(proven_s, full=used_bytes >= FULL * self.context.mean_bytes(shape.places))
+        ways = itertools.product(sorted(tables, key=lambda t: t.length), self.context.grounds(shape))
 
         def laid(way: tuple[Timetable, Ground]) -> Found:
             if exact:
                 return self._whole(shape, *way, chosen)
             made = self._glanced(shape, *way, chosen)
-            self.laid.setdefault(shape, []).append(Way(made.step_s, *way, chosen))
+            self.laid.setdefault(shape, []).append(Glance(made.step_s, *way, chosen))
             return made
 
         return fastest(ways, laid, lambda way: even_s(*way, chosen))
@@ -211,36 +211,36 @@ class Pricing:
         """`chosen` laid out as it runs, with as many blocks run again as memory requires, or with all of them where no smaller number is found to fit.
         Raises InfeasibleError where that does not fit either."""
         try:
-            return lay(self.inner, self.space.name, shape, table, ground, chosen, whole=True)
+            return lay(self.context, self.space.name, shape, table, ground, chosen, whole=True)
         except InfeasibleError:
             if chosen.all_again or chosen.level == self.levels[0]:
                 raise
-            return lay(self.inner, self.space.name, shape, table, ground, replace(chosen, all_again=True), whole=True)
+            return lay(self.context, self.space.name, shape, table, ground, replace(chosen, all_again=True), whole=True)
 
     def _may_hold(self, shape: Shape, level: str) -> None:
         """Raises InfeasibleError where nothing at this level can fit."""
-        held_bytes, limit_bytes = self.inner.held_bytes(shape, level), self.inner.mean_bytes(shape.places)
+        held_bytes, limit_bytes = self.context.held_bytes(shape, level), self.context.mean_bytes(shape.places)
         if held_bytes > limit_bytes:
             raise InfeasibleError(f"cut evenly it holds {gibibytes(held_bytes)} per device, {gibibytes(limit_bytes)} are there")
 
     def _may_win(self, shape: Shape, level: str, cutoff_s: float, bounds: list[float]) -> None:
         """Raises Beaten where no plan at this level can be as fast as `cutoff_s`, with as many blocks run again as memory requires, or where
-        offloading to the host gains too little (joint.worth)."""
+        offloading to the host gains too little (joint.offload_gain)."""
         floor_s = self.floor_s(shape, level) * self._eased(shape, level)
         if floor_s >= cutoff_s:
             bounds.append(floor_s)
             raise Beaten(floor_s, full=False)
-        if (gained_s := least_s(self.inner, shape, level)) >= cutoff_s * (1 - CLOSE):
+        if (gained_s := least_s(self.context, shape, level)) >= cutoff_s * (1 - CLOSE):
             bounds.append(gained_s)
             raise Beaten(gained_s, full=True)
 
     def _eased(self, shape: Shape, level: str) -> float:
         """The least work with as few blocks run again as memory requires, as a share of that with all blocks run again at `level`; memory is
         counted as if everything were cut evenly."""
-        none, limit_bytes = self.levels[0], self.inner.mean_bytes(shape.places)
+        none, limit_bytes = self.levels[0], self.context.mean_bytes(shape.places)
         if level == none:
             return 1.0
-        most, least = (self.inner.held_bytes(shape, each) for each in (none, level))
+        most, least = (self.context.held_bytes(shape, each) for each in (none, level))
         share = min(1.0, max(0.0, most - limit_bytes) / (most - least)) if most > least else 1.0
         all_s, none_s = (self.floor_s(shape, each) for each in (level, none))
         return 1.0 - (1.0 - share) * (1.0 - none_s / all_s)
@@ -248,23 +248,23 @@ class Pricing:
     def floor_s(self, shape: Shape, level: str) -> float:
         """A lower bound in seconds on plans of `shape` with all blocks run again at `level`: its share of the least work, followed by the least
         update on hosts; or that work with the least wait of a pipeline for its first microbatch, where that is more."""
-        work_s = self.inner.work(shape.places, level).step_s(self.inner.request.cluster.devices, shape.places, shape.microbatches)
+        work_s = self.context.work(shape.places, level).step_s(self.context.request.cluster.devices, shape.places, shape.microbatches)
         if any(SCHEDULES[kind.schedule].virtual != 1 for kind in self.space.kinds):
-            return work_s + self.inner.late_s
-        return max(work_s + self.inner.late_s, work_s * self._wait(shape))
+            return work_s + self.context.late_s
+        return max(work_s + self.context.late_s, work_s * self._wait(shape))
 
     def _wait(self, shape: Shape) -> float:
         """The least ratio of the length of a step to its work, where each place has one stage."""
-        return min(least_wait(paces, shape.microbatches) for paces in self.inner.paces(shape))
+        return min(least_wait(paces, shape.microbatches) for paces in self.context.paces(shape))
 
     @property
     def levels(self) -> tuple[str, ...]:
         """The levels at which blocks may be run again."""
-        return self.inner.whole.open_levels
+        return self.context.whole.open_levels
 
     def models(self, shape: Shape) -> Models:
         """The Problems of a shape under the roles that the space has on its mesh. Raises InfeasibleError where those leave no choice."""
-        return self.inner.models(shape, self._used(shape))
+        return self.context.models(shape, self._used(shape))
 
     def _used(self, shape: Shape) -> Used:
         used = self.space.roles_on(shape.mesh)
@@ -273,13 +273,13 @@ class Pricing:
 
     def tables(self, shape: Shape) -> list[Timetable]:
         """The timetables of the space that can run `shape`."""
-        decided = (each for kind in self.space.kinds for each in kind.decided(shape.places, shape.microbatches, self.inner.alike))
+        decided = (each for kind in self.space.kinds for each in kind.decided(shape.places, shape.microbatches, self.context.alike))
         return [table for kind in decided if (table := self._table(kind, shape)) is not None]
 
     def _table(self, kind: Kind, shape: Shape) -> Timetable | None:
         """The timetable of one kind; None where it cannot run `shape`."""
         table = timetable(kind, shape.places, shape.microbatches)
-        if (shape.places == 1 and (table.virtual > 1 or table.schedule.splits_backward)) or table.stages > self.inner.pieces:
+        if (shape.places == 1 and (table.virtual > 1 or table.schedule.splits_backward)) or table.stages > self.context.pieces:
             return None
         try:
             return table if table.flying else None

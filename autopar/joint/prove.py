@@ -3,13 +3,13 @@
     floor      the least work, cut evenly over all devices with nothing sent; with offloading, also the least update on the host
     together   shapes that differ in microbatches only, by what their passes take with unlimited memory. No operator and no collective gets cheaper
                per sample when it gets smaller, so a bound for the fewest microbatches holds for all (except where data that stays in a cache is cheaper)
-    shape      one of them, by the least length of its timetables (pipeline.least) and with its memory limit
+    shape      one of them, by the least length of its timetables (pipeline.makespan_bound) and with its memory limit
 
 What the bound of one shape is made of:
 
     length    a pipeline takes at least as long as its schedule needs for the passes of all pieces together, however these are cut, and for
-              sends in which each value is cut over all ranks (pipeline.least)
-    passes    for all choices of layouts, the least that passes take, at prices found by cutting planes (joint.relaxed, joint.cutting)
+              sends in which each value is cut over all ranks (pipeline.makespan_bound)
+    passes    for all choices of layouts, the least that passes take, at prices found by cutting planes (joint.relaxed, joint.cutting_planes)
     places    may have layouts of their own: each block, and each operator outside of blocks, is bounded by itself, with free reshards in between
     memory    a plan holds no more bytes than there are, as the search counts them: on one place by its own limit, on several by the mean over
               places. At a price of bytes, what blocks keep is weighed against running them again. Temporaries are not counted on several places
@@ -29,11 +29,11 @@ from functools import cached_property
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import offloading
-from autopar.joint.board import Board, Part
-from autopar.joint.bounded import Alone, Timed
+from autopar.joint.claim_board import Board, Part
 from autopar.joint.effort import CASES, CLOSEST, ROUNDS, Effort
-from autopar.joint.inner import Inner
 from autopar.joint.pricing import Pricing
+from autopar.joint.search_context import SearchContext
+from autopar.joint.shape_bounds import Alone, Timed
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
 from autopar.problem.settings import OFFLOADED
@@ -71,11 +71,11 @@ class Claim:
     looks: int = 0
 
 
-def proven_s(inner: Inner, known_s: float, mesh: tuple[int, ...] | None = None, *, closely: bool = True, deadline: float = math.inf, only: Sequence[Shape] = ()) -> float:
+def proven_s(context: SearchContext, known_s: float, mesh: tuple[int, ...] | None = None, *, closely: bool = True, deadline: float = math.inf, only: Sequence[Shape] = ()) -> float:
     """Seconds that no plan beats, `known_s`, the step of one that there is, at most: as `closely` as can be, or in about the time of a search, and with no look that begins behind
     `deadline` (time.monotonic). `mesh` is that of a plan of one stage, which may be none that is always searched; of plans on some shapes `only`, where there are any. On clusters of
     several parts that is only the least work."""
-    prover = Prover(inner, closely, mesh, only)
+    prover = Prover(context, closely, mesh, only)
     while time.monotonic() < deadline and prover.look(known_s):
         pass
     return prover.proven_s(known_s)
@@ -90,7 +90,7 @@ def _spills(cluster: Cluster) -> bool:
 class Prover:
     """Bounds of all shapes of one graph, or `only` of some; what is proven of which claim is on its `board`."""
 
-    inner: Inner
+    context: SearchContext
     closely: bool = True
     mesh: tuple[int, ...] | None = None
     only: Sequence[Shape] = ()
@@ -99,7 +99,7 @@ class Prover:
     @cached_property
     def pricing(self) -> Pricing:
         """What knows the Problems and timetables of shapes."""
-        return Pricing(self.inner, SEARCH)
+        return Pricing(self.context, SEARCH)
 
     @cached_property
     def all_claims(self) -> list[Claim]:
@@ -114,7 +114,7 @@ class Prover:
     @property
     def most_looks(self) -> int:
         """So many looks at the same claim, at most."""
-        if self.inner.request.cluster.parts:
+        if self.context.request.cluster.parts:
             return 0
         return CLOSE if self.closely else CLOSER if len(self.all_claims) <= SMALL else GLANCE
 
@@ -144,14 +144,14 @@ class Prover:
         """One place and one microbatch on every mesh, and all that the search may choose beside that."""
         if self.only:
             return list(self.only)
-        request = self.inner.request
-        flat = [request.mesh] if request.mesh is not None else spaces(request.cluster, self.inner.whole.cuts_samples)
+        request = self.context.request
+        flat = [request.mesh] if request.mesh is not None else spaces(request.cluster, self.context.whole.cuts_samples)
         flat = flat if self.mesh is None else list(dict.fromkeys([*flat, self.mesh]))
-        return [*(Shape(1, mesh, 1) for mesh in flat), *(SEARCH.shapes(self.inner) if request.settings.training else ())]
+        return [*(Shape(1, mesh, 1) for mesh in flat), *(SEARCH.shapes(self.context) if request.settings.training else ())]
 
     def claims(self) -> list[Claim]:
         """The least work there is, of all shapes that may be looked at together."""
-        spills = _spills(self.inner.request.cluster)
+        spills = _spills(self.context.request.cluster)
         kin: dict[tuple[int, ...], list[Shape]] = {}
         for shape in sorted(self.shapes()):
             kin.setdefault((*shape.key, shape.microbatches * spills), []).append(shape)
@@ -161,7 +161,7 @@ class Prover:
         """The same looked at once more; where shapes are not looked at together any more the first one, and the others together from the beginning. Nothing above `cutoff_s` is exact."""
         together, effort = LOOKS[claim.looks]
         first, others = claim.shapes[:1], claim.shapes[1:]
-        self.inner.request.say(f"proving: {first[0]}")
+        self.context.request.say(f"proving: {first[0]}")
         if together:
             yield Claim(max(claim.bound_s, self.together_s(claim.shapes, cutoff_s, effort)), claim.shapes, claim.looks + 1)
             return
@@ -171,7 +171,7 @@ class Prover:
 
     def floor_s(self, shape: Shape) -> float:
         """Its share of the least work there is."""
-        return self.inner.work(shape.places).step_s(self.inner.request.cluster.devices, shape.places, shape.microbatches)
+        return self.context.work(shape.places).step_s(self.context.request.cluster.devices, shape.places, shape.microbatches)
 
     def together_s(self, shapes: tuple[Shape, ...], cutoff_s: float = math.inf, effort: Effort = LOOKS[1][1]) -> float:
         """Seconds that no plan on `shapes`, those with fewest microbatches first, beats with all the memory there is."""
@@ -186,7 +186,7 @@ class Prover:
         here = next((here for here in map(self._here, shapes) if here is not None), None)
         if here is None:
             return math.inf
-        if self.inner.request.cluster.parts:
+        if self.context.request.cluster.parts:
             return 0.0
         least_s = least(here, cutoff_s, False)
         late_s = min((there.late_s for there in self._hosted), default=math.inf)
@@ -198,12 +198,12 @@ class Prover:
         """What bounds a shape; None where nothing is possible there."""
         if shape not in self._bounded:
             try:
-                self._bounded[shape] = Alone(self.inner, shape) if shape.microbatches == 1 else Timed(self.inner, self.pricing, shape)
+                self._bounded[shape] = Alone(self.context, shape) if shape.microbatches == 1 else Timed(self.context, self.pricing, shape)
             except InfeasibleError:
                 self._bounded[shape] = None
         return self._bounded[shape]
 
     @cached_property
-    def _hosted(self) -> list[Inner]:
+    def _hosted(self) -> list[SearchContext]:
         """What the search may put on the host."""
-        return [self.inner.hosted(held) for held in OFFLOADED[1:]] if offloading.may(self.inner.request) else []
+        return [self.context.hosted(held) for held in OFFLOADED[1:]] if offloading.may(self.context.request) else []

@@ -1,4 +1,4 @@
-"""A step over all choices, bounded from below by prices of what its passes take: a Problem whose costs just add up, for any prices of a polytope (joint.polytope).
+"""A step over all choices, bounded from below by prices of what its passes take: a Problem whose costs just add up, for any prices of a polytope (joint.price_polytope).
 
 What a plan computes or waits for beside the quantities of its passes costs as much as anything gains by it. Memory that a plan has no more than `limit` of adds m (bytes - limit)
 for every m >= 0.
@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.problem.passing import BACKWARD, COMPUTE, PASSES, SHOWN, Passing, Table
+from autopar.problem.pass_tables import BACKWARD, COMPUTE, PASSES, SHOWN, PassTables, Table
 from autopar.problem.types import Net, Node, Problem
 
 Key = tuple[str, int]  # a scope, and one of its passes
@@ -35,7 +35,7 @@ class Room:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """What one solution takes: by key the quantities of problem.passing and a one, seconds that nothing changes, and bytes over the limit of each Room."""
+    """What one solution takes: by key the quantities of problem.pass_tables and a one, seconds that nothing changes, and bytes over the limit of each Room."""
 
     passes: Mapping[Key, np.ndarray]
     own_s: float
@@ -54,9 +54,9 @@ class Costs:
 @dataclass(eq=False)
 class Relaxed:
     """The step of `passing`, with each pass `times` over (none where nothing is said), and seconds of each node's choices and each net's pairs beside them; of solutions whose
-    waits are within `spans`. `fixed_s` are on top of all; `again`: by scope of blocks, of how many seconds and bytes its backward has one more (joint.again)."""
+    waits are within `spans`. `fixed_s` are on top of all; `again`: by scope of blocks, of how many seconds and bytes its backward has one more (joint.remat_bounds)."""
 
-    passing: Passing
+    passing: PassTables
     times: Mapping[Key, float]
     node_s: Sequence[np.ndarray]
     net_s: Sequence[np.ndarray]

@@ -33,7 +33,7 @@ class Shape:
 def layouts(cluster: Cluster, most_axes: int, pieces: int) -> list[tuple[int, tuple[int, ...]]]:
     """All (places, mesh of a place) with two or more places, on which `pieces` (operators and blocks) can be cut; none where a
     place may have no axis."""
-    return [(places, inner) for places, inner in (pipelines(cluster, most_axes) if most_axes else []) if places <= pieces]
+    return [(places, context) for places, context in (pipelines(cluster, most_axes) if most_axes else []) if places <= pieces]
 
 
 def counts(batch: int, least: int) -> list[int]:
@@ -78,13 +78,13 @@ def fewest(batch: int) -> int:
     return next((n for n in range(2, math.isqrt(batch) + 1) if batch % n == 0), batch)
 
 
-def starts(shapes: Sequence[Shape], inner: int, batch: int) -> list[Shape]:
-    """Where to begin: for each number of places the mesh whose innermost axis is `inner`, a node, or nearest to it, with as many
+def starts(shapes: Sequence[Shape], context: int, batch: int) -> list[Shape]:
+    """Where to begin: for each number of places the mesh whose innermost axis is `context`, a node, or nearest to it, with as many
     microbatches as leave each rank of the other axes a sample; on one place also the mesh of one axis, all ranks of which cut samples, with as many as leave each of them one."""
     found = []
     for places, group in itertools.groupby(sorted(shapes), key=lambda s: s.places):
         here = list(group)
-        found.append(min(here, key=lambda s: (abs(math.log(s.mesh[-1] / inner)), len(s.mesh),
+        found.append(min(here, key=lambda s: (abs(math.log(s.mesh[-1] / context)), len(s.mesh),
                                               abs(math.log(s.microbatches * _ways(s) / batch)), s.microbatches)))
         flat = [s for s in here if len(s.mesh) == 1 and places == 1]
         found += sorted(flat, key=lambda s: (abs(math.log(s.microbatches * s.mesh[0] / batch)), s.microbatches))[:1]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import PlanError
-from autopar.joint.inner import Inner
+from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape, counts, layouts
 from autopar.joint.timetables import SEARCHED, Kind
 from autopar.pipeline.schedules import SCHEDULES
@@ -33,52 +33,52 @@ class Space:
     alone: bool = False
     mesh: tuple[int, ...] | None = None
 
-    def shapes(self, inner: Inner) -> list[Shape]:
-        """All shapes of the space on the cluster that `inner` is for, in order."""
-        return sorted(shape for shape in self._laid(inner) if self._rests_bytes(inner, shape) <= inner.mean_bytes(shape.places))
+    def shapes(self, context: SearchContext) -> list[Shape]:
+        """All shapes of the space on the cluster that `context` is for, in order."""
+        return sorted(shape for shape in self._laid(context) if self._rests_bytes(context, shape) <= context.mean_bytes(shape.places))
 
-    def none(self, inner: Inner) -> str:
+    def none(self, context: SearchContext) -> str:
         """Why the space has no shapes."""
-        short = min(((self._rests_bytes(inner, shape), inner.mean_bytes(shape.places)) for shape in self._laid(inner)), key=lambda bytes_: bytes_[0] - bytes_[1], default=None)
+        short = min(((self._rests_bytes(context, shape), context.mean_bytes(shape.places)) for shape in self._laid(context)), key=lambda bytes_: bytes_[0] - bytes_[1], default=None)
         if short is not None:
             rests, room = (gibibytes(nbytes) for nbytes in short)
             return (f"weights, gradients and optimizer state alone take {rests} per device, cut as evenly as its axes allow, {room} are there: "
                     "use more or larger devices, or a recipe that cuts them over more ranks")
-        return f"no way to lay {inner.pieces} pieces and a batch of {inner.batch} on {inner.request.cluster.devices} devices" + (f" ({inner.sharable})" if inner.sharable else "")
+        return f"no way to lay {context.pieces} pieces and a batch of {context.batch} on {context.request.cluster.devices} devices" + (f" ({context.sharable})" if context.sharable else "")
 
-    def _laid(self, inner: Inner) -> Iterator[Shape]:
+    def _laid(self, context: SearchContext) -> Iterator[Shape]:
         """All shapes, whatever the memory is."""
-        cluster, fixed = inner.request.cluster, self.mesh or inner.request.mesh
-        found = [(1, mesh) for mesh in spaces(cluster, inner.whole.cuts_samples)] if self.alone else []
-        found += self.layouts(inner)
+        cluster, fixed = context.request.cluster, self.mesh or context.request.mesh
+        found = [(1, mesh) for mesh in spaces(cluster, context.whole.cuts_samples)] if self.alone else []
+        found += self.layouts(context)
         for places, mesh in dict.fromkeys(found):
-            yield from (Shape(places, mesh, m) for m in self._counts(inner, places, mesh) if fixed in (None, mesh))
+            yield from (Shape(places, mesh, m) for m in self._counts(context, places, mesh) if fixed in (None, mesh))
 
-    def layouts(self, inner: Inner) -> list[tuple[int, tuple[int, ...]]]:
+    def layouts(self, context: SearchContext) -> list[tuple[int, tuple[int, ...]]]:
         """All (places, mesh of a place) with two or more places for which there are enough pieces."""
-        return layouts(inner.request.cluster, self.axes, inner.pieces // self.least_stages)
+        return layouts(context.request.cluster, self.axes, context.pieces // self.least_stages)
 
     @property
     def least_stages(self) -> int:
         """How many stages a place has at least."""
         return min(kind.virtual or 2 for kind in self.kinds)
 
-    def _counts(self, inner: Inner, places: int, mesh: tuple[int, ...]) -> Iterator[int]:
+    def _counts(self, context: SearchContext, places: int, mesh: tuple[int, ...]) -> Iterator[int]:
         used = self.roles_on(mesh)
         if used is None:
             return
         if all(SCHEDULES[kind.schedule].name == "naive" for kind in self.kinds):
             yield 1
             return
-        if inner.sharable:
+        if context.sharable:
             return
         ways = math.prod(n for n, role in zip(mesh, used, strict=True) if role in roles.BY_SAMPLE)
-        yield from (m for m in counts(inner.batch, max(2, places)) if inner.batch % (m * ways) == 0)
+        yield from (m for m in counts(context.batch, max(2, places)) if context.batch % (m * ways) == 0)
 
-    def _rests_bytes(self, inner: Inner, shape: Shape) -> float:
+    def _rests_bytes(self, context: SearchContext, shape: Shape) -> float:
         """Bytes per device of weights, gradients and optimizer state alone, cut as evenly as the roles allow."""
         used = self.roles_on(shape.mesh) or ()
-        return inner.rest_bytes / (shape.places * math.prod(n for n, role in zip(shape.mesh, used, strict=True) if role is not roles.data))
+        return context.rest_bytes / (shape.places * math.prod(n for n, role in zip(shape.mesh, used, strict=True) if role is not roles.data))
 
 
 SEARCH = Space("search", lambda mesh: (roles.nothing,) if mesh == (1,) else space(mesh), SEARCHED, axes=2, alone=True)
@@ -92,12 +92,12 @@ def of_recipe(recipe: PipelineRecipe) -> Space:
     return Space(recipe.name, recipe.roles_on, (Kind(recipe.schedule, virtual),), len(recipe.roles))
 
 
-def asked(recipe: PipelineRecipe, inner: Inner) -> Space:
+def asked(recipe: PipelineRecipe, context: SearchContext) -> Space:
     """What a named pipeline leaves open with the mesh of a place that was asked for, if one was. An axis of size 1 has nothing to do: it is left out, with its role.
 
     Raises PlanError, with the meshes that are possible, where there are no stages on places of that mesh.
     """
-    mesh, found = inner.request.mesh, of_recipe(recipe)
+    mesh, found = context.request.mesh, of_recipe(recipe)
     if mesh is None:
         return found
     small, used = tuple(size for size in mesh if size != 1) or (1,), recipe.roles_on(mesh)
@@ -105,15 +105,15 @@ def asked(recipe: PipelineRecipe, inner: Inner) -> Space:
         used = recipe.roles_on(small)
     elif used is not None and small != (1,):
         used = tuple(role for role, size in zip(used, mesh, strict=True) if size != 1)
-    possible = list(dict.fromkeys(sizes for _, sizes in found.layouts(inner)))
+    possible = list(dict.fromkeys(sizes for _, sizes in found.layouts(context)))
     if used is None or small not in possible:
-        raise PlanError(_impossible(found, inner, mesh, possible))
+        raise PlanError(_impossible(found, context, mesh, possible))
     return replace(found, roles_on=lambda sizes: used if sizes == small else None, mesh=small)
 
 
-def _impossible(found: Space, inner: Inner, mesh: tuple[int, ...], possible: Sequence[tuple[int, ...]]) -> str:
+def _impossible(found: Space, context: SearchContext, mesh: tuple[int, ...], possible: Sequence[tuple[int, ...]]) -> str:
     """Why no place of a pipeline has a mesh, and which it may have."""
-    devices, size, axes, each = inner.request.cluster.devices, math.prod(mesh), found.axes, found.least_stages
+    devices, size, axes, each = context.request.cluster.devices, math.prod(mesh), found.axes, found.least_stages
     if len(mesh) > axes:
         why = f"its places have {axes} ax{'i' if axes == 1 else 'e'}s at most"
     elif size < 1 or devices % size:
@@ -122,7 +122,7 @@ def _impossible(found: Space, inner: Inner, mesh: tuple[int, ...], possible: Seq
         why = f"that leaves one place of {devices} devices, and stages take two or more"
     else:
         stages = f", of {each} stages each," if each > 1 else ""
-        why = f"its {devices // size} places{stages} do not lie so on the devices, or are more than the {inner.pieces} pieces that the model can be cut into"
+        why = f"its {devices // size} places{stages} do not lie so on the devices, or are more than the {context.pieces} pieces that the model can be cut into"
     wanted = ", ".join(map(times, possible[:MOST_NAMED])) + ", or others" * (len(possible) > MOST_NAMED)
-    return (f"recipe {found.name} cannot have mesh {times(mesh)} in each place on {inner.request.cluster.label}: {why}; "
+    return (f"recipe {found.name} cannot have mesh {times(mesh)} in each place on {context.request.cluster.label}: {why}; "
             + (f"wanted {wanted}" if possible else "use another recipe"))

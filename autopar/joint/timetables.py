@@ -12,8 +12,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from autopar.pipeline import crowded
-from autopar.pipeline.flow import Flow
+from autopar.pipeline import shared_cores
+from autopar.pipeline.makespan import Flow
 from autopar.pipeline.orders import Flying, StageTime, in_flight, orders
 from autopar.pipeline.schedules import SCHEDULES, Schedule
 
@@ -98,7 +98,7 @@ class Timetable:
         times as fast a place is when the others wait (Device.alone)."""
         counts = (self.microbatches,) if whole else self.short
         flows = [flow_of(self.kind, self.places, m) for m in counts]
-        runs = [crowded.ends_s(flow, times, alone) if alone > 1 else flow.ends_s(times) for flow in flows]
+        runs = [shared_cores.ends_s(flow, times, alone) if alone > 1 else flow.ends_s(times) for flow in flows]
         if len(runs) == 1:
             return runs[0]
         return [second + self._rounds * (second - first) for first, second in zip(*runs, strict=True)]

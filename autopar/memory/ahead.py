@@ -1,4 +1,4 @@
-"""Gathers that begin before their use (runtime.ahead): what of the blocks to come is there beside what a block gathers itself.
+"""Gathers that begin before their use (runtime.prefetch): what of the blocks to come is there beside what a block gathers itself.
 
     the block          all that it gathers, and what the last collective of each gather over several axes took
     those behind it    as far as early.ends has begun them: what the last collective that has begun took, and what it brings
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.early import ends
-from autopar.memory.book import Book, Storage
+from autopar.memory.storages import Book, Storage
+from autopar.prefetching import ends
 
 
 @dataclass(eq=False, slots=True)
@@ -57,7 +57,7 @@ def gather_into(units: list[Unit], block: Unit | None, storage: Storage) -> None
 
 
 def begin_ahead(book: Book, units: Sequence[Unit], start: int | None = None) -> None:
-    """Move the begin of each gather of one direction (forward or backward; `units` in order) to where the runtime begins it (autopar.early). The
+    """Move the begin of each gather of one direction (forward or backward; `units` in order) to where the runtime begins it (autopar.prefetching). The
     first ones begin at time `start` if that is given.
 
     A block that is walked also stands for the like blocks before it that are not: if what comes ahead of the unit before it is more, that is counted.

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from autopar.cost.memory import itemsize, rests_in
-from autopar.late import BUCKETS, Queue
+from autopar.deferred_waits import BUCKETS, Queue
 from autopar.layout import BUCKET_BYTES, moving
 from autopar.memory.ahead import Unit, begin_ahead, gather_into
-from autopar.memory.book import Storage
 from autopar.memory.buckets import Buckets, Whole
 from autopar.memory.forward import Blocks, Forward, Step, Value
 from autopar.memory.moves import fresh, halfway, workspace
 from autopar.memory.operators import backward_bytes, hands_on, in_place, made_whole
 from autopar.memory.shares import named
+from autopar.memory.storages import Storage
+from autopar.problem.at_rest import EACH
 from autopar.problem.graph import Op
-from autopar.problem.resting import EACH
 
 SETTLED_BYTES = 4 * BUCKET_BYTES
 """Gradients after which as much is on its way as ever."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from autopar.late import Queue
+from autopar.deferred_waits import Queue
 from autopar.layout import BUCKET_BYTES
-from autopar.memory.book import Book, Storage
+from autopar.memory.storages import Book, Storage
 
 
 class Whole:
@@ -46,7 +46,7 @@ class Whole:
 
 @dataclass(eq=False)
 class Buckets:
-    """A flat copy of a bucket is there until its scatter is waited for: when a later block has begun others behind it (autopar.late). `staged`: another one while
+    """A flat copy of a bucket is there until its scatter is waited for: when a later block has begun others behind it (autopar.deferred_waits). `staged`: another one while
     it runs, that gloo sums in; scatters run one by one."""
 
     book: Book

@@ -10,20 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from autopar.codegen.edges import Edges, Pair, Reshard
+from autopar.codegen.edges import Edges, LayoutPair, Reshard
 from autopar.layout import moving
 from autopar.memory.ahead import Unit, begin_ahead, gather_into
-from autopar.memory.book import Book, Storage
+from autopar.memory.at_rest import cast_bytes
 from autopar.memory.local import Local
 from autopar.memory.moves import fresh, halfway, workspace
 from autopar.memory.operators import copies, forward_bytes
-from autopar.memory.rest import cast_bytes
 from autopar.memory.shares import Shares, named
-from autopar.pipeline.views import RESULTS
+from autopar.memory.storages import Book, Storage
+from autopar.pipeline.stage_views import RESULTS
 from autopar.problem.graph import CAST, Op, Program, Ref, Run
-from autopar.problem.inner import sites
-from autopar.problem.looking import looks
+from autopar.problem.op_algorithms import sites
 from autopar.problem.saved import HOLDERS
+from autopar.problem.view_ops import looks
 from autopar.rules.tiles import weight_of
 from passes.annotate_memory import joins_heads
 
@@ -34,7 +34,7 @@ class Value:
     it looks at another one's memory."""
 
     ref: Ref
-    pair: Pair
+    pair: LayoutPair
     storage: Storage | None
     grad_bytes: float
     slot: Storage | None = None
@@ -103,7 +103,7 @@ class Forward:
         self.edges, self.sync = edges, edges.sync
         self.values: dict[Ref, Value] = {}
         self.plain: dict[str, None] = {}  # the run whose blocks are walked as they are, where others of it are run again
-        self.moved: dict[tuple[Ref, str, Pair, str], Value] = {}
+        self.moved: dict[tuple[Ref, str, LayoutPair, str], Value] = {}
         self.narrowed: dict[Storage, Storage] = {}
         self.steps: list[Step | Blocks] = []
         self.frame: list[Storage | None] = []
@@ -144,7 +144,7 @@ class Forward:
             value.storage = self.book.new("activations", op.name, op.where, self.shares.value(value.ref, value.pair.value))
         return value
 
-    def _value(self, ref: Ref, storage: Storage | None, pair: Pair | None = None) -> Value:
+    def _value(self, ref: Ref, storage: Storage | None, pair: LayoutPair | None = None) -> Value:
         pair = pair or self.shares.lies(ref)
         graded = self.program.ops[ref[0]].call.outs[ref[1]].grad and pair.has_grad
         return Value(ref, pair, storage, self.shares.gradient(ref, pair) if graded else 0.0)
@@ -158,7 +158,7 @@ class Forward:
         self.values[op.name, 0] = value
 
     def _cast_input(self, op: Op) -> Storage | None:
-        """The copy of an input that is cast, which is there until the forward returns; in a pipeline that of the whole batch, the whole step (memory/rest.py)."""
+        """The copy of an input that is cast, which is there until the forward returns; in a pipeline that of the whole batch, the whole step (memory/at_rest.py)."""
         if self.shares.plan.pipelined or not (nbytes := cast_bytes(self.shares, op)):
             return None
         self.frame.append(self.book.new("activations", op.name, op.where, nbytes))
@@ -169,7 +169,7 @@ class Forward:
         for storage in frame if self.habits.frames else ():
             self.book.use(storage)
 
-    def arrive(self, ref: Ref, dst: Pair, role: str, scope: str, steps: list[Step] | list[Step | Blocks]) -> Value:
+    def arrive(self, ref: Ref, dst: LayoutPair, role: str, scope: str, steps: list[Step] | list[Step | Blocks]) -> Value:
         """The value as a reader wants it; the change of layout is made once per scope."""
         source = self.values[ref]
         reshard = self.reshards.get((ref, role, dst, scope if role == "edge" else ""))
@@ -180,7 +180,7 @@ class Forward:
             self.moved[key] = self._moved(source, reshard, dst, steps)
         return self.moved[key]
 
-    def _moved(self, source: Value, reshard: Reshard, dst: Pair, steps: list[Step] | list[Step | Blocks]) -> Value:
+    def _moved(self, source: Value, reshard: Reshard, dst: LayoutPair, steps: list[Step] | list[Step | Blocks]) -> Value:
         ref, forward = source.ref, reshard.forward(self.sizes)
         self.book.step(f"reshard of {named(self.program.ops[ref[0]])}")
         self.book.use(source.storage)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from autopar.cluster import Cluster
-from autopar.memory.rest import host_bytes
+from autopar.memory.at_rest import host_bytes
 from autopar.memory.shares import Shares
-from autopar.pipeline.views import views, whole
+from autopar.pipeline.stage_views import views, whole
 from autopar.plan import Plan
 from autopar.problem.graph import Program
 

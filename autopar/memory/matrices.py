@@ -10,7 +10,7 @@ import torch
 from autopar.memory.local import Bytes, Local, rows, taken
 from autopar.rules.arguments import given, named
 from passes import edit, facts
-from passes.beside import SPECTRAL, matrix_dims
+from passes.kernel_extras import SPECTRAL, matrix_dims
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from autopar.memory.habits import Habits
 from autopar.memory.local import Local, nothing
 from autopar.memory.temporaries import BACKWARD, CPU, FORWARD, reduced, same
 from autopar.problem.graph import Op
-from autopar.problem.looking import looks
+from autopar.problem.view_ops import looks
 from autopar.rules import tiles
 from autopar.rules.arguments import named
 from passes import ops

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.layout import BUCKET_BYTES
-from autopar.memory.rest import ALWAYS, by_kind, host_bytes, largest_state, resting, roots_bytes, workspace
+from autopar.memory.at_rest import ALWAYS, by_kind, host_bytes, largest_state, resting, roots_bytes, workspace
 from autopar.memory.shares import Shares
 from autopar.memory.stage import Profile
 from autopar.memory.types import Entry, Place
 from autopar.optimizers import OPTIMIZERS
 from autopar.pipeline.orders import Action
+from autopar.pipeline.stage_views import View
 from autopar.pipeline.transit import Kind, Transit
-from autopar.pipeline.views import View
+from autopar.problem.at_rest import EACH
 from autopar.problem.graph import Op
-from autopar.problem.resting import EACH
 
 WEIGHTS, SUMS, UPDATE = "backward for weights", "sums of gradients", "update"
 """The phase in which a backward in two parts comes to the weights, and those behind the backward."""

@@ -18,12 +18,12 @@ from autopar.memory.stage import Profile, profile
 from autopar.memory.types import Prediction
 from autopar.pipeline.orders import Action, lines_of
 from autopar.pipeline.schedules import SCHEDULES
+from autopar.pipeline.stage_views import View, views, whole
 from autopar.pipeline.transit import Transit, transits_of
-from autopar.pipeline.views import View, views, whole
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
 from autopar.problem.prices import Prices
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.problem.settings import Settings
 
 

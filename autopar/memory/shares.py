@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.codegen.edges import Pair, options
+from autopar.codegen.edges import LayoutPair, options
 from autopar.layout import Layout, is_placed, is_shard, most_elements, placed_on
 from autopar.memory.habits import EMITTED, Habits
 from autopar.plan import Plan
@@ -22,19 +22,19 @@ class Shares:
     plan: Plan
     coord: Mapping[int, int] = field(default_factory=dict)
     habits: Habits = EMITTED
-    _pairs: dict[str, Pair] = field(default_factory=dict)
+    _pairs: dict[str, LayoutPair] = field(default_factory=dict)
 
-    def pair(self, text: str) -> Pair:
+    def pair(self, text: str) -> LayoutPair:
         """Layouts of a value and of its gradient, from an entry of the plan."""
         if text not in self._pairs:
-            self._pairs[text] = Pair.of(text)
+            self._pairs[text] = LayoutPair.of(text)
         return self._pairs[text]
 
-    def asked(self, name: str, operand: int) -> Pair:
+    def asked(self, name: str, operand: int) -> LayoutPair:
         """How node `name` wants an operand."""
         return self.pair(self.plan.nodes[name].ins[operand])
 
-    def lies(self, ref: Ref) -> Pair:
+    def lies(self, ref: Ref) -> LayoutPair:
         """How a value lies where it is made."""
         return self.pair(self.plan.nodes[ref[0]].outs[ref[1]])
 
@@ -49,7 +49,7 @@ class Shares:
         op = self.program.ops[ref[0]]
         return self.elements(op.call.outs[ref[1]].sizes, layout) * op.out_dtypes[ref[1]].itemsize / self.cuts(ref)
 
-    def gradient(self, ref: Ref, pair: Pair) -> float:
+    def gradient(self, ref: Ref, pair: LayoutPair) -> float:
         """Bytes of the gradient of a value, 0 where it has none."""
         return self.value(ref, pair.grad) if pair.has_grad else 0.0
 

@@ -10,7 +10,7 @@ value that crosses is sent by each rank to the rank with the same coordinates in
 """
 
 from autopar.pipeline.schedules import SCHEDULES, Schedule
+from autopar.pipeline.stage_views import View, views
 from autopar.pipeline.units import Unit, barred, free_ops, stages_of, units
-from autopar.pipeline.views import View, views
 
 __all__ = ["SCHEDULES", "Schedule", "Unit", "View", "barred", "free_ops", "stages_of", "units", "views"]

@@ -8,8 +8,8 @@ from dataclasses import replace
 from autopar.errors import PlanError
 from autopar.pipeline.microbatches import Microbatching
 from autopar.pipeline.schedules import SCHEDULES
+from autopar.pipeline.stage_views import total_ref
 from autopar.pipeline.units import stages_of
-from autopar.pipeline.views import total_ref
 from autopar.plan import Plan
 from autopar.problem.graph import Program
 

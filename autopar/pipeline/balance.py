@@ -13,8 +13,8 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.pipeline.filling import Cuts, Filling, Links
+from autopar.pipeline.memory_shares import Budgets
 from autopar.pipeline.orders import Flying
-from autopar.pipeline.rooms import Budgets
 from autopar.pipeline.stretches import Pieces, Table, memory_bytes
 from autopar.text import gibibytes
 

@@ -1,4 +1,4 @@
-"""What each piece of a program costs under a solution: seconds of its passes (pipeline.passes), and bytes by the two Problems of `problem.shares`."""
+"""What each piece of a program costs under a solution: seconds of its passes (pipeline.passes), and bytes by the two Problems of `problem.step_shares`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.pipeline.lines import BLOCKS, Stop
-from autopar.pipeline.once import merged
+from autopar.pipeline.once_per_step import merged
+from autopar.pipeline.pass_ends import BLOCKS, Stop
 from autopar.pipeline.passes import Passes
 from autopar.pipeline.stretches import Cost
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did, Pass
 from autopar.problem.build import Model
 from autopar.problem.graph import Op, Program
 from autopar.problem.pairs import pair
-from autopar.problem.shares import ForwardPrices
+from autopar.problem.step_shares import ForwardPrices
 
 
 @dataclass(eq=False)

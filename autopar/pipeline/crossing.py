@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from autopar.pipeline.schedules import SCHEDULES
+from autopar.pipeline.stage_views import total_ref, views
 from autopar.pipeline.units import stages_of, units
-from autopar.pipeline.views import total_ref, views
 from autopar.plan import Plan
 from autopar.problem.graph import Program, Ref
 

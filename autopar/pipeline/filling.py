@@ -10,8 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.pipeline.memory_shares import Budgets, May, Spent
 from autopar.pipeline.orders import Flying
-from autopar.pipeline.rooms import Budgets, May, Spent
 from autopar.pipeline.stretches import Cost, Pieces, Table
 
 

@@ -1,7 +1,7 @@
 """What each piece of a program does in each pass over it, under a solution: compute, collectives that compute waits for, and collectives behind it.
 
-    forward    operators and changes of layout; gathers of weights begin ahead (runtime.ahead)
-    backward   the same again, gathers for it included; gradients of gathered weights are scattered behind it (autopar.late)
+    forward    operators and changes of layout; gathers of weights begin ahead (runtime.prefetch)
+    backward   the same again, gathers for it included; gradients of gathered weights are scattered behind it (autopar.deferred_waits)
     inputs     of a backward that is taken apart: all but what is for weights
     weights    the rest of it; autograd brings gradients to where they rest then, and waits (runtime.stepping)
     both       the two at once, as schedules that take backwards apart have it at times
@@ -18,21 +18,21 @@ from functools import cached_property
 
 from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES, NO_GRAD, Layout, fraction
-from autopar.pipeline.line import Line
-from autopar.pipeline.lines import LAST, Sent, Stop, Sum, ends_s
-from autopar.pipeline.once import Sums
+from autopar.pipeline.clock import Timeline
+from autopar.pipeline.once_per_step import Sums
+from autopar.pipeline.pass_ends import LAST, Sent, Stop, Sum, ends_s
 from autopar.pipeline.units import homes, units
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, PASSES, WEIGHTS, Did, Pass, shown_s, shows
 from autopar.problem.build import Model
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Op, Program
 from autopar.problem.hiding import Load, Loads, split
-from autopar.problem.inner import Wait
-from autopar.problem.leaves import in_a_row, share_ahead
+from autopar.problem.leaf_gathers import in_a_row, share_ahead
 from autopar.problem.nets import Link
+from autopar.problem.op_algorithms import Wait
 from autopar.problem.pairs import Pair, synced
 from autopar.problem.prices import Prices
-from autopar.problem.shares import ForwardPrices
+from autopar.problem.step_shares import ForwardPrices
 from autopar.problem.types import Net
 from autopar.rules.language import Option
 
@@ -46,7 +46,7 @@ class Passes:
         self.apart, self.late = apart, late
         self._held: dict[tuple[str, int], None] = {}
         self.prices: Prices = model.prices
-        self.line = Line(program)
+        self.line = Timeline(program)
         self.stops = self.line.stops
         self.pieces = units(program)
         self.home = homes(program, self.pieces)
@@ -122,7 +122,7 @@ class Passes:
         shares[first][BACKWARD] = min(shares[first][BACKWARD], took_s / own.background_s)
 
     def _fetched(self, scopes: Mapping[str, Sequence[Pass]], share: float, contention: float) -> float:
-        """The share that shows of what a stage gathers behind its blocks: it begins with the last of them, or a few before (runtime.ahead), and hides under what these
+        """The share that shows of what a stage gathers behind its blocks: it begins with the last of them, or a few before (runtime.prefetch), and hides under what these
         leave; `share` where there are no blocks."""
         own, last = scopes[""][FORWARD], next((scope for scope in reversed(self.program.runs) if scope in scopes), None)
         if last is None or not own.background_s:

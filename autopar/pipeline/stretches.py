@@ -8,11 +8,11 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.pipeline.line import waits_s
-from autopar.pipeline.lines import Stop
-from autopar.pipeline.once import Sums, each_s
+from autopar.pipeline.clock import waits_s
+from autopar.pipeline.memory_shares import Need
+from autopar.pipeline.once_per_step import Sums, each_s
 from autopar.pipeline.orders import Flying, StageTime
-from autopar.pipeline.rooms import Need
+from autopar.pipeline.pass_ends import Stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.pipeline.once import Sums
+from autopar.pipeline.once_per_step import Sums
 from autopar.problem.hiding import Load, Loads, merged, split, together_s
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS, BOTH = PASSES = range(5)

@@ -11,14 +11,14 @@ from torch import fx
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.pipeline.assemble import pipelined
-from autopar.pipeline.sharing import sharing
+from autopar.pipeline.microbatch_splits import sharing
 from autopar.pipeline.units import units
 from autopar.plan import Plan
 from autopar.planner import Planner, bare_plan
 from autopar.predict.axes import axes, rerun_levels
+from autopar.predict.refused import check_cut
 from autopar.predict.setup import Setup
 from autopar.predict.sizes import sizes
-from autopar.predict.whole import check_cut
 from autopar.problem.build import build
 from autopar.problem.graph import Program
 from autopar.problem.prices import Prices

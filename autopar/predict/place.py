@@ -20,15 +20,15 @@ from autopar.pipeline.units import Unit, homes, units
 from autopar.planner import Planner, bare_plan
 from autopar.predict.axes import PARTS, axes, kept_operators, stacked
 from autopar.predict.owners import line
+from autopar.predict.refused import check_cut
 from autopar.predict.setup import WHOLE, Setup
 from autopar.predict.sizes import sizes
-from autopar.predict.whole import check_cut
 from autopar.problem.build import Decisions, build
 from autopar.problem.graph import Op
 from autopar.problem.prices import Prices
 from autopar.problem.rerun import Rerun, rerun
 from autopar.problem.settings import Settings
-from autopar.problem.shares import ForwardPrices
+from autopar.problem.step_shares import ForwardPrices
 from autopar.problem.traffic import tensor_bytes
 from autopar.request import Request
 from autopar.search import ilp

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from autopar.cluster import Cluster
 from autopar.cost.comm import collective_s
 from autopar.errors import PlanError
-from autopar.pipeline.flow import step_s
+from autopar.pipeline.makespan import step_s
 from autopar.pipeline.orders import Action, StageTime, orders
 from autopar.predict.owners import Owners, between, line
 from autopar.predict.place import Place, UnitTime

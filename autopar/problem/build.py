@@ -19,15 +19,15 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.layout import crowded, dim_of, fits, is_shard
+from autopar.problem.at_rest import Resting, one_cadence
 from autopar.problem.branches import Branches, coordinate_of
+from autopar.problem.cluster_members import Choice, Member, members_of
 from autopar.problem.clusters import Cluster, Joint
 from autopar.problem.graph import Op, Program, Ref
-from autopar.problem.holding import counted
+from autopar.problem.kept_bytes import counted
 from autopar.problem.lanes import in_lanes, whole
-from autopar.problem.members import Choice, Member, members_of
 from autopar.problem.nets import Link, bytes_alone, links_of, net_bytes, node_bytes, passing_bytes, shown, step_s
 from autopar.problem.prices import Prices
-from autopar.problem.resting import Resting, one_cadence
 from autopar.problem.saved import HOLDERS, Kept, kept
 from autopar.problem.types import Net, Node, Problem
 from autopar.rules.algorithms import agree

@@ -26,7 +26,7 @@ from autopar.cost.compute import (
 from autopar.cost.memory import itemsize
 from autopar.layout import Layout, fraction
 from autopar.problem.graph import Op
-from autopar.problem.inner import sites
+from autopar.problem.op_algorithms import sites
 from autopar.problem.settings import Settings
 from autopar.problem.traffic import NORMS
 from autopar.rules import tiles

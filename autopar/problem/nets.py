@@ -12,13 +12,13 @@ from functools import cached_property
 import numpy as np
 
 from autopar.layout import NO_GRAD, Layout
+from autopar.problem.at_rest import Resting
+from autopar.problem.cluster_members import Choice, Member
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Op, Program, Ref
-from autopar.problem.members import Choice, Member
 from autopar.problem.pairs import Pair, pair
 from autopar.problem.prices import Prices
-from autopar.problem.resting import Resting
-from autopar.problem.saved import HOLDERS, Kept, Way
+from autopar.problem.saved import HOLDERS, Kept, NetKey
 from autopar.problem.types import Net, Use
 from autopar.rules.experts import INSIDE
 
@@ -34,7 +34,7 @@ class Link:
 
     `count` is how often per step it is read, `kind` how: "edge" (by operators), "feed" (into a run of blocks) or "carry" (from block to block).
     `rows` are the layouts in which its producer may make it, `columns` those that readers may ask for; `row` and the columns of `uses` index
-    them by choice. `counts` says which bytes it counts. A link that does not `moves` has no reshards, only bytes (problem.holding).
+    them by choice. `counts` says which bytes it counts. A link that does not `moves` has no reshards, only bytes (problem.kept_bytes).
     """
 
     program: Program
@@ -53,10 +53,10 @@ class Link:
     moves: bool = True
 
     @cached_property
-    def way(self) -> Way:
+    def way(self) -> NetKey:
         """Its name in `problem.saved`."""
         reader = self.readers[0][0]
-        return Way(self.ref, reader.scope if self.kind == "edge" else reader.name, self.kind)
+        return NetKey(self.ref, reader.scope if self.kind == "edge" else reader.name, self.kind)
 
     @cached_property
     def weight(self) -> bool:
@@ -65,7 +65,7 @@ class Link:
 
     @cached_property
     def ahead(self) -> bool:
-        """Whether its gathers can begin before their use and its gradient's scatters be waited for later (runtime.ahead, runtime.gradsync)."""
+        """Whether its gathers can begin before their use and its gradient's scatters be waited for later (runtime.prefetch, runtime.gradsync)."""
         return self.weight and not self.opening
 
     @property
@@ -213,7 +213,7 @@ def net_bytes(link: Link, keeps: Kept, prices: Prices, again: set[int]) -> np.nd
     saved = link.asked_by(lambda op, operand: (op.name, operand) in keeps.reads)
     fresh, held = prices.made_bytes(link.rows, link.columns, link.size_bytes)
     if link.weight:
-        # a gathered weight lives while its block and the one before it run (runtime.ahead), so it counts twice and not once per block; intermediate
+        # a gathered weight lives while its block and the one before it run (runtime.prefetch), so it counts twice and not once per block; intermediate
         # results of its chain of gathers live one block longer; a weight that is not gathered again for the backward stays, once per block
         alive = 2 if link.readers[0][0].scope and link.count > 1 else 1
         halfway = (alive + 1 if alive > 1 else 1) * prices.halfway_bytes(link.rows, link.columns, link.size_bytes)

@@ -1,7 +1,7 @@
 """What each Op can do on one mesh axis, before any recipe or merging.
 
 Operators follow their rule; a parameter may rest replicated or cut along any dim, or be whole for its readers while it rests, and
-is updated, cut (ZeRO-1 and 2, `problem.resting`); buffers and constants are replicated;
+is updated, cut (ZeRO-1 and 2, `problem.at_rest`); buffers and constants are replicated;
 inputs are replicated or cut along the batch; a port passes anything through; the loss must come out whole on every rank,
 other outputs may stay cut (they are handed out as DTensors).
 """
@@ -14,8 +14,8 @@ from typing import Any
 
 from autopar.layout import dim_of, is_shard, shard
 from autopar.layout import sections_of as weights_of
+from autopar.problem.at_rest import EACH
 from autopar.problem.graph import Op, Program, Ref
-from autopar.problem.resting import EACH
 from autopar.rules import options_for
 from autopar.rules.language import Option, Use, options
 from autopar.rules.rule import Rule

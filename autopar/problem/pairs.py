@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from autopar.layout import NO_GRAD, Layout, show
-from autopar.problem.resting import gathered_axes
+from autopar.problem.at_rest import gathered_axes
 from autopar.rules.language import Use
 
 

@@ -109,7 +109,7 @@ class Paths:
         return [size_bytes * share for share in self._shares[number]]
 
     def moved(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0) -> np.ndarray:
-        """[distinct ways, 1 + 6 axes]: what each takes (problem.moved); `ways.at` says which of them is where."""
+        """[distinct ways, 1 + 6 axes]: what each takes (problem.net_seconds); `ways.at` says which of them is where."""
         known, axes = self._sized(size_bytes, bucket_bytes), len(self.sizes)
         distinct, at = np.unique(self._padded[list(ways.numbers)], return_inverse=True)
         rows = np.array([self._row(known, step, size_bytes, bucket_bytes) for step in distinct.tolist()])

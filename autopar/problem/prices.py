@@ -5,7 +5,7 @@
     reshard    steps(value -> value) forward and steps(gradient -> gradient) backward (layout.steps: what the runtime runs)
     update     the optimizer's pass over what the rank holds of a parameter
     weight     a reshard whose gather is repeated where the backward needs it (the gathered copy is not kept); once per step the way
-               from rest to leaf, and that of the leaf's gradient to where it is summed (`problem.resting`)
+               from rest to leaf, and that of the leaf's gradient to where it is summed (`problem.at_rest`)
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from autopar.cost.comm import collective_s
 from autopar.cost.memory import ParameterBytes, itemsize, parameter_bytes, rests_in, scales_loss
 from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, Layout, fraction, most_elements
 from autopar.optimizers import OPTIMIZERS
-from autopar.problem.between import Between, routes_on
+from autopar.problem.at_rest import Resting
 from autopar.problem.graph import Op
-from autopar.problem.inner import Wait, sites, waits
 from autopar.problem.kernels import Kernels
+from autopar.problem.layout_pairs import Between, routes_on
+from autopar.problem.op_algorithms import Wait, sites, waits
 from autopar.problem.pairs import Pair
-from autopar.problem.resting import Resting
 from autopar.problem.settings import Settings
 from autopar.rules.experts import INSIDE
 from autopar.rules.language import Option
-from autopar.rules.site import Inner, Site
+from autopar.rules.site import InnerCollective, Site
 from autopar.rules.tiles import tile_bytes
 
 OVERLAP = 0.8
@@ -97,7 +97,7 @@ class Prices:
         ahead = [(site, algorithm.forward) for algorithm, site in used]
         return waits(ahead, self.mesh, self.settings), waits(back, self.mesh, self.settings)
 
-    def _inner_s(self, used: Sequence[tuple[Site, Sequence[Inner]]], work_s: float) -> tuple[float, float]:
+    def _inner_s(self, used: Sequence[tuple[Site, Sequence[InnerCollective]]], work_s: float) -> tuple[float, float]:
         """Exposed seconds of collectives inside an operator that works `work_s`, and the seconds of that work that hide the others."""
         shown = sum(wait.seconds for wait in waits(used, self.mesh, self.settings))
         hidden = room = 0.0

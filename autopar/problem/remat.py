@@ -17,11 +17,11 @@ import numpy as np
 
 from autopar.problem.build import Model
 from autopar.problem.graph import Program
-from autopar.problem.holding import apart
+from autopar.problem.kept_bytes import apart
 from autopar.problem.nets import Link, bytes_alone, net_bytes, node_bytes, shown, step_s
 from autopar.problem.rerun import Rerun, heavy, rerun
 from autopar.problem.saved import Kept, kept
-from autopar.problem.shares import ForwardPrices
+from autopar.problem.step_shares import ForwardPrices
 from autopar.problem.types import Cost, Net, Node
 from autopar.text import gibibytes, seconds
 

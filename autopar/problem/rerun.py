@@ -19,12 +19,12 @@ import torch
 
 from autopar.errors import PlanError
 from autopar.problem.graph import Op, Program
-from autopar.problem.looking import looks
+from autopar.problem.view_ops import looks
 from autopar.rules import RULES
 from autopar.rules.arguments import given
 from autopar.rules.experts import INSIDE
 from passes import ops
-from passes.ordered import ORDERED
+from passes.operand_order import ORDERED
 from passes.saved import SAVED
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ So every kept tensor is followed back through views to the value that owns the b
     comes in as it lies                        the net counts the owner (`Kept.counted`): one net where several bring it, none where
                                                its cluster keeps it anyway or only looks at what comes in there
     is a view that one operator alone keeps    the net to that operator counts the owner, or the copy of the view (`Kept.behind`)
-    where readers ask for several layouts      nets beside it count the bytes alone (problem.holding)
+    where readers ask for several layouts      nets beside it count the bytes alone (problem.kept_bytes)
 
 A block that is run again (problem.rerun) keeps nothing of that but what its plan keeps, as if readers saved it, and one tensor per instance
 for each of its placeholders (`Kept.given`).
@@ -29,8 +29,8 @@ import torch
 
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Op, Program, Ref
-from autopar.problem.looking import looks
 from autopar.problem.rerun import Rerun
+from autopar.problem.view_ops import looks
 
 aten = torch.ops.aten
 HOLDERS = ("param", "buffer", "constant", "input")
@@ -40,7 +40,7 @@ Edge = tuple[str, int]  # (op name, operand)
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class NetKey:
     """A net as `Kept` names it: value, who reads it (a scope, or the port that is fed) and how (edge, feed, carry)."""
 
     ref: Ref
@@ -67,13 +67,13 @@ class Kept:
     home: dict[str, int]
     own: dict[int, list[Ref]] = field(default_factory=dict)
     reads: dict[Edge, None] = field(default_factory=dict)
-    counted: dict[Ref, Way] = field(default_factory=dict)
-    last: dict[Ref, Way] = field(default_factory=dict)
-    ports: dict[str, Way] = field(default_factory=dict)
-    charges: dict[Way, list[tuple[Ref, int]]] = field(default_factory=dict)
-    behind: dict[Way, Ref] = field(default_factory=dict)
+    counted: dict[Ref, NetKey] = field(default_factory=dict)
+    last: dict[Ref, NetKey] = field(default_factory=dict)
+    ports: dict[str, NetKey] = field(default_factory=dict)
+    charges: dict[NetKey, list[tuple[Ref, int]]] = field(default_factory=dict)
+    behind: dict[NetKey, Ref] = field(default_factory=dict)
     keepers: Counter[Ref] = field(default_factory=Counter)
-    moved: dict[Way, None] = field(default_factory=dict)
+    moved: dict[NetKey, None] = field(default_factory=dict)
     given: dict[int, list[tuple[Ref, int]]] = field(default_factory=dict)
     reruns: Mapping[str, Rerun] = field(default_factory=dict)
 
@@ -143,7 +143,7 @@ def _come_in(found: Kept, edge: Edge) -> None:
         return
     found.reads[edge] = None
     reader = found.program.ops[edge[0]]
-    way = Way(reader.operands[edge[1]], reader.scope)
+    way = NetKey(reader.operands[edge[1]], reader.scope)
     owner, before = _inside(found, way.ref)
     producer = found.program.ops[owner[0]]
     if before is not None and _alone(found, way):
@@ -156,19 +156,19 @@ def _come_in(found: Kept, edge: Edge) -> None:
         (found.counted if producer.scope == reader.scope else found.last).setdefault(owner, way)
 
 
-def _alone(found: Kept, way: Way) -> bool:
+def _alone(found: Kept, way: NetKey) -> bool:
     """Whether a net brings the one view that is kept of what an operator of the same scope makes."""
     root = found.root(way.ref)
     maker = found.program.ops[root[0]]
     return found.keepers[root] == 1 and maker.role == "op" and maker.scope == way.reader and not found.held(root)
 
 
-def _charge(found: Kept, ref: Ref, way: Way, count: int) -> None:
+def _charge(found: Kept, ref: Ref, way: NetKey, count: int) -> None:
     if not found.held(ref):
         found.charges.setdefault(way, []).append((ref, count))
 
 
-def _given(found: Kept, port: str, way: Way | None) -> None:
+def _given(found: Kept, port: str, way: NetKey | None) -> None:
     """Share out what a port is given: to the net to its readers (without one to the port itself), or to the nets that bring what is
     counted where it is made."""
     op = found.program.ops[port]
@@ -183,29 +183,29 @@ def _given(found: Kept, port: str, way: Way | None) -> None:
 
     fed = found.root(run.feeds[index])
     if found.held(fed) or fed in found.counted:
-        found.moved[Way(run.feeds[index], port, "feed")] = None
+        found.moved[NetKey(run.feeds[index], port, "feed")] = None
     elif fed != run.feeds[index]:
-        _looked(found, Way(run.feeds[index], port, "feed"), outer)
+        _looked(found, NetKey(run.feeds[index], port, "feed"), outer)
     else:
         charge(outer)
-        found.counted[fed] = way or Way((port, 0), port)
+        found.counted[fed] = way or NetKey((port, 0), port)
     if index >= len(run.carried) or run.count < 2:
         return
     carried = found.root(run.carried[index])
     if found.held(carried) or carried in found.counted:
-        found.moved[Way(run.carried[index], port, "carry")] = None
+        found.moved[NetKey(run.carried[index], port, "carry")] = None
     elif carried != (port, 0):
         charge(outer * (run.count - 1))
 
 
-def _looked(found: Kept, feed: Way, count: int) -> None:
+def _looked(found: Kept, feed: NetKey, count: int) -> None:
     """Count the owner of what is fed, as an expanded mask is smaller than what it looks like; where that is moved on the way, the copy."""
     found.moved[feed], way = None, feed
     owner, before = _inside(found, feed.ref)
     while before is not None:
         found.reads[before] = None
         reader = found.program.ops[before[0]]
-        way = Way(reader.operands[before[1]], reader.scope)
+        way = NetKey(reader.operands[before[1]], reader.scope)
         owner, before = _inside(found, way.ref)
     _charge(found, owner, way, count)
     found.counted[owner] = way

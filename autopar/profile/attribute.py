@@ -2,7 +2,7 @@
 
     forward     the range of an operator, less the steps of reshards inside
     backward    autograd's nodes carry the number of the forward operator that made them: the last one that began with that number
-    steps       ranges of the runtime (`runtime.marks`), wherever they run
+    steps       ranges of the runtime (`runtime.profiler_ranges`), wherever they run
     optimizer   the range that torch puts around its step
 
 On GPUs a range counts the seconds of the kernels that it started; the copy of the range that the profiler has among the kernels does not.
@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 
 from autopar.layout import LOCAL
 from autopar.profile.label import OP
-from autopar.runtime.marks import PREFIX
+from autopar.runtime.profiler_ranges import PREFIX
 
 Key = tuple[object, ...]
 """("op", node), (kind, axis, bytes), ("sync", kind, axis), ("local",) for slices and masks, ("optimizer",)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from autopar.runtime.marks import PREFIX
+from autopar.runtime.profiler_ranges import PREFIX
 
 OP = f"{PREFIX} op"
 """How the range of an operator begins."""

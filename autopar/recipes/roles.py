@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
+from autopar.problem.at_rest import EACH, is_gathered
 from autopar.problem.clusters import Allow
 from autopar.problem.graph import Op, Program
-from autopar.problem.resting import EACH, is_gathered
 from autopar.recipes import attention
 from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, SAMPLE, cuts_sequence, kind
 from autopar.rules import rule_for

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from autopar.problem.at_rest import is_gathered
 from autopar.problem.clusters import Allow
 from autopar.problem.graph import Op, Program
-from autopar.problem.resting import is_gathered
 from autopar.recipes.attention import ATTENTION
 from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, cuts_sequence, kind
 from autopar.rules import options_for

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopar.decided import node_plan
+from autopar.decisions import node_plan
 from autopar.errors import PlanError
 from autopar.layout import NO_GRAD, show
 from autopar.plan import NodePlan, Plan

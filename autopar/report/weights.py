@@ -20,11 +20,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopar.codegen.edges import Pair, in_pair, out_pair
+from autopar.codegen.edges import LayoutPair, in_pair, out_pair
 from autopar.layout import fraction, is_placed, is_shard, show
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Ref
-from autopar.problem.names import namings
+from autopar.problem.original_names import namings
 from autopar.rules.tiles import tiles
 
 
@@ -82,7 +82,7 @@ def _words(op: Op, readers: Mapping[Ref, list[tuple[Op, int]]], program: Program
     return found
 
 
-def _use(rest: Pair, reader: Op, operand: int, axis: int, plan: Plan) -> str:
+def _use(rest: LayoutPair, reader: Op, operand: int, axis: int, plan: Plan) -> str:
     if axis in rest.gathered:
         return "once"
     lies, asked = rest.value[axis], in_pair(plan, reader.name, operand).value[axis]
@@ -101,7 +101,7 @@ def _cut(reader: Op, axis: int, plan: Plan) -> str:
         return f"gathered in {tiles(node.runs[axis])} tiles"
     if node.runs and node.runs[axis] in VOCABULARY:
         return "vocabulary"
-    partial = any(Pair.of(out).value[axis].startswith("P") for out in node.outs)
+    partial = any(LayoutPair.of(out).value[axis].startswith("P") for out in node.outs)
     return "row" if partial else "column"
 
 

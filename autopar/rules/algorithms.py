@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from autopar.layout import dim_of, is_placed, is_shard
 from autopar.rules import experts, halo, ring, tiles
 from autopar.rules.language import Option
-from autopar.rules.site import Inner, Inside, Site, once
+from autopar.rules.site import InnerCollective, Inside, Site, once
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Algorithm:
     bytes of gathered weights and of their whole gradients at its fullest moment, one for the forward and one for the backward.
     """
 
-    forward: tuple[Inner, ...] = ()
-    backward: tuple[Inner, ...] = ()
+    forward: tuple[InnerCollective, ...] = ()
+    backward: tuple[InnerCollective, ...] = ()
     pace: Callable[[Site], float] = once
     alone: bool = False
     travels: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class Algorithm:
     apart: tuple[int, ...] = ()
     gathers: tuple[Callable[[Site], tuple[float, float]], ...] = ()
 
-    def inner(self, *, training: bool) -> tuple[Inner, ...]:
+    def inner(self, *, training: bool) -> tuple[InnerCollective, ...]:
         """The inner collectives of one call, backward included when training."""
         return (*self.forward, *(self.backward if training else ()))
 
@@ -89,7 +89,7 @@ def _statistic(site: Site) -> float:
 ALGORITHMS: dict[str, Algorithm] = {
     "bag": Algorithm(),
     "causal_rows": Algorithm(pace=ring.later_rows),
-    "cross_entropy": Algorithm(forward=(Inner("all_reduce", _statistic),) * 2),
+    "cross_entropy": Algorithm(forward=(InnerCollective("all_reduce", _statistic),) * 2),
     "embedding": Algorithm(),
     "expert_dispatch": Algorithm(experts.FORWARD, experts.BACKWARD),
     "halo": Algorithm(halo.FORWARD, halo.BACKWARD, alone=True, travels=(halo.IMAGE,), inside=halo.INSIDE),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autopar.rules.language import Call, Tensor
-from passes.ordered import BIASED
+from passes.operand_order import BIASED
 
 Spec = Callable[[Call], str]
 

@@ -22,7 +22,7 @@ import torch
 from autopar.routing import parts_of_run, parts_of_token, rows_sent
 from autopar.rules.language import Call, Together
 from autopar.rules.rule import Rule
-from autopar.rules.site import Inner, Inside, Site
+from autopar.rules.site import InnerCollective, Inside, Site
 from passes import ops
 
 HIDDEN, CHOSEN, GATES, UP, DOWN, BIAS = range(6)
@@ -184,8 +184,8 @@ def if_any_learns(site: Site) -> int:
     return int(site.operands[HIDDEN].grad or site.operands[GATES].grad)
 
 
-_ROWS = partial(Inner, "all_to_all", parts=parts, apart=apart, reached=reached)
-FORWARD = (Inner("all_to_all", counts_bytes), _ROWS(there_bytes), _ROWS(returned_bytes, last=True))
+_ROWS = partial(InnerCollective, "all_to_all", parts=parts, apart=apart, reached=reached)
+FORWARD = (InnerCollective("all_to_all", counts_bytes), _ROWS(there_bytes), _ROWS(returned_bytes, last=True))
 BACKWARD = (_ROWS(returned_bytes), _ROWS(gradients_bytes, if_any_learns, last=True))
 
 RULES: dict[Any, Rule] = {ops.experts: Rule(experts, together=dispatched, partly={"o": second_layer})}

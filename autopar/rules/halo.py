@@ -13,8 +13,8 @@ from autopar.layout import chunk, dim_of
 from autopar.rules.arguments import given
 from autopar.rules.language import Call, Together
 from autopar.rules.reshapes import quotient
-from autopar.rules.site import Inner, Inside, Site
-from autopar.windows import Window
+from autopar.rules.site import InnerCollective, Inside, Site
+from autopar.window_rows import Window
 
 IMAGE = 0
 NAME = "halo"
@@ -131,6 +131,6 @@ def _moved_bytes(site: Site) -> float:
     return 2 * _copy_bytes(site)
 
 
-FORWARD = (Inner("send", _sent_bytes, _sends),)
-BACKWARD = (Inner("send", _returned_bytes, _returns, last=True),)
+FORWARD = (InnerCollective("send", _sent_bytes, _sends),)
+BACKWARD = (InnerCollective("send", _returned_bytes, _returns, last=True),)
 INSIDE = Inside(_copy_bytes, _moved_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.rules.arguments import given
 from autopar.rules.language import Call, Together
-from autopar.rules.site import Inner, Site
+from autopar.rules.site import InnerCollective, Site
 
 QUERY, KEY, VALUE = 0, 1, 2
 
@@ -80,6 +80,6 @@ def _result_and_gradient(site: Site) -> float:
     return 2 * _result(site)
 
 
-FORWARD = (Inner("send", _all, _in_halves, reorders=True), Inner("send", _keys, _hops, hidden=True), Inner("send", _result, _in_halves, reorders=True, last=True))
-BACKWARD = (Inner("send", _result_and_gradient, _in_halves, reorders=True), Inner("send", _keys, _hops, hidden=True), Inner("send", _sums, _hops, hidden=True),
-            Inner("send", _sums, _home, last=True), Inner("send", _all, _in_halves, reorders=True, last=True))
+FORWARD = (InnerCollective("send", _all, _in_halves, reorders=True), InnerCollective("send", _keys, _hops, hidden=True), InnerCollective("send", _result, _in_halves, reorders=True, last=True))
+BACKWARD = (InnerCollective("send", _result_and_gradient, _in_halves, reorders=True), InnerCollective("send", _keys, _hops, hidden=True), InnerCollective("send", _sums, _hops, hidden=True),
+            InnerCollective("send", _sums, _home, last=True), InnerCollective("send", _all, _in_halves, reorders=True, last=True))

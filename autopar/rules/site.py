@@ -62,7 +62,7 @@ def everywhere(site: Site, parts: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Inner:
+class InnerCollective:
     """One collective inside an algorithm: its kind, and the bytes that it moves as autopar.cost.comm.collective_s counts them.
 
     It runs `times` times, each after the other. A `hidden` one runs while the operator works, on `times` of `times + 1` equal pieces

@@ -22,7 +22,7 @@ import torch
 from autopar.layout import is_shard
 from autopar.rules.arguments import given
 from autopar.rules.language import Call, Option, Tensor, Use
-from autopar.rules.site import Inner, Site
+from autopar.rules.site import InnerCollective, Site
 from passes import ops
 
 aten = torch.ops.aten
@@ -155,9 +155,9 @@ def _others_scattered(site: Site) -> int:
     return _others(site) * _weight(site).grad
 
 
-FORWARD = (Inner("all_gather", tile_bytes, _first), Inner("all_gather", tile_bytes, _others, hidden=True))
-BACKWARD = (Inner("all_gather", tile_bytes, _first_again), Inner("all_gather", tile_bytes, _others_again, hidden=True),
-            Inner("reduce_scatter", gradient_bytes, _others_scattered, hidden=True), Inner("reduce_scatter", gradient_bytes, _last_scattered, last=True))
+FORWARD = (InnerCollective("all_gather", tile_bytes, _first), InnerCollective("all_gather", tile_bytes, _others, hidden=True))
+BACKWARD = (InnerCollective("all_gather", tile_bytes, _first_again), InnerCollective("all_gather", tile_bytes, _others_again, hidden=True),
+            InnerCollective("reduce_scatter", gradient_bytes, _others_scattered, hidden=True), InnerCollective("reduce_scatter", gradient_bytes, _last_scattered, last=True))
 
 
 def forward_bytes(site: Site) -> tuple[float, float]:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from autopar.errors import RunError
 from autopar.layout import Layout, chunk, cutters, divisible, is_shard, parse, pieces, ways_of
-from autopar.runtime.agreed import fingerprint
 from autopar.runtime.cuts import own
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.nested import Nested, flat
+from autopar.runtime.rank0_weights import fingerprint
 
 EVEN = 2**20  # times a step, divides by any number of ranks that is a power of two
 

@@ -4,7 +4,7 @@ Autograd accumulates into local leaves. A gradient that is partial on an axis is
 reduce-scattered where it rests cut (ZeRO-1 and 2), in flat buckets, in reverse order of use.
 
 * A bucket starts as soon as its last gradient is there, while the backward goes on. If it takes several collectives, the next one begins
-  when buckets of a later block have begun behind it (`autopar.late`). All are finished when the backward ends, whoever called it.
+  when buckets of a later block have begun behind it (`autopar.deferred_waits`). All are finished when the backward ends, whoever called it.
 * Where branches run on different ranks at the same time (`placed`), gradients come in a different order on each rank. Collectives then begin
   in the order of the buckets, so that it is the same on all ranks.
 * Gradients of weights that were gathered at their use (`gather`) come here whole (`sink`). They are scattered in the background, then summed
@@ -25,17 +25,17 @@ import torch
 from torch import Tensor
 
 from autopar._torch import at_end_of_backward, gradient_hooks, local_of, wrap_like
+from autopar.deferred_waits import BUCKETS, Queue
 from autopar.errors import RunError
-from autopar.late import BUCKETS, Queue
 from autopar.layout import BUCKET_BYTES, Layout, Step, steps
-from autopar.runtime.ahead import Orders
+from autopar.runtime.coalesced import KINDS, Together
 from autopar.runtime.first_order import only_first_order
 from autopar.runtime.leaves import Reader, owners
 from autopar.runtime.lifetimes import weakly
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import Chain, settled
 from autopar.runtime.params import Held
-from autopar.runtime.together import KINDS, Together
+from autopar.runtime.prefetch import Orders
 from autopar.runtime.turns import AS_IS, Gathered
 
 

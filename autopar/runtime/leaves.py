@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, Step, crosses, steps
+from autopar.runtime.coalesced import Together
 from autopar.runtime.lifetimes import weakly
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
 from autopar.runtime.params import Held, fill
-from autopar.runtime.together import Together
 
 
 class Reader(Protocol):

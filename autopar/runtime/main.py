@@ -21,9 +21,9 @@ from torch import nn
 
 from autopar.errors import RunError
 from autopar.runtime import constants
-from autopar.runtime.joining import join
 from autopar.runtime.module import ShardedModule
 from autopar.runtime.optimizer_state import optimizer_of
+from autopar.runtime.process_group import join
 from autopar.runtime.scaling import scaler_for
 
 

@@ -20,8 +20,7 @@ from autopar._torch import local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
 from autopar.runtime import batch, checkpoint, host_state, loaders, norms, optimizer_state, regather, rng
-from autopar.runtime.agreed import check_replicas
-from autopar.runtime.ahead import within
+from autopar.runtime.batch_sizes import BatchSizes
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.declare import Declarations
 from autopar.runtime.gradsync import GradSync
@@ -29,16 +28,17 @@ from autopar.runtime.importable import make_importable
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.lifetimes import kept_by
 from autopar.runtime.mesh import Mesh
+from autopar.runtime.module_copies import twin
 from autopar.runtime.moves import relayout
 from autopar.runtime.names import Naming, full_name
 from autopar.runtime.nested import Nested
 from autopar.runtime.outputs import Spread, by_name, is_number, leaves, pack, ungraded
 from autopar.runtime.params import Held, Param
+from autopar.runtime.prefetch import within
+from autopar.runtime.rank0_weights import check_replicas
 from autopar.runtime.reshard import reshard
 from autopar.runtime.scaling import GradScaler, is_narrow, scale_of
-from autopar.runtime.told import Told
 from autopar.runtime.tree import Tree
-from autopar.runtime.twins import twin
 
 
 class Block(nn.Module):
@@ -128,7 +128,7 @@ class ShardedModule(Scope):
         self._met = self.MESH.meet()  # also on a place that holds nothing, and so would ask for no group yet
         self.rng = rng.Rng(seed)
         self._spread: list[Spread] = []
-        self._told = Told(self.INPUTS, self.MESH)
+        self._told = BatchSizes(self.INPUTS, self.MESH)
         self._constant: dict[str, None] = {}  # names that `load_constants` has filled
         self._declared = [Declarations.of(scope) for scope in self._scopes()]
         declarations = Declarations.together(self._declared)

@@ -22,8 +22,8 @@ from autopar.runtime.collectives import (
 )
 from autopar.runtime.count import counting, record
 from autopar.runtime.cuts import check_shape, cut, join, pad, take
-from autopar.runtime.marks import mark
 from autopar.runtime.mesh import Mesh
+from autopar.runtime.profiler_ranges import mark
 
 Shape = tuple[int, ...]
 

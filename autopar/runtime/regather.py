@@ -3,7 +3,7 @@
 `gather` is `reshard` for weights. Inside `regathering()` autograd does not keep what `gather` returned, nor views of it: it
 keeps a handle to the shard, and the backward gathers again when it first needs the weight, once for all who saved it. The
 copy is dropped after its last use. The gradient of a parameter's shard goes to its *sink* where it has one, which scatters it
-while the backward goes on. In both directions gathers begin ahead of their use (`runtime.ahead`). Outside compiled code only: a compiled
+while the backward goes on. In both directions gathers begin ahead of their use (`runtime.prefetch`). Outside compiled code only: a compiled
 block gathers when it needs a weight and keeps what its partitioner decides. Its gradients are summed in the dtype of all others, and then rounded to that of the weight.
 """
 
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from autopar.errors import RunError
 from autopar.layout import Layout
-from autopar.runtime.ahead import Orders, unit_here
 from autopar.runtime.first_order import only_first_order
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
+from autopar.runtime.prefetch import Orders, unit_here
 from autopar.runtime.replay import once
 from autopar.runtime.reshard import arrow, reshard
 from autopar.runtime.stack import pushed

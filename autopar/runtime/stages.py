@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import pipelining
 
 from autopar._torch import post
-from autopar.runtime.parts import add_gradients, disjoint
+from autopar.runtime.split_backward import add_gradients, disjoint
 
 
 class Sent:
@@ -69,7 +69,7 @@ class OwnStage(pipelining.PipelineStage):
     Where the backward is taken apart, torch keeps the first gradient of a weight as autograd gave it and adds the later ones in
     place. That tensor may be an expanded one, or the same as that of another weight or of what was received (an addition passes
     its gradient on as it is): adding would fail, or change the others. So the first one is copied. Weights that
-    are used more than once have their own way (runtime.parts).
+    are used more than once have their own way (runtime.split_backward).
     """
 
     def __init__(self, *args: Any, sent: Sent | None, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Collectives of a rank that run in the background one after the other, as the runtime begins them: `runtime.moves.Chain`, `runtime.together.Together`."""
+"""Collectives of a rank that run in the background one after the other, as the runtime begins them: `runtime.moves.Chain`, `runtime.coalesced.Together`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Protocol
 
 from autopar.layout import BUCKET_BYTES, legs
-from autopar.runtime.ahead import timetable
 from autopar.runtime.leaves import due
+from autopar.runtime.prefetch import timetable
 from autopar.simulate.pieces import Piece
 
 
@@ -70,7 +70,7 @@ class Chain:
 @dataclass(eq=False)
 class Sums:
     """A bucket that has begun; `held` are the bytes on the rank in front of each collective. What a last scatter took is let go when it has been waited for
-    (runtime.together)."""
+    (runtime.coalesced)."""
 
     chain: Chain
     held: Sequence[float]
@@ -138,7 +138,7 @@ class Filling:
 
 @dataclass(frozen=True)
 class Fetch:
-    """A gather that may begin ahead: its pieces, the bytes of its result, and what it belongs to (runtime.ahead)."""
+    """A gather that may begin ahead: its pieces, the bytes of its result, and what it belongs to (runtime.prefetch)."""
 
     pieces: tuple[Piece, ...]
     nbytes: float

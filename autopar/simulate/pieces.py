@@ -19,10 +19,10 @@ from autopar.cost.comm import collective_s, group_bytes, step_s
 from autopar.layout import LOCAL, Step
 from autopar.plan import NodePlan
 from autopar.problem.graph import Op
-from autopar.problem.inner import Wait
+from autopar.problem.op_algorithms import Wait
 from autopar.problem.prices import Prices
 from autopar.problem.settings import Settings
-from autopar.rules.site import Inner, Site
+from autopar.rules.site import InnerCollective, Site
 
 COMPUTE = -1
 """The axis of what a rank does on its own."""
@@ -46,7 +46,7 @@ class Piece:
 class _Work(Prices):
     """Prices without the collectives inside operators."""
 
-    def _inner_s(self, used: Sequence[tuple[Site, Sequence[Inner]]], work_s: float) -> tuple[float, float]:
+    def _inner_s(self, used: Sequence[tuple[Site, Sequence[InnerCollective]]], work_s: float) -> tuple[float, float]:
         return 0.0, 0.0
 
 

@@ -4,8 +4,8 @@
     inside operators    collectives that an operator waits for are on the stream of their mesh axis as reshards are; what shows of others is compute
     reshards            on the stream of their mesh axis; what computes next waits for them (runtime.reshard, runtime.regather)
     in the background   on a stream of their own beside it (runtime.mesh)
-    gathered weights    ahead of the block that needs them, where the one before it begins (runtime.ahead); their gradients are
-                        scattered in the background (autopar.late)
+    gathered weights    ahead of the block that needs them, where the one before it begins (runtime.prefetch); their gradients are
+                        scattered in the background (autopar.deferred_waits)
     leaves              gathered in buckets of 25 MB in the order of use, two on their way at a time; a block waits for its own (runtime.leaves)
     synced gradients    summed in buckets of 25 MB in reverse order; a bucket starts when its last gradient is there (runtime.gradsync)
     over several axes   one collective after the other, each begun where the rank has come on by a block or a bucket (chains.py)
@@ -24,7 +24,7 @@ from functools import cached_property
 from autopar.cluster import Mesh
 from autopar.codegen.edges import Spot
 from autopar.cost.comm import link_shares
-from autopar.late import BUCKETS, Queue
+from autopar.deferred_waits import BUCKETS, Queue
 from autopar.layout import BUCKET_BYTES
 from autopar.simulate.chains import Ahead, Bucket, Chain, Fetch, Filling, Leaves, Scatter, Sums
 from autopar.simulate.engine import Task, Timeline, run

@@ -10,13 +10,13 @@ from torch import fx
 from autopar.cluster import Cluster, Places
 from autopar.codegen.edges import Edges, edges, options
 from autopar.cost.comm import collective_s
-from autopar.decided import local_share
+from autopar.decisions import local_share
 from autopar.pipeline.schedules import SCHEDULES
-from autopar.pipeline.shared import Shared, shared_weights
-from autopar.pipeline.views import View, views, whole
+from autopar.pipeline.shared_weights import Shared, shared_weights
+from autopar.pipeline.stage_views import View, views, whole
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Ref
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.problem.settings import Settings
 from autopar.simulate.pieces import COMPUTE, Piece, Pieces
 from autopar.simulate.rank import Ran, Rank

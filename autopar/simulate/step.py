@@ -14,7 +14,7 @@ from autopar.memory.predict import fullest
 from autopar.pipeline.orders import Action, lines_of
 from autopar.plan import Plan
 from autopar.problem.graph import Op
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.simulate import schedule
 from autopar.simulate.engine import Task, Timeline, run
 from autopar.simulate.memory import over_time

@@ -9,7 +9,7 @@ from autopar.cluster import Mesh
 from autopar.codegen.edges import Edges, out_pair
 from autopar.cost.comm import collective_s, group_bytes, step_s
 from autopar.layout import BUCKET_BYTES, LOCAL, Step, most_elements
-from autopar.pipeline.views import View
+from autopar.pipeline.stage_views import View
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
 from autopar.problem.prices import Prices

@@ -13,10 +13,10 @@ from functools import cached_property
 
 from torch import fx
 
-from autopar.codegen.edges import Edges, Pair, Reshard, Spot, in_pair, spot_of
+from autopar.codegen.edges import Edges, LayoutPair, Reshard, Spot, in_pair, spot_of
 from autopar.codegen.placements import in_order
 from autopar.layout import moving
-from autopar.pipeline.views import View
+from autopar.pipeline.stage_views import View
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Ref
 from autopar.simulate.pieces import Piece, Pieces
@@ -161,14 +161,14 @@ class Walk:
         return [item for index, ref in enumerate(op.operands)
                 for item in self._asked(ref, in_pair(self.plan, op.name, index), "edge", scope, resharded)]
 
-    def _asked(self, ref: Ref, dst: Pair, role: str, scope: str | None, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
+    def _asked(self, ref: Ref, dst: LayoutPair, role: str, scope: str | None, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
         reshard, key = self._between(ref, dst, role, scope), (ref, f"{role} {dst}")
         if reshard is None or key in resharded:
             return []
         resharded[key] = None
         return [self._reshard(reshard)]
 
-    def _between(self, ref: Ref, dst: Pair, role: str, scope: str | None) -> Reshard | None:
+    def _between(self, ref: Ref, dst: LayoutPair, role: str, scope: str | None) -> Reshard | None:
         found = next((r for r in self._of_ref.get(ref, ()) if r.role == role and r.dst == dst and scope in (None, r.scope)), None)
         if found is None:
             return None

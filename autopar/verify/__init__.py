@@ -1,9 +1,9 @@
 """Is the emitted program right? Compared with one device: outputs, loss, gradients, parameters after an optimizer step.
 
-    reference   the captured graph on one device (passes.interpret), all floats lifted to float64
-    origin      the user's own module against that graph, in float32
-    ranks       the emitted module on local gloo ranks, the same weights and global batch; each rank compares all that it holds
-    collectives every step that ran against every step that was priced
+    reference            the captured graph on one device (passes.interpret), all floats lifted to float64
+    graph_against_model  the user's own module against that graph, in float32
+    ranks                the emitted module on local gloo ranks, the same weights and global batch; each rank compares all that it holds
+    collectives          every step that ran against every step that was priced
 
 Where something differs, a second run with probes names the first node whose value differs, or, if all values agree, the
 last one in forward order whose gradient does: the first that the backward got wrong.
@@ -11,7 +11,7 @@ last one in forward order whose gradient does: the first that the backward got w
 
 from autopar.verify.case import Case, case_of, inputs_of
 from autopar.verify.check import verify
-from autopar.verify.origin import graph_rows
+from autopar.verify.graph_against_model import graph_rows
 from autopar.verify.report import Report, Row
 
 __all__ = ["Case", "Report", "Row", "case_of", "graph_rows", "inputs_of", "verify"]

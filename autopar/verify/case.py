@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture import Captured, lift
-from autopar.capture.lift import lifted
+from autopar.capture.lift_dtype import lifted
 from autopar.codegen.edges import Edges, edges
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
 from autopar.errors import RunError
 from autopar.plan import Plan
 from autopar.problem.graph import Program
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.runtime.batch import bind
 from autopar.verify.randomness import keep_all
 from autopar.verify.reference import Results, train_step

@@ -10,8 +10,8 @@ from autopar.codegen.tally import Tally
 from autopar.layout import Step
 from autopar.plan import NodePlan, Plan
 from autopar.problem.graph import Op, Program
-from autopar.problem.inner import sites
-from autopar.rules.site import Inner, Site
+from autopar.problem.op_algorithms import sites
+from autopar.rules.site import InnerCollective, Site
 from autopar.runtime.count import Counted
 from autopar.runtime.places import PIPELINE_AXIS
 
@@ -39,7 +39,7 @@ def priced(program: Program, plan: Plan, edges: Edges, place: int = 0) -> Counte
     return found
 
 
-def inside(op: Op, node: NodePlan, sizes: tuple[int, ...], *, again: bool, first: bool) -> list[tuple[Site, Inner]]:
+def inside(op: Op, node: NodePlan, sizes: tuple[int, ...], *, again: bool, first: bool) -> list[tuple[Site, InnerCollective]]:
     """The collectives that runtime algorithms run inside `op`, as planned; those of the forward twice where it is run `again`. `first`: in the
     first block of a run, where some operands may have no gradients."""
     training = op.graded and not (first and op.late)

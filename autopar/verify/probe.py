@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.codegen.edges import Pair
+from autopar.codegen.edges import LayoutPair
 from autopar.layout import NO_GRAD, Layout, show
 from autopar.runtime import reshard
 from autopar.runtime.replay import running_again
@@ -29,7 +29,7 @@ class _Probes:
             return value
         number = self.calls.get(name, 0)
         self.calls[name] = number + 1
-        lies = Pair.of(pair)
+        lies = LayoutPair.of(pair)
         self.values.append((name, number, self._whole(value.detach(), lies.value, shape)))
         if value.requires_grad and NO_GRAD not in lies.grad:
             value = value.view_as(value)  # a node of its own: the hook sees the gradient of all readers together

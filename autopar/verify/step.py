@@ -44,7 +44,7 @@ class Light:
 
 def step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted]]:
     """One rank: every difference from `wanted`, and the collectives of the step. Where weights are gathered where they are used it is the second
-    of two alike steps whose collectives are counted, since gathers begin ahead from then on (`runtime.ahead`); both are compared."""
+    of two alike steps whose collectives are counted, since gathers begin ahead from then on (`runtime.prefetch`); both are compared."""
     module = light.build(source)
     training = light.plan.mode == "train"
     batch = module.shard_batch(**light.batch)

@@ -304,7 +304,7 @@ def test_ranks_without_a_seed_have_the_weights_of_rank_0(recipe):
 
 
 def test_ranks_with_a_seed_keep_their_weights():
-    with mock.patch("autopar.runtime.agreed._broadcast", side_effect=AssertionError("nothing is sent")):
+    with mock.patch("autopar.runtime.rank0_weights._broadcast", side_effect=AssertionError("nothing is sent")):
         on_new_ranks(2, train, "cpu:1x2", {"recipe": "ddp"}, "sgd", 1)
 
 

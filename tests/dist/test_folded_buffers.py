@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.codegen.edges import edges
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.verify import Case, case_of, verify
 from tests.helpers.verify import Subject, planned
 

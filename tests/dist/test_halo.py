@@ -14,7 +14,7 @@ from autopar.rules.oracle import call_of
 from autopar.runtime import Mesh, count
 from autopar.runtime.algorithms import halo
 from autopar.runtime.cuts import own
-from autopar.windows import Window
+from autopar.window_rows import Window
 from tests.helpers.ranks import on_ranks
 
 aten = torch.ops.aten

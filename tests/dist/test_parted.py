@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from autopar.joint.apart import each_apart
+from autopar.joint.own_layouts import each_apart
 from autopar.pipeline import units
 from autopar.plan import Plan
 from autopar.recipes import roles

@@ -16,7 +16,7 @@ from autopar.codegen.tables import Names
 from autopar.memory import Place, predict
 from autopar.memory.place import WEIGHTS
 from autopar.plan import Plan
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from models import gpt
 from tests.helpers.peak import Counted, counted_on_rank
 from tests.helpers.ranks import living

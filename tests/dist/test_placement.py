@@ -23,7 +23,7 @@ from autopar.plan import Plan
 from autopar.onestage import finish, plan
 from autopar.planner import Planner
 from autopar.request import Request
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.problem.types import Problem, Solution
 from autopar.recipes import RECIPES, roles
 from autopar.layout import BUCKET_BYTES

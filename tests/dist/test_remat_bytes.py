@@ -12,7 +12,7 @@ from autopar.onestage import plan
 from autopar.planner import Planner
 from autopar.request import Request
 from autopar.problem.remat import rematerialised
-from autopar.problem.shares import ForwardPrices
+from autopar.problem.step_shares import ForwardPrices
 from autopar.recipes import RECIPES
 from autopar.report.explain import choice_of
 from tests.helpers.kept import kept_on_rank

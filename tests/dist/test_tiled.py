@@ -22,7 +22,7 @@ from autopar.codegen.tables import Names
 from autopar.errors import InfeasibleError, RunError
 from autopar.memory import predict
 from autopar.plan import Plan
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.problem.tiling import tiled
 from autopar.recipes import roles
 from autopar.request import Request

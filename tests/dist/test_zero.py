@@ -15,7 +15,7 @@ from torch import Tensor
 from autopar import joint, onestage
 from autopar._torch import local_of
 from autopar.cluster import Cluster
-from autopar.codegen.edges import Pair
+from autopar.codegen.edges import LayoutPair
 from autopar.errors import InfeasibleError, RunError
 from autopar.layout import most_elements
 from autopar.plan import Plan
@@ -81,7 +81,7 @@ def _right(report: Report) -> None:
 def test_equals_one_device(name: str, how: str) -> None:
     who, (sizes, used) = subject(name), ROLES[how]
     made = by_roles(who, sizes, used, how)
-    assert any(Pair.of(node.outs[0]).gathered for node in made.nodes.values() if node.outs and not node.ins)
+    assert any(LayoutPair.of(node.outs[0]).gathered for node in made.nodes.values() if node.outs and not node.ins)
     _right(who.verified(made))
 
 
@@ -190,7 +190,7 @@ def test_the_search_finds_pipelines_on_the_host() -> None:
 def test_plans_say_when_gradients_are_scattered() -> None:
     for recipe, run in (("zero1", ""), ("zero2", "each")):
         made = by_recipe(subject("gpt"), (4,), recipe)
-        held = [node for node in made.nodes.values() if node.outs and not node.ins and Pair.of(node.outs[0]).gathered]
+        held = [node for node in made.nodes.values() if node.outs and not node.ins and LayoutPair.of(node.outs[0]).gathered]
         assert held and {node.runs for node in held} == {(run,)}
 
 

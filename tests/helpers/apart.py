@@ -11,11 +11,11 @@ from torch import nn
 from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.cluster.mixed import join
-from autopar.joint.inner import Inner
-from autopar.joint.laid import Found
 from autopar.joint.pricing import Pricing
+from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
+from autopar.joint.staging import Found
 from autopar.plan import Plan
 from autopar.problem.settings import Settings
 from autopar.request import Request
@@ -78,12 +78,12 @@ SHAPE = Shape(2, (2,), 8)
 
 
 @cache
-def found(cluster: Cluster, schedule: str = "1f1b") -> tuple[Inner, Found]:
+def found(cluster: Cluster, schedule: str = "1f1b") -> tuple[SearchContext, Found]:
     """The stack on two places of two devices, laid out alike."""
-    inner = Inner(stack().captured.gm, {"b": ROWS}, Request(cluster, Settings("train"), time_limit_s=20.0))
-    pricing = Pricing(inner, SEARCH)
+    context = SearchContext(stack().captured.gm, {"b": ROWS}, Request(cluster, Settings("train"), time_limit_s=20.0))
+    pricing = Pricing(context, SEARCH)
     tables = [table for table in pricing.tables(SHAPE) if table.kind.schedule == schedule]
-    return inner, pricing.price(SHAPE, tables[:1], "none", exact=True)
+    return context, pricing.price(SHAPE, tables[:1], "none", exact=True)
 
 
 def in_parts(made: Plan, parts: dict[str, dict[str, int]]) -> Plan:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autopar.plan import Plan
 from autopar.problem.build import Model
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.problem.rerun import heavy, keepable
 from tests.helpers.verify import Subject
 

@@ -14,7 +14,7 @@ from autopar.memory.habits import EMITTED
 from autopar.memory.local import Local
 from autopar.memory.operators import backward_bytes, forward_bytes, hands_on
 from autopar.problem.graph import Op
-from autopar.problem.looking import looks
+from autopar.problem.view_ops import looks
 from autopar.rules.language import Call
 from autopar.rules.language import Tensor as Shape
 from tests.helpers.peak import allocations

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.capture import Captured
-from autopar.codegen.edges import Pair, in_pair
+from autopar.codegen.edges import LayoutPair, in_pair
 from autopar.layout import dim_of, is_shard
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.problem.tiling import tileable
 from autopar.rules.tiles import NAMES, OPERATORS, name
 
@@ -39,7 +39,7 @@ def _tiled(program: Program, made: Plan, count: int) -> dict[str, dict[str, tupl
 def _changed(made: Plan, op: Op, at: int, axis: int, count: int) -> dict[str, tuple[str, ...]]:
     node, weight, run = made.nodes[op.name], in_pair(made, op.name, at), name(op.target, count)
     rest = "S0" if weight.grad[axis] == "P" else weight.grad[axis]
-    pair = Pair(_put(weight.value, axis, "S0"), _put(weight.grad, axis, rest))
+    pair = LayoutPair(_put(weight.value, axis, "S0"), _put(weight.grad, axis, rest))
     return {"ins": _put(node.ins, at, str(pair)), "runs": _put(node.runs, axis, run), "factors": _put(node.factors, axis, f"{node.factors[axis]}/{run}")}
 
 

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
-from autopar.decided import node_plan
+from autopar.decisions import node_plan
 from autopar.frontend import load
 from autopar.onestage import plan
 from autopar.pipeline import barred, units
 from autopar.pipeline.assemble import pipelined
-from autopar.pipeline.sharing import sharing
+from autopar.pipeline.microbatch_splits import sharing
 from autopar.plan import Plan, Predicted
 from autopar.planner import Planner
 from autopar.problem.build import Decisions, fits_together

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, Device, Level, Protocol, presets
 from autopar.cluster.check import RANGES
-from autopar.cluster.here import here, match
+from autopar.cluster.this_machine import here, match
 from autopar.errors import ClusterError
 
 PRESETS = ("a100-40", "a100-80", "a100-80-pcie", "a10g", "a800", "b200", "b300", "cpu", "gb200", "gb300", "gh200", "h100", "h100-96", "h100-pcie", "h200", "h800", "l4", "l40s",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import PlanError
 from autopar.plan import SCHEMA, Alternative, NodePlan, Plan, Predicted, Stage, write_atomic
-from autopar.wellformed import KINDS
+from autopar.plan_schema import KINDS
 
 TEXT = st.text(max_size=8)
 TEXTS = st.lists(TEXT, max_size=3).map(tuple)

@@ -19,7 +19,7 @@ from autopar.layout import chunk
 from autopar.runtime.count import record
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.neighbours import Parcel, start_transfers
-from autopar.windows import Window
+from autopar.window_rows import Window
 
 
 def halo(x: Tensor, *, dim: int, axis: int, size: int, outs: int, reach: int, mesh: Mesh, stride: int = 1, padding: int = 0,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from autopar.capture import alike, capture
+from autopar.capture import block_runs, capture
 from autopar.capture.chain import is_chain
 from autopar.capture.shadow import shadow
 from passes.interpret import Interpret
@@ -106,9 +106,9 @@ def test_the_graph_does_not_grow_with_depth():
 
 def test_what_is_exported_does_not_grow_with_depth():
     model = Stack(blocks("t" + "rt" * 20 + "r" * 9))
-    runs = alike.find(model)
+    runs = block_runs.find(model)
     assert [(run.start, run.period, run.count) for run in runs] == [(0, 2, 21), (42, 1, 8)]
-    kept = alike.kept(runs, "layers", 50)
+    kept = block_runs.kept(runs, "layers", 50)
     assert len(kept) < 14
     short = shadow(model, {"layers": kept})
     assert is_chain(model, short, runs, *meta()) == ""
@@ -119,9 +119,9 @@ def meta():
 
 
 def test_kept_children_have_the_numbers_under_which_they_are_shown():
-    run = alike.AlikeRun("layers", 2, 2, 10)
+    run = block_runs.AlikeRun("layers", 2, 2, 10)
     assert run.kept == {2: 2, 3: 3, 4: 4, 5: 5, 6: 20, 7: 21}
-    assert alike.kept([run], "layers", 24) == {0: 0, 1: 1, **run.kept, 22: 22, 23: 23}
+    assert block_runs.kept([run], "layers", 24) == {0: 0, 1: 1, **run.kept, 22: 22, 23: 23}
     assert [run.shown_as(n) for n in (2, 3, 4, 5, 6, 21)] == [2, 3, 4, 5, 4, 5]
 
 
@@ -138,7 +138,7 @@ def test_one_block_that_differs_ends_the_run(change):
     made = blocks("r" * 8)
     change(made)
     model = Stack(made)
-    assert all(run.count < 8 for run in alike.find(model))
+    assert all(run.count < 8 for run in block_runs.find(model))
     captured = capture(model.double(), tuple(t.double() for t in batch()))
     weights = dict(model.named_parameters(remove_duplicate=False)) | dict(captured.constants)
     x, y = (t.double() for t in batch(9))
@@ -160,9 +160,9 @@ def test_what_blocks_hold_is_compared_by_what_it_does(given, other, found):
     made = blocks("r" * 8)
     for block in made:
         block.held = given(block)
-    assert [run.count for run in alike.find(Stack(made))] == found
+    assert [run.count for run in block_runs.find(Stack(made))] == found
     made[3].held = other(made[3])
-    assert [run.count for run in alike.find(Stack(made))] == [4] * bool(found)
+    assert [run.count for run in block_runs.find(Stack(made))] == [4] * bool(found)
 
 
 def test_blocks_that_share_everything_are_one_run():
@@ -176,8 +176,8 @@ def test_blocks_that_share_everything_are_one_run():
 
 
 def test_fewer_blocks_than_would_be_kept_are_no_run():
-    assert alike.find(Stack(blocks("rrr"))) == []
-    assert len(alike.find(Stack(blocks("rrrr")))) == 1
+    assert block_runs.find(Stack(blocks("rrr"))) == []
+    assert len(block_runs.find(Stack(blocks("rrrr")))) == 1
 
 
 def test_a_list_that_holds_one_block_many_times_is_left_alone():

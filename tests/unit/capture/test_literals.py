@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.capture.lift import lift
+from autopar.capture.lift_dtype import lift
 from passes import facts
 
 LITERALS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -17,7 +17,7 @@ from autopar.codegen import module
 from autopar.codegen.edges import in_pair, needed, out_pair
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from models import mlp
 from tests.helpers.blocks import Stack, batch, blocks
 from tests.helpers.verify import by_recipe, subject

@@ -12,7 +12,7 @@ from autopar.codegen.module import emit
 from autopar.codegen.order import compact
 from autopar.codegen.tables import Names
 from autopar.errors import RunError
-from autopar.problem.names import Naming
+from autopar.problem.original_names import Naming
 from autopar.runtime import Mesh, Param, ShardedModule
 from tests.helpers.tiny import TINY
 from tests.helpers.verify import by_recipe, subject

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.codegen.turns import turn_text, turned
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.runtime.turns import Turn
 
 TURNS = {

@@ -15,7 +15,7 @@ from autopar.frontend.loading import Loaded
 from autopar.onestage import plan
 from autopar.plan import Plan
 from autopar.problem.graph import Program
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.problem.settings import Settings
 from autopar.report.weights import Weight, weights
 from autopar.request import Request

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.plan import NodePlan
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.recipes.attention import ATTENTION
 from autopar.recipes.kinds import ATTRIBUTE, PARTIAL, REPLICATE
 from tests.helpers.verify import by_recipe, subject

@@ -13,7 +13,7 @@ from autopar.cluster import Cluster
 from autopar.onestage import plan
 from autopar.plan import Plan
 from autopar.problem.graph import Program
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.recipes.kinds import ATTRIBUTE, REPLICATE
 from autopar.request import Request
 

@@ -12,7 +12,7 @@ from autopar import timer
 from autopar.bestfirst import Elsewhere
 from autopar.cluster import Cluster
 from autopar.joint import UNPROVEN, fastest
-from autopar.joint.inner import Inner
+from autopar.joint.search_context import SearchContext
 from autopar.onestage import SIMPLER, plan_with
 from autopar.plan import Plan
 from autopar.planner import Planner
@@ -81,15 +81,15 @@ def test_what_stages_come_to_is_told_as_soon_as_it_is_known() -> None:
 def test_where_nothing_was_proven_the_gap_is_to_the_least_work(mode: str) -> None:
     """As its note says."""
     request = Request(Cluster.parse("l4:1x2"), Settings(mode), time_limit_s=1e-3)
-    inner = Inner(graph(), {"b": BATCH}, request)
-    made = fastest(inner, model="stack", graph_hash="0" * 64)
+    context = SearchContext(graph(), {"b": BATCH}, request)
+    made = fastest(context, model="stack", graph_hash="0" * 64)
     assert UNPROVEN in made.notes
-    assert made.predicted.bound_s == pytest.approx(inner.work(1).step_s(2, 1, 1))
+    assert made.predicted.bound_s == pytest.approx(context.work(1).step_s(2, 1, 1))
 
 
 def test_what_is_found_in_no_time_at_all_splits_the_work() -> None:
     """It was the baseline, every rank computing everything: the first recipe of the table, behind which time was up."""
     request = Request(Cluster.parse("h100:1x4"), time_limit_s=1e-3)
-    made = fastest(Inner(graph(), {"b": 4 * BATCH}, request), model="stack", graph_hash="0" * 64)
+    made = fastest(SearchContext(graph(), {"b": 4 * BATCH}, request), model="stack", graph_hash="0" * 64)
     tried = {row.name: row.step_s for row in made.alternatives}
     assert made.strategy != "single" and "single" not in tried, (made.strategy, tried)

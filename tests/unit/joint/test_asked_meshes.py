@@ -7,7 +7,7 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.joint import plan
-from autopar.joint.inner import Inner
+from autopar.joint.search_context import SearchContext
 from autopar.joint.spaces import asked
 from autopar.recipes import roles
 from autopar.recipes.pipelines import PIPELINES
@@ -25,16 +25,16 @@ CASES = {
 }
 
 
-def _inner(name: str, mesh: tuple[int, ...], cluster: str) -> Inner:
-    return Inner(graph(), {"b": 2048}, Request(Cluster.parse(cluster), recipe=name, mesh=mesh))
+def _inner(name: str, mesh: tuple[int, ...], cluster: str) -> SearchContext:
+    return SearchContext(graph(), {"b": 2048}, Request(Cluster.parse(cluster), recipe=name, mesh=mesh))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_axes_of_size_one_are_left_out_with_their_roles(case: str) -> None:
     name, mesh, small, used = CASES[case]
-    inner = _inner(name, mesh, "cpu:1x8")
-    found = asked(PIPELINES[name], inner)
-    assert found.roles_on(small) == used and {shape.mesh for shape in found.shapes(inner)} == {small}
+    context = _inner(name, mesh, "cpu:1x8")
+    found = asked(PIPELINES[name], context)
+    assert found.roles_on(small) == used and {shape.mesh for shape in found.shapes(context)} == {small}
 
 
 REFUSED = {
@@ -56,13 +56,13 @@ def test_what_cannot_be_says_which_meshes_can(case: str) -> None:
 @pytest.mark.parametrize(("name", "stages"), [("zero_bubble", ", of 2 stages each,"), ("1f1b", "")])
 def test_places_of_several_stages_need_as_many_pieces(name: str, stages: str) -> None:
     """Of the stack's pieces there are more than 8 places, and fewer than two for each."""
-    inner = _inner(name, (1,), "cpu:1x8")
-    assert 8 <= inner.pieces < 16
+    context = _inner(name, (1,), "cpu:1x8")
+    assert 8 <= context.pieces < 16
     if not stages:
-        assert asked(PIPELINES[name], inner).mesh == (1,)
-        inner = _inner(name, (1,), "cpu:1x16")
-    with pytest.raises(PlanError, match=rf"its {inner.request.cluster.devices} places{stages} do not lie so on the devices, or are more than the {inner.pieces} pieces .* wanted 2, 4"):
-        asked(PIPELINES[name], inner)
+        assert asked(PIPELINES[name], context).mesh == (1,)
+        context = _inner(name, (1,), "cpu:1x16")
+    with pytest.raises(PlanError, match=rf"its {context.request.cluster.devices} places{stages} do not lie so on the devices, or are more than the {context.pieces} pieces .* wanted 2, 4"):
+        asked(PIPELINES[name], context)
 
 
 def test_an_axis_of_size_one_changes_nothing() -> None:

@@ -11,13 +11,13 @@ from autopar import joint
 from autopar.bestfirst import CLOSE
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
-from autopar.joint import worth
-from autopar.joint.frontier import frontier
-from autopar.joint.inner import Inner
+from autopar.joint import offload_gain
+from autopar.joint.pareto import frontier
+from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape
 from autopar.memory import hosts, predict
 from autopar.plan import Plan
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.problem.settings import Settings
 from autopar.recipes.offload import OFFLOADS
 from autopar.request import Request
@@ -169,19 +169,19 @@ def test_what_fits_no_way_says_what_hosts_lack() -> None:
 def test_what_a_step_can_gain_at_most() -> None:
     """With 50 times as many bytes of activations as of state, room for the state is had for a fiftieth of what running all blocks again takes, twice that
     to be sure; nothing is known of plans that run all of them again, nor where too little is kept to make room."""
-    inner = Inner(graph(), {"b": 1 << 15}, Request(GPUS, Settings(), time_limit_s=60.0))
-    there, alone = inner.hosted("optimizer"), Shape(1, (4,), 1)
-    assert worth.least_s(there, alone, "none") == 0  # nothing to compare with
-    inner.best_s = 1.0
-    there = inner.hosted("optimizer")
-    back_bytes = (inner.rest_bytes - there.rest_bytes) / 4
-    again_s = inner.work(1, "full").step_s(4, 1, 1) - inner.work(1).step_s(4, 1, 1)
-    freed_bytes = inner.held_bytes(alone, "none") - inner.held_bytes(alone, "full")
-    gained_s = 1 - worth.least_s(there, alone, "none") + there.update_s - inner.update_s
+    context = SearchContext(graph(), {"b": 1 << 15}, Request(GPUS, Settings(), time_limit_s=60.0))
+    there, alone = context.hosted("optimizer"), Shape(1, (4,), 1)
+    assert offload_gain.least_s(there, alone, "none") == 0  # nothing to compare with
+    context.best_s = 1.0
+    there = context.hosted("optimizer")
+    back_bytes = (context.rest_bytes - there.rest_bytes) / 4
+    again_s = context.work(1, "full").step_s(4, 1, 1) - context.work(1).step_s(4, 1, 1)
+    freed_bytes = context.held_bytes(alone, "none") - context.held_bytes(alone, "full")
+    gained_s = 1 - offload_gain.least_s(there, alone, "none") + there.update_s - context.update_s
     assert back_bytes < freed_bytes / 8 and gained_s == pytest.approx(2 * again_s * back_bytes / freed_bytes)
-    assert worth.least_s(there, alone, "full") == 0
-    assert worth.least_s(there, Shape(1, (4,), 64), "none") == 0
-    assert 1 - worth.least_s(there, Shape(4, (1,), 8), "none") == pytest.approx(1 - worth.least_s(there, Shape(1, (4,), 2), "none"))
+    assert offload_gain.least_s(there, alone, "full") == 0
+    assert offload_gain.least_s(there, Shape(1, (4,), 64), "none") == 0
+    assert 1 - offload_gain.least_s(there, Shape(4, (1,), 8), "none") == pytest.approx(1 - offload_gain.least_s(there, Shape(1, (4,), 2), "none"))
 
 
 def test_less_memory_of_devices_for_more_time() -> None:

@@ -14,9 +14,9 @@ import autopar
 from autopar import joint
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
-from autopar.joint.best import staged
+from autopar.joint.choice import staged
 from autopar.joint.explore import Explorer
-from autopar.joint.inner import Inner
+from autopar.joint.search_context import SearchContext
 from autopar.joint.spaces import SEARCH, of_recipe
 from autopar.joint.timetables import Kind
 from autopar.plan import Plan
@@ -48,8 +48,8 @@ def test_every_pipeline_recipe_is_right_on_ranks(recipe: str) -> None:
 def test_stages_where_nothing_else_fits() -> None:
     """With an eighth more memory than the thriftiest named pipeline keeps the plan is a pipeline, and right; with far less there is none."""
     who, base = subject("hf-gpt2"), Cluster.parse("cpu:1x4")
-    inner = Inner(who.captured.gm, {**who.captured.hints, "b": 64}, Request(base, Settings("train")))
-    walks = [Explorer(inner, of_recipe(PIPELINES[name]), math.inf, time.monotonic() + 60) for name in ("1f1b", "3d", "pp_zero3")]
+    context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 64}, Request(base, Settings("train")))
+    walks = [Explorer(context, of_recipe(PIPELINES[name]), math.inf, time.monotonic() + 60) for name in ("1f1b", "3d", "pp_zero3")]
     needed = min(found.memory_bytes for walk in walks if walk.run() for found in walk.fit.values())
     made = _planned(who, _with_memory(base, 1.12 * needed), None, 64)
     assert made.pipelined and made.predicted.memory_bytes <= 1.12 * needed
@@ -71,8 +71,8 @@ ALONE = dataclasses.replace(SEARCH, kinds=(Kind("1f1b"),), axes=0)
 def test_microbatches_on_one_place_are_right_on_ranks(model: str, mesh: tuple[int, ...]) -> None:
     """Gradients add up over the microbatches of a step, whatever a place does with each of them."""
     who = subject(model)
-    inner = Inner(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("cpu:1x4"), Settings("train"), mesh=mesh))
-    made = staged(inner, [ALONE], None, {"model": who.name, "graph_hash": who.captured.graph_hash})
+    context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("cpu:1x4"), Settings("train"), mesh=mesh))
+    made = staged(context, [ALONE], None, {"model": who.name, "graph_hash": who.captured.graph_hash})
     assert made.places == 1 and made.microbatches > 1 and made.mesh == mesh
     report = who.verified(made)
     assert report.ok, [row for row in report.rows if not row.ok][:4]
@@ -135,4 +135,4 @@ def test_a_batch_that_no_axis_divides_is_noted(batch: int, near: str) -> None:
     made = joint.plan(graph(), {"b": batch}, request, model="stack", graph_hash="0" * 64)
     notes = [note for note in made.notes if note.startswith(f"a batch of {batch} has no divisor in common with 4 devices")]
     assert [note.endswith(f"use a batch of {near}") for note in notes] == [True] * bool(near)
-    assert any(Inner(graph(), {"b": batch}, request).whole.cuts_samples(ways) for ways in (2, 4)) == (not near)
+    assert any(SearchContext(graph(), {"b": batch}, request).whole.cuts_samples(ways) for ways in (2, 4)) == (not near)

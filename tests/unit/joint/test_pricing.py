@@ -11,11 +11,11 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import pricing as module
-from autopar.joint.inner import Inner
-from autopar.joint.laid import Found, lay
 from autopar.joint.pricing import Pricing
+from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
+from autopar.joint.staging import Found, lay
 from autopar.joint.timetables import Kind
 from autopar.problem.settings import Settings
 from autopar.request import Request
@@ -27,8 +27,8 @@ KINDS = (Kind("1f1b"), Kind("interleaved_1f1b", 2), Kind("zbv_zero_bubble", 2))
 
 def glanced() -> tuple[Pricing, Found]:
     who = subject("hf-gpt2")
-    inner = Inner(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse("h100:1x2"), Settings("train")))
-    pricing = Pricing(inner, replace(SEARCH, kinds=KINDS))
+    context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse("h100:1x2"), Settings("train")))
+    pricing = Pricing(context, replace(SEARCH, kinds=KINDS))
     return pricing, pricing.glance(SHAPE, math.inf)
 
 

@@ -11,11 +11,11 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import plan
-from autopar.joint.bounded import Timed, cut_s
 from autopar.joint.effort import CLOSEST
-from autopar.joint.inner import Inner
 from autopar.joint.pricing import Pricing
 from autopar.joint.prove import CLOSE, CLOSER, GLANCE, SMALL, Prover, proven_s
+from autopar.joint.search_context import SearchContext
+from autopar.joint.shape_bounds import Timed, cut_s
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
 from autopar.plan import Plan
@@ -34,7 +34,7 @@ def test_a_plan_is_proven_where_memory_is_not_short() -> None:
     who = subject("gpt")
     glanced, proven = _planned(who, prove=False), _planned(who, prove=True)
     assert proven.predicted.step_s == glanced.predicted.step_s
-    prover = Prover(Inner(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse("h100:1x2"), Settings("train"))))
+    prover = Prover(SearchContext(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse("h100:1x2"), Settings("train"))))
     floor_s = min(claim.bound_s for claim in prover.claims())
     assert floor_s < 0.8 * glanced.predicted.bound_s
     assert 0 <= proven.predicted.gap <= min(0.1, glanced.predicted.gap)
@@ -45,8 +45,8 @@ def test_a_plan_is_proven_where_memory_is_not_short() -> None:
 def test_shapes_that_are_looked_at_together_are_all_bounded(name: str, batch: int, cluster: str) -> None:
     """Every shape under every timetable, solved to the end."""
     who, priced = subject(name), 0
-    inner = Inner(who.captured.gm, {**who.captured.hints, "b": batch}, Request(Cluster.parse(cluster), Settings("train")))
-    prover, pricing = Prover(inner), Pricing(inner, SEARCH)
+    context = SearchContext(who.captured.gm, {**who.captured.hints, "b": batch}, Request(Cluster.parse(cluster), Settings("train")))
+    prover, pricing = Prover(context), Pricing(context, SEARCH)
     claims = prover.claims()
     assert any(len(claim.shapes) > 1 for claim in claims)
     for claim in claims:
@@ -61,15 +61,15 @@ def test_shapes_that_are_looked_at_together_are_all_bounded(name: str, batch: in
 
 def test_a_proof_covers_the_mesh_of_the_answer() -> None:
     who = subject("gpt")
-    inner = Inner(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse("h100:8x2"), Settings("train")))
-    always, own = set(Prover(inner).shapes()), (4, 2, 2)
-    assert set(Prover(inner, mesh=own).shapes()) - always == {Shape(1, own, 1)}
-    assert len(Prover(inner, mesh=(8, 2)).shapes()) == len(Prover(inner).shapes())
+    context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse("h100:8x2"), Settings("train")))
+    always, own = set(Prover(context).shapes()), (4, 2, 2)
+    assert set(Prover(context, mesh=own).shapes()) - always == {Shape(1, own, 1)}
+    assert len(Prover(context, mesh=(8, 2)).shapes()) == len(Prover(context).shapes())
 
 
 def test_shapes_are_looked_at_closer_one_by_one_the_others_together_from_the_beginning() -> None:
     who = subject("hf-gpt2")
-    prover = Prover(Inner(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"))))
+    prover = Prover(SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"))))
     claim = max(prover.claims(), key=lambda claim: len(claim.shapes))
     for _ in range(GLANCE):
         (claim,) = prover.closer(claim, math.inf)
@@ -84,7 +84,7 @@ def test_shapes_are_looked_at_closer_one_by_one_the_others_together_from_the_beg
 
 def test_of_many_claims_none_is_looked_at_closer_in_the_time_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     who = subject("hf-gpt2")
-    prover = Prover(Inner(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"))), closely=False)
+    prover = Prover(SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"))), closely=False)
     monkeypatch.setattr("autopar.joint.prove.SMALL", len(prover.all_claims) - 1)
     assert prover.most_looks == GLANCE and replace(prover, closely=True).most_looks == CLOSE
 
@@ -94,7 +94,7 @@ def test_where_little_stays_in_a_cache_no_shapes_are_looked_at_together() -> Non
     device = replace(cluster.device, cache_bytes=1 << 20, cache_bandwidth_bytes_s=1e12)
     spilling = [replace(level, protocols=tuple(replace(protocol, spill_bytes=1e6, spill=2.0) for protocol in level.protocols)) for level in cluster.levels]
     for each in (replace(cluster, device=device), replace(cluster, levels=tuple(spilling))):
-        claims = Prover(Inner(who.captured.gm, {**who.captured.hints, "b": 8}, Request(each, Settings("train")))).claims()
+        claims = Prover(SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, Request(each, Settings("train")))).claims()
         assert len({claim.shapes for claim in claims}) == len(claims) and all(len(set(claim.shapes)) == 1 for claim in claims)
 
 
@@ -111,13 +111,13 @@ def test_no_recipe_is_faster_than_a_glance_proves(mode: str) -> None:
     who = subject("hf-llama")
     request = Request(Cluster.parse("h100:1x4"), Settings(mode))
     made = plan(who.captured.gm, {**who.captured.hints, "b": 8}, request, model=who.name, graph_hash=who.captured.graph_hash)
-    bound_s = proven_s(Inner(who.captured.gm, {**who.captured.hints, "b": 8}, request), math.inf, closely=False)
+    bound_s = proven_s(SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, request), math.inf, closely=False)
     assert 0.5 * made.predicted.step_s < bound_s <= min(made.predicted.step_s, *(other.step_s for other in made.alternatives if other.step_s))
 
 
 def test_shapes_are_bound_above_their_work() -> None:
     who = subject("gpt")
-    prover = Prover(Inner(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("cpu:1x4"), Settings("train"))))
+    prover = Prover(SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("cpu:1x4"), Settings("train"))))
     for shape in prover.shapes()[::3]:
         assert prover.bound_s(shape) >= prover.floor_s(shape) * (1 - 1e-6)
 
@@ -127,12 +127,12 @@ def test_several_microbatches_short_of_memory_are_no_faster_than_is_proven(place
     """Every level and timetable, solved to the end with less memory than the fastest plan takes."""
     who = subject("hf-gpt2")
     request = replace(Request(Cluster.parse(f"h100:1x{places * mesh[0]}"), Settings("train")), memory_bytes=float("inf"))
-    inner, shape, priced = Inner(who.captured.gm, {**who.captured.hints, "b": 256}, request), Shape(places, mesh, 4), 0
-    pricing = Pricing(inner, SEARCH)
+    context, shape, priced = SearchContext(who.captured.gm, {**who.captured.hints, "b": 256}, request), Shape(places, mesh, 4), 0
+    pricing = Pricing(context, SEARCH)
     roomy = pricing.price(shape, pricing.tables(shape), "none", exact=True)
-    assert Prover(inner).bound_s(shape) <= roomy.step_s
-    short = Pricing(inner.limited(0.85 * roomy.memory_bytes), SEARCH)
-    bound_s = Prover(short.inner).bound_s(shape)
+    assert Prover(context).bound_s(shape) <= roomy.step_s
+    short = Pricing(context.limited(0.85 * roomy.memory_bytes), SEARCH)
+    bound_s = Prover(short.context).bound_s(shape)
     for table in short.tables(shape):
         for level in LEVELS:
             with suppress(InfeasibleError):
@@ -145,9 +145,9 @@ def test_several_microbatches_short_of_memory_are_no_faster_than_is_proven(place
 def test_places_have_whole_blocks(name: str, mesh: tuple[int, ...]) -> None:
     """Two blocks and a head on two places: one place has both blocks, or each has one and the head one of them. Here that is about as much as the mean of both places, and holds."""
     who, shape = subject(name), Shape(2, mesh, 4)
-    inner = Inner(who.captured.gm, {**who.captured.hints, "b": 256}, Request(Cluster.parse(f"h100:2x{math.prod(mesh)}"), Settings("train")))
-    pricing = Pricing(inner, SEARCH)
-    here = Timed(inner, pricing, shape)
+    context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 256}, Request(Cluster.parse(f"h100:2x{math.prod(mesh)}"), Settings("train")))
+    pricing = Pricing(context, SEARCH)
+    here = Timed(context, pricing, shape)
     whole_s, mean_s = here.whole_s(math.inf), cut_s([here.mean(hosted=False)], math.inf, CLOSEST, [])
     assert min(pricing.price(shape, [table], "none", exact=True).step_s for table in pricing.tables(shape)) >= max(whole_s, mean_s) and whole_s > 0.9 * mean_s
 
@@ -157,15 +157,15 @@ def test_what_is_on_the_host_is_no_faster_than_is_proven_and_activations_count(p
     """With less and less memory until nothing fits, weights, gradients and optimizer state on the host."""
     who, shape = subject("hf-gpt2"), Shape(places, mesh, microbatches)
     request = replace(Request(Cluster.parse(f"h100:1x{places * math.prod(mesh)}"), Settings("train")), memory_bytes=float("inf"))
-    inner = Inner(who.captured.gm, {**who.captured.hints, "b": 256}, request)
-    there = inner.hosted("parameters")
+    context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 256}, request)
+    there = context.hosted("parameters")
     roomy, bounds = Pricing(there, SEARCH).price(shape, list(Pricing(there, SEARCH).tables(shape)), "none", exact=True), list[float]()
     for share in (1.0, 0.5, 0.2):
-        short = inner.limited(share * roomy.memory_bytes)
+        short = context.limited(share * roomy.memory_bytes)
         bounds.append(Timed(short, Pricing(short, SEARCH), shape).bound_s(math.inf, hosted=True))
         pricing = Pricing(short.hosted("parameters"), SEARCH)
         for table in pricing.tables(shape):
             for level in LEVELS:
                 with suppress(InfeasibleError):
-                    assert pricing.price(shape, [table], level, exact=True).step_s >= bounds[-1] + pricing.inner.late_s - 1e-9 * bounds[-1]
+                    assert pricing.price(shape, [table], level, exact=True).step_s >= bounds[-1] + pricing.context.late_s - 1e-9 * bounds[-1]
     assert bounds[0] < bounds[-1]

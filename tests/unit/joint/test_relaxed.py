@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.joint.bounded import Alone, Timed
-from autopar.joint.counted import alone
-from autopar.joint.cutting import Cutting, Level
-from autopar.joint.inner import Inner
+from autopar.joint.cutting_planes import Cutting, Level
 from autopar.joint.pricing import Pricing
 from autopar.joint.relaxed import Relaxed
+from autopar.joint.relaxed_solving import Solver
+from autopar.joint.relaxed_steps import alone
+from autopar.joint.search_context import SearchContext
+from autopar.joint.shape_bounds import Alone, Timed
 from autopar.joint.shapes import Shape
-from autopar.joint.solving import Solver
 from autopar.joint.spaces import SEARCH
-from autopar.pipeline.alone import step_cost
 from autopar.pipeline.costs import costs
 from autopar.pipeline.passes import Passes
+from autopar.pipeline.single_stage import step_cost
 from autopar.problem.build import Model
-from autopar.problem.passing import PASSES, SHOWN
+from autopar.problem.pass_tables import PASSES, SHOWN
 from autopar.problem.remat import rematerialised
 from autopar.problem.rerun import keepable
 from autopar.problem.settings import Settings
@@ -40,10 +40,10 @@ SEVERAL = [("hf-gpt2", "h100:2x2", Shape(2, (2,), 4)), ("hf-llama", "h100:2x4", 
 
 
 @cache
-def inner_of(name: str, cluster: str) -> Inner:
+def inner_of(name: str, cluster: str) -> SearchContext:
     """A tiny model with so many samples, that collectives matter."""
     who = subject(name)
-    return Inner(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse(cluster), Settings("train")))
+    return SearchContext(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse(cluster), Settings("train")))
 
 
 @cache
@@ -82,9 +82,9 @@ def test_a_step_of_one_stage_takes_as_long_at_least(name: str, cluster: str, mes
 
 @pytest.mark.parametrize(("name", "cluster", "shape"), SEVERAL)
 def test_passes_of_a_microbatch_take_as_long_at_least(name: str, cluster: str, shape: Shape) -> None:
-    inner = inner_of(name, cluster)
-    here = Timed(inner, Pricing(inner, SEARCH), shape)
-    micro, program = here.models.micro, inner.planner(shape.microbatches).program
+    context = inner_of(name, cluster)
+    here = Timed(context, Pricing(context, SEARCH), shape)
+    micro, program = here.models.micro, context.planner(shape.microbatches).program
     passes = replace(here.mean(hosted=True), times=dict.fromkeys(here.mean(hosted=True).times, 1.0), node_s=[np.zeros(len(n.cost_s)) for n in micro.problem.nodes],
                      net_s=[np.zeros(n.cost_s.shape) for n in micro.problem.nets])
     for choice in solutions(micro.problem):
@@ -94,12 +94,12 @@ def test_passes_of_a_microbatch_take_as_long_at_least(name: str, cluster: str, s
 
 @pytest.mark.parametrize(("name", "cluster", "mesh"), ONE_MICROBATCH)
 def test_tables_are_what_passes_find(name: str, cluster: str, mesh: tuple[int, ...]) -> None:
-    inner = inner_of(name, cluster)
-    here = Alone(inner, Shape(1, mesh, 1))
+    context = inner_of(name, cluster)
+    here = Alone(context, Shape(1, mesh, 1))
     relaxed = alone(here.passing, here.plain, math.inf)
     for choice in solutions(here.plain.problem):
         sums = relaxed.sums(choice).passes
-        did = Passes(inner.whole.program, here.plain, choice, here.forward, apart=False, late=False).did.values()
+        did = Passes(context.whole.program, here.plain, choice, here.forward, apart=False, late=False).did.values()
         for way in PASSES:
             whole = sum(each.passes[way].work_s + each.passes[way].background_s for each in did)
             counted = sum(float(sums[scope, way][SHOWN]) + here.passing.background_s(sums[scope, way]) for scope in here.passing.scopes)
@@ -129,15 +129,15 @@ def in_part(here: Alone, way: Model, choice: tuple[int, ...], limit_bytes: float
     ("hf-gpt2", "h100:1x4", (4,)), pytest.param("hf-llama", "h100:2x2", (2, 2), marks=pytest.mark.slow)])
 def test_whatever_is_run_again_and_kept(name: str, cluster: str, mesh: tuple[int, ...]) -> None:
     """With less memory than anything takes without running blocks again: each solution that fits, with any results kept and as many blocks run again, takes as long at least."""
-    inner = inner_of(name, cluster)
-    here = Alone(inner, Shape(1, mesh, 1))
-    program, rng = inner.whole.program, random.Random(0)
+    context = inner_of(name, cluster)
+    here = Alone(context, Shape(1, mesh, 1))
+    program, rng = context.whole.program, random.Random(0)
     named = [op.name for op in program.ops.values() if keepable(op)]
     kept = [{scope: [n for n in named if program.ops[n].scope == scope and rng.random() < share] for scope in program.runs} for share in (0.0, 0.1, 0.5, 1.0)]
     ways = [rematerialised(here.plain, here.forward, each) for each in kept]
     least = [way.problem.price(thrifty(way.problem)).memory_bytes for way in (here.plain, ways[0])]
     assert least[1] < 0.9 * least[0]
-    short = Alone(inner.limited(sum(least) / 2), Shape(1, mesh, 1))
+    short = Alone(context.limited(sum(least) / 2), Shape(1, mesh, 1))
     fit_s = [step_cost(way.with_limit(math.inf), choice, here.forward).time_s for way in ways for choice in [thrifty(way.problem), *solutions(way.problem)]
              if way.problem.price(choice).memory_bytes <= sum(least) / 2]
     fit_s += [step_s for way in ways for choice in [thrifty(way.problem), *solutions(way.problem)] for step_s in in_part(here, way, choice, sum(least) / 2)]

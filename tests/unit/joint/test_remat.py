@@ -7,7 +7,7 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.joint import plan
 from autopar.memory import predict
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.request import Request
 from tests.helpers.planned import graph
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.joint.timetables import SEARCHED, WORTH, Kind, Timetable
-from autopar.pipeline.flow import finishes_s
+from autopar.pipeline.makespan import finishes_s
 from autopar.pipeline.orders import StageTime, in_flight, orders
 
 

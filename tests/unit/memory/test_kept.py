@@ -10,10 +10,10 @@ from autopar.pipeline.costs import halfway_bytes
 from autopar.plan import Plan
 from autopar.planner import Planner
 from autopar.problem.build import Model
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.problem.remat import rematerialised
 from autopar.problem.settings import Settings
-from autopar.problem.shares import ForwardPrices
+from autopar.problem.step_shares import ForwardPrices
 from autopar.recipes import RECIPES, roles
 from autopar.report.explain import choice_of
 from autopar.request import Request

@@ -15,7 +15,7 @@ from autopar.pipeline.orders import orders
 from autopar.plan import Plan
 from autopar.planner import Planner
 from autopar.problem.graph import Program
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.problem.settings import Settings
 from autopar.recipes import RECIPES
 from autopar.report.explain import choice_of

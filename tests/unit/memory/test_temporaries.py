@@ -52,7 +52,7 @@ MORE = {
 
 ELSEWHERE = {
     **dict.fromkeys((aten.gru.input, aten.lstm.input, aten.rnn_relu.input, aten.rnn_tanh.input), "gates, and workspaces of oneDNN; measured in whole models"),
-    **dict.fromkeys((aten.einsum.default, aten.matmul.default), "copies of operands in order (passes/ordered.py)"),
+    **dict.fromkeys((aten.einsum.default, aten.matmul.default), "copies of operands in order (passes/operand_order.py)"),
     aten.scaled_dot_product_attention.default: "by the kernel; measured in whole models",
     ops.experts: "by what an expert is; measured in whole models",
 }

@@ -12,7 +12,7 @@ from autopar.rules.experts import kept_bytes
 from autopar.rules.language import Call, Tensor
 from autopar.rules.site import Site
 from passes import ops
-from passes.beside import beside
+from passes.kernel_extras import beside
 from passes.saved import MOVES, SAVED, saved_positions
 from passes.tables import VIEWS
 from tests.unit.rules.samples import case, f, fill

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed import pipelining
 
 from autopar.errors import PlanError
-from autopar.pipeline.flow import step_s
+from autopar.pipeline.makespan import step_s
 from autopar.pipeline.orders import Action, Flying, StageTime, _Stage, actions_of, in_flight, orders
 from autopar.pipeline.schedules import SCHEDULES
 

@@ -15,7 +15,7 @@ from autopar.predict import decide, peak, price
 from autopar.predict.axes import PARTS, in_attention, kept_operators, rerun_levels, stacked
 from autopar.predict.setup import Setup, Software
 from autopar.problem.kernels import multiplies
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.predictions import captured
 from passes import ops

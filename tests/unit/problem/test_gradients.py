@@ -11,7 +11,7 @@ from torch import nn
 from autopar.capture import capture
 from autopar.problem.gradients import NO_GRADIENT
 from autopar.problem.graph import Program
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from passes import ANNOTATE, NORMALIZE, run
 from tests.helpers.export import B, export_graph
 

@@ -14,7 +14,7 @@ from autopar.cluster import Cluster, Device
 from autopar.problem.graph import Op, Program
 from autopar.problem.kernels import ATTENTION, Kernels
 from autopar.problem.options import sections_of, table_of
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.problem.settings import Settings
 from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.predictions import captured

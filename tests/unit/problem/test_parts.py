@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.problem.inner import waits
+from autopar.problem.op_algorithms import waits
 from autopar.problem.settings import Settings
 from autopar.rules import RULES
 from autopar.rules.experts import FORWARD, rows

@@ -15,7 +15,7 @@ from autopar.onestage import plan
 from autopar.planner import Planner
 from autopar.problem.build import Model, build
 from autopar.problem.remat import LEVELS, levels, rematerialised
-from autopar.problem.shares import ForwardPrices, MicroPrices
+from autopar.problem.step_shares import ForwardPrices, MicroPrices
 from autopar.recipes import RECIPES
 from autopar.request import Request
 from autopar.search import ilp

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from autopar.capture import capture
 from autopar.problem.graph import Op
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.problem.traffic import by_rows
 from autopar.rules.language import Call, Tensor
 

@@ -11,7 +11,7 @@ from autopar.calibrate.fit_level import limit_bytes_s
 from autopar.cluster import Cluster
 from autopar.cost.comm import collective_s
 from autopar.planner import Request
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.profile import Profile, Row, refit
 from autopar.profile.predicted import predicted, starts
 from autopar.profile.profile import _rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.codegen.context import Context
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.recipes import RECIPES
 from autopar.report.reshards import reshards
 from tests.helpers.planned import planned

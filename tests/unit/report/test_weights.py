@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.report.weights import titles, weights
 from tests.helpers.planned import planned
 from tests.helpers.verify import by_recipe, subject

@@ -6,7 +6,7 @@ import operator
 
 import pytest
 
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.rules import options_for, unknown
 from passes import edit, facts
 from tests.helpers.tiny import TINY

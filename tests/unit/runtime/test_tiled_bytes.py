@@ -13,7 +13,7 @@ from autopar.memory.habits import EMITTED
 from autopar.memory.local import Local
 from autopar.memory.operators import backward_bytes, forward_bytes
 from autopar.problem.graph import Op
-from autopar.problem.inner import sites
+from autopar.problem.op_algorithms import sites
 from autopar.rules import tiles
 from autopar.rules.language import Call, Option, Use
 from autopar.rules.language import Tensor as Shape

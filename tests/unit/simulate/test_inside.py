@@ -11,8 +11,8 @@ import torch
 from autopar import joint
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
-from autopar.joint.best import staged
-from autopar.joint.inner import Inner
+from autopar.joint.choice import staged
+from autopar.joint.search_context import SearchContext
 from autopar.joint.spaces import Space
 from autopar.joint.timetables import Kind
 from autopar.plan import Plan
@@ -62,9 +62,9 @@ def _taken_apart() -> Plan:
 def _staged(used: roles.Role, kind: Kind) -> Plan:
     captured = _mixtral()
     request = Request(Cluster.parse("h100:1x8"), Settings(precision="bf16"), recipe="1f1b", mesh=(4,), time_limit_s=10.0)
-    inner = Inner(captured.gm, captured.hints, request)
+    context = SearchContext(captured.gm, captured.hints, request)
     space = Space("stages", lambda mesh: (used,) if mesh == (4,) else None, (kind,), 1)
-    return staged(inner, [space], None, {"model": "mixtral", "graph_hash": captured.graph_hash})
+    return staged(context, [space], None, {"model": "mixtral", "graph_hash": captured.graph_hash})
 
 
 def _experts(made: Plan) -> tuple[tuple[Piece, ...], tuple[Piece, ...], int]:

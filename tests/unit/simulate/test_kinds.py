@@ -11,7 +11,7 @@ from rich.console import Console
 from autopar import joint
 from autopar.cluster import Cluster
 from autopar.cost.comm import collective_s
-from autopar.decided import local_share
+from autopar.decisions import local_share
 from autopar.plan import Plan
 from autopar.problem.settings import Settings
 from autopar.report.reshards import prices_of, reshards

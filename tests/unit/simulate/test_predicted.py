@@ -13,8 +13,8 @@ from autopar.api import Compiled
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
-from autopar.joint.best import staged
-from autopar.joint.inner import Inner
+from autopar.joint.choice import staged
+from autopar.joint.search_context import SearchContext
 from autopar.joint.spaces import Space
 from autopar.joint.timetables import Kind
 from autopar.onestage import finish
@@ -121,10 +121,10 @@ BY_SCHEDULE = {"zero1": (roles.zero1,), "zero3": (roles.zero3,), "tp_zero3": (ro
 def test_backwards_that_are_taken_apart_hide_what_the_runtime_hides(schedule: str, name: str) -> None:
     """Gathers ahead hide in both parts of a pipeline's backward; gradients that autograd scatters do not where it is taken apart."""
     captured, used = _llama(), BY_SCHEDULE[name]
-    inner = Inner(captured.gm, {**captured.hints, "b": 16}, Request(Cluster.parse("h100:1x8"), Settings(precision="bf16"), recipe="1f1b", mesh=MESHES[len(used)],
+    context = SearchContext(captured.gm, {**captured.hints, "b": 16}, Request(Cluster.parse("h100:1x8"), Settings(precision="bf16"), recipe="1f1b", mesh=MESHES[len(used)],
                                                          time_limit_s=10.0))
     known = {len(used): used}
     space = Space(schedule, lambda mesh: known.get(len(mesh)), (Kind(schedule, SCHEDULES[schedule].virtual or 2),), len(used))
-    made = staged(inner, [space], None, {"model": "llama", "graph_hash": captured.graph_hash})
+    made = staged(context, [space], None, {"model": "llama", "graph_hash": captured.graph_hash})
     assert made.places == 2
     assert simulate(captured.gm, made).step_s == pytest.approx(made.predicted.step_s, rel=CLOSE)

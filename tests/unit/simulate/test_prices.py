@@ -19,10 +19,10 @@ import autopar
 from autopar.api import Compiled
 from autopar.cluster import Cluster
 from autopar.codegen.edges import options
-from autopar.pipeline.alone import step_cost
+from autopar.pipeline.single_stage import step_cost
 from autopar.planner import Planner
 from autopar.problem.settings import Settings
-from autopar.problem.shares import ForwardPrices
+from autopar.problem.step_shares import ForwardPrices
 from autopar.recipes.free import space
 from autopar.report.reshards import prices_of, seconds
 from autopar.request import Request

@@ -13,14 +13,14 @@ from autopar import frontend, joint
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
 from autopar.codegen.edges import edges
-from autopar.joint.best import staged
-from autopar.joint.inner import Inner
+from autopar.joint.choice import staged
+from autopar.joint.search_context import SearchContext
 from autopar.joint.spaces import Space
 from autopar.joint.timetables import Kind
 from autopar.pipeline.schedules import SCHEDULES
-from autopar.pipeline.views import views
+from autopar.pipeline.stage_views import views
 from autopar.plan import Plan
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.problem.settings import Settings
 from autopar.recipes import roles
 from autopar.request import Request
@@ -116,7 +116,7 @@ def test_schedules(schedule: str, used: tuple[roles.Role, ...]) -> None:
     are added up when all that is scattered has come, and each stage waits for its first gathers and the last of what it sends, over two axes for more of them."""
     captured = _gpt2()
     space = Space(schedule, lambda mesh: used if len(mesh) == len(used) and min(mesh) > 1 else None, (Kind(schedule, SCHEDULES[schedule].virtual or 2),), len(used))
-    made = staged(Inner(captured.gm, captured.hints, _request("1f1b")), [space], None, {"model": "gpt2", "graph_hash": captured.graph_hash})
+    made = staged(SearchContext(captured.gm, captured.hints, _request("1f1b")), [space], None, {"model": "gpt2", "graph_hash": captured.graph_hash})
     assert made.places > 1
     _agrees(made)
 

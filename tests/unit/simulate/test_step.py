@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from autopar.memory import predict
-from autopar.pipeline.flow import step_s
+from autopar.pipeline.makespan import step_s
 from autopar.pipeline.orders import StageTime, orders
 from autopar.pipeline.schedules import SCHEDULES
-from autopar.problem.reading import read
+from autopar.problem.read_graph import read
 from autopar.simulate import Simulation, simulate
 from autopar.simulate.stages import Stages
 from autopar.simulate.trace import trace

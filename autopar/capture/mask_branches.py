@@ -1,0 +1,188 @@
+"""Questions whether a mask picks anything, answered while a model runs without values.
+
+    token, rank = torch.where(chosen == 3)
+    if token.numel() == 0: continue               # or (chosen == 3).any(), its sum, bincount(chosen)[3]
+
+Loops over experts ask them of every expert, to leave out those that no token chose. A graph has one branch: that of masks that pick something, which is right where
+the other one is the same with no rows (`capture.empty_branches`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autopar._torch import pytree
+from autopar.capture.devices import changes
+from autopar.capture.leaves import tensors_of
+from autopar.capture.mask_facts import (
+    Below,
+    Counts,
+    Hits,
+    Key,
+    Mark,
+    Marks,
+    Mask,
+    Numbers,
+    Rows,
+    Size,
+    Verdict,
+    is_number,
+)
+from autopar.capture.valueless import PICKED
+
+PICKS = ("argwhere", "nonzero", "where")
+SPLITS = ("split", "split_with_sizes")
+WRITES = {"setitem": 1, "index_add": 2, "index_copy": 2, "index_put": 1, "scatter_add": 2}
+"""What writes into rows, and which argument says into which."""
+ASKED = ("bool", "index", "int", "item")
+TAKEN = ("eq", "getitem", "ne")
+"""What may be given a known number as a tensor."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One known number in a tensor of one dim."""
+
+    number: int
+
+
+class Picking(TorchFunctionMode):
+    """Answers for each mask as if it picked something, but for those that are `empty`, by their number: the first that picks or is asked is 0. Writes into rows that
+    `dropped` masks pick are left out. Where `check` is given, sizes stay symbolic, and it is called with what holds for masks that pick so many rows at `least`; where that
+    may be none, nothing is answered. `seen` has the masks, by keys that equal ones share, with their numbers."""
+
+    def __init__(self, empty: Container[int] = (), dropped: Container[int] = (), *, check: Callable[[Any], None] | None = None, least: int = 1) -> None:
+        super().__init__()
+        self.marks, self.seen = Marks(), dict[Key, int]()
+        self._without, self._dropped, self._check, self._least = empty, dropped, check, least
+
+    def _number(self, key: Key) -> int:
+        return self.seen.setdefault(key, len(self.seen))
+
+    def _empty(self, key: Key) -> bool:
+        return self._number(key) in self._without
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func)).strip("_")
+        if not args or not isinstance(args[0], Tensor):
+            return self.marks.made(name, func(*args, **kwargs))
+        if name in TAKEN:
+            args = (args[0], *pytree.tree_map(self._plain, args[1:]))
+        if (found := self._instead(func, name, args, kwargs)) is not None:
+            return found
+        own, known = args[0], self.marks.of(args[0])
+        result = func(*args, **kwargs)
+        if changes(func):
+            self.marks.forget(own)
+        if not changes(func) or name == "scatter":
+            self.marks.note(name, own, known, args[1:], kwargs, result)
+        if self._check is not None and name == "bincount" and isinstance(counts := self.marks.of(result), Counts):
+            self._check(result.shape[0] == counts.count)
+        return result
+
+    def _instead(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function where it is another one here; None where it is not."""
+        own = args[0]
+        if name in ASKED:
+            return self._answer(name, own, self.marks.of(own))
+        if name in WRITES:
+            return own if self._is_dropped((*args, *kwargs.values())[WRITES[name]]) else None
+        if name in SPLITS:
+            self._fill(own, *args[1:], **kwargs)
+            return None
+        if name == "unique":
+            plain = not any((*args[2:], *(value for key, value in kwargs.items() if key != "sorted")))
+            known = self.marks.of(own)
+            return self._hit(Hits(self.marks.base(own), known.count), own, flat=True) if plain and self._least and isinstance(known, Below) else None
+        if name == "getitem" and isinstance(args[1], Column):
+            with self:
+                return own[args[1].number].unsqueeze(0)
+        mask = _picking(name, args, kwargs)
+        if mask is None:
+            return None
+        known, flat = self.marks.of(mask), bool(kwargs.get("as_tuple")) or name == "where"
+        if isinstance(known, Hits) and self._least:
+            numbers = self._hit(known, mask, flat=flat)
+            return (numbers,) if flat else numbers
+        return self._picked(self.marks.mask(mask), func(*args, **kwargs))
+
+    def _answer(self, name: str, own: Tensor, known: Mark | None) -> Any:
+        """What is asked of a tensor; None where nothing is known."""
+        if isinstance(known, Numbers) and len(known.values) == 1:
+            return known.values[0]
+        whether = name == "bool" or own.dtype is torch.bool
+        if isinstance(known, Size) and not whether:
+            return self._size(own, known)
+        if self._least == 0:
+            return None
+        if isinstance(known, Size):
+            return not self._empty(known.key)
+        if isinstance(known, Verdict):
+            return known.something if known.key is None else known.nothing if self._empty(known.key) else known.something
+        return None
+
+    def _size(self, own: Tensor, known: Size) -> Any:
+        if self._check is None:
+            return 0 if self._empty(known.key) else PICKED if known.counts is None else self._share(known.counts, known.key)
+        size = own.item()
+        self._check(size >= self._least)
+        return size
+
+    def _share(self, counts: Counts, key: Key) -> int:
+        """How many of all numbers are one of them: as many as the others, of those that are there, and the last one all that are left; one where that is none."""
+        there = [each for number in range(counts.count) if not self._empty(each := is_number(counts.numbers, number))]
+        share = counts.total // len(there)
+        return max(1, int(counts.total - share * (len(there) - 1) if key == there[-1] else share))
+
+    def _fill(self, own: Tensor, sizes: Any = (), dim: int = 0) -> None:
+        """What is split into pieces is as long as they are together."""
+        if self._check is None or not isinstance(sizes, list | tuple) or not any(isinstance(size, torch.SymInt) for size in sizes):
+            return
+        for size in sizes:
+            self._check(size >= 0)
+        self._check(sum(sizes) == own.shape[dim])
+
+    def _picked(self, key: Key, result: Any) -> Any:
+        """`result` as what a mask picks."""
+        if self._empty(key):
+            result = pytree.tree_map(lambda rows: rows[:0], result)
+        picked = tensors_of(result)
+        self.marks.keep(picked, Rows(key))
+        if self._check is not None and self._least:
+            self._check(picked[0].shape[0] >= self._least)
+        return result
+
+    def _hit(self, known: Hits, like: Tensor, *, flat: bool) -> Tensor:
+        """The numbers that there are, in a tensor of one dim where it is `flat`, else in a column."""
+        keys = {number: is_number(known.numbers, number) for number in range(known.count)}
+        values = tuple(number for number, key in keys.items() if not self._empty(key))
+        result = like.new_empty((len(values),) if flat else (len(values), 1), dtype=torch.int64)
+        self.marks.keep([result], Numbers(values))
+        return result
+
+    def _plain(self, item: Any) -> Any:
+        """A known number instead of a tensor of it."""
+        known = self.marks.of(item) if isinstance(item, Tensor) else None
+        if not isinstance(known, Numbers) or len(known.values) != 1:
+            return item
+        return known.values[0] if item.dim() == 0 else Column(known.values[0])
+
+    def _is_dropped(self, index: Any) -> bool:
+        marks = [self.marks.of(part) for part in tensors_of(index)]
+        return any(self._number(mark.key) in self._dropped for mark in marks if isinstance(mark, Rows | Mask))
+
+
+def _picking(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The mask whose true places a function finds, or whose rows it gives."""
+    if name in PICKS:
+        return args[0] if len(args) == 1 and kwargs.keys() <= {"as_tuple"} else None
+    if name != "getitem":
+        return None
+    first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+    return first if isinstance(first, Tensor) and first.dtype is torch.bool else None

@@ -1,0 +1,134 @@
+"""Checks of values, `if condition: raise ...`, while a model runs without values: they pass.
+
+    if labels.max() >= vocab_size: raise ValueError(...)     # or elif, `not`, and, or; the other side of an else; an assert
+
+A graph has no such branch. One side of it only raises, so that the model is what the other side says, for every batch that it takes at all; which checks are left out
+is told. A check whose error the model itself may catch decides what it computes, and is none of these. What asks whether values are finite is answered
+too (`capture.finite_checks`), whatever comes of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import FrameType
+from unittest import mock
+
+from torch import Tensor
+
+from autopar.capture.finite_checks import Finite
+from autopar.capture.lines import place_of, users
+
+UNCHECKED = "a check of values is no part of the emitted program: batches that it refuses are computed, check them before"
+UNCLAMPED = "values are taken to be finite: what the model does where they are not is no part of the emitted program"
+
+Span = tuple[int, int, int, int]
+"""First line and column, and the last ones, of an expression."""
+
+
+@contextmanager
+def passing_guards(told: list[str] | None = None) -> Iterator[None]:
+    """Inside, a check of a tensor's value passes, and values are finite; each question is `told` as a note, once."""
+    asked, finite = Tensor.__bool__, Finite()
+    notes: list[str] = [] if told is None else told
+
+    def answered(tensor: Tensor) -> bool:
+        frame = inspect.currentframe()
+        assert frame is not None and frame.f_back is not None, "something asks"
+        answer, note = _passes(frame.f_back), UNCHECKED
+        if answer is None:
+            answer, note = finite.of(tensor), UNCLAMPED
+        if answer is None:
+            return asked(tensor)
+        note = f"{note} ({place_of(frame.f_back)})"
+        if note not in notes:
+            notes.append(note)
+        return answer
+
+    answered.__name__ = asked.__name__  # by which modes know it
+    with mock.patch.object(Tensor, "__bool__", answered), finite:
+        yield
+
+
+def _passes(frame: FrameType) -> bool | None:
+    """What lets a check pass that asks for a tensor's truth in `frame`; None where that is no check."""
+    positions = inspect.getframeinfo(frame, context=0).positions
+    if positions is None or None in positions or _is_ours(frame) or _is_caught(frame):
+        return None
+    span: Span = (positions.lineno, positions.col_offset, positions.end_lineno, positions.end_col_offset)  # type: ignore[assignment]  # none is None
+    return _checks(frame.f_code.co_filename).get(span)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether what asks is no part of a model."""
+    return str(frame.f_globals.get("__name__")).startswith(("autopar.", "passes."))
+
+
+def _is_caught(frame: FrameType | None) -> bool:
+    """Whether the model goes on after an error in `frame`; what traces it catches some, too."""
+    while frame is not None and not _is_ours(frame):
+        if users(frame.f_code.co_filename) and any(first <= frame.f_lineno <= last for first, last in _catching(frame.f_code.co_filename)):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@cache
+def _parsed(path: str) -> ast.Module:
+    """A file of Python; nothing of another one."""
+    try:
+        return ast.parse("".join(linecache.getlines(path)))
+    except SyntaxError:
+        return ast.Module([], [])
+
+
+@cache
+def _catching(path: str) -> list[tuple[int, int]]:
+    """First and last lines of what may fail in a file without an end to it."""
+    tries = [node for node in ast.walk(_parsed(path)) if isinstance(node, ast.Try) and not all(_raises(handler.body) for handler in node.handlers)]
+    return [(node.body[0].lineno, node.body[-1].end_lineno or 0) for node in tries]
+
+
+@cache
+def _checks(path: str) -> dict[Span, bool]:
+    """Of each condition of a check in a file, what lets it pass."""
+    found: dict[Span, bool] = {}
+    for node in ast.walk(_parsed(path)):
+        if isinstance(node, ast.If) and _raises(node.body) != _raises(node.orelse):
+            _check(node, node.test, _raises(node.orelse), found)
+        elif isinstance(node, ast.Assert):
+            _check(node, node.test, True, found)
+    return found
+
+
+def _raises(body: list[ast.stmt]) -> bool:
+    """Whether a branch ends in an error, whatever it does before."""
+    return bool(body) and isinstance(body[-1], ast.Raise)
+
+
+def _check(statement: ast.stmt, test: ast.expr, wanted: bool, found: dict[Span, bool]) -> None:
+    """Note what the conditions of a check have to be. Python says which of them asks by its place, or (3.11) by that of the whole statement, which tells as much where
+    all have to be the same."""
+    conditions = _conditions(test, wanted)
+    if any(isinstance(condition, ast.IfExp) for condition, _ in conditions):
+        return  # what chooses between conditions is none of them
+    found.update({_span(condition): value for condition, value in conditions})
+    if len({value for _, value in conditions}) == 1:
+        found[_span(statement)] = conditions[0][1]
+
+
+def _conditions(test: ast.expr, wanted: bool) -> list[tuple[ast.expr, bool]]:
+    """The conditions that `test` is made of, each with what makes it `wanted`: where one is enough, all are."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _conditions(test.operand, not wanted)
+    if isinstance(test, ast.BoolOp):
+        return [pair for condition in test.values for pair in _conditions(condition, wanted)]
+    return [(test, wanted)]
+
+
+def _span(node: ast.stmt | ast.expr) -> Span:
+    return node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0

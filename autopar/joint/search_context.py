@@ -1,0 +1,366 @@
+"""SearchContext: everything that the search derives from one graph, made when first asked for and then shared.
+
+For each shape and one role per mesh axis, these are the Problems of one microbatch and of what happens once per step, and their solution for a
+timetable. Beside them the least work, the memory of parameters, and how microbatches share values.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from torch import fx
+
+from autopar.cluster import Device, Mesh, Places
+from autopar.errors import PlanError
+from autopar.joint.place_kinds import Ground, Weights, grounds
+from autopar.joint.shape_problems import Chosen, Mixed, Models
+from autopar.joint.shapes import Shape, fewest
+from autopar.joint.timetables import Timetable
+from autopar.pipeline.crossing import crossing
+from autopar.pipeline.microbatch_splits import sharing
+from autopar.pipeline.microbatches import Microbatching, of_parts
+from autopar.pipeline.stretches import Cost
+from autopar.pipeline.units import Unit, barred, homes, units
+from autopar.plan import Plan
+from autopar.planner import Planner
+from autopar.problem.build import Decisions, Frame, rested
+from autopar.problem.clusters import Joint
+from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.kernels import Kernels
+from autopar.problem.memory_floor import least_bytes
+from autopar.problem.prices import Prices
+from autopar.problem.step_shares import ForwardPrices, MicroPrices, Share, StepPrices, combined
+from autopar.problem.time_floor import Work
+from autopar.recipes import roles
+from autopar.recipes.roles import Role
+from autopar.request import Request
+from autopar.rules.language import Option
+from autopar.search import ilp
+from autopar.timer import Timer
+from passes.part_runs import Parts, part_runs
+
+SOLVE_S = 2.0  # seconds at most to solve one Problem
+SOLVED = 0.005  # relative: a solution proven to be this close to the optimum is good enough
+TRUST = 0.95  # factor on the bound of a Problem of several kinds of places: their weights in it are approximate
+
+
+class SearchContext:
+    """All Problems of one graph, made when first asked for.
+
+    `whole` is the planner of the graph at the sizes of the whole batch. `limit_bytes` is the memory that a plan may fill on each device, `timer` the
+    time that is left for the search. With offloading, `on_devices` is the same without it. `best_s` is the fastest step that is known.
+    """
+
+    def __init__(self, gm: fx.GraphModule, hints: Mapping[str, int], request: Request) -> None:
+        self.timer = Timer(request.time_limit_s)
+        self.gm, self.hints, self.request = gm, dict(hints), request
+        self.whole = Planner.of(gm, hints, request)
+        self._planners: dict[int, Planner] = {1: self.whole}
+        self._models: dict[tuple[Shape, tuple[Role, ...]], Models] = {}
+        self._shared: dict[int, Microbatching] = {}
+        self._held: dict[str, float] = {}
+        self._crossing: dict[tuple[str, ...], list[tuple[Ref, ...]]] = {}
+        self._others: dict[tuple[int, Device], tuple[Kernels, Kernels]] = {}  # on devices of parts of the cluster
+        self._mixed: dict[str, Work] = {}  # on places that are not alike
+        self._paces: dict[Device, float] = {}
+        self._hosted: dict[str, SearchContext] = {}
+        self.on_devices: SearchContext | None = None
+        self.best_s = math.inf
+        self._roomy: dict[float, dict[Shape, float]] = {}
+        self._parted: dict[str, SearchContext] = {}
+        self._origins: dict[str, str] = {}  # of runs that are parts of others: which
+        self._entire: SearchContext | None = None  # the same with all runs of blocks as they are
+        self.limit_bytes, self._asked_bytes = request.limit_bytes, request.memory_bytes
+        self.answered: Callable[[float], None] = lambda known_s: None  # told the seconds of ever better answers
+
+    def restart(self) -> None:
+        """Begin the time limit anew."""
+        self.timer = Timer(self.request.time_limit_s)
+
+    def limited(self, limit_bytes: float) -> SearchContext:
+        """The same with another memory limit per device; what was made so far is shared."""
+        other = copy.copy(self)
+        other.limit_bytes = other._asked_bytes = limit_bytes
+        other._parted = {}
+        return other
+
+    def named(self, recipe: str) -> SearchContext:
+        """The same for a recipe; what was made so far is shared."""
+        other = copy.copy(self)
+        other.request = replace(self.request, recipe=recipe)
+        other.whole = self.whole.anew(other.request)
+        other._hosted, other._parted = {}, {}
+        return other
+
+    def hosted(self, held: str) -> SearchContext:
+        """The same with `held` offloaded to the host (problem.settings.OFFLOADED); what does not depend on it is shared."""
+        if held not in self._hosted:
+            other = self._hosted[held] = copy.copy(self)
+            other.request = replace(self.request, settings=replace(self.request.settings, offload=held))
+            other.whole = self.whole.anew(other.request)
+            other._models, other._held, other._hosted, other._parted = {}, {}, {}, {}
+            for once in ("rest_bytes", "update_s"):
+                other.__dict__.pop(once, None)
+        made = self._hosted[held].limited(self.limit_bytes)
+        made.on_devices, made.timer = self, self.timer
+        return made
+
+    def parted(self, parts: Parts) -> SearchContext:
+        """The same with runs of blocks divided into `parts` (Plan.parted)."""
+        key = json.dumps(parts)
+        if key not in self._parted:
+            self._parted[key] = self._with_parts(parts) if parts else self
+        return self._parted[key]
+
+    def _with_parts(self, parts: Parts) -> SearchContext:
+        other = copy.copy(self)
+        other.gm = part_runs(self.gm, parts)
+        other.whole = Planner.of(other.gm, self.hints, self.request)
+        other._planners, other._models, other._shared, other._crossing, other._parted = {1: other.whole}, {}, {}, {}, {}
+        for once in ("units", "_trained"):
+            other.__dict__.pop(once, None)
+        other._origins = {name: scope for scope, begins in parts.items() for name in begins}
+        other._entire = self
+        return other
+
+    def program_of(self, plan: Plan) -> Program:
+        """The program that a plan is for, whose runs of blocks may be in parts."""
+        return self.parted(plan.parted).whole.program
+
+    def origin(self, name: str) -> str:
+        """The name, in the whole run, of an operator of a part of it; `name` itself for others."""
+        scope, _, rest = name.rpartition("/")
+        return f"{self._origins[scope]}/{rest}" if scope in self._origins else name
+
+    @property
+    def roomy(self) -> dict[Shape, float]:
+        """Step times of shapes for which the search without offloading was not short of memory: offloading gains nothing there."""
+        return self._roomy.setdefault(self.limit_bytes, {})
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step."""
+        return self.hints.get("b", 1)
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """The pieces that the model can be cut into."""
+        return units(self.whole.program)
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces there are."""
+        return len(self.units)
+
+    @cached_property
+    def alike(self) -> int:
+        """How many of the pieces are blocks, of which stages should have about the same number; all pieces where there are no blocks."""
+        return sum(run.count for run in self.whole.program.runs.values()) or self.pieces
+
+    def work(self, places: int, level: str = "none") -> Work:
+        """The least work of a step on one place or on several, with all blocks run again at one of problem.remat.LEVELS."""
+        parts = self.request.cluster.parts
+        if places == 1 or not parts:
+            return self.whole.work(level)
+        if level not in self._mixed:
+            self._mixed[level] = Work.mixed(self.whole.program, [(part.device, part.devices) for part in parts], self.request.settings,
+                                            self.whole.again(level))
+        return self._mixed[level]
+
+    def pace(self, device: Device) -> float:
+        """How often per second one device could run all operators at its best rates."""
+        if device not in self._paces:
+            self._paces[device] = 1 / Work.of(self.whole.program, device, self.request.settings).rates_s
+        return self._paces[device]
+
+    def paces(self, shape: Shape) -> list[list[float]]:
+        """The `pace` of the devices of each place (1 where all are alike), for every order of the cluster's parts that is tried."""
+        if not self.request.cluster.parts or shape.places == 1:
+            return [[1.0] * shape.places]
+        return [[self.pace(ground.places.device(place)) for place in range(shape.places)] for ground in self.grounds(shape)]
+
+    def planner(self, microbatches: int) -> Planner:
+        """The program at the sizes of one microbatch."""
+        if microbatches not in self._planners:
+            self._planners[microbatches] = Planner.of(self.gm, {**self.hints, "b": self.batch // microbatches}, self.request)
+        return self._planners[microbatches]
+
+    def mesh(self, shape: Shape) -> Mesh:
+        """The mesh of a place, with the names of the first one's axes."""
+        return self.request.cluster.places(shape.places, shape.mesh).mesh(0)
+
+    def grounds(self, shape: Shape) -> list[Ground]:
+        """The places of a shape, with the parts of the cluster in every order that is tried."""
+        return grounds(self.request.cluster, shape.places, shape.mesh, self._room_bytes)
+
+    def _room_bytes(self, at: Places, place: int) -> float:
+        """Bytes that a plan may fill on a place: what its device has, and no more than was asked for."""
+        if not at.mixed:
+            return self.limit_bytes
+        asked = self._asked_bytes
+        own = float(at.device(place).usable_memory_bytes)
+        return own if asked is None else asked if math.isinf(asked) else min(own, asked)
+
+    def mean_bytes(self, places: int) -> float:
+        """Bytes that a plan may fill on a device of several places, on average."""
+        cluster = self.request.cluster
+        if places == 1 or not cluster.parts:
+            return self.limit_bytes
+        one = Places(cluster, cluster.devices, (1,))
+        return sum(self._room_bytes(one, place) for place in range(cluster.devices)) / cluster.devices
+
+    def models(self, shape: Shape, used: tuple[Role, ...]) -> Models:
+        """Raises InfeasibleError where sizes and roles leave some operator without a choice."""
+        key = (shape, used)
+        if key not in self._models:
+            self._models[key] = self._made(shape, used)
+        return self._models[key]
+
+    def _made(self, shape: Shape, used: tuple[Role, ...]) -> Models:
+        if self.on_devices is not None and not self.request.cluster.parts:
+            return self._hosted_models(self.on_devices.models(shape, used))
+        here, ground = self.planner(shape.microbatches), self.grounds(shape)[0]
+        joints = [here.joints(role, n) for role, n in zip(used, shape.mesh, strict=True)]
+        frame = Frame.of(here.program, here.clusters, joints, shape.mesh)
+        return self._of_kinds(here, frame, ground, shape)
+
+    def _weights(self, ground: Ground) -> Weights:
+        """The weights of the kinds of places (joint.place_kinds)."""
+        kinds = list(dict.fromkeys(sorted(ground.kinds)))
+        return Weights.of([ground.kinds.count(kind) for kind in kinds], [self.pace(ground.places.device(ground.kinds.index(kind))) for kind in kinds])
+
+    def laid(self, shape: Shape, ground: Ground, decisions: Decisions) -> Models:
+        """The Problems of a shape in which every choice is fixed by `decisions`."""
+        here = self.planner(shape.microbatches)
+        joints = [[[Joint(tuple([decisions[op.name][axis] for op in cluster.members]))] for cluster in here.clusters] for axis in range(len(shape.mesh))]
+        return self._of_kinds(here, Frame.of(here.program, here.clusters, joints, shape.mesh), ground, shape)
+
+    def _of_kinds(self, here: Planner, frame: Frame, ground: Ground, shape: Shape) -> Models:
+        """The Problems of all kinds of places."""
+        each = [self._priced(here, frame, ground.places, ground.kinds.index(kind), shape) for kind in dict.fromkeys(sorted(ground.kinds))]
+        return each[0] if len(each) == 1 else Mixed.of(each, self._weights(ground))
+
+    def _priced(self, here: Planner, frame: Frame, at: Places, place: int, shape: Shape) -> Models:
+        """The Problems of one kind of place."""
+        mesh, device, settings = at.mesh(place), at.device(place), self.request.settings
+        kernels, ahead = self._kernels(here, device)
+        bucket = self.whole.program.bucket_bytes
+        prices = (MicroPrices(mesh, device, settings, kernels, shape.microbatches, bucket_bytes=bucket),
+                  StepPrices(mesh, device, settings, kernels, bucket_bytes=bucket))
+        micro, once = (frame.priced(each, self.limit_bytes, str(shape)) for each in prices)
+        return Models(micro, once, ForwardPrices(mesh, device, settings, ahead))
+
+    def _hosted_models(self, models: Models) -> Models:
+        """`models` with offloading, which only changes what happens once per step."""
+        once = models.once.prices
+        prices = StepPrices(once.mesh, once.device, self.request.settings, once.kernels, bucket_bytes=once.bucket_bytes)
+        return replace(models, once=rested(models.once, prices))
+
+    def _kernels(self, here: Planner, device: Device) -> tuple[Kernels, Kernels]:
+        """Prices of the operators on one device, and of their forward alone; made once."""
+        if device == here.kernels.device:
+            return here.kernels, here.forward_kernels
+        key = (id(here), device)
+        if key not in self._others:
+            settings = self.request.settings
+            self._others[key] = Kernels(device, settings), Kernels(device, replace(settings, mode="inference"))
+        return self._others[key]
+
+    def solve(self, models: Models, table: Timetable, level: str, *, exact: bool, cutoff_s: float = math.inf) -> Chosen:
+        """Choose the layouts of a place under `table`, with all blocks run again at `level`: exactly, or at a glance, which ends once it is proven that
+        nothing is as fast as `cutoff_s`. Raises InfeasibleError where nothing fits."""
+        share, trust = Share(table.length, 1 / table.places, table.kept, 1 / table.places), 1.0
+        if isinstance(models, Mixed):
+            trust = TRUST * models.weights.even(table.length, table.microbatches)
+        limit_bytes = self.mean_bytes(table.places)
+        model = combined(models.at(level), models.once, share, limit_bytes)
+        solution = (ilp.search(model.problem, time_limit_s=SOLVE_S, seed=self.request.seed, gap=SOLVED) if exact else
+                    ilp.glance(model.problem, time_limit_s=SOLVE_S, cutoff_s=cutoff_s / trust, twice=True))
+        return Chosen(models, model, solution, level, table.places > 1, self.request.remat != "auto", trust * solution.bound_s)
+
+    def held_bytes(self, shape: Shape, level: str) -> float:
+        """Bytes per device if everything that is held were cut evenly over all devices, and each place kept one microbatch."""
+        if level not in self._held:
+            self._held[level] = least_bytes(self.whole.program, self.whole.clusters, self.whole.joints(roles.nothing, 1), self.request.cluster,
+                                            self.request.settings, self.whole.levels(level))
+        rest = self.rest_bytes / self.request.cluster.devices
+        return rest + (self._held[level] - rest) / shape.microbatches
+
+    @cached_property
+    def rest_bytes(self) -> float:
+        """Bytes of all parameters with gradients and optimizer state on the device, not divided by the number of devices."""
+        return self._of_parameters(Prices.rest_bytes)
+
+    @cached_property
+    def update_s(self) -> float:
+        """Seconds of the optimizer's step, divided evenly over all devices."""
+        return self._of_parameters(Prices.update_s) / self.request.cluster.devices
+
+    @property
+    def late_s(self) -> float:
+        """Seconds that every step takes after its work: those of the update with offloading, else 0."""
+        return self.update_s if self.request.settings.offload else 0.0
+
+    def _of_parameters(self, price: Callable[[Prices, Op, Sequence[Option]], float]) -> float:
+        """The sum of a price over all parameters, whole on one device."""
+        cluster, table = self.request.cluster, self.whole.table(1, placed=False)
+        prices = Prices(cluster.line(1).mesh((1,)), cluster.device, self.request.settings)
+        return sum(price(prices, op, table[op.name][:1]) for op in self.whole.program.ops.values() if op.role == "param")
+
+    def shared(self, microbatches: int) -> Microbatching | None:
+        """How so many microbatches share values; None for one.
+
+        Raises PlanError, naming the operator, where they cannot.
+        """
+        if microbatches == 1:
+            return None
+        if microbatches not in self._shared and self._entire is not None and (entire := self._entire.shared(microbatches)) is not None:
+            self._shared[microbatches] = of_parts(entire, self.whole.program, self.origin)
+        if microbatches not in self._shared:
+            self._shared[microbatches] = sharing(self.whole.program, self.whole.clusters, self.whole.table(microbatches, placed=False),
+                                                 microbatches, self.request.cluster, self.request.settings)
+        return self._shared[microbatches]
+
+    @cached_property
+    def barred(self) -> tuple[int, ...]:
+        """Where no stage can begin (pipeline.units.barred)."""
+        return barred(self.whole.program)
+
+    @cached_property
+    def _trained(self) -> frozenset[str]:
+        """The pieces with parameters that are trained."""
+        home = homes(self.whole.program, self.units)
+        return frozenset(home.get(name, name) for name in self.whole.program.trained)
+
+    def filled(self, costs: Sequence[Cost]) -> tuple[int, ...]:
+        """The pieces, as they cost, that each place needs one of: those with parameters, which in training get gradients."""
+        training = self.request.settings.training
+        return tuple(number for number, (unit, cost) in enumerate(zip(self.units, costs, strict=True))
+                     if cost.rest_bytes > 0 and (unit.name in self._trained or not training))
+
+    def crossing(self, plan: Plan, microbatches: int) -> list[tuple[Ref, ...]]:
+        """What a cut in front of each piece sends: the same for all plans of this graph."""
+        shared = self.shared(microbatches)
+        totals = shared.totals if shared is not None else ()
+        if totals not in self._crossing:
+            self._crossing[totals] = crossing(self.whole.program, plan, totals)
+        return self._crossing[totals]
+
+    @cached_property
+    def sharable(self) -> str:
+        """Why the batch cannot be cut into microbatches; empty where it can."""
+        if "b" not in self.hints:
+            return ("no size of the inputs is the batch: none is dim 0 of all of them, or the model fixes it (a note of a plan without a pipeline says which); "
+                    "name it in dynamic_shapes, 'b' for dim 0 of each input that has the samples")
+        if self.batch < 2:
+            return "a batch of one sample has no microbatches"
+        try:
+            self.shared(fewest(self.batch))
+        except PlanError as error:
+            return str(error)
+        return ""

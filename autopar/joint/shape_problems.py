@@ -1,0 +1,129 @@
+"""The Problems of one shape, and what a place does by a solution of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.joint.place_kinds import Weights
+from autopar.pipeline.costs import costs
+from autopar.pipeline.once_per_step import Update, shared_updates
+from autopar.pipeline.stretches import Cost, Pieces
+from autopar.planner import Planner
+from autopar.problem.build import Model
+from autopar.problem.remat import Levels, levels, rematerialised
+from autopar.problem.step_shares import ForwardPrices
+from autopar.problem.types import Solution
+
+
+@dataclass(eq=False)
+class Models:
+    """The Problems of one microbatch and of what a step costs once, with the same choices, and the prices of the forward."""
+
+    micro: Model
+    once: Model
+    forward: ForwardPrices
+    _again: dict[str, Model] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> Sequence[Models]:
+        """Those of each kind of place."""
+        return (self,)
+
+    def at(self, level: str) -> Model:
+        """`micro` with all blocks run again in the backward at one of problem.remat.LEVELS."""
+        if level not in self._again:
+            self._again[level] = rematerialised(self.micro, self.forward, levels(self.micro.links[0].program, level))
+        return self._again[level]
+
+
+@dataclass(eq=False)
+class Mixed(Models):
+    """Those of places of several kinds; `micro`, `once` and `at` are what choices are made by."""
+
+    each: Sequence[Models] = field(kw_only=True)
+    weights: Weights = field(kw_only=True)
+
+    @staticmethod
+    def of(each: Sequence[Models], weights: Weights) -> Mixed:
+        """All kinds together."""
+        return Mixed(weights.meant([m.micro for m in each]), weights.meant([m.once for m in each]), each[0].forward, each=each, weights=weights)
+
+    @property
+    def kinds(self) -> Sequence[Models]:
+        """Those of each kind of place."""
+        return self.each
+
+    def at(self, level: str) -> Model:
+        """As Models.at, of all kinds together."""
+        if level not in self._again:
+            self._again[level] = self.weights.meant([models.at(level) for models in self.each])
+        return self._again[level]
+
+
+@dataclass(eq=False)
+class Chosen:
+    """What a place does: `solution` of `model`, all blocks run again at `level`; no plan of the shape is faster than `bound_s`.
+
+    `apart` as pipeline.costs has it. `all_again`: the level was asked for, so that every block is run again, not only those that
+    memory wants. `kept`: what blocks that are run again keep, where that is not what the level says (joint.kept_results).
+    """
+
+    models: Models
+    model: Model
+    solution: Solution
+    level: str
+    apart: bool
+    all_again: bool
+    bound_s: float
+    kept: Levels | None = field(default=None, kw_only=True)
+
+    @cached_property
+    def pieces(self) -> list[Pieces]:
+        """What it costs piece by piece on each kind of place; where all is run again in any case, with that."""
+        return [self._pieces(models) for models in self.models.kinds]
+
+    @cached_property
+    def _updates(self) -> list[list[Update]]:
+        return [shared_updates(models.once, self.solution.choice) for models in self.models.kinds]
+
+    def updates(self, place: int, kind: int) -> list[Update]:
+        """The optimizer's steps of weights that several pieces read, on a place of that kind."""
+        return self._updates[kind]
+
+    def on(self, place: int, kind: int) -> Pieces:
+        """What it costs piece by piece on a place, which is of that kind."""
+        return self.pieces[kind]
+
+    def levels(self, planner: Planner) -> Levels:
+        """What blocks keep where they are run again."""
+        return planner.levels(self.level) if self.kept is None else self.kept
+
+    def rerun(self, models: Models) -> Model:
+        """The Problem of a microbatch with all blocks run again, of one of the kinds of `models`."""
+        return models.at(self.level) if self.kept is None else rematerialised(models.micro, models.forward, self.kept)
+
+    def _pieces(self, models: Models) -> Pieces:
+        micro, rerun = models.micro, self.rerun(models)
+        again = self._costs(models, rerun)
+        return Pieces(again if rerun is micro or self.all_again else self._costs(models, micro), again)
+
+    def _costs(self, models: Models, micro: Model) -> list[Cost]:
+        return costs(micro.links[0].program, micro, models.once, self.solution.choice, models.forward, apart=self.apart)
+
+
+@dataclass(eq=False)
+class Apart(Chosen):
+    """What places do that are each laid out in their own way: `each` is what a place does, but for what several of them read, which lies
+    on all of them as `solution` has it."""
+
+    each: tuple[Chosen, ...] = field(kw_only=True)
+
+    def on(self, place: int, kind: int) -> Pieces:
+        """As Chosen.on, each place in its own way."""
+        return self.each[place].pieces[kind]
+
+    def updates(self, place: int, kind: int) -> list[Update]:
+        """As Chosen.updates, each place in its own way."""
+        return self.each[place]._updates[kind]

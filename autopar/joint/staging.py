@@ -1,0 +1,310 @@
+"""Laying out a shape under one timetable: the model is cut into stages, the step timed by the schedule's own order of actions, and memory counted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from autopar.cluster import MeshAxis
+from autopar.cost.comm import collective_s
+from autopar.decisions import local_share
+from autopar.errors import InfeasibleError
+from autopar.joint import parted_graph
+from autopar.joint.place_kinds import Ground
+from autopar.joint.search_context import SearchContext
+from autopar.joint.shape_problems import Apart, Chosen
+from autopar.joint.shapes import Shape
+from autopar.joint.timetables import Timetable
+from autopar.memory import hosts, predict
+from autopar.memory.plans_that_fit import within
+from autopar.pipeline.assemble import pipelined
+from autopar.pipeline.balance import balance
+from autopar.pipeline.cut_search import Shifting
+from autopar.pipeline.filling import Cuts
+from autopar.pipeline.once_per_step import begun_s
+from autopar.pipeline.orders import StageTime
+from autopar.pipeline.shared_weights import Shared, shared_weights
+from autopar.pipeline.stage_views import View, views
+from autopar.pipeline.stretches import Cost, Pieces, memory_bytes, stage_time
+from autopar.pipeline.units import Unit
+from autopar.plan import Plan, Stage
+from autopar.planner import bare_plan
+from autopar.problem.graph import Program, Ref
+from autopar.recipes import offload as offloads
+
+UNEVEN = 0.01  # relative: a place that is busier than the mean by more calls for a cut that balances places
+ALIKE = 1e-3  # relative: of cuts whose steps differ by less, the most even one is taken
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """One priced pipeline.
+
+        plan            the plan, without a prediction; `program` is what it is for, with runs of blocks in parts where places differ
+        level           the level of rematerialisation of blocks that are run again
+        step_s          seconds of a step; `busy_s`: of the busiest place's own work
+        places_bytes    bytes of the fullest rank of each place; `filled`: the largest share of its limit that one of them takes
+        chosen, ground, cuts    the choices, the places and the cut that were laid out
+    """
+
+    plan: Plan
+    shape: Shape
+    table: Timetable
+    level: str
+    step_s: float
+    places_bytes: tuple[float, ...]
+    filled: float
+    busy_s: float
+    chosen: Chosen
+    ground: Ground
+    cuts: Cuts
+    program: Program  # that the plan is for: of runs of blocks in parts where places are laid out each in its own way
+    alike_s: float = 0.0  # where they are: seconds of a step with all places laid out alike
+    even_s: float = 0.0  # where cuts were shifted: seconds of a step with stages as even as they can be
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of the fullest rank of all."""
+        return max(self.places_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Laying:
+    """What is laid out: choices of a shape under one timetable, on the places of `ground`. `flat` is the plan of one stage with these choices; `whole`
+    as in `lay`."""
+
+    context: SearchContext
+    shape: Shape
+    table: Timetable
+    ground: Ground
+    chosen: Chosen
+    flat: Plan
+    whole: bool
+
+    def parted(self, cuts: Cuts) -> _Laying:
+        """The same with runs of blocks divided into parts at the cuts, where places have layouts of their own; else unchanged."""
+        if not isinstance(self.chosen, Apart):
+            return self
+        context, chosen, flat = parted_graph.parted(self.context, self.shape, self.ground, self.chosen, _assembled(self, cuts))
+        return replace(self, context=context, chosen=chosen, flat=flat)
+
+
+def lay(context: SearchContext, name: str, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen, *, whole: bool = False) -> Found:
+    """Lay out the choices `chosen` of a shape under `table`, on the places of `ground`, with as few blocks run again as memory requires.
+
+    `whole`: time the order of the whole step, not of a shorter one, and walk its memory, in place of adding it up.
+
+    Raises InfeasibleError where no cut fits, or a place would have nothing to train.
+    """
+    flat = bare_plan(context.whole, context.mesh(shape), chosen.model.decode(chosen.solution.choice), name, cluster=ground.places.cluster)
+    here = _Laying(context, shape, table, ground, chosen, flat, whole)
+    even, times = _cut(here, ())
+    found = [even]
+    if table.virtual > 1 and _unevenly_busy(table, times):
+        with suppress(InfeasibleError):
+            found.append(_cut(here, (), by_place=True)[0])
+    if table.stages > 1 and _waits_for_links(times):
+        with suppress(InfeasibleError):
+            found.append(_cut(here, _sends_s(here))[0])
+    fastest_s = min(f.step_s for f in found)
+    best = next(f for f in found if f.step_s <= fastest_s * (1 + ALIKE))
+    return _shifted(here, best) if whole and table.stages > 1 and context.request.cluster.device.alone <= 1 else best
+
+
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """A plan that is cut into stages: the pieces of each stage (`parts`) and the bytes per device of each place (`held`); `on` is what it was made from."""
+
+    on: _Laying
+    cuts: Cuts
+    plan: Plan
+    parts: list[list[Cost]]
+    held: list[float]
+
+
+def _by_stage(here: _Laying) -> list[Pieces]:
+    """For each stage, the costs of all pieces on its place."""
+    return [here.chosen.on(place, here.ground.kinds[place]) for place in here.table.at]
+
+
+def _waits_for_links(times: Sequence[StageTime]) -> bool:
+    """Whether some link is busier than every stage: then a less even cut may be faster."""
+    return 2 * max(time.send_s for time in times[:-1]) > max(time.of("F") + time.of("B") for time in times)
+
+
+def _unevenly_busy(table: Timetable, times: Sequence[StageTime]) -> bool:
+    """Whether one place is busier than the others: then a cut that relieves it may be faster, though its slowest stage is longer."""
+    busy = _by_place(table, [time.of("F") + time.of("B") for time in times])
+    return max(busy) * table.places > sum(busy) * (1 + UNEVEN)
+
+
+def _cut(here: _Laying, sends_s: Sequence[float], *, by_place: bool = False) -> tuple[Found, Sequence[StageTime]]:
+    """Cut by `balance`, given the seconds `sends_s` that a cut in front of each piece sends: the result, and the times of its stages."""
+    context, table, ground = here.context, here.table, here.ground
+    pieces = _by_stage(here)
+    largest = max(ground.limits)
+
+    def cut(limit_bytes: float) -> _Cut:
+        limits = [limit_bytes if own == largest else own - (largest - limit_bytes) for own in ground.limits]
+        return _made(here, pieces, balance(pieces, table.flying, [limits[place] for place in table.at], sends_s, context.barred, table.at,
+                                           needed=context.filled(pieces[0].costs), by_place=by_place))
+
+    def peak_bytes(made: _Cut) -> float:
+        """The peak, as if all places had as much as the largest."""
+        return max(nbytes + (largest - own if own < largest else 0.0) for nbytes, own in zip(made.held, ground.limits, strict=True))
+
+    return _timed(here, within(largest, cut, peak_bytes))
+
+
+def _made(here: _Laying, pieces: Sequence[Pieces], cuts: Cuts) -> _Cut:
+    """It cut so. Raises InfeasibleError where a place would have nothing to train."""
+    on = here.parted(cuts)
+    parts = cuts.parts(pieces if on is here else _by_stage(on))
+    held = _held(parts, here.table)
+    plan, program = _assembled(on, cuts), on.context.whole.program
+    _check_trained(program, plan)
+    return _Cut(on, cuts, plan, parts, [place.peak_bytes for place in predict(program, plan).places] if here.whole else held)
+
+
+def _shifted(here: _Laying, found: Found) -> Found:
+    """`found`, or what shifting its cuts makes of it where that is faster."""
+    context, table, ground = here.context, here.table, here.ground
+    pieces, seen, sends_s = _by_stage(here), views(found.program, found.plan), [*_sends_s(here), 0.0]
+
+    def time_of(stage: int, part: Sequence[Cost], stop: int) -> StageTime:
+        return _time(here, stage, part, sends_s[stop], seen[stage])
+
+    room = [limit - max(0.0, walked - added) for limit, walked, added in zip(ground.limits, found.places_bytes, _held(found.cuts.parts(pieces), table), strict=True)]
+    blocks = frozenset(index for index, unit in enumerate(context.units) if unit.instance >= 0)
+    cuts = Shifting(pieces, table.flying, room, table.at, context.barred, blocks, time_of, table.ends_all_s, table.actions).shifted(found.cuts)
+    if cuts == found.cuts:
+        return found
+    with suppress(InfeasibleError):
+        made = _made(here, pieces, cuts)
+        if all(nbytes <= limit for nbytes, limit in zip(made.held, ground.limits, strict=True)):
+            other, _ = _timed(here, made)
+            return replace(other, even_s=found.step_s) if other.step_s < found.step_s * (1 - ALIKE) else found
+    return found
+
+
+def _timed(here: _Laying, made: _Cut) -> tuple[Found, Sequence[StageTime]]:
+    """What it comes to, and the times of its stages."""
+    context, shape, table, ground = here.context, here.shape, here.table, here.ground
+    plan, parts, held, program = made.plan, made.parts, made.held, made.on.context.whole.program
+    if plan.offload:
+        offloads.fits(f"{plan.offload} on the host", hosts.of_a_device(program, plan), ground.places.cluster)
+    seen = views(program, plan) if table.stages > 1 else ()
+    times = _times(made.on, plan, parts, seen)
+    ends = table.ends_s(times, whole=here.whole, alone=context.request.cluster.device.alone)
+    step_s = max(_done_s(made, ends, shared_weights(program, plan, seen, ground.places) if context.request.settings.training and table.places > 1 else ()))
+    busy = _by_place(table, [shape.microbatches * sum(c.micro_s for c in part) for part in parts])
+    filled = max(nbytes / own for nbytes, own in zip(held, ground.limits, strict=True))
+    return Found(plan, shape, table, here.chosen.level, step_s, tuple(held), filled, max(busy), here.chosen, ground, made.cuts, program), times
+
+
+def _check_trained(program: Program, plan: Plan) -> None:
+    """Raises InfeasibleError where a place would have no parameter to train: torch's optimizers refuse to have none."""
+    if plan.mode != "train":
+        return
+    for place in range(plan.places):
+        mine = {name for stage in plan.stages if stage.place == place for name in (*stage.nodes, *stage.blocks)}
+        if plan.stages and not mine & program.trained:
+            raise InfeasibleError(f"place {place} would have nothing to train ({', '.join(sorted(mine)[:3])}); use fewer places, or a recipe without a pipeline")
+
+
+def _assembled(here: _Laying, cuts: Cuts) -> Plan:
+    """The plan cut into stages, without a prediction."""
+    context, shape, chosen = here.context, here.shape, here.chosen
+    rerun = chosen.all_again or any(cuts.again)
+    remat = chosen.levels(context.whole) if rerun else {}
+    run_again = replace(here.flat, remat={scope: tuple(names) for scope, names in remat.items()})
+    made = pipelined(run_again, context.whole.program, cuts.bounds, here.table.kind.schedule, shape.places, context.shared(shape.microbatches),
+                     shape.microbatches)
+    if chosen.all_again or not rerun:
+        return made
+    stages = [replace(stage, again=_counts(context.units[first:first + count], stage))
+              for stage, first, count in zip(made.stages, [0, *cuts.bounds], cuts.again, strict=True)]
+    return replace(made, stages=tuple(stages))
+
+
+def _counts(pieces: Sequence[Unit], stage: Stage) -> dict[str, int]:
+    """How many instances of each run of a stage are among its first `pieces`."""
+    return {scope: sum(unit.name == scope for unit in pieces) for scope in stage.blocks}
+
+
+def _by_place(table: Timetable, values: Sequence[float]) -> list[float]:
+    """What the stages of each place have together."""
+    return [sum(value for value, at in zip(values, table.at, strict=True) if at == place) for place in range(table.places)]
+
+
+def _done_s(made: _Cut, ends: Sequence[float], shared: Sequence[Shared]) -> list[float]:
+    """Seconds until each place is done, whose stages are at `ends`: each stage sums its gradients, places those of what they share, when all of them are there; then they are
+    stepped."""
+    table, parts = made.on.table, made.parts
+    update_s = [own - more for own, more in zip(_by_place(table, [sum(c.update_s for c in part) for part in parts]), _updated_twice_s(made.on, parts), strict=True)]
+    sums_s = _by_place(table, [sum(c.once_s - c.update_s for c in part) + begun_s(one for c in part for one in c.sums) for part in parts])
+    summed = [end + own for end, own in zip(ends, sums_s, strict=True)]
+    for each in shared:
+        together = max(summed[place] for place in each.places) + each.seconds
+        summed = [together if place in each.places else end for place, end in enumerate(summed)]
+    return [end + own for end, own in zip(summed, update_s, strict=True)]
+
+
+def _updated_twice_s(here: _Laying, parts: Sequence[Sequence[Cost]]) -> list[float]:
+    """Seconds that the parts of each place have too many, of weights that several of its pieces read and the place has once."""
+    if not here.chosen.apart:
+        return [0.0] * here.table.places
+    table, first = here.table, [0, *itertools.accumulate(map(len, parts))]
+    names = [[unit.name for unit in here.context.units[a:b]] for a, b in itertools.pairwise(first)]
+    each = [[name for mine, at in zip(names, table.at, strict=True) if at == place for name in mine] for place in range(table.places)]
+    return [sum(update.too_many_s(pieces) for update in here.chosen.updates(place, here.ground.kinds[place])) for place, pieces in enumerate(each)]
+
+
+def _held(parts: Sequence[Sequence[Cost]], table: Timetable) -> list[float]:
+    """Bytes of each place. Raises InfeasibleError where a place would hold no parameter: torch's optimizers refuse a rank without
+    any, and there is nothing to gain."""
+    rest = _by_place(table, [sum(c.rest_bytes for c in part) for part in parts])
+    if not all(rest):
+        have, count = sum(c.rest_bytes > 0 for part in parts for c in part), sum(map(len, parts))
+        raise InfeasibleError(f"place {rest.index(0)} of {table.places} would hold no parameter: {have} of the {count} pieces that stages are made of (blocks, and "
+                              "operators outside of blocks) have any; use fewer places, or a recipe without a pipeline")
+    stages = [*zip(parts, table.flying, strict=True)]
+    return [memory_bytes(*(stage for stage, at in zip(stages, table.at, strict=True) if at == place)) for place in range(table.places)]
+
+
+def _times(here: _Laying, plan: Plan, parts: Sequence[Sequence[Cost]], seen: Sequence[View]) -> list[StageTime]:
+    """Seconds of each stage in one microbatch."""
+    if here.table.stages == 1:
+        return [stage_time(parts[0], 0.0, split=False, training=here.context.request.settings.training)]
+    program = here.context.planner(here.shape.microbatches).program
+    sent_s = [_send_s(program, plan, view.sends, link) for view, link in zip(seen, _hops(here), strict=False)]
+    return [_time(here, stage, *each) for stage, each in enumerate(zip(parts, [*sent_s, 0.0], seen, strict=True))]
+
+
+def _time(here: _Laying, stage: int, part: Sequence[Cost], send_s: float, view: View) -> StageTime:
+    """Seconds of one of several stages, which is separable as in `view`."""
+    table = here.table
+    return stage_time(part, send_s, split=table.schedule.splits_backward and view.separable, training=here.context.request.settings.training,
+                      action_s=here.ground.places.device(table.at[stage]).action_s if table.places > 1 else 0.0)
+
+
+def _hops(here: _Laying) -> list[MeshAxis]:
+    """The links from each stage to the next."""
+    return [here.ground.places.link(a, b) for a, b in itertools.pairwise(here.table.at)]
+
+
+def _sends_s(here: _Laying) -> list[float]:
+    """Seconds of sending what a cut in front of each piece takes apart, in one microbatch, over the slowest link between two stages."""
+    program, flat = here.context.planner(here.shape.microbatches).program, here.flat
+    known: dict[tuple[Ref, ...], float] = {}
+    for sends in (crossings := here.context.crossing(flat, here.shape.microbatches)):
+        if sends not in known:
+            known[sends] = max(_send_s(program, flat, sends, link) for link in dict.fromkeys(_hops(here)))
+    return [known[sends] for sends in crossings]
+
+
+def _send_s(program: Program, plan: Plan, sends: Sequence[Ref], link: MeshAxis) -> float:
+    """Seconds of sending what leaves a stage in one microbatch."""
+    return sum(collective_s("send", local_share(plan, ref) * program.bytes_of(ref), link) for ref in sends)

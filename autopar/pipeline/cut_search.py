@@ -1,0 +1,132 @@
+"""Local search over cuts: pieces move from stage to stage while the step, timed by the schedule's own order of actions, gets shorter.
+
+`balance` makes the slowest stage as fast as possible. With few microbatches that is not the fastest step: a pipeline fills sooner behind short first stages,
+and drains sooner where the last ones are short. From a cut of `balance`, a move gives one piece from one stage to another, and shifts the stages
+between them by one piece. All moves are timed at once and the best one is made, until none gains enough. A stage that has blocks keeps at least
+one: without blocks, hardly any communication of a stage hides, and prices of that are rough.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from autopar.pipeline.filling import Cuts
+from autopar.pipeline.makespan import KINDS
+from autopar.pipeline.orders import Flying, StageTime
+from autopar.pipeline.stretches import Cost, Pieces, held_bytes
+
+GAIN = 1e-5  # relative: moves that gain less are not worth it
+SWEEP, ALL = 1e7, 1e8
+"""The work of timing moves, in actions times moves: at most so much in one round, and in all rounds together. Where there is more to do, stages give
+pieces to nearby stages only."""
+
+SHIFTS = ((0, 0), (0, -1), (-1, -1), (-1, 0), (0, 1), (1, 1), (1, 0))
+"""By how many pieces the two ends of a stage may shift: not at all; for a piece that goes to a later stage, those of the giver, of stages between, of the
+taker; for a piece that goes to an earlier stage, those of the taker, of stages between, of the giver."""
+
+TimeOf = Callable[[int, Sequence[Cost], int], StageTime]
+"""(stage, its pieces, the piece behind its last one) -> its times."""
+
+EndsOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""As Timetable.ends_all_s."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """One stage as it may be: seconds of its actions by kind, of a send, once per step; bytes that it holds, of these at rest, and of what is there only while it runs."""
+
+    took_s: tuple[float, ...]
+    send_s: float
+    once_s: float
+    held: float
+    rest: float
+    live: float
+
+
+@dataclass(eq=False)
+class Shifting:
+    """`pieces` and `flying` of each stage: what it may be made of, microbatches that it keeps; `at` which place it is on, `limits` bytes of each place. No cut is in front of
+    a piece of `barred`; `blocks` are those that are blocks. `actions`: how many one look takes."""
+
+    pieces: Sequence[Pieces]
+    flying: Sequence[Flying]
+    limits: Sequence[float]
+    at: Sequence[int]
+    barred: Collection[int]
+    blocks: Collection[int]
+    time_of: TimeOf
+    ends_of: EndsOf
+    actions: int
+    _known: dict[tuple[int, int, int, int], _Stretch] = field(default_factory=dict)
+
+    def shifted(self, cuts: Cuts) -> Cuts:
+        """The best that moves make of `cuts`, these where there is none."""
+        edges, moves = [0, *cuts.bounds, len(self.pieces[0].costs)], self._moves()
+        for _ in range(int(ALL / (self.actions * len(moves))) + 1):
+            steps_s = self._steps_s(edges, cuts.again, moves)
+            best = int(steps_s.argmin())
+            if not steps_s[best] < steps_s[0] * (1 - GAIN):
+                break
+            edges = [0, *(stop + SHIFTS[way][1] for stop, way in zip(edges[1:], moves[best], strict=True))]
+            cuts = Cuts(edges[1:-1], [min(n, b - a) for n, (a, b) in zip(cuts.again, itertools.pairwise(edges), strict=True)])
+        return cuts
+
+    def _moves(self) -> np.ndarray:
+        """[moves, stages]: the shifts of all stages; the first one moves nothing."""
+        stages = len(self.at)
+        reach = max(1, int(SWEEP / (self.actions * 2 * stages)))
+        return np.array([[0] * stages, *(move for a in range(stages) for b in range(a + 1, min(stages, a + 1 + reach)) for move in _between(a, b, stages))])
+
+    def _steps_s(self, edges: Sequence[int], again: Sequence[int], moves: np.ndarray) -> np.ndarray:
+        """Seconds of a step after each move; infinite where it cannot be, or does not fit."""
+        stages, on = range(len(self.at)), self._on
+        some = [self._block_between(*ends) for ends in itertools.pairwise(edges)]
+        ways = [[self._stretch(stage, edges[stage] + first, edges[stage + 1] + stop, again[stage], some[stage]) for stage in stages] for first, stop in SHIFTS]
+        there = np.array([[way is not None for way in row] for row in ways])
+        numbers = np.array([[(*way.took_s, way.send_s, way.once_s, way.held, way.rest, way.live) if way is not None else (0.0,) * (len(KINDS) + 5) for way in row] for row in ways])
+        possible = np.flatnonzero(there[moves, stages].all(1))
+        each = numbers[moves[possible], stages].transpose(2, 1, 0)  # [numbers, stages, moves]
+        took_s, (send_s, once_s, held, rest, live) = each[:len(KINDS)], each[len(KINDS):]
+        lives = np.array([live[mine > 0.0].max(0) for mine in on])
+        fits = (on @ held + lives <= np.array(self.limits)[:, None]).all(0) & (on @ rest > 0.0).all(0)
+        fits[:1] |= possible[:1] == 0  # what there is fits, as it was found
+        found = np.full(len(moves), np.inf)
+        found[possible[fits]] = (self.ends_of(took_s[..., fits], send_s[:, fits]) + (on @ once_s)[:, fits]).max(0)
+        return found
+
+    @cached_property
+    def _on(self) -> np.ndarray:
+        """[places, stages]: 1 where a stage is on a place."""
+        return np.array([[float(place == at) for at in self.at] for place in range(len(self.limits))])
+
+    def _block_between(self, first: int, stop: int) -> bool:
+        """Whether some of the pieces `[first, stop)` are blocks."""
+        return any(piece in self.blocks for piece in range(first, stop))
+
+    def _stretch(self, stage: int, first: int, stop: int, again: int, some: bool) -> _Stretch | None:
+        """A stage of pieces `[first, stop)`, the first ones run again; None where that cannot be, or has no block though it should have `some`."""
+        count, last = len(self.pieces[stage].costs), len(self.at) - 1
+        inside = first >= 0 and first < stop <= count and (first == 0) == (stage == 0) and (stop == count) == (stage == last)
+        if not inside or first in self.barred or (stop < count and stop in self.barred) or (some and not self._block_between(first, stop)):
+            return None
+        key = stage, first, stop, min(again, stop - first)
+        if key not in self._known:
+            self._known[key] = self._made(*key)
+        return self._known[key]
+
+    def _made(self, stage: int, first: int, stop: int, again: int) -> _Stretch:
+        part = [*self.pieces[stage].again[first:first + again], *self.pieces[stage].costs[first + again:stop]]
+        time = self.time_of(stage, part, stop)
+        return _Stretch(tuple(time.of(kind) for kind in KINDS), time.send_s, sum(c.once_s for c in part), held_bytes(part, self.flying[stage]),
+                        sum(c.rest_bytes for c in part), max(c.live_bytes for c in part))
+
+
+def _between(a: int, b: int, stages: int) -> Iterator[list[int]]:
+    """The moves of one piece from stage `a` to `b`, which is behind it, and back."""
+    for giver, between, taker in ((1, 2, 3), (4, 5, 6)):
+        yield [0] * a + [giver] + [between] * (b - a - 1) + [taker] + [0] * (stages - b - 1)

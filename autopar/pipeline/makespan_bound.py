@@ -1,0 +1,119 @@
+"""How long a schedule takes at least, however a model is cut into its stages.
+
+    step >= forward F + backward B + inputs I + once O + fixed    F, B, I seconds of all stages together for one microbatch, O once per step
+
+    F   of their forwards, B of their backwards: of those that are taken apart no more than both parts together take
+    I   of the compute in the part of a backward for what was received, where it is taken apart
+    O   of what comes once per step on each place, behind its last action
+    fixed   what sends, each of so many seconds at least, make of it
+
+The weights are the dual values of a linear program in which the seconds of every stage are free and add up to F, B, I and O of some example. The seconds of
+a step are convex in those of its stages and in proportion to them and to those of sends, so the tangent at one example holds for all. That one send waits for another over its link, and
+the host, take nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.pipeline.makespan import FORWARD, INPUTS, WEIGHTS, WHOLE, Flow
+from autopar.search.model import Linear
+from autopar.search.solver import GLOP, solve
+
+MOST = 4096  # actions: of longer steps only the mean over places is known
+SLACK = 1e-6  # relative: what the solver may be wrong by
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """F, B, I and O."""
+
+    forward_s: float
+    backward_s: float
+    inputs_s: float
+    once_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The weights."""
+
+    forward: float
+    backward: float
+    inputs: float
+    once: float
+    fixed_s: float = 0.0
+
+    def step_s(self, example: Example) -> float:
+        """Seconds of a step where all stages together take `example`."""
+        return self.forward * example.forward_s + self.backward * example.backward_s + self.inputs * example.inputs_s + self.once * example.once_s + self.fixed_s
+
+
+def mean(places: int, microbatches: int) -> Least:
+    """Every place has its share of the work of all microbatches, and some place no less than the mean."""
+    return Least(microbatches / places, microbatches / places, 0.0, 1 / places)
+
+
+def least(flow: Flow, stages: int, microbatches: int, example: Example, sends_s: Sequence[float] = ()) -> Least:
+    """The weights of `flow`, of so many stages and microbatches, that prove most of `example`; `sends_s`: from each stage to the next, or back, at least; nothing where they are left out."""
+    plain = mean(flow.places, microbatches)
+    if len(flow.steps) > MOST:
+        return plain
+    found = _Program(flow, stages, example, sends_s or (0.0,) * (stages - 1)).weights()
+    return found if found is not None and found.step_s(example) > plain.step_s(example) else plain
+
+
+class _Program:
+    """The linear program: columns of the seconds of each stage, and of the end of each action."""
+
+    def __init__(self, flow: Flow, stages: int, example: Example, sends_s: Sequence[float]) -> None:
+        self.flow, self.sends_s, self.unit_s = flow, sends_s, example.forward_s + example.backward_s
+        self.sent: list[tuple[int, float]] = []  # rows that wait for a send, and its seconds
+        self.model = Linear(1.0, 1.0)
+        self.model.starts = np.zeros(1, int)
+        self.forward, self.backward, self.inputs, self.early, self.late = (self._columns(stages) for _ in range(5))
+        self.once = self._columns(flow.places)
+        self.ends = self._columns(len(flow.steps))
+        self.last = self._columns(1, 1.0)
+        for stage in range(stages):  # both parts take a whole backward at least
+            self._row([(self.early[stage], 1.0), (self.late[stage], 1.0), (self.backward[stage], -1.0)], 0.0)
+            self._row([(self.early[stage], 1.0), (self.inputs[stage], -1.0)], 0.0)
+            self._row([(self.backward[stage], 1.0), (self.inputs[stage], -1.0)], 0.0)
+        wanted = (self.forward, example.forward_s), (self.backward, example.backward_s), (self.inputs, example.inputs_s), (self.once, example.once_s)
+        self.totals = [self._row([(int(column), 1.0) for column in columns], seconds / self.unit_s) for columns, seconds in wanted]
+        self._order()
+
+    def _columns(self, count: int, cost: float = 0.0) -> np.ndarray:
+        return self.model.add_columns(np.full(count, cost), np.zeros(count))
+
+    def _row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float = math.inf) -> int:
+        row = self.model.add_rows(1, lower, upper)
+        self.model.add_entries(np.full(len(terms), row), np.array([column for column, _ in terms]), np.array([value for _, value in terms]))
+        return row
+
+    def _order(self) -> None:
+        """Each action ends so much after all that it waits for; each place is done with its last one and what comes once."""
+        took = {FORWARD: self.forward, WHOLE: self.backward, INPUTS: self.early, WEIGHTS: self.late}
+        before: dict[int, int] = {}
+        for index, step in enumerate(self.flow.steps):
+            own = [] if step.place not in before else [before[step.place]]
+            for other in dict.fromkeys((*own, *step.here, *step.sent)) or [None]:
+                sent_s = self.sends_s[self.flow.steps[other].hop] if other in step.sent else 0.0
+                row = self._row([(self.ends[index], 1.0), (took[step.kind][step.stage], -1.0), *([] if other is None else [(self.ends[other], -1.0)])], sent_s / self.unit_s)
+                self.sent += [(row, sent_s)] * (sent_s > 0.0)
+            before[step.place] = index
+        for place, index in before.items():
+            self._row([(self.last[0], 1.0), (self.ends[index], -1.0), (self.once[place], -1.0)], 0.0)
+
+    def weights(self) -> Least | None:
+        """The dual values of the totals, less what the solver may be wrong by; None where it does not find them."""
+        answer = solve(self.model, GLOP, integer=False, time_limit_s=20.0)
+        if answer.status != "optimal" or answer.dual is None:
+            return None
+        fixed_s = sum(max(0.0, float(answer.dual[row])) * sent_s for row, sent_s in self.sent)
+        forward, backward, inputs, once = (max(0.0, float(answer.dual[row])) * (1 - SLACK) for row in self.totals)
+        return Least(forward, backward, inputs, once, fixed_s * (1 - SLACK))

@@ -1,0 +1,139 @@
+"""The same collectives for many tensors, one after the other in the background, each packed into one buffer.
+
+Exact for uneven shards: they travel padded, as they do alone (`moves`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.layout import Step, dim_of, most_elements
+from autopar.runtime.collectives import start_all_gather, start_reduce_scatter
+from autopar.runtime.count import counting, record
+from autopar.runtime.cuts import cut, join, pad
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.moves import Shape, scatter_parts, step_bytes
+from autopar.runtime.profiler_ranges import mark
+
+Finish = Callable[[], list[Tensor]]
+KINDS = ("all_gather", "all_reduce", "reduce_scatter")
+"""The steps that can run for many tensors at once."""
+
+
+class Together:
+    """`tensors[i]`, part of a tensor of global `shapes[i]`, goes by the steps `ways[i]`: as many for all, of the same kinds, on the same axes of
+    two ranks or more, in one dtype. The first begins now; `go_on` waits for the one that runs and begins the next one, or lets go of what the last
+    one took. The tensors are copied, so they may change. `names` are for the count."""
+
+    def __init__(self, ways: Sequence[Sequence[Step]], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh, names: Sequence[str]) -> None:
+        self.shapes, self.mesh, self.names = shapes, mesh, names
+        self._left = list(zip(*ways, strict=True))[::-1]
+        self._running = self._start(tensors)
+
+    @property
+    def more(self) -> bool:
+        """Whether a collective is yet to begin."""
+        return bool(self._left)
+
+    @property
+    def later(self) -> bool:
+        """Whether to go on later: a collective is yet to begin, or the one that runs takes more than it brings."""
+        return self.more or self._scatters
+
+    def go_on(self) -> bool:
+        """Wait for the collective that runs, and begin the next one if there is one; whether to go on later."""
+        came = self._running()
+        self._running = self._start(came) if self._left else self._keep(came)
+        return self.later
+
+    def wait(self) -> None:
+        """Wait for the collective that runs; nothing else is wanted."""
+        self._running()
+
+    def finish(self) -> list[Tensor]:
+        """The results; the collectives that are left are done now."""
+        while self._left:
+            self.go_on()
+        return self._running()
+
+    def _keep(self, came: list[Tensor]) -> Finish:
+        """What has come, without what it came of."""
+        self._scatters = False
+        return lambda: came
+
+    def _start(self, tensors: Sequence[Tensor]) -> Finish:
+        steps = self._left.pop()
+        self.nbytes = sum(most_elements(shape, step.before, self.mesh.sizes) * x.element_size() for step, x, shape in zip(steps, tensors, self.shapes, strict=True))
+        self._count(steps, tensors)
+        self._scatters = steps[0].kind == "reduce_scatter"
+        marked = ("sync", steps[0].kind, steps[0].axis)
+        with mark(*marked):
+            done = _START[steps[0].kind](steps, tensors, self.shapes, self.mesh)
+
+        def finish() -> list[Tensor]:
+            with mark(*marked):
+                return done()
+
+        return finish
+
+    def _count(self, steps: Sequence[Step], tensors: Sequence[Tensor]) -> None:
+        if counting():
+            for step, x, shape, name in zip(steps, tensors, self.shapes, self.names, strict=True):
+                record(step.kind, step.axis, step_bytes(step, shape, x.element_size(), self.mesh), name)
+
+
+def _reduce(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:
+    flat = torch.cat([x.reshape(-1) for x in tensors])
+    work = dist.all_reduce(flat, group=mesh.group(steps[0].axis, behind=True), async_op=True)
+    sizes = [tuple(x.shape) for x in tensors]
+
+    def finish() -> list[Tensor]:
+        if work is not None:
+            work.wait()
+        return [piece.view(size) for piece, size in zip(_split(flat, sizes), sizes, strict=True)]
+
+    return finish
+
+
+def _scatter(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:
+    cuts = [scatter_parts(x, step, shape, mesh) for x, step, shape in zip(tensors, steps, shapes, strict=True)]
+    sizes, lengths = [tuple(piece.shape[1:]) for piece, _, _ in cuts], [(dim, length) for _, dim, length in cuts]
+    done = start_reduce_scatter(torch.cat([piece.flatten(1) for piece, _, _ in cuts], 1), steps[0].axis, mesh, behind=True)
+    del cuts
+
+    def finish() -> list[Tensor]:
+        pieces = zip(_split(done(), sizes), sizes, lengths, strict=True)
+        return [piece.view(size).narrow(dim, 0, length) for piece, size, (dim, length) in pieces]
+
+    return finish
+
+
+def _gather(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:
+    dims = [dim_of(step.before[step.axis]) for step in steps]
+    cuts = [cut(shape[dim], step.after, step.before, dim, step.axis, mesh.sizes, mesh.coord)
+            for step, shape, dim in zip(steps, shapes, dims, strict=True)]
+    padded = [pad(x, dim, max(how.lengths)) for x, dim, how in zip(tensors, dims, cuts, strict=True)]
+    sizes = [tuple(x.shape) for x in padded]
+    done = start_all_gather(torch.cat([x.reshape(-1) for x in padded]), steps[0].axis, mesh, behind=True)
+
+    def finish() -> list[Tensor]:
+        pieces = zip(_split(done(), sizes), sizes, dims, cuts, strict=True)
+        return [join([part.view(size) for part in piece.unbind(0)], dim, how) for piece, size, dim, how in pieces]
+
+    return finish
+
+
+def _split(flat: Tensor, sizes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    """The pieces of the last dim of `flat` that tensors of `sizes` have there."""
+    return flat.split([torch.Size(size).numel() for size in sizes], -1)
+
+
+_START: dict[str, Callable[[Sequence[Step], Sequence[Tensor], Sequence[Shape], Mesh], Finish]] = {
+    "all_gather": _gather,
+    "all_reduce": _reduce,
+    "reduce_scatter": _scatter,
+}

@@ -1,0 +1,95 @@
+"""Weights and the seed of random draws that all ranks have alike: those of rank 0, as DistributedDataParallel takes them.
+
+Each rank makes the user's model for itself. Without a seed it makes other random weights, and parts of different models would train together. What is set later, rank by
+rank, is compared before the first step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import RunError
+from autopar.runtime.shared_results import together
+
+if TYPE_CHECKING:
+    from autopar.runtime.mesh import Mesh
+    from autopar.runtime.params import Held
+
+SAMPLES = 64
+"""Elements of each tensor that are compared: random numbers differ in the first few."""
+
+
+@torch.no_grad()
+def from_first(tensors: Mapping[str, Tensor], seed: int, device: torch.device) -> tuple[Mapping[str, Tensor], int]:
+    """`tensors` as they are where all ranks have the same, else copies of what rank 0 has, with a warning; and the `seed` of rank 0, a number that a float64 holds. A
+    collective operation, through `device`."""
+    if not together():
+        return tensors, seed
+    mine = torch.stack([torch.tensor(seed, dtype=torch.float64, device="cpu"), *(fingerprint(tensor) for tensor in tensors.values())]).to(device)
+    first = mine.clone()
+    dist.broadcast(first, src=0)
+    seed, other = int(first[0]), (mine != first)[1:].to(torch.int32)
+    if not tensors:
+        return tensors, seed
+    dist.all_reduce(other, op=dist.ReduceOp.MAX)
+    if not other.any():
+        return tensors, seed
+    names = [name for name, differs in zip(tensors, other.tolist(), strict=True) if differs]
+    if dist.get_rank() == 0:
+        warnings.warn(f"the ranks made {len(names)} tensors of the model each in their own way ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): those of rank 0 are taken. "
+                      "Seed all ranks alike before the model is made, or load weights, to save the broadcast", stacklevel=2)
+    return {name: _broadcast(tensor, device) for name, tensor in tensors.items()}, seed
+
+
+@torch.no_grad()
+def check_replicas(held: Iterable[Held], seed: int, mesh: Mesh, shared: Iterable[tuple[Sequence[Held], dist.ProcessGroup]] = ()) -> None:
+    """Compare what several ranks hold whole of parameters and buffers, what places of a pipeline have copies of (`shared`, each with the ranks that have its parts), and the seed of what is
+    drawn; a collective operation of all ranks. Raises RunError, on every rank, where copies differ: they would get the same gradients and never become alike; and where seeds do, for replicas would draw other numbers."""
+    if mesh.device_mesh is None or mesh.ranks == 1:
+        return
+    known, wrong = list(held), list[str]()
+    for axis, size in enumerate(mesh.sizes):
+        if size > 1:
+            wrong += _differing([one for one in known if one.info.entries[axis] == "R"], mesh.group(axis), mesh.device)
+    for copies, group in shared:
+        wrong += _differing(copies, group, mesh.device)
+    told = torch.tensor([len(wrong), seed, -seed], device=mesh.device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    anywhere, most_seed, least_seed = told.tolist()
+    if most_seed != -least_seed:
+        raise RunError(f"ranks draw random numbers from seeds of their own, {-least_seed} to {most_seed} (this one {seed}): replicas would have other masks of dropout. "
+                       "Give set_rng_state() the same state on every rank")
+    if anywhere:
+        names = f"{', '.join(dict.fromkeys(wrong[:3]))}{', ...' if len(wrong) > 3 else ''}" if wrong else "parameters of other ranks"
+        raise RunError(f"copies of one tensor are not the same on all ranks that have one: {names}. Where weights are set after compile, set them alike: from one file, from "
+                       "load_full(state_dict), or with random numbers of one seed (torch's DTensor draws others on each CPU rank)")
+
+
+def _differing(copies: Sequence[Held], group: dist.ProcessGroup | None, device: torch.device) -> list[str]:
+    """The names of those that are not the same on all ranks of a group, each of which has the same ones."""
+    if not copies:
+        return []
+    least = torch.stack([fingerprint(one.local) for one in copies]).to(device)
+    most = least.clone()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return [one.name for one, differs in zip(copies, (least != most).tolist(), strict=True) if differs]
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A float64 number that other contents would hardly have."""
+    flat = (torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()).flatten()
+    some = flat[::max(1, flat.numel() // SAMPLES)][:SAMPLES].cpu().double()
+    return (some * torch.arange(1, len(some) + 1, dtype=torch.float64, device=some.device)).nan_to_num().sum()
+
+
+def _broadcast(tensor: Tensor, device: torch.device) -> Tensor:
+    sent = tensor.detach().to(device).contiguous().clone()
+    dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0)  # bytes: not all backends know all dtypes
+    return sent.to(tensor.device)

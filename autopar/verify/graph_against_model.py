@@ -1,0 +1,146 @@
+"""Is the captured graph the model? The user's own module and its graph on one device, on the same weights and batch, with nothing dropped at random.
+
+In float32: models cast to it, and not all operators that they call have a float64 kernel outside of a graph. What capture or a pass got wrong (a mask, a
+branch that other sizes take) is far beyond the rounding of that. Where it is not (batch norms divide by variances over few values) the two are compared in
+float64, too, and what is alike in either counts. Emitted programs are compared with the graph in float64 (`verify.check`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import CheckpointFunction
+
+from autopar.capture import Captured, lift
+from autopar.capture.export import named_leaves
+from autopar.capture.flags import undropped
+from autopar.capture.flexible import plain_flex_attention
+from autopar.capture.leaves import by_field
+from autopar.capture.lift_dtype import lifted
+from autopar.capture.own_backwards import once
+from autopar.text import first_line
+from autopar.verify.case import inputs_of
+from autopar.verify.compare import difference
+from autopar.verify.randomness import drawn, keep_all
+from autopar.verify.reference import train_step
+from autopar.verify.report import Row
+from passes.switches import evaluate
+
+TOLERANCE = 1e-4
+"""Of float32, relative to max(1, the largest value)."""
+SINGLE, DOUBLE = torch.float32, torch.float64
+
+
+def graph_rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> tuple[list[Row], list[str]]:
+    """Rows of kind "model", outputs, gradients and new values of buffers of `model(*args, **kwargs)` against those of `captured`, and notes on what is not compared: as the model trains, where
+    it draws no random numbers but for dropout, and as it evaluates, where that is another thing. A model that does not run in float32 is not compared. The model has its weights, on
+    the CPU; it and they stay as they are."""
+    drawing, evaluates = drawn(captured.gm), training and captured.evaluation.differs and not captured.evaluation.why
+    rows: list[Row] = []
+    try:
+        if not drawing:
+            with undropped():
+                rows += _compared(model, captured, args, kwargs, training, keep_all)
+        if evaluates:
+            with _evaluating(model):
+                rows += [replace(row, name=f"{row.name}, in evaluation") for row in _compared(model, captured, args, kwargs, training, evaluate)]
+    except _Stopped as stopped:
+        return rows, [f"the model is not compared with its graph: by itself it does not run in float32 on a CPU ({stopped})"]
+    return rows, [f"the model draws random numbers ({', '.join(drawing[:3])}): it is {'' if evaluates else 'not '}compared with its graph{' in evaluation alone' if evaluates else ''}"] if drawing else []
+
+
+class _Stopped(RuntimeError):
+    """The model by itself does not run in some dtype, in its own words."""
+
+
+def _compared(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, still: Callable[[fx.GraphModule], object]) -> list[Row]:
+    """The rows of a comparison in float32, those that are wrong there in float64; `still` makes of the graph, in place, what the model is now."""
+    rows = _rows(model, captured, args, kwargs, training, still, SINGLE)
+    if all(row.ok for row in rows):
+        return rows
+    try:
+        exact = _rows(model, captured, args, kwargs, training, still, DOUBLE)
+    except RuntimeError:  # the model has casts or operators that know no float64
+        return rows
+    return [min(pair, key=lambda row: row.error) for pair in zip(rows, exact, strict=True)]
+
+
+def _rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, still: Callable[[fx.GraphModule], object],
+          dtype: torch.dtype) -> list[Row]:
+    """The rows of a comparison in `dtype`."""
+    gm = lift(captured.gm, dtype)
+    still(gm)
+    names: dict[str, Tensor] = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    held = {name: tensor for name, tensor in captured.constants.items() if name in names}
+    weights = _cast({**names, **captured.constants}, dtype)
+    kinds = [entry["kind"] for entry in gm.meta["outputs"] if entry["kind"] != "mutation"] if training else []
+    got = train_step(gm, weights, _cast(inputs_of(captured, args, kwargs), dtype), training=training)
+    try:
+        outputs, gradients, buffers = _model_step(model, held, args, kwargs, kinds, captured.left_out, dtype)
+    except RuntimeError as error:
+        raise _Stopped(first_line(error)) from error
+    if len(outputs) != len(got["output"]):
+        return [Row(f"{len(outputs)} outputs of the model, {len(got['output'])} of its graph", "model", float("inf"), TOLERANCE)]
+    rows = [Row(name, "model", difference(value, wanted), TOLERANCE) for (name, value), wanted in zip(got["output"].items(), outputs, strict=True)]
+    found = {name: torch.zeros_like(value) for name, value in gradients.items()} | got["gradient"]
+    rows += [Row(f"gradient of {name}", "model", difference(value, gradients.get(name, torch.zeros_like(value))), TOLERANCE) for name, value in found.items()]
+    new = {name: value for name, value in got["buffer"].items() if still is not evaluate or name in captured.evaluation.changing}
+    changed = [name for name, value in buffers.items() if name in new or not torch.equal(value, weights[name])]
+    return rows + [Row(f"new {name}", "model", difference(new.get(name, weights[name]), buffers[name]), TOLERANCE) for name in changed]
+
+
+def _model_step(model: nn.Module, held: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[str],
+                left_out: Sequence[str], dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors that the model gives, in order, but for those that are `left_out`; the gradients of its loss: of the output whose kind says so, if `kinds` are given; and what
+    its buffers hold behind the forward."""
+    own = dict(model.named_parameters())
+    leaves = {name: tensor.requires_grad_(own[name].requires_grad and bool(kinds)) for name, tensor in _cast(own, dtype).items()}
+    buffers = _cast({**dict(model.named_buffers()), **held}, dtype)
+    with _as_captured(), torch.set_grad_enabled(bool(kinds)):
+        placed = _everywhere(model, {**leaves, **buffers})  # torch puts what is assigned to a buffer in here
+        result = functional_call(model, placed, tuple(_cast(dict(enumerate(args)), dtype).values()), _cast(kwargs, dtype), tie_weights=False)
+    result = dict(result) if hasattr(result, "to_tuple") else result
+    outputs = [leaf for name, leaf in named_leaves(by_field(result)).items() if isinstance(leaf, Tensor) and not any(f"{name}.".startswith(f"{other}.") for other in left_out)]
+    if "loss" in kinds and len(kinds) == len(outputs):
+        outputs[kinds.index("loss")].backward()
+    after = {name: placed[name].detach() for name in dict(model.named_buffers()) if name in placed}
+    return [output.detach() for output in outputs], {name: leaf.grad.to_dense() for name, leaf in leaves.items() if leaf.grad is not None}, after
+
+
+def _everywhere(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`values` of parameters and buffers wherever these are registered, in each module once: a module with two names would keep the second value (torch 2.13)."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    by_tensor = {id(tensor): values[name] for name, tensor in named if name in values}
+    return {f"{path}.{key}".removeprefix("."): by_tensor[id(tensor)] for path, module in model.named_modules()
+            for key, tensor in {**module._parameters, **module._buffers}.items() if tensor is not None and id(tensor) in by_tensor}
+
+
+def _cast(tensors: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
+    """Copies, in `dtype` where they are floating."""
+    return {name: item.detach().to(lifted(item.dtype, dtype), copy=True) if isinstance(item, Tensor) else item for name, item in tensors.items()}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the model evaluates; afterwards each part of it does what it did before."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextmanager
+def _as_captured() -> Iterator[None]:
+    """Re-entrant checkpoints do not run again in the backward: they would, with the weights that the model has then. flex_attention has gradients."""
+    with mock.patch.object(CheckpointFunction, "apply", once), plain_flex_attention():
+        yield

@@ -1,0 +1,283 @@
+"""Will it fit? What one device and each named strategy need of a device's memory, and the largest batch and sequence that they have
+room for.
+
+A strategy is planned at the asked sizes; where it does not fit, as its solution of least memory, so that there are figures to show. The
+layouts of that plan are then looked at with other sizes, also with all blocks run again, and those of a pipeline with as many microbatches as the
+batch has, because recipes leave both open.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+from torch import fx
+
+from autopar import joint
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError, PlanError
+from autopar.joint.shapes import MOST_MICROBATCHES
+from autopar.layout import parse, ways_of
+from autopar.memory import Place, Prediction, hosts, predict
+from autopar.memory.largest import largest
+from autopar.named_strategies import meshes_for, undivided
+from autopar.partial_remat import filled
+from autopar.pipeline.orders import PLAIN, orders
+from autopar.plan import Plan
+from autopar.planner import Planner, bare_plan
+from autopar.problem.build import Model
+from autopar.problem.graph import Program
+from autopar.problem.read_graph import read
+from autopar.problem.remat import levels
+from autopar.problem.types import Problem
+from autopar.recipes import RECIPES, Recipe
+from autopar.recipes import offload as offloads
+from autopar.recipes.offload import OFFLOADS, Offload
+from autopar.recipes.pipelines import PIPELINES
+from autopar.request import Request
+from autopar.search import ilp
+from autopar.search.feasible import least_memory
+from autopar.text import near
+from passes import facts
+
+SOLVE_S = 2.0  # seconds for one strategy on one mesh
+PIPELINE_S = 4.0  # seconds for one pipeline recipe
+LARGEST = 1 << 22  # sizes beyond this are not looked at
+ROUNDS = 64  # of microbatches for each place are looked at one by one, more of them in steps
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy. `plan` and `prediction` are None where it cannot be at all, and `why` says why; `place` is the one that has least room
+    left, and `limit_bytes` is what a plan may fill of a device there. `largest` are sizes by symbol: the largest of one with the others as
+    planned. `host_bytes` rest on the host for each device, of `host_limit_bytes` there."""
+
+    name: str
+    mesh: tuple[int, ...]
+    limit_bytes: float
+    plan: Plan | None = None
+    prediction: Prediction | None = None
+    place: Place | None = None
+    why: str = ""
+    largest: Mapping[str, int] = field(default_factory=dict)
+    host_bytes: float = 0.0
+    host_limit_bytes: float = math.inf
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak of every device is within its limit, and what rests on hosts within theirs."""
+        return self.place is not None and self.place.peak_bytes <= self.limit_bytes and self.host_bytes <= self.host_limit_bytes
+
+
+@dataclass(eq=False)
+class Survey:
+    """All strategies for one graph."""
+
+    gm: fx.GraphModule
+    hints: Mapping[str, int]
+    request: Request
+    _programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
+
+    @cached_property
+    def _spans(self) -> dict[str, tuple[int, int | None, int]]:
+        return facts.spans(self.gm)
+
+    @property
+    def most(self) -> dict[str, int | None]:
+        """The greatest size of each symbol that the graph is for: positions that the model has."""
+        return {name: most for name, (_, most, _) in self._spans.items()}
+
+    def rows(self, names: Sequence[str] = ()) -> Iterator[Row]:
+        """One device, then the recipes `names` on the cluster, all of them without names. Raises PlanError for unknown names."""
+        known = (*RECIPES, *PIPELINES, *OFFLOADS)
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise PlanError(f"unknown recipe {unknown[0]!r}; known are {', '.join(known)}{near(unknown[0], known)}")
+        yield self._row("one device", self._one_device())
+        planner = Planner.of(self.gm, self.hints, self.request)
+        for name, recipe in RECIPES.items():
+            if name in names or (not names and name != "single" and recipe.fits(planner.program)):
+                self.request.say(name)
+                yield self._row(name, self._recipe(planner, recipe))
+        for name in PIPELINES:
+            if self.request.settings.training and self.request.cluster.devices > 1 and (name in names or not names):
+                self.request.say(name)
+                yield self._row(name, self._pipeline(name))
+        for name, offload in OFFLOADS.items():
+            if name in names or (not names and self._has_hosts):
+                self.request.say(name)
+                yield self._row(name, self._on_host(planner, offload))
+
+    @property
+    def _has_hosts(self) -> bool:
+        """Whether something can rest on hosts that have memory of their own."""
+        device = self.request.cluster.device
+        return self.request.settings.training and device.kind != "cpu" and not offloads.unknown(device)
+
+    def _one_device(self) -> Plan | str:
+        alone = replace(self.request, cluster=self.request.cluster.line(1), mesh=None)
+        return self._recipe(Planner.of(self.gm, self.hints, alone), replace(RECIPES["single"], name="one device"))
+
+    def _recipe(self, planner: Planner, recipe: Recipe) -> Plan | str:
+        """The recipe on the mesh where it is fastest among those where it fits, with no more run again than it takes to fit, or else where it takes least."""
+        if lacking := recipe.lacking(planner.program):
+            return lacking
+        found: list[tuple[bool, float, Plan]] = []
+        why = "the cluster has no such mesh"
+        for level in planner.open_levels:
+            planner.remat = planner.levels(level)
+            for sizes in meshes_for(recipe, planner.request.cluster, planner.request.mesh):
+                if said := undivided(planner.program, recipe, sizes):
+                    why = said
+                    continue
+                try:
+                    found.append(self._on_mesh(planner, recipe, sizes))
+                except InfeasibleError as error:
+                    why = str(error)
+            if any(not over for over, *_ in found):
+                break
+        return min(found, key=lambda one: one[:2])[2] if found else why
+
+    def _on_mesh(self, planner: Planner, recipe: Recipe, sizes: tuple[int, ...]) -> tuple[bool, float, Plan]:
+        """Whether a recipe is over the limit on a mesh; its seconds, or its peak where it is; and its plan."""
+        used, mesh = recipe.roles_on(len(sizes)), planner.request.cluster.mesh(sizes)
+
+        def plan(model: Model, choice: tuple[int, ...]) -> Plan:
+            return bare_plan(planner, mesh, model.decode(choice), recipe.name, planner.remat)
+
+        with suppress(InfeasibleError):
+            found = filled(planner, planner.candidate(sizes, used, recipe.name, partial(ilp.search, time_limit_s=SOLVE_S)))
+            return False, found.cost.time_s, bare_plan(planner, mesh, found.model.decode(found.solution.choice), recipe.name, found.remat, found.again)
+        model = planner.model(sizes, used, recipe.name)
+        plans = [plan(model, choice) for choice in _outside(model.problem)]
+        peak, least = min((self.predicted(each).peak_bytes, number) for number, each in enumerate(plans))
+        return True, peak, plans[least]
+
+    def _on_host(self, planner: Planner, offload: Offload) -> Plan | str:
+        try:
+            offloads.checked(offload.name, self.request.cluster, self.request.settings)
+        except PlanError as error:
+            return str(error)
+        settings = replace(self.request.settings, offload=offload.held)
+        return self._recipe(planner.anew(replace(self.request, settings=settings)), RECIPES[offload.base])
+
+    def _pipeline(self, name: str) -> Plan | str:
+        request = replace(self.request, recipe=name, time_limit_s=PIPELINE_S)
+        try:
+            return joint.plan(self.gm, self.hints, request)
+        except (InfeasibleError, PlanError) as error:
+            try:
+                return joint.plan(self.gm, self.hints, replace(request, memory_bytes=math.inf))
+            except (InfeasibleError, PlanError):
+                return str(error)
+
+    @property
+    def limit_bytes(self) -> float:
+        """Bytes that a plan may fill of a device."""
+        return float(self.request.limit_bytes)
+
+    def predicted(self, plan: Plan, **sizes: int) -> Prediction:
+        """What a plan takes, at other sizes than those planned for where they are given."""
+        return predict(self._program({**self.hints, **sizes}), plan)
+
+    def _program(self, hints: Mapping[str, int]) -> Program:
+        key = tuple(hints.values())
+        if key not in self._programs:
+            self._programs[key] = read(self.gm, hints, training=self.request.settings.training, device=self.request.cluster.device.kind)
+        return self._programs[key]
+
+    def _row(self, name: str, plan: Plan | str) -> Row:
+        if isinstance(plan, str):
+            return Row(name, (), self.limit_bytes, why=plan)
+        prediction, limits = self.predicted(plan), self._limits(plan)
+        place = min(prediction.places, key=lambda place: limits[place.number] - place.peak_bytes)
+        return Row(name, plan.grid, limits[place.number], plan, prediction, place, largest={
+            symbol: self._largest(plan, symbol, limits) for symbol in self.hints}, host_bytes=hosts.of_a_device(self._program(self.hints), plan),
+            host_limit_bytes=self.request.cluster.device.host_memory_bytes if plan.offload else math.inf)
+
+    def _largest(self, plan: Plan, symbol: str, limits: Sequence[float]) -> int:
+        again = {}
+        if plan.mode == "train" and self.request.remat == "auto":
+            again = levels(self._program(self.hints), "full")
+        plans = [plan, *([replace(plan, remat=again, stages=tuple(replace(stage, again={}) for stage in plan.stages))] if again else [])]
+        return max(self._largest_of(each, symbol, limits) for each in plans)
+
+    def _largest_of(self, plan: Plan, symbol: str, limits: Sequence[float]) -> int:
+        most = self.most.get(symbol) or LARGEST
+        found = largest(self._peak(plan, symbol, limits), max(limits), self._step(plan, symbol), most)
+        if plan.microbatches == 1:
+            return found
+        if symbol == "b":
+            return max(found, self._largest_batch(plan, limits, most))
+        if (finest := self._finest(plan, self.hints["b"])) is None:
+            return found
+        return max(found, largest(self._peak(finest, symbol, limits), max(limits), self._step(plan, symbol), most))
+
+    def _largest_batch(self, plan: Plan, limits: Sequence[float], most: int) -> int:
+        """With one sample of each rank in a microbatch, up to ROUNDS for each place; from there on with more of them, and more samples in each."""
+        ways, step = self._ways(plan), self._microbatch_step(plan)
+        top = ROUNDS * plan.places
+        least = next((n for n in range(step, top + 1, step) if _runs(plan, n)), None)
+        if least is None or least * ways > most:
+            return 0
+        finer = largest(lambda size: self._finest_peak(plan, max(size, least * ways), limits), max(limits), ways * step, min(most, ways * top))
+        if finer < ways * top:
+            return finer
+        counts = (rounds * plan.places for rounds in (MOST_MICROBATCHES, MOST_MICROBATCHES // 2, MOST_MICROBATCHES // 4, ROUNDS))
+        coarser = (largest(self._peak(replace(plan, microbatches=n), "b", limits), max(limits), ways * n, most) for n in counts)
+        return max(finer, next((found for found in coarser if found), 0))
+
+    def _finest_peak(self, plan: Plan, batch: int, limits: Sequence[float]) -> float:
+        return self._peak(replace(plan, microbatches=batch // self._ways(plan)), "b", limits)(batch)
+
+    def _finest(self, plan: Plan, batch: int) -> Plan | None:
+        """The plan with the most microbatches into which its `batch` goes; None where its schedule runs none."""
+        each = batch // self._ways(plan)
+        counts = (n for n in range(min(each, ROUNDS * plan.places), 1, -1) if each % n == 0 and n % self._microbatch_step(plan) == 0)
+        return next((replace(plan, microbatches=n) for n in counts if _runs(plan, n)), None)
+
+    def _microbatch_step(self, plan: Plan) -> int:
+        """Schedules of several stages per place run microbatches in rounds of the places."""
+        return 1 if plan.schedule in PLAIN else plan.places
+
+    def _limits(self, plan: Plan) -> list[float]:
+        """Bytes that a plan may fill of the devices of each of its places."""
+        at = Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
+        return [float(at.device(place).usable_memory_bytes) if at.mixed else self.limit_bytes for place in range(plan.places)]
+
+    def _peak(self, plan: Plan, symbol: str, limits: Sequence[float]) -> Callable[[int], float]:
+        """The peak by size, as if all places had as much as the largest."""
+        return lambda size: max(place.peak_bytes + max(limits) - limits[place.number] for place in self.predicted(plan, **{symbol: size}).places)
+
+    def _step(self, plan: Plan, symbol: str) -> int:
+        """The batch is cut evenly by ranks and microbatches; sequences are looked at in steps of the ranks that cut something, but no
+        finer than a 64th of the planned one."""
+        if symbol != "b":
+            fine = math.lcm(*plan.mesh, self._spans[symbol][2] if symbol in self._spans else 1)
+            return max(fine, self.hints[symbol] // 64 // fine * fine)
+        return self._ways(plan) * plan.microbatches
+
+    def _ways(self, plan: Plan) -> int:
+        """The ranks of a place that the batch is cut over."""
+        program = self._program(self.hints)
+        inputs = [op.name for op in program.ops.values() if op.role == "input" and 0 in op.batch[0]]
+        return max(itertools.chain((1,), (ways_of(parse(plan.nodes[name].outs[0].split("|")[0]), 0, plan.mesh) for name in inputs)))
+
+
+def _runs(plan: Plan, microbatches: int) -> bool:
+    """Whether the schedule of a pipeline runs so many microbatches."""
+    try:
+        orders(plan.schedule, plan.places, len(plan.stages), microbatches)
+    except PlanError:
+        return False
+    return True
+
+
+def _outside(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """The solution of least memory and the fastest one, whether they fit or not: either may have the lower peak."""
+    roomy = replace(problem, memory_limit_bytes=math.inf)
+    return least_memory(roomy, time_limit_s=SOLVE_S), ilp.search(roomy, time_limit_s=SOLVE_S).choice

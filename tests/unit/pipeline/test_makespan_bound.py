@@ -1,0 +1,69 @@
+"""The least length of a schedule against the schedule itself, for stages of any lengths."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.joint.timetables import SEARCHED, Kind, Timetable, flow_of
+from autopar.pipeline.makespan_bound import Example, Least, least, mean
+from autopar.pipeline.orders import StageTime
+
+SECONDS = st.one_of(st.just(0.0), st.floats(0.01, 10.0))
+SHAPES = {Kind("1f1b"): (3, 4), Kind("interleaved_1f1b", 2): (2, 4), Kind("interleaved_1f1b", 4): (2, 2), Kind("interleaved_zero_bubble", 2): (3, 3),
+          Kind("zbv_zero_bubble", 2): (3, 5), Kind("dualpipev", 2): (2, 5)}
+EXAMPLES = Example(1.0, 2.0, 0.9, 0.06), Example(1.0, 2.0, 0.0, 3.0), Example(1.0, 1.0, 1.0, 0.0)
+
+
+def _weights(kind: Kind, example: Example, sends_s: tuple[float, ...] = ()) -> Least:
+    places, microbatches = SHAPES[kind]
+    return least(flow_of(kind, places, microbatches), Timetable(kind, places, microbatches).stages, microbatches, example, sends_s)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_no_stages_are_faster(kind: Kind, data: st.DataObject) -> None:
+    places, microbatches = SHAPES[kind]
+    table = Timetable(kind, places, microbatches)
+    sends = data.draw(st.lists(SECONDS, min_size=table.stages - 1, max_size=table.stages - 1))
+    weights = _weights(kind, data.draw(st.sampled_from(EXAMPLES)), tuple(sends))
+    draw = data.draw(st.lists(st.tuples(*[SECONDS] * 4), min_size=table.stages, max_size=table.stages))
+    once = data.draw(st.lists(SECONDS, min_size=places, max_size=places))
+    longer = data.draw(st.sampled_from([0.0, 0.5]))  # sends may take longer than they do at least
+    times = [StageTime(forward, inputs, late, sent + longer, both) for (forward, inputs, late, both), sent in zip(draw, [*sends, 0.0], strict=True)]
+    whole = sum(min(time.inputs_s + time.weights_s, time.of("B")) for time in times)
+    compute = sum(min(time.inputs_s, time.of("B")) for time in times)
+    took = max(end + late for end, late in zip(table.ends_s(times, whole=True), once, strict=True))
+    assert weights.step_s(Example(sum(t.forward_s for t in times), whole, compute, sum(once))) <= took * (1 + 1e-9)
+
+
+def test_all_that_are_searched_are_tested() -> None:
+    assert {kind.schedule for kind in SHAPES} == {kind.schedule for kind in SEARCHED}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_the_bubble_is_seen(kind: Kind) -> None:
+    """More is proven than every place's share, and no more than the step of even stages."""
+    places, microbatches = SHAPES[kind]
+    weights = _weights(kind, EXAMPLES[0])
+    table = Timetable(kind, places, microbatches)
+    third, split = 1 / table.stages, table.schedule.splits_backward
+    even = StageTime(third, third, third, 0.0, 2 * third) if split else StageTime(third, 2 * third)
+    length = max(table.ends_s([even] * table.stages, whole=True)) + EXAMPLES[0].once_s / places
+    assert mean(places, microbatches).step_s(EXAMPLES[0]) < weights.step_s(EXAMPLES[0]) <= length * (1 + 1e-9)
+
+
+def test_one_stage_on_each_place_waits_for_the_first_and_the_last() -> None:
+    weights = _weights(Kind("1f1b"), Example(1.0, 2.0, 0.0, 0.0))
+    assert weights.step_s(Example(1.0, 2.0, 0.0, 0.0)) == pytest.approx(3 * (3 + 4 - 1) / 3, rel=1e-4)
+
+
+def test_a_microbatch_waits_for_its_sends() -> None:
+    """Three places: the first microbatch is sent twice before the last place begins, the last one twice back before the first one ends; and some in between are waited for, too."""
+    example, sends = Example(1.0, 2.0, 0.0, 0.0), (0.01, 0.02)
+    plain_s, sent_s = (_weights(Kind("1f1b"), example, sent).step_s(example) for sent in ((), sends))
+    even = [StageTime(1 / 3, 2 / 3, send_s=sent) for sent in (*sends, 0.0)]
+    took_s = max(Timetable(Kind("1f1b"), *SHAPES[Kind("1f1b")]).ends_s(even, whole=True))
+    assert plain_s + 2 * sum(sends) <= sent_s * (1 + 1e-5) <= took_s * (1 + 1e-4)

@@ -1,0 +1,56 @@
+"""What of the leaves of a block is ahead: no buckets hold more than is said, whatever of its weights is gathered."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD
+from autopar.problem.leaf_gathers import Leaves, first_bytes
+
+sizes = st.sampled_from([0.0, 0.1, 0.3, 0.6, 0.9, 1.0, 1.2, 3.0, 5.0])
+weights = st.lists(st.lists(sizes, min_size=1, max_size=4), min_size=1, max_size=7)
+
+
+def held_bytes(chosen: list[float]) -> float:
+    """What the first buckets hold, filled one after the other (runtime.leaves)."""
+    buckets = [0.0]
+    for nbytes in chosen:
+        buckets[-1] += nbytes
+        if buckets[-1] >= BUCKET_BYTES:
+            buckets.append(0.0)
+    return sum(buckets[:LEAVES_AHEAD])
+
+
+@given(weights, st.data())
+def test_the_first_buckets_hold_no_more(each: list[list[float]], data: st.DataObject) -> None:
+    options = [np.array(one) * BUCKET_BYTES for one in each]
+    most, less = first_bytes(options)
+    chosen = [float(data.draw(st.sampled_from(list(one)))) for one in options]
+    said = most - sum(part for part, nbytes in zip(less, chosen, strict=True) if nbytes >= BUCKET_BYTES)
+    assert held_bytes(chosen) <= said * (1 + 1e-12) + 1e-6
+    assert min(less) >= 0.0 and most <= sum(float(one.max()) for one in options) + LEAVES_AHEAD * BUCKET_BYTES
+
+
+@given(weights, st.data())
+def test_leaves_are_as_late_as_is_said_at_least(each: list[list[float]], data: st.DataObject) -> None:
+    options = [np.array(one) * BUCKET_BYTES for one in each]
+    seconds = [np.array([[[data.draw(st.floats(0.0, 3.0)) * (nbytes > 0)]] for nbytes in one]) for one in options]
+    leaves, rows = Leaves(options, seconds, 4), [data.draw(st.integers(0, len(one) - 1)) for one in options]
+    chosen = [float(one[row]) for one, row in zip(options, rows, strict=True)]
+    all_s, whole = sum(own[row].item() for own, row in zip(seconds, rows, strict=True)), sum(chosen)
+    late_s = all_s * (1 - leaves.share * held_bytes(chosen) / whole) if whole else 0.0
+    said_s = sum(leaves.late_s(index)[row].item() for index, row in enumerate(rows)) - leaves.most_s.item()
+    assert said_s <= late_s + 1e-9
+
+
+def test_of_weights_that_fill_the_first_buckets_it_is_said_exactly() -> None:
+    """Projections that may be whole or cut, in front of large ones: whole ones are two buckets, cut ones are in buckets with the large ones."""
+    options = [np.array(one) * BUCKET_BYTES for one in ([0.5, 1.3], [0.5, 1.3], [3.0], [3.0], [3.0])]
+    seconds = [one[:, None, None] / BUCKET_BYTES for one in options]
+    leaves = Leaves(options, seconds, 10**9)
+    assert leaves.first == (pytest.approx(7 * BUCKET_BYTES), pytest.approx([2.2 * BUCKET_BYTES, 2.2 * BUCKET_BYTES, 0.0, 0.0, 0.0]))
+    whole_s = sum(leaves.late_s(index)[-1].item() for index in range(5)) - leaves.most_s.item()
+    assert whole_s == pytest.approx(9.0)

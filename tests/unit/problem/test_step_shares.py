@@ -1,0 +1,58 @@
+"""What a microbatch costs and what a step costs once make up the whole, reshard by reshard."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.planner import Planner
+from autopar.problem.at_rest import EACH, Resting
+from autopar.problem.pairs import Pair
+from autopar.problem.prices import Prices
+from autopar.problem.settings import Settings
+from autopar.problem.step_shares import MicroPrices, StepPrices
+from autopar.request import Request
+from tests.helpers.planned import BATCH, graph
+
+ROWS: tuple[Pair, ...] = tuple(Pair(rest, rest) for rest in (("R", "R"), ("S0", "R"), ("R", "S1"), ("S0", "S1")))
+COLUMNS: tuple[Pair, ...] = (*ROWS, Pair(("R", "R"), ("P", "P")), Pair(("R", "S1"), ("P", "S1")), Pair(("S0", "R"), ("S0", "P")), Pair(("R", "R"), ("-", "-")))
+
+
+@pytest.mark.parametrize("weight", [False, True])
+def test_reshards_per_microbatch_and_per_step(weight: bool) -> None:
+    cluster = Cluster.parse("h100:2x4")
+    whole, micro, once = (made(cluster.mesh((2, 4)), cluster.device, Settings()) for made in (Prices, MicroPrices, StepPrices))
+    size, again = 1e8, [i % 2 == 0 for i in range(len(COLUMNS))]
+    per_step = once.table_s(ROWS, COLUMNS, size, again, weight=weight)
+    per_micro = micro.table_s(ROWS, COLUMNS, size, again, weight=weight)
+    if not weight:
+        assert not per_step.any()
+        assert np.array_equal(per_micro, whole.table_s(ROWS, COLUMNS, size, again))
+        return
+    for (i, row), (j, column) in itertools.product(enumerate(ROWS), enumerate(COLUMNS)):
+        late = [rest == "R" and value == "R" and grad == "P" for rest, value, grad in zip(row.value, column.value, column.grad, strict=True)]
+        kept = tuple("P" if wait else own for wait, own in zip(late, row.grad, strict=True))
+        assert (per_step[i, j] > 0) == any(late)
+        alone = whole.table_s([Pair(row.value, kept)], [column], size, [again[j]])
+        assert per_micro[i, j] == pytest.approx(alone[0, 0])
+        if all(late):  # nothing but the sum itself goes back, and it is the same sum
+            assert per_micro[i, j] + per_step[i, j] == pytest.approx(whole.table_s([row], [column], size)[0, 0])
+
+
+def test_gradients_add_up_where_there_are_several_microbatches() -> None:
+    """Each one's but the first's: cast where they add up in another dtype, two read and one written; of ZeRO-2 only what rests."""
+    cluster, planner = Cluster.parse("h100:1x4"), Planner.of(graph(), {"b": BATCH}, Request(Cluster.parse("h100:1x4"), Settings()))
+    op = next(op for op in planner.program.ops.values() if op.role == "param" and math.prod(op.call.outs[0].sizes) % 4 == 0)
+    elements, mesh, device = math.prod(op.call.outs[0].sizes), cluster.mesh((4,)), cluster.device
+    for option in planner.table(4, placed=False)[op.name]:
+        (rest,), (leaf,) = Resting.of([option]).rest, Resting.of([option]).leaf
+        cut = 4 if "S" in (rest if option.run == EACH else leaf) else 1
+        for settings, nbytes in ((Settings(), 12), (Settings(precision="bf16"), 12)):
+            alone, of_four = (MicroPrices(mesh, device, settings, None, m).update_s(op, [option]) for m in (1, 4))
+            assert alone == 0.0
+            seconds = device.launch_s + device.memory_s(nbytes * elements / cut)
+            assert of_four == pytest.approx(0.75 * op.count * seconds)

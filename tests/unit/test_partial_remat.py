@@ -1,0 +1,118 @@
+"""Plans of one stage that run some of their blocks again: as few as fit, priced as they run."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+
+from autopar import onestage
+from autopar.cluster import Cluster
+from autopar.memory import predict
+from autopar.onestage import plan
+from autopar.partial_remat import filled
+from autopar.pipeline.single_stage import step_cost
+from autopar.planner import Candidate, Planner
+from autopar.problem.remat import rematerialised
+from autopar.problem.remat_choices import choices
+from autopar.recipes import RECIPES
+from autopar.request import Request
+from autopar.search import ilp
+from autopar.simulate.stages import Stages
+from tests.helpers.planned import graph
+
+HINTS, LAYERS, SCOPE = {"b": 2048}, 6, "layers_0"
+
+
+@cache
+def planner_of(limit_bytes: float | None = None) -> Planner:
+    """The stack on four CPU ranks."""
+    return Planner.of(graph(LAYERS), HINTS, Request(Cluster.parse("cpu:1x4"), memory_bytes=limit_bytes))
+
+
+def candidate(planner: Planner, recipe: str, level: str) -> Candidate:
+    """A recipe with all blocks at a level."""
+    planner.remat = planner.levels(level)
+    return planner.candidate((4,), RECIPES[recipe].roles, recipe, partial(ilp.search, time_limit_s=5.0))
+
+
+@cache
+def between(recipe: str) -> tuple[Candidate, Candidate]:
+    """It with no blocks run again, and with all of them whole."""
+    none, full = (candidate(planner_of(), recipe, level) for level in ("none", "full"))
+    assert none.cost.memory_bytes > full.cost.memory_bytes and none.cost.time_s < full.cost.time_s
+    return none, full
+
+
+def limits(recipe: str, shares: tuple[float, ...]) -> list[float]:
+    """Bytes between what both take, by both counts."""
+    none, full = between(recipe)
+    least, most = (max(each.cost.memory_bytes, each.peak) for each in (full, none))
+    return [least + share * (most - least) for share in shares]
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero3", "megatron"])
+def test_the_more_memory_there_is_the_less_time_it_takes(recipe: str) -> None:
+    """From all blocks run again whole to none at all, and never with more memory than there is."""
+    steps = []
+    for limit_bytes in limits(recipe, (0.0, 0.3, 0.6, 0.9, 1.0)):
+        planner = planner_of().anew(replace(planner_of().request, memory_bytes=limit_bytes))
+        made = filled(planner, candidate(planner, recipe, "full"))
+        assert max(made.cost.memory_bytes, made.peak) <= limit_bytes * (1 + 1e-9)
+        steps.append(made.cost.time_s)
+    assert steps == sorted(steps, reverse=True) and len(set(steps)) == len(steps)
+    assert steps[-1] == pytest.approx(between(recipe)[0].cost.time_s) and not made.remat
+
+
+@pytest.mark.parametrize(("recipe", "share"), [("zero3", 0.5), pytest.param("ddp", 0.75, marks=pytest.mark.slow)])
+def test_no_corner_with_any_number_of_blocks_is_faster(recipe: str, share: float) -> None:
+    """Against all that there are, counted and walked one by one."""
+    limit_bytes, = limits(recipe, (share,))
+    planner = planner_of().anew(replace(planner_of().request, memory_bytes=limit_bytes))
+    full = candidate(planner, recipe, "full")
+    made, plain, forward, choice = filled(planner, full), full.model.plainly.with_limit(float("inf")), planner.forward(full.mesh), full.solution.choice
+    none = step_cost(plain, choice, forward)
+    fit_s = []
+    for corner in choices(plain, forward, choice, SCOPE).corners:
+        again = step_cost(rematerialised(plain, forward, {SCOPE: corner.kept}), choice, forward)
+        for n in range(1, LAYERS + 1):
+            way = replace(full, remat={SCOPE: corner.kept}, again={SCOPE: n}, peak_bytes=None)
+            if max(none.memory_bytes + n / LAYERS * (again.memory_bytes - none.memory_bytes), planner.counted(way).peak) <= limit_bytes:
+                fit_s.append(none.time_s + n / LAYERS * (again.time_s - none.time_s))
+    assert made.cost.time_s == pytest.approx(min(fit_s), rel=1e-6)
+    assert made.again and made.cost.time_s < full.cost.time_s
+
+
+def test_a_plan_that_runs_some_blocks_again_takes_what_is_said() -> None:
+    """What is planned where memory is short, as it is walked and simulated; a recipe that is priced along the way takes no less."""
+    limit_bytes, = limits("zero3", (0.5,))
+    made = plan(graph(LAYERS), HINTS, Request(Cluster.parse("cpu:1x4"), recipe="zero3", memory_bytes=limit_bytes), model="stack", graph_hash="0" * 64)
+    (count,) = made.stages[0].again.values()
+    assert 0 < count < LAYERS and f"layers_0 (the first {count})" in made.run_again
+    assert made.predicted.memory_bytes == predict(planner_of().program, made).peak_bytes <= limit_bytes
+    lengths = [Stages.of(graph(LAYERS), replace(made, stages=(replace(made.stages[0], again={SCOPE: n}),))).whole().length_s for n in range(LAYERS + 1)]
+    assert [b - a for a, b in itertools.pairwise(lengths)] == pytest.approx([(lengths[-1] - lengths[0]) / LAYERS] * LAYERS)
+    assert made.predicted.step_s - between("zero3")[0].cost.time_s == pytest.approx(lengths[count] - lengths[0], rel=0.02)
+    assert all(row.step_s is None or row.step_s >= made.predicted.step_s * (1 - 1e-9) for row in made.alternatives)
+
+
+def test_all_blocks_are_run_again_where_that_was_asked_for() -> None:
+    planner = planner_of().anew(replace(planner_of().request, remat="full"))
+    full = candidate(planner, "zero3", "full")
+    assert filled(planner, full) is full and not full.again
+
+
+def test_what_was_too_late_to_be_run_again_is_not_proven_to_be_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices are short of memory, and time is up when plans with nothing run again have been looked at."""
+    limit_bytes, = limits("zero3", (0.6,))
+    request = Request(Cluster.parse("cpu:1x4"), mesh=(4,), memory_bytes=2 * limit_bytes)
+
+    def bound_s(request: Request) -> float:
+        return plan(graph(LAYERS), HINTS, request, model="stack", graph_hash="0" * 64).predicted.bound_s
+
+    assert bound_s(request) > 0
+    monkeypatch.setattr(onestage._Levels, "_enough", lambda levels, name: levels.fastest is not None)
+    assert bound_s(replace(request, memory_bytes=limit_bytes)) == 0
+    assert bound_s(replace(request, remat="none")) > 0

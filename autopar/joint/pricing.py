@@ -149,8 +149,9 @@ class Pricing:
         """
         best: Found | None = None
         with suppress(InfeasibleError):
-            best = self.price(found.shape, [found.table], found.level, exact=True)
-        others = [other for other in self.laid.get(found.shape, []) if (other.table, other.chosen.level) != (found.table, found.level)]
+            best = self.price(found.shape, [found.table], found.level, exact=True, models=found.chosen.models)
+        own = found.table, found.level, found.chosen.models
+        others = [other for other in self.laid.get(found.shape, []) if (other.table, other.chosen.level, other.chosen.models) != own]
         others += self._kept_otherwise(found, best)
         for other in [Glance(found.step_s, found.table, found.ground, found.chosen), *sorted(others, key=lambda way: way.step_s)[:OTHERS]]:
             if best is not None and best.step_s <= other.step_s * (1 + CLOSE):
@@ -181,15 +182,27 @@ class Pricing:
         return None
 
     def price(self, shape: Shape, tables: list[Timetable], level: str, *, exact: bool, cutoff_s: float = float("inf"),
-              bounds: list[float] | None = None) -> Found:
-        """The best result under `tables`, with choices made for the timetable that keeps least in memory. The bound of the shape at this level is
-        appended to `bounds`. Raises InfeasibleError where nothing fits, Beaten where nothing is as fast as `cutoff_s`."""
+              bounds: list[float] | None = None, models: Models | None = None) -> Found:
+        """The best result under `tables`, with choices of `models`: left out, of all there are, and under timetables that take the backward apart also of those that let
+        them. The bound of the shape at this level is appended to `bounds`. Raises InfeasibleError where nothing fits, Beaten where nothing is as fast as `cutoff_s`."""
         if not tables:
             raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
+        best = self._priced(shape, models or self.models(shape), tables, level, exact=exact, cutoff_s=cutoff_s, bounds=bounds)
+        splitting = [table for table in tables if table.schedule.splits_backward]
+        if models is None and splitting and not best.chosen.separable:
+            with suppress(InfeasibleError):
+                taken_apart = self._priced(shape, best.chosen.models.separable, splitting, level, exact=exact, cutoff_s=min(cutoff_s, best.step_s),
+                                           start=best.chosen.solution.choice)
+                best = taken_apart if taken_apart.step_s < best.step_s else best
+        return best
+
+    def _priced(self, shape: Shape, models: Models, tables: list[Timetable], level: str, *, exact: bool, cutoff_s: float, bounds: list[float] | None = None,
+                start: tuple[int, ...] | None = None) -> Found:
+        """As `price`, of choices made by `models` for the timetable that keeps least in memory; `start` as SearchContext.solve has it."""
         least = min(tables, key=lambda t: (t.kept, t.length))
         # a bound under the timetable that keeps least holds, scaled by their lengths, for the shortest one, which leaves no more room in memory
         slack = least.length / min(table.length for table in tables) / self._eased(shape, level)
-        chosen = self.context.solve(self.models(shape), least, level, exact=exact, cutoff_s=cutoff_s * slack)
+        chosen = self.context.solve(models, least, level, exact=exact, cutoff_s=cutoff_s * slack, start=start)
         proven_s = chosen.bound_s / slack
         if bounds is not None:
             bounds.append(proven_s)

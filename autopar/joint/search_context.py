@@ -271,16 +271,16 @@ class SearchContext:
             self._others[key] = Kernels(device, settings), Kernels(device, replace(settings, mode="inference"))
         return self._others[key]
 
-    def solve(self, models: Models, table: Timetable, level: str, *, exact: bool, cutoff_s: float = math.inf) -> Chosen:
+    def solve(self, models: Models, table: Timetable, level: str, *, exact: bool, cutoff_s: float = math.inf, start: tuple[int, ...] | None = None) -> Chosen:
         """Choose the layouts of a place under `table`, with all blocks run again at `level`: exactly, or at a glance, which ends once it is proven that
-        nothing is as fast as `cutoff_s`. Raises InfeasibleError where nothing fits."""
+        nothing is as fast as `cutoff_s`, and begins also at the solution `start`, which may do what is forbidden in `models`. Raises InfeasibleError where nothing fits."""
         share, trust = Share(table.length, 1 / table.places, table.kept, 1 / table.places), 1.0
         if isinstance(models, Mixed):
             trust = TRUST * models.weights.even(table.length, table.microbatches)
         limit_bytes = self.mean_bytes(table.places)
         model = combined(models.at(level), models.once, share, limit_bytes)
         solution = (ilp.search(model.problem, time_limit_s=SOLVE_S, seed=self.request.seed, gap=SOLVED) if exact else
-                    ilp.glance(model.problem, time_limit_s=SOLVE_S, cutoff_s=cutoff_s / trust, twice=True))
+                    ilp.glance(model.problem, time_limit_s=SOLVE_S, cutoff_s=cutoff_s / trust, twice=True, start=start))
         return Chosen(models, model, solution, level, table.places > 1, self.request.remat != "auto", trust * solution.bound_s)
 
     def held_bytes(self, shape: Shape, level: str) -> float:

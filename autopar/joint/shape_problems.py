@@ -13,6 +13,7 @@ from autopar.pipeline.stretches import Cost, Pieces
 from autopar.planner import Planner
 from autopar.problem.build import Model
 from autopar.problem.remat import Levels, levels, rematerialised
+from autopar.problem.separable import separable
 from autopar.problem.step_shares import ForwardPrices
 from autopar.problem.types import Solution
 
@@ -30,6 +31,11 @@ class Models:
     def kinds(self) -> Sequence[Models]:
         """Those of each kind of place."""
         return (self,)
+
+    @cached_property
+    def separable(self) -> Models:
+        """The same, of choices under which zero-bubble schedules can take the backward of every stage apart."""
+        return Models(separable(self.micro), self.once, self.forward)
 
     def at(self, level: str) -> Model:
         """`micro` with all blocks run again in the backward at one of problem.remat.LEVELS."""
@@ -54,6 +60,11 @@ class Mixed(Models):
     def kinds(self) -> Sequence[Models]:
         """Those of each kind of place."""
         return self.each
+
+    @cached_property
+    def separable(self) -> Models:
+        """As Models.separable, of all kinds together."""
+        return Mixed.of([models.separable for models in self.each], self.weights)
 
     def at(self, level: str) -> Model:
         """As Models.at, of all kinds together."""
@@ -83,6 +94,11 @@ class Chosen:
     def pieces(self) -> list[Pieces]:
         """What it costs piece by piece on each kind of place; where all is run again in any case, with that."""
         return [self._pieces(models) for models in self.models.kinds]
+
+    @cached_property
+    def separable(self) -> bool:
+        """Whether it is one of the choices of `Models.separable`."""
+        return self.models.separable.micro.problem.price(self.solution.choice).feasible
 
     @cached_property
     def _updates(self) -> list[list[Update]]:

@@ -40,19 +40,23 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
     return finish(problem, best, found.bound_s, found.note)
 
 
-def glance(problem: Problem, *, time_limit_s: float, cutoff_s: float = math.inf, twice: bool = False) -> Solution:
+def glance(problem: Problem, *, time_limit_s: float, cutoff_s: float = math.inf, twice: bool = False, start: tuple[int, ...] | None = None) -> Solution:
     """A first solution and bound by message passing alone, in a fraction of the time of `search`: enough to see which of several problems are
     worth solving. Dominated choices are not looked for, since there are few.
 
     Ends early once it is proven that nothing is faster than `cutoff_s`. With `twice`, a solution far from its bound gets a second start
-    (`_calmer`). Raises InfeasibleError as `search` does.
+    (`_calmer`). Descent also begins at `start`, which may do what is forbidden here. Raises InfeasibleError as `search` does.
     """
+    deadline = time.perf_counter() + time_limit_s
     check_room(problem)
     small, restore = allowed(problem)
-    best, seen = _passed(small, time_limit_s, cutoff_s)
-    if twice and seen.bound_s < min(cutoff_s, small.price(best).time_s * (1 - FAR)):
-        best = better(small, best, _calmer(small, time_limit_s)) or best
-    return finish(problem, restore(best), seen.bound_s, f"message passing, {seen.rounds} rounds")
+    found, seen = _passed(small, time_limit_s, cutoff_s)
+    if twice and seen.bound_s < min(cutoff_s, small.price(found).time_s * (1 - FAR)):
+        found = better(small, found, _calmer(small, time_limit_s)) or found
+    best = restore(found)
+    if start is not None:
+        best = better(problem, best, descend(problem, start, deadline)) or best
+    return finish(problem, best, seen.bound_s, f"message passing, {seen.rounds} rounds")
 
 
 GLANCE_ROUNDS = 6

@@ -100,6 +100,7 @@ class Look:
     seen: list[Candidate] = field(default_factory=list)
     honed: list[Candidate] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
+    glanced_s: float = math.inf  # the fastest step of one stage before anything was honed
 
     def finished(self, alone_s: float, until: float = math.inf) -> tuple[Candidate | None, float]:
         """Hone, solve and fill (see the module docstring); the best solution that fits (None where none does) and the lowest bound of any mesh, in seconds.
@@ -140,13 +141,14 @@ class Look:
                 self.bounds.append(0.0)  # nothing is proven about the meshes that are left out
                 return
             planner.request.say(f"search on {times(sizes)}")
-            look = partial(ilp.glance, time_limit_s=GLANCE_S, cutoff_s=self.known_s)
+            look = partial(ilp.glance, time_limit_s=GLANCE_S, cutoff_s=self.known_s * HONED)
             try:
-                self.seen.append(planner.wary(planner.candidate(sizes, space(sizes), "search", look, cutoff_s=self.known_s), self.known_s * HONED, GLANCE_S))
+                self.seen.append(planner.wary(planner.candidate(sizes, space(sizes), "search", look, cutoff_s=self.known_s * HONED), self.known_s * HONED, GLANCE_S))
             except InfeasibleError as error:
                 self.bounds += error.proven
             else:
                 self._know(self.seen[-1])
+        self.glanced_s = self.alone_s
 
     def _until(self, until: float) -> float:
         """The time (time.monotonic) after which nothing is begun: `until` only counts where pipelines are waiting for the rest."""
@@ -158,7 +160,8 @@ class Look:
         if any(self._promises(first) for first in self.seen):
             self.elsewhere.asked(self.known_s)
             self.elsewhere.searched(self.alone_s)
-        self.honed += _honed(self.planner, self.fit, self.known_s, partial(self.timer.skips, self._until(until)))
+        near_s = min(self.glanced_s, self.elsewhere.seconds)
+        self.honed += _honed(self.planner, self.fit, near_s, partial(self.timer.skips, self._until(until)), self.alone_s if self.alone_s < self.glanced_s else math.inf)
         self.alone_s = min([self.alone_s, *(each.cost.time_s for each in self.honed)])
         self.elsewhere.tell(self.known_s)
 

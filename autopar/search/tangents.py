@@ -38,10 +38,14 @@ def roamed(state: State, start: Choice, price_s: Callable[[Choice], float], late
 
 
 def promises(state: State, start: Choice, below_s: float) -> bool:
-    """Whether one tangent at `start`, of the widest spread, leads to a solution below `below_s` by the State."""
-    state.reset(start)
-    takes_time = float(state.seconds(state.totals)[0]) > 0.0
-    return takes_time and _descended(tangent(state, SPREADS[-1]), state) is not None and float(state.seconds(state.totals)[0]) < below_s
+    """Whether a tangent at `start`, of any spread, leads to a solution below `below_s` by the State."""
+    for spread in SPREADS:
+        state.reset(start)
+        if float(state.seconds(state.totals)[0]) <= 0.0:
+            return False
+        if _descended(tangent(state, spread), state) is not None and float(state.seconds(state.totals)[0]) < below_s:
+            return True
+    return False
 
 
 def _valley(state: State, start: Choice, late: Callable[[], bool]) -> Choice:

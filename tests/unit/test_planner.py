@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.bestfirst import _unfolded, first_look, nowhere
+from autopar.bestfirst import CLOSE, HONED, Look, _unfolded, first_look, nowhere
 from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.onestage import SIMPLER, _short_of_memory, _simplest, plan, plan_with
@@ -81,6 +81,30 @@ def test_what_may_not_fit_is_no_step_that_others_have_to_beat() -> None:
         request=SimpleNamespace(cluster=cluster, mesh=(8,), say=lambda text: None), candidate=lambda sizes, used, name, solve, cutoff_s: made[sizes])
     look = first_look(planner, list(made), Timer(60.0), 0.98, nowhere())
     assert look.best is made[2, 4] and look.known_s == 0.95
+
+
+def test_a_glance_does_not_end_at_what_honing_may_make_the_fastest() -> None:
+    cluster, cutoffs = Cluster.parse("h100:2x4"), list[float]()
+
+    def made(sizes: tuple[int, ...], used: object, name: str, solve: partial[Solution], cutoff_s: float) -> Candidate:
+        cutoffs.extend([cutoff_s, solve.keywords["cutoff_s"]])
+        return replace(candidate("search", 1.0), mesh=cluster.mesh(sizes), peak_bytes=1.0)
+
+    planner: Any = SimpleNamespace(open_levels=("none",), work=lambda level: SimpleNamespace(step_s=lambda *shape: 0.5), wary=lambda found, below_s, time_limit_s: found,
+                                   request=SimpleNamespace(cluster=cluster, mesh=(8,), say=lambda text: None), candidate=made)
+    first_look(planner, [(8,), (2, 4)], Timer(60.0), math.inf, nowhere())
+    assert cutoffs == [math.inf, math.inf, HONED, HONED]
+
+
+def test_what_is_near_the_fastest_is_so_by_glances_not_by_what_honing_made_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found at 1.0 s and honed to 0.9 s elsewhere, where this glance is 1.05 s: it is asked whether honing leads below 0.9."""
+    asked: list[float] = []
+    planner: Any = SimpleNamespace(request=SimpleNamespace(cluster=Cluster.parse("h100:2x4"), say=lambda text: None, mesh=(2, 4)),
+                                   promises=lambda found, below_s: asked.append(below_s))
+    look = Look(planner, Timer(60.0), nowhere(), 1.0, [replace(candidate("search", 1.05), mesh=Cluster.parse("h100:2x4").mesh((2, 4)), peak_bytes=1.0)], glanced_s=1.0)
+    look.alone_s = 0.9  # what is proven of it is below: close to that is enough
+    look.hone(math.inf)
+    assert asked == [pytest.approx(0.9 * (1 + CLOSE))]
 
 
 def test_what_does_not_fit_as_it_runs_may_with_other_choices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def test_what_takes_no_time_stays() -> None:
         tangent(state, SPREADS[0])
 
 
-def test_one_tangent_promises_no_more_than_all_reach() -> None:
+def test_tangents_promise_no_more_than_is_reached() -> None:
     better = 0
     for seed in range(60):
         problem = random_problem(seed, nodes=6)

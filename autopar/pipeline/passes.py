@@ -83,7 +83,7 @@ class Passes:
         if self.apart and not shared and not self.program.runs:
             self._alone(found, contention)
         for way in (FORWARD, BACKWARD) if not self.apart and not shared else ():
-            more_s = self.line.more_s(scopes, {scope: each[way] for scope, each in shares.items()}, way, contention, at_once=way == BACKWARD and not self.late)
+            more_s = self.line.more_s(scopes, {scope: each[way] for scope, each in shares.items()}, way, contention, gathers_first=way == BACKWARD and not self.late)
             for name, own_s in found.items():
                 own_s[way] += more_s * self._moved_s(name, way) / (sum(self._moved_s(other, way) for other in found) or 1.0)
         return found
@@ -307,7 +307,7 @@ class Passes:
             (did.each if made.each else did.sums).append(Sums(routes.kinds(leaf, made.back), (ratio * self._leaf_bytes(link, made),), ratio * min(self.prices.bucket_bytes, together), moves,
                                                               sum(load.seconds * share for load, share in zip(moving, hidden, strict=True))))
         if made.each or not self.late:
-            self.line.sums(self._place(link), Sum((made.each, *routes.kinds(leaf, made.back)), Sent(moving, self._leaf_bytes(link, made), routes.held_bytes(leaf, made.back, grad_bytes)), first), count, hidden)
+            self.line.add_sum(self._place(link), Sum((made.each, *routes.kinds(leaf, made.back)), Sent(moving, self._leaf_bytes(link, made), routes.held_bytes(leaf, made.back, grad_bytes)), first), count, hidden)
             for way in (BACKWARD, WEIGHTS, BOTH):
                 did.passes[way].after.add(local, count)
                 for load, share in zip(moving, hidden, strict=True):

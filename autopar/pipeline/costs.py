@@ -35,7 +35,7 @@ def costs(program: Program, micro: Model, once: Model, choice: Sequence[int], fo
     What is free to repeat counts where it is first read. `apart`: pieces that read the same weight are in different stages, each of which
     has a copy, gathers it, adds and sums its gradient and steps the optimizer.
     """
-    did = Passes(program, micro, choice, forward, apart=apart, late=True)
+    did = Passes(program, micro, choice, forward, apart=apart, sums_at_end=True)
     held: dict[str, _Held] = {name: _Held() for name in did.did}
     for index, (a, b) in enumerate(zip(micro.problem.nodes, once.problem.nodes, strict=True)):
         op, c = micro.clusters[index].members[0], choice[index]

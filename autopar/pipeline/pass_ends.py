@@ -1,9 +1,11 @@
-"""What a stage of a pipeline waits for at the beginning and at the end of each pass (`ends_s`): nothing is gathered yet when it begins, and all
-gradients that it sends must have arrived when it ends. Both happen once per pass, however many blocks the stage has.
+"""The collectives of each operator in program order (`Stop`), and what a pipeline stage waits for at the two ends of a pass (`ends_s`).
 
-Gathers for the next block begin when a block takes its first gathered weight (runtime.prefetch). Collectives of one mesh axis run in the order in which
-they begin, those in the background apart from those that compute waits for (runtime.mesh). In a backward the order of operators is reversed,
-except while a block first runs again.
+When a pass over a stage begins nothing is prefetched yet, so that the gathers of its first block are exposed. When it ends, all gradients must have been
+scattered, so that the scatters of its last block are exposed. Both happen once per pass, however many blocks the stage has.
+
+The gathers of the next block begin when a block waits for its first weight (runtime.prefetch). Collectives of one mesh axis run in the order in which
+they begin; those in the background have a process group of their own beside those that compute waits for (runtime.mesh). In a backward the operators
+are in reverse order, behind those of the forward if the block runs again.
 """
 
 from __future__ import annotations
@@ -18,50 +20,57 @@ from autopar.problem.graph import Op, Program
 from autopar.problem.hiding import Load
 
 LAST = 1_000
-"""Behind all operands."""
+"""A number above those of all operands: events with it come after them."""
 BLOCKS = 3
-"""Small blocks begin and wait together: at most so many."""
+"""The ends of a pass are priced for stages of 1, 2, ... BLOCKS blocks; a longer stage is priced like one of BLOCKS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A gather of a weight or a scatter of a gradient: its collectives, one after the other, and the bytes of the whole tensor on a rank. `held`: of a gradient, the bytes that wait in
-    front of each collective."""
+    """A gather of a weight, or a scatter or sum of a gradient.
+
+    `way`: its collectives, one after the other. `nbytes`: of the tensor as it is used on a rank (not sharded).
+    `held`: of a gradient, the bytes that each of the collectives reads, which exist until it has ended.
+    """
 
     way: Sequence[Load]
     nbytes: float
     held: Sequence[float] = ()
 
     def times(self, factor: float) -> Sent:
-        """So many of them together."""
+        """`factor` of them as one."""
         return Sent([load.times(factor) for load in self.way], factor * self.nbytes, [factor * nbytes for nbytes in self.held])
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """The sum of a weight's gradient over ranks, in buckets with all others of the same `key`. `first` is the scatter that brings it to its leaf before
-    that, which is waited for late (autopar.deferred_waits); None where the backward makes it in the leaf's layout."""
+    """The sum of a weight's gradient over ranks, `sent` in buckets with all others of the same `key`.
+
+    `first`: the scatter that brings the gradient to the layout of its leaf before that; when it is waited for is said by
+    autopar.deferred_waits. None where the backward makes the gradient in that layout.
+    """
 
     key: object
     sent: Sent
     first: Sent | None = None
 
     def times(self, factor: float) -> Sum:
-        """So many of them together."""
+        """`factor` of them as one."""
         return Sum(self.key, self.sent.times(factor), self.first and self.first.times(factor))
 
 
 @dataclass(eq=False, slots=True)
 class Stop:
-    """What one operator does in a pass, in this order; seconds are of one block.
+    """What one operator does in a pass, in this order. Seconds are those of one instance (of one block).
 
-        takes        gathered weights that it needs, each with the number of the operand
-        waits        collectives that it waits for, each with the number of the operand
-        compute_s    compute
-        behind       collectives that are waited for after it
-        sends        gradients that are scattered from it
-        sums         the sums that its gradients belong to
-        opens        weights that are needed when nothing has computed yet; they are priced as part of the work
+        opens        gathers of weights before anything has computed, with the number of the operand; nothing can overlap them, so that
+                     the price of the operator has them as work
+        takes        gathers of weights that it waits for, with the number of the operand; they are prefetched
+        waits        other collectives that it waits for before it computes, with the number of the operand
+        compute_s    seconds of compute
+        behind       collectives that are waited for right after its compute
+        sends        scatters of gradients that begin after it, in the background
+        sums         sums over ranks that its gradients join
     """
 
     compute_s: float = 0.0
@@ -74,106 +83,119 @@ class Stop:
 
     @property
     def work_s(self) -> float:
-        """Seconds of all that is not in the background."""
+        """Seconds of compute and of the collectives that it waits for (`waits`, `behind`)."""
         return self.compute_s + sum(load.seconds for load in (*(load for _, load in self.waits), *self.behind))
 
     @property
     def events(self) -> list[Load | None]:
-        """In order: None for a weight that is taken, a collective that is waited for."""
+        """What it waits for before it computes, in the order of operands: None stands for the next gather of `takes`."""
         before: list[tuple[int, Load | None]] = [*((operand, None) for operand, _ in self.takes), *self.waits]
         return [load for _, load in sorted(before, key=lambda event: event[0])]
 
 
 class Stops:
-    """Those of all blocks of `program`, or of the operators of the model itself (scope ""), forward and `back`."""
+    """The Stop of each operator of `program` that one was asked for, by scope of blocks ("" for operators outside of blocks), for the forward and for
+    the backward (`back`)."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self._found: dict[tuple[str, bool], dict[str, Stop]] = {}
 
     def at(self, op: Op, *, back: bool) -> Stop:
-        """That of one operator, or of what is fed to a block."""
+        """The Stop of one operator, or of a block's input; made if there is none."""
         return self._found.setdefault((op.scope, back), {}).setdefault(op.name, Stop())
 
     def named(self, scope: str, *, back: bool) -> Mapping[str, Stop]:
-        """By the names of operators."""
+        """The Stops of a scope by the names of operators, in no fixed order."""
         return self._found.get((scope, back), {})
 
     def of(self, scope: str, *, back: bool) -> list[Stop]:
-        """Those of the blocks of `scope`, in the order of a forward or of a backward."""
+        """The Stops of a scope, in the order in which the pass runs them."""
         found = self._found.get((scope, back), {})
         stops = [found[name] for name in self.program.ops if name in found]
         return stops[::-1] if back else stops
 
 
 def ends_s(stops: Sequence[Stop], blocks: int, contention: float) -> tuple[float, float]:
-    """What a pass over so many blocks takes longer than all of them in the middle of others: seconds at its begin, where it waits for its first gathers,
-    and at its end, for what it has sent. Each collective that runs then takes its share of the compute units, its `contention`, from nothing that computes."""
-    now_s, busy, taken = 0.0, _Axes(), 0
-    coming: list[float] = []
-    work_s = sum(stop.work_s for stop in stops)
-    late: list[Sequence[Load]] = []
+    """The exposed seconds at the begin and at the end of a pass over a stage of `blocks` blocks, beyond those of blocks in the middle of others.
+
+    One block, with operators `stops` in order, runs on an empty machine: from its first wait for a gather (begin) until the scatters of the
+    last blocks have ended (end). In the steady state a block takes the longest of its work and of the collectives of any axis; what the run
+    takes beyond that is exposed. While collectives are exposed nothing computes, so that the share `contention` of the
+    compute units that each of them takes in the price of the block is given back.
+    """
+    now_s, axes, gathers = 0.0, _Axes(), 0
+    arrival_s: list[float] = []
+    later_legs: list[Sequence[Load]] = []
     for stop in stops:
         for load in stop.events:
-            if load is None and not coming:
-                coming, now_s = _begun(stops, blocks, busy, now_s)
-            now_s = max(now_s, coming[taken]) if load is None else busy.way([load], now_s, behind=False)
-            taken += load is None
+            if load is None and not arrival_s:
+                arrival_s, now_s = _prefetched(stops, blocks, axes, now_s)
+            now_s = max(now_s, arrival_s[gathers]) if load is None else axes.run([load], now_s, background=False)
+            gathers += load is None
         now_s += stop.compute_s
         for load in stop.behind:
-            now_s = busy.way([load], now_s, behind=False)
+            now_s = axes.run([load], now_s, background=False)
         for sent in stop.sends:
-            busy.way(sent.way[:1], now_s)
-            late.append(sent.way[1:])
-    end_s = max([now_s, *busy.until_s.values()])
-    waiting = 1 + int(SOON * BUCKETS * BUCKET_BYTES / max(1.0, sum(sent.nbytes for stop in stops for sent in stop.sends)))
-    for _ in range(min(waiting, blocks)):
-        end_s = max([end_s, *(busy.way(way, now_s) for way in late)])
-    steady_s = max([work_s, *busy.total_s(stops).values()])
-    more_s = max(0.0, end_s - steady_s)
-    last_s = min(more_s, end_s - now_s)
-    ahead, behind = ({load.axis for sent in ways for load in sent.way} for ways in ([sent for stop in stops for _, sent in stop.takes],
-                                                                                    [sent for stop in stops for sent in stop.sends]))
-    return (more_s - last_s) * max(0.0, 1.0 - contention * len(ahead)), last_s * max(0.0, 1.0 - contention * len(behind))
+            axes.run(sent.way[:1], now_s)
+            later_legs.append(sent.way[1:])
+    end_s = max([now_s, *axes.free_s.values()])
+    for _ in range(min(_blocks_that_scatter(stops), blocks)):
+        end_s = max([end_s, *(axes.run(way, now_s) for way in later_legs)])
+    steady_s = max([sum(stop.work_s for stop in stops), *_busy_s(stops).values()])
+    exposed_s = max(0.0, end_s - steady_s)
+    last_s = min(exposed_s, end_s - now_s)
+    gather_axes = {load.axis for stop in stops for _, sent in stop.takes for load in sent.way}
+    scatter_axes = {load.axis for stop in stops for sent in stop.sends for load in sent.way}
+    return (exposed_s - last_s) * max(0.0, 1.0 - contention * len(gather_axes)), last_s * max(0.0, 1.0 - contention * len(scatter_axes))
 
 
-def _begun(stops: Sequence[Stop], blocks: int, busy: _Axes, now_s: float) -> tuple[list[float], float]:
-    """The gathers of a block as they begin with its first one, and those of the blocks behind it that runtime.prefetch begins then: when each of its own has come, and
-    when compute goes on, which waits for each collective behind which another one of its gather has begun."""
+def _blocks_that_scatter(stops: Sequence[Stop]) -> int:
+    """Of how many blocks the second and later collectives of their scatters have not begun when the last block has computed (autopar.deferred_waits): one,
+    and as many more as it takes to queue SOON of the bytes that may wait."""
+    return 1 + int(SOON * BUCKETS * BUCKET_BYTES / max(1.0, sum(sent.nbytes for stop in stops for sent in stop.sends)))
+
+
+def _prefetched(stops: Sequence[Stop], blocks: int, axes: _Axes, now_s: float) -> tuple[list[float], float]:
+    """Begin the gathers of the first block, and those of later blocks that the runtime prefetches at that point (autopar.prefetching).
+
+    Returns when each gather of the first block has ended, and when compute goes on. Gathers over several axes have several legs, and
+    the next leg begins when the one before it has ended: compute waits for that.
+    """
     ways = [sent.way for stop in stops for _, sent in sorted(stop.takes, key=lambda take: take[0])]
     each_bytes = [sum(sent.nbytes for stop in stops for _, sent in stop.takes)] * blocks
-    until = {len(way): ends(each_bytes, 0, len(way)) for way in ways}
-    goes_s, come = now_s, [[now_s] * len(ways) for _ in range(max(end for each in until.values() for end in each))]
-    for others in (False, True):
-        for leg in range(max(until)):
-            for block in range(1, len(come)) if others else (0,):
+    begun = {len(way): ends(each_bytes, 0, len(way)) for way in ways}  # by number of legs: how many blocks have begun each of them
+    go_on_s, end_s = now_s, [[now_s] * len(ways) for _ in range(max(end for each in begun.values() for end in each))]
+    for later in (False, True):  # the first block's gathers begin before those of later ones
+        for leg in range(max(begun)):
+            for block in range(1, len(end_s)) if later else (0,):
                 for number, way in enumerate(ways):
-                    if leg < len(way) and block < until[len(way)][leg]:
-                        goes_s = max(goes_s, come[block][number] if leg else now_s)
-                        come[block][number] = busy.way(way[leg:leg + 1], goes_s)
-    return come[0], goes_s
+                    if leg < len(way) and block < begun[len(way)][leg]:
+                        go_on_s = max(go_on_s, end_s[block][number] if leg else now_s)
+                        end_s[block][number] = axes.run(way[leg:leg + 1], go_on_s)
+    return end_s[0], go_on_s
 
 
 @dataclass(eq=False)
 class _Axes:
-    """Until when each mesh axis is busy, with what is in the background or is not."""
+    """When each mesh axis is free, by (axis, whether in the background): these have process groups of their own."""
 
-    until_s: dict[tuple[int, bool], float] = field(default_factory=dict)
+    free_s: dict[tuple[int, bool], float] = field(default_factory=dict)
 
-    def way(self, loads: Sequence[Load], now_s: float, *, behind: bool = True) -> float:
-        """When collectives have ended that begin now, one after the other."""
+    def run(self, loads: Sequence[Load], now_s: float, *, background: bool = True) -> float:
+        """Run collectives one after the other from `now_s` on. When the last one has ended."""
         for load in loads:
-            key = load.axis, behind
-            now_s = self.until_s[key] = max(now_s, self.until_s.get(key, 0.0)) + load.seconds
+            key = load.axis, background
+            now_s = self.free_s[key] = max(now_s, self.free_s.get(key, 0.0)) + load.seconds
         return now_s
 
-    @staticmethod
-    def total_s(stops: Sequence[Stop]) -> dict[tuple[int, bool], float]:
-        """How long each is busy with a block."""
-        found: dict[tuple[int, bool], float] = {}
-        for stop in stops:
-            moved = [load for sent in (*(sent for _, sent in stop.takes), *stop.sends) for load in sent.way]
-            for behind, loads in ((True, moved), (False, [*(load for _, load in stop.waits), *stop.behind])):
-                for load in loads:
-                    found[load.axis, behind] = found.get((load.axis, behind), 0.0) + load.seconds
-        return found
+
+def _busy_s(stops: Sequence[Stop]) -> dict[tuple[int, bool], float]:
+    """Seconds of the collectives of one block, by (axis, whether in the background)."""
+    found: dict[tuple[int, bool], float] = {}
+    for stop in stops:
+        moved = [load for sent in (*(sent for _, sent in stop.takes), *stop.sends) for load in sent.way]
+        for background, loads in ((True, moved), (False, [*(load for _, load in stop.waits), *stop.behind])):
+            for load in loads:
+                found[load.axis, background] = found.get((load.axis, background), 0.0) + load.seconds
+    return found

@@ -1,4 +1,7 @@
-"""What a piece of a program does in one pass over it, and how long that takes with collectives behind it."""
+"""The compute and collectives of a piece of a program in one pass, and the seconds of collectives that are exposed.
+
+A *piece* is an operator outside of blocks, or all instances of a run of blocks (pipeline.units). The passes are listed in pipeline.passes.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,17 @@ FORWARD, BACKWARD, INPUTS, WEIGHTS, BOTH = PASSES = range(5)
 
 @dataclass(eq=False)
 class Pass:
-    """What one piece does in one pass: a block with all its instances. `ahead` is begun in the background with the block, `behind` on the way
-    through it; `after` is what runs when the rest is done, and then what takes `adding_s`. The background begins late by the share that `lag_s` is of it."""
+    """The work of one piece in one pass; of a run of blocks, that of all blocks.
+
+        compute_s    seconds of compute
+        waited       collectives that compute waits for, and local copies
+        ahead        gathers in the background, prefetched: they begin with the block before
+        behind       other collectives in the background: scatters and sums of gradients
+        after        collectives after the last compute, all of which are exposed
+        adding_s     seconds of adding gradients to those of earlier microbatches, after that
+        lag_s        a part of the background's seconds: as the first buckets must be filled before sums begin, the background
+                     overlaps only the share 1 - lag_s / background_s of the work
+    """
 
     compute_s: float = 0.0
     adding_s: float = 0.0
@@ -29,26 +41,27 @@ class Pass:
         self.waited.add(loads, factor)
 
     def hide(self, loads: Sequence[Load], factor: float, last: float = 0.0) -> None:
-        """A way whose collectives run in the background (`hiding.split`); of the share `last` all but the first when the rest is done."""
-        waited, behind = split(loads)
-        self.waited.add(waited, factor)
-        for number, load in enumerate(behind):
-            late = last if number else 0.0
-            self.after.add([load], factor * late)
-            (self.ahead if load.kind == "all_gather" else self.behind).add([load], factor * (1.0 - late))
+        """Collectives of one chain that run in the background, and their local copies, which do not (`hiding.split`). Of the second and later collectives
+        the share `last` runs after the last compute."""
+        copies, collectives = split(loads)
+        self.waited.add(copies, factor)
+        for number, load in enumerate(collectives):
+            exposed = last if number else 0.0
+            self.after.add([load], factor * exposed)
+            (self.ahead if load.kind == "all_gather" else self.behind).add([load], factor * (1.0 - exposed))
 
     @property
     def background_s(self) -> float:
-        """Seconds of all that may hide."""
+        """Seconds of the collectives in the background, exposed or not."""
         return self.ahead.all_s + self.behind.all_s
 
     @property
     def work_s(self) -> float:
-        """Seconds of all that is not in the background."""
+        """Seconds of all that is not in the background: nothing of it overlaps anything else of it."""
         return self.compute_s + self.waited.all_s + self.after.all_s + self.adding_s
 
     def add(self, other: Pass) -> None:
-        """More of the same."""
+        """Add the same pass over another piece."""
         self.compute_s += other.compute_s
         self.adding_s += other.adding_s
         self.lag_s += other.lag_s
@@ -60,7 +73,10 @@ class Pass:
 
 @dataclass(eq=False)
 class Did:
-    """What a piece does in each of the passes, and collectives once per step; sums of gradients, once per step or after `each` microbatch, also one by one."""
+    """The work of a piece in each of `passes`, and its collectives `once` per step.
+
+    `sums` and `each` are its sums of gradients one by one: once per step, and after each microbatch. They are also part of `once` and of the passes.
+    """
 
     passes: tuple[Pass, ...] = field(default_factory=lambda: tuple(Pass() for _ in PASSES))
     once: Loads = field(default_factory=Loads)
@@ -69,24 +85,24 @@ class Did:
 
 
 def shows(total: Pass, contention: float, shared: bool) -> float:
-    """The share of the collectives behind a pass of a scope by which it takes longer."""
+    """The share of a pass's background collectives that is exposed. `shared`: they and compute share cores (CPU ranks), so that all of it is."""
     return 1.0 if shared else shown_s(total, contention) / (total.background_s or 1.0)
 
 
 def least_s(total: Pass, contention: float) -> float:
-    """Seconds of a pass over a scope where all that may hide hides under all of it."""
-    hidden = Pass()
-    hidden.add(total)
-    hidden.after, hidden.lag_s = Loads(), 0.0
-    hidden.behind.add(total.after.moving())
-    return hidden.work_s + total.after.local_s + shown_s(hidden, contention)
+    """A lower bound of the seconds of a pass: with all of its collectives but those that compute waits for overlapped by all of its work."""
+    overlapped = Pass()
+    overlapped.add(total)
+    overlapped.after, overlapped.lag_s = Loads(), 0.0
+    overlapped.behind.add(total.after.moving())
+    return overlapped.work_s + total.after.local_s + shown_s(overlapped, contention)
 
 
 def shown_s(total: Pass, contention: float) -> float:
-    """Seconds by which the collectives behind a pass of a scope make it longer."""
+    """Exposed seconds of the background collectives of a pass: by how much they make it longer than its work, slowed-down compute included (hiding.together_s)."""
     if not total.background_s:
         return 0.0
-    compute_s, under = total.compute_s + total.waited.local_s, 1.0 - total.lag_s / total.background_s  # no sum begins before a bucket is full
-    waited = [load.times(under) for load in total.waited.moving()]
-    took_s = together_s(under * compute_s, waited, merged([*total.ahead.moving(), *total.behind.moving()]), contention)
-    return took_s - under * (compute_s + total.waited.moving_s)
+    compute_s, overlapping = total.compute_s + total.waited.local_s, 1.0 - total.lag_s / total.background_s
+    waited = [load.times(overlapping) for load in total.waited.moving()]
+    took_s = together_s(overlapping * compute_s, waited, merged([*total.ahead.moving(), *total.behind.moving()]), contention)
+    return took_s - overlapping * (compute_s + total.waited.moving_s)

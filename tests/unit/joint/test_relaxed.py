@@ -99,7 +99,7 @@ def test_tables_are_what_passes_find(name: str, cluster: str, mesh: tuple[int, .
     relaxed = alone(here.passing, here.plain, math.inf)
     for choice in solutions(here.plain.problem):
         sums = relaxed.sums(choice).passes
-        did = Passes(context.whole.program, here.plain, choice, here.forward, apart=False, late=False).did.values()
+        did = Passes(context.whole.program, here.plain, choice, here.forward, apart=False, sums_at_end=False).did.values()
         for way in PASSES:
             whole = sum(each.passes[way].work_s + each.passes[way].background_s for each in did)
             counted = sum(float(sums[scope, way][SHOWN]) + here.passing.background_s(sums[scope, way]) for scope in here.passing.scopes)

@@ -116,7 +116,7 @@ def test_no_more_leaves_are_late_than_are(monkeypatch: pytest.MonkeyPatch) -> No
     tables, program, seen, less = PassTables(here.plain, here.forward, late=False, linked=True), here.whole.program, 0, 0
     relaxed = alone(tables, here.plain, math.inf)
     for choice in [*found, *leaves(here, 12)]:
-        filled = Passes(program, here.plain, choice, here.forward, apart=False, late=False)._filled_ahead
+        filled = Passes(program, here.plain, choice, here.forward, apart=False, sums_at_end=False).buckets.share_ahead
         for scope, share in filled.items():
             sums = relaxed.sums(choice).passes[scope, FORWARD]
             late_s = (1 - share) * sums[tables.leaf(0):tables.leaf(0) + tables.axes]

@@ -91,7 +91,7 @@ def test_what_a_move_makes_of_leaves_that_are_ahead_is_exact(planner: Planner, f
             ahead = state.after_all(v)[leaves.row]
             for c in range(0, len(ahead), 3):
                 choice = (*state.choice[:v], c, *state.choice[v + 1:])
-                shares |= (filled := set(Passes(planner.program, model, choice, forward, apart=False, late=False)._filled_ahead.values()))
+                shares |= (filled := set(Passes(planner.program, model, choice, forward, apart=False, sums_at_end=False).buckets.share_ahead.values()))
                 assert [pytest.approx(ahead[c])] == list(filled or {1.0})
         v = int(rng.choice(leaves.nodes))
         state.move(v, int(rng.integers(len(model.problem.nodes[v].labels))))

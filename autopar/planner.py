@@ -322,7 +322,7 @@ class Planner:
 
     def _state(self, found: Candidate) -> HoningState:
         """The state of the descent: a Candidate's choices, priced pass by pass (forward and backward)."""
-        return HoningState(PassTables(found.model.with_limit(self.request.limit_bytes), self.forward(found.mesh), late=False), found.solution.choice)
+        return HoningState(PassTables(found.model.with_limit(self.request.limit_bytes), self.forward(found.mesh), sums_at_end=False), found.solution.choice)
 
     def counted(self, found: Candidate) -> Candidate:
         """`found`, with its `peak_bytes` walked."""

@@ -50,7 +50,7 @@ def honed(context: SearchContext, name: str, found: Found, late: Callable[[], bo
 def _state(found: Found) -> HoningState:
     """The State of the descent: the step as the shape's Problem weighs it, with overlap counted pass by pass."""
     chosen, table = found.chosen, found.table
-    passing = PassTables(chosen.rerun(chosen.models), chosen.models.forward, late=True)
+    passing = PassTables(chosen.rerun(chosen.models), chosen.models.forward, sums_at_end=True)
     own_s = [node.cost_s / table.places for node in chosen.models.once.problem.nodes]
     runs = passing.model.links[0].program.runs if table.places > 1 else {}
     opening = {scope: min(1.0, table.stages / run.count) for scope, run in runs.items()}

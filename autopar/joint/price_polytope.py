@@ -162,4 +162,4 @@ def first_prices(relaxed: Relaxed) -> dict[Key, np.ndarray]:
 def first_of(passing: PassTables, key: Key) -> float:
     """The share of one block, whose gathers may begin under what is in front of a backward that follows its forward (pipeline.passes)."""
     scope, way = key
-    return 1.0 / passing.model.links[0].program.runs[scope].count if scope and way == BACKWARD and not passing.late else 0.0
+    return 1.0 / passing.model.links[0].program.runs[scope].count if scope and way == BACKWARD and not passing.sums_at_end else 0.0

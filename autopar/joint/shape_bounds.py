@@ -88,7 +88,7 @@ class Alone:
         self.plain = self.whole.model(shape.mesh, space(shape.mesh), str(shape))
         cluster = context.request.cluster
         self.forward = ForwardPrices(cluster.mesh(shape.mesh), cluster.device, context.request.settings, self.whole.forward_kernels)
-        self.passing = PassTables(self.plain, self.forward, late=False, linked=True)
+        self.passing = PassTables(self.plain, self.forward, sums_at_end=False, linked=True)
         self._met: dict[bool, Choices] = {False: [], True: []}  # with all the memory there is, by whether something is on the host: a closer look begins with them
 
     def roomy_s(self, cutoff_s: float, effort: Effort, *, hosted: bool = False) -> float:
@@ -121,7 +121,7 @@ class Alone:
             yield alone(self.passing, self.plain, self.context.limit_bytes, hosted=hosted)
         if asked != "none" and not free:
             here = rematerialised(self.plain, self.forward, self.whole.levels(asked))
-            yield alone(PassTables(here, self.forward, late=False, linked=True), here, self.context.limit_bytes, hosted=hosted)
+            yield alone(PassTables(here, self.forward, sums_at_end=False, linked=True), here, self.context.limit_bytes, hosted=hosted)
         if free:
             yield from self._kept.levels(lambda most, fewest: alone(most, fewest, self.context.limit_bytes, hosted=hosted))
 
@@ -129,7 +129,7 @@ class Alone:
     def _kept(self) -> _Kept:
         """What running blocks again takes at least."""
         fewest = rematerialised(self.plain, self.forward, self.whole.levels("full"))
-        return _Kept.of(self.plain, fewest, self.forward, lambda model: PassTables(model, self.forward, late=False, linked=True))
+        return _Kept.of(self.plain, fewest, self.forward, lambda model: PassTables(model, self.forward, sums_at_end=False, linked=True))
 
 
 class Timed:
@@ -233,7 +233,7 @@ class Timed:
         return Example(forward_s, backward_s, sum(float(sums.passes[scope, BACKWARD][INPUTS]) for scope in scopes), sums.own_s * self.shape.places)
 
     def _passing(self, model: Model) -> PassTables:
-        return PassTables(model, self.models.forward, late=True, between=self.between, linked=True)
+        return PassTables(model, self.models.forward, sums_at_end=True, between=self.between, linked=True)
 
     @cached_property
     def _crossing_bytes(self) -> list[list[float]]:

@@ -1,4 +1,7 @@
-"""What each piece of a program costs under a solution: seconds of its passes (pipeline.passes), and bytes by the two Problems of `problem.step_shares`."""
+"""The cost of each piece of a program under a solution: seconds of its passes (pipeline.passes), and bytes.
+
+Bytes come from two Problems (problem.step_shares): `micro` has what happens in each microbatch, `once` what happens once per step.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from autopar.problem.step_shares import ForwardPrices
 
 @dataclass(eq=False)
 class _Held:
-    """Bytes of one piece, and seconds of its optimizer's step, added up; a block's are those of all its instances."""
+    """Running sums for one piece (all blocks of a run): bytes, as in stretches.Cost, and seconds of the optimizer's step."""
 
     update_s: float = 0.0
     kept_bytes: float = 0.0
@@ -30,10 +33,10 @@ class _Held:
 
 def costs(program: Program, micro: Model, once: Model, choice: Sequence[int], forward: ForwardPrices, *,
           apart: bool = True) -> list[Cost]:
-    """The cost of every unit of `program`, in order, where `choice` is a solution of both models; `forward` are prices on the same mesh.
+    """The cost of every unit of `program`, in order. `choice` solves both models; `forward` are prices of a forward alone on the same mesh.
 
-    What is free to repeat counts where it is first read. `apart`: pieces that read the same weight are in different stages, each of which
-    has a copy, gathers it, adds and sums its gradient and steps the optimizer.
+    Operators that every stage may repeat (units.free_ops) count with their first reader. `apart`: pieces that read the same weight are in different stages,
+    each of which has a copy, gathers it, adds and sums its gradient and steps the optimizer.
     """
     did = Passes(program, micro, choice, forward, apart=apart, sums_at_end=True)
     held: dict[str, _Held] = {name: _Held() for name in did.did}
@@ -68,31 +71,31 @@ def costs(program: Program, micro: Model, once: Model, choice: Sequence[int], fo
 
 
 def _hidden_s(did: Did, seconds: Sequence[float]) -> tuple[float, float]:
-    """What of the forward and of the backward of a piece does not show."""
+    """Seconds of collectives in the forward and in the backward of a piece that are overlapped."""
     forward_s, backward_s = (max(0.0, part.work_s + part.background_s - seconds[way]) for way, part in enumerate(did.passes[:2]))
     return forward_s, backward_s
 
 
 def _stops(did: Passes, name: str) -> tuple[tuple[Stop, ...], tuple[Stop, ...]]:
-    """Where operators of a piece of the model itself stand, in the order of its forward and of its backward."""
+    """The operators of a piece outside of blocks with their collectives, in the order of its forward and of its backward."""
     forward, backward = (tuple([stop for op, stop in did.stops.named("", back=back).items() if did.home[op] == name]) for back in (False, True))
     return forward, backward[::-1]
 
 
 def _work_s(did: Did) -> tuple[float, float]:
-    """Seconds of a piece in its forward and in its backward without what it has in the background, and without sums of gradients."""
+    """Seconds of the work of a piece in its forward and in its backward: without background collectives and sums of gradients."""
     return did.passes[FORWARD].work_s, did.passes[BACKWARD].work_s - sum(one.seconds - one.behind_s for one in did.each)
 
 
 def _each_s(did: Did, seconds: Sequence[float]) -> tuple[float, float, float]:
-    """What shows of the sums after a microbatch of one instance of a piece, in each of the passes that have them."""
+    """Exposed seconds of the sums after a microbatch of a piece: in the backward, in its part for weights, and in both parts at once."""
     all_s, behind_s = sum(one.seconds for one in did.each), sum(one.behind_s for one in did.each)
-    backward_s, weights_s, both_s = (all_s - behind_s * _hides(did.passes[way], seconds[way]) for way in (BACKWARD, WEIGHTS, BOTH))
+    backward_s, weights_s, both_s = (all_s - behind_s * _overlapped(did.passes[way], seconds[way]) for way in (BACKWARD, WEIGHTS, BOTH))
     return backward_s, weights_s, both_s
 
 
-def _hides(part: Pass, took_s: float) -> float:
-    """The share that hides of what a piece has in the background."""
+def _overlapped(part: Pass, took_s: float) -> float:
+    """The share of a piece's background collectives that is overlapped, where its pass takes `took_s`."""
     return max(0.0, 1.0 - (took_s - part.work_s) / part.background_s) if part.background_s else 0.0
 
 
@@ -103,7 +106,7 @@ def _per_instance(held: _Held, seconds: Sequence[float], did: Did, count: int) -
 
 
 def halfway_bytes(program: Program, micro: Model, index: int, c: int) -> float:
-    """Bytes of the gradients that wait where a backward is taken apart: those of what operators with weights make, each once."""
+    """Bytes of the gradients that are kept between the two parts of a split backward: those of the results of operators with weights, each once."""
     found = 0.0
     for member, op in enumerate(micro.clusters[index].members):
         if op.name in program.waiting:
@@ -115,7 +118,7 @@ def halfway_bytes(program: Program, micro: Model, index: int, c: int) -> float:
 
 
 def _holders(program: Program, op: Op, home: Mapping[str, str]) -> list[str]:
-    """The pieces that hold what rests: for a parameter all that read it, each on its own place at worst."""
+    """The pieces that hold a parameter and its state: all that read it, as each may be on a place of its own."""
     if op.role != "param" or op.scope:
         return [home[op.name]]
     names = [home[reader.name] for reader, _ in program.readers.get((op.name, 0), ())]

@@ -55,7 +55,7 @@ class HoningState(State):
         levels = list(dict.fromkeys(level for shares in each for level in shares)) or [""]
         self.shares = np.array([[shares.get(level, 0.0) for level in levels] for shares in each])  # [axes, levels] of a link that a collective takes
         self.used = [np.flatnonzero(shares) if shares.any() else np.array([0]) for shares in self.shares]
-        read = {} if passing.late else {scope: own for scope, own in passing.of_blocks.items() if own}
+        read = {} if passing.sums_at_end else {scope: own for scope, own in passing.of_blocks.items() if own}
         self.leaves = {scope: self._leaves_of(scope, own, row) for row, (scope, own) in enumerate(read.items(), self._added)}
         self.leading: dict[int, list[_Leaves]] = {}  # of nodes that lay leaves
         for leaves in self.leaves.values():

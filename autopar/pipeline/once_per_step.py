@@ -1,9 +1,10 @@
-"""What a place does once per step that is not the sum of what its pieces do.
+"""Corrections to the price of a pipeline's place, which is otherwise the sum of the prices of its pieces (pipeline.costs).
 
-    updates    of weights that several pieces read: pieces are priced as if each were on a place of its own (pipeline.costs), but a place has such a
-               weight once, though each of its stages sums a gradient of its own (runtime.pipeline)
-    sums       of gradients: pieces are priced with their shares of full buckets, but what a place has less than one begins a collective all the same
-    each       of those that are summed after every microbatch pieces are priced as if the model had one stage: of a stage that has less than one bucket nothing hides
+    updates    Each piece is priced with the optimizer's step of every weight that it reads, as if it were alone on its place. A place with several
+               readers of one weight has that weight once, and steps it once (`Update.too_many_s`); each of its stages still sums a gradient.
+    sums       A piece is priced with its share of full buckets. A place with less than one bucket starts a collective all the same (`begun_s`).
+    each       Sums after every microbatch are priced as if the model were one stage. A stage with less than one bucket overlaps none of
+               them with its backward (`each_s`).
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from autopar.problem.build import Model
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The optimizer's step of one weight: its `seconds`, which the prices of all `pieces` have."""
+    """The optimizer's step of one weight that several `pieces` read: the price of each of them contains its `seconds`."""
 
     pieces: Mapping[str, None]
     seconds: float
 
     def too_many_s(self, place: Sequence[str]) -> float:
-        """Seconds that the prices of the pieces of one place have too many."""
+        """Seconds by which the prices of the pieces of one place are too high, as the place takes this step once."""
         return self.seconds * max(0, sum(name in self.pieces for name in place) - 1)
 
 
 def shared_updates(once: Model, choice: Sequence[int]) -> list[Update]:
-    """Those of weights of the model itself that several pieces outside of blocks read; `once` says what a step costs once, `choice` is a solution of it."""
+    """The updates of weights outside of blocks that several pieces read, under the solution `choice` of `once` (problem.step_shares)."""
     program = once.links[0].program
     shared = [op for op in program.ops.values() if op.role == "param" and not op.scope and len(program.readers.get((op.name, 0), ())) > 1]
     home, at = homes(program, units(program)) if shared else {}, {cluster.members[0].name: index for index, cluster in enumerate(once.clusters)}
@@ -44,8 +45,13 @@ def shared_updates(once: Model, choice: Sequence[int]) -> list[Update]:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Gradients of a piece that travel with all others of the same `kinds`: bytes of each on a rank (`each_bytes`, in the order of use), in buckets of `full_bytes`; the collectives
-    in a row, on which axis, each with the seconds that the piece has of full ones, of which `behind_s` are priced as if they were in the background."""
+    """The gradients of a piece that are summed by the same collectives (`kinds`) as others of their stage, in the same buckets.
+
+        each_bytes    bytes of each on a rank, in the order of use
+        full_bytes    of a full bucket
+        moves         the collectives of a sum: kind, axis, and seconds as the piece's share of full buckets
+        behind_s      the part of those seconds that is priced as in the background
+    """
 
     kinds: Hashable
     each_bytes: tuple[float, ...]
@@ -55,7 +61,7 @@ class Sums:
 
     @property
     def nbytes(self) -> float:
-        """Bytes of all of them."""
+        """Bytes on a rank of all these gradients."""
         return sum(self.each_bytes)
 
     @property
@@ -65,7 +71,7 @@ class Sums:
 
 
 def merged(sums: Iterable[Sums]) -> tuple[Sums, ...]:
-    """Those of the same kinds as one."""
+    """Sums by the same collectives together as one, in the order in which they come first."""
     together: dict[Hashable, list[Sums]] = {}
     for one in sums:
         if one.nbytes > 0.0:
@@ -76,7 +82,11 @@ def merged(sums: Iterable[Sums]) -> tuple[Sums, ...]:
 
 
 def begun_s(place: Iterable[Sums]) -> float:
-    """Seconds that the sums of one place take longer than its pieces' shares of full buckets."""
+    """Seconds by which the sums of one place take longer than its pieces' shares of full buckets.
+
+    For gradients of n bytes in all, less than the b bytes of a full bucket, a piece is priced with a share of the time t(b), but the place takes t(n):
+    its seconds times (t(n) / n) / (t(b) / b) - 1, at least 0.
+    """
     found = 0.0
     for one in merged(place):
         for kind, axis, seconds in one.moves if one.nbytes < one.full_bytes else ():
@@ -86,8 +96,11 @@ def begun_s(place: Iterable[Sums]) -> float:
 
 
 def each_s(stage: Iterable[tuple[float, Sequence[Sums]]], contention: float) -> float:
-    """Seconds by which sums after a microbatch make the backward of a stage longer: of its pieces in the order of the backward, each with its seconds but for them. A bucket begins
-    when it is full, or when all is done; what hides takes its share `contention` of the compute units (1: nothing hides)."""
+    """Seconds by which sums after a microbatch make the backward of a stage longer.
+
+    `stage`: its pieces in the order of the backward, each with its seconds without such sums. Gradients come evenly spread over a piece; a
+    bucket is summed when it is full or the backward is done. Seconds that overlap the backward count `contention` times (1: nothing overlaps).
+    """
     buckets = _Buckets()
     for seconds, sums in stage:
         gradients = [(one, nbytes) for one in sums for nbytes in reversed(one.each_bytes)]
@@ -103,7 +116,8 @@ def each_s(stage: Iterable[tuple[float, Sequence[Sums]]], contention: float) -> 
 
 @dataclass(eq=False)
 class _Buckets:
-    """Those of a stage as its backward fills them (runtime.gradsync): how far that has come, until when each axis is busy, seconds of all collectives so far, and by kinds what is filled."""
+    """The buckets of a stage during its backward (runtime.gradsync), in seconds since its begin: `now_s`, when the last collective of each axis ends
+    (`until_s`), the seconds of all collectives so far (`moved_s`), and by kinds the bucket that is being filled, with its bytes."""
 
     now_s: float = 0.0
     moved_s: float = 0.0
@@ -111,14 +125,14 @@ class _Buckets:
     filled: dict[Hashable, tuple[Sums, float]] = field(default_factory=dict)
 
     def add(self, one: Sums, nbytes: float) -> None:
-        """A gradient of so many bytes is there."""
+        """A gradient of `nbytes` is ready: put it into its bucket."""
         _, before = self.filled.get(one.kinds, (one, 0.0))
         self.filled[one.kinds] = one, before + nbytes
         if before + nbytes >= one.full_bytes:
             self.send(one.kinds)
 
     def send(self, kinds: Hashable) -> None:
-        """Begin the sum of a bucket, one collective after the other."""
+        """Begin the collectives of a bucket, one after the other."""
         one, nbytes = self.filled.pop(kinds)
         end_s = self.now_s
         for kind, axis, _ in one.moves:

@@ -1,4 +1,4 @@
-"""What pieces of a model cost, and time and memory of any stretch of them."""
+"""The costs of the pieces of a model, and time and memory of any *stretch* (consecutive pieces, as in one pipeline stage)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Cost:
         ends_s                  for a block, by the number of blocks in its stage (the last entry: that many or more): by how much the stage is
                                 longer in its forward if it begins with this block, in its backward if it ends with it, and in its backward
                                 if it begins with it
-        hidden_s                for a piece that is no block: seconds of its forward and of its backward that hide under its stage's blocks
+        hidden_s                for a piece that is no block: seconds of collectives in its forward and in its backward that its stage's blocks overlap
         sums                    sums of gradients once per step; `once_s` has them with their shares of full buckets
         each, each_s            sums after every microbatch; their exposed seconds in the backward, in the part for weights, and in `both_s`
-        contention              seconds that a hidden collective adds to the compute over it, per second
+        contention              seconds that an overlapped collective adds to the compute beside it, per second
         stops, work_s           for a model without blocks: its operators in the forward and in the backward, and the seconds of their work
     """
 
@@ -73,7 +73,7 @@ def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bo
     """The times of a stage of these pieces, with `action_s` added to each action; `split`: the schedule splits its backward in two."""
     blocks = sum(bool(c.ends_s) for c in part)
     (begin_s, _, last_s), (_, first_s, _) = (piece.ends_s[min(blocks, len(piece.ends_s)) - 1] if piece.ends_s else (0.0, 0.0, 0.0) for piece in (part[0], part[-1]))
-    if not blocks:  # there is nothing else to hide under
+    if not blocks:  # no compute overlaps these collectives
         begin_s, last_s = (sum(c.hidden_s[way] for c in part) for way in range(2))
     seconds, forward_s = sum(c.micro_s for c in part) + begin_s + first_s + last_s, sum(c.forward_s for c in part) + begin_s
     if split and training:
@@ -93,7 +93,10 @@ def _in_order_s(part: Sequence[Cost], way: int) -> float:
 
 
 def _summed_s(part: Sequence[Cost], took_s: Sequence[float], way: int, *, shown: bool) -> float:
-    """Seconds that the sums after a microbatch take longer than the pieces of a stage have them, whose backward takes `took_s` each; `shown`: all of them show already."""
+    """Seconds by which the sums after a microbatch take longer in this stage (once_per_step.each_s) than the prices of its pieces say.
+
+    `took_s`: seconds of the backward of each piece. `way`: the index into `Cost.each_s`. `shown`: all collectives that pieces had in the background count as exposed already.
+    """
     if not any(c.each for c in part):
         return 0.0
     priced_s = sum((max(c.each_s[way], sum(one.seconds for one in c.each)) if shown and any(c.hidden_s) else c.each_s[way]) for c in part)
@@ -103,7 +106,7 @@ def _summed_s(part: Sequence[Cost], took_s: Sequence[float], way: int, *, shown:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """All pieces of a model as they cost on one kind of place, and as they cost where they are run `again` in the backward."""
+    """The costs of all pieces of a model on one kind of place, and their costs where their forward runs `again` in the backward."""
 
     costs: Sequence[Cost]
     again: Sequence[Cost]
@@ -115,7 +118,7 @@ class Pieces:
 
 
 class Table:
-    """Running sums over the pieces: of any stretch of them, time and memory at once."""
+    """Prefix sums over the pieces, from which time and memory of any stretch `[first, stop)` follow in constant time."""
 
     def __init__(self, costs: Sequence[Cost], again: Sequence[Cost]) -> None:
         self.count = len(costs)
@@ -125,17 +128,17 @@ class Table:
         self.freed = _sums([max(0.0, a.kept_bytes - b.kept_bytes) for a, b in zip(costs, again, strict=True)])
         live = np.array([c.live_bytes for c in costs])
         self.live_again = np.array([c.live_bytes for c in again])
-        self._most = [live.tolist()]  # of 2^n pieces from each on
+        self._most = [live.tolist()]  # [n][i]: the maximum over the 2^n pieces from i on
         while 2 ** len(self._most) <= self.count:
             last, half = self._most[-1], 2 ** (len(self._most) - 1)
             self._most.append([max(pair) for pair in zip(last, last[half:], strict=False)])
         self._most_live = float(live.max())
-        self._slower = bool((np.diff(self.more) >= 0).all())  # no piece takes less where it is run again
-        self._seconds, self._more, self._rest, self._kept, self._halfway = (sums.tolist() for sums in (self.seconds, self.more, rest, kept, halfway))  # read one by one
+        self._slower = bool((np.diff(self.more) >= 0).all())  # no piece is faster where it runs again
+        self._seconds, self._more, self._rest, self._kept, self._halfway = (sums.tolist() for sums in (self.seconds, self.more, rest, kept, halfway))  # lists: faster to read one by one
 
     def again(self, first: int, stop: int, flying: Flying, limit_bytes: float, spare_bytes: float = 0.0) -> int | None:
-        """How many of the first pieces of `[first, stop)` must be run again to fit; None where all are not enough. What they hold leaves `spare_bytes` at least for what is
-        there only while one of them runs."""
+        """How many of the first pieces of `[first, stop)` must run again for the stage to fit into `limit_bytes`; None where running all of them again is not
+        enough. `spare_bytes`: the least that is reserved for what exists only while a piece runs."""
         held = self.held(first, stop, flying)
         if held + max(self._most_live, spare_bytes) <= limit_bytes or held + (live := max(spare_bytes, self.live(first, stop))) <= limit_bytes:
             return 0
@@ -143,41 +146,41 @@ class Table:
         return int(fits[0]) + 1 if len(fits) else None
 
     def held(self, first: int, stop: int, flying: Flying) -> float:
-        """Bytes of what rests in `[first, stop)`, and of what `flying` microbatches keep of it."""
+        """Bytes of parameters and their state in `[first, stop)`, and of what the microbatches in flight keep."""
         kept = flying.kept * (self._kept[stop] - self._kept[first]) + flying.halfway * (self._halfway[stop] - self._halfway[first])
         return self._rest[stop] - self._rest[first] + kept
 
     def saved(self, first: int, stop: int, flying: Flying) -> float:
-        """Bytes that `flying` microbatches keep less where `[first, stop)` is run again."""
+        """Bytes that the microbatches in flight keep less where `[first, stop)` runs again."""
         return flying.kept * float(self.freed[stop] - self.freed[first])
 
     def least_bytes(self, first: int, stop: int, flying: Flying) -> float:
-        """Bytes of a stage of `[first, stop)`, with as many of its first pieces run again as leave fewest."""
+        """The fewest bytes of a stage of `[first, stop)`, over all numbers of its first pieces that run again."""
         live = self.live(first, stop)
         return min(self.held(first, stop, flying) + live, float(self._rerun_bytes(first, stop, flying, live).min()))
 
     def _rerun_bytes(self, first: int, stop: int, flying: Flying, live: float) -> np.ndarray:
-        """Bytes of a stage of `[first, stop)` with its first piece run again, its first two, ..., and at least `live` for what is there only while one runs."""
+        """[stop - first] bytes of a stage of `[first, stop)` with its first piece run again, its first two, ...; `live`: the least bytes of what exists only while a piece runs."""
         most = np.maximum.accumulate(np.maximum(self.live_again[first:stop], live))
         return self.held(first, stop, flying) + most - flying.kept * (self.freed[first + 1:stop + 1] - self.freed[first])
 
     def need(self, flying: Flying, first: int = 0, stop: int | None = None) -> Need:
-        """What a stage of `[first, stop)`, or of all pieces, takes; of what is there only while one of them runs that of most of them."""
+        """The memory that a stage of `[first, stop)`, or of all pieces, needs. Of what exists only while a piece runs, the median over the pieces."""
         stop = self.count if stop is None else stop
         live, live_again = (float(np.median(each[first:stop])) for each in (self._most[0], self.live_again))
         return Need(self.held(first, stop, flying), self.saved(first, stop, flying), live, live_again)
 
     def live(self, first: int, stop: int) -> float:
-        """The most bytes of `[first, stop)` that are there only while a piece runs: the most of two stretches that cover it."""
+        """The most bytes in `[first, stop)` that exist only while a piece runs: the maximum over two stretches of 2^n pieces that cover it."""
         power = (stop - first).bit_length() - 1
         return max(self._most[power][first], self._most[power][stop - 2**power])
 
     def slow(self, first: int, stop: int, limit_s: float) -> bool:
-        """Whether a stage surely takes longer than `limit_s`, whatever memory wants."""
+        """Whether a stage takes longer than `limit_s` however many of its pieces run again."""
         return self._slower and self._seconds[stop] - self._seconds[first] > limit_s
 
     def time_s(self, first: int, stop: int, again: int) -> float:
-        """Seconds of a stage."""
+        """Seconds of one microbatch in a stage whose first `again` pieces run again."""
         return self._seconds[stop] - self._seconds[first] + self._more[first + again] - self._more[first]
 
 

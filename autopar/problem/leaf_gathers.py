@@ -1,9 +1,11 @@
-"""How much of the leaves of a run of blocks that are gathered once per step is on its way before its block begins, at most: what the first few buckets of a block hold, in
-the order in which its weights are read (pipeline.passes has it exactly; runtime.leaves does it). What is not is late, as seconds that add up over weights:
+"""Gathers of leaves once per step (runtime.leaves): which of them are prefetched, and a bound of that which adds up over weights.
 
-    of seconds L, with l of each weight and b bytes of it, the share A / B is ahead, with A the bytes of the first buckets and B those of all
-    L A / B <= price A + sum of max(0, l - price b)     for any price of a byte, as A <= B
-    A       <= most - sum of less                       of the weights that fill a bucket by themselves
+The leaves of a run of blocks are gathered in buckets, in the order in which the weights are read. At most LEAVES_AHEAD buckets are in flight before
+their block begins; the rest is exposed (*late*). So for gathers of L seconds in all, of B bytes, of which A bytes are in the first buckets, L A / B
+seconds are prefetched. That is not a sum over weights, but is bounded by one. With a price p in seconds per byte, and l seconds, b bytes of each weight:
+
+    L A / B <= p A + sum of max(0, l - p b)    since L <= p B + sum of max(0, l - p b), and A <= B
+    A       <= most - sum of `less`            `most`: the most bytes that the first buckets can hold; `less` of each weight that fills a bucket by itself
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from autopar.problem.graph import Program
 
 @dataclass(frozen=True, eq=False)
 class Leaves:
-    """Of a run of `count` blocks (`in_a_row`), by weight in that order: its `nbytes` [rows], which are none where it is not gathered once per step, and its `seconds` [rows, columns, axes]."""
+    """The leaves of a run of `count` blocks (`in_a_row`). For each weight, in the order in which they are read: `nbytes` [rows], 0 where it is not gathered
+    once per step, and `seconds` of its gather [rows, columns, axes]."""
 
     nbytes: Sequence[np.ndarray]
     seconds: Sequence[np.ndarray]
@@ -30,12 +33,12 @@ class Leaves:
 
     @property
     def share(self) -> float:
-        """Of what the first buckets hold: the first block has nothing in front of it."""
+        """The share of blocks whose first buckets can be prefetched: all but the first one, before which nothing computes."""
         return 1.0 - 1.0 / self.count
 
     @cached_property
     def bytes_s(self) -> np.ndarray:
-        """[axes] seconds of a byte: at these the choices that take longest are late by as much as they are."""
+        """[axes] the price p of a byte: L / B where each weight has its slowest choice. At it the bound is exact for these choices."""
         whole_s, whole = np.zeros(self.seconds[0].shape[-1]), np.zeros(self.seconds[0].shape[-1])
         for nbytes, seconds in zip(self.nbytes, self.seconds, strict=True):
             at = seconds.max(1)  # [rows, axes]
@@ -45,41 +48,46 @@ class Leaves:
 
     @cached_property
     def first(self) -> tuple[float, list[float]]:
-        """The most bytes of the first buckets, and how many less they are with a weight that fills one by itself."""
+        """`first_bytes` of these weights."""
         return first_bytes(self.nbytes)
 
     @property
     def most_s(self) -> np.ndarray:
-        """[axes] seconds by which all that is late together is less than the sum of `late_s`."""
+        """[axes] seconds to subtract from the sum of `late_s` over all weights to get a lower bound of what is late."""
         return self.share * self.bytes_s * self.first[0]
 
     def late_s(self, index: int) -> np.ndarray:
-        """[rows, columns, axes] seconds of one weight that are late, and what it makes others late by filling a bucket."""
+        """[rows, columns, axes] late seconds of one weight, up to `most_s`: those of its own gather, and those of others if it fills a bucket by itself."""
         nbytes, seconds = self.nbytes[index][:, None, None], self.seconds[index]
         ahead_s = np.maximum(0.0, seconds - self.bytes_s * nbytes) - self.bytes_s * self.first[1][index] * (nbytes >= BUCKET_BYTES)
         return np.asarray(seconds - self.share * ahead_s)
 
 
 def in_a_row(program: Program, scope: str) -> float:
-    """How many blocks run one after the other, the first with nothing in front of it: all of the run of `scope`; infinitely many where it has another run in front of it."""
+    """How many blocks there are per block that has no compute before it: all of the run of `scope`; infinitely many where another run comes before it."""
     return program.runs[scope].count if scope == next(iter(program.runs)) else math.inf
 
 
 def share_ahead(each: Sequence[float], count: float) -> float:
-    """Of the leaves of each of `count` blocks (`in_a_row`), so many bytes each in the order in which they are read (0: not gathered once per step), the share that is on its way before its
-    block begins: that of the first buckets, which the first block has nothing in front of."""
+    """The share of bytes of leaves that are prefetched before their block begins: those in the first LEAVES_AHEAD buckets.
+
+    `each`: bytes of the leaves of one block in the order in which they are read (0: not gathered once per step). `count`: blocks (`in_a_row`). The leaves of
+    the first block, or of as many small ones as it takes to have half a bucket, are exposed.
+    """
     whole, filled = sum(each), [0.0]
     for nbytes in each:
         filled[-1] += nbytes
         if filled[-1] >= BUCKET_BYTES:
             filled.append(0.0)
-    bare = max(1, math.ceil(BUCKET_BYTES / 2 / max(1.0, whole))) / count
-    return max(0.0, 1.0 - bare) * sum(filled[:LEAVES_AHEAD]) / whole if whole else 1.0
+    exposed = max(1, math.ceil(BUCKET_BYTES / 2 / max(1.0, whole))) / count
+    return max(0.0, 1.0 - exposed) * sum(filled[:LEAVES_AHEAD]) / whole if whole else 1.0
 
 
 def first_bytes(options: Sequence[np.ndarray]) -> tuple[float, list[float]]:
-    """Of weights in the order in which they are read, each with one of so many bytes: what the first LEAVES_AHEAD buckets hold at most, and what of that they do not, of
-    each weight that fills a bucket by itself."""
+    """The most bytes that the first LEAVES_AHEAD buckets can hold, and for each weight how many bytes fewer it is if this weight fills a bucket by itself.
+
+    `options`: for each weight, in the order in which they are read, the bytes that it may have.
+    """
     fills = [index for index, each in enumerate(options) if (each >= BUCKET_BYTES).any()][:LEAVES_AHEAD]
     most, less = _most_bytes(options), [0.0] * len(options)
     among = {those: _most_bytes([_of(each, index in those) if index in fills else each for index, each in enumerate(options)])
@@ -90,18 +98,18 @@ def first_bytes(options: Sequence[np.ndarray]) -> tuple[float, list[float]]:
 
 
 def _of(each: np.ndarray, filling: bool) -> np.ndarray:
-    """Those bytes of a weight that fill a bucket, or the others."""
+    """The options of a weight that fill a bucket by themselves (`filling`), or those that do not."""
     return each[(each >= BUCKET_BYTES) == filling]
 
 
 def _most_bytes(options: Sequence[np.ndarray]) -> float:
-    """What the first buckets hold at most; negative where some weight has nothing to choose from."""
+    """The most bytes that the first buckets can hold; -inf where some weight has no option."""
     if not all(len(each) for each in options):
         return -np.inf
 
     @cache
     def most(first: int, buckets: int) -> float:
-        """Of so many buckets that begin with the weight `first`, each closed by one on top of less than it holds."""
+        """The most bytes in the next `buckets` buckets, of weights from `first` on. A bucket is closed by the weight that makes it full, on top of less than BUCKET_BYTES."""
         found, before = 0.0, 0.0
         for index in range(first, len(options) if buckets else first):
             found = max(found, min(before, BUCKET_BYTES) + float(options[index].max()) + most(index + 1, buckets - 1))

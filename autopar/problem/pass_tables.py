@@ -1,20 +1,29 @@
-"""What every choice and every change of layout of a Problem takes in each pass: the seconds of pipeline.passes as tables over all choices, so
-that a bound can be found over all of them.
+"""The seconds of pipeline.passes for every choice of every node, and every pair of choices of every net, as tables of additive quantities.
 
-    SHOWN     compute, and collectives that compute waits for, or that run when the rest is done
-    COMPUTE   the part of it under which collectives hide
-    WAITED    the part of it that is collectives: others run beside them
-    INPUTS    the compute in the backward of operators that is not for weights
-    AHEAD     of each mesh axis: gathers that begin in the background with their block
-    BEHIND    of each mesh axis: other collectives in the background
-    LEAF      of each mesh axis: gathers of leaves once per step, of which some begin ahead, those that are not in the first few buckets of a block when the rest is done
-    WAITS     of each mesh axis: its part of WAITED
-    LINKS     of each mesh axis: seconds of WAITED, and then of all in the background, by the share that they take of the axis's link (only where asked for)
-    LATE      of each mesh axis: what of LEAF is not ahead, and `leaves_s` more (problem.leaf_gathers; with LINKS)
+A bound over all solutions, and the change by each possible move of a local search, are then sums and maxima over tables. The quantities, in
+seconds per pass and scope (a run of blocks, or all that is outside of blocks):
 
-Of a solution the entries add up to no more than what pipeline.passes finds for it. They are the same but for: sums of gradients in the background, which hide as if all
-weights that may rest alike did; the gradients of a weight that several operators read, which are left out because these share what they can, as is adding them up where some
-are in blocks. LEAF is no more than what shows of it only with all of it ahead.
+    SHOWN     compute, collectives that compute waits for, and collectives after the last compute: all that is not in the background
+    COMPUTE   the part of SHOWN that background collectives overlap and slow down
+    WAITED    the part of SHOWN that is collectives which background collectives overlap
+    INPUTS    the compute of a backward that is not for the gradients of weights
+
+and for each mesh axis:
+
+    AHEAD     background gathers that begin before their block does
+    BEHIND    other background collectives
+    LEAF      gathers of leaves once per step, as if all of them were prefetched
+    WAITS     the part of WAITED on this axis
+    LINKS     (only if `linked`) the seconds in WAITED, and those in the background, each times the share of the axis's link that the
+              collective takes
+    LATE      (only if `linked`) the part of LEAF that is not prefetched; see problem.leaf_gathers, and `leaves_s`, which is to be subtracted
+
+For a solution, the entries of its choices add up to at most what pipeline.passes finds. They add up to less where
+
+    * sums of gradients overlap: tables assume buckets as if all weights were in the same ones;
+    * a weight has several readers: its gradients are left out, as what they share depends on all of their choices. So are the
+      additions of its gradients to those of earlier microbatches, if readers are in several scopes;
+    * leaves are not prefetched: LEAF alone assumes that all are.
 """
 
 from __future__ import annotations
@@ -42,12 +51,12 @@ from autopar.problem.types import Net, Node
 FORWARD, BACKWARD = PASSES = range(2)
 SHOWN, COMPUTE, WAITED, INPUTS = range(4)
 PLAIN = 4
-"""How many quantities there are beside those of each axis."""
+"""How many quantities there are that are not by axis."""
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """[2 passes, ..., quantities]: what one node takes under each choice, or one net between each row and column, in the passes of `scope`."""
+    """`each` [2 passes, choices, quantities] of a node, or [2 passes, rows, columns, quantities] of a net, whose seconds belong to `scope`."""
 
     scope: str
     each: np.ndarray
@@ -55,13 +64,19 @@ class Table:
 
 @dataclass(eq=False)
 class PassTables:
-    """The tables of `model`; `forward` are prices on the same mesh. `late`: sums that go once per step, and leaves that are gathered then, are left out.
-    `between`: nets, by number, between pieces that may be laid out each in its own way, as on places of a pipeline; they take nothing, and neither does what is in
-    the background outside of blocks, because some of these may hide what others bring. `linked`: with LINKS and LATE."""
+    """The tables of `model`.
+
+        forward        prices of a forward alone on the same mesh
+        sums_at_end    sums and gathers of leaves that happen once per step belong to no pass, and are left out
+        between        the nets, by number, between pieces that may have layouts of their own, as on different places of a pipeline (None: no
+                       pieces have). Such nets cost nothing here. Background collectives outside of blocks cost nothing either, because
+                       compute of another piece on the same place may overlap them
+        linked         whether the tables have LINKS and LATE
+    """
 
     model: Model
     forward: ForwardPrices
-    late: bool
+    sums_at_end: bool
     between: frozenset[int] | None = None
     linked: bool = False
 
@@ -92,12 +107,12 @@ class PassTables:
         return PLAIN + 2 * self.axes + axis
 
     def links_waited(self, axis: int) -> int:
-        """The quantity LINKS of an axis, of what is waited for; that of the background is so many axes behind it."""
-        assert self.linked, "nobody asked for shares of links"
+        """The quantity LINKS of an axis, for collectives that compute waits for."""
+        assert self.linked, "tables without `linked` have no LINKS"
         return self.waits(self.axes) + axis
 
     def links_behind(self, axis: int) -> int:
-        """The quantity LINKS of an axis, of what is in the background."""
+        """The quantity LINKS of an axis, for background collectives."""
         return self.links_waited(axis) + self.axes
 
     def late_leaf(self, axis: int) -> int:
@@ -106,41 +121,41 @@ class PassTables:
 
     @property
     def link(self) -> list[str]:
-        """Of each axis the level of the cluster whose link large collectives take most of."""
+        """For each axis, the level of the cluster whose link its large collectives use most."""
         return self.model.prices.routes.link
 
     @cached_property
     def plain(self) -> Mapping[str, bool]:
-        """Of each level of `link`, whether no collective of the axes that take most of it takes any other level's."""
+        """For each level in `link`, whether the collectives of its axes use the links of this level only."""
         axes = {level: [axis for axis, own in zip(self.model.prices.mesh.axes, self.link, strict=True) if own == level and axis.size > 1] for level in self.link}
         return {level: all(part.span.level.name == level for axis in own for kind in COLLECTIVES for way in fastest_ways(kind, axis) for part in way)
                 for level, own in axes.items()}
 
     def background_s(self, quantities: np.ndarray) -> float:
-        """Seconds of all that may hide."""
+        """Seconds of all background collectives in one pass, LEAF included, whether or not they are exposed."""
         return float(quantities[PLAIN:self.waits(0)].sum())
 
     @property
     def scopes(self) -> list[str]:
-        """Those that have passes of their own: runs of blocks, and all that is outside of them."""
+        """The scopes: "" for all that is outside of blocks, and the runs of blocks."""
         return ["", *self.model.links[0].program.runs]
 
     @cached_property
     def nodes(self) -> list[Table]:
-        """Of each node; of a parameter nothing but gradients that are added up."""
+        """The table of each node. That of a parameter has only the addition of gradients over microbatches."""
         return [self._node(*each) for each in zip(self.model.clusters, self.model.members, self.model.problem.nodes, self.updates_s, strict=True)]
 
     @cached_property
     def updates_s(self) -> list[np.ndarray]:
-        """Of each node the seconds of its parameter's own (Model.update_s), by choice."""
+        """For each node [choices], seconds of the optimizer's step of its parameter (Model.update_s)."""
         return [self.model.updates_s(index) for index in range(len(self.model.problem.nodes))]
 
     @cached_property
     def nets(self) -> list[Table]:
-        """Of each net."""
+        """The table of each net."""
         found = self._made
-        if self.linked and not self.late:
-            self._late()
+        if self.linked and not self.sums_at_end:
+            self._fill_late()
         for index, table in enumerate(found if self.between is not None else ()):
             if self.between is not None and index in self.between:
                 table.each[:] = 0.0
@@ -152,7 +167,7 @@ class PassTables:
 
     @cached_property
     def _made(self) -> list[Table]:
-        """Of each net by itself."""
+        """The table of each net without `between` and LATE, which `nets` fills in."""
         return [self._net(link, net) for link, net in zip(self.model.links, self.model.problem.nets, strict=True)]
 
     def _scope(self, scope: str) -> str:
@@ -163,13 +178,13 @@ class PassTables:
         found = np.zeros((2, len(cost_s), self.width))
         if cluster.root.role == "param":
             scopes = self._reading(cluster)
-            if self.late and len(scopes) == 1:
+            if self.sums_at_end and len(scopes) == 1:
                 found[BACKWARD, :, SHOWN] = found[BACKWARD, :, COMPUTE] = update_s
             return Table(scopes[0], found)
         ahead_s = np.zeros(len(cost_s))
         for member in members:
             if member.op.role == "param":
-                continue  # what is made of a parameter is computed in passes, the parameter's own step is not
+                continue  # the optimizer's step belongs to no pass
             wanted = member.runs if member.op.free else None
             own_s = member.each(self.forward.op_s, wanted)
             back_s = member.each(self.model.prices.op_s, wanted) - own_s
@@ -184,12 +199,12 @@ class PassTables:
         return Table(self._scope(cluster.scope), found)
 
     def _reading(self, cluster: Cluster) -> list[str]:
-        """Where the gradients of a parameter may be added up: with those that read it."""
+        """The scopes in which the gradients of a parameter may be added up: those of its readers."""
         readers = self.model.links[0].program.readers.get((cluster.root.name, 0), ())
         return list(dict.fromkeys(self._scope(cluster.scope or reader.scope) for reader, _ in readers)) or [""]
 
     def _inside(self, member: Member, way: Way) -> np.ndarray:
-        """[2, quantities]: the collectives inside an operator that compute waits for."""
+        """[2 passes, quantities]: the collectives inside an operator that compute waits for."""
         found = np.zeros((2, self.width))
         for passed, waits in zip(PASSES, self.model.prices.waits(member.op, way), strict=True):
             for wait in waits:
@@ -208,19 +223,19 @@ class PassTables:
         here, cost_s = prices.routes.between(link.rows, link.columns), np.where(np.isfinite(net.cost_s), net.cost_s, 0.0)
         ahead = self._moved(here.forward, link.size_bytes)
         if link.weight:
-            self._weight(link, here, cost_s, ahead, found)
+            self._add_weight(link, here, cost_s, ahead, found)
         else:
-            self._waits(found[FORWARD], ahead, float(link.count))
+            self._add_waited(found[FORWARD], ahead, float(link.count))
             left_s, back = np.maximum(0.0, cost_s - link.count * ahead.all_s), self._moved(here.back, link.size_bytes)
             again = (left_s > 0) & (back.all_s <= 0)
-            self._waits(found[BACKWARD], back, over(left_s, back.all_s))
+            self._add_waited(found[BACKWARD], back, over(left_s, back.all_s))
             if again.any():
-                self._waits(found[BACKWARD], ahead, np.where(again, over(left_s, ahead.all_s), 0.0))
+                self._add_waited(found[BACKWARD], ahead, np.where(again, over(left_s, ahead.all_s), 0.0))
         found[:, ~np.isfinite(net.cost_s)] = 0.0
         return Table(scope, found)
 
-    def _weight(self, link: Link, here: Between, cost_s: np.ndarray, ahead: NetSeconds, found: np.ndarray) -> None:
-        """As pipeline.passes has it: gathers of a weight, and its gradient back."""
+    def _add_weight(self, link: Link, here: Between, cost_s: np.ndarray, ahead: NetSeconds, found: np.ndarray) -> None:
+        """Add the gathers of a weight, the scatter of its gradient to the leaf, and the sum over ranks, by the rules of pipeline.passes."""
         prices = self.model.prices
         grad_bytes = prices.gradient_bytes(link.program.ops[link.ref[0]], link.size_bytes)
         plain_s = prices.table_s(link.rows, link.columns, link.size_bytes, weight=True, grad_bytes=grad_bytes) * link.count
@@ -228,34 +243,34 @@ class PassTables:
         moved = prices.routes.gathers(here.forward)
         gathers = moved & link.ahead
         for passed, times, begun in ((FORWARD, np.full(cost_s.shape, float(link.count)), gathers), (BACKWARD, again, moved & link.again_ahead)):
-            self._hides(found[passed], ahead, np.where(begun, times, 0.0))
-            self._waits(found[passed], ahead, np.where(begun, 0.0, times))
+            self._add_background(found[passed], ahead, np.where(begun, times, 0.0))
+            self._add_waited(found[passed], ahead, np.where(begun, 0.0, times))
         if self.shared[link.ref]:
             return
         graded = here.graded * float(link.count)
         back = self._moved(here.read, grad_bytes)
-        self._hides(found[BACKWARD], back, np.where(gathers, graded, 0.0), link.last)
-        self._waits(found[BACKWARD], back, np.where(gathers, 0.0, graded))
+        self._add_background(found[BACKWARD], back, np.where(gathers, graded, 0.0), link.last)
+        self._add_waited(found[BACKWARD], back, np.where(gathers, 0.0, graded))
         sums = self._moved(here.summed, grad_bytes, prices.grad_bucket_bytes(link.size_bytes, grad_bytes))
-        self._after(found[BACKWARD], sums, np.where(here.each | (not self.late), graded, 0.0), self.behind(0), self._hidden(link))
-        if not self.late:
+        self._add_buckets(found[BACKWARD], sums, np.where(here.each | (not self.sums_at_end), graded, 0.0), self.behind(0), self._hidden(link))
+        if not self.sums_at_end:
             leaf = self._moved(here.leaf, link.size_bytes, prices.bucket_bytes)
             inside = bool(link.cluster.scope)  # what the model itself reads is waited for before it runs
-            self._after(found[FORWARD], leaf, graded, self.leaf(0), np.full((2, len(link.rows)), float(inside)))
+            self._add_buckets(found[FORWARD], leaf, graded, self.leaf(0), np.full((2, len(link.rows)), float(inside)))
 
     def gathered(self, link: Link) -> np.ndarray:
-        """Of each row, bytes of the leaf of one block that is gathered once per step."""
+        """[rows] bytes of the leaf of one block, 0 where it is not gathered once per step."""
         sizes = self.model.prices.sizes
         return np.array([link.size_bytes * fraction(made.value, sizes) * (made.value != made.back) for made in link.rows])
 
     @property
     def leaves_s(self) -> Mapping[str, np.ndarray]:
-        """By scope of blocks that have leaves, and by axis: so much less than all entries of LATE together is late."""
+        """By scope of blocks that have leaves, [axes] seconds to subtract from the sum of all LATE entries of that scope: the rest is a lower bound of what is not prefetched."""
         return {scope: leaves.most_s for scope, leaves in self._leaves.items()}
 
     @cached_property
     def _leaves(self) -> Mapping[str, Leaves]:
-        """By scope of the blocks in which any are gathered once per step."""
+        """The leaves of each scope of blocks in which any choice gathers some once per step."""
         found = {}
         for scope, own in self.of_blocks.items():
             seconds = [self._made[index].each[FORWARD, ..., self.leaf(0):self.leaf(0) + self.axes] for index in own]
@@ -265,11 +280,11 @@ class PassTables:
 
     @cached_property
     def of_blocks(self) -> Mapping[str, list[int]]:
-        """By scope of blocks the first nets of its weights, in the order in which buckets are filled (pipeline.passes)."""
+        """By scope of blocks, the first net of each of its weights, in the order in which buckets are filled."""
         return {scope: [index for index in self.model.weights.values() if self.model.links[index].cluster.scope == scope] for scope in self.model.links[0].program.runs}
 
-    def _late(self) -> None:
-        """Fills LATE in; of a weight that several operators read it is nothing."""
+    def _fill_late(self) -> None:
+        """Fill in LATE, which stays 0 for weights with several readers."""
         for scope, leaves in self._leaves.items():
             for number, index in enumerate(self.of_blocks[scope]):
                 if not self.shared[self.model.links[index].ref]:
@@ -285,22 +300,25 @@ class PassTables:
         return {ref: count > 1 for ref, count in found.items()}
 
     def _hidden(self, link: Link) -> np.ndarray:
-        """[2, rows]: the share of the sums of a weight's gradient that can run in the background, of the first collective and of the next ones: at most where all weights, whole,
-        are in the same buckets."""
+        """[2, rows]: the most of the sum of a weight's gradient that can be in the background, as a share: of its first collective, and of later ones.
+
+        The last bucket, half full on average, is exposed, and one more for later collectives. Its share of all gradients is least if all weights, not sharded,
+        are in buckets of one kind.
+        """
         bucket = BUCKET_BYTES / max(1.0, self._weights_bytes)
         hidden = np.maximum(0.0, 1.0 - bucket * np.array((0.5, 1.5))) if bucket < 1.0 and not link.opening else np.zeros(2)
         return np.repeat(hidden[:, None], len(link.rows), 1)
 
     @cached_property
     def _weights_bytes(self) -> float:
-        """Bytes of all weights."""
+        """Bytes of all weights, not sharded."""
         return sum(link.size_bytes * link.count for link in map(self.model.links.__getitem__, self.model.weights.values()))
 
     def _moved(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0) -> NetSeconds:
         return NetSeconds(self.model.prices.routes.moved(ways, size_bytes, bucket_bytes), ways.at, self.axes)
 
-    def _waits(self, found: np.ndarray, moved: NetSeconds, times: np.ndarray | float) -> None:
-        """Collectives that compute waits for."""
+    def _add_waited(self, found: np.ndarray, moved: NetSeconds, times: np.ndarray | float) -> None:
+        """Add collectives that compute waits for, and their local copies, `times` times."""
         each = np.zeros((len(moved.each), self.width))
         each[:, COMPUTE], each[:, WAITED] = moved.local_s, moved.by_axis[:, :2].sum((1, 2))
         each[:, SHOWN] = each[:, COMPUTE] + each[:, WAITED]
@@ -309,8 +327,8 @@ class PassTables:
             each[:, self.links_waited(0):self.links_behind(0)] = moved.linked_s[:, 0]
         add_to(found, each, moved.at, times)
 
-    def _hides(self, found: np.ndarray, moved: NetSeconds, times: np.ndarray, last: float = 0.0) -> None:
-        """A way whose collectives run in the background; of the share `last` all but the first when the rest is done."""
+    def _add_background(self, found: np.ndarray, moved: NetSeconds, times: np.ndarray, last: float = 0.0) -> None:
+        """Add chains of background collectives and their local copies, `times` times. Of the share `last`, all but the first collective come after the last compute."""
         each = np.zeros((len(moved.each), self.width))
         each[:, COMPUTE] = moved.local_s
         each[:, SHOWN] = moved.local_s + last * moved.by_axis[:, 2:4].sum((1, 2))
@@ -319,18 +337,18 @@ class PassTables:
             each[:, self.links_behind(0):self.late_leaf(0)] = moved.linked_s[:, 0] - last * moved.linked_s[:, 1]
         add_to(found, each, moved.at, times)
 
-    def _after(self, found: np.ndarray, moved: NetSeconds, times: np.ndarray, first: int, hidden: np.ndarray) -> None:
-        """Collectives in buckets, of which the shares `hidden` [2, rows] run in the background, in the quantities from `first` on, of the first one of a way and of the next
-        ones; copies, and all else, when the rest is done."""
+    def _add_buckets(self, found: np.ndarray, moved: NetSeconds, times: np.ndarray, first: int, hidden: np.ndarray) -> None:
+        """Add collectives in buckets, `times` times: of the first collective of each chain the share hidden[0] [rows], of later ones hidden[1], in the background, as
+        the quantities by axis from `first` on. The rest, and local copies, come after the last compute."""
         all_s, next_s = (moved.by_axis[:, at:at + 2].sum(1) for at in (0, 2))
-        for under, moving_s, linked_s in ((hidden[0], all_s - next_s, moved.linked_s[:, 0] - moved.linked_s[:, 1]), (hidden[1], next_s, moved.linked_s[:, 1])):
-            shown, behind = (np.zeros((len(moved.each), self.width)) for _ in range(2))
-            shown[:, SHOWN] = moving_s.sum(1)
-            behind[:, first:first + self.axes] = moving_s
+        for share, moving_s, linked_s in ((hidden[0], all_s - next_s, moved.linked_s[:, 0] - moved.linked_s[:, 1]), (hidden[1], next_s, moved.linked_s[:, 1])):
+            exposed, background = (np.zeros((len(moved.each), self.width)) for _ in range(2))
+            exposed[:, SHOWN] = moving_s.sum(1)
+            background[:, first:first + self.axes] = moving_s
             if self.linked:
-                behind[:, self.links_behind(0):self.late_leaf(0)] = linked_s
-            add_to(found, shown, moved.at, times * (1.0 - under)[:, None])
-            add_to(found, behind, moved.at, times * under[:, None])
+                background[:, self.links_behind(0):self.late_leaf(0)] = linked_s
+            add_to(found, exposed, moved.at, times * (1.0 - share)[:, None])
+            add_to(found, background, moved.at, times * share[:, None])
         copies = np.zeros((len(moved.each), self.width))
         copies[:, SHOWN] = moved.local_s
         add_to(found, copies, moved.at, times)

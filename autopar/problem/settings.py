@@ -9,27 +9,36 @@ if TYPE_CHECKING:
     from autopar.plan import Plan
 
 OFFLOADED = ("", "optimizer", "parameters")
-"""What may be on the host, the least first: nothing; the optimizer's state, which is brought to the device for the step; trained parameters
-too, with their gradients, so that the optimizer steps there."""
+"""What is kept in host memory: nothing; the optimizer's state, which is copied to the device for each step; or also the trained parameters
+and their gradients, so that the optimizer steps on the host."""
 
 
 ROWS_TO = ("ranks", "experts", "nodes")
-"""A token goes once to each rank of an axis that has some of its experts; once to each of its experts; once to each part of a cluster with such ranks, and
-is copied inside."""
+"""How often a token is sent to its experts: once to each rank of an axis that has some of them; once to each of them; or once to each node with such
+ranks, inside which it is copied on."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained and how: `mode` train or inference, the optimizer's name, the compute precision.
+    """What is trained and how, as far as prices depend on it.
 
-    `fused`: chains of pointwise operators run as one kernel. `matmul`: the dtype of matmuls with weights where it is another one
-    (float8), their operands quantised on the way: that moves `cast_bytes` per element (read once, written by rows and by columns), and `turn_bytes`
-    more where columns are made of rows; `casts_shards` says that it is done before what comes in is gathered. `matmul_share` is their rate as a share of
-    the device's best in that dtype. `attention`: the rate of fused attention, as a multiple of the device's.
-    `dealt`: rows of the sequence come in the order in which rings balance, so that attention has none to put in order.
-    `tokens_in_parts`: tokens go to their experts in parts, one from each rank of an axis that cuts the experts' width, and are gathered there.
-    `rows_to` (ROWS_TO): to what of its experts a token goes once; `in_a_row`: these lie next to each other. Emitted programs do nothing of this but to send it once to a rank.
-    `offload` (OFFLOADED): what is in the memory of the host.
+        mode               "train" or "inference"
+        optimizer          a name of autopar.optimizers
+        precision          the dtype of compute, by policy (cost.memory.POLICIES)
+        fused              chains of pointwise operators run as one kernel
+        matmul             the dtype of matmuls with weights where it is another one (float8); "" for that of `precision`
+        cast_bytes         bytes moved per element to quantise an operand of such a matmul: read once, written by rows and by columns
+        turn_bytes         further bytes per element where columns are made of rows by a kernel of its own
+        casts_shards       operands are quantised before they are gathered
+        matmul_share       the rate of such matmuls as a share of the device's best in that dtype
+        attention          the rate of fused attention as a multiple of the device's
+        dealt              rows of the sequence come in the order in which rings are balanced; otherwise attention puts them in order
+        tokens_in_parts    each rank of an axis that splits the experts' width sends its part of a token; the parts are gathered by the experts
+        rows_to            one of ROWS_TO
+        in_a_row           the experts of a token are neighbours
+        offload            one of OFFLOADED
+
+    Emitted programs have the defaults of `fused` to `in_a_row`; others describe other software (autopar.predict).
     """
 
     mode: str = "train"
@@ -55,4 +64,5 @@ class Settings:
 
     @property
     def training(self) -> bool:
+        """Whether there is a backward and an optimizer's step."""
         return self.mode == "train"

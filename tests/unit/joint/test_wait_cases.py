@@ -113,7 +113,7 @@ def test_no_more_leaves_are_late_than_are(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(module, "BUCKET_BYTES", 1500)
     name, cluster, mesh = ON[1]
     here, found = alone_on(name, cluster, mesh)
-    tables, program, seen, less = PassTables(here.plain, here.forward, late=False, linked=True), here.whole.program, 0, 0
+    tables, program, seen, less = PassTables(here.plain, here.forward, sums_at_end=False, linked=True), here.whole.program, 0, 0
     relaxed = alone(tables, here.plain, math.inf)
     for choice in [*found, *leaves(here, 12)]:
         filled = Passes(program, here.plain, choice, here.forward, apart=False, sums_at_end=False).buckets.share_ahead

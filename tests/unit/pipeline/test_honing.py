@@ -71,7 +71,7 @@ def test_no_move_of_one_node_or_two_is_better_by_the_price(problem: Problem) -> 
 
 
 def test_totals_of_passes_after_moves_are_those_from_the_begin(planner: Planner, found: Candidate) -> None:
-    passing = PassTables(found.model, planner.forward(found.mesh), late=False)
+    passing = PassTables(found.model, planner.forward(found.mesh), sums_at_end=False)
     state, rng = HoningState(passing, found.solution.choice), np.random.default_rng(0)
     for _ in range(20):
         v = int(rng.integers(len(state.choice)))
@@ -84,7 +84,7 @@ def test_what_a_move_makes_of_leaves_that_are_ahead_is_exact(planner: Planner, f
     for module in (passes, passing_of, leaves_of):
         monkeypatch.setattr(module, "BUCKET_BYTES", 1500)
     model, forward = found.model.with_limit(math.inf), planner.forward(found.mesh)
-    state, rng, shares = HoningState(PassTables(model, forward, late=False), found.solution.choice), np.random.default_rng(0), set[float]()
+    state, rng, shares = HoningState(PassTables(model, forward, sums_at_end=False), found.solution.choice), np.random.default_rng(0), set[float]()
     [leaves] = state.leaves.values()
     for _ in range(8):
         for v in set(leaves.nodes):
@@ -100,7 +100,7 @@ def test_what_a_move_makes_of_leaves_that_are_ahead_is_exact(planner: Planner, f
 
 def test_a_pass_takes_what_it_takes_in_the_price(planner: Planner, found: Candidate) -> None:
     """Of loads that take of each link what large ones take; the rest alone at the end is rounded up to what links can move."""
-    passing = PassTables(found.model, planner.forward(found.mesh), late=False)
+    passing = PassTables(found.model, planner.forward(found.mesh), sums_at_end=False)
     state, rng = HoningState(passing, found.solution.choice), np.random.default_rng(0)
     each = [link_shares("all_gather", axis.size * BUCKET_BYTES, axis) for axis in found.mesh.axes]
     of = np.zeros((passing.width, 200))
@@ -121,7 +121,7 @@ def test_a_pass_takes_what_it_takes_in_the_price(planner: Planner, found: Candid
 @pytest.mark.parametrize("share", [0.25, 1.0])
 def test_gathers_of_blocks_that_begin_a_stage_have_nothing_in_front_of_them(planner: Planner, found: Candidate, share: float) -> None:
     """Their share of what is gathered ahead is shown: no less time than before, no more than all of that more, and that much where nothing hides."""
-    passing = PassTables(found.model.with_limit(math.inf), planner.forward(found.mesh), late=True)
+    passing = PassTables(found.model.with_limit(math.inf), planner.forward(found.mesh), sums_at_end=True)
     state, scope = HoningState(passing, found.solution.choice), next(scope for scope in passing.scopes if scope)
     opened = HoningState(passing, found.solution.choice, opening={scope: share})
     rng, width = np.random.default_rng(0), passing.width
@@ -142,7 +142,7 @@ def test_gathers_of_blocks_that_begin_a_stage_have_nothing_in_front_of_them(plan
 def test_seconds_of_passes_are_near_those_of_the_step(planner: Planner, found: Candidate) -> None:
     """Of the solution, and of all that differ by one choice that may be; memory and what is forbidden are the Problem's."""
     model, forward = found.model.with_limit(math.inf), planner.forward(found.mesh)
-    state = HoningState(PassTables(model, forward, late=False), found.solution.choice)
+    state = HoningState(PassTables(model, forward, sums_at_end=False), found.solution.choice)
     columns, asked = state.totals + state.changes(), 0
     seconds = state.score(columns, Penalty(0.0, 0.0))
     off = []

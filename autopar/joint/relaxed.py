@@ -1,7 +1,8 @@
-"""A step over all choices, bounded from below by prices of what its passes take: a Problem whose costs just add up, for any prices of a polytope (joint.price_polytope).
+"""A step bounded from below by a Problem whose costs are additive: the Lagrangian relaxation of the price of a step as it runs.
 
-What a plan computes or waits for beside the quantities of its passes costs as much as anything gains by it. Memory that a plan has no more than `limit` of adds m (bytes - limit)
-for every m >= 0.
+The seconds of a pass are a convex function of a few quantities that add up over nodes and nets (problem.pass_tables). Any prices of these quantities in a
+polytope (joint.price_polytope) give a linear function below it. With them, each choice has a cost of its own, and the optimum of that Problem is a lower bound
+for all solutions. A memory limit adds m (bytes - limit) for a dual price m >= 0 in seconds per byte.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from autopar.problem.types import Net, Node, Problem
 Key = tuple[str, int]  # a scope, and one of its passes
 Span = tuple[float, float]
 Spans = Mapping[tuple[Key, str], Span]
-"""Of a pass and a level of the cluster (all of them: ""), how many times as long as it computes it waits for what takes the level's link (for all collectives)."""
+"""By pass and level of the cluster: the range of (seconds that the pass waits for collectives on the level's links) / (seconds that it computes). Level "": for all collectives."""
 ALL: Span = (0.0, math.inf)
 
 
 @dataclass(frozen=True, eq=False)
 class Room:
-    """Bytes of each node's choices and of each net's pairs, of which a plan has no more than `limit` together, those of `Relaxed.again` so many `times`."""
+    """One memory limit: bytes of each node [choices] and net [rows, columns], which are at most `limit` in all. Those of `Relaxed.again` count `times` times."""
 
     nodes: Sequence[np.ndarray]
     nets: Sequence[np.ndarray]
@@ -35,7 +36,7 @@ class Room:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """What one solution takes: by key the quantities of problem.pass_tables and a one, seconds that nothing changes, and bytes over the limit of each Room."""
+    """One solution: by pass its quantities of problem.pass_tables, followed by a 1 (for constant terms of prices); its seconds outside of passes; its bytes above the limit of each Room (negative: below)."""
 
     passes: Mapping[Key, np.ndarray]
     own_s: float
@@ -44,7 +45,7 @@ class Sums:
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Seconds of each node's choices and of the pairs of each net that counts, and those to be added to what a solution takes by these."""
+    """An additive Problem: seconds of each node [choices], of each net that counts [rows, columns], all >= 0, and a constant `more_s` (may be negative)."""
 
     node_s: list[np.ndarray]
     net_s: list[np.ndarray]
@@ -53,8 +54,13 @@ class Costs:
 
 @dataclass(eq=False)
 class Relaxed:
-    """The step of `passing`, with each pass `times` over (none where nothing is said), and seconds of each node's choices and each net's pairs beside them; of solutions whose
-    waits are within `spans`. `fixed_s` are on top of all; `again`: by scope of blocks, of how many seconds and bytes its backward has one more (joint.remat_bounds)."""
+    """The step to bound: the passes of `passing`, each `times` times (0 where not given), and seconds outside of passes, by node and net.
+
+        rooms     memory limits
+        spans     only solutions are bounded whose waits are in these ranges
+        again     by scope of blocks that run again, the (seconds, bytes) one of which is added to its backward (joint.remat_bounds)
+        fixed_s   a constant
+    """
 
     passing: PassTables
     times: Mapping[Key, float]
@@ -67,21 +73,21 @@ class Relaxed:
 
     @property
     def problem(self) -> Problem:
-        """What is relaxed."""
+        """The Problem whose solutions are bounded."""
         return self.passing.model.problem
 
     @cached_property
     def keys(self) -> list[Key]:
-        """The passes that count."""
+        """The passes that count, by scope: those that run at least once."""
         return [(scope, way) for scope in self.passing.scopes for way in PASSES if self.times.get((scope, way), 0.0) > 0.0]
 
     @property
     def hides(self) -> bool:
-        """Whether anything hides at all."""
+        """Whether any collective can be overlapped."""
         return self.passing.model.prices.overlap > 0.0
 
     def sums(self, choice: Sequence[int], prices: Mapping[Key, np.ndarray] | None = None, bytes_s: np.ndarray | None = None) -> Sums:
-        """What `choice` takes, with the seconds and bytes of `again` that cost least at these prices, or the first ones."""
+        """The sums of `choice`. Of each entry of `again`, the pair that is cheapest at these prices is added; without prices the first one."""
         passes = {key: np.eye(1, self.passing.width + 1, self.passing.width)[0] for key in self.keys}
         own_s, over = self.fixed_s, -np.array([room.limit for room in self.rooms], float)
         for v, c in enumerate(choice):
@@ -101,13 +107,13 @@ class Relaxed:
         return Sums(passes, own_s, over)
 
     def _again_s(self, scope: str, pair: tuple[float, float], prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray | None) -> float:
-        """What so many seconds and bytes cost at some prices."""
+        """The cost of a (seconds, bytes) `pair` of `again` at the given prices."""
         second = float(prices[scope, BACKWARD][SHOWN] + prices[scope, BACKWARD][COMPUTE])
         byte_s = sum(float(m) * room.times for m, room in zip(bytes_s, self.rooms, strict=True)) if bytes_s is not None else 0.0
         return second * pair[0] + byte_s * pair[1]
 
     def costs(self, prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray) -> Costs:
-        """Of all choices and pairs at `prices` of the quantities, and of a pass as such, and of bytes in each Room."""
+        """The additive Problem at `prices` of each pass [quantities, then a constant], and at `bytes_s` [rooms] seconds per byte."""
         node_s, net_s, up_s = [], [], 0.0
         rooms = [(float(m), room) for m, room in zip(bytes_s, self.rooms, strict=True) if m > 0.0]
         for v, (table, own_s, barred) in enumerate(zip(self.passing.nodes, self.node_s, self._barred, strict=True)):
@@ -116,7 +122,7 @@ class Relaxed:
                 cost_s = cost_s + m * room.nodes[v]
             if barred is not None:
                 cost_s = np.where(barred, np.inf, cost_s)
-            least_s = min(0.0, float(cost_s.min()))  # negative ones are moved up, which every solution has once
+            least_s = min(0.0, float(cost_s.min()))  # costs must be >= 0: every solution has one choice of this node, so that a shift is a constant
             up_s -= least_s
             node_s.append(cost_s - least_s)
         for t, barred in self._counting.items():
@@ -131,7 +137,7 @@ class Relaxed:
         return Costs(node_s, net_s, fixed_s - up_s - over_s)
 
     def priced(self, costs: Costs) -> Problem:
-        """The Problem that has these costs."""
+        """The Problem that has these costs and no memory limit."""
         whole = self.problem
         nodes = [Node(node.name, node.labels, cost_s, np.zeros(len(cost_s)), np.zeros(len(cost_s))) for node, cost_s in zip(whole.nodes, costs.node_s, strict=True)]
         nets = [Net(net.name, net.producer, net.row, net.uses, cost_s, np.zeros_like(cost_s)) for net, cost_s in zip((whole.nets[t] for t in self._counting), costs.net_s, strict=True)]
@@ -139,18 +145,18 @@ class Relaxed:
 
     @cached_property
     def _barred(self) -> list[np.ndarray | None]:
-        """The choices of each node that cannot be; None where there are none."""
+        """For each node, the mask of its impossible choices; None where all are possible."""
         return [_some(np.isinf(node.cost_s) | np.isinf(own_s)) for node, own_s in zip(self.problem.nodes, self.node_s, strict=True)]
 
     @cached_property
     def _counting(self) -> dict[int, np.ndarray | None]:
-        """The nets, by number, that take anything at any prices, but none between places; and of each the pairs that cannot be."""
+        """The nets, by number, that may cost anything at some prices, each with the mask of its impossible pairs (None: all are possible). Nets between places are left out."""
         barred = {t: _some(np.isinf(net.cost_s)) for t, net in enumerate(self.problem.nets) if t not in (self.passing.between or ())}
         return {t: mask for t, mask in barred.items() if mask is not None or self.passing.nets[t].each.any() or self.net_s[t].any() or any(room.nets[t].any() for room in self.rooms)}
 
 
 def _some(mask: np.ndarray) -> np.ndarray | None:
-    """A mask, None where nothing is in it."""
+    """`mask`, or None where all of it is False."""
     return mask if mask.any() else None
 
 

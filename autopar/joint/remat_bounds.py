@@ -1,12 +1,15 @@
-"""What running blocks again takes at least, whatever is kept of them, on one stage and one microbatch: seconds against bytes (problem.remat_frontier), with every operator as fast as any
-way makes it and every result cut over all ranks, so that it holds for all choices.
+"""Lower bounds of what running blocks again costs, whatever they keep, for a step of one stage and one microbatch.
 
-    seconds   beside what runs again though all is kept that can be, which is known by choice (problem.remat)
-    bytes     beside what is held where nothing is kept. Of as many instances as the run has but one, which is there while it has been run again. What a block hands on, to the
-              next one or to what follows, may be kept anyway
+A block that runs again may keep results: the more bytes it keeps, the fewer seconds its second run takes. The lower convex hull of (seconds, bytes)
+is found exactly for given costs of each operator (problem.remat_frontier). Here these costs are lower bounds over all choices, so
+that the hull holds for all of them: every operator takes as long as its fastest option, and every result is sharded over all ranks.
 
-What an algorithm of the runtime works on is run again even where its result is to be kept, and takes no bytes: choices without such ways, with results that do, are told from
-those with one, where there are few operators that have any.
+    seconds   beyond what runs again even if all results are kept that can be; that part is known by choice (problem.remat)
+    bytes     beyond what is held if nothing is kept. Results of all instances of a run but one: the one that runs has all of its results
+              anyway. What a block hands to the next one, or to what follows, counts nothing, as it may be kept in any case
+
+An operator that uses a runtime algorithm always runs again; its result takes no bytes. Where at most FEW operators have such options, the choices
+without any of them and those with each of them get bounds of their own, because those without may have to keep more bytes.
 """
 
 from __future__ import annotations
@@ -26,52 +29,52 @@ from autopar.problem.saved import kept
 from autopar.problem.step_shares import ForwardPrices
 
 FEW = 3
-"""Operators of all blocks with algorithms that are told apart."""
+"""The most operators with runtime algorithms in all blocks for which choices with and without them get bounds of their own."""
 
 Corner = tuple[float, float]
-"""Seconds in the backward, and bytes."""
+"""(seconds in the backward, bytes per device) of one way to keep results."""
 
 
 @dataclass(frozen=True, eq=False)
 class Again:
-    """Of the choices that are not `barred` [nodes][choices], by scope of blocks: the corners of what running them again takes at least."""
+    """For all choices that are not `barred` [nodes][choices]: by scope of blocks, the corners of the lower convex hull of what running them again costs."""
 
     corners: Mapping[str, Sequence[Corner]]
     barred: Sequence[np.ndarray]
 
 
 def agains(model: Model, forward: ForwardPrices) -> Iterator[Again]:
-    """All choices of `model`, a Problem in which nothing is run again, told apart; `forward` are the prices of the forward on the same mesh."""
+    """Bounds that together cover all choices of `model`, a Problem in which nothing runs again. `forward`: prices of a forward alone on the same mesh."""
     blocks = _Blocks(model, forward)
     none = [np.zeros(len(node.cost_s), bool) for node in model.problem.nodes]
-    if not blocks.worked or len(blocks.worked) > FEW:
-        yield Again(blocks.corners(free=blocks.worked), none)
+    if not blocks.with_algorithms or len(blocks.with_algorithms) > FEW:
+        yield Again(blocks.corners(free=blocks.with_algorithms), none)
         return
     without, each = list(none), list[Again]()
-    for name in blocks.worked:
+    for name in blocks.with_algorithms:
         index, runs = blocks.runs(name)
         without[index] = without[index] | runs
-        each.append(Again(blocks.corners(free=blocks.worked), [~runs if v == index else mask for v, mask in enumerate(none)]))
+        each.append(Again(blocks.corners(free=blocks.with_algorithms), [~runs if v == index else mask for v, mask in enumerate(none)]))
     yield Again(blocks.corners(free=()), without)
     yield from each
 
 
 class _Blocks:
-    """The operators of all blocks of a Problem in which nothing is run again; `worked`: those whose results can be kept and that have algorithms in some way."""
+    """The operators of all blocks of a Problem in which nothing runs again. `with_algorithms`: those whose results can be kept, with a runtime algorithm in some option."""
 
     def __init__(self, model: Model, forward: ForwardPrices) -> None:
         self.model, self.forward, self.program = model, forward, model.links[0].program
         self.at: dict[str, tuple[int, Member]] = {member.op.name: (index, member) for index, members in enumerate(model.members) for member in members
                                                  if member.op.scope in self.program.runs and member.op.role == "op"}
-        self.worked = [name for name, (_, member) in self.at.items() if keepable(member.op) and any(member.runs)]
+        self.with_algorithms = [name for name, (_, member) in self.at.items() if keepable(member.op) and any(member.runs)]
 
     def runs(self, name: str) -> tuple[int, np.ndarray]:
-        """The node of an operator, and of each of its choices whether an algorithm of the runtime works on it."""
+        """The node of an operator, and [choices] whether it uses a runtime algorithm."""
         index, member = self.at[name]
         return index, np.array(member.runs, bool)[member.at]
 
     def corners(self, free: Collection[str]) -> dict[str, list[Corner]]:
-        """Of all scopes; to keep the results of `free` takes nothing."""
+        """The corners of each scope. Keeping the results of operators in `free` takes no bytes."""
         return {scope: self._corners(scope, free) for scope in self.program.runs}
 
     def _corners(self, scope: str, free: Collection[str]) -> list[Corner]:
@@ -84,7 +87,7 @@ class _Blocks:
         return [(point.seconds, point.nbytes) for point in Choices(self.program, scope, seconds, nbytes).corners]
 
     def _least_s(self, name: str) -> float:
-        """Seconds of its kernels, all instances one after the other, in the way that is fastest."""
+        """The least seconds of an operator's forward kernels over all its options, for all instances together."""
         member = self.at[name][1]
         if member.op.free:
             return 0.0
@@ -92,7 +95,7 @@ class _Blocks:
         return member.op.count * min(kernels.seconds(member.op, way, sizes)[0] for way in member.ways)
 
     def _least_bytes(self, name: str) -> float:
-        """Bytes of its results on a rank."""
+        """The least bytes of an operator's results on a rank, for all instances of its run but one."""
         op, run = self.at[name][1].op, self.program.runs[self.at[name][1].op.scope]
         made = [(name, output) for output in range(len(op.call.outs))]
         own = sum(self.program.bytes_of(ref) for ref in made if ref not in self._handed)
@@ -100,7 +103,7 @@ class _Blocks:
 
     @cached_property
     def _handed(self) -> Collection[tuple[str, int]]:
-        """What blocks hand on, to the next one or to what follows."""
+        """The values that blocks hand to the next block, or to what follows the run."""
         owners = kept(self.model.clusters, self.program)
         inside = [ref for run in self.program.runs.values() for ref in run.carried]
         read = [ref for op in self.program.ops.values() for ref in op.operands if self.program.ops[ref[0]].scope not in ("", op.scope)]

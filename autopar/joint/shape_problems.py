@@ -1,4 +1,5 @@
-"""The Problems of one shape, and what a place does by a solution of them."""
+"""The Problems of one shape, and a solution of them with its costs per piece.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from autopar.problem.types import Solution
 
 @dataclass(eq=False)
 class Models:
-    """The Problems of one microbatch and of what a step costs once, with the same choices, and the prices of the forward."""
+    """Two Problems with the same choices, `micro` for what happens in each microbatch and `once` for what happens once per step, and prices of a forward alone."""
 
     micro: Model
     once: Model
@@ -29,7 +30,7 @@ class Models:
 
     @property
     def kinds(self) -> Sequence[Models]:
-        """Those of each kind of place."""
+        """The Problems of each kind of place."""
         return (self,)
 
     @cached_property
@@ -38,7 +39,7 @@ class Models:
         return Models(separable(self.micro), self.once, self.forward)
 
     def at(self, level: str) -> Model:
-        """`micro` with all blocks run again in the backward at one of problem.remat.LEVELS."""
+        """`micro` with all blocks run again in the backward, at one of problem.remat.LEVELS."""
         if level not in self._again:
             self._again[level] = rematerialised(self.micro, self.forward, levels(self.micro.links[0].program, level))
         return self._again[level]
@@ -46,19 +47,19 @@ class Models:
 
 @dataclass(eq=False)
 class Mixed(Models):
-    """Those of places of several kinds; `micro`, `once` and `at` are what choices are made by."""
+    """The Problems of places on several kinds of devices (`each`). `micro`, `once` and `at` are their weighted means, by which layouts are chosen."""
 
     each: Sequence[Models] = field(kw_only=True)
     weights: Weights = field(kw_only=True)
 
     @staticmethod
     def of(each: Sequence[Models], weights: Weights) -> Mixed:
-        """All kinds together."""
+        """The means of `each` by `weights`."""
         return Mixed(weights.meant([m.micro for m in each]), weights.meant([m.once for m in each]), each[0].forward, each=each, weights=weights)
 
     @property
     def kinds(self) -> Sequence[Models]:
-        """Those of each kind of place."""
+        """The Problems of each kind of place."""
         return self.each
 
     @cached_property
@@ -67,7 +68,7 @@ class Mixed(Models):
         return Mixed.of([models.separable for models in self.each], self.weights)
 
     def at(self, level: str) -> Model:
-        """As Models.at, of all kinds together."""
+        """The weighted mean of `Models.at` of each kind."""
         if level not in self._again:
             self._again[level] = self.weights.meant([models.at(level) for models in self.each])
         return self._again[level]
@@ -75,10 +76,12 @@ class Mixed(Models):
 
 @dataclass(eq=False)
 class Chosen:
-    """What a place does: `solution` of `model`, all blocks run again at `level`; no plan of the shape is faster than `bound_s`.
+    """The layouts of all places: `solution` of `model`, which is `models` combined for one timetable, with all blocks run again at `level`.
 
-    `apart` as pipeline.costs has it. `all_again`: the level was asked for, so that every block is run again, not only those that
-    memory wants. `kept`: what blocks that are run again keep, where that is not what the level says (joint.kept_results).
+        apart        pieces are in different stages (pipeline.costs)
+        all_again    the user asked for the level, so that all blocks run again; otherwise only as many as memory requires
+        bound_s      no plan of the shape is faster
+        kept         which results blocks keep that run again, where that is not what `level` says (joint.kept_results)
     """
 
     models: Models
@@ -92,7 +95,7 @@ class Chosen:
 
     @cached_property
     def pieces(self) -> list[Pieces]:
-        """What it costs piece by piece on each kind of place; where all is run again in any case, with that."""
+        """The costs of all pieces on each kind of place, plain and run again. With `all_again` the plain costs are those of running again."""
         return [self._pieces(models) for models in self.models.kinds]
 
     @cached_property
@@ -105,19 +108,19 @@ class Chosen:
         return [shared_updates(models.once, self.solution.choice) for models in self.models.kinds]
 
     def updates(self, place: int, kind: int) -> list[Update]:
-        """The optimizer's steps of weights that several pieces read, on a place of that kind."""
+        """The optimizer's steps of weights that several pieces read, on place number `place`, which is of kind number `kind`."""
         return self._updates[kind]
 
     def on(self, place: int, kind: int) -> Pieces:
-        """What it costs piece by piece on a place, which is of that kind."""
+        """The costs of all pieces on place number `place`, which is of kind number `kind`."""
         return self.pieces[kind]
 
     def levels(self, planner: Planner) -> Levels:
-        """What blocks keep where they are run again."""
+        """Which results blocks keep that run again."""
         return planner.levels(self.level) if self.kept is None else self.kept
 
     def rerun(self, models: Models) -> Model:
-        """The Problem of a microbatch with all blocks run again, of one of the kinds of `models`."""
+        """The Problem of a microbatch with all blocks run again, for one kind of place."""
         return models.at(self.level) if self.kept is None else rematerialised(models.micro, models.forward, self.kept)
 
     def _pieces(self, models: Models) -> Pieces:
@@ -131,15 +134,14 @@ class Chosen:
 
 @dataclass(eq=False)
 class Apart(Chosen):
-    """What places do that are each laid out in their own way: `each` is what a place does, but for what several of them read, which lies
-    on all of them as `solution` has it."""
+    """Places with layouts of their own: `each` has those of every place. What several places read has the layout of `solution` on all of them."""
 
     each: tuple[Chosen, ...] = field(kw_only=True)
 
     def on(self, place: int, kind: int) -> Pieces:
-        """As Chosen.on, each place in its own way."""
+        """As Chosen.on, with the place's own layouts."""
         return self.each[place].pieces[kind]
 
     def updates(self, place: int, kind: int) -> list[Update]:
-        """As Chosen.updates, each place in its own way."""
+        """As Chosen.updates, with the place's own layouts."""
         return self.each[place]._updates[kind]

@@ -1,7 +1,7 @@
-"""Timetables: a pipeline schedule with so many stages per place, and what it makes of a model cut evenly.
+"""Timetables: a pipeline schedule with a number of stages per place, and the seconds and memory of a step under it.
 
-The rows are what the search tries. GPipe is none of them, because 1F1B takes as long with less memory; the looped
-schedules that run all microbatches forward first neither, for the same reason. Recipes have them by name.
+SEARCHED are the kinds that the search tries. GPipe is not among them because 1F1B takes as long with less memory, nor are looped schedules that run
+the forwards of all microbatches first, for the same reason. Recipes name such schedules.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from autopar.pipeline.schedules import SCHEDULES, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A schedule by name and how many stages each place has under it; None where that is to be chosen."""
+    """A schedule by name, and how many stages each place has (`virtual`; None where the search chooses it)."""
 
     schedule: str
     virtual: int | None = 1
 
     def decided(self, places: int, microbatches: int, pieces: int) -> Iterator[Kind]:
-        """It, or of a kind that leaves open how many stages each place has, one for each number of them that is worth it: `pieces` cannot be spread as evenly over
-        fewer stages, and places wait so much less than with fewer stages that the step is shorter by WORTH."""
+        """This kind; if it leaves `virtual` open, one kind for each number v of stages per place that is worth trying.
+
+        Two always are. More are if no fewer stages spread `pieces` as evenly, and if the step with its pipeline bubble, m + (p - 1) / v microbatches long (a third of the bubble where
+        backwards are split), is shorter by WORTH than with the last number tried.
+        """
         if self.virtual is not None:
             yield self
             return
-        waits = (places - 1) / (3 if SCHEDULES[self.schedule].splits_backward else 1)  # of one stage per place, in microbatches; v stages make it 1/v
-        before = microbatches + waits
+        bubble = (places - 1) / (3 if SCHEDULES[self.schedule].splits_backward else 1)  # with one stage per place, in microbatches
+        before = microbatches + bubble
         even = {-(-pieces // (places * each)) for each in range(1, pieces // places + 1)}
         for virtual in sorted({2, *(n for n in even if n > 2)}):
-            if (length := microbatches + waits / virtual) <= before * (1 - WORTH) or virtual == 2:
+            if (length := microbatches + bubble / virtual) <= before * (1 - WORTH) or virtual == 2:
                 before = length
                 yield Kind(self.schedule, virtual)
 
@@ -48,8 +51,7 @@ ROUNDS = 4  # after so many rounds of microbatches every pipeline is full
 
 @dataclass(frozen=True)
 class Timetable:
-    """What `kind` does with `microbatches` on `places`. Raises PlanError, when it is asked what it keeps or how long it takes, where it
-    cannot run them."""
+    """`microbatches` under `kind` on `places`. Properties and methods that need the order of actions raise PlanError where the schedule cannot run them."""
 
     kind: Kind
     places: int
@@ -63,7 +65,7 @@ class Timetable:
     @property
     def virtual(self) -> int:
         """How many stages each place has."""
-        assert self.kind.virtual is not None, "a timetable is of a kind that leaves nothing open"
+        assert self.kind.virtual is not None, "Kind.decided chooses the number of stages before a timetable is made"
         return self.kind.virtual
 
     @property
@@ -78,7 +80,7 @@ class Timetable:
 
     @cached_property
     def short(self) -> tuple[int, ...]:
-        """The numbers of microbatches whose steps tell this one's: its own, or where they are many two smaller ones.
+        """The numbers of microbatches that are simulated: its own, or two smaller ones from which the step is extrapolated.
 
         Once a pipeline is full, every further round of `places` microbatches takes as long as the one before, and keeps no more:
         exact for even stages, within half a percent for uneven ones (tests/unit/joint/test_timetables.py, all schedules).
@@ -90,12 +92,12 @@ class Timetable:
 
     @cached_property
     def flying(self) -> list[Flying]:
-        """For each stage the microbatches that it keeps when its place keeps most."""
+        """For each stage, the microbatches in flight at the moment at which its place keeps most activations."""
         return in_flight(orders(self.kind.schedule, self.places, self.stages, self.short[-1]), self.stages)
 
     def ends_s(self, times: Sequence[StageTime], *, whole: bool = False, alone: float = 1.0) -> list[float]:
-        """Seconds until each place is done with a step, for the times of each stage; `whole`: not told from short steps; `alone`: how many
-        times as fast a place is when the others wait (Device.alone)."""
+        """Seconds until each place is done with a step, for the times of each stage. `whole`: simulate all microbatches instead of extrapolating from
+        `short`. `alone`: how many times as fast a place is while the others wait (Device.alone)."""
         counts = (self.microbatches,) if whole else self.short
         flows = [flow_of(self.kind, self.places, m) for m in counts]
         runs = [shared_cores.ends_s(flow, times, alone) if alone > 1 else flow.ends_s(times) for flow in flows]
@@ -104,23 +106,23 @@ class Timetable:
         return [second + self._rounds * (second - first) for first, second in zip(*runs, strict=True)]
 
     def ends_all_s(self, took_s: np.ndarray, send_s: np.ndarray) -> np.ndarray:
-        """The same for many ways at once, as Flow.ends_all_s has it."""
+        """[places, ways] the same for many ways at once, for seconds of actions [kinds, stages, ways] and of sends [stages, ways]."""
         first, *others = (flow_of(self.kind, self.places, m).ends_all_s(took_s, send_s) for m in self.short)
         return others[0] + self._rounds * (others[0] - first) if others else first
 
     @property
     def _rounds(self) -> float:
-        """Rounds of microbatches that `short` leaves out."""
+        """Rounds of `places` microbatches beyond the longest step in `short`."""
         return (self.microbatches - self.short[-1]) / self.places
 
     @property
     def actions(self) -> int:
-        """How many actions tell how long it takes."""
+        """How many actions are simulated to time a step."""
         return sum(len(flow_of(self.kind, self.places, m).steps) for m in self.short)
 
     @cached_property
     def length(self) -> float:
-        """The step's length where all stages together take 1 for one microbatch, each the same, a third of it forward."""
+        """The length of a step in units of one microbatch through all stages, which are even, with a third of the time in the forward; sends take none."""
         third = 1 / (3 * self.stages)
         split = self.schedule.splits_backward
         even = StageTime(third, third if split else 2 * third, third if split else 0.0)
@@ -128,23 +130,23 @@ class Timetable:
 
     @property
     def least_length(self) -> float:
-        """The same, as short as it may be however long forward, backward and weights take: what is taken apart may fill all waits."""
+        """A lower bound of `length` for any ratio of forward, backward for inputs and for weights: split backwards may fill the whole bubble."""
         return self.microbatches / self.places if self.schedule.splits_backward else self.length
 
     @cached_property
     def kept(self) -> float:
-        """How often the place that keeps most keeps what one microbatch of the whole model keeps, stages cut evenly."""
+        """Activations at the peak of the place that keeps most, in units of those of one microbatch of the whole model, with even stages."""
         return max(sum(n.kept for n, at in zip(self.flying, self.at, strict=True) if at == place) for place in range(self.places)) / self.stages
 
 
 @lru_cache(maxsize=64)
 def flow_of(kind: Kind, places: int, microbatches: int) -> Flow:
-    """What waits for what under a kind of schedule."""
+    """The actions of a schedule and their dependencies."""
     table = Timetable(kind, places, microbatches)
     return Flow.of(orders(kind.schedule, places, table.stages, microbatches), table.at)
 
 
 @lru_cache(maxsize=1024)
 def timetable(kind: Kind, places: int, microbatches: int) -> Timetable:
-    """The one Timetable of its arguments."""
+    """The Timetable of these arguments, made once."""
     return Timetable(kind, places, microbatches)

@@ -1,6 +1,8 @@
-"""Bounds by cases of how long passes wait for collectives: what is in the background moves under waits and under compute evenly, and slows waits for links that it takes, too,
-which prices only know where the one is about so many times as long as the other (joint.price_polytope). The case of which least is proven is split, in the pass where that may
-prove most, until there is nothing to gain.
+"""Branch and bound over how long passes wait for collectives.
+
+Background collectives overlap compute and waits evenly, and slow down waits for links that they share. The linear bounds (joint.price_polytope) can only use this if
+the ratio of waiting to compute in a pass is known to lie in a span. So the solutions are divided by these ratios: the case with the lowest bound is split,
+at the pass and level of links where a narrow span would raise the bound most, until nothing is gained.
 """
 
 from __future__ import annotations
@@ -22,26 +24,28 @@ from autopar.joint.relaxed_solving import Seen
 from autopar.problem.pass_tables import COMPUTE, WAITED
 
 LIMIT_S = 60.0
-"""So many seconds at most for the cases of one shape: where memory is short, one may take minutes and prove no more."""
+"""Seconds at most for all cases of one shape: where memory is short one case can take minutes, and hardly raises the bound."""
 
 NARROW = 1.1
-"""Spans from less to so many times as much are not split further."""
+"""Spans whose ends differ by less than this factor are not split."""
 
 AROUND = 0.85, 1.2
-"""Where a span is split: at so many times what the solutions have that are met in it."""
+"""Factors on the mean ratio of the solutions of a case: a span is split there, on either side of the ratio."""
 
 SPREAD = 1.01
-"""So narrow are spans by which it is seen what there is to gain."""
+"""Factor: half the width of the narrow spans by which the gain of a split is estimated."""
 
 GAIN = 1e-5
-"""Relative: what gains less is nothing."""
+"""Relative: a case is not split for a smaller estimated gain."""
 
 Of = tuple[Key, str]
+"""A pass, and the level of links that its waits use ("": all collectives)."""
 
 
 @dataclass(order=True)
 class _Case:
-    """What is proven of `relaxed`, with what its passes take on the mean of the solutions that say no more is possible."""
+    """The bound of the solutions within the spans of `relaxed`. `mean`: the quantities of its passes, averaged over the solutions that keep the bound
+    from being higher, with their weights in the linear program."""
 
     bound_s: float
     number: int
@@ -50,7 +54,7 @@ class _Case:
 
 
 def bound_s(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, effort: Effort) -> float:
-    """Seconds that no solution of the one level of `cutting` beats, by as many cases of the passes `keys` as `effort` has; no more than `cutoff_s` is asked for."""
+    """A lower bound of the seconds of all solutions of the only level of `cutting`, by at most `effort.cases` cases of the passes `keys`. Ends once the bound reaches `cutoff_s`."""
     level = cutting.levels[0]
     open_, made = [_case(cutting, keys, cutoff_s, 0)], 1
     deadline = time.perf_counter() + LIMIT_S
@@ -74,15 +78,15 @@ def _case(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, number: int) -
     except InfeasibleError:
         return _Case(math.inf, number, level.relaxed, {})
     mean = {key: np.zeros(level.relaxed.passing.width + 1) for key in keys}
-    for weight, sums in zip(cutting.weights, level.met, strict=False):  # the last one was met at the last prices
+    for weight, sums in zip(cutting.weights, level.met, strict=False):  # the solution at the last prices has no weight yet
         for key in keys:
             mean[key] += weight * sums.passes[key]
     return _Case(proven_s, number, level.relaxed, mean)
 
 
 def _split(case: _Case, keys: Sequence[Key]) -> tuple[Of, list[Span]] | None:
-    """The pass of which most would be proven if its waits were known, of these the one that proves most by itself, and the spans that its own is taken apart into; None where
-    that is nothing, or all are narrow."""
+    """What to split, and into which spans: in the pass whose bound rises most if all its ratios were known, the level whose ratio alone raises it most. None where
+    that gains nothing, or all spans are narrow."""
     gains = [(_least_s(case, key, {**case.relaxed.spans, **_around(case, key)}) - _least_s(case, key, case.relaxed.spans), key) for key in keys]
     for gain_s, key in sorted(gains, reverse=True):
         if gain_s <= GAIN * case.bound_s:
@@ -95,11 +99,11 @@ def _split(case: _Case, keys: Sequence[Key]) -> tuple[Of, list[Span]] | None:
 
 
 def _parts(span: Span, ratio: float) -> list[Span]:
-    """`span` in parts, one of them around `ratio`."""
+    """`span` divided at AROUND times `ratio`, so that one part is around it; at one point where both are outside."""
     least, most = span
-    context = [at for at in (ratio * AROUND[0], ratio * AROUND[1]) if least * 1.02 < at < most * 0.98]
-    context = context or [math.sqrt(max(least, ratio / 10) * min(most, 10 * max(least, ratio)))]
-    return [*pairwise((least, *context, most))]
+    points = [at for at in (ratio * AROUND[0], ratio * AROUND[1]) if least * 1.02 < at < most * 0.98]
+    points = points or [math.sqrt(max(least, ratio / 10) * min(most, 10 * max(least, ratio)))]
+    return [*pairwise((least, *points, most))]
 
 
 def _narrow(span: Span) -> bool:
@@ -107,7 +111,7 @@ def _narrow(span: Span) -> bool:
 
 
 def _around(case: _Case, key: Key) -> dict[Of, Span]:
-    """Narrow spans around what the solutions of `case` wait in a pass: for all collectives, and by level once that is known to be within some span."""
+    """Narrow spans around the mean ratios of a pass in the solutions of `case`: of all collectives (""), and of those on each level's links."""
     passing, mean = case.relaxed.passing, case.mean[key]
     waits_s = {"": float(mean[WAITED])}
     for axis, level in enumerate(passing.link):
@@ -118,10 +122,10 @@ def _around(case: _Case, key: Key) -> dict[Of, Span]:
 
 
 def _least_s(case: _Case, key: Key, spans: Mapping[Of, Span]) -> float:
-    """What one pass takes at least on the mean of the solutions of `case`, if its waits are within `spans`."""
+    """The lower bound of the seconds of one pass, for the mean quantities of the solutions of `case`, if its ratios are within `spans`."""
     relaxed = replace(case.relaxed, times={key: case.relaxed.times[key]}, spans=spans)
     return Cutting([Level(relaxed, [Sums({key: case.mean[key]}, 0.0, np.zeros(len(relaxed.rooms)))])], _nothing).most_s()
 
 
 def _nothing(number: int, prices: Prices, bytes_s: np.ndarray, known_s: float, cutoff_s: float) -> Seen:
-    raise AssertionError("what is met is given")
+    raise AssertionError("no Problem is solved: the only solution is given")

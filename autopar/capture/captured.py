@@ -71,11 +71,6 @@ class Captured:
             raise PlanError(f"the plan does not fit the graph: {error}") from error
 
     @property
-    def output_names(self) -> tuple[str, ...]:
-        """Names of the flat outputs, mutations of buffers left out."""
-        return tuple(entry["name"] for entry in self.gm.meta["outputs"] if entry["kind"] != "mutation")
-
-    @property
     def nodes(self) -> list[str]:
         """Names of what a plan lays out: tensors of the graph, those of blocks as `scope/name`."""
         return [f"{prefix}{node.name}" for prefix, module in (("", self.gm), *((f"{n}/", m) for n, m in self.gm.named_children()))

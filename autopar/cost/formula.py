@@ -9,7 +9,6 @@ symbols on this cluster, so that `evaluate(formula, values | sizes)` is the pric
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import sympy
@@ -31,16 +30,6 @@ def evaluate(formula: sympy.Expr, values: Values) -> float:
         raise PlanError(f"the formula has no value for {', '.join(missing)}; given: {', '.join(sorted(map(str, values)))}")
     # not subs: it replaces one symbol at a time and tries to simplify in between, which takes seconds
     return float(formula.xreplace({symbol: sympy.Float(value, 17) for symbol, value in values.items()}))
-
-
-def flops_formula(m: Size, n: Size, k: Size, batch: Size = 1) -> sympy.Expr:
-    """FLOPs of `batch` matmuls (m, k) x (k, n): a multiplication and an addition for each of m n k."""
-    return sympy.Integer(2) * batch * m * n * k
-
-
-def bytes_formula(shape: Sequence[Size], itemsize: int, ways_cut: int = 1) -> sympy.Expr:
-    """Bytes of one device's part of a tensor of `shape` that is cut `ways_cut` ways."""
-    return sympy.Integer(itemsize) * sympy.prod(shape) / ways_cut
 
 
 def op_formula(flops: sympy.Expr, nbytes: sympy.Expr, dtype: str, device: Device, *,

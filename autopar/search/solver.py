@@ -29,10 +29,6 @@ from autopar.search.model import Linear
 
 GLOP = parameters_pb2.SOLVER_TYPE_GLOP
 HIGHS = parameters_pb2.SOLVER_TYPE_HIGHS
-PDLP = parameters_pb2.SOLVER_TYPE_PDLP
-SCIP = parameters_pb2.SOLVER_TYPE_GSCIP
-CP_SAT = parameters_pb2.SOLVER_TYPE_CP_SAT
-
 
 _STATUS = {  # unbounded is not possible: every objective coefficient and variable is at least 0
     result_pb2.TERMINATION_REASON_OPTIMAL: "optimal",
@@ -96,8 +92,7 @@ def solve(model: Linear, kind: int, *, integer: bool, time_limit_s: float, seed:
     began = time.perf_counter()
     proto = to_proto(model, integer=integer)
     params = parameters_pb2.SolveParametersProto()
-    if kind != PDLP:  # PDLP draws nothing and refuses the option
-        params.random_seed = seed
+    params.random_seed = seed
     if math.isfinite(time_limit_s):
         params.time_limit.FromNanoseconds(int(max(time_limit_s, 1e-3) * 1e9))
     if kind != HIGHS:  # HiGHS refuses the option; one thread is what it uses for one LP or a small tree anyway

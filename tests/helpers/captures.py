@@ -1,4 +1,4 @@
-"""`autopar.compile` of one model under several plans, which captures it once."""
+"""Captured graphs: captured once for several plans of one model, and what is asked of them."""
 
 from __future__ import annotations
 
@@ -22,3 +22,8 @@ def captured_once(what: Hashable) -> Iterator[None]:
 
     with mock.patch.object(precision, "capture", kept):
         yield
+
+
+def output_names(captured: Captured) -> tuple[str, ...]:
+    """Names of the flat outputs, mutations of buffers left out."""
+    return tuple(entry["name"] for entry in captured.gm.meta["outputs"] if entry["kind"] != "mutation")

@@ -1,10 +1,11 @@
-"""The largest bound that prices can prove, by cutting planes.
+"""The best prices for a relaxed step (the Lagrangian dual), by cutting planes.
 
-    master    the prices (of the polytopes of joint.price_polytope, and of bytes) at which the least of all solutions so far is largest: no bound is above that
-    solve     the Problem at these prices (joint.relaxed_solving): a proven bound, and one more solution where that is below
+    master    a linear program: the valid prices (joint.price_polytope) and prices of bytes at which the cheapest of all solutions met so far costs most. No
+              prices prove more than that
+    solve     the Problem at these prices (joint.relaxed_solving): a proven bound, and a new solution where that is cheaper than all met
 
-Where blocks may be run again to several levels, a plan is a mixture of them, and its time and bytes those of the mixture: what is proven of each level at the
-same price of bytes holds for it.
+Where blocks may run again at several levels, a plan is a mixture of levels, and so are its time and bytes: the lowest bound of all levels, at the same price of bytes,
+holds for it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autopar.problem.pass_tables import SHOWN
 from autopar.search.model import Linear
 from autopar.search.solver import GLOP, solve
 
-TINY = 1e-9  # of a step: such coefficients only trouble the solver, and any prices prove something
+TINY = 1e-9  # relative to a step: smaller coefficients are dropped. They trouble the solver, and any valid prices give a bound
 
 Prices = dict[Key, np.ndarray]
 Solve = Callable[[int, Prices, np.ndarray, float, float], Seen]
@@ -33,7 +34,7 @@ Solve = Callable[[int, Prices, np.ndarray, float, float], Seen]
 
 @dataclass(eq=False)
 class Level:
-    """One of the levels with the solutions that were met."""
+    """A level of rematerialisation, and the solutions of it that were met."""
 
     relaxed: Relaxed
     met: list[Sums] = field(default_factory=list)
@@ -41,16 +42,15 @@ class Level:
 
 @dataclass(eq=False)
 class Cutting:
-    """`levels` with as many Rooms each; The solutions of `solve`
-    are added to `choices`."""
+    """The dual of `levels`, which have the same number of memory limits. Solutions that `solve` finds are added to `choices`."""
 
     levels: Sequence[Level]
     solve: Solve
     choices: list[tuple[int, ...]] = field(default_factory=list)
-    weights: np.ndarray = field(default_factory=lambda: np.zeros(0))  # of the solutions that were met before the last prices: their mixture is what keeps these from proving more
+    weights: np.ndarray = field(default_factory=lambda: np.zeros(0))  # dual values of the solutions in the last master: their mixture keeps the bound from being higher
 
     def bound_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
-        """Seconds that no mixture of solutions beats, as near to the most that can be proven as `rounds` allow; no more than `cutoff_s` is asked for."""
+        """A lower bound of the seconds of all mixtures of solutions, as good as `rounds` of the master make it. Ends once it reaches `cutoff_s`."""
         best_s = self._first_s(cutoff_s)
         if best_s >= cutoff_s:
             return best_s
@@ -62,7 +62,7 @@ class Cutting:
         return best_s
 
     def _proven_s(self, each: Sequence[Prices], bytes_s: np.ndarray, known_s: float, cutoff_s: float) -> float:
-        """What is proven at prices of each level and of bytes, where no solution that was met takes less than `known_s`."""
+        """The bound at given prices. No solution met so far costs less than `known_s` at them."""
         proven_s = math.inf
         for number, (level, prices) in enumerate(zip(self.levels, each, strict=True)):
             try:
@@ -76,11 +76,11 @@ class Cutting:
         return proven_s
 
     def most_s(self) -> float:
-        """What prices can prove at most of the solutions that were met."""
+        """The most that any prices prove against the solutions met so far."""
         return self._master()[2]
 
     def _first_s(self, cutoff_s: float) -> float:
-        """What plain prices prove where nothing was met, so that there are solutions by which prices are bounded; nothing where all levels have some."""
+        """Solve levels without a solution at their first prices, because a master needs one of each. The bound that this proves; 0 where some level had one."""
         proven_s = math.inf
         for number, level in enumerate(self.levels):
             if level.met:
@@ -95,18 +95,18 @@ class Cutting:
         return proven_s
 
     def _master(self) -> tuple[list[Prices], np.ndarray, float]:
-        """Prices of each level, of bytes in each Room, and the least at these prices of all solutions that were met."""
-        unit_s = min(_shown_s(level.relaxed, level.met[0]) for level in self.levels) or 1.0  # passes that take nothing: backwards of inference
+        """The prices of each level, the seconds per byte of each memory limit, and the cost at these of the cheapest solution met."""
+        unit_s = min(_shown_s(level.relaxed, level.met[0]) for level in self.levels) or 1.0  # some passes take nothing: backwards of inference
         model = Linear(1.0, 1.0)
         model.starts = np.zeros(1, int)
         least = model.add_columns(np.array([-1.0]), np.zeros(1), 1e3)
         rooms = self.levels[0].relaxed.rooms
-        price = model.add_columns(np.zeros(len(rooms)), np.zeros(len(rooms)), 1e3)  # of filling a Room, in units of a step
+        price = model.add_columns(np.zeros(len(rooms)), np.zeros(len(rooms)), 1e3)  # of filling a memory limit, in units of a step
         found, rows = [], []
         for level in self.levels:
             relaxed = level.relaxed
             parts: dict[Key, Polytope] = {}
-            for key in relaxed.keys:  # what is outside of blocks is the first
+            for key in relaxed.keys:  # "" is the first one, which others refer to
                 parts[key] = Polytope(model, relaxed, key, parts.get(("", key[1])))
             found.append(parts)
             for sums in level.met:
@@ -129,7 +129,7 @@ class Cutting:
 
 
 def _shown_s(relaxed: Relaxed, sums: Sums) -> float:
-    """Seconds of a solution with all that is in the background for nothing."""
+    """Seconds of a solution without its background collectives."""
     return sums.own_s + sum(relaxed.times[key] * float(sums.passes[key][SHOWN]) for key in relaxed.keys)
 
 

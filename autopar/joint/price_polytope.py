@@ -1,31 +1,43 @@
-"""What one pass takes at least: its prices, as columns of a linear program, and what these make of its quantities.
+"""A linear lower bound of the seconds of one pass, as columns and rows of a linear program: all prices of its quantities that are valid.
 
-What one pass of a scope takes (problem.hiding.together_s) is at least, with S all that is shown, C compute, W collectives that are waited for, Q = A + B + L what
-is in the background of each mesh axis a (problem.pass_tables), the least of
+Quantities of the pass of a scope (problem.pass_tables): S all that is not in the background, C compute, W waited-for collectives, and by mesh axis a the background
+Q_a = A_a + B_a + L_a (gathers, other collectives, leaves); c is the share of the compute units that one background collective takes. The seconds
+of the pass (problem.hiding.together_s) are at least the minimum of
 
-    S + c sum x_a + tail + sum late_a + sum slow_l    where
-        x_a + y_a + tail + late_a >= Q_a          each axis moves while compute runs, while others are waited for, when the work is done, or is waited for
-        x_a <= C + c sum x                        compute lasts as long: c is the share that each collective behind it takes
-        y_a <= W + sum late + sum slow            waits last as long, and longer for links that are shared, which is no help to what shares them (`helped`)
-        y_a <= u (1 - c) x_a + sum late + sum slow   where W <= u C: the work is spread evenly, so that what runs under waits runs under compute too
-        late_a >= L_a - H_a                       of leaves that are gathered once per step some can be ahead (problem.leaf_gathers: Passing.LATE and leaves_s)
-        slow_l >= t (1 - c axes) (Q_a - y_a - tail - late_a) - u n (1 - c) (Q_a - K_a)    where W <= u C and t C <= F_l, K_a is what of Q_a, F_l what of W takes
-                                                  the link of level l (Passing.LINKS), and a one of n axes that do
+    S + c sum x_a + tail + sum late_a + sum slow_l
 
-By duality it is no less than S + sum over a of
+over non-negative variables: seconds of the background of a under compute (x_a) and under waits (y_a), after the work (tail), leaves that compute waits for
+(late_a), and by which waits are longer because background collectives share the links of level l (slow_l). They are subject to
 
-    p_a Q_a - e_a C - (w_a) W + l_a (L_a - H_a) + k_a (t (1 - c axes) Q_a - u n (1 - c) (Q_a - K_a))
-    for all    p_a + c sum e + u (1 - c) r_a <= c + e_a,  p_a + v k_a <= w_a + r_a,  sum (p + v k) <= 1,  p_a + v k_a + l_a + sum (w + r) <= 1,
-               sum k + sum of helped (w + r) <= 1 of each level,    with v = t (1 - c axes)
+    1  x_a + y_a + tail + late_a >= Q_a              all of the background runs at some time
+    2  x_a <= C + c sum x                            compute, slowed down, lasts so long
+    3  y_a <= W + sum late + sum slow                waits last so long; without slow_l of a's own level, as sharing a link does not speed it up
+    4  y_a <= u (1 - c) x_a + sum late + sum slow    if W <= u C: work is spread evenly, so that little runs under waits alone
+    5  late_a >= L_a - H_a                           only H_a of the leaves can be prefetched (problem.leaf_gathers: LATE and leaves_s)
+    6  slow_l >= t (1 - c axes) (Q_a - y_a - tail - late_a) - u n (1 - c) (Q_a - K_a)
+                                                     if W <= u C and t C <= F_l; F_l is the part of W, K_a that of Q_a, which takes the links of
+                                                     level l (LINKS), and n axes do
 
-and not negative ones; gathers of one block in a backward are taken at the lower price of p_a there and in what is outside of blocks. Of solutions with W between t C and u C (`spans`) it is no less with any m (t C - W) + n (W - u C) added, too, and likewise
-with F_l; no quantity may get a negative price by that.
+By duality that minimum is at least
 
-Slow_l: what is in the background of a for the share f of the work, with the share b of the link, makes the waits of the level last (F + W b - W) f longer at least: their own shares of the link
-and b are together more than there is. That is f F - f W (1 - b), of which f F >= t C f >= t (1 - c axes) x_a, and f W (1 - b) <= u C f (1 - b) <= u n (1 - c) x_a (1 - b), no more than with Q - K = (1 - b) Q in place
-of the last two, because no more than Q moves; n, because as many as share a link are as many times slower.
+    S + sum over a of  p_a Q_a - e_a C - w_a W + l_a (L_a - H_a) + k_a (t (1 - c axes) Q_a - u n (1 - c) (Q_a - K_a))
 
-On devices that compute and move with the same cores (no overlap) all of Q is shown.
+for all non-negative p (row 1), e (row 2), w (row 3), r (row 4), l (row 5), k (row 6) with, where v = t (1 - c axes),
+
+    p_a + c sum e + u (1 - c) r_a <= c + e_a               of x_a
+    p_a + v k_a <= w_a + r_a                               of y_a
+    sum (p + v k) <= 1                                     of tail
+    p_a + v k_a + l_a + sum (w + r) <= 1                   of late_a
+    sum of k on level l + sum of (w + r) helped by it <= 1 of slow_l
+
+The gathers of one block in a backward after its forward may overlap the scope "" too: their price is the lower one of p_a in both. For solutions with t C <= W <= u C
+(`spans`), any m (t C - W) + n (W - u C) with m, n >= 0 may be added, and the same for F_l, as long as no quantity gets a negative price.
+
+Row 6: let a run for the share f of the work in the background, and use the share b of the link. Meanwhile the waits of level l and a want more than the link has,
+so that the waits last at least f (F + b W - W) = f F - f W (1 - b) longer. Here f F >= t C f >= t (1 - c axes) x_a, and f W (1 - b) <= u C f (1 - b) <= u n (1 - c) x_a (1 - b),
+where n bounds how much slower a is on a link that n axes share. With Q - K = (1 - b) Q instead of x_a (1 - b), which is no less, follows row 6.
+
+On devices whose cores both compute and communicate nothing overlaps, and all of Q is exposed.
 """
 
 from __future__ import annotations
@@ -41,14 +53,14 @@ from autopar.search.model import Linear
 
 
 class Polytope:
-    """The columns of one pass in a linear program, and what they make of its quantities: `taken[quantity, column]`."""
+    """The dual variables of one pass as `columns` of a linear program. `taken` [quantities and 1, columns]: the coefficient of each quantity in the bound, per unit of a column."""
 
     def __init__(self, model: Linear, relaxed: Relaxed, key: Key, top: Polytope | None = None) -> None:
-        """Of the pass `key`; `top` is that of what is outside of blocks, in which gathers of one block may begin."""
+        """Add the pass `key` to `model`. `top`: the same pass outside of blocks, which the gathers of one block may overlap."""
         self.model, self.passing = model, relaxed.passing
         self.axes = range(self.passing.axes)
-        self._made: list[Mapping[int, float]] = []  # of each column
-        self._upper: list[float] = []  # of each row, and its entries
+        self._made: list[Mapping[int, float]] = []  # the coefficients of each column
+        self._upper: list[float] = []  # the upper limit of each row; its entries follow
         self._entries: list[tuple[int, int, float]] = []
         first = first_of(relaxed.passing, key) if relaxed.hides else 0.0
         self.p = [self._column({self.passing.ahead(a): 1.0 - first, self.passing.behind(a): 1.0, self.passing.leaf(a): 1.0}) for a in self.axes]
@@ -58,7 +70,7 @@ class Polytope:
                 self._row({earlier: 1.0, p: -1.0}, 0.0)
                 self._row({earlier: 1.0, top.p[a]: -1.0}, 0.0)
         if relaxed.hides:
-            self._hidden(relaxed, key, first)
+            self._overlap(relaxed, key, first)
         else:
             for p in self.p:
                 self._row({p: 1.0}, 1.0)
@@ -72,13 +84,13 @@ class Polytope:
         model.add_entries(rows.astype(int), columns.astype(int), values)
 
     def _ahead_s(self, key: Key) -> np.ndarray | None:
-        """By axis what leaves are late less than LATE says; None where there are none of them."""
+        """[axes] seconds to subtract from LATE; None where the pass has no leaves."""
         scope, way = key
         most_s = self.passing.leaves_s.get(scope) if way == FORWARD else None
         return most_s if most_s is not None and most_s.any() else None
 
-    def _hidden(self, relaxed: Relaxed, key: Key, first: float) -> None:
-        """What is in the background; the share `first` of gathers may be under what is in front."""
+    def _overlap(self, relaxed: Relaxed, key: Key, first: float) -> None:
+        """The dual variables e, w, r, l, k and their constraints. The share `first` of gathers may overlap what comes before the scope."""
         axes, contention, ahead_s = self.axes, self.passing.model.prices.contention, self._ahead_s(key)
         most = relaxed.spans.get((key, ""), ALL)[1]
         even = math.isfinite(most)
@@ -102,16 +114,16 @@ class Polytope:
         self._within(relaxed, key, waiting, e)
 
     def _slows(self, axis: int, moving: float, starting: float, first: float) -> int:
-        """The column of what `axis` slows: so much of what it has in the background, less so much of what of that does not take its link."""
+        """The column k of an axis: `moving` times its background, less `starting` times (by the number of axes on its level) the part of it that does not take the level's link."""
         passing, level = self.passing, self.passing.link[axis]
         less = starting * self.passing.link.count(level)
         column = self._column({passing.ahead(axis): (1.0 - first) * moving - less, passing.behind(axis): moving - less, passing.leaf(axis): moving - less,
                                passing.links_behind(axis): less})
-        self._row({column: less - (1.0 - first) * moving, self.p[axis]: first - 1.0}, 0.0)  # what is in the background gains nothing
+        self._row({column: less - (1.0 - first) * moving, self.p[axis]: first - 1.0}, 0.0)  # no background quantity gets a negative price
         return column
 
     def _within(self, relaxed: Relaxed, key: Key, waiting: Mapping[int, float], e: list[int]) -> None:
-        """What solutions within the spans of the pass may be charged beside; what is waited for gains nothing by it, nor does compute."""
+        """The terms m (t C - W) + n (W - u C) of the spans of the pass, and rows by which neither W nor C gets a negative price."""
         waits, computes = dict(waiting), dict.fromkeys(e, 1.0)
         linked = [waits]
         for level in dict.fromkeys(("", *self.passing.link)):
@@ -133,11 +145,12 @@ class Polytope:
         self._row(computes, 1.0)
 
     def _column(self, taken: Mapping[int, float]) -> int:
-        """A column of what it makes of quantities; its number in the program."""
+        """Add a column with the coefficients `taken` of quantities; its number in the program."""
         self._made.append(taken)
         return self.model.columns + len(self._made) - 1
 
     def _row(self, terms: Mapping[int, float], upper: float) -> None:
+        """Add the row sum of terms <= upper."""
         row = self.model.rows + len(self._upper)
         if terms:
             self._upper.append(upper)
@@ -145,7 +158,7 @@ class Polytope:
 
 
 def first_prices(relaxed: Relaxed) -> dict[Key, np.ndarray]:
-    """Prices of all passes that are possible and near the best where what is in the background hides under compute: p and w of each axis as much as its share of compute."""
+    """Valid prices of all passes, which are near the best ones where compute overlaps the whole background: p_a = w_a = c."""
     passing, axes = relaxed.passing, range(relaxed.passing.axes)
     p = min(passing.model.prices.contention, 1.0 / (len(axes) + 1)) if relaxed.hides else 1.0
     found = {}
@@ -160,6 +173,6 @@ def first_prices(relaxed: Relaxed) -> dict[Key, np.ndarray]:
 
 
 def first_of(passing: PassTables, key: Key) -> float:
-    """The share of one block, whose gathers may begin under what is in front of a backward that follows its forward (pipeline.passes)."""
+    """The share of a run that one block is, whose gathers may overlap what comes before the run in a backward after its forward (pipeline.aggregate); 0 elsewhere."""
     scope, way = key
     return 1.0 / passing.model.links[0].program.runs[scope].count if scope and way == BACKWARD and not passing.sums_at_end else 0.0

@@ -1,4 +1,5 @@
-"""What is proven of relaxed steps at some prices, and the solutions that keep more from being proven: messages that are kept from prices to prices, and the exact search where these leave a gap."""
+"""Lower bounds of relaxed steps at given prices: by message passing, whose messages are kept from prices to prices, and by the exact search where these leave a gap.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +15,29 @@ from autopar.search import ilp
 from autopar.search.recosted import Recosted
 
 CLOSE = 1e-3
-"""Relative: what is proven to be this near to the least is as good as that."""
+"""Relative: a bound this close to the optimum is good enough."""
 
 SOLVE_S = 3.0
-"""Seconds for a Problem whose messages leave a gap: those that take longer have many choices of nearly the same price, and a bound near that."""
+"""Seconds at most of the exact search. Problems that take longer have many choices of nearly the same cost, and a bound close to it."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """`bound_s` holds for all solutions at the prices that were asked for; `choice` is one that is not as far above them, None where nobody needs one."""
+    """`bound_s`: a lower bound of all solutions at the given prices. `choice`: a solution close to it; None where the bound already reaches what is known."""
 
     bound_s: float
     choice: Choice | None
 
 
 class Solver:
-    """Of `levels`, whose spans do not matter. `exact`: where messages leave a gap, the search closes it."""
+    """Solves relaxed steps of `levels`, whose spans do not matter. `exact`: close gaps of message passing by search."""
 
     def __init__(self, levels: Sequence[Relaxed], *, exact: bool) -> None:
         self.levels, self.exact = levels, exact
         self._recosted: dict[int, Recosted] = {}
 
     def __call__(self, number: int, prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray, known_s: float, cutoff_s: float) -> Seen:
-        """Of level `number`: a bound, up to `cutoff_s` or nearly `known_s`, the least of all solutions that are known. Raises InfeasibleError where there are none."""
+        """A bound for level `number` at `prices` and `bytes_s`. Ends once it reaches `cutoff_s`, or nearly `known_s`, the cost of the best known solution. Raises InfeasibleError where there is no solution."""
         relaxed = self.levels[number]
         costs = relaxed.costs(prices, bytes_s)
         if number not in self._recosted:

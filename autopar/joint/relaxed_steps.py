@@ -1,4 +1,7 @@
-"""What joint.relaxed is given: the steps of one stage and one microbatch, and of a timetable, with the memory that they have."""
+"""Relaxed steps (joint.relaxed) of one stage and one microbatch, of a timetable, and of one place, with their memory limits.
+
+`hosted` in all of them: parameters may be on the host, so that their memory and the optimizer's step count nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ from autopar.problem.types import Net, Node
 
 
 def alone(passing: PassTables, bytes_of: Model, limit_bytes: float, *, hosted: bool = False) -> Relaxed:
-    """One stage and one microbatch (pipeline.single_stage), with the memory of `bytes_of`, a Model with the same choices; `hosted`: with no memory for weights, and no optimizer's step."""
+    """A step of one stage and one microbatch (pipeline.single_stage). Bytes are those of `bytes_of`, a Model with the same choices."""
     problem, held = passing.model.problem, bytes_of.problem
     node_s = [passing.updates_s[index] * (not hosted) - _abreast_s(passing.model, node) for index, node in enumerate(problem.nodes)]
     nothing = [np.zeros(net.cost_s.shape) for net in problem.nets]
-    shared = bytes_of.shared  # other nets count bytes of what is stored of blocks that run again: without them it is a bound all the same
+    shared = bytes_of.shared  # further nets count what blocks that run again store: leaving bytes out keeps it a bound
     nodes = [node.memory_bytes * _counts(_rests(cluster), hosted) for node, cluster in zip(held.nodes, bytes_of.clusters, strict=True)]
     nets = [net.memory_bytes * _counts(link.weight, hosted) for net, link in zip(held.nets[:shared], bytes_of.links, strict=False)]
     room = [Room(nodes, [*nets, *nothing[shared:]], limit_bytes)] if math.isfinite(limit_bytes) else []
@@ -32,7 +35,7 @@ def alone(passing: PassTables, bytes_of: Model, limit_bytes: float, *, hosted: b
 
 
 def timed(passing: PassTables, bytes_of: Model, models: Models, table: Timetable, weights: Least, limit_bytes: float, *, hosted: bool = False) -> Relaxed:
-    """A step under `table`, which is `weights` long at least, with the memory of `bytes_of`, a Model with the same choices as all `models`; `hosted` as `alone` has it."""
+    """A step under `table`, whose seconds are bounded by `weights` (pipeline.makespan_bound). Bytes are those of `bytes_of`, a Model with the same choices as `models`."""
     once = models.once
     node_s = [weights.once * (not hosted) * once.updates_s(index) + weights.inputs * table_.each[BACKWARD, :, INPUTS] for index, table_ in enumerate(passing.nodes)]
     between = passing.between or frozenset()
@@ -42,8 +45,8 @@ def timed(passing: PassTables, bytes_of: Model, models: Models, table: Timetable
 
 
 def in_one_place(passing: PassTables, models: Models, microbatches: int, share: float, piece: int | None = None, *, hosted: bool = False) -> Relaxed:
-    """What a place takes at least that has the `share` of the blocks of the one run there is, and of what is outside the operator of node `piece`, for so many
-    microbatches and once per step; with all the memory there is. `hosted`: without the optimizer's step."""
+    """A lower bound of the seconds of a place that has the `share` of the only run of blocks, and outside of blocks the operator of node `piece` (None: nothing), for all
+    `microbatches`, once-per-step costs included. Without memory limits."""
     scope, once = next(iter(passing.model.links[0].program.runs)), models.once
     node_s = [share * (not hosted) * once.updates_s(index) * (cluster.scope == scope) for index, cluster in enumerate(once.clusters)]
     if piece is not None:
@@ -53,21 +56,27 @@ def in_one_place(passing: PassTables, models: Models, microbatches: int, share: 
 
 
 def _times(passing: PassTables, forward: float, backward: float) -> dict[Key, float]:
-    """All passes so many times over."""
+    """The forward and backward of all scopes, each so many times."""
     return {(scope, way): times for scope in passing.scopes for way, times in zip(PASSES, (forward, backward), strict=True)}
 
 
 def _once_s(passing: PassTables, once: Model) -> list[np.ndarray]:
-    """What the nets of weights that are each read in one place take once per step, and nothing for all others: nor for those that `passing` has behind the nets of
-    `once`, which count bytes alone."""
+    """For each net of `passing`, seconds once per step [rows, columns]: of weights with one reader; 0 for all others, and for further nets, which only count bytes."""
     found = [_finite(net.cost_s) * (link.weight and not passing.shared[link.ref]) for link, net in zip(once.links, once.problem.nets, strict=True)]
     return [*found, *(np.zeros(net.cost_s.shape) for net in passing.model.problem.nets[len(found):])]
 
 
 def _held(micro: Model, priced: Model, once: Model, table: Timetable, limit_bytes: float, between: frozenset[int], *, hosted: bool) -> Iterator[Room]:
-    """On one place what rests, what one microbatch keeps, and what is there while the longest run of blocks runs. On several places q, of which each stage keeps
-    n_q microbatches at least when the place keeps most, and with any weights w_q: sum w_q limit >= the least w_q times what rests + the least w_q n_q times what a microbatch keeps.
-    Counted by `micro`, for the nets of `priced`: where that is another Model it has others behind them, of what is stored of blocks that run again, and it is a bound without these."""
+    """The memory limits of a step under `table`.
+
+    On one place: parameters with their state, what one microbatch keeps, and what exists only while the longest run of blocks runs. On several places q, each stage
+    of which keeps at least n_q microbatches at the place's peak, the sum of their limits with any weights w_q >= 0 gives
+
+        sum of w_q limit >= (min of w_q) x bytes of parameters + (min of w_q n_q) x bytes that a microbatch keeps
+
+    for the whole model; used are w = 1 and w = 1 / n. Bytes are those of `micro`. `priced` may have further nets, of what blocks that run again store; leaving
+    these out keeps it a bound.
+    """
     if math.isinf(limit_bytes):
         return
     kept = [max(1, min(n.kept for n, at in zip(table.flying, table.at, strict=True) if at == place)) for place in range(table.places)]
@@ -85,17 +94,17 @@ def _held(micro: Model, priced: Model, once: Model, table: Timetable, limit_byte
 
 
 def _counts(weight: bool, hosted: bool) -> float:
-    """1 for what takes memory of the device: all but weights, and what is made of them, where these may be on the host."""
+    """1 for what is in device memory in any case, 0 for weights, and for what is made of them, if these may be on the host."""
     return float(not (weight and hosted))
 
 
 def _rests(cluster: Cluster) -> bool:
-    """Whether weights rest with the operators of a cluster."""
+    """Whether a cluster has parameters."""
     return any(op.role == "param" for op in cluster.members)
 
 
 def between_pieces(model: Model) -> frozenset[int]:
-    """The nets, by number, whose value may be made on another place than where it is read, or in another block."""
+    """The nets, by number, whose value may be read on another place, or in another block, than where it is made."""
     program = model.links[0].program
     home = homes(program, units(program))
     return frozenset(index for index, link in enumerate(model.links) if link.kind != "edge" or any(home[op.name] != home[link.ref[0]] for op, _ in link.readers))
@@ -112,14 +121,14 @@ def _reading(link: Link) -> str:
 
 
 def _live(part: Node | Net) -> np.ndarray:
-    """Bytes that are there for a while only."""
+    """The bytes that exist only while a piece runs."""
     if isinstance(part, Net) and part.group >= 0:
         return part.memory_bytes
     return np.zeros(part.memory_bytes.shape) if part.live_bytes is None else part.live_bytes
 
 
 def _abreast_s(model: Model, node: Node) -> np.ndarray:
-    """Seconds that a choice can save at most by working beside others in lanes: the largest of n lanes is no less than their mean."""
+    """[choices] the most seconds that a choice saves by running in a lane beside others: with n lanes the longest takes at least their mean."""
     lanes = model.problem.lanes
     if node.lane is None:
         return np.zeros(len(node.cost_s))

@@ -6,6 +6,7 @@
     place_kinds       places on unlike devices
     shape_problems    the Problems of one shape, and a solution
     search_context    all that is made of one graph, when first asked for
+    shared_results    what contexts with other limits, recipes or offloading share
     staging           one shape cut into stages, timed, its memory counted
     pricing           what a shape comes to
     kept_results      what blocks that are run again keep

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 from torch import fx
 
@@ -20,12 +19,13 @@ from autopar.errors import PlanError
 from autopar.joint.place_kinds import Ground, Weights, grounds
 from autopar.joint.shape_problems import Chosen, Mixed, Models
 from autopar.joint.shapes import Shape, fewest
+from autopar.joint.shared_results import ProgramResults, WeightTotals
 from autopar.joint.timetables import Timetable
 from autopar.pipeline.crossing import crossing
 from autopar.pipeline.microbatch_splits import sharing
 from autopar.pipeline.microbatches import Microbatching, of_parts
 from autopar.pipeline.stretches import Cost
-from autopar.pipeline.units import Unit, barred, homes, units
+from autopar.pipeline.units import Unit
 from autopar.plan import Plan
 from autopar.planner import Planner
 from autopar.problem.build import Decisions, Frame, rested
@@ -52,6 +52,8 @@ TRUST = 0.95  # factor on the bound of a Problem of several kinds of places: the
 class SearchContext:
     """All Problems of one graph, made when first asked for.
 
+    Contexts for another memory limit, recipe, offloading or division of runs share all results that do not depend on what differs (`_derived`).
+
     `whole` is the planner of the graph at the sizes of the whole batch. `limit_bytes` is the memory that a plan may fill on each device, `timer` the
     time that is left for the search. With offloading, `on_devices` is the same without it. `best_s` is the fastest step that is known.
     """
@@ -60,11 +62,8 @@ class SearchContext:
         self.timer = Timer(request.time_limit_s)
         self.gm, self.hints, self.request = gm, dict(hints), request
         self.whole = Planner.of(gm, hints, request)
-        self._planners: dict[int, Planner] = {1: self.whole}
+        self._of_program, self._of_weights = ProgramResults(self.whole.program, {1: self.whole}), WeightTotals()
         self._models: dict[tuple[Shape, tuple[Role, ...]], Models] = {}
-        self._shared: dict[int, Microbatching] = {}
-        self._held: dict[str, float] = {}
-        self._crossing: dict[tuple[str, ...], list[tuple[Ref, ...]]] = {}
         self._others: dict[tuple[int, Device], tuple[Kernels, Kernels]] = {}  # on devices of parts of the cluster
         self._mixed: dict[str, Work] = {}  # on places that are not alike
         self._paces: dict[Device, float] = {}
@@ -82,30 +81,35 @@ class SearchContext:
         """Begin the time limit anew."""
         self.timer = Timer(self.request.time_limit_s)
 
-    def limited(self, limit_bytes: float) -> SearchContext:
-        """The same with another memory limit per device; what was made so far is shared."""
+    def _derived(self, *, of_program: ProgramResults | None = None, of_weights: WeightTotals | None = None,
+                 hosted: dict[str, SearchContext] | None = None) -> SearchContext:
+        """A copy that shares all results but those given; Problems depend on both kinds. `hosted`: copies with offloading that stay valid (none)."""
         other = copy.copy(self)
+        if of_program is not None or of_weights is not None:
+            other._models = {}
+        other._of_program, other._of_weights = of_program or self._of_program, of_weights or self._of_weights
+        other._hosted, other._parted = {} if hosted is None else hosted, {}
+        return other
+
+    def limited(self, limit_bytes: float) -> SearchContext:
+        """The same with another memory limit per device."""
+        other = self._derived(hosted=self._hosted)
         other.limit_bytes = other._asked_bytes = limit_bytes
-        other._parted = {}
         return other
 
     def named(self, recipe: str) -> SearchContext:
-        """The same for a recipe; what was made so far is shared."""
-        other = copy.copy(self)
+        """The same for a recipe."""
+        other = self._derived()
         other.request = replace(self.request, recipe=recipe)
         other.whole = self.whole.anew(other.request)
-        other._hosted, other._parted = {}, {}
         return other
 
     def hosted(self, held: str) -> SearchContext:
-        """The same with `held` offloaded to the host (problem.settings.OFFLOADED); what does not depend on it is shared."""
+        """The same with `held` offloaded to the host (problem.settings.OFFLOADED)."""
         if held not in self._hosted:
-            other = self._hosted[held] = copy.copy(self)
+            other = self._hosted[held] = self._derived(of_weights=WeightTotals())
             other.request = replace(self.request, settings=replace(self.request.settings, offload=held))
             other.whole = self.whole.anew(other.request)
-            other._models, other._held, other._hosted, other._parted = {}, {}, {}, {}
-            for once in ("rest_bytes", "update_s"):
-                other.__dict__.pop(once, None)
         made = self._hosted[held].limited(self.limit_bytes)
         made.on_devices, made.timer = self, self.timer
         return made
@@ -118,12 +122,10 @@ class SearchContext:
         return self._parted[key]
 
     def _with_parts(self, parts: Parts) -> SearchContext:
-        other = copy.copy(self)
-        other.gm = part_runs(self.gm, parts)
-        other.whole = Planner.of(other.gm, self.hints, self.request)
-        other._planners, other._models, other._shared, other._crossing, other._parted = {1: other.whole}, {}, {}, {}, {}
-        for once in ("units", "_trained"):
-            other.__dict__.pop(once, None)
+        gm = part_runs(self.gm, parts)
+        whole = Planner.of(gm, self.hints, self.request)
+        other = self._derived(of_program=ProgramResults(whole.program, {1: whole}))
+        other.gm, other.whole = gm, whole
         other._origins = {name: scope for scope, begins in parts.items() for name in begins}
         other._entire = self
         return other
@@ -147,17 +149,17 @@ class SearchContext:
         """Samples of a step."""
         return self.hints.get("b", 1)
 
-    @cached_property
+    @property
     def units(self) -> list[Unit]:
         """The pieces that the model can be cut into."""
-        return units(self.whole.program)
+        return self._of_program.units
 
     @property
     def pieces(self) -> int:
         """How many pieces there are."""
         return len(self.units)
 
-    @cached_property
+    @property
     def alike(self) -> int:
         """How many of the pieces are blocks, of which stages should have about the same number; all pieces where there are no blocks."""
         return sum(run.count for run in self.whole.program.runs.values()) or self.pieces
@@ -186,9 +188,9 @@ class SearchContext:
 
     def planner(self, microbatches: int) -> Planner:
         """The program at the sizes of one microbatch."""
-        if microbatches not in self._planners:
-            self._planners[microbatches] = Planner.of(self.gm, {**self.hints, "b": self.batch // microbatches}, self.request)
-        return self._planners[microbatches]
+        if microbatches not in self._of_program.planners:
+            self._of_program.planners[microbatches] = Planner.of(self.gm, {**self.hints, "b": self.batch // microbatches}, self.request)
+        return self._of_program.planners[microbatches]
 
     def mesh(self, shape: Shape) -> Mesh:
         """The mesh of a place, with the names of the first one's axes."""
@@ -285,21 +287,26 @@ class SearchContext:
 
     def held_bytes(self, shape: Shape, level: str) -> float:
         """Bytes per device if everything that is held were cut evenly over all devices, and each place kept one microbatch."""
-        if level not in self._held:
-            self._held[level] = least_bytes(self.whole.program, self.whole.clusters, self.whole.joints(roles.nothing, 1), self.request.cluster,
+        known = self._of_weights.held_bytes
+        if level not in known:
+            known[level] = least_bytes(self.whole.program, self.whole.clusters, self.whole.joints(roles.nothing, 1), self.request.cluster,
                                             self.request.settings, self.whole.levels(level))
         rest = self.rest_bytes / self.request.cluster.devices
-        return rest + (self._held[level] - rest) / shape.microbatches
+        return rest + (known[level] - rest) / shape.microbatches
 
-    @cached_property
+    @property
     def rest_bytes(self) -> float:
         """Bytes of all parameters with gradients and optimizer state on the device, not divided by the number of devices."""
-        return self._of_parameters(Prices.rest_bytes)
+        if self._of_weights.rest_bytes is None:
+            self._of_weights.rest_bytes = self._of_parameters(Prices.rest_bytes)
+        return self._of_weights.rest_bytes
 
-    @cached_property
+    @property
     def update_s(self) -> float:
         """Seconds of the optimizer's step, divided evenly over all devices."""
-        return self._of_parameters(Prices.update_s) / self.request.cluster.devices
+        if self._of_weights.update_s is None:
+            self._of_weights.update_s = self._of_parameters(Prices.update_s) / self.request.cluster.devices
+        return self._of_weights.update_s
 
     @property
     def late_s(self) -> float:
@@ -319,41 +326,42 @@ class SearchContext:
         """
         if microbatches == 1:
             return None
-        if microbatches not in self._shared and self._entire is not None and (entire := self._entire.shared(microbatches)) is not None:
-            self._shared[microbatches] = of_parts(entire, self.whole.program, self.origin)
-        if microbatches not in self._shared:
-            self._shared[microbatches] = sharing(self.whole.program, self.whole.clusters, self.whole.table(microbatches, placed=False),
-                                                 microbatches, self.request.cluster, self.request.settings)
-        return self._shared[microbatches]
+        known = self._of_program.shared
+        if microbatches not in known and self._entire is not None and (entire := self._entire.shared(microbatches)) is not None:
+            known[microbatches] = of_parts(entire, self.whole.program, self.origin)
+        if microbatches not in known:
+            known[microbatches] = sharing(self.whole.program, self.whole.clusters, self.whole.table(microbatches, placed=False),
+                                          microbatches, self.request.cluster, self.request.settings)
+        return known[microbatches]
 
-    @cached_property
+    @property
     def barred(self) -> tuple[int, ...]:
         """Where no stage can begin (pipeline.units.barred)."""
-        return barred(self.whole.program)
-
-    @cached_property
-    def _trained(self) -> frozenset[str]:
-        """The pieces with parameters that are trained."""
-        home = homes(self.whole.program, self.units)
-        return frozenset(home.get(name, name) for name in self.whole.program.trained)
+        return self._of_program.barred
 
     def filled(self, costs: Sequence[Cost]) -> tuple[int, ...]:
         """The pieces, as they cost, that each place needs one of: those with parameters, which in training get gradients."""
         training = self.request.settings.training
         return tuple(number for number, (unit, cost) in enumerate(zip(self.units, costs, strict=True))
-                     if cost.rest_bytes > 0 and (unit.name in self._trained or not training))
+                     if cost.rest_bytes > 0 and (unit.name in self._of_program.trained or not training))
 
     def crossing(self, plan: Plan, microbatches: int) -> list[tuple[Ref, ...]]:
         """What a cut in front of each piece sends: the same for all plans of this graph."""
         shared = self.shared(microbatches)
         totals = shared.totals if shared is not None else ()
-        if totals not in self._crossing:
-            self._crossing[totals] = crossing(self.whole.program, plan, totals)
-        return self._crossing[totals]
+        known = self._of_program.crossing
+        if totals not in known:
+            known[totals] = crossing(self.whole.program, plan, totals)
+        return known[totals]
 
-    @cached_property
+    @property
     def sharable(self) -> str:
         """Why the batch cannot be cut into microbatches; empty where it can."""
+        if self._of_program.sharable is None:
+            self._of_program.sharable = self._why_not_sharable()
+        return self._of_program.sharable
+
+    def _why_not_sharable(self) -> str:
         if "b" not in self.hints:
             return ("no size of the inputs is the batch: none is dim 0 of all of them, or the model fixes it (a note of a plan without a pipeline says which); "
                     "name it in dynamic_shapes, 'b' for dim 0 of each input that has the samples")

@@ -166,6 +166,19 @@ def test_what_fits_no_way_says_what_hosts_lack() -> None:
     assert re.search(r"parameters on the host needs 64\.2 MiB of the host for each device, 28\.6 MiB are there", str(failed.value))
 
 
+def test_contexts_that_share_results_have_all_changes_that_they_were_derived_by() -> None:
+    """A division of runs was lost where the same offloading had been asked for without it."""
+    context = SearchContext(graph(), {"b": 16}, Request(GPUS, Settings(), time_limit_s=60.0))
+    scope = next(iter(context.whole.program.runs))
+    hosted, parted = context.hosted("optimizer"), context.parted({scope: {f"{scope}_2": 2}})
+    both = parted.hosted("optimizer")
+    assert [list(each.whole.program.runs) for each in (hosted, parted, both)] == [[scope], *[[scope, f"{scope}_2"]] * 2]
+    assert hosted.update_s > 1.01 * context.update_s and parted.update_s == context.update_s
+    assert both.update_s == pytest.approx(hosted.update_s)
+    assert len({unit.name for unit in both.units}) == 1 + len({unit.name for unit in context.units})
+    assert context.limited(1e9).hosted("optimizer").limit_bytes == 1e9
+
+
 def test_what_a_step_can_gain_at_most() -> None:
     """With 50 times as many bytes of activations as of state, room for the state is had for a fiftieth of what running all blocks again takes, twice that
     to be sure; nothing is known of plans that run all of them again, nor where too little is kept to make room."""

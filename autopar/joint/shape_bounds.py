@@ -1,7 +1,7 @@
-"""Bounds of one shape: first with all the memory there is, then, where what comes of that does not fit, with what there is and at all levels at which blocks
-may be run again.
+"""Lower bounds of the seconds of all plans of one shape.
 
-With all the memory there is running again gains nothing: every choice takes at least what it takes without, in every pass.
+The first bound ignores the memory limit (*roomy*). Running blocks again then gains nothing, as every choice takes at least as long with it as
+without, in every pass. Only where the solutions behind that bound do not fit are limits added, with all levels at which blocks may run again.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ Choices = list[tuple[int, ...]]
 
 
 def cut_s(levels: Sequence[Relaxed], cutoff_s: float, effort: Effort, met: Choices, cases: Sequence[Key] = ()) -> float:
-    """Seconds that no mixture of `levels` beats; `met` are solutions of all of them, and more of them afterwards. Of one level, where `effort` has cases, by those of the passes
-    `cases` (joint.wait_cases)."""
+    """A lower bound of the seconds of all mixtures of `levels`, infinite where none is possible. Ends once it reaches `cutoff_s`.
+
+    `met`: known solutions of all levels, to which new ones are added. `cases`: the passes of a single level that are divided into cases (joint.wait_cases), if `effort` has any.
+    """
     cutting = Cutting([Level(each, [each.sums(choice) for choice in met]) for each in levels], Solver(levels, exact=effort.cases > 0), met)
     keys = [key for key in cases if key in levels[0].keys] if effort.cases and levels[0].hides else []
     try:
@@ -52,14 +54,14 @@ def cut_s(levels: Sequence[Relaxed], cutoff_s: float, effort: Effort, met: Choic
 
 
 def _cases_s(relaxed: Relaxed, cutoff_s: float, effort: Effort, met: Choices) -> float:
-    """Seconds that nothing of one level beats, by cases of all its passes; nothing is proven by a first look."""
+    """A lower bound for one level, by cases of all its passes; 0 if `effort` has no cases."""
     return cut_s([relaxed], cutoff_s, effort, met, relaxed.keys) if effort.cases else 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """Blocks that are run again with any of their results kept: the passes with all kept that can be, what running them again takes at least beside that, and the bytes with nothing
-    kept."""
+    """Bounds for blocks that run again and keep any of their results: the passes if all results are kept that can be (`most`), the least cost of running blocks again beyond that
+    (`agains`), and the bytes if nothing is kept (`fewest`)."""
 
     most: PassTables
     agains: Sequence[Again]
@@ -67,13 +69,13 @@ class _Kept:
 
     @staticmethod
     def of(plain: Model, fewest: Model, forward: ForwardPrices, passing: Callable[[Model], PassTables]) -> _Kept:
-        """Of `plain`, a Problem in which nothing is run again, and the same with nothing kept."""
+        """`plain` is a Problem in which nothing runs again, `fewest` the same with all blocks run again and nothing kept."""
         program = plain.links[0].program
         all_kept = {scope: [op.name for op in program.ops.values() if op.scope == scope and keepable(op)] for scope in program.runs}
         return _Kept(passing(rematerialised(plain, forward, all_kept)), list(agains(plain, forward)), fewest)
 
     def levels(self, counted: Callable[[PassTables, Model], Relaxed]) -> Iterator[Relaxed]:
-        """A mixture of these is no slower and no larger than any way to run blocks again; `counted` says what passes take, and the memory of a Model."""
+        """Relaxed steps, of which some mixture is as fast and as small as any way to run blocks again. `counted` makes one of passes and the Model that counts bytes."""
         base = counted(self.most, self.fewest)
         for each in self.agains:
             barred_s = [np.where(mask, np.inf, own) for mask, own in zip(each.barred, base.node_s, strict=True)]
@@ -81,7 +83,7 @@ class _Kept:
 
 
 class Alone:
-    """One stage and one microbatch. Raises InfeasibleError where some operator has no choice."""
+    """Bounds of one stage and one microbatch. Raises InfeasibleError where some operator has no choice."""
 
     def __init__(self, context: SearchContext, shape: Shape) -> None:
         self.context, self.whole = context, context.whole
@@ -89,19 +91,19 @@ class Alone:
         cluster = context.request.cluster
         self.forward = ForwardPrices(cluster.mesh(shape.mesh), cluster.device, context.request.settings, self.whole.forward_kernels)
         self.passing = PassTables(self.plain, self.forward, sums_at_end=False, linked=True)
-        self._met: dict[bool, Choices] = {False: [], True: []}  # with all the memory there is, by whether something is on the host: a closer look begins with them
+        self._met: dict[bool, Choices] = {False: [], True: []}  # by `hosted`: solutions without memory limit, with which later calls begin
 
     def roomy_s(self, cutoff_s: float, effort: Effort, *, hosted: bool = False) -> float:
-        """Seconds that no plan beats with all the memory there is; `hosted` as bound_s has it."""
+        """A lower bound that ignores the memory limit; `hosted` as in bound_s."""
         return self._roomy(cutoff_s, effort, hosted=hosted)[0]
 
     def _roomy(self, cutoff_s: float, effort: Effort, *, hosted: bool) -> tuple[float, Relaxed, Choices]:
-        """The same, what it is of, and the solutions that were met."""
+        """`roomy_s`, the relaxed step that it bounds, and the solutions met."""
         roomy, met = alone(self.passing, self.plain, math.inf, hosted=hosted), self._met[hosted]
         return cut_s([roomy], cutoff_s, effort, met), roomy, met
 
     def bound_s(self, cutoff_s: float, effort: Effort = CLOSEST, *, hosted: bool = False) -> float:
-        """Seconds that no plan beats; `hosted`: none with something on the host, without its update."""
+        """A lower bound of the seconds of all plans; with `hosted`, of plans that use host memory, without the update there."""
         roomy_s, roomy, met = self._roomy(cutoff_s, effort, hosted=hosted)
         if roomy_s >= cutoff_s:
             return roomy_s
@@ -109,13 +111,13 @@ class Alone:
         short = any((here.sums(choice).over > 0).any() for choice in met)
         levels, solutions = list(self._limited(hosted=hosted)) if short else [], Choices()
         limited_s = cut_s(levels, cutoff_s, effort, solutions) if levels else 0.0
-        if limited_s <= roomy_s * (1 + CLOSE):  # memory has no price
+        if limited_s <= roomy_s * (1 + CLOSE):  # the memory limit costs nothing
             return max(roomy_s, _cases_s(roomy, cutoff_s, effort, met))
         return max(limited_s, _cases_s(levels[0], cutoff_s, effort, solutions) if len(levels) == 1 else 0.0)
 
     def _limited(self, *, hosted: bool) -> Iterator[Relaxed]:
-        """The ways to run blocks again: none at all; with any of the results kept that can be kept, which has the bytes and passes of none and of all of them, and what is between
-        (joint.remat_bounds). What runs some of the blocks again is a mixture of these, and where there are several, cases are of none of them."""
+        """Relaxed steps with the memory limit: no block run again; all of them, at the level that was asked for; or, if the level is free, all of them with any results kept
+        (`_Kept`). A plan that runs some blocks again is a mixture of these. Cases (joint.wait_cases) are only for a single one."""
         asked, free = self.context.request.remat_level, len(self.whole.open_levels) > 1
         if free or asked == "none":
             yield alone(self.passing, self.plain, self.context.limit_bytes, hosted=hosted)
@@ -127,13 +129,13 @@ class Alone:
 
     @cached_property
     def _kept(self) -> _Kept:
-        """What running blocks again takes at least."""
+        """Bounds of running blocks again with any results kept."""
         fewest = rematerialised(self.plain, self.forward, self.whole.levels("full"))
         return _Kept.of(self.plain, fewest, self.forward, lambda model: PassTables(model, self.forward, sums_at_end=False, linked=True))
 
 
 class Timed:
-    """Several microbatches on one place or more, each laid out in its own way, under any timetable. Raises InfeasibleError where there is none, or some operator has no choice."""
+    """Bounds of several microbatches on one or more places, which may have layouts of their own, under any timetable. Raises InfeasibleError where there is no timetable, or some operator has no choice."""
 
     def __init__(self, context: SearchContext, pricing: Pricing, shape: Shape) -> None:
         self.context, self.shape = context, shape
@@ -145,12 +147,12 @@ class Timed:
         self.passing = self._passing(self.models.micro)
 
     def roomy_s(self, cutoff_s: float, effort: Effort, *, hosted: bool = False) -> float:
-        """Seconds that no plan beats with all the memory there is, under any timetable; `hosted` as Alone has it."""
+        """A lower bound over all timetables that ignores the memory limit; `hosted` as in Alone.bound_s."""
         whole_s = self.whole_s(cutoff_s, effort, hosted=hosted)
         return whole_s if whole_s >= cutoff_s else max(whole_s, cut_s([self.mean(hosted=hosted)], cutoff_s, effort, [], self._cases))
 
     def bound_s(self, cutoff_s: float, effort: Effort = CLOSEST, *, hosted: bool = False) -> float:
-        """Seconds that no plan beats; `hosted` as Alone has it."""
+        """A lower bound of the seconds of all plans; `hosted` as in Alone.bound_s."""
         mean_s, ways, met = self._open(cutoff_s, effort, hosted=hosted)
         mean_s = max(mean_s, self.whole_s(cutoff_s, effort, hosted=hosted) if mean_s < cutoff_s else 0.0)
         if mean_s >= cutoff_s:
@@ -161,8 +163,11 @@ class Timed:
         return max(mean_s, found) if ways else mean_s
 
     def whole_s(self, cutoff_s: float, effort: Effort = CLOSEST, *, hosted: bool = False) -> float:
-        """What follows from that places have whole blocks, of n on p places where there is one run of them: either one of them has k + 1, k = n / p rounded up, or
-        none has more than k. Then one has k, and the one with the largest operator outside of blocks no less than are left by all others."""
+        """A lower bound from blocks being indivisible, for a model with one run of n blocks on p > 1 places; 0 for others.
+
+        With k = n / p rounded up, either some place has k + 1 blocks or more, or none has more than k. In the second case some place has k, and the place with the largest operator
+        outside of blocks has at least n - k (p - 1).
+        """
         runs, places, microbatches = self.passing.model.links[0].program.runs, self.shape.places, self.shape.microbatches
         if places == 1 or len(runs) != 1:
             return 0.0
@@ -179,14 +184,14 @@ class Timed:
 
     @cached_property
     def _largest(self) -> int | None:
-        """The node outside of blocks that takes longest where each has its best choice; none where there are none."""
+        """The node outside of blocks with the most seconds at its fastest choice; None where there is none."""
         nodes = self.passing.model.problem.nodes
         least_s = {index: float(np.where(np.isinf(nodes[index].cost_s), np.inf, table.each[..., SHOWN].sum(0)).min())
                    for index, table in enumerate(self.passing.nodes) if not table.scope and self.passing.model.clusters[index].root.role == "op"}
         return max(least_s, key=least_s.__getitem__, default=None)
 
     def _open(self, cutoff_s: float, effort: Effort, *, hosted: bool) -> tuple[float, list[tuple[Timetable, Least]], Choices]:
-        """What the mean of all places proves; where that is below `cutoff_s`, the timetables that are to be looked at by themselves; and the solutions that were met."""
+        """The bound by the mean over places; the timetables to bound one by one (none if the mean reaches `cutoff_s`); and the solutions met."""
         met: Choices = []
         mean_s = cut_s([self.mean(hosted=hosted)], cutoff_s, effort, met, self._cases)
         return mean_s, self._lengths(self._example(met[-1], hosted=hosted)) if mean_s < cutoff_s else [], met
@@ -204,28 +209,28 @@ class Timed:
         return max(roomy_s, cut_s([limited, *again], cutoff_s, effort, []))
 
     def mean(self, *, hosted: bool) -> Relaxed:
-        """With the mean of all places, whatever the timetable, and all the memory there is; `hosted` as joint.relaxed_steps has it."""
+        """The relaxed step whose seconds are the mean of the work of all places, which holds for any timetable, without memory limit."""
         return timed(self.passing, self.models.micro, self.models, self.tables[0], mean(self.shape.places, self.shape.microbatches), math.inf, hosted=hosted)
 
     @cached_property
     def _cases(self) -> Sequence[Key]:
-        """The passes of which places, each laid out in its own way, are each in one of the cases: what is outside of blocks is not of one place. Where memory has a price
-        the mean of all places fits, and not each, so that these are no cases of its own."""
+        """The passes that can be divided into cases of waiting (joint.wait_cases). On several places only those of blocks, as what is outside of blocks is not on one place. Not used with a memory
+        limit on several places, which holds for their mean and not for each of them."""
         return [(scope, way) for scope in self.passing.scopes for way in PASSES if scope or self.shape.places == 1]
 
     @cached_property
     def _kept(self) -> _Kept:
-        """What running blocks again takes at least."""
+        """Bounds of running blocks again with any results kept."""
         return _Kept.of(self.models.micro, self.models.at("full"), self.models.forward, self._passing)
 
     @cached_property
     def _asked(self) -> list[PassTables]:
-        """With all blocks run again at the level that is asked for; nothing where that is none."""
+        """The passes with all blocks run again at the level that was asked for; empty if that is none."""
         asked = self.context.request.remat_level
         return [self._passing(self.models.at(asked))] if asked != "none" else []
 
     def _example(self, choice: tuple[int, ...], *, hosted: bool) -> Example:
-        """What the passes of a solution take, collectives in the background by what they take of compute, and what comes once."""
+        """The passes of a solution, as an example for pipeline.makespan_bound: background collectives count by the compute that they slow down."""
         plain = self.mean(hosted=hosted)
         sums, scopes, hides = plain.sums(choice), self.passing.scopes, self.passing.model.prices.contention if plain.hides else 1.0
         forward_s, backward_s = (sum(float(each[SHOWN]) + hides * self.passing.background_s(each) for each in [sums.passes[scope, way] for scope in scopes])
@@ -237,21 +242,21 @@ class Timed:
 
     @cached_property
     def _crossing_bytes(self) -> list[list[float]]:
-        """Of each cut in front of a piece but the first, bytes on a rank of what it sends, at least: each value cut over all ranks."""
+        """For each cut (before each piece but the first), the least bytes that a rank sends of each value: sharded over all ranks."""
         micro, shape, context = self.models.micro, self.shape, self.context
         some = [int(np.isfinite(node.cost_s).argmax()) for node in micro.problem.nodes]
         plan, program = bare_plan(context.whole, context.mesh(shape), micro.decode(some), ""), context.planner(shape.microbatches).program
         return [[program.bytes_of(ref) / math.prod(shape.mesh) for ref in sends] for sends in context.crossing(plan, shape.microbatches)[1:]]
 
     def _sends_s(self, table: Timetable) -> list[float]:
-        """Seconds of a send from each stage to the next, at least: a stage has one piece or more, so that each cut has only some places that it may be in."""
+        """For each stage but the last, the least seconds of a send to the next: over the positions of that cut which leave every stage a piece."""
         places, cuts, spare = self.context.grounds(self.shape)[0].places, self._crossing_bytes, len(self._crossing_bytes) - (table.stages - 1)
         hops = [places.link(one, other) for one, other in pairwise(table.at)]
         took_s = {link: [sum(collective_s("send", nbytes, link) for nbytes in sends) for sends in cuts] for link in dict.fromkeys(hops)}
         return [min(took_s[link][hop:hop + spare + 1]) for hop, link in enumerate(hops)]
 
     def _lengths(self, example: Example) -> list[tuple[Timetable, Least]]:
-        """How long each timetable is at least, where it matters: for what takes `example`; the shortest first. Of places that share cores, the mean."""
+        """The timetables with the weights that bound their steps best for `example`, the shortest first. On one place, or places that share cores, the mean over places."""
         alike = self.shape.places == 1 or self.context.request.cluster.device.alone > 1
         found = [(table, mean(table.places, table.microbatches) if alike else
                   least(flow_of(table.kind, table.places, table.microbatches), table.stages, table.microbatches, example, self._sends_s(table))) for table in self.tables]

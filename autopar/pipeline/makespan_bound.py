@@ -1,15 +1,16 @@
-"""How long a schedule takes at least, however a model is cut into its stages.
+"""A lower bound of a step under a schedule, however the model is cut into stages.
 
-    step >= forward F + backward B + inputs I + once O + fixed    F, B, I seconds of all stages together for one microbatch, O once per step
+    step >= f F + b B + i I + o O + fixed
 
-    F   of their forwards, B of their backwards: of those that are taken apart no more than both parts together take
-    I   of the compute in the part of a backward for what was received, where it is taken apart
-    O   of what comes once per step on each place, behind its last action
-    fixed   what sends, each of so many seconds at least, make of it
+    F      seconds of the forwards of all stages together, for one microbatch
+    B      seconds of their backwards; of split ones at most the sum of both parts
+    I      seconds of compute in the parts for inputs, where backwards are split
+    O      seconds once per step, of all places together, after their last actions
+    fixed  from the least seconds of each send
 
-The weights are the dual values of a linear program in which the seconds of every stage are free and add up to F, B, I and O of some example. The seconds of
-a step are convex in those of its stages and in proportion to them and to those of sends, so the tangent at one example holds for all. That one send waits for another over its link, and
-the host, take nothing.
+The weights f, b, i, o are dual values of a linear program in which the seconds of every stage are free, and add up to F, B, I, O of an example. The seconds of a step
+are a convex and homogeneous function of those of its stages and sends, so that the tangent at one example is a lower bound for all others. Waiting of sends for each other on one
+link, and the host, are left out.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from autopar.pipeline.makespan import FORWARD, INPUTS, WEIGHTS, WHOLE, Flow
 from autopar.search.model import Linear
 from autopar.search.solver import GLOP, solve
 
-MOST = 4096  # actions: of longer steps only the mean over places is known
-SLACK = 1e-6  # relative: what the solver may be wrong by
+MOST = 4096  # actions: steps with more of them are bounded by `mean` alone
+SLACK = 1e-6  # relative: the weights are lowered by the error that the solver may make
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """F, B, I and O."""
+    """F, B, I and O of the example, in seconds."""
 
     forward_s: float
     backward_s: float
@@ -40,7 +41,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """The weights."""
+    """The weights f, b, i, o of the bound, and `fixed_s`."""
 
     forward: float
     backward: float
@@ -49,17 +50,17 @@ class Least:
     fixed_s: float = 0.0
 
     def step_s(self, example: Example) -> float:
-        """Seconds of a step where all stages together take `example`."""
+        """The least seconds of a step whose stages together take `example`."""
         return self.forward * example.forward_s + self.backward * example.backward_s + self.inputs * example.inputs_s + self.once * example.once_s + self.fixed_s
 
 
 def mean(places: int, microbatches: int) -> Least:
-    """Every place has its share of the work of all microbatches, and some place no less than the mean."""
+    """The bound that some place has at least the mean of the work of all places."""
     return Least(microbatches / places, microbatches / places, 0.0, 1 / places)
 
 
 def least(flow: Flow, stages: int, microbatches: int, example: Example, sends_s: Sequence[float] = ()) -> Least:
-    """The weights of `flow`, of so many stages and microbatches, that prove most of `example`; `sends_s`: from each stage to the next, or back, at least; nothing where they are left out."""
+    """The weights for `flow` that give the highest bound for `example`. `sends_s`: the least seconds of a send between each stage and the next (default: 0)."""
     plain = mean(flow.places, microbatches)
     if len(flow.steps) > MOST:
         return plain
@@ -68,18 +69,18 @@ def least(flow: Flow, stages: int, microbatches: int, example: Example, sends_s:
 
 
 class _Program:
-    """The linear program: columns of the seconds of each stage, and of the end of each action."""
+    """The linear program, in units of F + B: columns for the seconds of each stage and for the end of each action; its least last end is the bound."""
 
     def __init__(self, flow: Flow, stages: int, example: Example, sends_s: Sequence[float]) -> None:
         self.flow, self.sends_s, self.unit_s = flow, sends_s, example.forward_s + example.backward_s
-        self.sent: list[tuple[int, float]] = []  # rows that wait for a send, and its seconds
+        self.sent: list[tuple[int, float]] = []  # the rows of actions that wait for a send, and its seconds
         self.model = Linear(1.0, 1.0)
         self.model.starts = np.zeros(1, int)
         self.forward, self.backward, self.inputs, self.early, self.late = (self._columns(stages) for _ in range(5))
         self.once = self._columns(flow.places)
         self.ends = self._columns(len(flow.steps))
         self.last = self._columns(1, 1.0)
-        for stage in range(stages):  # both parts take a whole backward at least
+        for stage in range(stages):  # the parts of a split backward take at least a whole one together
             self._row([(self.early[stage], 1.0), (self.late[stage], 1.0), (self.backward[stage], -1.0)], 0.0)
             self._row([(self.early[stage], 1.0), (self.inputs[stage], -1.0)], 0.0)
             self._row([(self.backward[stage], 1.0), (self.inputs[stage], -1.0)], 0.0)
@@ -96,7 +97,7 @@ class _Program:
         return row
 
     def _order(self) -> None:
-        """Each action ends so much after all that it waits for; each place is done with its last one and what comes once."""
+        """Add rows: each action ends its own seconds after everything that it waits for, and a step ends once-per-step seconds after the last action of each place."""
         took = {FORWARD: self.forward, WHOLE: self.backward, INPUTS: self.early, WEIGHTS: self.late}
         before: dict[int, int] = {}
         for index, step in enumerate(self.flow.steps):
@@ -110,7 +111,7 @@ class _Program:
             self._row([(self.last[0], 1.0), (self.ends[index], -1.0), (self.once[place], -1.0)], 0.0)
 
     def weights(self) -> Least | None:
-        """The dual values of the totals, less what the solver may be wrong by; None where it does not find them."""
+        """The weights: dual values of the rows of F, B, I, O, lowered by SLACK; None where the solver finds none."""
         answer = solve(self.model, GLOP, integer=False, time_limit_s=20.0)
         if answer.status != "optimal" or answer.dual is None:
             return None

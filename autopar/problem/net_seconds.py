@@ -1,4 +1,4 @@
-"""What the ways of one net take, each distinct one once (problem.pass_tables)."""
+"""Seconds of the reshards of one net (problem.pass_tables): a *way* is the chain of steps from one layout to another; equal ways are stored once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import numpy as np
 
 @dataclass(eq=False)
 class NetSeconds:
-    """Of `each` distinct way the seconds of local copies; by axis those of gathers, of other collectives, and both but for the first collective of the way; then
-    by the share that they take of the axis's link all of them, and all but the first. `at` [...] says which way is where."""
+    """`each` [ways, quantities] of the distinct ways, and `at` [...] with the index of the way in each place (as rows and columns of the net).
+
+    Quantities, in seconds: local copies; by axis: gathers, other collectives, gathers without the way's first collective, other collectives without it; then by axis, times
+    the share of the axis's link: all collectives, and all but the first.
+    """
 
     each: np.ndarray
     at: np.ndarray
@@ -19,17 +22,17 @@ class NetSeconds:
 
     @property
     def local_s(self) -> np.ndarray:
-        """[ways] of local copies."""
+        """[ways] seconds of local copies."""
         return self.each[:, 0]
 
     @property
     def by_axis(self) -> np.ndarray:
-        """[ways, 4, axes] of all else."""
+        """[ways, 4, axes] seconds of gathers and other collectives; then the same without the first collective."""
         return self.each[:, 1:1 + 4 * self.axes].reshape(len(self.each), 4, self.axes)
 
     @property
     def linked_s(self) -> np.ndarray:
-        """[ways, 2, axes] by their shares of links."""
+        """[ways, 2, axes] seconds times shares of links: of all collectives, and of all but the first."""
         return self.each[:, 1 + 4 * self.axes:].reshape(len(self.each), 2, self.axes)
 
     @cached_property
@@ -39,12 +42,12 @@ class NetSeconds:
 
 
 def over(seconds: np.ndarray, whole_s: np.ndarray) -> np.ndarray:
-    """How often a way is gone in so many seconds; never where it takes none."""
+    """How often a way of `whole_s` fits into `seconds`; 0 where it takes no time."""
     return np.divide(seconds, whole_s, out=np.zeros_like(seconds), where=whole_s > 0)
 
 
 def add_to(found: np.ndarray, each: np.ndarray, at: np.ndarray, times: np.ndarray | float) -> None:
-    """Adds what each way takes, so many times."""
+    """Add `each` of the way at every place to `found`, `times` times."""
     if not each.any() or not np.any(times):
         return
     found += (times * each)[at] if isinstance(times, float) else times[..., None] * each[at]

@@ -37,7 +37,7 @@ BETTER = 1e-3  # relative: what a place gains at least for a layout of its own
 
 
 def each_apart(context: SearchContext, found: Found) -> Found:
-    """`found`, or the same shape under the same timetable with each place in its own way, where that is faster and fits."""
+    """`found`, or the same shape under the same timetable with layouts of its own for each place, where that is faster and fits."""
     if found.table.places == 1:
         return found
     context.request.say(f"{found.shape}: each place in its own way")
@@ -66,8 +66,8 @@ def _probed(found: Found) -> list[int]:
 
 
 def _offered(context: SearchContext, found: Found, weights: Weights, place: int) -> Iterator[Chosen]:
-    """What may be best for a place: with nothing run again, with all blocks run again at some level, and with so many run again that memory costs what
-    running blocks again does."""
+    """Candidates for a place: the optimum with nothing run again, with all blocks run again at each level, and at a price per byte, which is what running some blocks
+    again costs."""
     alike, here = found.chosen, _Place.of(found, place)
     models = alike.models.kinds[here.kind]
     for level, byte_s, again in _wanted(context, alike, here):
@@ -77,14 +77,14 @@ def _offered(context: SearchContext, found: Found, weights: Weights, place: int)
 
 
 def _kept_otherwise(context: SearchContext, found: Found) -> Iterator[Chosen]:
-    """What all places are, with other results kept of blocks that are run again."""
+    """Candidates with the common layouts, in which blocks that run again keep other results."""
     if opens(found, context.whole):
         opened, kept = Fuller.of(found.chosen, context.whole), found.chosen.levels(context.whole)
         yield from (chosen for scope in kept for chosen in opened.ways(scope, kept))
 
 
 def _best(found: Found, place: int, offered: Sequence[Chosen]) -> Chosen:
-    """The fastest of what is offered for a place; what was chosen for all alike where nothing is faster."""
+    """The fastest candidate for a place; the common layouts where none is faster."""
     here = _Place.of(found, place)
     best, best_s = found.chosen, here.time_s(found.chosen) * (1 - BETTER)
     for other in offered:
@@ -94,7 +94,7 @@ def _best(found: Found, place: int, offered: Sequence[Chosen]) -> Chosen:
 
 
 def _wanted(context: SearchContext, alike: Chosen, here: _Place) -> Iterator[tuple[str, float, str]]:
-    """What to solve for a place: a level, seconds per byte (0: the limit counts), and the level at which blocks are run again where memory wants it."""
+    """What to solve for a place: a level of the Problem, seconds per byte (0: a memory limit instead), and the level at which blocks run again if memory requires it."""
     first, *levels = context.whole.open_levels
     if alike.all_again or not levels:
         yield first, 0.0, first
@@ -110,8 +110,8 @@ def _wanted(context: SearchContext, alike: Chosen, here: _Place) -> Iterator[tup
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """One place of what was found: its number and kind, and of each stage its pieces `[first, stop)`, the microbatches that it keeps and its part (pipeline.memory_shares)
-    of the memory: of that of the device less as much as the walk over the emitted program has counted more than the sum of pieces."""
+    """One place of a found pipeline: its number and kind; for each of its stages the pieces `[first, stop)` and the microbatches in flight; and each stage's bytes (`rooms`,
+    pipeline.memory_shares) of the memory limit, which is lowered by what the walk over the emitted program counted beyond the sum of pieces."""
 
     number: int
     kind: int
@@ -131,7 +131,7 @@ class _Place:
         return _Place(place, kind, stages, tuple(rooms([pieces.table.need(flying, first, stop) for first, stop, flying in stages], found.ground.limits[place] - more)))
 
     def again(self, chosen: Chosen) -> float:
-        """How many of its pieces are run again, as memory wants it; infinite where it does not fit."""
+        """How many of its pieces run again so that it fits; infinite where it does not fit."""
         table = chosen.on(self.number, self.kind).table
         counts = [table.again(*stage, *room) for stage, room in zip(self.stages, self.rooms, strict=True)]
         return math.inf if None in counts else sum(n for n in counts if n)
@@ -147,7 +147,7 @@ class _Place:
         return total_s
 
     def byte_s(self, chosen: Chosen) -> float:
-        """Seconds of a microbatch for each byte that running all blocks again saves; 0 where it saves none."""
+        """The price of memory: seconds of a microbatch per byte that running all blocks again frees; 0 where it frees none."""
         table = chosen.on(self.number, self.kind).table
         saved = sum(table.saved(*stage) for stage in self.stages)
         more_s = sum(float(table.more[stop] - table.more[first]) for first, stop, _ in self.stages)

@@ -3,7 +3,7 @@
 `balance` makes the slowest stage as fast as possible. With few microbatches that is not the fastest step: a pipeline fills sooner behind short first stages,
 and drains sooner where the last ones are short. From a cut of `balance`, a move gives one piece from one stage to another, and shifts the stages
 between them by one piece. All moves are timed at once and the best one is made, until none gains enough. A stage that has blocks keeps at least
-one: without blocks, hardly any communication of a stage hides, and prices of that are rough.
+one: without blocks, hardly any communication of a stage is overlapped, and prices of that are rough.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHIFTS = ((0, 0), (0, -1), (-1, -1), (-1, 0), (0, 1), (1, 1), (1, 0))
 taker; for a piece that goes to an earlier stage, those of the taker, of stages between, of the giver."""
 
 TimeOf = Callable[[int, Sequence[Cost], int], StageTime]
-"""(stage, its pieces, the piece behind its last one) -> its times."""
+"""(stage, its pieces, the number of the piece after its last one) -> its times."""
 
 EndsOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """As Timetable.ends_all_s."""
@@ -38,7 +38,7 @@ EndsOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """One stage as it may be: seconds of its actions by kind, of a send, once per step; bytes that it holds, of these at rest, and of what is there only while it runs."""
+    """A possible stage: seconds of its actions by kind, of a send, and once per step; bytes that it holds, the part of them that are parameters and state, and bytes that exist only while it runs."""
 
     took_s: tuple[float, ...]
     send_s: float
@@ -50,8 +50,18 @@ class _Stretch:
 
 @dataclass(eq=False)
 class Shifting:
-    """`pieces` and `flying` of each stage: what it may be made of, microbatches that it keeps; `at` which place it is on, `limits` bytes of each place. No cut is in front of
-    a piece of `barred`; `blocks` are those that are blocks. `actions`: how many one look takes."""
+    """The local search.
+
+        pieces     for each stage, the costs of all pieces on its place
+        flying     for each stage, the microbatches in flight
+        limits     bytes of each place
+        at         the place of each stage
+        barred     the pieces before which no stage can begin
+        blocks     the pieces that are blocks
+        time_of    the times of a stage
+        ends_of    when each place is done, for many ways at once
+        actions    how many actions are simulated to time one way
+    """
 
     pieces: Sequence[Pieces]
     flying: Sequence[Flying]
@@ -65,7 +75,7 @@ class Shifting:
     _known: dict[tuple[int, int, int, int], _Stretch] = field(default_factory=dict)
 
     def shifted(self, cuts: Cuts) -> Cuts:
-        """The best that moves make of `cuts`, these where there is none."""
+        """`cuts` after the best moves, as long as they gain; `cuts` themselves where none does."""
         edges, moves = [0, *cuts.bounds, len(self.pieces[0].costs)], self._moves()
         for _ in range(int(ALL / (self.actions * len(moves))) + 1):
             steps_s = self._steps_s(edges, cuts.again, moves)
@@ -83,7 +93,7 @@ class Shifting:
         return np.array([[0] * stages, *(move for a in range(stages) for b in range(a + 1, min(stages, a + 1 + reach)) for move in _between(a, b, stages))])
 
     def _steps_s(self, edges: Sequence[int], again: Sequence[int], moves: np.ndarray) -> np.ndarray:
-        """Seconds of a step after each move; infinite where it cannot be, or does not fit."""
+        """[moves] seconds of a step after each move; infinite where it is impossible, or does not fit."""
         stages, on = range(len(self.at)), self._on
         some = [self._block_between(*ends) for ends in itertools.pairwise(edges)]
         ways = [[self._stretch(stage, edges[stage] + first, edges[stage + 1] + stop, again[stage], some[stage]) for stage in stages] for first, stop in SHIFTS]
@@ -94,7 +104,7 @@ class Shifting:
         took_s, (send_s, once_s, held, rest, live) = each[:len(KINDS)], each[len(KINDS):]
         lives = np.array([live[mine > 0.0].max(0) for mine in on])
         fits = (on @ held + lives <= np.array(self.limits)[:, None]).all(0) & (on @ rest > 0.0).all(0)
-        fits[:1] |= possible[:1] == 0  # what there is fits, as it was found
+        fits[:1] |= possible[:1] == 0  # the present cut fits, as balance found it
         found = np.full(len(moves), np.inf)
         found[possible[fits]] = (self.ends_of(took_s[..., fits], send_s[:, fits]) + (on @ once_s)[:, fits]).max(0)
         return found
@@ -109,7 +119,7 @@ class Shifting:
         return any(piece in self.blocks for piece in range(first, stop))
 
     def _stretch(self, stage: int, first: int, stop: int, again: int, some: bool) -> _Stretch | None:
-        """A stage of pieces `[first, stop)`, the first ones run again; None where that cannot be, or has no block though it should have `some`."""
+        """A stage of the pieces `[first, stop)`, the first `again` of which run again; None where it is impossible, or has no block though it must have `some`."""
         count, last = len(self.pieces[stage].costs), len(self.at) - 1
         inside = first >= 0 and first < stop <= count and (first == 0) == (stage == 0) and (stop == count) == (stage == last)
         if not inside or first in self.barred or (stop < count and stop in self.barred) or (some and not self._block_between(first, stop)):
@@ -127,6 +137,6 @@ class Shifting:
 
 
 def _between(a: int, b: int, stages: int) -> Iterator[list[int]]:
-    """The moves of one piece from stage `a` to `b`, which is behind it, and back."""
+    """The moves of one piece from stage `a` to `b`, a later one, and back."""
     for giver, between, taker in ((1, 2, 3), (4, 5, 6)):
         yield [0] * a + [giver] + [between] * (b - a - 1) + [taker] + [0] * (stages - b - 1)

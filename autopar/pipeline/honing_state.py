@@ -1,7 +1,7 @@
-"""The State for honing: a solution that local search changes, with the seconds of its passes (problem.pass_tables) in place of the Problem's.
+"""The State for honing: a solution that local search changes, whose seconds are those of its passes (problem.pass_tables) instead of the Problem's.
 
-It approximates pipeline.passes well enough to say which moves are worth pricing, and is as cheap to ask for all moves at once as the Problem's seconds.
-It does not know that small collectives take less of a link than large ones, nor the buckets of gradients of each kind.
+It approximates pipeline.passes well enough to say which moves are worth pricing exactly, and is as cheap to ask for all moves at once as the Problem's seconds.
+Left out are that small collectives take less of a link than large ones, and the separate buckets of gradients with different collectives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.search.state import BYTES, FIXED, FORBIDDEN, SECONDS, State
 @dataclass(frozen=True, eq=False)
 class _Leaves:
     """The leaves of a run of `count` blocks (problem.leaf_gathers.in_a_row). For each weight, in the order in which buckets are filled: the node that decides its
-    layout, and by its choice the bytes that are gathered once per step. The share that comes ahead is the total number `row`."""
+    layout, and by its choice the bytes that are gathered once per step. The share of them that is prefetched is kept in the totals at `row`."""
 
     nodes: Sequence[int]
     nbytes: Sequence[np.ndarray]
@@ -30,7 +30,7 @@ class _Leaves:
     row: int
 
     def after(self, choice: Sequence[int], v: int = -1) -> np.ndarray:
-        """The share of the leaves that is on its way before its block begins: under `choice`, or for each choice of node `v` with all others unchanged."""
+        """The share of the leaves that is prefetched before their block begins: [1] under `choice`, or [choices] for each choice of node `v` with all others unchanged."""
         each = [own if w == v else own[choice[w]] * (choice[w] >= 0) for w, own in zip(self.nodes, self.nbytes, strict=True)]
         ways, of = np.unique(np.stack(np.broadcast_arrays(*each), -1).reshape(-1, len(each)), axis=0, return_inverse=True)
         return np.array([share_ahead(way.tolist(), self.count) for way in ways])[of.reshape(-1)]
@@ -41,9 +41,9 @@ class HoningState(State):
 
     For a pipeline, the step is `times` as long as the passes of one microbatch, plus `own_s` seconds by node and choice. Its memory is that of
     `problem`, which has the nodes of `passing`, and after its nets those of what happens once per step. `opening` is, for each run of blocks, the
-    share of blocks that begin a stage: their gathers have nothing before them to hide under.
+    share of blocks that begin a stage: nothing before them overlaps their gathers.
 
-    Totals are [seconds beside passes, bytes, forbidden pairs, quantities of each pass of each scope, share of the leaves of each run that is ahead].
+    Totals are [seconds beside passes, bytes, forbidden pairs, quantities of each pass of each scope, share of the leaves of each run that is prefetched].
     The last ones are not sums over nodes, but the change by each single move is exact. `limit_bytes` may be set to another memory limit.
     """
 
@@ -53,11 +53,11 @@ class HoningState(State):
         self.first = {scope: FIXED + 2 * passing.width * index for index, scope in enumerate(passing.scopes)}
         each = [link_shares("all_gather", axis.size * BUCKET_BYTES, axis) if axis.size > 1 else {} for axis in passing.model.prices.mesh.axes]
         levels = list(dict.fromkeys(level for shares in each for level in shares)) or [""]
-        self.shares = np.array([[shares.get(level, 0.0) for level in levels] for shares in each])  # [axes, levels] of a link that a collective takes
+        self.shares = np.array([[shares.get(level, 0.0) for level in levels] for shares in each])  # [axes, levels]: the share of a level's link that a large gather takes
         self.used = [np.flatnonzero(shares) if shares.any() else np.array([0]) for shares in self.shares]
         read = {} if passing.sums_at_end else {scope: own for scope, own in passing.of_blocks.items() if own}
         self.leaves = {scope: self._leaves_of(scope, own, row) for row, (scope, own) in enumerate(read.items(), self._added)}
-        self.leading: dict[int, list[_Leaves]] = {}  # of nodes that lay leaves
+        self.leading: dict[int, list[_Leaves]] = {}  # by node that decides the layout of leaves
         for leaves in self.leaves.values():
             for v in set(leaves.nodes):
                 self.leading.setdefault(v, []).append(leaves)
@@ -77,24 +77,24 @@ class HoningState(State):
         return self._added + len(self.leaves)
 
     def reset(self, choice: Sequence[int]) -> None:
-        """Takes `choice` and counts the totals anew."""
+        """Take `choice`, and compute the totals anew."""
         self._upset(v for v, c in enumerate(choice) if c != self.choice[v])
         super().reset(tuple(choice))
         for leaves in self.leaves.values():
             self.totals[leaves.row] = leaves.after(self.choice)
 
     def move(self, v: int, c: int) -> None:
-        """Puts node `v` on choice `c`."""
+        """Move node `v` to choice `c`."""
         super().move(v, c)
         self._upset([v])
 
     def _upset(self, moved: Iterable[int]) -> None:
-        """Weights of a block fill buckets together: where one has moved, all that the others would change is stale."""
+        """Mark as stale the changes by moves of other weights in the same buckets as the `moved` nodes."""
         for leaves in {id(leaves): leaves for v in moved for leaves in self.leading.get(v, ())}.values():
             self._stale.update(leaves.nodes)
 
     def _count(self, v: int) -> np.ndarray:
-        """What each choice of node `v` accounts for, with all others as they are."""
+        """[totals, choices]: what each choice of node `v` adds, with all others as they are."""
         out = super()._count(v)
         for leaves in self.leading.get(v, ()):
             out[leaves.row] = leaves.after(self.choice, v)
@@ -108,7 +108,7 @@ class HoningState(State):
         return out
 
     def seconds(self, totals: np.ndarray) -> np.ndarray:
-        """Seconds of each column."""
+        """[columns] seconds of a step, for columns of totals."""
         width, found = self.passing.width, totals[SECONDS].copy()
         for scope, first in self.first.items():
             for way in PASSES:
@@ -117,7 +117,7 @@ class HoningState(State):
         return found
 
     def _together_s(self, of: np.ndarray, opening: float = 0.0, first: np.ndarray | float = 1.0) -> np.ndarray:
-        """Seconds of one pass of a scope (problem.hiding.together_s), of all columns of quantities; the share `first` of leaves is ahead."""
+        """[columns] seconds of one pass of a scope, for columns of its quantities: problem.hiding.together_s for all at once. `opening`: the share of prefetched gathers that is exposed. `first`: the share of leaves that is prefetched."""
         passing, axes = self.passing, self.passing.axes
         ahead, behind, leaf, waits = (of[begin(0):begin(0) + axes] for begin in (passing.ahead, passing.behind, passing.leaf, passing.waits))
         shown_s = of[SHOWN] + ((1.0 - first) * leaf).sum(0) + opening * ahead.sum(0)
@@ -126,18 +126,18 @@ class HoningState(State):
             return np.asarray(shown_s + left.sum(0))
         compute_s = of[COMPUTE]
         took_s, done = np.zeros_like(compute_s), np.zeros_like(compute_s)
-        for _ in range(axes):  # until one of them is through, or the work
+        for _ in range(axes):  # each round ends when a background collective or the work is done
             pace_s, moved_s = self._pace(compute_s, waits, left > 0)
             through = np.divide(left, moved_s, out=np.full_like(left, np.inf), where=(left > 0) & (moved_s > 0))
             share = np.minimum(through.min(0), 1.0 - done)
             done, took_s = done + share, took_s + share * pace_s
             left = np.where(through <= share, 0.0, np.maximum(0.0, left - share * moved_s))
         took_s = took_s + (1.0 - done) * (compute_s + waits.sum(0))
-        rest_s = np.maximum(left.max(0), (self.shares.T @ left).max(0))  # with nothing else to do
+        rest_s = np.maximum(left.max(0), (self.shares.T @ left).max(0))  # after the work
         return np.asarray(shown_s - compute_s - of[WAITED] + took_s + rest_s)
 
     def _pace(self, compute_s: np.ndarray, waits: np.ndarray, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[columns] seconds of all of the work with what is `running` of the background, [axes, columns] what of that moves meanwhile."""
+        """[columns] seconds of all of the work beside the `running` background, and [axes, columns] the seconds of background collectives that run meanwhile."""
         taken = self.shares.T @ running  # [levels, columns] of each link
         slower = [np.maximum(1.0, taken[used].max(0)) for used in self.used]
         pace_s = compute_s / (1.0 - np.minimum(0.99, self.passing.model.prices.contention * running.sum(0)))
@@ -155,7 +155,7 @@ class HoningState(State):
         return self._of(self.passing.nets[t].scope) if t < self.passing.model.shared else slice(FIXED)
 
     def _of(self, scope: str) -> np.ndarray:
-        """The totals of what belongs to a scope."""
+        """The rows of totals to which something in a scope adds."""
         return np.array([*range(FIXED), *range(self.first[scope], self.first[scope] + 2 * self.passing.width)])
 
     def _node_features(self, v: int) -> np.ndarray:

@@ -1,10 +1,10 @@
 """How long some work takes with collectives in the background: the model of `simulate.engine` (streams, shared links and units), spread evenly over time.
 
-    work      seconds of compute, and of collectives that compute waits for, alternating in small pieces
-    behind    collectives in the background, those of one mesh axis one after the other, all of them ready from the beginning
+    work          seconds of compute, and of collectives that compute waits for, alternating in small pieces
+    background    other collectives; those of one mesh axis run one after the other, and all are ready from the beginning
 
-A collective in the background takes the share `contention` of the compute units from compute. Collectives that run at the same time and together
-want more than a link has are all slowed by the same factor. What is left of the background when the work is done is exposed.
+A background collective takes the share `contention` of the compute units from compute. Collectives that run at the same time and together want more than a
+link has are all slowed by the same factor. What is left of the background when the work is done is exposed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ LOCAL_AXIS = -1
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`seconds` of collectives on one mesh axis (LOCAL_AXIS: of local copies), and `shares`, the share of each level's link that they take while they
-    run; `kind` of the collective, where all are of one kind."""
+    """`seconds` of collectives on one mesh axis (LOCAL_AXIS: of local copies). `shares`: by level of the cluster, the share of its link that they take while they
+    run. `kind`: of the collective, "" where they are of several kinds."""
 
     axis: int
     seconds: float
@@ -27,12 +27,12 @@ class Load:
     kind: str = ""
 
     def times(self, factor: float) -> Load:
-        """The same, `factor` times as long."""
+        """`factor` of them one after the other."""
         return Load(self.axis, self.seconds * factor, self.shares, self.kind)
 
 
 def split(loads: Iterable[Load]) -> tuple[list[Load], list[Load]]:
-    """Split the loads of a way whose collectives run in the background (`layout.legs`): the local copies, which compute waits for, and the collectives."""
+    """The local copies, which compute waits for, and the collectives of a chain that runs in the background (`layout.legs`)."""
     waited: list[Load] = []
     behind: list[Load] = []
     for load in loads:
@@ -41,7 +41,7 @@ def split(loads: Iterable[Load]) -> tuple[list[Load], list[Load]]:
 
 
 class Loads:
-    """Loads of one kind, those of an axis together."""
+    """A sum of loads by axis; the shares of links are averaged over time."""
 
     def __init__(self, loads: Iterable[Load] = ()) -> None:
         self._seconds: dict[int, float] = {}
@@ -49,7 +49,7 @@ class Loads:
         self.add(loads)
 
     def add(self, loads: Iterable[Load], factor: float = 1.0) -> None:
-        """More, each so many times."""
+        """Add loads, each `factor` times."""
         for load in loads:
             seconds = load.seconds * factor
             self._seconds[load.axis] = self._seconds.get(load.axis, 0.0) + seconds
@@ -58,7 +58,7 @@ class Loads:
                 taken[level] = taken.get(level, 0.0) + share * seconds
 
     def merge(self, other: Loads) -> None:
-        """All of another."""
+        """Add all of another sum."""
         for axis, seconds in other._seconds.items():
             self._seconds[axis] = self._seconds.get(axis, 0.0) + seconds
             taken = self._taken.setdefault(axis, {})
@@ -77,23 +77,26 @@ class Loads:
 
     @property
     def all_s(self) -> float:
-        """Seconds of both, one after the other."""
+        """Seconds of copies and collectives, one after the other."""
         return sum(self._seconds.values())
 
     def moving(self) -> list[Load]:
-        """One load for each axis."""
+        """The collectives, as one load for each axis."""
         return [Load(axis, seconds, {level: taken / seconds for level, taken in self._taken[axis].items()})
                 for axis, seconds in self._seconds.items() if axis != LOCAL_AXIS and seconds > 0]
 
 
 def together_s(compute_s: float, waited: Sequence[Load], behind: Sequence[Load], contention: float) -> float:
-    """Seconds from the begin of the work to the end of all."""
+    """Seconds from the begin of the work to the end of work and background.
+
+    `waited` and `behind` (the background) have one load per axis. The background is followed from the end of one load to the end of the next.
+    """
     alone_s = compute_s + sum(load.seconds for load in waited)
-    left, done, total_s = list(behind), 0.0, 0.0  # `done`: the share of the work
+    left, done, total_s = list(behind), 0.0, 0.0  # `done`: the share of the work that is done
     while left:
         compute_rate = 1.0 - min(0.99, contention * len(left))
         phases = [(compute_s / compute_rate, left), *((load.seconds * _slower(load, [load, *left]), [load, *left]) for load in waited)]
-        pace_s = sum(seconds for seconds, _ in phases)  # of all of the work, with these in the background
+        pace_s = sum(seconds for seconds, _ in phases)  # of all of the work, if these stayed in the background
         moved = [sum(seconds / _slower(load, running) for seconds, running in phases) for load in left]
         first = min(range(len(left)), key=lambda i: left[i].seconds / moved[i] if moved[i] > 0 else float("inf"))
         share = left[first].seconds / moved[first] if moved[first] > 0 else float("inf")
@@ -103,22 +106,22 @@ def together_s(compute_s: float, waited: Sequence[Load], behind: Sequence[Load],
             return total_s + rest * pace_s + _alone_s([load for load in over if load.seconds > 0])
         total_s, done = total_s + share * pace_s, done + share
         left = [load.times(1.0 - share * by / load.seconds) for i, (load, by) in enumerate(zip(left, moved, strict=True)) if i != first]
-        left = [load for load in left if load.seconds > 0]  # two may end at once
+        left = [load for load in left if load.seconds > 0]  # two loads may end at once
     return total_s + (1.0 - done) * alone_s
 
 
 def merged(loads: Iterable[Load]) -> list[Load]:
-    """One load for each axis."""
+    """The collectives, as one load for each axis."""
     return Loads(loads).moving()
 
 
 def _slower(load: Load, running: Sequence[Load]) -> float:
-    """How many times as long as alone something takes beside all that runs, itself included."""
+    """The factor by which a load is slowed by all that runs, itself included: the most that they want of any link of its own."""
     return max((1.0, *(sum(other.shares.get(level, 0.0) for other in running) for level in load.shares)))
 
 
 def _alone_s(behind: Sequence[Load]) -> float:
-    """Seconds of what is left of the background, with nothing else to do."""
+    """Seconds of what is left of the background after the work."""
     total_s, left = 0.0, list(behind)
     while left:
         took = [load.seconds * _slower(load, left) for load in left]

@@ -1,7 +1,7 @@
 """Seconds and bytes of the parts of a problem: operators on shards, reshards, parameters at rest.
 
     operator   forward + backward roofline time of its local FLOPs and bytes on the slowest rank, times how often it runs, and what
-               of its own collectives (rules.algorithms) that does not hide
+               of its own collectives (rules.algorithms) that is exposed
     reshard    steps(value -> value) forward and steps(gradient -> gradient) backward (layout.steps: what the runtime runs)
     update     the optimizer's pass over what the rank holds of a parameter
     weight     a reshard whose gather is repeated where the backward needs it (the gathered copy is not kept); once per step the way
@@ -34,15 +34,18 @@ from autopar.rules.site import InnerCollective, Site
 from autopar.rules.tiles import tile_bytes
 
 OVERLAP = 0.8
-"""The share of compute under which collectives can hide where they hide at all."""
+"""In the linear form of the Problem: the share of compute that can overlap collectives, on devices where any can."""
 
 
 class Prices:
-    """Prices of one program on one mesh of one cluster; `kernels` are those of its operators, where others have asked for them before.
-    `bucket_bytes` (Program.bucket_bytes) travel together of what is summed or gathered once per step (0: each weight alone)."""
+    """Prices of one program on one mesh of one cluster.
+
+    `kernels`: prices of its operators, to share with other meshes (None: new ones). `bucket_bytes` (Program.bucket_bytes): the size of buckets of gradients and of leaves (0: each
+    weight alone).
+    """
 
     late = False
-    """Whether they are of what comes at the end of a step, when no compute is left to hide under and nothing is kept for a backward."""
+    """Whether these are prices of the end of a step, when no compute is left to overlap collectives, and nothing is kept for a backward."""
 
     def __init__(self, mesh: Mesh, device: Device, settings: Settings, kernels: Kernels | None = None, *, bucket_bytes: float = 0.0) -> None:
         self.bucket_bytes = bucket_bytes
@@ -54,12 +57,12 @@ class Prices:
 
     @cached_property
     def overlap(self) -> float:
-        """The share of compute under which collectives can hide: none where they take all of it."""
+        """The share of compute that can overlap collectives: 0 where these take all compute units."""
         return OVERLAP if self.contention < 1.0 else 0.0
 
     @cached_property
     def contention(self) -> float:
-        """Seconds that a hidden collective adds to the compute over it, per second."""
+        """Seconds that an overlapped collective adds to the compute beside it, per second."""
         return self.device.contended
 
     def op_s(self, op: Op, options: tuple[Option, ...]) -> float:
@@ -67,8 +70,7 @@ class Prices:
         return self.work_s(op, options)[0]
 
     def work_s(self, op: Op, options: tuple[Option, ...]) -> tuple[float, float]:
-        """`op_s`, and the seconds under which collectives of others can hide: not those under which its own algorithm's do, nor those of
-        collectives."""
+        """`op_s`, and the seconds of it that can overlap collectives of other operators: compute that does not overlap collectives of its own algorithm."""
         key = (op.name, tuple([o.factor for o in options]))
         found = self._op.get(key)
         if found is None:
@@ -77,7 +79,7 @@ class Prices:
         return found
 
     def _op_s(self, op: Op, options: tuple[Option, ...]) -> tuple[float, float]:
-        """Seconds of one run of `op`, and how many of them can hide collectives of others."""
+        """Seconds of one run of `op`, and how many of them can overlap collectives of other operators."""
         if op.role != "op":
             return 0.0, 0.0
         seconds, back = self.kernels.seconds(op, options, self.sizes)
@@ -91,14 +93,14 @@ class Prices:
         return seconds + back + shown + more, (seconds + back) * self.overlap - taken - under
 
     def waits(self, op: Op, options: tuple[Option, ...]) -> tuple[tuple[Wait, ...], tuple[Wait, ...]]:
-        """The collectives inside one run of `op` that nothing of it runs beside, forward and backward; `op_s` counts them."""
+        """The collectives inside one run of `op` that it waits for, forward and backward. They are part of `op_s`."""
         used = sites(op, options, self.sizes, self.settings.precision)
         back = [(site, algorithm.backward) for algorithm, site in used] if self.settings.training and op.graded else []
         ahead = [(site, algorithm.forward) for algorithm, site in used]
         return waits(ahead, self.mesh, self.settings), waits(back, self.mesh, self.settings)
 
     def _inner_s(self, used: Sequence[tuple[Site, Sequence[InnerCollective]]], work_s: float) -> tuple[float, float]:
-        """Exposed seconds of collectives inside an operator that works `work_s`, and the seconds of that work that hide the others."""
+        """Exposed seconds of the collectives inside an operator that works `work_s`, and the seconds of that work that overlap the others."""
         shown = sum(wait.seconds for wait in waits(used, self.mesh, self.settings))
         hidden = room = 0.0
         for site, inner in used:
@@ -128,23 +130,25 @@ class Prices:
 
     def shown(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, seconds: np.ndarray, times: np.ndarray,
               grad_bytes: float, block_bytes: float, last: float, ahead: bool) -> np.ndarray:
-        """[rows, columns]: the share that shows of `seconds`, those of the reshard of a weight of `size_bytes` with a gradient of `grad_bytes`, gathered so many
-        `times`, in a block with weights of `block_bytes`. Ways that begin with a gather, and the gradients' way back, run in the background (`hiding.split`)
-        where gathers can begin `ahead`, as sums do (runtime.gradsync); of leaves that are gathered once per step the first buckets of each block
-        (runtime.leaves). Compute waits for the others, and of the share `last` of gradients, those of the block whose backward is the last one, for all but
-        the first collective."""
+        """[rows, columns]: of the `seconds` of a weight's reshard the share that counts as exposed, in the linear form of the Problem: what compute waits for, and of the rest
+        `contention`.
+
+        The weight has `size_bytes`, its gradient `grad_bytes`, it is gathered `times` times, in a block with weights of `block_bytes`. Where gathers can begin `ahead` of their use,
+        chains that begin with a gather, and the scatters of their gradients, run in the background (`hiding.split`), and so do sums (runtime.gradsync), and of leaves that are gathered once per step the first
+        buckets of each block (runtime.leaves). Of the share `last` of gradients, those of the block whose backward is last, compute waits for all but the first collective.
+        """
         here = self.routes.between(rows, columns)
         gathers = self.routes.gathers(here.forward) & ahead
         waits = times * np.where(gathers, self.routes.waited_s(here.forward, size_bytes), self.routes.seconds(here.forward, size_bytes))
         if here.graded.any():
-            late = np.minimum(1.0, last * self.routes.collectives(here.read))  # what is summed behind a scatter begins one block later for each of its collectives
+            late = np.minimum(1.0, last * self.routes.collectives(here.read))  # a sum after a scatter begins one block later for each collective of the scatter
             back = np.where(gathers, self.routes.waited_s(here.read, grad_bytes, later=last), self.routes.seconds(here.read, grad_bytes))
             waits = waits + np.where(here.graded, back + self._late_s(here, size_bytes, grad_bytes, block_bytes, np.where(gathers, late, 0.0)), 0.0)
         share = np.divide(waits, seconds, out=np.zeros_like(waits), where=(seconds > 0) & np.isfinite(seconds))
         return np.asarray(self.contention + (1.0 - self.contention) * np.clip(share, 0.0, 1.0))
 
     def _late_s(self, here: Between, size_bytes: float, grad_bytes: float, block_bytes: float, last: np.ndarray) -> np.ndarray:
-        """[rows, columns]: seconds that compute waits for sums of gradients in buckets, of which the share `last` shows, and for leaves that are gathered once per step."""
+        """[rows, columns]: seconds that compute waits for sums of gradients in buckets, of which the share `last` is exposed, and for leaves that are gathered once per step."""
         held = np.array([[fraction(row.value, self.sizes)] for row in here.rows]) * block_bytes
         ahead = np.minimum(1.0, LEAVES_AHEAD * BUCKET_BYTES / np.maximum(held, 1.0))
         leaf_s = self.routes.seconds(here.leaf, size_bytes, self.bucket_bytes)

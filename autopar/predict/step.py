@@ -1,10 +1,10 @@
-"""The length of a step under a given configuration, by part.
+"""The seconds of a step under a given configuration, by part.
 
-    unit        forward, backward: kernels or the host that issues them, whichever takes longer; collectives of activations behind them
+    unit        forward, backward: kernels, or the host that issues them where it takes longer; collectives of activations, which compute waits for
     stage       its units; `full` recomputation runs the blocks' forward once more in the backward
-    ZeRO-3      gathers under the forward, gathers and scatters under the backward of each block; what sticks out counts
-    pipeline    the schedule's own order of stages (`pipeline.orders`), sends between them
-    step        pipeline + sums of gradients that stick out + optimizer
+    ZeRO-3      gathers overlap the forward, gathers and scatters the backward of each block; the exposed rest counts
+    pipeline    the schedule's own order of actions (`pipeline.orders`), sends between places
+    step        pipeline + exposed sums of gradients + optimizer
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from autopar.predict.setup import APART, WHOLE, Setup
 from autopar.problem.prices import OVERLAP
 
 ROUNDING = 3.0
-"""Exponent of the smooth maximum of host and device."""
+"""Exponent n of the smooth maximum (host^n + device^n)^(1/n)."""
 
 KEPT_COMM = 0.5
-"""Share of tensor-parallel collectives that run again where blocks run again by operators: the gathers; sums behind matmuls are kept."""
-
+"""Share of tensor-parallel collectives that run again where blocks run again by operators: the gathers; sums after matmuls are kept."""
 
 ROUNDS = 4
-"""After so many rounds of a pipeline every further one takes as long as the last."""
-
+"""A pipeline of more rounds of microbatches is extrapolated: after so many, every further one takes as long as the last."""
 
 MLP_COMM = 0.5
 """Share of the tensor-parallel collectives of a block that are of its feed-forward layer: one of two pairs."""
@@ -40,7 +38,17 @@ MLP_COMM = 0.5
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step by part; they add up to `step_s`. `compute_s` is of the busiest place, recomputation not included."""
+    """Seconds of a step by part; they add up to `step_s`.
+
+        compute_s      of the busiest place, without recomputation
+        recompute_s    what runs again in the backward there
+        host_s         its device waits for the host that issues kernels
+        tensor_s       its collectives of activations
+        shards_s       its exposed gathers and scatters of ZeRO-3
+        pipeline_s     the bubble, and exposed sends
+        sync_s         exposed sums of gradients and gathers of weights, once per step
+        optimizer_s    the optimizer's step
+    """
 
     compute_s: float
     recompute_s: float
@@ -59,7 +67,11 @@ class Prediction:
 
 @dataclass
 class _Times:
-    """Seconds of one microbatch in some units of a place."""
+    """Seconds of one microbatch in some units of a place.
+
+    The first six are parts, as in Prediction. `pace_*` are whole passes, all parts included: forward, backward, and the part of the backward for weights.
+    `trained`: elements with gradients on a rank, `expert_trained` those of experts.
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -76,7 +88,7 @@ class _Times:
 
 @dataclass(frozen=True)
 class Layers:
-    """So many layers of a model of which a place has some: the first `leading` are like the first run of blocks there, all others evenly like the other runs, a block of
+    """`count` layers of a model. The first `leading` are like the first run of blocks of a Place; the others are spread evenly over its other runs, a block of
     which holds `period` layers."""
 
     count: int
@@ -84,14 +96,14 @@ class Layers:
     period: int = 1
 
     def shares(self, runs: Sequence[str], begin: int, count: int) -> dict[str, float]:
-        """How many blocks of each of the `runs` are in `count` layers from number `begin` on."""
+        """How many blocks of each of the `runs` are in the layers `[begin, begin + count)`."""
         ahead = min(max(self.leading - begin, 0), count)
         rest = runs[1:] if self.leading else runs
         return {**({runs[0]: float(ahead)} if self.leading else {}), **{name: (count - ahead) / self.period / len(rest) for name in rest}}
 
 
 def predict(place: Place, layers: int | Layers, setup: Setup, cluster: Cluster) -> Prediction:
-    """The step of a model of so many layers under `setup`; a number of them is of layers that are all alike, or evenly like the runs of blocks of `place`. Raises PlanError
+    """The step of a model under `setup`. A number as `layers` stands for alike layers, spread evenly over the runs of blocks of `place`. Raises PlanError
     where the cluster has too few devices, or the layers cannot be dealt to the stages."""
     if setup.devices > cluster.devices:
         raise PlanError(f"setup: tp {setup.tp} x cp {setup.cp} x dp {setup.dp} x pp {setup.pp} are {setup.devices} ranks on the {cluster.devices} devices of {cluster.label}; wanted a cluster of as many")
@@ -106,7 +118,7 @@ class _Step:
         self.device, self.software = cluster.device, setup.software
         inner = setup.tp * setup.cp
         self.dense, self.stacked = Owners.of_dense(cluster, setup), Owners.of_experts(cluster, setup)
-        self.zero = 2 if setup.zero == 3 and setup.pp > 1 and self.software.gathers_once else setup.zero  # as far as what is gathered and scattered, and how often
+        self.zero = 2 if setup.zero == 3 and setup.pp > 1 and self.software.gathers_once else setup.zero  # the stage by which weights are gathered and gradients scattered: stages that gather once per step do so as in ZeRO-2
         self.stages = line(cluster, inner * setup.dp, setup.pp)
         nodes = math.prod(level.size for level in cluster.levels[:-1])
         self.slowest = 1.0 + self.device.spread * largest_of(nodes)
@@ -128,7 +140,7 @@ class _Step:
                           whole - m * busy[worst], sync, update)
 
     def _stages(self) -> list[_Times]:
-        """The stages in order: blocks dealt evenly, what is before them to the first, what is behind to the last."""
+        """The stages in order. Blocks are dealt as Setup.blocks_of says, units before them are in the first stage, units after them in the last."""
         count = self.setup.pp * self.setup.vpp
         names = list(dict.fromkeys(unit.name for unit in self.place.order))
         inside = list(dict.fromkeys(unit.name for unit in self.place.order if unit.instance >= 0))
@@ -169,52 +181,52 @@ class _Step:
             again_comm, again_host = KEPT_COMM * forward_comm * again, host * again
         elif setup.recompute == "selective":
             again_s, again_comm, again_host = (x * again for x in self._parts_again(unit, forward_comm, host))
-        late = _late_s(host, forward + forward_comm)
-        late_back = _late_s(host + again_host, back + back_comm + again_s + again_comm)
-        shown = [0.0, 0.0]
+        host_s = _host_wait_s(host, forward + forward_comm)
+        host_back_s = _host_wait_s(host + again_host, back + back_comm + again_s + again_comm)
+        exposed = [0.0, 0.0]
         if self.zero == 3 and self.dense.shards.size > 1:
-            shown = self._shards_s(unit, forward + late, back + again_s + late_back)
+            exposed = self._shards_s(unit, forward + host_s, back + again_s + host_back_s)
         times.forward_s += count * forward
         times.backward_s += count * back
         times.again_s += count * again_s
-        times.host_s += count * (late + late_back)
+        times.host_s += count * (host_s + host_back_s)
         times.tensor_s += count * (forward_comm + back_comm + again_comm)
-        times.shards_s += count * sum(shown)
-        times.pace_forward_s += count * (forward + forward_comm + late + shown[0])
-        times.pace_backward_s += count * (back + back_comm + again_s + again_comm + late_back + shown[1])
+        times.shards_s += count * sum(exposed)
+        times.pace_forward_s += count * (forward + forward_comm + host_s + exposed[0])
+        times.pace_backward_s += count * (back + back_comm + again_s + again_comm + host_back_s + exposed[1])
         times.pace_weights_s += count * (self.slowest * unit.weights_s + self._accumulate_s(unit))
         times.trained += count * unit.trained
         times.expert_trained += count * unit.expert_trained
 
     def _parts_again(self, unit: UnitTime, comm: float, host: float) -> tuple[float, float, float]:
-        """Seconds that the parts of a block take that run again whole: of kernels, of collectives, and of the host, which attention does not keep busy."""
+        """Seconds of the parts of a block that run again as a whole: of kernels, of collectives, and of the host (none for attention, which is one kernel)."""
         fed = sum(getattr(unit, f"{part}_s") for part in WHOLE[1:] if part in self.setup.parts)
         early = min(fed, unit.last_s * self.software.stops_early)
         kernels = (unit.attention_s if "attention" in self.setup.parts else 0.0) + fed - early
         return self.slowest * kernels, MLP_COMM * comm if fed else 0.0, host * min(1.0, fed / unit.forward_s) if fed else 0.0
 
     def _accumulate_s(self, unit: UnitTime) -> float:
-        """Gradients are added to those of earlier microbatches: read and written."""
+        """Seconds of adding gradients to those of earlier microbatches: read and written."""
         if self.setup.microbatches == 1:
             return 0.0
         added = self._owned(unit) if self.zero == 3 else unit.trained
         return 2 * self.software.gradient_bytes * added / self.bandwidth_bytes_s
 
     def _owned(self, held: UnitTime | _Times) -> float:
-        """Of the trained elements that a rank computes with, those that rest there where they are cut at rest."""
+        """The trained elements that rest on a rank where they are sharded, of those that it computes with."""
         return (held.trained - held.expert_trained) / self.dense.shards.size + held.expert_trained / self.stacked.shards.size
 
     def _shards_s(self, unit: UnitTime, forward_s: float, backward_s: float) -> list[float]:
-        """What sticks out of the gathers of a unit's weights and the scatters of their gradients, forward and backward."""
+        """Exposed seconds of the gathers of a unit's weights and the scatters of their gradients: [forward, backward]."""
         gather = self._over_shards("all_gather", self.software.gathered_bytes, unit.parameters, unit.expert_parameters)
         scatter = self._over_shards("reduce_scatter", self.software.gradient_bytes, unit.trained, unit.expert_trained)
         copied_s = self.software.shard_bytes * unit.parameters / self.bandwidth_bytes_s
         if not self.software.overlap_gradients:
             return [gather, gather + scatter + copied_s]
-        return [self._shown_s(gather, forward_s), self._shown_s(gather + scatter, backward_s) + copied_s]
+        return [self._exposed_s(gather, forward_s), self._exposed_s(gather + scatter, backward_s) + copied_s]
 
     def _pipeline_s(self, stages: Sequence[_Times], places: Sequence[int]) -> float:
-        """All microbatches through all stages."""
+        """Seconds of all microbatches in all stages."""
         setup = self.setup
         if setup.pp == 1:
             return setup.microbatches * sum(_pace(t) for t in stages)
@@ -224,8 +236,8 @@ class _Step:
         return setup.flushes * self._filled_s(times, places)
 
     def _filled_s(self, times: Sequence[StageTime], places: Sequence[int]) -> float:
-        """The microbatches that go through the pipeline until it is empty. Of many a few are looked at, whole rounds of the pipeline, and each of the others takes what those of the last round took, and no
-        less than it keeps the busiest place at work: under some schedules the idle time of the first rounds is made up for in the last one."""
+        """Seconds until the pipeline is empty again. Of many microbatches a few whole rounds are simulated; each further one takes as long as one of the last round, but at least
+        its work on the busiest place, because some schedules fill the bubble of the first rounds in the last one."""
         setup = self.setup
         count, p = setup.at_once, setup.pp
         of_any_number = APART[setup.schedule].shape == "v" if setup.schedule else setup.vpp == 1
@@ -237,26 +249,26 @@ class _Step:
         return short + max((short - shorter) / p, busiest_s) * (count - few)
 
     def _over_shards(self, kind: str, itemsize: float, elements: float, of_experts: float) -> float:
-        """A collective of all elements of a rank, `of_experts` of them, over those that have the rest of each."""
+        """Seconds of a collective of the `elements` of a rank over the ranks that they are sharded over; `of_experts` of them are over the owners of experts."""
         return sum(collective_s(kind, itemsize * n, owners.shards) for n, owners in ((elements - of_experts, self.dense), (of_experts, self.stacked)) if n > 0)
 
     def _sync_s(self, stages: Sequence[_Times]) -> float:
-        """Sums of gradients at the end of the step, and gathers of updated weights: what sticks out."""
+        """Exposed seconds of sums of gradients at the end of the step, and of gathers of updated weights."""
         software = self.software
         trained, stacked = (sum(getattr(t, name) for t in stages) for name in ("trained", "expert_trained"))
         back = sum(self._sum_s(n, owners) for n, owners in ((trained - stacked, self.dense), (stacked, self.stacked)) if n > 0)
-        ahead = self._over_shards("all_gather", max(2, software.gathered_bytes), trained, stacked) if self.zero in (1, 2) else 0.0  # fewer bits are made where a weight is used
+        ahead = self._over_shards("all_gather", max(2, software.gathered_bytes), trained, stacked) if self.zero in (1, 2) else 0.0  # 8-bit weights are made where they are used
         if not software.overlap_gradients:
             return back + ahead
-        return self._shown_s(back, sum(t.pace_backward_s for t in stages)) + self._shown_s(ahead, sum(t.pace_forward_s for t in stages))
+        return self._exposed_s(back, sum(t.pace_backward_s for t in stages)) + self._exposed_s(ahead, sum(t.pace_forward_s for t in stages))
 
-    def _shown_s(self, comm_s: float, compute_s: float) -> float:
-        """What sticks out of collectives that run under compute, and what they slow it down."""
+    def _exposed_s(self, comm_s: float, compute_s: float) -> float:
+        """Exposed seconds of collectives that overlap compute, and the seconds by which they slow it down."""
         hidden = min(comm_s, OVERLAP * compute_s)
         return comm_s - hidden + self.device.contended * hidden
 
     def _sum_s(self, elements: float, owners: Owners) -> float:
-        """The sum of so many elements: over the ranks that rest with a part each, then of these parts over the copies; `zero` 3 did the first in the backward."""
+        """Seconds of the sum of gradients: scattered over the ranks that own a part each (with ZeRO-3 already in the backward), then these parts summed over the copies."""
         nbytes = self.software.gradient_bytes * elements
         if self.setup.zero == 0:
             return collective_s("all_reduce", nbytes, owners.all)
@@ -286,7 +298,7 @@ def _order(setup: Setup, microbatches: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def _room(unit: UnitTime) -> float:
-    """The share of what tokens take to experts and back under which there is compute of a forward and a backward."""
+    """The share of the all-to-alls of tokens that other compute of the unit can overlap, at most 1."""
     routed_s = unit.routed_s + unit.routed_back_s
     return min(1.0, (unit.forward_s + unit.backward_s - routed_s) / routed_s) if routed_s else 0.0
 
@@ -304,9 +316,9 @@ def largest_of(count: int) -> float:
     return max(0.56, root - (math.log(math.log(count)) + math.log(4 * math.pi)) / (2 * root))
 
 
-def _late_s(host_s: float, device_s: float) -> float:
-    """What the device waits for the host that issues its kernels: some stretches are bound by one, some by the other, so that the
-    time of all is a smooth maximum of both."""
+def _host_wait_s(host_s: float, device_s: float) -> float:
+    """Seconds that the device waits for the host that issues its kernels. Some stretches are bound by one, some by the other, so that the total is a
+    smooth maximum of both."""
     if host_s == 0:
         return 0.0
     return float((host_s**ROUNDING + device_s**ROUNDING) ** (1 / ROUNDING) - device_s)

@@ -43,8 +43,8 @@ class Found:
     """One priced pipeline.
 
         plan            the plan, without a prediction; `program` is what it is for, with runs of blocks in parts where places differ
-        level           the level of rematerialisation of blocks that are run again
-        step_s          seconds of a step; `busy_s`: of the busiest place's own work
+        level           the level of rematerialisation of blocks that run again
+        step_s          seconds of a step; `busy_s`: of the work of the busiest place in it
         places_bytes    bytes of the fullest rank of each place; `filled`: the largest share of its limit that one of them takes
         chosen, ground, cuts    the choices, the places and the cut that were laid out
     """
@@ -60,8 +60,8 @@ class Found:
     chosen: Chosen
     ground: Ground
     cuts: Cuts
-    program: Program  # that the plan is for: of runs of blocks in parts where places are laid out each in its own way
-    alike_s: float = 0.0  # where they are: seconds of a step with all places laid out alike
+    program: Program  # that the plan is for: its runs of blocks are in parts where places have layouts of their own
+    alike_s: float = 0.0  # where places have layouts of their own: seconds of a step with common ones
     even_s: float = 0.0  # where cuts were shifted: seconds of a step with stages as even as they can be
 
     @property
@@ -72,7 +72,7 @@ class Found:
 
 @dataclass(frozen=True, eq=False)
 class _Laying:
-    """What is laid out: choices of a shape under one timetable, on the places of `ground`. `flat` is the plan of one stage with these choices; `whole`
+    """The input of `lay`: choices of a shape under one timetable, on the places of `ground`. `flat` is the plan of one stage with these choices; `whole`
     as in `lay`."""
 
     context: SearchContext
@@ -159,7 +159,7 @@ def _cut(here: _Laying, sends_s: Sequence[float], *, by_place: bool = False) -> 
 
 
 def _made(here: _Laying, pieces: Sequence[Pieces], cuts: Cuts) -> _Cut:
-    """It cut so. Raises InfeasibleError where a place would have nothing to train."""
+    """The plan cut at `cuts`. Raises InfeasibleError where a place would have nothing to train."""
     on = here.parted(cuts)
     parts = cuts.parts(pieces if on is here else _by_stage(on))
     held = _held(parts, here.table)
@@ -169,7 +169,7 @@ def _made(here: _Laying, pieces: Sequence[Pieces], cuts: Cuts) -> _Cut:
 
 
 def _shifted(here: _Laying, found: Found) -> Found:
-    """`found`, or what shifting its cuts makes of it where that is faster."""
+    """`found`, or the result of shifting its cuts (pipeline.cut_search), where that is faster."""
     context, table, ground = here.context, here.table, here.ground
     pieces, seen, sends_s = _by_stage(here), views(found.program, found.plan), [*_sends_s(here), 0.0]
 
@@ -230,7 +230,7 @@ def _assembled(here: _Laying, cuts: Cuts) -> Plan:
 
 
 def _counts(pieces: Sequence[Unit], stage: Stage) -> dict[str, int]:
-    """How many instances of each run of a stage are among its first `pieces`."""
+    """By run of blocks, how many of its instances are among the first `pieces` of a stage."""
     return {scope: sum(unit.name == scope for unit in pieces) for scope in stage.blocks}
 
 
@@ -253,7 +253,7 @@ def _done_s(made: _Cut, ends: Sequence[float], shared: Sequence[Shared]) -> list
 
 
 def _updated_twice_s(here: _Laying, parts: Sequence[Sequence[Cost]]) -> list[float]:
-    """Seconds that the parts of each place have too many, of weights that several of its pieces read and the place has once."""
+    """By place, seconds of updates that the prices of its pieces count several times, though the place has the weight once."""
     if not here.chosen.apart:
         return [0.0] * here.table.places
     table, first = here.table, [0, *itertools.accumulate(map(len, parts))]
@@ -296,7 +296,7 @@ def _hops(here: _Laying) -> list[MeshAxis]:
 
 
 def _sends_s(here: _Laying) -> list[float]:
-    """Seconds of sending what a cut in front of each piece takes apart, in one microbatch, over the slowest link between two stages."""
+    """For each piece, seconds of one microbatch for sending what crosses a cut before it, over the slowest link between two stages."""
     program, flat = here.context.planner(here.shape.microbatches).program, here.flat
     known: dict[tuple[Ref, ...], float] = {}
     for sends in (crossings := here.context.crossing(flat, here.shape.microbatches)):
@@ -306,5 +306,5 @@ def _sends_s(here: _Laying) -> list[float]:
 
 
 def _send_s(program: Program, plan: Plan, sends: Sequence[Ref], link: MeshAxis) -> float:
-    """Seconds of sending what leaves a stage in one microbatch."""
+    """Seconds of one microbatch for sending the results of a stage."""
     return sum(collective_s("send", local_share(plan, ref) * program.bytes_of(ref), link) for ref in sends)

@@ -31,7 +31,7 @@ class Cuts:
 
 
 class Links:
-    """Seconds that a cut in front of each piece but the first keeps a link busy; of the pieces `needed` each of the stages `whose` is to have one (all others: any piece will do)."""
+    """The possible cuts, before each piece but the first, and the seconds that each keeps its link busy. Each of the stages `whose` must have one of the pieces `needed`; the others any piece."""
 
     def __init__(self, count: int, sends_s: Sequence[float], barred: Sequence[int], needed: Sequence[int] = (), whose: Collection[int] = ()) -> None:
         self.count, self._needed, self._whose = count, needed, whose
@@ -46,16 +46,16 @@ class Links:
 
     @property
     def fullest_s(self) -> float:
-        """Seconds of the link of the cut that sends most."""
+        """Seconds on the link of the cut that sends most."""
         return float(self.seconds[self.free].max(initial=0.0))
 
     @cached_property
     def _emptiest_s(self) -> float:
-        """Seconds of the link of the cut that sends least."""
+        """Seconds on the link of the cut that sends least."""
         return float(self.seconds[self.free].min(initial=np.inf))
 
     def fullest_of_s(self, bounds: Sequence[int]) -> float:
-        """Seconds of the fullest link of some cuts; none where all of them send no more than the one that sends least."""
+        """Seconds on the busiest link of some cuts; 0 where none of them sends more than the cut that sends least."""
         fullest = max((float(self.seconds[at - 1]) for at in bounds), default=0.0)
         return fullest if fullest > self._emptiest_s else 0.0
 

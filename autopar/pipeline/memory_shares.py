@@ -10,8 +10,8 @@ import numpy as np
 
 
 class Need(NamedTuple):
-    """Bytes of a stage: `held`, by how much that is less if all its blocks run again (`freed`), and beside these what is there only while a piece of it
-    runs (`live`) or runs again (`live_again`)."""
+    """Bytes of a stage: what it holds, how much less that is if all its blocks run again (`freed`), and what exists only while a piece runs (`live`) or
+    runs again (`live_again`)."""
 
     held: float
     freed: float
@@ -20,14 +20,14 @@ class Need(NamedTuple):
 
 
 class Split(NamedTuple):
-    """For the stages of one place: the share of each in what they hold together, and the bytes (`live`) that are there only while one of them runs."""
+    """For the stages of one place: the share of each in what they hold together, and the bytes that exist only while one of them runs (`live`)."""
 
     shares: list[float]
     live: float
 
 
 def split(needs: Sequence[Need], limit_bytes: float) -> Split:
-    """How stages that take `needs` share `limit_bytes`."""
+    """How the stages of one place share `limit_bytes`: in proportion to what they hold; if that is too much, with the same share of each stage's blocks run again."""
     held, freed = sum(need.held for need in needs), sum(need.freed for need in needs)
     live = max(need.live for need in needs)
     if held + live <= limit_bytes or not freed:
@@ -43,8 +43,7 @@ def _parts(values: Sequence[float]) -> list[float]:
 
 
 def rooms(needs: Sequence[Need], limit_bytes: float) -> list[tuple[float, float]]:
-    """For each stage of one place, its bytes of `limit_bytes`, and how many of them it reserves for what is there only while a stage runs: all stages
-    share that part."""
+    """For each stage of one place: its limit in bytes, and the part of it that is reserved for what exists only while a stage runs, which all stages share."""
     if len(needs) == 1:
         return [(limit_bytes, 0.0)]
     found = split(needs, limit_bytes)
@@ -52,7 +51,7 @@ def rooms(needs: Sequence[Need], limit_bytes: float) -> list[tuple[float, float]
 
 
 class Spent(NamedTuple):
-    """What a stage takes: seconds, bytes that it holds, and bytes that are there only while it runs."""
+    """What a stage takes: seconds, bytes that it holds, and bytes that exist only while it runs."""
 
     seconds: float
     held: float
@@ -60,7 +59,7 @@ class Spent(NamedTuple):
 
 
 class May(NamedTuple):
-    """What a stage may take: seconds and bytes, of which it reserves `spare` bytes for what is there only while a stage runs."""
+    """What a stage may take: seconds and bytes, of which `spare` bytes are reserved for what exists only while a stage runs."""
 
     seconds: float
     nbytes: float

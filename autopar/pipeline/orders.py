@@ -1,8 +1,8 @@
-"""In which order each place runs what, taken from torch's own schedules, and how much is in flight.
+"""The order of actions of each place, taken from torch's own schedules, and the microbatches in flight.
 
     orders("1f1b", places=2, stages=2, microbatches=4)[0]    # [Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), ...]
 
-`F` is a forward, `B` a whole backward, `I` and `W` its parts for what was received and for the weights.
+`F` is a forward, `B` a whole backward, `I` and `W` its parts for the inputs and for the weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Action(NamedTuple):
 
 
 class _Stage:
-    """What torch's schedules ask a stage when they lay out their order."""
+    """The attributes of a stage that torch's schedules read when they make their order."""
 
     def __init__(self, index: int, place: int, places: int, stages: int) -> None:
         self.stage_index, self.num_stages = index, stages
@@ -104,8 +104,8 @@ def actions_of(line: Sequence[Any]) -> list[Action]:
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """Seconds of one microbatch in one stage: forward, and the backward's parts for what was received and for the weights
-    (`weights_s` is 0 where they cannot be taken apart); of sending its result on; and of both parts at once, where that is not their sum."""
+    """Seconds of one microbatch in one stage: of its forward; of the backward's parts for inputs and for weights (`weights_s` is 0 where the backward is
+    not split); of sending its result; and of both parts at once (0: their sum)."""
 
     forward_s: float
     inputs_s: float
@@ -119,19 +119,19 @@ class StageTime:
 
 
 class Flying(NamedTuple):
-    """Of how many microbatches a stage keeps activations, and how many of these are halfway through their backward: its weights' part waits."""
+    """Microbatches in flight in a stage: of how many it keeps activations, and for how many it keeps gradients between the two parts of a split backward."""
 
     kept: int
     halfway: int = 0
 
 
 _MORE = {"F": Flying(1), "I": Flying(0, 1), "W": Flying(-1, -1), "B": Flying(-1)}
-"""What an action changes; a backward whose weights' part waits is one for what was received alone."""
+"""The change of Flying by an action of each kind; a `B` whose microbatch has a `W` later counts as an `I`."""
 
 
 def in_flight(lines: Sequence[Sequence[Action]], stages: int) -> list[Flying]:
-    """For each stage, of how many microbatches it keeps activations, from the forward to the end of the backward, and how many of them are halfway
-    through it, when its place keeps most: activations count for twice as much as what is kept halfway."""
+    """For each stage, the microbatches in flight at the moment at which its place keeps most. Activations of a microbatch count twice as much as the gradients
+    that it keeps between the parts of a split backward."""
     found = [Flying(0)] * stages
     for line in lines:
         split = {(a.stage, a.microbatch) for a in line if a.kind == "W"}

@@ -6,12 +6,33 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from autopar.codegen.edges import Reshard
+from autopar.layout import dim_of, is_shard
 from autopar.pipeline.microbatches import ancestors
 from autopar.pipeline.stage_views import RESULTS, View, total_ref, views
 from autopar.plan import Plan
-from autopar.problem.graph import Program, Run
+from autopar.problem.graph import Program, Ref, Run
+
+
+class Moved(NamedTuple):
+    """A reshard as a place runs it: `runs` times per step, `first` of them on values that the first block of a run makes. Each run is on one of
+    the `parts` microbatches that the batch falls into, or on the whole batch (1)."""
+
+    reshard: Reshard
+    runs: int
+    first: int
+    parts: int = 1
+
+
+class Ran(NamedTuple):
+    """Runs of one operator per step, whether they are in blocks that are run again (`again`), and in the first block of its run (`first`); `parts` as of Moved."""
+
+    runs: int
+    again: bool
+    first: bool
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -33,20 +54,20 @@ class Tally:
         return ancestors(self.program, [total_ref(text) for text in self.plan.totals])
 
     def op(self, name: str) -> int:
-        """Runs of one operator per step."""
+        """Runs of one operator per step on a microbatch, or on the batch where that is not cut."""
         op = self.program.ops[name]
         if not self.plan.pipelined:
             return op.count
         if op.scope:
             return self.plan.microbatches * sum(self._instances(view, op.scope) for view in self.stages)
-        return self.plan.microbatches * sum(name in view.ops for view in self.stages) + (name in self.before)
+        return self.plan.microbatches * sum(name in view.ops and name not in self._given(view) for view in self.stages)
 
-    def operators(self, name: str, *, again: bool) -> list[tuple[int, bool, bool]]:
-        """The runs of one operator per step as (how many, whether in blocks that are run again, whether in the first block of its run); those that are
-        run again, where operators like it are (`again`), are the first ones."""
-        twice, first = self.again(name) if again else 0, self._firsts(name)
+    def operators(self, name: str, *, again: bool) -> list[Ran]:
+        """The runs of one operator per step; those that are run again, where operators like it are (`again`), are the first ones."""
+        parts, twice, first = self.plan.microbatches, self.again(name) if again else 0, self._firsts(name)
         both = min(twice, first)
-        return [(both, True, True), (twice - both, True, False), (first - both, False, True), (self.op(name) - twice - first + both, False, False)]
+        return [Ran(both, True, True, parts), Ran(twice - both, True, False, parts), Ran(first - both, False, True, parts),
+                Ran(self.op(name) - twice - first + both, False, False, parts), Ran(int(self.plan.pipelined and name in self.before), False, False)]
 
     def _firsts(self, name: str) -> int:
         """How many runs of an operator are in the first block of a run."""
@@ -55,34 +76,47 @@ class Tally:
         scope = self.program.ops[name].scope
         return self.plan.microbatches * sum(first == 0 < stop for first, stop in (view.blocks.get(scope, (0, 0)) for view in self.stages)) if scope else 0
 
-    def reshards(self, found: Sequence[Reshard]) -> Iterator[tuple[Reshard, int, int]]:
-        """Each reshard that runs here, as each stage has it, with its runs per step, and how many of them are of values that the first
-        block of a run makes; of gradients that are summed over ranks, how many tensors there are."""
+    def reshards(self, found: Sequence[Reshard]) -> Iterator[Moved]:
+        """Each reshard that runs here, as each stage has it; of gradients that are summed over ranks, `runs` is how many tensors there are."""
         for reshard in found:
             if not self.plan.pipelined:
                 count = self.plan.again(self.plan.stages[0], reshard.scope, reshard.count)
                 yield from self._parted(reshard, reshard.count, self.program.first_runs(reshard.ref), count)
                 continue
             if any(name in self.before for name in reshard.readers):
-                yield reshard, 1, 0
+                yield Moved(reshard, 1, 0)
             for view in self.stages:
                 runs = self._in_stage(view, reshard)
                 if runs and reshard.each:
-                    yield reshard.onward, runs, 0
-                    yield reshard.back, runs * self.plan.microbatches, 0
+                    yield Moved(reshard.onward, runs, 0)
+                    yield Moved(reshard.back, runs * self.plan.microbatches, 0)
                 elif runs:
                     again = self.plan.microbatches * self._again(view, reshard.scope)
                     yield from self._parted(self._seen_by(view, reshard), runs, self._first(view, reshard), again)
 
-    @staticmethod
-    def _parted(reshard: Reshard, runs: int, first: int, again: int) -> Iterator[tuple[Reshard, int, int]]:
+    def _parted(self, reshard: Reshard, runs: int, first: int, again: int) -> Iterator[Moved]:
         """The runs in blocks that are run again, which are the first ones, apart from the others."""
+        parts = self.plan.microbatches
         if not reshard.replay or again >= runs:
-            yield reshard, runs, first
+            yield Moved(reshard, runs, first, parts)
             return
         if again:
-            yield reshard, again, min(first, again)
-        yield replace(reshard, replay=""), runs - again, first - min(first, again)
+            yield Moved(reshard, again, min(first, again), parts)
+        yield Moved(replace(reshard, replay=""), runs - again, first - min(first, again), parts)
+
+    def bytes_of(self, ref: Ref, parts: int) -> float:
+        """Bytes of the value `ref` on all ranks of the place together, in one of `parts` microbatches."""
+        return self.program.bytes_of(ref) / (1 if self._cut_dim(ref) is None else parts)
+
+    def sizes_of(self, ref: Ref, parts: int) -> tuple[int, ...]:
+        """The sizes of the whole value `ref` in one of `parts` microbatches."""
+        cut, sizes = self._cut_dim(ref), self.program.ops[ref[0]].call.outs[ref[1]].sizes
+        return tuple(size // parts if dim == cut else size for dim, size in enumerate(sizes))
+
+    def _cut_dim(self, ref: Ref) -> int | None:
+        """The dim of a value that microbatches cut, None where all have the whole of it or parts of a sum."""
+        entries = self.plan.nodes[ref[0]].micro
+        return dim_of(entries[ref[1]]) if entries and is_shard(entries[ref[1]]) else None
 
     def again(self, name: str) -> int:
         """Runs of one operator in blocks that are run again in the backward."""
@@ -115,21 +149,30 @@ class Tally:
         saved = reshard.saved and any(ref == reshard.ref and ops[name].needs_again(i) for name in readers for i, ref in enumerate(ops[name].operands))
         return replace(reshard, readers=readers, saved=saved)
 
-    def sends(self) -> int:
-        """Tensors that go from this place to the next stages in the forward of one step."""
-        places = [stage.place for stage in self.plan.stages]
-        leaving = [view for view in self.stages if view.index + 1 < len(places) and places[view.index + 1] != self.place]
-        return self.plan.microbatches * sum(len(view.sends) for view in leaving)
+    def sends(self) -> list[Ref]:
+        """What goes from this place to another one for each microbatch: values to next stages, and the gradients of what came, which are listed as the values that they are of."""
+        places, ops = [stage.place for stage in self.plan.stages], self.program.ops
+        found: list[Ref] = []
+        for view in self.stages:
+            if view.index + 1 < len(places) and places[view.index + 1] != self.place:
+                found += view.sends
+            if view.index and places[view.index - 1] != self.place:
+                found += [(name, number) for name, number in view.receives if ops[name].call.outs[number].grad]
+        return found
 
-    def shared(self) -> int:
-        """Trained parameters of this place of which another place has a copy."""
+    def shared(self) -> list[str]:
+        """The operators of trained parameters of this place of which another place has a copy."""
         by_place: dict[int, dict[str, None]] = {}
         for view, stage in zip(views(self.program, self.plan), self.plan.stages, strict=True):
             by_place.setdefault(stage.place, {}).update(view.held)
         count = Counter(name for held in by_place.values() for name in held)
         ops = self.program.ops
-        return sum(count[name] > 1 and ops[name].role == "param" and bool(ops[name].node.meta.get("requires_grad", True))
-                   for name in by_place.get(self.place, {}))
+        return [name for name in by_place.get(self.place, {})
+                if count[name] > 1 and ops[name].role == "param" and bool(ops[name].node.meta.get("requires_grad", True))]
+
+    def _given(self, view: View) -> set[str]:
+        """The operators that a stage does not run, because all that they make is taken over the whole batch before."""
+        return {name for name, _ in view.given if all((name, i) in view.given for i in range(len(self.program.ops[name].call.outs)))}
 
     def _instances(self, view: View, scope: str) -> int:
         first, stop = view.blocks.get(scope, (0, 0))
@@ -148,7 +191,7 @@ class Tally:
         if reshard.scope:
             return micro * self._instances(view, reshard.scope)
         results = {op.name for _, op in view.results}
-        given = {name for name, index in view.given if all((name, i) in view.given for i in range(len(ops[name].call.outs)))}
+        given = self._given(view)
         return micro * any((name in view.ops and name not in given) or (ops[name].role in RESULTS and name in results)
                            for name in reshard.readers)
 

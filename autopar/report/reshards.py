@@ -76,19 +76,19 @@ def _keys(reshard: Reshard, sizes: tuple[int, ...]) -> Sequence[object]:
 def _row(reshard: Reshard, context: Context, prices: Sequence[Prices], tallies: Sequence[Tally], buckets: Buckets) -> Row:
     producer, count, step_s = context.program.ops[reshard.ref[0]], 0, 0.0
     readers = [context.program.ops[name] for name in reshard.readers]
-    for each, runs, first in (run for tally in tallies for run in tally.reshards([reshard])):
-        step_s += (runs - first) * _once_s(each, context, prices, buckets) + (first * _once_s(each.in_first, context, prices, buckets) if first else 0.0)
+    for each, runs, first, parts in (run for tally in tallies for run in tally.reshards([reshard])):
+        size = tallies[0].bytes_of(reshard.ref, parts)
+        step_s += (runs - first) * _once_s(each, size, context, prices, buckets) + (first * _once_s(each.in_first, size, context, prices, buckets) if first else 0.0)
         count += runs if each.src.value == reshard.src.value else 0  # the way back of gradients after every microbatch is no run of its own
     return Row(reshard.scope, label(producer), str(reshard.src), str(reshard.dst), reshard.role, count,
                step_s, context.reason(reshard), tuple(label(op) for op in readers),
                next((op.where for op in (*readers, producer) if op.where), ""))
 
 
-def _once_s(reshard: Reshard, context: Context, prices: Sequence[Prices], buckets: Buckets) -> float:
-    """Seconds of one run, forward and backward, on the slowest of the places that `prices` are of; where its block is run again, forward twice."""
-    size = context.micro_bytes(reshard.ref)
+def _once_s(reshard: Reshard, size_bytes: float, context: Context, prices: Sequence[Prices], buckets: Buckets) -> float:
+    """Seconds of one run on a value of so many bytes, forward and backward, on the slowest of the places that `prices` are of; where its block is run again, forward twice."""
     twice = [reshard, reshard.onward] if reshard.replay == "again" else [reshard]
-    return max(sum(seconds(each, size, one, context.sizes, buckets) for each in twice) for one in prices)
+    return max(sum(seconds(each, size_bytes, one, context.sizes, buckets) for each in twice) for one in prices)
 
 
 def seconds(reshard: Reshard, size_bytes: float, prices: Prices, sizes: tuple[int, ...], buckets: Buckets = ()) -> float:

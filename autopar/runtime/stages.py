@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed import pipelining
 
 from autopar._torch import post
+from autopar.runtime.count import record
+from autopar.runtime.places import PIPELINE_AXIS
 from autopar.runtime.split_backward import add_gradients, disjoint
 
 
@@ -125,6 +127,7 @@ class OwnStage(pipelining.PipelineStage):
 
     def _send(self, what: str, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         """What of it the schedule is to send."""
+        count_sends([op.tensor for op in ops])
         if self._sent is None:
             return ops
         self._sent.send(what, ops)
@@ -185,6 +188,12 @@ class OwnStage(pipelining.PipelineStage):
             if len(group["intermediates"]) > 1:
                 add_gradients(group, [x for x in inputs if isinstance(x, Tensor)])
         self.backward_state[chunk] = (inputs, [group for group in each if len(group["intermediates"]) < 2], *outputs)
+
+
+def count_sends(tensors: Sequence[Tensor]) -> None:
+    """Count what goes to another place."""
+    for tensor in tensors:
+        record("send", PIPELINE_AXIS, tensor.numel() * tensor.element_size())
 
 
 def _buffered(info: Any) -> bool:

@@ -16,11 +16,9 @@ from torch.distributed import pipelining
 from autopar._torch import is_view, waits_late
 from autopar.errors import RunError
 from autopar.runtime import regather, rng
-from autopar.runtime.count import record
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.outputs import Spread
-from autopar.runtime.places import PIPELINE_AXIS
-from autopar.runtime.stages import OwnStage, Sent, left
+from autopar.runtime.stages import OwnStage, Sent, count_sends, left
 
 if TYPE_CHECKING:
     from autopar.runtime.pipeline import PipelinedModule, Stage
@@ -72,7 +70,6 @@ class Runner(nn.Module):
         made = tuple(_sendable(tensor, grad) for tensor, (_, _, grad) in zip(sends, following, strict=True))
         if stage.index not in engine.leaving:
             return made
-        _count(sends)
         self.going = [tensor.detach() for tensor in made]
         return left(made)
 
@@ -176,18 +173,12 @@ def run_forward(model: PipelinedModule, stages: Sequence[Stage], sizes: Mapping[
             if stage.index + 1 < len(places) and places[stage.index + 1] == here:
                 local[stage.index + 1, number] = sends
             else:
-                _count(sends)
+                count_sends(sends)
                 for tensor in sends:
                     sent.append(dist.isend(tensor.contiguous(), group=model.MESH.pipeline_group, group_dst=places[stage.index + 1]))
     for work in sent:
         work.wait()
     return found
-
-
-def _count(sends: Sequence[Tensor]) -> None:
-    """Count what goes to another place."""
-    for tensor in sends:
-        record("send", PIPELINE_AXIS, tensor.numel() * tensor.element_size())
 
 
 def _receive(model: PipelinedModule, stage: Stage, sizes: Mapping[str, int]) -> tuple[Tensor, ...]:

@@ -57,7 +57,7 @@ def _collectives(case: Case, seen: list[Counted], place: int) -> list[Row]:
     """How many collectives, and how many of their bytes, ran on a place otherwise than priced."""
     program, found = case.edges
     compared = [("collectives", priced(program, case.plan, found, place), ran(seen))]
-    paid = priced_bytes(program, case.plan, found) if not case.plan.pipelined else None
+    paid = priced_bytes(program, case.plan, found, place)
     if paid is not None:
         compared.append(("bytes", paid, ran_bytes(seen)))
     where = f"place {place}, " if case.plan.places > 1 else ""

@@ -24,18 +24,18 @@ def priced(program: Program, plan: Plan, edges: Edges, place: int = 0) -> Counte
     in buckets count one by one, as they are priced. Transfers between places are on PIPELINE_AXIS."""
     found: Counter[Key] = Counter()
     tally = Tally(program, plan, place)
-    for reshard, runs, first in tally.reshards(edges.reshards):
+    for reshard, runs, first, _ in tally.reshards(edges.reshards):
         for step in moving(reshard, plan.mesh):
             found[step.kind, step.axis] += runs - first
         for step in moving(reshard.in_first, plan.mesh):
             found[step.kind, step.axis] += first
     for name, node in plan.nodes.items():
-        for times, again, first in tally.operators(name, again=edges.runs_again(program.ops[name])):
+        for times, again, first, _ in tally.operators(name, again=edges.runs_again(program.ops[name])):
             for site, inner in inside(program.ops[name], node, plan.mesh, again=again, first=first):
                 found[inner.kind, site.axis] += inner.times(site) * times
     if plan.pipelined:
-        found["send", PIPELINE_AXIS] += tally.sends()
-        found["all_reduce", PIPELINE_AXIS] += tally.shared()
+        found["send", PIPELINE_AXIS] += plan.microbatches * len(tally.sends())
+        found["all_reduce", PIPELINE_AXIS] += len(tally.shared())
     return found
 
 

@@ -83,6 +83,16 @@ def test_a_collective_too_many_is_found() -> None:
     assert report.first == f"no value: {wrong[0].name}"
 
 
+def test_a_collective_of_too_many_bytes_in_a_pipeline_is_found() -> None:
+    """Values and counts stay right; only the bytes tell, on the place that runs it."""
+    who = subject("hf-gpt2")
+    wide = _swap(r"(transformer_wte_weight = )reshard\((self\S+), (.*shape=)\(257, 64\)(.*)\)", r"\1reshard(torch.cat([\2, \2.detach()]), \3(514, 64)\4).narrow(0, 0, 257)")
+    report = who.verified(by_stages(who, (2,), "tp", 2, 4, "1f1b"), mutate=wide)
+    wrong = [row for row in report.rows if not row.ok]
+    size = 257 * 64 * 8
+    assert len(wrong) == 1 and wrong[0].error == 4 * size and wrong[0].name.startswith("place 0, bytes: all_reduce on axis 0"), wrong
+
+
 class Tasks(nn.Module):
     """Losses of two tasks, weighted by parameters, which are outputs too."""
 

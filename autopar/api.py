@@ -200,7 +200,7 @@ class Compiled:
         return simulate(self._graph("simulate").gm, self.plan, progress)
 
     def verify(self, *batch: Any, **named: Any) -> Report:
-        """Compare one step of the emitted module, on local CPU processes, with the captured graph on one device: what `autopar verify` does.
+        """Compare two steps and an evaluation of the emitted module, on local CPU processes, with the captured graph on one device: what `autopar verify` does.
 
         Both run in float64 on the model's weights and the global batch given here. Compared are outputs, loss, gradients, parameters after an
         optimizer step, and collectives. `report.ok` says whether all agree, `str(report)` what does not and at which node. Use it to check

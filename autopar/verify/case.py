@@ -21,7 +21,8 @@ from autopar.problem.graph import Program
 from autopar.problem.read_graph import read
 from autopar.runtime.batch import bind
 from autopar.verify.randomness import keep_all
-from autopar.verify.reference import Results, train_step
+from autopar.verify.reference import Results, Second, train_step
+from autopar.verify.second_step import second_batch
 from autopar.verify.step import Light
 from passes import facts
 
@@ -49,7 +50,8 @@ class Case:
     @property
     def light(self) -> Light:
         """What a rank needs of it: no graph."""
-        return Light(self.plan, self.weights, self.constants, self.batch, any(r.fetches(self.plan.mesh) for r in self.edges[1].reshards))
+        fetches = any(r.fetches(self.plan.mesh) for r in self.edges[1].reshards)
+        return Light(self.plan, self.weights, self.constants, self.batch, fetches, second_batch(self.gm, self.batch))
 
     def source(self, *, probes: bool = False) -> str:
         """The emitted text."""
@@ -57,7 +59,8 @@ class Case:
 
     def reference(self, *, record: bool = False) -> Results:
         """What one device computes, in this process; the same for every plan of the same graph, weights and batch."""
-        return train_step(self.gm, {**self.weights, **self.constants}, self.batch, training=self.training, record=record)
+        second = Second(second_batch(self.gm, self.batch), self.training and not self.names.unevaluated, self.names.changing)
+        return train_step(self.gm, {**self.weights, **self.constants}, self.batch, training=self.training, record=record, second=None if record else second)
 
     @cached_property
     def edges(self) -> tuple[Program, Edges]:

@@ -14,6 +14,7 @@ from autopar.verify.compare import scale
 from autopar.verify.probe import first_difference
 from autopar.verify.reference import Results
 from autopar.verify.report import Report, Row
+from autopar.verify.second_step import NOT_FINITE, SECOND, second_wrong
 from autopar.verify.step import merged, step
 from autopar.verify.volume import priced_bytes, ran_bytes
 
@@ -36,12 +37,18 @@ def verify(case: Case, *, tolerance: float = 1e-9, reference: Results | None = N
     wanted = case.reference() if reference is None else reference
     results = _on_ranks(case, ranks, step, case.source(), case.light, wanted)
     gaps = merged([gaps for gaps, _ in results], wanted, everywhere=case.plan.places == 1)
-    rows = [_row(kind, name, gap / scale(wanted[kind][name]), tolerance) for (kind, name), gap in gaps.items()]
+    rows = {key: _row(*key, gap / scale(wanted[key[0]][key[1]]), tolerance) for key, gap in gaps.items()}
+    first, later = ([row for (kind, _), row in rows.items() if (kind in SECOND) is after] for after in (False, True))
+    if not all(row.ok for row in first):
+        later = []  # what follows a wrong step says nothing more
     inner = case.plan.ranks // case.plan.places
     seen = {place: results[place * inner][1] for place in range(case.plan.places)}  # the first rank of each place
-    rows += [row for place in seen for row in _collectives(case, seen[place], place)]
-    report = Report(tuple(rows), case.plan.mesh, collectives=sum(map(len, seen.values())), notes=case.notes)
-    return report if report.ok or case.plan.pipelined else replace(report, first=_first(case, tolerance, ranks, [row for row in rows if not row.ok]))
+    first += [row for place in seen for row in _collectives(case, seen[place], place)]
+    report = Report((*first, *later), case.plan.mesh, collectives=sum(map(len, seen.values())),
+                    notes=case.notes if "second output" in wanted else (*case.notes, NOT_FINITE))
+    if wrong := [row for row in first if not row.ok]:
+        return report if case.plan.pipelined else replace(report, first=_first(case, tolerance, ranks, wrong))
+    return report if report.ok else replace(report, first=second_wrong(key for key, row in rows.items() if not row.ok))
 
 
 def _on_ranks(case: Case, ranks: Ranks | None, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -50,7 +57,8 @@ def _on_ranks(case: Case, ranks: Ranks | None, fn: Callable[..., Any], *args: An
 
 
 def _row(kind: str, name: str, error: float, tolerance: float) -> Row:
-    return Row(name, "loss" if kind == "output" and name == "loss" else kind, error, tolerance)
+    of, said, _ = SECOND.get(kind, (kind, "{}", ""))
+    return Row(said.format(name), "loss" if of == "output" and name == "loss" else of, error, tolerance)
 
 
 def _collectives(case: Case, seen: list[Counted], place: int) -> list[Row]:

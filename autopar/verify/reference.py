@@ -1,18 +1,31 @@
-"""The single device: one training step of the captured graph, with the value and gradient of every node on request."""
+"""The single device: one training step of the captured graph, with the value and gradient of every node on request; and what follows it (`second_step`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from autopar.verify.second_step import finite
 from passes import facts
 from passes.interpret import Interpret
+from passes.switches import evaluate
 
 Results = dict[str, dict[str, Any]]
-"""Whole results of one device by kind (output, gradient, parameter, buffer) and name."""
+"""Whole results of one device by kind (output, gradient, parameter, buffer; of `second_step.SECOND`) and name."""
+
+
+@dataclass(frozen=True)
+class Second:
+    """What follows the first step: the `batch` of another one, and, where the model `evaluates` then, which buffers that changes."""
+
+    batch: Mapping[str, Tensor]
+    evaluates: bool = False
+    changing: Collection[str] = ()
 
 
 def optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -58,34 +71,79 @@ class Recorder(Interpret):
 
 
 def train_step(gm: fx.GraphModule, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor], *, training: bool,
-               record: bool = False) -> Results:
-    """Results by kind: output (by name), gradient and parameter (by fqn), buffer; with `record`, `values` and no optimizer step.
+               record: bool = False, second: Second | None = None) -> Results:
+    """Results by kind: output (by name), gradient and parameter (by fqn), buffer; with `record`, `values` and no optimizer step. With `second`, the kinds of
+    `second_step.SECOND`, too, where they are finite.
 
     `weights` are copied. Parameters are those that the graph reads and that may be trained.
     """
     trained = trainable(gm) if training else {}
     held = {name: w.detach().clone().requires_grad_(name in trained) for name, w in weights.items()}
     runner = Recorder(gm, held) if record else Interpret(gm, held)
-    outputs = runner.run_named(batch)
-    found: Results = {"output": {}, "gradient": {}, "parameter": {}, "buffer": {}}
-    loss = None
+    outputs = _pass(gm, runner, batch, training=training)
+    found: Results = {"output": outputs, "gradient": {}, "parameter": {}, "buffer": {}}
     found["buffer"] = {name: value.detach().clone() for name, value in runner.changed.items()}  # parameters, and views of them, change in the optimizer's step
-    for value, about in zip(outputs, gm.meta["outputs"], strict=True):
+    if training:
+        found["gradient"] = _gradients(held, trained)
+        steps = optimizer([held[name] for name in trained])
+        if not record:  # values that are views of parameters would change with them
+            steps.step()
+        found["parameter"] = {name: held[name].detach() for name in trained}
+    if isinstance(runner, Recorder):
+        found["values"] = runner.values
+    if second is not None:
+        found["gradient"], found["parameter"] = ({name: value.clone() for name, value in found[kind].items()} for kind in ("gradient", "parameter"))  # which go on
+        found |= _later(gm, held, batch, second, found["buffer"], steps if training else None)
+    return found
+
+
+def _later(gm: fx.GraphModule, held: Mapping[str, Tensor], batch: Mapping[str, Tensor], second: Second, changed: Mapping[str, Tensor],
+           steps: torch.optim.Optimizer | None) -> Results:
+    """What follows the first step, which has `changed` buffers; nothing where it is not finite. In evaluation the model is given the first `batch` again."""
+    _take(held, changed)
+    runner = Interpret(gm, held)
+    found: Results = {"second output": _pass(gm, runner, second.batch, training=steps is not None)}
+    _take(held, runner.changed)
+    if steps is not None:
+        found["accumulated"] = _gradients(held, trainable(gm))
+        steps.step()
+        found["second parameter"] = {name: held[name].detach() for name in found["accumulated"]}
+    if second.evaluates:
+        evaluated = copy.deepcopy(gm)
+        evaluated.meta.update(gm.meta)
+        runner = Interpret(evaluate(evaluated), held)
+        with torch.no_grad():
+            found["evaluated"] = _pass(gm, runner, batch, training=False)
+        _take(held, {name: value for name, value in runner.changed.items() if name in second.changing})
+    found["second buffer"] = {name: held[name].detach() for name in changed}
+    return found if all(finite(found.get(kind, {})) for kind in ("second output", "evaluated")) else {}
+
+
+def _pass(gm: fx.GraphModule, runner: Interpret, batch: Mapping[str, Tensor], *, training: bool) -> dict[str, Tensor]:
+    """The outputs of a forward by name; behind them there was a backward where training."""
+    found: dict[str, Tensor] = {}
+    loss = None
+    for value, about in zip(runner.run_named(batch), gm.meta["outputs"], strict=True):
         if about["kind"] != "mutation":
-            found["output"][about["name"]] = value.detach().clone()
+            found[about["name"]] = value.detach().clone()
             loss = value if about["kind"] == "loss" else loss
     if training:
         assert loss is not None, "a graph captured for training has a loss"
         loss.backward()
-        leaves = [held[name] for name in trained]
-        grads = {name: held[name].grad for name in trained}
-        found["gradient"] = {name: torch.zeros_like(held[name]) if grad is None else grad for name, grad in grads.items()}
-        if not record:  # values that are views of parameters would change with them
-            optimizer(leaves).step()
-        found["parameter"] = {name: held[name].detach() for name in trained}
-    if isinstance(runner, Recorder):
-        found["values"] = runner.values
     return found
+
+
+def _gradients(held: Mapping[str, Tensor], trained: Iterable[str]) -> dict[str, Tensor]:
+    """The gradients of the parameters that are trained; zeros where the loss does not reach one."""
+    grads = {name: held[name].grad for name in trained}
+    return {name: torch.zeros_like(held[name]) if grad is None else grad for name, grad in grads.items()}
+
+
+@torch.no_grad()
+def _take(held: Mapping[str, Tensor], changed: Mapping[str, Tensor]) -> None:
+    """Give buffers their new values."""
+    for name, value in changed.items():
+        held[name].copy_(value)
 
 
 def trainable(gm: fx.GraphModule) -> dict[str, None]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,20 +20,24 @@ from autopar.runtime.count import Counted, uncounted
 from autopar.runtime.cuts import own
 from autopar.verify.compare import gap
 from autopar.verify.reference import Results, optimizer
+from autopar.verify.second_step import SECOND
 
 Gaps = dict[tuple[str, str], float]
 """(kind, name) -> largest absolute difference on one rank."""
+GRADIENTS = ("gradient", "accumulated")
+"""Kinds of results that may be missing where they are zero."""
 
 
 @dataclass(frozen=True)
 class Light:
-    """What a rank needs of a Case: everything is plain and picklable. `gathers`: whether weights are gathered where they are used."""
+    """What a rank needs of a Case: everything is plain and picklable. `gathers`: whether weights are gathered where they are used. `second`: the batch of another step."""
 
     plan: Plan
     weights: Mapping[str, Tensor]
     constants: Mapping[str, Tensor]
     batch: Mapping[str, Tensor]
     gathers: bool = False
+    second: Mapping[str, Tensor] = field(default_factory=dict)
 
     def build(self, source: str) -> ShardedModule:
         """The emitted module on this rank. Its outputs are by name, whatever the user's own structure is."""
@@ -60,24 +64,60 @@ def step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted
             if training:
                 now |= _compare("gradient", _gradients(module), wanted, module)
         found |= {key: max(gap, found.get(key, 0.0)) for key, gap in now.items()}
-    if training:
-        held = list(module.parameters())
-        if held:  # a place may have stages without any
-            optimizer(held).step()
-        found |= _compare("parameter", _state(module), wanted, module)
+    steps = optimizer(held) if training and (held := list(module.parameters())) else None  # a place may have stages without any
+    found |= _updated(module, steps, "parameter", wanted) if training else {}
+    if "second output" in wanted:
+        found |= _second(module, light, steps, wanted)
     return found, list(seen)
+
+
+def _updated(module: ShardedModule, steps: torch.optim.Optimizer | None, kind: str, wanted: Results) -> Gaps:
+    """The differences of parameters from those of some kind, behind a step of the optimizer."""
+    if steps is not None:
+        steps.step()
+    return dict(_compare(kind, _state(module), wanted, module))
+
+
+def _second(module: ShardedModule, light: Light, steps: torch.optim.Optimizer | None, wanted: Results) -> Gaps:
+    """The differences in what follows the first step (`second_step`). Before each pass the parameters are set to those of one device: the optimizer's step multiplies
+    rounding of gradients, and a second one would multiply it again."""
+    training = light.plan.mode == "train"
+    _reset(module, wanted["parameter"])
+    batch = module.shard_batch(**light.second)
+    *_, outputs = _run(module, batch, training)
+    found = dict(_compare("second output", _outputs(module, outputs), wanted, module))
+    del outputs
+    if training:
+        found |= _compare("accumulated", _gradients(module), wanted, module)
+        found |= _updated(module, steps, "second parameter", wanted)
+    if "evaluated" in wanted:
+        _reset(module, wanted["second parameter"])
+        module.eval()
+        with torch.no_grad():
+            outputs = module(*module.shard_batch(**light.batch))
+        found |= _compare("evaluated", _outputs(module, outputs), wanted, module)
+    return found | dict(_compare("second buffer", _state(module), wanted, module))
+
+
+@torch.no_grad()
+def _reset(module: ShardedModule, parameters: Mapping[str, Tensor]) -> None:
+    """Set this rank's part of each parameter to its part of a whole one."""
+    for name, (local, layout) in _state(module).items():
+        if local is not None and name in parameters:
+            local.copy_(own(parameters[name], layout, module.MESH.sizes, module.MESH.coord))
 
 
 @contextmanager
 def _as_it_was(module: ShardedModule) -> Iterator[None]:
-    """Buffers and random numbers are afterwards as they were before, and there are no gradients."""
+    """Buffers, random numbers and gradients are afterwards as they were before."""
     before, draws = {name: local_of(buffer).clone() for name, buffer in module.named_buffers()}, module.rng.copy()
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     yield
     for name, buffer in module.named_buffers():
         local_of(buffer).copy_(before[name])
     module.rng = draws
-    for parameter in module.parameters():
-        parameter.grad = None
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
 
 
 def _run(module: ShardedModule, batch: Sequence[Tensor], training: bool) -> Iterator[dict[str, Tensor]]:
@@ -122,7 +162,7 @@ def _compare(kind: str, got: Mapping[str, Part], wanted: Results, module: Sharde
         if name not in got:
             continue
         local, layout = got[name]
-        if local is None and kind == "gradient" and not whole.any():
+        if local is None and kind in GRADIENTS and not whole.any():
             continue  # a parameter that the loss does not reach: no gradient here, zeros there
         yield (kind, name), gap(local, own(whole, layout, mesh.sizes, mesh.coord))
 
@@ -131,11 +171,11 @@ def merged(found: list[Gaps], wanted: Results, *, everywhere: bool) -> dict[tupl
     """The largest difference of any rank, by (kind, name), in the order of `wanted`. Infinity for what no rank has, or where
     every rank should have it `everywhere` (no pipeline), not all; but gradients that are zero may be missing."""
     merged: dict[tuple[str, str], float] = {}
-    for kind in ("output", "buffer", "gradient", "parameter"):
-        for name, whole in wanted[kind].items():
+    for kind in ("output", "buffer", "gradient", "parameter", *SECOND):
+        for name, whole in wanted.get(kind, {}).items():
             gaps = [gap[kind, name] for gap in found if (kind, name) in gap]
-            if not gaps and kind == "gradient" and not whole.any():
+            if not gaps and kind in GRADIENTS and not whole.any():
                 continue
-            complete = len(gaps) == len(found) if everywhere and kind != "gradient" else bool(gaps)
+            complete = len(gaps) == len(found) if everywhere and kind not in GRADIENTS else bool(gaps)
             merged[kind, name] = max(gaps) if complete else math.inf
     return merged

@@ -51,6 +51,43 @@ PLANTED = {
 }
 
 
+KEEP = "KEPT = {}\n\n\ndef kept(name, value):\n    return value + (KEPT.setdefault(name, value.detach().clone()) - value.detach())\n\n\ndef once(name):\n" \
+    "    KEPT[name] = KEPT.get(name, 0) + 1\n    return KEPT[name] == 1\n\n\nMESH = "
+"""Functions for planted sources: the first value that a name was given, with the gradient of the present one; whether it is the first call."""
+
+
+def _keeping(old: str, new: str) -> Callable[[str], str]:
+    return lambda source: _swap("MESH = ", KEEP)(_swap(old, new)(source))
+
+
+# of a program that is right in its first step -> model, recipe, the change, what is wrong, a row that says so
+LATER = {
+    "stale weight": ("mlp", "ddp", _keeping(r'F.linear\(h, self.w\["head.weight"\]', 'F.linear(h, kept("w", self.w["head.weight"])'),
+                     "the forward of a second step", "loss, of a second batch"),
+    "stale labels": ("mlp", "tp", _keeping(r"cross_entropy_sum\((\w+), targets", r'cross_entropy_sum(\1, KEPT.setdefault("t", targets)'),
+                     "the forward of a second step", "loss, of a second batch"),
+    "gradient of the first step alone": ("mlp", "ddp", _keeping(r'F.linear\(h, self.w\["head.weight"\], self.w\["head.bias"\]\)',
+                                         'F.linear(h, self.w["head.weight"], self.w["head.bias"] if once("b") else self.w["head.bias"].detach())'),
+                                         "the backward of a second step", "head.bias, of two batches added up"),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_is_wrong_behind_the_first_step_is_found(name: str) -> None:
+    model, recipe, mutate, what, row = LATER[name]
+    report = _verified(model, (2,), recipe, mutate)
+    wrong = {row.name for row in report.rows if not row.ok}
+    assert row in wrong and report.first.startswith(f"none in the first step: wrong is {what}"), (report.first, wrong)
+
+
+def test_a_pipeline_that_keeps_a_weight_of_its_first_step_is_found() -> None:
+    who = subject("hf-gpt2")
+    stale = _keeping(r'F.linear\(layer_norm_4, self.w\["transformer.wte.weight"\]\)', 'F.linear(layer_norm_4, kept("w", self.w["transformer.wte.weight"]))')
+    report = who.verified(by_stages(who, (1,), "single", 2, 2, "1f1b"), mutate=stale)
+    assert {"loss, of a second batch", "logits, of a second batch"} <= {row.name for row in report.rows if not row.ok}
+    assert report.first.startswith("none in the first step: wrong is the forward of a second step"), report.first
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_error_is_found_and_located(name: str) -> None:
     model, sizes, recipe, mutate, node = PLANTED[name]

@@ -16,13 +16,13 @@ def checked(report: Report) -> Group:
     for kind in dict.fromkeys(row.kind for row in report.rows):
         rows = [row for row in report.rows if row.kind == kind]
         worst = max(rows, key=lambda row: (not row.ok, row.error))
-        table.add_row(kind, str(len(rows)), f"{worst.error:.2g}", f"{worst.tolerance:.2g}", worst.name, "ok" if worst.ok else "WRONG")
+        table.add_row(kind, str(len(rows)), f"{worst.error:.2g}", f"{worst.tolerance:.2g}", worst.title, "ok" if worst.ok else "WRONG")
     parts: list[RenderableType] = [table]
     wrong = [row for row in report.rows if not row.ok]
     if wrong:
         more = grid("beyond the tolerance", "what", "name", "difference")
         for row in wrong[:SHOWN]:
-            more.add_row(row.kind, row.name, f"{row.error:.3g}")
+            more.add_row(row.kind, row.title, f"{row.error:.3g}")
         if len(wrong) > SHOWN:
             more.add_row("", f"{len(wrong) - SHOWN} more", "")
         parts += ["", more, "", f"first node that differs: {report.first or 'not found'}"]

@@ -57,8 +57,8 @@ def _on_ranks(case: Case, ranks: Ranks | None, fn: Callable[..., Any], *args: An
 
 
 def _row(kind: str, name: str, error: float, tolerance: float) -> Row:
-    of, said, _ = SECOND.get(kind, (kind, "{}", ""))
-    return Row(said.format(name), "loss" if of == "output" and name == "loss" else of, error, tolerance)
+    of, when, _ = SECOND.get(kind, (kind, "", ""))
+    return Row(name, "loss" if of == "output" and name == "loss" else of, error, tolerance, when)
 
 
 def _collectives(case: Case, seen: list[Counted], place: int) -> list[Row]:

@@ -9,16 +9,22 @@ from dataclasses import asdict, dataclass
 @dataclass(frozen=True, slots=True)
 class Row:
     """One comparison. `kind` is output, loss, gradient, parameter, buffer, collectives, or model (its graph against it); `error` is the largest absolute
-    difference relative to max(1, largest absolute value), for collectives the number (or the bytes) that differ."""
+    difference relative to max(1, largest absolute value), for collectives the number (or the bytes) that differ. `when` is empty in the first step."""
 
     name: str
     kind: str
     error: float
     tolerance: float
+    when: str = ""
 
     @property
     def ok(self) -> bool:
         return self.error <= self.tolerance  # a NaN is not
+
+    @property
+    def title(self) -> str:
+        """What is compared, and when."""
+        return f"{self.name}, {self.when}" if self.when else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,7 @@ class Report:
         wrong, worst = [row for row in self.rows if not row.ok], self.worst
         said = f"{len(wrong)} of {len(self.rows)} values are wrong" if wrong else f"all {len(self.rows)} values are within their tolerance"
         first = f"; first node that differs: {self.first}" if self.first else ""
-        return f"{said} on mesh {self.mesh}: the largest difference is {worst.error:.2g} of {worst.kind} {worst.name}, tolerance {worst.tolerance:.2g}{first}"
+        return f"{said} on mesh {self.mesh}: the largest difference is {worst.error:.2g} of {worst.kind} {worst.title}, tolerance {worst.tolerance:.2g}{first}"
 
     def to_json(self) -> str:
         """Every tensor's error as JSON."""

@@ -11,13 +11,13 @@ from torch import Tensor, fx
 from passes import facts
 
 SECOND = {
-    "second output": ("output", "{}, of a second batch", "the forward of a second step, with other weights and another batch"),
-    "accumulated": ("gradient", "{}, of two batches added up", "the backward of a second step, whose gradients are added to those of the first"),
-    "second parameter": ("parameter", "{}, after a second step", "the second step of the optimizer"),
-    "evaluated": ("output", "{}, in evaluation after the steps", "evaluation after the steps"),
-    "second buffer": ("buffer", "{}, in the end", "the change of buffers in later steps or in evaluation"),
+    "second output": ("output", "of a second batch", "the forward of a second step, with other weights and another batch"),
+    "accumulated": ("gradient", "of two batches added up", "the backward of a second step, whose gradients are added to those of the first"),
+    "second parameter": ("parameter", "after a second step", "the second step of the optimizer"),
+    "evaluated": ("output", "in evaluation after the steps", "evaluation after the steps"),
+    "second buffer": ("buffer", "in the end", "the change of buffers in later steps or in evaluation"),
 }
-"""Kinds of results, in the order in which they are made -> kind of their rows, name of a row, and what is wrong where it is the first kind with differences."""
+"""Kinds of results, in the order in which they are made -> kind and time of their rows, and what is wrong where it is the first kind with differences."""
 
 
 def second_wrong(wrong: Iterable[tuple[str, str]]) -> str:

@@ -137,7 +137,7 @@ def test_a_backward_in_two_parts_would_run_blocks_again_in_each() -> None:
     assert sum(whole in stage and whole not in before for stage, before in zip(stages, plain, strict=True)) == 2, "the stages that have blocks"
     taken = [stage if whole in before else stage.replace(whole, parts) for stage, before in zip(stages, plain, strict=True)]
     report = verify(replace(who.case(made), mutate=lambda _: "class Stage".join(taken)))
-    wrong = {row.kind: row.name for row in report.rows if not row.ok}
+    wrong = {row.kind: row.name for row in report.rows if not row.ok and "bytes" not in row.name}
     assert wrong.keys() == {"collectives"}
     priced, ran = map(int, re.search(r"all_reduce on axis 0: (\d+) priced, (\d+) run", wrong["collectives"]).groups())  # type: ignore[union-attr]
     assert ran > 2 * priced

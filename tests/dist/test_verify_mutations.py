@@ -76,7 +76,7 @@ LATER = {
 def test_what_is_wrong_behind_the_first_step_is_found(name: str) -> None:
     model, recipe, mutate, what, row = LATER[name]
     report = _verified(model, (2,), recipe, mutate)
-    wrong = {row.name for row in report.rows if not row.ok}
+    wrong = {row.title for row in report.rows if not row.ok}
     assert row in wrong and report.first.startswith(f"none in the first step: wrong is {what}"), (report.first, wrong)
 
 
@@ -84,7 +84,7 @@ def test_a_pipeline_that_keeps_a_weight_of_its_first_step_is_found() -> None:
     who = subject("hf-gpt2")
     stale = _keeping(r'F.linear\(layer_norm_4, self.w\["transformer.wte.weight"\]\)', 'F.linear(layer_norm_4, kept("w", self.w["transformer.wte.weight"]))')
     report = who.verified(by_stages(who, (1,), "single", 2, 2, "1f1b"), mutate=stale)
-    assert {"loss, of a second batch", "logits, of a second batch"} <= {row.name for row in report.rows if not row.ok}
+    assert {"loss, of a second batch", "logits, of a second batch"} <= {row.title for row in report.rows if not row.ok}
     assert report.first.startswith("none in the first step: wrong is the forward of a second step"), report.first
 
 

@@ -25,7 +25,7 @@ from autopar.codegen.expressions import Written, literal, write
 from autopar.codegen.placements import in_order, write_placed
 from autopar.codegen.turns import turn_text
 from autopar.errors import PlanError
-from autopar.layout import Layout, show
+from autopar.layout import NO_GRAD, Layout, show
 from autopar.problem.graph import Op, Ref, Run
 from autopar.rules.tiles import tiled
 from autopar.text import quoted
@@ -208,7 +208,21 @@ class ScopeWriter:
         """Reports what `op` gave, outside local functions: a probe puts values together on all ranks."""
         if self.context.probes and not self.indent:
             for i, name in enumerate(probes.names(op.name, len(op.call.outs))):
-                self.say(probes.probe(name, self.names[op.name, i], given(self.context.program, self.context.plan, (op.name, i)), op.call.outs[i]))
+                self.say(probes.probe(name, self.names[op.name, i], self._given((op.name, i)), op.call.outs[i]))
+
+    def _given(self, ref: Ref) -> LayoutPair:
+        """How readers get a value and leave its gradient, as a probe is to see it. That of a weight which is summed at the end of the backward is partial until then."""
+        program, pair = self.context.program, given(self.context.program, self.context.plan, ref)
+        if self._passed_by(ref):
+            return LayoutPair(pair.value, (NO_GRAD,) * len(pair.value))
+        return pair.partial(self.context.edges.sync.get((program.source(ref), 0), ())) if program.is_weight(ref) else pair
+
+    def _passed_by(self, ref: Ref) -> bool:
+        """Whether a value is a weight that is turned or cast and then gathered: a gather takes the parameter, and its gradient does not come this way."""
+        context = self.context
+        return ref[0] in context.program.following and (
+            any(reshard.ref == ref and reshard.fetches(context.sizes) for reshard in context.edges.reshards)
+            or any(self._passed_by((reader.name, 0)) for reader, _ in context.program.readers.get(ref, ())))
 
     def _layout(self, ref: Ref) -> str:
         tensor = self.context.program.ops[ref[0]].call.outs[ref[1]]

@@ -19,7 +19,7 @@ from autopar.verify.step import merged, step
 from autopar.verify.volume import priced_bytes, ran_bytes
 
 BEHIND = {
-    "gradient": "a parameter's gradient is reduced wrongly after its last use ({})",
+    "gradient": "a parameter's gradient is missing, or reduced wrongly, after its last use ({})",
     "loss": "the {} is put together wrongly behind the last operator",
     "output": "output {} is put together wrongly behind the last operator",
     "buffer": "buffer {} is given its new value wrongly behind the last operator",

@@ -22,7 +22,7 @@ class _Probes:
         self.mesh = mesh
         self.calls: dict[str, int] = {}
         self.values: list[tuple[str, int, Tensor]] = []
-        self.gradients: dict[tuple[str, int], Tensor] = {}
+        self.gradients: dict[tuple[str, int], Tensor | None] = {}
 
     def __call__(self, _: Any, name: str, value: Tensor, pair: str, shape: tuple[int, ...]) -> Tensor:
         if running_again():
@@ -31,7 +31,10 @@ class _Probes:
         self.calls[name] = number + 1
         lies = LayoutPair.of(pair)
         self.values.append((name, number, self._whole(value.detach(), lies.value, shape)))
-        if value.requires_grad and NO_GRAD not in lies.grad:
+        if NO_GRAD in lies.grad:
+            return value
+        self.gradients[name, number] = None
+        if value.requires_grad:
             value = value.view_as(value)  # a node of its own: the hook sees the gradient of all readers together
             value.register_hook(lambda grad: self._keep(name, number, grad, lies.grad, shape))
         return value
@@ -58,10 +61,15 @@ def first_difference(source: str, light: Light, wanted: Mapping[str, list[Any]],
         if difference(value, wanted[name][number][0]) > tolerance:
             return f"{name} (value{_instance(number, wanted[name])})"
     for name, number, _ in reversed(probes.values):
-        grad, right = probes.gradients.get((name, number)), wanted[name][number][1]
-        if grad is not None and right is not None and difference(grad, right) > tolerance:
+        right = wanted[name][number][1]
+        if (name, number) in probes.gradients and right is not None and _wrong(probes.gradients[name, number], right, tolerance):
             return f"{name} (gradient{_instance(number, wanted[name])})"
     return ""
+
+
+def _wrong(grad: Tensor | None, right: Tensor, tolerance: float) -> bool:
+    """Whether a gradient differs, or is missing where it is not zero."""
+    return bool(right.any()) if grad is None else difference(grad, right) > tolerance
 
 
 def _instance(number: int, items: list[Any]) -> str:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.verify import Report
-from tests.helpers.verify import Subject, by_chance, by_recipe, by_stages, subject
+from autopar.verify.probe import first_difference
+from tests.helpers.ranks import living
+from tests.helpers.verify import Subject, by_chance, by_recipe, by_stages, planned, subject
 
 
 def _verified(name: str, sizes: tuple[int, ...], recipe: str, mutate: Callable[[str], str]) -> Report:
@@ -45,6 +47,17 @@ PLANTED = {
     "missing sync axis": ("mlp", (4,), "ddp", _swap(
         r'("head.weight": Param\(\(10, 64\), "float64", "R"), sync=\(0,\)', r"\1"),
         "no operator: a parameter's gradient"),
+    # what blocks give is taken from the graph of gradients, all of them or of one branch: gradients are missing, not different
+    "no gradient to any block": ("gpt", (2, 2), "tp_zero3", _swap(r"(h_2 = reshard\(h)", r"\1.detach()"), r"blocks_0/add_2 \(gradient, block 1\)"),
+    "no gradient to a branch": ("gpt", (2, 2), "tp_zero3", _swap(r"(add_2_2 = add_1 \+ linear_default_3_2)", r"\1.detach()"),
+                                r"blocks_0/linear_default_3 \(gradient, block 1\)"),
+    # every rank adds the bias of a row-parallel product
+    "bias of every rank": ("gpt", (2,), "tp", _swap(r"(attention_proj_bias = )reshard.*", r'\1self.w["attention.proj.bias"]'), r"blocks_0/linear_default_1 \(value, block 0\)"),
+    # sums of products in float32
+    "narrow sums": ("gpt", (2,), "tp", _swap(r"F.linear\(gelu, (self\S+), mlp_down_bias\)", r"F.linear(gelu.float(), \1.float(), mlp_down_bias.float()).double()"),
+                    r"blocks_0/linear_default_3 \(value, block 0\)"),
+    "dropped bias gradient": ("gpt", (2,), "tp", _swap(r'(mlp_down_bias = reshard\(self\S+\])', r"\1.detach()"), "no operator: a parameter's gradient is missing"),
+    "blocks in another order": ("gpt", (2,), "tp", _swap(r"enumerate\((self.runs\['blocks_0'\])\)", r"enumerate(reversed(\1))"), r"blocks_0/linear_default \(value, block 0\)"),
     # the gathered weight's gradient is cut where it should be summed and cut
     "sliced weight gradient": ("mlp", (4,), "zero3", _swap(
         r'(gather\(self.w\["linear.weight"\].*)grad="P -> ', r'\1grad="R -> '), "no operator: a parameter's gradient"),
@@ -81,10 +94,10 @@ def test_what_is_wrong_behind_the_first_step_is_found(name: str) -> None:
 
 
 def test_a_pipeline_that_keeps_a_weight_of_its_first_step_is_found() -> None:
-    who = subject("hf-gpt2")
-    stale = _keeping(r'F.linear\(layer_norm_4, self.w\["transformer.wte.weight"\]\)', 'F.linear(layer_norm_4, kept("w", self.w["transformer.wte.weight"]))')
-    report = who.verified(by_stages(who, (1,), "single", 2, 2, "1f1b"), mutate=stale)
-    assert {"loss, of a second batch", "logits, of a second batch"} <= {row.title for row in report.rows if not row.ok}
+    who = subject("mlp")
+    stale = _keeping(r'(F.linear\(\w+, )self.w\["head.weight"\]', r'\1kept("w", self.w["head.weight"])')
+    report = who.verified(by_stages(who, (1,), "single", 2, 2, "gpipe"), mutate=stale)
+    assert "loss, of a second batch" in {row.title for row in report.rows if not row.ok}
     assert report.first.startswith("none in the first step: wrong is the forward of a second step"), report.first
 
 
@@ -100,6 +113,16 @@ def test_the_unchanged_source_is_right() -> None:
     for model, sizes, recipe in dict.fromkeys((m, s, r) for m, s, r, *_ in PLANTED.values()):
         report = _verified(model, sizes, recipe, str)
         assert report.ok and report.first == "", report.worst
+
+
+@pytest.mark.parametrize(("name", "sizes", "how"), [("gpt", (2, 2), "tp_zero3"), ("hf-mixtral", (2, 2), "random 1")])
+def test_probes_of_a_right_program_name_nothing(name: str, sizes: tuple[int, ...], how: str) -> None:
+    """Weights that are turned and then gathered, or summed at the end of the backward, among them."""
+    who = subject(name)
+    made = planned(who, sizes, how)
+    case = who.case(made)
+    values = {node: [(value.detach(), value.grad) for value in items] for node, items in case.reference(record=True)["values"].items()}
+    assert not any(living(made.ranks).run(first_difference, case.source(probes=True), case.light, values, 1e-9))
 
 
 def test_probes_see_gradients_of_weights_that_are_gathered_once_per_step() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar import plan_schema
+from autopar.cluster.types import DEVICE_KINDS
 from autopar.errors import PlanError
 from autopar.text import numbered
 
@@ -148,7 +149,10 @@ class Plan:
         return str(part.get("device", {}).get("kind", "cpu"))
 
     def on(self, kind: str) -> Plan:
-        """The same plan for ranks on devices of `kind`, "cpu" or "cuda"."""
+        """The same plan for ranks on devices of `kind`, "cpu" or "cuda". Raises PlanError for another kind."""
+        if kind not in DEVICE_KINDS:
+            raise PlanError(f"kind is {kind!r}; wanted one of {', '.join(map(repr, DEVICE_KINDS))}")
+
         def changed(cluster: Mapping[str, Any]) -> dict[str, Any]:
             if "parts" in cluster:
                 return {**cluster, "parts": [changed(part) for part in cluster["parts"]]}
@@ -224,9 +228,10 @@ class Plan:
         if not isinstance(text, (str, bytes)):
             raise PlanError(f"not a plan: wanted the text of one, got a {type(text).__name__}")
         try:
-            data = json.loads(text)
+            data = json.loads(text, object_pairs_hook=plan_schema.keyed)
         except (ValueError, RecursionError) as error:  # of the syntax; a number of too many digits; too deep
             raise PlanError(f"not a plan: the text is no JSON ({error})") from error
+        plan_schema.check_keys(data)
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             got = data.get("schema") if isinstance(data, dict) else type(data).__name__
             raise PlanError(f"plan has schema {got!r}, this version of autopar reads {SCHEMA}; plan the model again")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from autopar.cost.memory import HOSTED, ITEMSIZES, POLICIES
@@ -21,12 +22,51 @@ KINDS = ("sample", "operator", "attribute", "parameter", "replicate", "partial")
 PRECISIONS = (*POLICIES, *(dtype for dtype in ITEMSIZES if "float" in dtype))
 MOST = 1 << 62  # of any whole number: what torch takes
 SHOWN = 60  # characters of a value that an error shows
+DEEPEST = 64  # levels of JSON: more than any plan has, and fewer than Python's own functions on nested data take
 
 
 def fail(path: str, got: object, wanted: str) -> NoReturn:
     """Raise PlanError: what is malformed, got and wanted."""
-    text = repr(got)
-    raise PlanError(f"plan is malformed: {path} is {text if len(text) <= SHOWN else text[:SHOWN] + '...'}; wanted {wanted}")
+    raise PlanError(f"plan is malformed: {path} is {_short(got)}; wanted {wanted}")
+
+
+def _short(value: object) -> str:
+    """The beginning of a value, as Python writes it."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    """The values of a key that a JSON object has more than once."""
+
+    values: tuple[Any, ...]
+
+
+def keyed(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs of one JSON object, for json.loads. Python's own reader keeps the last value of a repeated key; here all are kept, for `check_keys` to refuse."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        for key in found:
+            values = tuple(value for name, value in pairs if name == key)
+            if len(values) > 1:
+                found[key] = _Repeated(values)
+    return found
+
+
+def check_keys(data: Any) -> None:
+    """Raise PlanError where an object of JSON that was read by `keyed` has a key more than once, or lies deeper than DEEPEST."""
+    todo: list[tuple[str, int, Any]] = [("", 0, data)]
+    while todo:
+        path, depth, value = todo.pop()
+        if isinstance(value, _Repeated):
+            raise PlanError(f"plan is malformed: {path} is there {len(value.values)} times, as {' and '.join(map(_short, value.values))}; wanted each key once")
+        if depth > DEEPEST:
+            raise PlanError(f"plan is malformed: {path[:SHOWN]}... lies {depth} levels deep; wanted at most {DEEPEST}")
+        if isinstance(value, dict):
+            todo += [(f"{path}.{key}" if path else key, depth + 1, item) for key, item in value.items()]
+        elif isinstance(value, list):
+            todo += [(f"{path}[{index}]", depth + 1, item) for index, item in enumerate(value)]
 
 
 def text(path: str, value: Any) -> None:

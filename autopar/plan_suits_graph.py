@@ -195,6 +195,8 @@ class _Suited:
         for name, index in totals:
             if name not in program.ops or index >= len(program.ops[name].call.outs):
                 fail("totals", f"{name}:{index}", "values of the graph")
+            if plan.nodes[name].micro[index] != "R":
+                fail(f"nodes.{name}.micro[{index}]", repr(plan.nodes[name].micro[index]), "'R': it is one of totals, which all microbatches have whole")
         able = self.whole.table(plan.microbatches, placed=False)
         entries = {(name, i): "P" if (name, i) in totals else entry for name, node in plan.nodes.items() for i, entry in enumerate(node.micro)}
         found = {}

@@ -104,6 +104,9 @@ class Level:
         return self.bandwidth_bytes_s
 
 
+DEVICE_KINDS = ("cuda", "cpu")
+"""What ranks can run on: torch's device types with a backend here."""
+
 CONTENTION = {"cuda": 20 / 132, "cpu": 1.0}
 """Seconds that a hidden collective adds to the compute over it, per second, by kind of device: its kernels take multiprocessors, 20 of an H800's 132 in
 DeepSeek-V3's training (https://arxiv.org/abs/2412.19437, section 3.2.2); the cores of a CPU do both."""
@@ -176,7 +179,7 @@ class Device:
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
         check_fields(self, where)
-        if self.kind not in ("cuda", "cpu"):
+        if self.kind not in DEVICE_KINDS:
             fail(where, "kind", self.kind, "cuda or cpu")
         if "float32" not in self.peak_flops:
             fail(where, "peak_flops", sorted(self.peak_flops), "at least float32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,41 @@ def test_a_plan_that_is_bent_is_refused(path: tuple[str, ...], value: Any, said:
     inner[path[-1]] = value
     with pytest.raises(PlanError, match=f"(?s){said}"):
         Plan.from_json(json.dumps(data))
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_key_that_is_there_twice_is_named_with_both_values(data: st.DataObject) -> None:
+    """Of every object of the file, also where both values are alike: a reader of the file cannot know which one counts."""
+    plan = json.loads(PLAN.to_json())
+    inner, path = plan, ""
+    while True:
+        key = data.draw(st.sampled_from(list(inner)))
+        path = f"{path}.{key}" if path else key
+        if not (isinstance(inner[key], dict) and inner[key] and data.draw(st.booleans())):
+            break
+        inner = inner[key]
+    other = data.draw(st.just(inner[key]) | JSON)
+    inner["twice"] = other
+    text = json.dumps(plan).replace('"twice":', f"{json.dumps(key)}:")
+    with pytest.raises(PlanError, match=rf"(?s)^plan is malformed: {re.escape(path)} is there 2 times, as .*; wanted each key once$"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize(("depth", "opened", "closed"), [(80, "[", "]"), (400, '{"a":', "}"), (900, "[", "]"), (10**5, "[", "]")])
+def test_what_is_nested_too_deep_is_refused(depth: int, opened: str, closed: str) -> None:
+    """Not by Python's recursion limit, here or where the plan is written again."""
+    text = PLAN.to_json().replace('"source": {}', f'"source": {{"a": {opened * depth}1{closed * depth}}}')
+    with pytest.raises(PlanError, match=r"source.* levels deep; wanted at most|no JSON"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("kind", ["tpu", "", "CPU", None])
+def test_a_plan_is_only_for_kinds_of_devices_that_there_are(kind: Any) -> None:
+    made = replace(PLAN, cluster={"name": "one", "device": {"kind": "cuda"}})
+    assert made.on("cpu").device_kind == "cpu" and made.on("cuda") == made
+    with pytest.raises(PlanError, match=rf"^kind is {kind!r}; wanted one of 'cuda', 'cpu'$"):
+        made.on(kind)
 
 
 @given(st.text(max_size=30))

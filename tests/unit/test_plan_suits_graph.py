@@ -137,6 +137,7 @@ def test_a_field_that_is_wrong_is_named(field: str, value: Any) -> None:
 NESTED = [
     ("pipeline", ("stages", 0, "place"), None), ("pipeline", ("stages", 1, "place"), 7), ("pipeline", ("stages", 0, "place"), -1), ("pipeline", ("stages", 1, "nodes", 0), "nobody"),
     ("pipeline", ("stages", 0, "blocks", "blocks_0"), [0, 99]), ("pipeline", ("stages", 0, "again"), {"blocks_0": 99}), ("pipeline", ("predicted", "step_s"), float("nan")),
+    ("pipeline", ("nodes", "count_valid", "micro", 0), "S0"), ("pipeline", ("nodes", "count_valid", "micro", 0), "P"),  # a total
     ("one stage", ("stages", 0, "place"), 1), ("one stage", ("microbatches",), 2), ("remat", ("remat", "blocks_0", 0), "nobody"), ("remat", ("remat",), {"nobody": []}),
     *(("one stage", ("nodes", "linear_default_4", what, 0), value) for what, value in (
         ("ins", "S9"), ("ins", "zz"), ("ins", "S7|S7"), ("ins", "R,R|R,R"), ("ins", "S0/999999999999|S0"), ("ins", "S\u00b2|R"), ("kinds", "zz"), ("kinds", "sample"), ("factors", "zz"),
@@ -147,7 +148,7 @@ NESTED = [
 @pytest.mark.parametrize(("name", "path", "value"), NESTED)
 def test_what_is_wrong_inside_is_named(name: str, path: tuple[Any, ...], value: Any) -> None:
     data = json.loads(planned(name))
-    if path[0] == "nodes":
+    if path[1:2] == ("linear_default_4",):
         path = (path[0], next(name for name, node in data["nodes"].items() if node["ins"] and "/" not in name), *path[2:])
     at(data, path[:-1])[path[-1]] = value
     with pytest.raises(PlanError, match=path[0]):

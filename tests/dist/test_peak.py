@@ -179,6 +179,7 @@ TAKING = {
     "a power": lambda p, q, x: torch.pow(p.abs() + 1, q).mean(),
     "an angle": lambda p, q, x: torch.atan2(p, q).sum(-1).mean(),
     "complex numbers": lambda p, q, x: torch.complex(p, q).abs().mean(),
+    "dropout": lambda p, q, x: F.dropout(p, 0.1).mean() + q.mean(),
 }
 
 

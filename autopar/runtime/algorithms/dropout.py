@@ -28,14 +28,23 @@ def dropout(x: Tensor, p: float, layout: str, *, key: str, mesh: Mesh, once: boo
 
 
 class _Masked(torch.autograd.Function):
-    """What is kept, scaled: one kernel there and one back, torch's own for the backward of dropout. Autograd keeps the mask, a byte for each element."""
+    """What is kept, scaled. Autograd keeps the mask, a byte for each element."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(kept)
         ctx.scale = scale
-        return torch.ops.aten.native_dropout_backward(x, kept, scale)
+        return _scaled(x, kept, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return torch.ops.aten.native_dropout_backward(grads[0], ctx.saved_tensors[0], ctx.scale), None, None
+        return _scaled(grads[0], ctx.saved_tensors[0], ctx.scale), None, None
+
+
+def _scaled(x: Tensor, kept: Tensor, scale: float) -> Tensor:
+    """`x * kept * scale`, with no tensor of that size but the result. torch has one kernel for it (that of the backward of dropout), but on a CPU three operators, of which two results are
+    there beside the last one; here they are one after the other in the same memory, with the same numbers."""
+    if x.device.type == "cpu":
+        return torch.empty_like(x).copy_(kept).mul_(x).mul_(scale)
+    scaled: Tensor = torch.ops.aten.native_dropout_backward(x, kept, scale)
+    return scaled

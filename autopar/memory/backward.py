@@ -127,8 +127,12 @@ class Backward:
         return made
 
     def _between(self, blocks: Blocks) -> None:
-        """From the last block to the first: gradients of what goes round go on, those of parameters of all between are there."""
+        """From the last block to the first: gradients of what goes round go on, those of parameters of all between are there. What the blocks between have kept is gone by then: one goes as
+        the other comes, so that there is most of both together at one of the ends."""
         if blocks.count > 2:
+            self.book.step(f"backward of {blocks.run.scope}")
+            for port in blocks.ports:
+                self.book.use(port.slot)
             self._gradients_between(blocks, blocks.count - 2)
         ports = dict.fromkeys(port.ref for port in blocks.ports)
         for step in blocks.steps:

@@ -218,6 +218,24 @@ def test_the_peak_of_norms_is_counted(norm: str, count: int, precision: str) -> 
     _is_counted(lambda: Normed(norm, count), precision)
 
 
+class Widened(nn.Module):
+    """Blocks whose weights take about as much as what they keep."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.up, self.down = (nn.ModuleList(nn.Linear(*sizes, bias=False) for _ in range(count)) for sizes in ((128, 512), (512, 128)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(up(x).relu())
+        return x.square().mean()
+
+
+def test_gradients_of_blocks_come_as_what_blocks_keep_goes() -> None:
+    """All of both are never there at once."""
+    _is_counted(lambda: Widened(8), rows=256)
+
+
 class Attending(nn.Module):
     """Attention that a CPU runs as plain products: some of it is dropped, or its mask has a gradient."""
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from autopar.plan import Plan
 from autopar.profile.attribute import Key
-from autopar.simulate.pieces import COMPUTE, INSIDE, Piece
+from autopar.simulate.pieces import COMPUTE, INSIDE
 from autopar.simulate.rank import Mark, Ran
 from autopar.simulate.stages import Stages
 
@@ -50,26 +50,16 @@ def _ran(stages: Stages, place: int) -> list[tuple[Ran, int]]:
 
 def _keyed(marks: Sequence[Mark]) -> list[tuple[Key, float]]:
     """The key and the seconds of each piece; copies around a collective belong to it, as they do where it runs."""
-    return [(_of(mark, _collective(marks, index)), mark.piece.seconds) for index, mark in enumerate(marks)]
+    return [(_of(mark), mark.piece.seconds) for mark in marks]
 
 
-def _of(mark: Mark, around: Piece) -> Key:
+def _of(mark: Mark) -> Key:
     if mark.during == "optimizer":
         return ("optimizer",)
-    if mark.piece.within or mark.piece.kind in ("compute", "inside"):
-        return "op", mark.piece.name
-    if around.axis in (COMPUTE, INSIDE):
+    piece = mark.piece
+    if piece.within or piece.kind in ("compute", "inside"):
+        return "op", piece.name
+    kind, axis = piece.around or (piece.kind, piece.axis)
+    if axis in (COMPUTE, INSIDE):
         return ("local",)
-    return ("sync", around.kind, around.axis) if mark.during == "sync" else (around.kind, around.axis, round(around.nbytes))
-
-
-def _collective(marks: Sequence[Mark], index: int) -> Piece:
-    """The collective that the copy at `index` is made for: its neighbour with the same name and bytes; any other piece itself."""
-    piece = marks[index].piece
-    if piece.kind != "copy":
-        return piece
-    for other in (index - 1, index + 1):
-        near = marks[other].piece if 0 <= other < len(marks) else piece
-        if near.axis >= 0 and (near.name, near.nbytes) == (piece.name, piece.nbytes) and (near.kind == "all_gather") == (other < index):
-            return near
-    return piece
+    return ("sync", kind, axis) if mark.during == "sync" else (kind, axis, round(piece.nbytes))

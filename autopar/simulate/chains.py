@@ -116,7 +116,7 @@ class Scatter(Sums):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are summed together: (parameter, instance) of each, the sums in a row with the bytes on the rank in front of each; `each`
+    """Gradients that are summed together: (parameter, instance) of each, the sums in a row with copies around them, the bytes on the rank in front of each collective; `each`
     says that they run after every microbatch; `block`: whose backward fills it, None outside of blocks."""
 
     members: tuple[tuple[str, int], ...]
@@ -128,7 +128,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """Leaves that are gathered together: the collectives in a row, which run in the background where they are `behind`, and the blocks
+    """Leaves that are gathered together: the collectives in a row with copies around them, which run in the background where they are `behind`, and the blocks
     that wait for them (None: the model itself)."""
 
     pieces: tuple[Piece, ...]
@@ -188,7 +188,7 @@ class Leaves:
 
     def go_on(self) -> None:
         """Begin those that are due."""
-        takes = [len(filling.pieces) if filling.behind else 0 for filling in self.fillings]
+        takes = [sum(map(_moves, filling.pieces)) if filling.behind else 0 for filling in self.fillings]
         for number in due(takes, [self.begun[i].begun if i in self.begun else 0 for i in range(len(takes))], self.done):
             if number not in self.begun:
                 self.begun[number] = Chain(self.rank, self.fillings[number].pieces, "sync")

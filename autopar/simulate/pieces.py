@@ -28,12 +28,14 @@ COMPUTE = -1
 """The axis of what a rank does on its own."""
 INSIDE = -2
 """The axis of what shows of collectives inside operators that run beside their work: the compute stream."""
+COUNTS_S = 1e-15
+"""A difference of seconds that is less is a rounding error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """`seconds` of one thing in a row: `kind` is "compute", "copy" or that of a collective on mesh axis `axis`, with `nbytes` in a group; `within`
-    says that the collective is one inside an operator."""
+    says that the collective is one inside an operator; `around` are the kind and the axis of the collective that a copy is made for."""
 
     name: str
     kind: str
@@ -41,6 +43,7 @@ class Piece:
     seconds: float
     nbytes: float = 0.0
     within: bool = False
+    around: tuple[str, int] | None = None
 
 
 class _Work(Prices):
@@ -70,18 +73,21 @@ class Pieces:
 
     def steps(self, steps: Sequence[Step], full_bytes: float, name: str) -> tuple[Piece, ...]:
         """The pieces of a way between layouts, for a tensor of `full_bytes` in all."""
-        return tuple(piece for step in steps for piece in self._step(step, full_bytes, name))
+        return tuple(piece for step in steps for piece in together([step], [full_bytes], self.mesh, name))
 
-    def _step(self, step: Step, full_bytes: float, name: str) -> list[Piece]:
-        nbytes = group_bytes(step, full_bytes, self.mesh.sizes)
-        alone, whole = collective_s(step.kind, nbytes, self.mesh.axes[step.axis]), step_s(step, full_bytes, self.mesh)
-        if step.kind in LOCAL:
-            return [Piece(name, "copy", COMPUTE, whole, nbytes)] if whole > 0 else []
-        found = [Piece(name, step.kind, step.axis, alone, nbytes)] if alone > 0 else []
-        if whole > alone:
-            copy = Piece(name, "copy", COMPUTE, whole - alone, nbytes)
-            found = [*found, copy] if step.kind == "all_gather" else [copy, *found]
-        return found
+
+def together(steps: Sequence[Step], full_bytes: Sequence[float], mesh: Mesh, name: str) -> list[Piece]:
+    """The pieces of one step of each of some tensors, of `full_bytes` in all: one collective, with the copies that put the chunks of each in order behind a gather,
+    or in front of anything else. `steps` are of one kind on one axis."""
+    kind, axis = steps[0].kind, steps[0].axis
+    each = list(zip(steps, full_bytes, strict=True))
+    nbytes, whole_s = sum(group_bytes(step, size, mesh.sizes) for step, size in each), sum(step_s(step, size, mesh) for step, size in each)
+    if kind in LOCAL:
+        return [Piece(name, "copy", COMPUTE, whole_s, nbytes)] if whole_s > 0 else []
+    copies_s = whole_s - sum(collective_s(kind, group_bytes(step, size, mesh.sizes), mesh.axes[axis]) for step, size in each)
+    moved = [Piece(name, kind, axis, alone_s, nbytes)] if (alone_s := collective_s(kind, nbytes, mesh.axes[axis])) > 0 else []
+    copies = [Piece(name, "copy", COMPUTE, copies_s, nbytes, around=(kind, axis))] if copies_s > COUNTS_S else []
+    return [*moved, *copies] if kind == "all_gather" else [*copies, *moved]
 
 
 def _pieces(op: Op, work_s: float, inside_s: float, waited: Sequence[Wait]) -> tuple[Piece, ...]:
@@ -90,5 +96,5 @@ def _pieces(op: Op, work_s: float, inside_s: float, waited: Sequence[Wait]) -> t
     first, last = ([Piece(name, wait.kind, wait.axis, wait.seconds / wait.times, wait.nbytes, within=True)
                     for wait in waited if wait.last == behind for _ in range(wait.times)] for behind in (False, True))
     work = [Piece(name, "compute", COMPUTE, work_s)] if work_s > 0 else []
-    beside = [Piece(name, "inside", INSIDE, beside_s)] if beside_s > 1e-15 else []
+    beside = [Piece(name, "inside", INSIDE, beside_s)] if beside_s > COUNTS_S else []
     return *first, *work, *beside, *last

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from autopar.cluster import Mesh
 from autopar.codegen.edges import Edges, out_pair
-from autopar.cost.comm import collective_s, group_bytes, step_s
 from autopar.layout import BUCKET_BYTES, LOCAL, Step, most_elements
 from autopar.pipeline.stage_views import View
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
 from autopar.problem.prices import Prices
 from autopar.simulate.chains import Bucket, Filling
-from autopar.simulate.pieces import COMPUTE, Piece
+from autopar.simulate.pieces import Piece, together
 from autopar.simulate.work import Turn
 
 Member = tuple[str, int]  # (name of a parameter's Op, instance)
@@ -78,8 +77,9 @@ class Sync:
 
     def _bucket(self, entries: Sequence[_Entry]) -> Bucket:
         """One bucket: each collective runs once, over the bytes of all members together."""
-        sums = [self._together([e.member for e in entries], steps, gradients=True) for steps in zip(*(e.sums for e in entries), strict=True)]
-        held = [sum(self._held_bytes(e.member, step) for e, step in zip(entries, steps, strict=True)) for steps in zip(*(e.sums for e in entries), strict=True)]
+        rows = list(zip(*(e.sums for e in entries), strict=True))
+        sums = [piece for steps in rows for piece in self._together([e.member for e in entries], steps, gradients=True)]
+        held = [sum(self._held_bytes(e.member, step) for e, step in zip(entries, steps, strict=True)) for steps in rows if steps[0].kind not in LOCAL]
         name, instance = entries[-1].member
         block = (self.program.ops[name].scope, instance) if instance >= 0 else None
         return Bucket(tuple(e.member for e in entries), tuple(sums), tuple(held), entries[0].each, block)
@@ -114,25 +114,19 @@ class Sync:
 
     def _filling(self, members: Sequence[Member], moved: Mapping[Member, tuple[Step, ...]], readers: Sequence[tuple[str, int] | None]) -> Filling:
         if self._key(members[0], moved) is not None:
-            together = [self._together(members, steps, gradients=False) for steps in zip(*(moved[m] for m in members), strict=True)]
+            together = [piece for steps in zip(*(moved[m] for m in members), strict=True) for piece in self._together(members, steps, gradients=False)]
             return Filling(tuple(together), True, (*dict.fromkeys(readers),))
-        pieces = [self._together([member], [step], gradients=False) for member in members for step in moved[member]]
+        pieces = [piece for member in members for step in moved[member] for piece in self._together([member], [step], gradients=False)]
         return Filling(tuple(pieces), False, (*dict.fromkeys(readers),))
 
-    def _together(self, members: Sequence[Member], steps: Sequence[Step], *, gradients: bool) -> Piece:
-        """The same step of all members, or of their gradients, at once, with the copies around it; one that sends nothing is a copy."""
+    def _together(self, members: Sequence[Member], steps: Sequence[Step], *, gradients: bool) -> list[Piece]:
+        """The same step of all members, or of their gradients, at once: one collective, and the copies around it, which compute waits for as the runtime makes them
+        on the stream that computes (runtime.coalesced). One that sends nothing is a copy."""
         ops = [self.program.ops[name] for name, _ in members]
-        first, last = ops[0].name, ops[-1].name
         full = [self.program.bytes_of((op.name, 0)) for op in ops]
         full = [self.prices.gradient_bytes(op, size) for op, size in zip(ops, full, strict=True)] if gradients else full
-        name = first if first == last else f"{first} ... {last}"
-        nbytes = sum(group_bytes(step, size, self.mesh.sizes) for step, size in zip(steps, full, strict=True))
-        if steps[0].kind in LOCAL:
-            return Piece(name, "copy", COMPUTE, sum(step_s(step, size, self.mesh) for step, size in zip(steps, full, strict=True)), nbytes)
-        copies = sum(step_s(step, size, self.mesh) - collective_s(step.kind, group_bytes(step, size, self.mesh.sizes), self.mesh.axes[step.axis])
-                     for step, size in zip(steps, full, strict=True))
-        seconds = collective_s(steps[0].kind, nbytes, self.mesh.axes[steps[0].axis]) + copies
-        return Piece(name, steps[0].kind, steps[0].axis, seconds, nbytes)
+        first, last = ops[0].name, ops[-1].name
+        return together(steps, full, self.mesh, first if first == last else f"{first} ... {last}")
 
     def local_bytes(self, op: Op) -> float:
         """Bytes of one instance of a parameter's leaf on the rank that holds most of it."""

@@ -19,6 +19,7 @@ import autopar
 from autopar.api import Compiled
 from autopar.cluster import Cluster
 from autopar.codegen.edges import options
+from autopar.cost.comm import collective_s
 from autopar.pipeline.single_stage import step_cost
 from autopar.planner import Planner
 from autopar.problem.settings import Settings
@@ -157,6 +158,29 @@ def test_what_travels_in_one_bucket_is_priced_so(name: str, sizes: Sizes, seed: 
     priced_s = step_cost(model, choice, ForwardPrices(model.prices.mesh, model.prices.device, model.prices.settings)).time_s
     ran = Stages.of(who.captured.gm, assemble(who, planner, sizes, model.decode(choice), "random")).whole()
     assert ran.length_s == pytest.approx(priced_s, rel=1e-9 if name == "mlp" else 0.04)
+
+
+def test_copies_around_buckets_are_work_of_the_rank() -> None:
+    """The runtime makes them on the stream that computes (runtime.coalesced): in front of what scatters, behind what gathers. On the stream of an axis are collectives alone."""
+    who = subject("mlp")
+    planner = Planner.of(who.captured.gm, who.captured.hints, Request(Cluster.parse("h100:1x4"), Settings(who.mode), mesh=(4,)))
+    model = planner.model((4,), space((4,)), "prices")
+    copied = Counter[str]()
+    for seed in range(4):
+        choice = at_random(model.problem, time_limit_s=1.0, seed=seed).choice
+        stages = Stages.of(who.captured.gm, assemble(who, planner, (4,), model.decode(choice), "random"))
+        ran = stages.whole()
+        order = [mark.piece for mark in ran.marks if mark.during == "sync"]
+        for at, piece in enumerate(order):
+            if piece.axis >= 0:
+                assert piece.seconds == pytest.approx(collective_s(piece.kind, piece.nbytes, stages.syncs[0].mesh.axes[piece.axis]), rel=1e-9)
+            elif piece.around is not None:
+                kind, axis = piece.around
+                copied[kind] += 1
+                beside = order[:at] if kind == "all_gather" else order[at + 1:]
+                assert any((p.name, p.kind, p.axis, p.nbytes) == (piece.name, kind, axis, piece.nbytes) for p in beside)
+    assert copied["all_gather"]
+    assert copied["reduce_scatter"]
 
 
 @pytest.mark.parametrize("model", ["stem", "read"])

@@ -20,7 +20,7 @@ from autopar.report.frontier import frontier, point
 from autopar.report.reshards import reshards
 from autopar.report.tables import kinds, report
 from autopar.report.weights import weights
-from autopar.text import sizes
+from autopar.text import near, sizes
 
 AUTO = "auto"
 PRECISIONS = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bf16", "float16": "float16", "fp16": "fp16"}
@@ -63,7 +63,7 @@ class Asked:
         if self.precision == AUTO:
             return frontend.stated_precision(self.model, train=self.mode == "train")
         if self.precision not in PRECISIONS:
-            raise PlanError(f"precision {self.precision!r}: wanted one of {AUTO}, {', '.join(PRECISIONS)}")
+            raise PlanError(f"precision {self.precision!r}: wanted one of {AUTO}, {', '.join(PRECISIONS)}{near(self.precision, (AUTO, *PRECISIONS))}")
         return PRECISIONS[self.precision]
 
 

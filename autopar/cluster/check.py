@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from autopar.errors import ClusterError
+from autopar.text import near
 
 # field -> (smallest, largest, what the number is)
 RANGES: dict[str, tuple[float, float, str]] = {
@@ -99,9 +100,10 @@ def check_keys(data: Any, where: str, required: tuple[str, ...], optional: tuple
     """Raise ClusterError unless `data` is a table that has the required keys and no unknown ones."""
     if not isinstance(data, Mapping):
         fail(where, "it", data, f"a table with {', '.join(required)}" if required else "a table")
-    unknown = [key for key in data if key not in required + optional]
+    known = tuple(dict.fromkeys(required + optional))
+    unknown = [key for key in data if key not in known]
     if unknown:
-        raise ClusterError(f"{where}: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(dict.fromkeys(required + optional))}")
+        raise ClusterError(f"{where}: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(known)}{near(str(unknown[0]), known)}")
     missing = [key for key in required if key not in data]
     if missing:
         raise ClusterError(f"{where}: missing key {', '.join(map(repr, missing))}")

@@ -13,6 +13,7 @@ from autopar.cluster.presets import preset_path, presets
 from autopar.cluster.this_machine import here
 from autopar.cluster.types import Cluster, Device, Level, Protocol
 from autopar.errors import ClusterError
+from autopar.text import near
 from autopar.text import sizes as sizes_of
 
 LINK = "link"  # the level that joins the parts of a cluster
@@ -52,7 +53,7 @@ def _one(text: str, whole: str) -> Cluster:
     path = preset_path(name)
     if path is None:
         raise ClusterError(f"cluster {whole!r}: there is no preset {name!r}; known: {', '.join(presets())}, or the path of a "
-                           f".toml file, or 'here'")
+                           f".toml file, or 'here'{near(name, (*presets(), 'here'))}")
     cluster = read_file(path)
     return resize(cluster, sizes, whole) if colon else cluster
 

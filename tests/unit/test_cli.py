@@ -74,6 +74,8 @@ def test_what_needs_no_torch_does_not_wait_for_it() -> None:
     (("plan", "models/mlp.py:tiny", "--cluster", "abacus:1x4"), "there is no preset 'abacus'"),
     (("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--mesh", "two"), "mesh 'two': wanted sizes joined by x"),
     (("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--precision", "int3"), "precision 'int3': wanted one of auto, float32"),
+    (("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--precision", "bf17"), "(near: bf16)"),
+    (("plan", "models/mlp.py:tiny", "--cluster", "A100:1x8"), "there is no preset 'A100'; known: a100-40, "),
     (("explain", "nowhere.json"), "cannot read plan nowhere.json"),
     (("emit", "README.md", "-o", "out"), "not a plan: the text is no JSON"),
     (("memory", "nowhere.json"), "cannot read plan nowhere.json"),

@@ -28,6 +28,9 @@ DTYPES = {"cpu": ("float32", "bfloat16", "float16", "float64"), "cuda": ("float3
 SECONDS = 60.0
 """How long a calibration takes by default, about."""
 
+LEAST_S, MOST_S = 1.0, 3600.0
+"""How long it may take. Longer windows give the same means, and ranks that need more than ten minutes for one job are taken to hang."""
+
 WINDOW = 1e-3
 """The window of one measurement, as a share of the whole."""
 
@@ -49,8 +52,10 @@ def calibrate(device: str = "cpu", ranks: int = 4, *, seconds: float = SECONDS, 
     """Measure this machine with `ranks` local ranks (gloo on "cpu", NCCL on "cuda") of one thread each, in about `seconds`.
 
     With torch.distributed initialised it runs on the ranks that there are instead, on each of them. Raises ClusterError for a
-    device without a preset or too few ranks, RunError where a rank fails.
+    device without a preset, too few ranks or `seconds` out of range, RunError where a rank fails.
     """
+    if not LEAST_S <= seconds <= MOST_S:
+        raise ClusterError(f"a calibration of {seconds:g} seconds; wanted {LEAST_S:g} to {MOST_S:g}, about as long as it takes in all")
     say = progress or (lambda done, total, what: None)
     if dist.is_initialized():
         return measure(_here, here(device), _local(), seconds, say)

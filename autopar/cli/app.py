@@ -177,7 +177,7 @@ def calibrate(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="the cluster file to write, a .toml")],
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="local ranks; all GPUs, or 4 on a CPU. Under torchrun its ranks are measured")] = None,
-    seconds: Annotated[float, typer.Option(min=1.0, help="about how long to measure")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=1.0, max=3600.0, help="about how long to measure, in all: more is closer where the machine has other work; an hour at most")] = 60.0,
     json: Json = None,
 ) -> None:
     """Measure this machine: matmuls, memory, starting operators, collectives; and write it as a cluster file."""

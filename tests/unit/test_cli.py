@@ -16,8 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from autopar.calibrate import calibrate
+from autopar.calibrate.run import LEAST_S, MOST_S
 from autopar.cli import main
 from autopar.cli.console import show, write_json
+from autopar.errors import ClusterError
 from tests.helpers.command import ROOT, autopar
 
 
@@ -36,6 +39,14 @@ def test_help_tells_the_two_plans_of_diff_apart() -> None:
 def test_wrong_usage_is_exit_code_2() -> None:
     done = autopar("plan", fresh=True)
     assert done.returncode == 2 and "MODEL" in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize("seconds", [LEAST_S / 2, MOST_S + 1, float("inf"), float("nan")])
+def test_a_calibration_that_would_not_end_is_refused_before_it_begins(tmp_path: Path, seconds: float) -> None:
+    done = autopar("calibrate", "-o", str(tmp_path / "c.toml"), "--ranks", "1", "--seconds", str(seconds))
+    assert done.returncode == 2 and "--seconds" in done.stderr and not any(tmp_path.iterdir())
+    with pytest.raises(ClusterError, match="a calibration of .* seconds; wanted 1 to 3600"):
+        calibrate("cpu", 1, seconds=seconds)
 
 
 def test_lists(tmp_path: Path) -> None:

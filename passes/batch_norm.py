@@ -25,7 +25,7 @@ def batch_norm(gm: fx.GraphModule) -> fx.GraphModule:
     written: set[object] = set()
     for node in edit.calls(gm, aten.batch_norm.default):
         given = edit.args_of(node)
-        _check_once(node, given, written)
+        _check_once(gm, node, given, written)
         with edit.before(node):
             edit.replace(node, _training(gm, node, given) if _uses_batch(given) else _evaluation(node, given))
     for node in edit.calls(gm, aten.instance_norm.default):
@@ -38,10 +38,10 @@ def batch_norm(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def _check_once(node: fx.Node, given: dict[str, Any], written: set[object]) -> None:
+def _check_once(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any], written: set[object]) -> None:
     """Raise ValueError where two norms that train have the same view of a buffer: in evaluation the second one would have what the first one wrote, which is not done then."""
     view = given["running_mean"]
-    if not given["training"] or view is None or _is_buffer(view) or not any(result.alias_info for result in view.target._schema.returns):
+    if not given["training"] or view is None or _is_buffer(gm, view) or not any(result.alias_info for result in view.target._schema.returns):
         return
     if (key := (view.target, view.args)) in written:
         raise ValueError(f"{facts.where(node)} is the second norm whose running statistics are this part of a buffer ({view.name}); give each norm buffers of its own")
@@ -100,12 +100,13 @@ def _mean(gm: fx.GraphModule, node: fx.Node, total: fx.Node, count: Any, given: 
     """`total / count`, by the operator that knows what takes its place in evaluation, where something does: the buffer, which does not change then."""
     if given[running] is None or not given["training"]:
         return _op(node, aten.div.Tensor, total, count)
-    return _op(node, ops.statistic, total, count, edit.buffer_of(gm, given[running]) if _is_buffer(given[running]) else given[running])
+    return _op(node, ops.statistic, total, count, edit.buffer_of(gm, given[running]) if _is_buffer(gm, given[running]) else given[running])
 
 
-def _is_buffer(running: fx.Node) -> bool:
-    """Whether running statistics are a buffer, and not made or cut of one in forward."""
-    return edit.same_memory(running)[-1].op == "placeholder"
+def _is_buffer(gm: fx.GraphModule, running: fx.Node) -> bool:
+    """Whether running statistics are a buffer, or what one holds since a norm before this one changed it, and not made or cut of one in forward."""
+    held = edit.same_memory(running)[-1]
+    return held.op == "placeholder" or held in edit.mutated(gm)
 
 
 def _evaluation(node: fx.Node, given: dict[str, Any]) -> fx.Node:
@@ -136,7 +137,7 @@ def _track(gm: fx.GraphModule, node: fx.Node, running: fx.Node, batch: fx.Node, 
     fresh = _op(node, aten.detach.default, _op(node, aten.reshape.default, batch, [-1]))
     old = _op(node, aten.mul.Tensor, running, 1.0 - momentum)
     new = _as(node, _op(node, aten.add.Tensor, old, _op(node, aten.mul.Tensor, fresh, momentum)), running)
-    if not _is_buffer(running):
+    if not _is_buffer(gm, running):
         _op(node, aten.copy_.default, running, new)
         return
     edit.mutate_buffer(gm, edit.buffer_of(gm, running), new, behind=new)

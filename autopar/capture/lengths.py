@@ -1,15 +1,21 @@
-"""`len(tensor)` and `list(tensor)` while a model is traced: its first size, and its rows, as symbolic as they are.
+"""`len(tensor)`, `list(tensor)`, `int(size)` and `float(size)` while a model is traced: sizes and rows, as symbolic as they are.
 
-What Python's own `len` gives is an int, and its own `list` has as many tensors, so that a batch whose length a model asks for would be fixed. The names are set in the
-files that the model's classes and its loss function are written in, for the time of the trace, as torch.fx's own tracer does; a file with such a name of its own keeps it.
+What Python's own `len` and `int` give is an int, and its own `list` has as many tensors, so that a batch whose length a model asks for would be fixed. The names are set in the
+files that the model's classes and its loss function are written in, for the time of the trace, as torch.fx's own tracer does; a file with such a name of its own keeps it,
+and so does one that hands `int` or `float` on (`dtype=float`, `type(x) is int`), for which torch and Python take their own alone.
 """
 
 from __future__ import annotations
 
+import ast
 import builtins
+import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -20,7 +26,7 @@ from torch import Tensor, nn
 @contextmanager
 def symbolic_lengths(model: nn.Module, *functions: Callable[..., Any]) -> Iterator[None]:
     """Lengths and rows of tensors stay symbolic in the code of `model`, and in the files of `functions`."""
-    files = [(names, word) for names in _files(model, functions) for word in WORDS if word not in names]
+    files = [(vars(file), word) for file in _files(model, functions) for word in WORDS if word not in vars(file) and word not in _handed_on(file)]
     try:
         for names, word in files:
             names[word] = WORDS[word]
@@ -31,11 +37,28 @@ def symbolic_lengths(model: nn.Module, *functions: Callable[..., Any]) -> Iterat
             names.pop(word, None)
 
 
-def _files(model: nn.Module, functions: tuple[Callable[..., Any], ...]) -> list[dict[str, Any]]:
-    """The global names of each file once, torch's own files aside."""
+def _files(model: nn.Module, functions: tuple[Callable[..., Any], ...]) -> list[ModuleType]:
+    """Each file once, torch's own aside."""
     kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
     names = dict.fromkeys(str(one.__module__) for one in (*kinds, *functions) if isinstance(getattr(one, "__module__", None), str))
-    return [vars(sys.modules[name]) for name in names if name in sys.modules and name.partition(".")[0] not in ("torch", "builtins")]
+    return [sys.modules[name] for name in names if name in sys.modules and name.partition(".")[0] not in ("torch", "builtins")]
+
+
+@cache
+def _handed_on(file: ModuleType) -> frozenset[str]:
+    """Those of NUMBERS that `file` uses in another way than to call them, to ask with isinstance, to map them or to annotate; all where it has no text."""
+    try:
+        tree = ast.parse(inspect.getsource(file))
+    except (OSError, TypeError, SyntaxError):
+        return frozenset(NUMBERS)
+    plain: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            asks = isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass", "map")
+            plain.update([node.func], *(ast.walk(argument) for argument in node.args if asks))
+        notes = [getattr(node, field, None) for field in ("annotation", "returns")]
+        plain.update(*(ast.walk(note) for note in notes if isinstance(note, ast.AST)))
+    return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in NUMBERS and node not in plain)
 
 
 def _length(item: Any) -> Any:
@@ -67,7 +90,45 @@ class _List(list, metaclass=_Lists):
         return Rows(items) if symbolic else builtins.list(items)
 
 
-WORDS: dict[str, Any] = {"len": _length, "list": _List}
+class _Ints(type):
+    """Ints are those of Python, and sizes."""
+
+    def __instancecheck__(cls, item: object) -> bool:
+        return isinstance(item, (builtins.int, torch.SymInt))
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, builtins.int)
+
+
+class _Int(int, metaclass=_Ints):
+    """`int`, but for sizes, which stay symbolic, and for what is computed of them, which is rounded towards zero as symbolically."""
+
+    def __new__(cls, *number: Any, **settings: Any) -> Any:
+        if len(number) != 1 or not isinstance(number[0], (torch.SymInt, torch.SymFloat)):
+            return builtins.int(*number, **settings)
+        return math.floor(*number) if number[0] >= 0 else math.ceil(*number)  # torch.sym_int rounds by a function that emitted sizes do not have
+
+
+class _Floats(type):
+    """Floats are those of Python, and what is computed of sizes."""
+
+    def __instancecheck__(cls, item: object) -> bool:
+        return isinstance(item, (builtins.float, torch.SymFloat))
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, builtins.float)
+
+
+class _Float(float, metaclass=_Floats):
+    """`float`, but for sizes, which stay symbolic."""
+
+    def __new__(cls, *number: Any) -> Any:
+        symbolic = len(number) == 1 and isinstance(number[0], (torch.SymInt, torch.SymFloat))
+        return torch.sym_float(*number) if symbolic else builtins.float(*number)
+
+
+NUMBERS: dict[str, Any] = {"int": _Int, "float": _Float}
+WORDS: dict[str, Any] = {"len": _length, "list": _List, **NUMBERS}
 
 
 def _joining(original: Callable[..., Tensor], *, merged: bool) -> Callable[..., Tensor]:

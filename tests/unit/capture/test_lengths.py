@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 import pytest
@@ -91,3 +92,45 @@ def test_rows_that_are_used_otherwise_fix_the_batch(use) -> None:
     assert captured.hints == {} and captured.notes[0].startswith("b is static")
     rows, notes = graph_rows(model, captured, (torch.randn(6, 4, 3),), {}, training=True)
     assert not notes and all(row.ok for row in rows)
+
+
+class Numbers(nn.Module):
+    """A loss that `use` makes of a linear map of samples."""
+
+    def __init__(self, use) -> None:
+        super().__init__()
+        self.map, self.use = nn.Linear(3, 3), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.map(x), x)
+
+
+@pytest.mark.parametrize("use", [
+    lambda y, x: y.square().sum() / int(x.shape[0]), lambda y, x: y.square().sum() / float(int(x.size(0) * x.size(1))), lambda y, x: y.reshape(*map(int, (x.shape[0], 12))).square().mean(),
+    lambda y, x: y.flatten(1).square().sum(1).topk(int(x.shape[0] * 0.7)).values.mean(), lambda y, x: y[int(-0.4 * x.shape[0]):].square().mean(),
+    lambda y, x: y.square().mean() if isinstance(int(x.shape[0]), int) and isinstance(float(x.shape[0]), float) and not isinstance(1.5, int) else y.mean(),
+    lambda y, x: y[:, :int("2")].square().mean() * float("1.5") * int(2.7),
+])
+def test_ints_and_floats_of_sizes_stay_symbolic(use) -> None:
+    model = Numbers(use)
+    captured = capture(model, (torch.randn(6, 4, 3),))
+    assert captured.hints == {"b": 6} and not captured.notes
+    for samples in (6, 9):
+        rows, notes = graph_rows(model, captured, (torch.randn(samples, 4, 3),), {}, training=True)
+        assert not notes and len(rows) == 3 and all(row.ok for row in rows)
+
+
+@pytest.mark.parametrize(("text", "kept"), [
+    ("n: int = int(x.shape[0])\ndef f(a: tuple[int, float]) -> int: return isinstance(a, (int, float)) or list(map(int, a))", set()),
+    ("torch.zeros(3, dtype=float)\nint(n)", {"float"}), ("x.to(int)", {"int"}), ("type(x) is int or float(n)", {"int"}), ("float('inf'), int.from_bytes(b'')", {"int"}), ("dict(kind=int)", {"int"}),
+])
+def test_files_that_hand_int_or_float_on_keep_them(text: str, kept: set[str], tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch takes `dtype=float` of Python's own float alone."""
+    name = f"handing_{abs(hash(text))}"
+    (tmp_path / f"{name}.py").write_text("if False:\n" + "".join(f"    {line}\n" for line in text.splitlines()) + "class Model: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(name)
+    model = nn.Identity()
+    with symbolic_lengths(model, module.Model):
+        assert {word for word in ("int", "float") if word not in vars(module)} == kept
+    assert not {"int", "float"} & vars(module).keys()

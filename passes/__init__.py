@@ -15,6 +15,7 @@ from passes.biases import biases
 from passes.broadcasts import broadcasts
 from passes.causal_masks import causal_masks
 from passes.composed import composed
+from passes.copied import copied
 from passes.drop_devices import drop_devices
 from passes.drop_noops import drop_noops
 from passes.einsums import einsums
@@ -50,6 +51,7 @@ from passes.split_ops import split_ops
 
 NORMALIZE: tuple[Pass, ...] = (
     provenance,
+    copied,
     inline_no_grad,
     drop_devices,
     batch_norm,

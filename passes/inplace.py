@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import fx
 
 from passes import edit, facts, ops
 from passes._torch import OpOverload
+from passes.copied import COPIED
 from passes.drop_noops import CASTS, copies, drop_what_gives_itself
 from passes.grads import needs_grad
 
@@ -130,7 +132,7 @@ def _is_view(node: fx.Node) -> bool:
         return _is_view(node.args[0])
     if not isinstance(node.target, OpOverload):
         return False
-    if node.target in (aten.clone.default, aten.lift_fresh_copy.default) or (node.target in CASTS and copies(node)):
+    if node.meta.get(COPIED) or node.target in (aten.clone.default, aten.lift_fresh_copy.default) or (node.target in CASTS and copies(node)):
         return False
     return any(item.alias_info is not None and not item.alias_info.is_write for item in node.target._schema.returns)
 
@@ -302,6 +304,23 @@ def _unview(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     return edit.call(view.graph, aten.reshape.default, (new, sizes), like=view)
 
 
+def _permuted(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
+    rank, dims = len(facts.shape(parent)), edit.args_of(view)["dims"]
+    places = [dim % rank for dim in dims]
+    return edit.call(view.graph, aten.permute.default, (new, [places.index(dim) for dim in range(rank)]), like=view)
+
+
+def _moved_back(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
+    _, source, destination = edit.args_of(view).values()
+    return edit.call(view.graph, view.target, (new, destination, source), like=view)  # type: ignore[arg-type]
+
+
+def _narrowed(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
+    _, dim, start, length = edit.args_of(view).values()
+    end = start + length if isinstance(start, int) and isinstance(length, int) else edit.call(view.graph, operator.add, (start, length), like=view)
+    return _scattered(aten.slice_scatter.default)(parent, new, edit.call(view.graph, aten.slice.Tensor, (parent, dim, start, sys.maxsize if end == 0 else end), like=view))
+
+
 def _identity(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     return new
 
@@ -313,8 +332,10 @@ SCATTERS: dict[Any, Callable[[fx.Node, fx.Node, fx.Node], fx.Node]] = {
     aten.diagonal.default: _diagonal,
     aten.select.int: _scattered(aten.select_scatter.default),
     aten.slice.Tensor: _scattered(aten.slice_scatter.default),
-    aten.squeeze.dim: _unview,
-    aten.transpose.int: _same_call,
-    aten.unsqueeze.default: _unview,
-    aten.view.default: _unview,
+    aten.narrow.default: _narrowed,
+    aten.permute.default: _permuted,
+    **dict.fromkeys((aten.movedim.int, aten.movedim.intlist), _moved_back),
+    **dict.fromkeys((aten.mT.default, aten.numpy_T.default, aten.swapaxes.default, aten.swapdims.default, aten.t.default, aten.transpose.int), _same_call),
+    **dict.fromkeys((aten.flatten.using_ints, aten.ravel.default, aten.reshape.default, aten.reshape_as.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+                     aten.unflatten.int, aten.unsqueeze.default, aten.view.default, aten.view_as.default), _unview),
 }

@@ -87,6 +87,9 @@ def test_what_is_cast_is_a_copy_where_its_dtype_changes(function: Callable[[Fn, 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "first": lambda v: v[0], "last of rows": lambda v: v[..., -1], "but one": lambda v: v[1:], "turned": lambda v: v.transpose(0, -1),
     "in front": lambda v: v.unsqueeze(0), "line": lambda v: v.view(-1) if v.is_contiguous() else v, "as it is": lambda v: v.to(v.dtype),
+    "part": lambda v: v.narrow(-1, 1, v.shape[-1] - 1), "end": lambda v: v.narrow(0, -1, 1), "permuted": lambda v: v.permute(*reversed(range(v.dim()))), "moved": lambda v: v.movedim(0, -1),
+    "in two": lambda v: v.unflatten(-1, (-1, 1)), "no ones": lambda v: v.squeeze(), "flat": lambda v: v.flatten(), "reshaped": lambda v: v.reshape(-1, v.shape[0]), "packed": lambda v: v.contiguous(),
+    "swapped": lambda v: v.swapaxes(0, -1),
 }
 CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mul_": lambda v, x: v.mul_(2), "add_": lambda v, x: v.add_(x.sum()), "clamp_": lambda v, x: v.clamp_(min=0.1), "fill": lambda v, x: v.fill_(0.5),
@@ -117,6 +120,18 @@ def test_what_is_seen_after_any_writes_is_what_torch_has(steps: list[tuple[str, 
         normalized(_written(steps, kept), data(3, 6))
     except ValueError as error:
         assert "work on a copy" in str(error)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_every_view_is_written_back_and_no_copy_is(name: str) -> None:
+    """Of rows and of columns: what is a view of the ones may be a copy of the others."""
+    def function(m: Fn, x: Tensor, y: None) -> Tensor:
+        h, g = x @ m.w, (x @ m.w).transpose(0, 1)
+        for whole in (h, g):
+            VIEWS[name](whole).mul_(whole.sum().detach() + 2)
+        return h + g.transpose(0, 1).tanh()
+
+    normalized(function, data(3, 6))
 
 
 def test_a_view_that_is_changed_twice_is_written_back_twice() -> None:

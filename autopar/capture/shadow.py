@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from autopar.capture.targets import target_names
+from autopar.capture.torch_forwards import without_values
 from autopar.errors import CaptureError
 from autopar.text import first_line
 
@@ -48,6 +49,7 @@ def _shadow(model: nn.Module, keep: Mapping[str, Mapping[int, int]] | None) -> n
     for module in twin.modules():
         module._backward_hooks.clear()
         module._backward_pre_hooks.clear()
+    without_values(twin)
     return twin
 
 

@@ -63,6 +63,16 @@ def _quantized(layer: nn.Module, x: Tensor) -> Tensor:
     return torch.fake_quantize_per_tensor_affine(torch.nn.functional.linear(taken, weight, layer.bias), 0.1, 3, 0, 15)
 
 
+def _averaged(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x.transpose(1, 2)).transpose(1, 2)
+
+
+def _worded(layer: nn.Module, x: Tensor) -> Tensor:
+    """The losses of rows of which each has a class; the second cluster has none."""
+    classes = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]) * 2 % 20
+    return layer(x.flatten(0, 1), classes.where(classes < 10, classes // 2).flatten()).output.view(*x.shape[:2], 1) + x
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "encoder": lambda: First(_transformer(True), lambda layer, x: layer(x)),
     "positions first": lambda: First(_transformer(False), lambda layer, x: layer(x.transpose(0, 1)).transpose(0, 1)),
@@ -76,6 +86,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "einsums": lambda: First(Product(_einsums, (WIDTH, 4), (4, WIDTH)), lambda layer, x: layer(x)),
     "products": lambda: First(Product(_products, (4, 4, WIDTH), (WIDTH, 4), (4, WIDTH)), lambda layer, x: layer(x)),
     "quantized": lambda: First(nn.Linear(WIDTH, WIDTH), _quantized),
+    "mean of all batches": lambda: First(nn.BatchNorm1d(WIDTH, momentum=None), _averaged),
+    "mean of all batches, twice": lambda: First(nn.BatchNorm1d(WIDTH, momentum=None), lambda layer, x: _averaged(layer, _averaged(layer, x).tanh())),
+    "adaptive softmax": lambda: First(nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 30, [6, 10, 20], div_value=2.0, head_bias=True), _worded),
     "spectral norm": lambda: First(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, 8)), lambda layer, x: layer(x), 8),
 }
 
@@ -96,8 +109,9 @@ def subject(name: str) -> Subject:
 
 @pytest.mark.parametrize(("name", "how"), [
     ("encoder", "tp"), ("positions first", "1f1b"), ("attention with weights", "1f1b"), ("lstm", "1f1b"), ("gru", "zero3"), ("spectral norm", "random 2"), ("fourier", "1f1b"), ("einsums", "tp"), ("products", "tp"), ("quantized", "tp"),
+    ("mean of all batches", "random 1"), ("mean of all batches, twice", "zero3"), ("adaptive softmax", "tp"),
     *(pytest.param(name, how, marks=pytest.mark.slow) for name in LAYERS for how in ("tp", "zero3", "random 0", "random 1", "1f1b", "zbv_zero_bubble")
-      if (name, how) not in (("spectral norm", "zbv_zero_bubble"), ("quantized", "1f1b"), ("quantized", "zbv_zero_bubble"))),
+      if name not in ("quantized", "mean of all batches", "mean of all batches, twice") or not how.endswith(("1f1b", "bubble")) if (name, how) != ("spectral norm", "zbv_zero_bubble")),
 ])
 def test_equals_one_device(name: str, how: str) -> None:
     who = subject(name)

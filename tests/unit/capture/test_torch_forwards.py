@@ -1,0 +1,56 @@
+"""Modules of torch whose forward reads values train and evaluate as captured graphs; a user's own forwards stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.capture.shadow import shadow
+from autopar.errors import CaptureError
+from autopar.verify import graph_rows
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "one dim": lambda: nn.BatchNorm1d(4, momentum=None), "no affine": lambda: nn.BatchNorm1d(4, affine=False, momentum=None),
+    "no statistics": lambda: nn.BatchNorm1d(4, track_running_stats=False, momentum=None),
+}
+
+
+class Normed(nn.Module):
+    """A norm between maps."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.map, self.norm = nn.Linear(4, 4), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.map(x)).pow(3).mean()
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_without_a_momentum_train_and_evaluate(name: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = Normed(NORMS[name]()), (torch.randn(8, 4),)
+    for _ in range(3):
+        model(torch.randn(8, 4) + 1)
+    captured = capture(model, inputs)
+    rows, notes = graph_rows(model, captured, inputs, {}, training=True)
+    assert not notes and all(row.ok for row in rows), rows
+    assert ("new norm.running_var" in {row.name for row in rows}) == any("in evaluation" in row.name for row in rows) == (name != "no statistics")
+
+
+class Own(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+def test_forwards_of_the_user_stay() -> None:
+    patched = nn.BatchNorm1d(4, momentum=None)
+    patched.forward = lambda x: x * 2  # type: ignore[method-assign]
+    for model in (patched, nn.BatchNorm1d(4)):
+        assert vars(shadow(model)).get("forward") is vars(model).get("forward")
+    with pytest.raises(CaptureError, match="read off a tensor"):
+        capture(Normed(Own(4, momentum=None)), (torch.randn(8, 4),))

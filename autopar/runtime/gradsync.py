@@ -123,6 +123,7 @@ class GradSync:
             bucket.block = min((self.owners[id(table)] for table, _ in bucket.members[-1].readers if id(table) in self.owners), default=None)
         self.bucket_of = {h.name: bucket for bucket in self.buckets for h in bucket.members}
         self.turns = _turns(held, self.buckets)
+        self.order = {h.name: number for number, h in enumerate(reversed(held))}  # in which gradients are handed over: the same on all ranks, for hooks of users may talk to each other
 
     def attach(self, held: Held) -> None:
         """Watch the leaf of `held`; call again whenever it was renewed."""
@@ -313,7 +314,7 @@ class GradSync:
         for bucket in self.started:
             self._complete(bucket)
         self.late.drain()
-        for held in (self.reached | self.pending).values():
+        for held in sorted((self.reached | self.pending).values(), key=lambda held: self.order[held.name]):
             own = held.leaf.grad if held.name in self.reached else None  # deferred gradients wait in the leaf
             grads = [g for g in (own, self.scattered.get(held.name)) if g is not None]
             if held.info.host and (self.deferred if more is None else more):
@@ -382,9 +383,10 @@ def _deposit(held: Held, grads: Sequence[Tensor]) -> None:
             total = total if changed is None else changed
         grads = [local_of(total)]
     for grad in (settled(grad).to(local.device) for grad in grads):
-        if param.grad is None:
+        before = held.grad()
+        if before is None:
             param.grad = wrap_like(grad if grad.stride() == local.stride() else torch.empty_like(local).copy_(grad), param)
         else:
-            local_of(param.grad).add_(grad)
+            local_of(before).add_(grad)
     for note in noting if grads else ():
         note(param)

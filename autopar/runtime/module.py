@@ -375,8 +375,7 @@ class ShardedModule(Scope):
     def full_grads(self) -> dict[str, Tensor | None]:
         """Whole gradients under original names, on every rank, None where there is none; a collective operation."""
         trained = {n: h for n, h in self._held.items() if isinstance(h.tensor, nn.Parameter)}
-        return {n: None if h.tensor.grad is None else checkpoint.whole(local_of(h.tensor.grad), h, self.MESH)
-                for n, h in trained.items()}
+        return {n: None if (grad := h.grad()) is None else checkpoint.whole(local_of(grad), h, self.MESH) for n, h in trained.items()}
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does on one

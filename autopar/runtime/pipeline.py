@@ -303,7 +303,7 @@ class PipelinedModule(ShardedModule):
         """As ShardedModule.full_grads, with those of other places."""
         stated = self._stated()
         trained = [name for name in stated.names(self.ALIASES, self.ORDER) if name in stated.found and not stated.found[name].buffer]
-        return dict(self._wholes(trained, lambda held: held.tensor.grad))
+        return dict(self._wholes(trained, lambda held: held.grad()))
 
     def _stated(self) -> Declarations:
         """What all stages declare, wherever they run."""

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor, Partial
 
 from autopar.errors import RunError
 from autopar.plan import Plan
@@ -41,6 +42,8 @@ REFUSED: dict[str, tuple[Callable[[Iterable[nn.Parameter]], optim.Optimizer], st
 PLANS: dict[str, Callable[[Subject], Plan]] = {
     "zero3": lambda who: by_recipe(who, (2,), "zero3"),
     "zero1": lambda who: by_recipe(who, (2,), "zero1"),
+    "megatron": lambda who: by_recipe(who, (2,), "megatron"),
+    "pp megatron": lambda who: by_stages(who, (2,), "megatron", 2, 2, "1f1b"),
     "random": lambda who: by_chance(who, (2, 2), 1),
     "1f1b": lambda who: by_stages(who, (1,), "single", 2, 2, "1f1b"),
 }
@@ -63,7 +66,7 @@ def _stepped(source: str, light: Light, names: list[str]) -> list[dict[str, Tens
 
 
 @pytest.mark.parametrize(("name", "plan"), [("mlp", "zero3"), ("mlp", "random"), *(
-    pytest.param(name, plan, marks=pytest.mark.slow) for name in ("gpt", "hf-gpt2", "hf-t5") for plan in PLANS)])
+    pytest.param(name, plan, marks=pytest.mark.slow) for name in ("gpt", "hf-gpt2", "hf-t5") for plan in ("zero3", "zero1", "random", "1f1b"))])
 def test_optimizers_step_as_on_one_device(name: str, plan: str) -> None:
     who, names = subject(name), list(MADE)
     alone, made = who.case(by_recipe(who, (1,), "single")), PLANS[plan](who)
@@ -132,6 +135,48 @@ def test_hooks_of_gradients_are_called(plan: str) -> None:
     for got in living(made.ranks).run(_hooked, case.source(), case.light):
         for name, value in got.items():
             torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-12)
+
+
+def _centred(source: str, light: Light) -> tuple[dict[str, Tensor | None], list[str]]:
+    """One rank: gradients of two steps, of which the first is less its mean (Yong et al. 2020), as DTensor computes it; and those that it has laid otherwise."""
+    module, moved = light.build(source), []
+    batch = module.shard_batch(**light.batch)
+    module.train_step(*batch)
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None and parameter.ndim > 1:
+            parameter.grad = parameter.grad - parameter.grad.mean(dim=tuple(range(1, parameter.ndim)), keepdim=True)
+            moved += [name] if getattr(parameter.grad, "placements", ()) != getattr(parameter, "placements", ()) else []
+    centred = module.full_grads()
+    module.train_step(*batch)
+    return {**{f"{name}, centred": grad for name, grad in centred.items()}, **module.full_grads()}, moved
+
+
+def _summed(source: str, light: Light) -> Tensor:
+    """One rank: the gradient of its first parameter in two steps, the first one's a part of a sum on each rank."""
+    module = light.build(source)
+    module.train_step(*module.shard_batch(**light.batch))
+    name, parameter = next((name, p) for name, p in module.named_parameters() if isinstance(p, DTensor) and all(x.is_replicate() for x in p.placements))
+    whole = parameter.grad.to_local()
+    parameter.grad = DTensor.from_local(whole / parameter.device_mesh.size(), parameter.device_mesh, [Partial()] * parameter.device_mesh.ndim)
+    module.train_step(*module.shard_batch(**light.batch))
+    found = module.full_grads()[name]
+    assert found is not None
+    return found / whole
+
+
+@pytest.mark.parametrize("plan", ["megatron", pytest.param("pp megatron", marks=pytest.mark.slow)])
+def test_gradients_that_are_laid_otherwise_by_users_add_up(plan: str) -> None:
+    """Shapes of parts did not fit then, or a whole gradient was added to each part of a sum."""
+    who = subject("gpt")
+    alone, made = who.case(by_recipe(who, (1,), "single")), PLANS[plan](who)
+    case = who.case(made)
+    ((wanted, _),) = living(1).run(_centred, alone.source(), alone.light)
+    for got, moved in living(made.ranks).run(_centred, case.source(), case.light):
+        assert moved
+        for name, grad in got.items():
+            torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=1e-12)
+    for twice in living(made.ranks).run(_summed, case.source(), case.light):
+        torch.testing.assert_close(twice, torch.full_like(twice, 2.0), rtol=1e-9, atol=0.0)
 
 
 def _hooked_pipeline(source: str, light: Light) -> str:

@@ -177,9 +177,9 @@ class Compiled:
         """Outputs of the last call with every tensor gathered whole, on every rank; a collective operation."""
         return self.module.full(outputs)
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients of all ranks to a global 2-norm of at most `max_norm`; returns the norm before."""
-        return self.module.clip_grad_norm_(max_norm)
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Scale the gradients of all ranks to a global norm of at most `max_norm`; returns the norm before. The other arguments are those of torch.nn.utils.clip_grad_norm_."""
+        return self.module.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def memory(self) -> Prediction:
         """The memory that the plan needs on each device: the peak of each place of the pipeline, in bytes, and the tensors that make it up.

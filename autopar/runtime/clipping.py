@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -11,31 +12,44 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from autopar._torch import local_of, wrap_like
+from autopar.errors import RunError
+from autopar.runtime.collectives import start_all_gather_from_all
 from autopar.runtime.mesh import Mesh
+from autopar.runtime.params import grad_at_rest
 
 
 @torch.no_grad()
-def clip_grad_norm(counted: Iterable[Tensor], held: Iterable[Tensor], max_norm: float, mesh: Mesh) -> Tensor:
-    """Scale the gradients of `held` so that the 2-norm of all gradients together is at most `max_norm`; gives the norm before.
+def clip_grad_norm(counted: Iterable[Tensor], held: Iterable[Tensor], max_norm: float, mesh: Mesh, *, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    """Scale the gradients of `held` so that the norm of all gradients together is at most `max_norm`; gives the norm before, in float64. `norm_type` p: (sum |g|^p)^(1/p), the greatest |g| for
+    infinity.
 
     `counted` are the parameters whose norm this place adds: a copy that another place counts is scaled here, not added. A
-    collective operation.
+    collective operation. Raises RunError, on every rank, on another `norm_type` than a number above 0, and with `error_if_nonfinite` where the norm is nan or infinite: no gradient was scaled then.
     """
-    squares = _squares([p.grad for p in counted if p.grad is not None], mesh)
-    group = mesh.pipeline_group
-    if group is not None:
-        dist.all_reduce(squares, group=group)
-    norm = squares.sqrt()
+    if not isinstance(norm_type, (int, float)) or not norm_type > 0:
+        raise RunError(f"norm_type is {norm_type!r}; wanted a number above 0, or math.inf for the greatest gradient")
+    grads = [grad for param in counted if (grad := grad_at_rest(param)) is not None]
+    norm = _greatest(grads, mesh) if math.isinf(norm_type) else _norm(grads, float(norm_type), mesh)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RunError(f"the norm of all gradients is {float(norm)}, and error_if_nonfinite was asked for: no gradient was scaled. Look for the step whose loss is nan or infinite, or leave such "
+                       "steps out (autopar.GradScaler does in float16)")
     clip_grads_with_norm_(held, max_norm, norm)
     return norm
 
 
-def _squares(grads: list[Tensor], mesh: Mesh) -> Tensor:
-    """The sum of squares of the whole gradients, in float64."""
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    if grads:
-        norm = get_total_norm(grads)
-        if isinstance(norm, DTensor):  # gradients may rest on the host, and ranks talk from the device
-            norm = wrap_like(local_of(norm).to(mesh.device), norm)
-        total += (norm.full_tensor() if isinstance(norm, DTensor) else norm).double() ** 2
-    return total
+def _norm(grads: list[Tensor], norm_type: float, mesh: Mesh) -> Tensor:
+    """The norm of the whole gradients of all places, in float64; `grads` are those of this one."""
+    norm = get_total_norm(grads, norm_type) if grads else torch.zeros((), dtype=torch.float64, device=mesh.device)
+    if isinstance(norm, DTensor):  # gradients may rest on the host, and ranks talk from the device
+        norm = wrap_like(local_of(norm).to(mesh.device), norm)
+    powers = (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(mesh.device, torch.float64) ** norm_type
+    if mesh.pipeline_group is not None:
+        dist.all_reduce(powers, group=mesh.pipeline_group)
+    return powers ** (1 / norm_type)
+
+
+def _greatest(grads: list[Tensor], mesh: Mesh) -> Tensor:
+    """The greatest absolute value in `grads` of all ranks, in float64. Ranks gather it, since gloo's maximum loses nan, and DTensor's with it, which also wants elements on every rank."""
+    own = [part.abs().max().to(mesh.device, torch.float64) for grad in grads if (part := local_of(grad)).numel()]
+    most = torch.stack([torch.zeros((), dtype=torch.float64, device=mesh.device), *own]).max()
+    return most if mesh.ranks == 1 else start_all_gather_from_all(most[None], mesh)().max()

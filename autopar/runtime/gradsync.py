@@ -34,7 +34,7 @@ from autopar.runtime.leaves import Reader, owners
 from autopar.runtime.lifetimes import weakly
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import Chain, settled
-from autopar.runtime.params import Held
+from autopar.runtime.params import Held, grad_at_rest
 from autopar.runtime.prefetch import Orders
 from autopar.runtime.turns import AS_IS, Gathered
 
@@ -383,7 +383,7 @@ def _deposit(held: Held, grads: Sequence[Tensor]) -> None:
             total = total if changed is None else changed
         grads = [local_of(total)]
     for grad in (settled(grad).to(local.device) for grad in grads):
-        before = held.grad()
+        before = grad_at_rest(param)
         if before is None:
             param.grad = wrap_like(grad if grad.stride() == local.stride() else torch.empty_like(local).copy_(grad), param)
         else:

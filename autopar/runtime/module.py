@@ -33,7 +33,7 @@ from autopar.runtime.moves import relayout
 from autopar.runtime.names import Naming, full_name
 from autopar.runtime.nested import Nested
 from autopar.runtime.outputs import Spread, by_name, is_number, leaves, pack, ungraded
-from autopar.runtime.params import Held, Param
+from autopar.runtime.params import Held, Param, grad_at_rest
 from autopar.runtime.prefetch import within
 from autopar.runtime.rank0_weights import check_replicas
 from autopar.runtime.reshard import reshard
@@ -375,12 +375,12 @@ class ShardedModule(Scope):
     def full_grads(self) -> dict[str, Tensor | None]:
         """Whole gradients under original names, on every rank, None where there is none; a collective operation."""
         trained = {n: h for n, h in self._held.items() if isinstance(h.tensor, nn.Parameter)}
-        return {n: None if (grad := h.grad()) is None else checkpoint.whole(local_of(grad), h, self.MESH) for n, h in trained.items()}
+        return {n: None if (grad := grad_at_rest(h.tensor)) is None else checkpoint.whole(local_of(grad), h, self.MESH) for n, h in trained.items()}
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their global 2-norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does on one
-        device; gives the norm before. A collective operation of all ranks."""
-        return clip_grad_norm(self._counted(), list(self.parameters()), max_norm, self.MESH)
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all gradients so that their global norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does on one device; gives the norm before. A collective operation of
+        all ranks. Raises RunError on a `norm_type` of 0 or less, and with `error_if_nonfinite` on a norm that is nan or infinite."""
+        return clip_grad_norm(self._counted(), list(self.parameters()), max_norm, self.MESH, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def _copies(self) -> Sequence[tuple[Sequence[Held], ProcessGroup]]:
         """What places of a pipeline have copies of, with the ranks that have them."""

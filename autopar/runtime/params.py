@@ -127,14 +127,6 @@ class Held:
         """The local part of the registered tensor."""
         return local_of(self.tensor)
 
-    def grad(self) -> Tensor | None:
-        """The gradient at rest, laid over the ranks as the parameter is. DTensor may lay what users compute from a gradient (less its mean, projected) in another way; such a gradient is moved
-        back, which may be a collective operation."""
-        param = self.tensor
-        if isinstance(param.grad, DTensor) and isinstance(param, DTensor) and param.grad.placements != param.placements:
-            param.grad = param.grad.redistribute(placements=param.placements)
-        return param.grad
-
     def leaf_bytes(self, mesh: Mesh) -> int:
         """Bytes of the leaf on the rank that has most of it: what all ranks go by where they decide which collectives follow each other."""
         return most_elements(self.info.shape, self.info.leaf_entries, mesh.sizes) * self.leaf.element_size()
@@ -169,6 +161,14 @@ class Held:
     def state(self) -> tuple[int, ...]:
         """What changes whenever the registered tensor does."""
         return optimizer_steps(), self.tensor._version, self.local._version
+
+
+def grad_at_rest(param: Tensor) -> Tensor | None:
+    """The gradient of a parameter, laid over the ranks as that is. DTensor may lay what users compute from a gradient (less its mean, projected) in another way; such a gradient is moved back,
+    which may be a collective operation."""
+    if isinstance(param.grad, DTensor) and isinstance(param, DTensor) and param.grad.placements != param.placements:
+        param.grad = param.grad.redistribute(placements=param.placements)
+    return param.grad
 
 
 def fill(held: Sequence[Held], wholes: Sequence[Tensor]) -> None:

@@ -48,7 +48,7 @@ from autopar.runtime.module import Block, Scope, ShardedModule
 from autopar.runtime.moves import relayout
 from autopar.runtime.names import Naming, full_name, paths_of
 from autopar.runtime.outputs import Spread
-from autopar.runtime.params import Held
+from autopar.runtime.params import Held, grad_at_rest
 from autopar.runtime.places import everywhere, shared_gradients, tell
 from autopar.runtime.scaling import GradScaler, scale_of
 from autopar.runtime.stepping import Engine, run_forward
@@ -303,7 +303,7 @@ class PipelinedModule(ShardedModule):
         """As ShardedModule.full_grads, with those of other places."""
         stated = self._stated()
         trained = [name for name in stated.names(self.ALIASES, self.ORDER) if name in stated.found and not stated.found[name].buffer]
-        return dict(self._wholes(trained, lambda held: held.grad()))
+        return dict(self._wholes(trained, lambda held: grad_at_rest(held.tensor)))
 
     def _stated(self) -> Declarations:
         """What all stages declare, wherever they run."""

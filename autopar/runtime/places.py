@@ -16,7 +16,7 @@ from autopar.errors import RunError
 from autopar.runtime.count import record
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.outputs import Spread
-from autopar.runtime.params import Held
+from autopar.runtime.params import Held, grad_at_rest
 
 if TYPE_CHECKING:
     from autopar.runtime.pipeline import Stage
@@ -40,7 +40,7 @@ class Shared:
         in `param.grad` was added up then: it is put aside, and back. What is frozen, or has a gradient on no place, stays as it was. Raises RunError where it is
         frozen on some places only."""
         params = {name: held[name].tensor for name in self.names} if self.mine else {}
-        earlier = {name: param.grad for name, param in params.items()}
+        earlier = {name: grad_at_rest(param) for name, param in params.items()}
         for param in params.values():
             param.grad = None
         try:

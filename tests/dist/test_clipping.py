@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from autopar._torch import local_of
+from autopar.errors import RunError
 from autopar.plan import Plan
 from autopar.verify.reference import train_step
 from autopar.verify.step import Light
@@ -17,12 +21,33 @@ from tests.helpers.verify import Subject, by_recipe, by_stages, subject
 NORM = 1e-3
 
 
-def _clipped(source: str, light: Light) -> tuple[float, dict[str, Tensor]]:
-    """One rank: the norm, and what it holds whole of its gradients afterwards."""
+KINDS = (2.0, 1.0, 3.5, math.inf)
+"""Norms that are compared."""
+
+
+def _clipped(source: str, light: Light) -> dict[float, tuple[float, dict[str, Tensor]]]:
+    """One rank: by kind of norm the norm, and what it holds whole of its gradients afterwards."""
+    found, module = dict[float, tuple[float, dict[str, Tensor]]](), light.build(source)
+    for kind in KINDS:
+        module.zero_grad()
+        module.train_step(*module.shard_batch(**light.batch))
+        norm = module.clip_grad_norm_(NORM, norm_type=kind)
+        found[kind] = float(norm), {name: grad for name, grad in module.full_grads().items() if grad is not None}
+    return found
+
+
+def _not_finite(source: str, light: Light, kind: float) -> tuple[str, float, bool]:
+    """One rank: where one element of one gradient is nan on the last rank, what is said, the norm, and whether gradients were as they are when that was said."""
     module = light.build(source)
     module.train_step(*module.shard_batch(**light.batch))
-    norm = module.clip_grad_norm_(NORM)
-    return float(norm), {name: grad for name, grad in module.full_grads().items() if grad is not None}
+    own = [local_of(p.grad) for p in module.parameters() if p.grad is not None and local_of(p).numel()]
+    if dist.get_rank() == dist.get_world_size() - 1:
+        own[-1].view(-1)[-1] = math.nan
+    before = [grad.clone() for grad in own]
+    with pytest.raises(RunError) as said:
+        module.clip_grad_norm_(NORM, kind, error_if_nonfinite=True)
+    same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(own, before, strict=True))
+    return str(said.value), float(module.clip_grad_norm_(NORM, kind)), same
 
 
 FLAT: dict[str, Callable[[Subject], Plan]] = {
@@ -51,15 +76,38 @@ def _right(plan: Callable[[Subject], Plan]) -> None:
     case = who.case(made)
     wanted = train_step(case.gm, {**case.weights, **case.constants}, case.batch, training=True)["gradient"]
     params = [torch.nn.Parameter(torch.zeros_like(g)) for g in wanted.values()]
-    for p, g in zip(params, wanted.values(), strict=True):
-        p.grad = g.clone()
-    norm = float(torch.nn.utils.clip_grad_norm_(params, NORM))
-    expected = {name: p.grad for name, p in zip(wanted, params, strict=True)}
     results = living(made.ranks).run(_clipped, case.source(), case.light)
-    seen: dict[str, None] = {}
-    for got, grads in results:
-        assert got == pytest.approx(norm, rel=1e-12)
-        for name, grad in grads.items():
-            torch.testing.assert_close(grad, expected[name], rtol=1e-9, atol=1e-15)
-            seen[name] = None
-    assert set(seen) == set(expected)
+    for kind in KINDS:
+        for p, g in zip(params, wanted.values(), strict=True):
+            p.grad = g.clone()
+        norm = float(torch.nn.utils.clip_grad_norm_(params, NORM, kind))
+        expected = {name: p.grad for name, p in zip(wanted, params, strict=True)}
+        seen: dict[str, None] = {}
+        for got, grads in (found[kind] for found in results):
+            assert got == pytest.approx(norm, rel=1e-12)
+            for name, grad in grads.items():
+                torch.testing.assert_close(grad, expected[name], rtol=1e-9, atol=1e-15)
+                seen[name] = None
+        assert set(seen) == set(expected)
+
+
+@pytest.mark.parametrize(("plan", "kind"), [("zero3", math.inf), ("zbv", math.inf), ("zbv", 2.0)])
+def test_a_norm_that_is_not_finite_is_an_error_on_every_rank(plan: str, kind: float) -> None:
+    who = subject("hf-gpt2")
+    made = {**FLAT, **STAGED}[plan](who)
+    case = who.case(made)
+    for said, norm, same in living(made.ranks).run(_not_finite, case.source(), case.light, kind):
+        assert "the norm of all gradients is nan, and error_if_nonfinite was asked for: no gradient was scaled" in said
+        assert math.isnan(norm) and same
+
+
+def _unknown(source: str, light: Light) -> str:
+    with pytest.raises(RunError) as said:
+        light.build(source).clip_grad_norm_(NORM, norm_type=0)
+    return str(said.value)
+
+
+def test_other_norms_are_refused() -> None:
+    who = subject("hf-gpt2")
+    case = who.case(by_recipe(who, (1,), "single"))
+    assert "norm_type is 0; wanted a number above 0, or math.inf" in living(1).run(_unknown, case.source(), case.light)[0]

@@ -43,6 +43,7 @@ PLANS: dict[str, Callable[[Subject], Plan]] = {
     "zero3": lambda who: by_recipe(who, (2,), "zero3"),
     "zero1": lambda who: by_recipe(who, (2,), "zero1"),
     "megatron": lambda who: by_recipe(who, (2,), "megatron"),
+    "pp ddp": lambda who: by_stages(who, (2,), "ddp", 2, 2, "1f1b"),
     "pp megatron": lambda who: by_stages(who, (2,), "megatron", 2, 2, "1f1b"),
     "random": lambda who: by_chance(who, (2, 2), 1),
     "1f1b": lambda who: by_stages(who, (1,), "single", 2, 2, "1f1b"),
@@ -166,7 +167,7 @@ def _summed(source: str, light: Light) -> Tensor:
 
 @pytest.mark.parametrize("plan", ["megatron", pytest.param("pp megatron", marks=pytest.mark.slow)])
 def test_gradients_that_are_laid_otherwise_by_users_add_up(plan: str) -> None:
-    """Shapes of parts did not fit then, or a whole gradient was added to each part of a sum."""
+    """Shapes of parts did not fit then."""
     who = subject("gpt")
     alone, made = who.case(by_recipe(who, (1,), "single")), PLANS[plan](who)
     case = who.case(made)
@@ -175,6 +176,14 @@ def test_gradients_that_are_laid_otherwise_by_users_add_up(plan: str) -> None:
         assert moved
         for name, grad in got.items():
             torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "plan"), [("gpt", "megatron"), pytest.param("hf-gpt2", "pp ddp", marks=pytest.mark.slow)])
+def test_a_gradient_that_is_a_sum_over_ranks_adds_up(name: str, plan: str) -> None:
+    """A whole gradient was added to the part of each rank. With "pp ddp" it is that of a table at both ends of a pipeline."""
+    who = subject(name)
+    made = PLANS[plan](who)
+    case = who.case(made)
     for twice in living(made.ranks).run(_summed, case.source(), case.light):
         torch.testing.assert_close(twice, torch.full_like(twice, 2.0), rtol=1e-9, atol=0.0)
 

@@ -1,4 +1,4 @@
-"""Gradients of gradients: ranks move gradients outside autograd, so that a backward can be run but not differentiated."""
+"""When a backward can run: where gradients are on, and once. Ranks move gradients outside autograd, so that a backward can be run but not differentiated."""
 
 from __future__ import annotations
 
@@ -12,3 +12,10 @@ def only_first_order(name: str) -> None:
     if torch.is_grad_enabled():
         raise RunError(f"a backward with create_graph=True: the gradient{f' of {name}' if name else ''} moves between ranks outside autograd, and second derivatives through it would be lost. Call "
                        "backward() without it. Second derivatives are in no plan: where the loss has a gradient in it (a gradient penalty), write that gradient as operators in the model's forward")
+
+
+def check_gradients_on() -> None:
+    """Raise RunError where a step of training begins without gradients."""
+    if not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise RunError(f"train_step in a torch.{mode} region, where no backward can run: call it outside. To evaluate in one, call the model: model.eval(), then model(*batch)")

@@ -28,7 +28,7 @@ from autopar.runtime.importable import make_importable
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.lifetimes import kept_by
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.module_copies import twin
+from autopar.runtime.module_copies import not_pickled, twin
 from autopar.runtime.moves import relayout
 from autopar.runtime.names import Naming, full_name
 from autopar.runtime.nested import Nested
@@ -184,7 +184,7 @@ class ShardedModule(Scope):
     def train_step(self, *args: Any, scaler: GradScaler | None = None, loss_weight: float = 1.0, **kwargs: Any) -> Tensor:
         """Forward and backward of this rank's part of a batch; gradients add up in `param.grad`, times `loss_weight` (1/k in each of k steps that add up) and the
         scale of `scaler`, which mixed precision in float16 needs. Gives the global loss, the same on all ranks, detached and without either. Raises RunError where the
-        plan has no loss, or needs a scaler."""
+        plan has no loss, or needs a scaler, and without gradients (no_grad)."""
         scale = scale_of(scaler, self.MESH.device, needed=self._narrow, weight=loss_weight)
         values = self._run(args, kwargs)
         loss = values[self._loss_number(self._results())]
@@ -330,6 +330,8 @@ class ShardedModule(Scope):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A module of its own with the same weights, buffers and random numbers to come, on the same mesh, as averages of weights (`AveragedModel`) and teachers are made. Gradients are not copied."""
         return twin(self, memo)
+
+    __reduce_ex__ = not_pickled
 
     def _elsewhere(self) -> Iterable[str]:
         """Names of parameters, buffers and blocks that other places of a pipeline hold."""

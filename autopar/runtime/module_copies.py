@@ -1,4 +1,4 @@
-"""A built module again: same weights, buffers and random numbers to come, memory of its own."""
+"""A built module again: same weights, buffers and random numbers to come, memory of its own. On the same ranks only: no pickle of it could be read elsewhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar._torch import as_parameter, local_of, wrap_like
+from autopar.errors import RunError
 
 
 def twin(module: Any, memo: dict[int, Any]) -> Any:
@@ -27,3 +28,10 @@ def twin(module: Any, memo: dict[int, Any]) -> Any:
         if name not in vars(made) and not name.startswith("_"):
             setattr(made, name, copy.deepcopy(value, memo))
     return made.train(module.training)
+
+
+def not_pickled(module: Any, protocol: Any) -> Any:
+    """In the place of `__reduce_ex__`: raises RunError."""
+    raise RunError("a sharded module cannot be pickled (torch.save(module), copy.copy, processes that are spawned with it): its class is emitted, and its parameters are parts on the ranks of this run. "
+                   "Save its values, model.state_dict() by torch.distributed.checkpoint or model.full_state_dict() by torch.save, and the plan by compiled.save(folder); autopar.load(folder) makes it "
+                   "again. copy.deepcopy(module) copies it on these ranks")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autopar._torch import LocalScaler
 from autopar.errors import RunError
+from autopar.runtime.first_order import check_gradients_on
 from autopar.runtime.params import Param
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def scaler_for(module: ShardedModule) -> GradScaler:
 
 def scale_of(scaler: Any, device: torch.device, *, needed: bool, weight: float = 1.0) -> Tensor | None:
     """What the loss is to be multiplied with for the backward, the scale of `scaler` times `weight`, a number on `device`; None where nothing is. Raises RunError
-    where a scale is `needed` and there is no scaler, and on a scaler that is not of this module."""
+    where no backward can run, where a scale is `needed` and there is no scaler, and on a scaler that is not of this module."""
+    check_gradients_on()
     if scaler is None and needed:
         raise RunError("this plan computes in float16, whose gradients underflow without a scale of the loss: call train_step(*batch, scaler=scaler) with scaler = "
                        f'autopar.GradScaler("{device.type}"), then scaler.step(optimizer) and scaler.update(); GradScaler(enabled=False) does without')

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from autopar.errors import RunError
 from autopar.plan import Plan
+from autopar.runtime import GradScaler
 from autopar.verify.step import Light
 from tests.helpers.ranks import living
 from tests.helpers.verify import Subject, by_chance, by_recipe, by_stages, subject
@@ -203,3 +204,35 @@ def test_hooks_of_gradients_are_refused_in_pipelines() -> None:
     case = who.case(PLANS["1f1b"](who))
     for said in living(2).run(_hooked_pipeline, case.source(), case.light):
         assert "has a hook for its gradient" in said
+
+
+def _apart(source: str, light: Light) -> tuple[list[int], dict[str, Tensor]]:
+    """One rank: an optimizer for each of the first and the last parameter, saved, loaded and under a scaler; of how many it has state in each, and the weights."""
+    module, scaler = light.build(source), GradScaler("cpu")
+    ends = list(light.weights)[0], list(light.weights)[-1]
+
+    def made() -> list[optim.Optimizer]:
+        return [optim.Adam([{"params": [p for name, p in module.named_parameters() if name == end]}], 1e-2) for end in ends]
+
+    optimizers = made()
+    for _ in range(STEPS):
+        module.train_step(*module.shard_batch(**light.batch), scaler=scaler)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        module.zero_grad()
+        saved, optimizers = [module.optimizer_state_dict(one) for one in optimizers], made()
+        for optimizer, state in zip(optimizers, saved, strict=True):
+            module.load_optimizer_state_dict(optimizer, state)
+    return [len(one.state) for one in optimizers], module.full_state_dict()
+
+
+def test_an_optimizer_of_which_a_place_has_nothing_steps_where_it_has() -> None:
+    who = subject("mlp")
+    alone, made = who.case(by_recipe(who, (1,), "single")), PLANS["1f1b"](who)
+    case = who.case(made)
+    ((_, wanted),) = living(1).run(_apart, alone.source(), alone.light)
+    (first, weights), (second, _) = living(2).run(_apart, case.source(), case.light)
+    assert sorted((first, second)) == [[0, 1], [1, 0]]
+    for name, value in weights.items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-12)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from functools import partial
 from unittest import mock
@@ -195,6 +197,33 @@ def test_gradients_through_other_outputs_than_the_loss(recipe: str) -> None:
     for wrong in on_ranks(2, _outputs, recipe):
         for name, text in wrong.items():
             assert f"a gradient came back to output '{name}', and a plan has ways for the gradient of its loss alone" in text
+
+
+def _without_gradients(recipe: str) -> list[str]:
+    made, batch = compiled(recipe)
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found.append(said(lambda: made.train_step(*batch)))
+    made.train_step(*batch)
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["zero3", "1f1b"])
+def test_steps_without_gradients(recipe: str) -> None:
+    for found in on_ranks(2, _without_gradients, recipe):
+        assert [text.split(",")[0] for text in found] == ["train_step in a torch.no_grad region", "train_step in a torch.inference_mode region"]
+
+
+def _pickled(recipe: str) -> list[str]:
+    module = compiled(recipe)[0].module
+    return [said(lambda: torch.save(module, io.BytesIO())), said(lambda: pickle.dumps({"model": module})), said(lambda: copy.copy(module)), said(lambda: copy.deepcopy(module))]
+
+
+def test_modules_in_pickles() -> None:
+    """pickle's own error named a module of Python that there is none of."""
+    for *found, copied in on_ranks(2, _pickled, "zero3"):
+        assert all(text.startswith("a sharded module cannot be pickled (torch.save(module)") for text in found) and not copied
 
 
 class Tied(Model):

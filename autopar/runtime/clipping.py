@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from autopar._torch import local_of, wrap_like
+from autopar._torch import local_of
 from autopar.errors import RunError
 from autopar.runtime.collectives import start_all_gather_from_all
 from autopar.runtime.mesh import Mesh
@@ -38,14 +38,29 @@ def clip_grad_norm(counted: Iterable[Tensor], held: Iterable[Tensor], max_norm: 
 
 
 def _norm(grads: list[Tensor], norm_type: float, mesh: Mesh) -> Tensor:
-    """The norm of the whole gradients of all places, in float64; `grads` are those of this one."""
-    norm = get_total_norm(grads, norm_type) if grads else torch.zeros((), dtype=torch.float64, device=mesh.device)
-    if isinstance(norm, DTensor):  # gradients may rest on the host, and ranks talk from the device
-        norm = wrap_like(local_of(norm).to(mesh.device), norm)
-    powers = (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(mesh.device, torch.float64) ** norm_type
+    """The norm of the whole gradients of all places, in float64; `grads` are those of this one. One collective for each mesh axis that cuts some; DTensor's norm takes
+    more time of the host, and warns on every rank where a mesh has several axes."""
+    cut = dict[tuple[int, ...], list[Tensor]]()  # by the axes that they are cut over
+    for grad in grads:
+        cut.setdefault(_axes(grad, mesh), []).append(local_of(grad))
+    powers = torch.zeros(len(cut), dtype=torch.float64, device=mesh.device)
+    for number, parts in enumerate(cut.values()):
+        powers[number] = get_total_norm(parts, norm_type).to(mesh.device, torch.float64) ** norm_type  # gradients may rest on the host, and ranks talk from the device
+    for axis in range(len(mesh.sizes)):
+        chosen = [number for number, axes in enumerate(cut) if axis in axes]
+        if chosen:
+            over = powers[chosen]
+            dist.all_reduce(over, group=mesh.group(axis))
+            powers[chosen] = over
+    total = powers.sum()
     if mesh.pipeline_group is not None:
-        dist.all_reduce(powers, group=mesh.pipeline_group)
-    return powers ** (1 / norm_type)
+        dist.all_reduce(total, group=mesh.pipeline_group)
+    return total ** (1 / norm_type)
+
+
+def _axes(grad: Tensor, mesh: Mesh) -> tuple[int, ...]:
+    """The mesh axes that a gradient at rest is cut over."""
+    return tuple(axis for axis, size in enumerate(mesh.sizes) if size > 1 and isinstance(grad, DTensor) and grad.placements[axis].is_shard())
 
 
 def _greatest(grads: list[Tensor], mesh: Mesh) -> Tensor:

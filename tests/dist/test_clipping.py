@@ -16,7 +16,7 @@ from autopar.plan import Plan
 from autopar.verify.reference import train_step
 from autopar.verify.step import Light
 from tests.helpers.ranks import living
-from tests.helpers.verify import Subject, by_recipe, by_stages, subject
+from tests.helpers.verify import Subject, by_chance, by_recipe, by_stages, subject
 
 NORM = 1e-3
 
@@ -53,6 +53,8 @@ def _not_finite(source: str, light: Light, kind: float) -> tuple[str, float, boo
 FLAT: dict[str, Callable[[Subject], Plan]] = {
     "tp": lambda who: by_recipe(who, (2,), "tp"),
     "zero3": lambda who: by_recipe(who, (4,), "zero3"),
+    "hsdp": lambda who: by_recipe(who, (2, 2), "hsdp"),
+    "random": lambda who: by_chance(who, (2, 2), 1),
 }
 STAGED: dict[str, Callable[[Subject], Plan]] = {
     "1f1b": lambda who: by_stages(who, (2,), "tp", 2, 2, "1f1b"),

@@ -45,7 +45,7 @@ def test_wrong_usage_is_exit_code_2() -> None:
 def test_a_calibration_that_would_not_end_is_refused_before_it_begins(tmp_path: Path, seconds: float) -> None:
     done = autopar("calibrate", "-o", str(tmp_path / "c.toml"), "--ranks", "1", "--seconds", str(seconds))
     assert done.returncode == 2 and "--seconds" in done.stderr and not any(tmp_path.iterdir())
-    with pytest.raises(ClusterError, match="a calibration of .* seconds; wanted 1 to 3600"):
+    with pytest.raises(ClusterError, match=r"a calibration of .* seconds; wanted 1 to 3600"):
         calibrate("cpu", 1, seconds=seconds)
 
 

@@ -39,6 +39,7 @@ def root(debug: Annotated[bool, typer.Option("--debug", help="show the traceback
 
 @app.command()
 def plan(
+    context: typer.Context,
     model: ModelSpec,
     cluster: Annotated[str, typer.Option(help="PRESET:NODESxDEVICES, a .toml file, or here; see `autopar clusters`")] = "here",
     batch: Annotated[int, typer.Option(min=1, help="global samples per step")] = 8,
@@ -61,7 +62,7 @@ def plan(
     """Plan MODEL for a cluster and print the plan."""
     from autopar.cli.planning import Asked, plan_command
 
-    plan_command(Asked(model, cluster, batch, seq, recipe, mesh, search, precision, mode.value, optimizer, time_limit, seed, pareto, remat, prove, rules),
+    plan_command(Asked(model, cluster, batch, seq, recipe, mesh, search, precision, mode.value, optimizer, time_limit, seed, pareto, remat, prove, rules, _sizes(_given(context))),
                  output, json)
 
 
@@ -150,13 +151,19 @@ def memory(
     from autopar.cli.fitting import memory_command
     from autopar.cli.planning import Asked
 
-    memory_command(Asked(model, cluster, batch, seq, None, mesh, "ilp", precision, mode.value, optimizer, rules=rules), recipe or [], shown, json, _given(context))
+    given = _given(context)
+    memory_command(Asked(model, cluster, batch, seq, None, mesh, "ilp", precision, mode.value, optimizer, rules=rules, given=_sizes(given)), recipe or [], shown, json, given)
 
 
 def _given(context: typer.Context) -> list[str]:
     """The options that stand on the command line."""
     sources = {each.opts[0]: context.get_parameter_source(each.name or "") for each in context.command.params}
     return [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE" and option.startswith("-")]
+
+
+def _sizes(given: list[str]) -> tuple[str, ...]:
+    """Those of the options that are sizes, as factories call them."""
+    return tuple(option.removeprefix("--") for option in given if option in ("--batch", "--seq"))
 
 
 @app.command()

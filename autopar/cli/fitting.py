@@ -57,6 +57,7 @@ def plan_memory(where: Path, shown: int, json: str | None) -> None:
 def _survey(asked: Asked, tell: Any) -> Survey:
     training = asked.mode == "train"
     loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, dtype=resting(asked.dtype, asked.mode), train=training, labels=training)
+    loaded.check_sizes(asked.given)
     rules = frontend.load_rules(asked.rules)
     captured, precision = capture_in(loaded.model, loaded.args, loaded.kwargs, precision=asked.dtype, mode=asked.mode, progress=tell)
     request = Request(Cluster.parse(asked.cluster), Settings(asked.mode, asked.optimizer, precision), mesh=asked.sizes, progress=tell, rules=rules)

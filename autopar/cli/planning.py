@@ -46,6 +46,8 @@ class Asked:
     remat: str = "auto"
     prove: bool = False
     rules: str = ""
+    given: tuple[str, ...] = ()
+    """Which of batch and seq stand on the command line."""
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
@@ -78,6 +80,7 @@ def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
     with progress(f"planning {asked.model}") as tell:
         loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, dtype=resting(asked.dtype, asked.mode), train=training,
                                labels=training, seed=asked.seed)
+        loaded.check_sizes(asked.given)
         compiled = compile(loaded.model, asked.cluster, (loaded.args, loaded.kwargs), search=asked.search, recipe=asked.recipe,
                            mesh=sizes, mode=asked.mode, precision=asked.dtype, optimizer=asked.optimizer, batch=asked.batch,
                            seq=asked.seq, time_limit_s=asked.time_limit_s, seed=asked.seed, progress=tell, source=as_source(source),

@@ -49,7 +49,10 @@ def verify_command(where: Path, dtype: str, tolerance: float | None, batch: int 
 
 def loaded_at(rebuilt: Rebuilt, batch: int | None = None, seq: int | None = None) -> Loaded:
     """The model with a batch, at another batch or sequence than planned where they are given."""
-    return rebuilt.source.load(rebuilt.plan, device="cpu", batch=batch, seq=seq) if batch or seq else rebuilt.loaded
+    if not batch and not seq:
+        return rebuilt.loaded
+    rebuilt.loaded.check_sizes(size for size, value in (("batch", batch), ("seq", seq)) if value)
+    return rebuilt.source.load(rebuilt.plan, device="cpu", batch=batch, seq=seq)
 
 
 def check_parts(rebuilt: Rebuilt, loaded: Loaded) -> None:

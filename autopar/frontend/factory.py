@@ -20,6 +20,9 @@ Factory = Callable[..., Any]
 Inputs = tuple[tuple[object, ...], dict[str, object]]
 FORMS = "hf:FILE_OR_FOLDER, path/to/file.py:factory or package.module:factory"
 
+SIZES = ("batch", "seq")
+"""What a factory may have parameters for."""
+
 RAN_AS = "autopar_model_"
 """What the names of modules that were run from a file begin with."""
 
@@ -45,14 +48,14 @@ def call_factory(factory: Factory, spec: str, *, batch: int, seq: int) -> tuple[
     It may give a model, (model, args) or (model, args, kwargs). Raises CaptureError if it gives something else or has
     other parameters without a default.
     """
-    known = {"batch": batch, "seq": seq}
+    known = dict(zip(SIZES, (batch, seq), strict=True))
     parameters = inspect.signature(factory).parameters
     needed = [
         p.name for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if unknown := [name for name in needed if name not in known]:
         raise CaptureError(
-            f"model {spec!r}: the factory needs {', '.join(unknown)}, which has no default; it is called with at most "
+            f"model {spec!r}: the factory needs {', '.join(unknown)} without a default; it is called with at most "
             "batch= and seq=. Give defaults, or name a function without these parameters"
         )
     made = factory(**{name: value for name, value in known.items() if name in parameters})
@@ -67,6 +70,11 @@ def call_factory(factory: Factory, spec: str, *, batch: int, seq: int) -> tuple[
         f"model {spec!r}: the factory gave {describe(made)}; wanted a torch.nn.Module, (model, args tuple) or "
         "(model, args tuple, kwargs dict)"
     )
+
+
+def sizes_without_parameter(factory: Factory) -> tuple[str, ...]:
+    """Which of SIZES a factory cannot be told."""
+    return tuple(size for size in SIZES if size not in inspect.signature(factory).parameters)
 
 
 def import_file(path: Path, spec: str) -> ModuleType:

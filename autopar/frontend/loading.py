@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.frontend.factory import call_factory, find_factory
+from autopar.errors import CaptureError
+from autopar.frontend.factory import call_factory, find_factory, sizes_without_parameter
 from autopar.frontend.huggingface import build_model, stated_dtype
 from autopar.frontend.inputs import inputs_for
 
@@ -23,13 +25,21 @@ HF = "hf:"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model with one batch: `model(*args, **kwargs)` gives the loss, alone or first, unless made with labels=False."""
+    """A model with one batch: `model(*args, **kwargs)` gives the loss, alone or first, unless made with labels=False.
+    `fixed`: which of batch and seq its factory cannot be told, because it makes the inputs itself and has no such parameter."""
 
     model: nn.Module
     args: tuple[object, ...]
     kwargs: dict[str, object]
     name: str
     spec: str
+    fixed: tuple[str, ...] = ()
+
+    def check_sizes(self, asked: Iterable[str]) -> None:
+        """Raises CaptureError where a size (batch, seq) was asked for that the factory cannot be told: it would be left out without a word."""
+        if unheard := [size for size in asked if size in self.fixed]:
+            raise CaptureError(f"model {self.spec!r}: {' and '.join(f'--{size}' for size in unheard)} cannot be given, because the factory makes inputs of its own and has no parameter "
+                               f"{' and '.join(unheard)}; add {'it' if len(unheard) == 1 else 'them'} (def factory(batch=8)), or leave the option out")
 
 
 def load(
@@ -52,12 +62,13 @@ def load(
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         if spec.startswith(HF):
-            model, made = build_model(spec.removeprefix(HF)), None
+            factory, (model, made) = None, (build_model(spec.removeprefix(HF)), None)
         else:
-            model, made = call_factory(find_factory(spec), spec, batch=batch, seq=seq)
+            factory = find_factory(spec)
+            model, made = call_factory(factory, spec, batch=batch, seq=seq)
     model = in_dtype(model, dtype).train(train)
     args, kwargs = made or inputs_for(model, batch=batch, seq=seq, device=device, seed=seed, labels=labels)
-    return Loaded(model, cast(args, dtype), cast(kwargs, dtype), short_name(spec), spec)
+    return Loaded(model, cast(args, dtype), cast(kwargs, dtype), short_name(spec), spec, sizes_without_parameter(factory) if factory and made else ())
 
 
 def stated_precision(spec: str, *, train: bool) -> str:

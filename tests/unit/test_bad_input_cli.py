@@ -63,6 +63,10 @@ def branch():
     return Net("branch"), good()[1]
 
 
+def fixed():
+    return good()
+
+
 def unknown_op():
     return Net("unknown op"), good()[1]
 
@@ -131,6 +135,19 @@ def test_a_batch_that_does_not_divide_is_refused_before_ranks_start(here, monkey
     monkeypatch.setattr("autopar.cli.verifying.verify", lambda *a, **k: pytest.fail("ranks started"))
     said = refused(here, monkeypatch, capsys, "verify", str(path), "--batch", "7")
     assert "input 'ids': dim 0 of size 7 does not divide by the 2 ranks that cut it" in said and "use 6 or 8" in said
+
+
+@pytest.mark.parametrize("command", ["plan", "memory"])
+def test_a_size_that_a_factory_cannot_be_told_is_refused(here, monkeypatch, capsys, command: str) -> None:
+    """It was left out: asked for 64 samples, a plan was for the 8 that the factory makes."""
+    said = refused(here, monkeypatch, capsys, command, "net.py:fixed", "--cluster", "cpu:1x2", "--batch", "64")
+    assert "--batch cannot be given" in said and "no parameter batch" in said
+
+
+def test_a_size_that_a_factory_cannot_be_told_is_not_verified(here, monkeypatch, capsys) -> None:
+    path = planned(here, monkeypatch, model="net.py:fixed")
+    monkeypatch.setattr("autopar.cli.verifying.verify", lambda *a, **k: pytest.fail("ranks started"))
+    assert "--seq cannot be given" in refused(here, monkeypatch, capsys, "verify", str(path), "--seq", "16")
 
 
 @pytest.mark.parametrize(("text", "wanted"), [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from autopar.problem.settings import Settings
 from autopar.recipes import roles
 from autopar.request import Request
 from autopar.rules.rule import Rule
+from autopar.text import gibibytes
 from autopar.verify import inputs_of
 
 SOURCE = record({"model": text, "batch": whole(1), "seq": whole(1), "seed": whole(0), "rules": text}, left_out=("rules",))
@@ -83,12 +85,29 @@ def rebuild(where: Path, progress: Callable[[str], None] | None = None, *, weigh
     """Read a plan and capture its model again. Raises PlanError when the graph is not the one that was planned."""
     plan = Plan.load(where)
     source = Source.of(plan, where)
+    if weights:
+        check_room(source.load(plan), where)
     loaded = source.load(plan, device="cpu" if weights else "meta")
     rules = frontend.load_rules(source.rules)
     captured, _ = capture_in(loaded.model, loaded.args, loaded.kwargs, precision=plan.precision, mode=plan.mode, progress=progress)
     if not weights and captured.valueless:
         return rebuild(where, progress, weights=True)  # buffers that only the making of the whole model computes
     return Rebuilt(plan, source, loaded, met(plan, source, captured, rules), rules)
+
+
+def check_room(loaded: frontend.Loaded, where: Path) -> None:
+    """Raise PlanError where this machine has not the memory for the weights of `loaded`, which is on meta, of which each process that was started here makes all."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    wanted, there = processes * sum(each.numel() * each.element_size() for each in own_state(loaded.model).values()), machine_bytes()
+    if wanted > there:
+        raise PlanError(f"plan {where}: the weights of {loaded.name} take {gibibytes(wanted)}{f' in {processes} processes' if processes > 1 else ''}, and this machine has {gibibytes(there)} of memory. "
+                        "verify, run and profile make the whole model on each machine: plan a smaller one of its kind (fewer layers) with the same --recipe and --mesh and try that, "
+                        "or start one on a machine with more memory. explain, simulate, memory and emit need no weights")
+
+
+def machine_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def met(plan: Plan, source: Source, captured: Captured, rules: Mapping[Any, Rule] | None = None) -> Captured:

@@ -150,6 +150,16 @@ def test_a_size_that_a_factory_cannot_be_told_is_not_verified(here, monkeypatch,
     assert "--seq cannot be given" in refused(here, monkeypatch, capsys, "verify", str(path), "--seq", "16")
 
 
+@pytest.mark.parametrize("command", ["verify", "run", "profile"])
+def test_a_model_that_does_not_fit_this_machine_is_refused_before_it_is_made(here, monkeypatch, capsys, command: str) -> None:
+    path = planned(here, monkeypatch)
+    monkeypatch.setattr("autopar.cli.rebuild.machine_bytes", lambda: 1024)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    said = refused(here, monkeypatch, capsys, command, str(path))
+    assert "the weights of net.good take" in said and "in 2 processes, and this machine has 1 KiB of memory" in said
+    assert run(monkeypatch, "explain", str(path)) == 0
+
+
 @pytest.mark.parametrize(("text", "wanted"), [
     ("speed = 3", "speed"), ("[[level]]\nsize = 0", "level"), ("nonsense [", "ours.toml"),
 ])

@@ -237,7 +237,7 @@ def _fitting(planner: Planner, among: Sequence[str], tried: list[Alternative]) -
         planner.remat = planner.levels(level)
         if len(planner.open_levels) > 1 and (over := planner.least_bytes() - request.limit_bytes) > 0:
             planner.missing_bytes.append(over)
-            tried.append(Alternative(f"{level} remat", (request.cluster.devices,), None, None,
+            tried.append(Alternative(f"{'no' if level == 'none' else level} remat", (request.cluster.devices,), None, None,
                                      f"cut evenly over all devices it is {gibibytes(over)} per device over the limit"))
             continue
         yield level

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -199,7 +199,7 @@ class Plan:
         for scope, kept in self.remat.items():
             where = self._again_where(scope)
             if where is not None:
-                found.append(f"{scope}{where}, {f'keeping {len(kept)} results' if kept else 'whole'}")
+                found.append(f"{scope}{where}, {_keeping(kept)}")
         return "; ".join(found)
 
     def _again_where(self, scope: str) -> str | None:
@@ -271,6 +271,11 @@ class Plan:
             return Plan.from_json(text)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
+
+
+def _keeping(kept: Sequence[str]) -> str:
+    """What blocks keep that are run again, in words."""
+    return "whole" if not kept else f"keeping {kept[0].rpartition('/')[2]}" if len(kept) == 1 else f"keeping {len(kept)} results"
 
 
 def _path(path: Any) -> Path:

@@ -38,7 +38,7 @@ def overview(plan: Plan) -> Group:
     """What the plan alone says: the choice, its price, its stages, and the recipes that were priced."""
     stages = ("", _stages(plan)) if len(plan.stages) > 1 else ()
     parts = ("", _places(plan)) if plan.places > 1 and plan.cluster.get("parts") else ()
-    return Group(_summary(plan), *stages, *parts, *(("", _alternatives(plan)) if plan.alternatives else ()))
+    return Group(_summary(plan), *stages, *parts, *(part for table in _alternatives(plan) for part in ("", table)))
 
 
 def _places(plan: Plan) -> Table:
@@ -89,32 +89,53 @@ def _facts(plan: Plan) -> dict[str, str]:
         **({"in parts": "; ".join(f"{scope} from {', '.join(map(str, parts.values()))} on, as {', '.join(parts)}" for scope, parts in plan.parted.items())}
            if plan.parted else {}),
         "gap": gap,
-        "splits": ", ".join(f"{count} {kind}" for kind, count in kinds(plan.nodes).items()),
+        "splits": _splits(plan),
     }
 
 
-def kinds(nodes: Mapping[str, NodePlan]) -> dict[str, int]:
-    """How many (operator, axis) pairs are split in each way; parameters and inputs do not count."""
+def kinds(nodes: Mapping[str, NodePlan], axis: int | None = None) -> dict[str, int]:
+    """How many operators are split in each way, on one mesh axis or on all together; parameters and inputs do not count."""
     counts: dict[str, int] = {}
     for node in nodes.values():
         if node.ins and node.outs:
-            for kind in node.kinds:
+            for kind in node.kinds if axis is None else node.kinds[axis:axis + 1]:
                 counts[kind] = counts.get(kind, 0) + 1
     return dict(sorted(counts.items()))
 
+
+def _splits(plan: Plan) -> str:
+    """What most operators do on each axis first: `a0: 41 sample, 16 replicate`."""
+    each = [(name, sorted(kinds(plan.nodes, axis).items(), key=lambda item: -item[1])) for axis, name in enumerate(plan.axes)]
+    return "; ".join(f"{name}: {', '.join(f'{count} {kind}' for kind, count in found)}" for name, found in each)
+
+
+SEARCHED = "search"
+"""The strategy of plans that are no recipe and have several stages or microbatches."""
 
 WHY = 72
 """Characters of a reason in a table; all of it is in the plan."""
 
 
-def _alternatives(plan: Plan) -> Table:
-    table = grid("recipes priced", "recipe", "mesh", "step", "x chosen", "memory", "")
-    best = plan.predicted.step_s
+def _alternatives(plan: Plan) -> list[Table]:
+    """What was priced beside the chosen plan, the fastest first; and what has no price, by the reason why."""
+    priced = grid("priced beside it", "recipe or search", "mesh", "step", "x chosen", "memory", "")
+    without, best = grid("without a price", "why", "recipe or search"), plan.predicted.step_s
+    reasons: dict[str, dict[str, None]] = {}
     for other in sorted(plan.alternatives, key=lambda a: (a.step_s is None, a.step_s or 0.0, a.name)):
-        ratio = "-" if other.step_s is None or best <= 0 else f"{other.step_s / best:.2f}"
-        note = shorten(other.why or "does not fit", WHY) if other.step_s is None else "; ".join(filter(None, ("chosen" * _is(other, plan), other.how)))
-        table.add_row(other.name, times(other.mesh), seconds(other.step_s), ratio, gibibytes(other.memory_bytes), note)
-    return table
+        if other.step_s is None:
+            reasons.setdefault(shorten(other.why or "does not fit", WHY), {})[_called(other)] = None
+            continue
+        ratio = "-" if best <= 0 else f"{other.step_s / best:.2f}"
+        note = "; ".join(filter(None, ("chosen" * _is(other, plan), other.how)))
+        priced.add_row(_called(other), times(other.mesh), seconds(other.step_s), ratio, gibibytes(other.memory_bytes), note)
+    for why, names in reasons.items():
+        without.add_row(why, ", ".join(names))
+    return [table for table in (priced, without) if table.row_count]
+
+
+def _called(other: Alternative) -> str:
+    """Its name, for people: the space of the search for pipelines has that of the whole search."""
+    return "pipelines (search)" if other.name == SEARCHED else other.name
 
 
 def _is(other: Alternative, plan: Plan) -> bool:

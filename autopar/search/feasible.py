@@ -80,8 +80,8 @@ def shortfall(problem: Problem, least_bytes: float) -> InfeasibleError:
     """The error that says what is missing, given bytes that no solution is below."""
     limit = problem.memory_limit_bytes
     return InfeasibleError(
-        f"problem {problem.name}: every solution needs {_size(least_bytes)} per device or more, the limit is "
-        f"{_size(limit)}: {_size(least_bytes - limit)} are missing; use more devices, a smaller batch or a smaller model",
+        f"{problem.name or 'the problem'} needs {_size(least_bytes)} per device or more, the limit is {_size(limit)}: {_size(least_bytes - limit)} are missing; "
+        "use more devices, a smaller batch or a smaller model",
         missing_bytes=least_bytes - limit)
 
 

@@ -6,7 +6,7 @@ A writer gets the argument texts of one call and gives an expression; ops withou
 
 from __future__ import annotations
 
-import cmath
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -183,7 +183,7 @@ def literal(item: Any) -> str:
     """What is no tensor as source: an argument of an operator, or of the model. Raises TypeError for sizes and tensors."""
     if isinstance(item, (torch.dtype, torch.memory_format, torch.layout)):
         return str(item)
-    if isinstance(item, (float, complex)) and not cmath.isfinite(item):
+    if isinstance(item, complex) or (isinstance(item, float) and not math.isfinite(item)):  # as an expression `-0j` is another number
         return f'{type(item).__name__}("{item}")'
     if isinstance(item, (torch.SymInt, sympy.Expr, torch.Tensor)):
         raise TypeError(f"argument {item!r} has no source form")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -111,6 +111,8 @@ def test_an_infix_operator_with_more_arguments_is_written_as_a_call() -> None:
 
 
 @given(st.one_of(st.floats(), st.complex_numbers(), st.integers(), st.booleans(), st.none(), st.text(), st.sampled_from([torch.float32, torch.strided])))
+@example(complex(0.0, -0.0))
+@example(complex(-0.0, 0.0))
 def test_the_text_of_a_literal_is_read_as_what_it_was(item: Any) -> None:
     read = eval(literal(item), {"torch": torch})
     assert (type(read), repr(read)) == (type(item), repr(item))

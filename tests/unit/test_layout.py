@@ -14,14 +14,20 @@ from autopar.errors import LayoutError
 from autopar.layout import (
     absent,
     consistent,
+    crowded,
     cutters,
+    dim_of,
+    divisible,
     even,
     fits,
     fraction,
+    is_shard,
     local_shape,
+    most_elements,
     parse,
     pieces,
     placed_on,
+    sections_of,
     shard,
     show,
     steps,
@@ -228,3 +234,76 @@ def test_a_cut_is_even_where_all_ranks_have_as_much(shape: tuple[int, int], entr
         return  # no such sections
     held = {local_shape(shape, layout, sizes, coord) for coord in itertools.product(*map(range, sizes))}
     assert even(shape, layout, sizes) == (len(held) == 1)
+
+
+def received(path, sizes):
+    """Shares of the tensor that a rank receives on the way, by the textbook: rings, and equal parts."""
+    def held(layout):
+        return math.prod(1 / n for e, n in zip(layout, sizes, strict=True) if e[0] == "S")
+
+    of_kind = {"all_gather": lambda a, b, n: b - a, "reduce_scatter": lambda a, b, n: a - b, "all_reduce": lambda a, b, n: 2 * a * (n - 1) / n,
+               "all_to_all": lambda a, b, n: a - a / n, "broadcast": lambda a, b, n: a - a / n, "slice": lambda a, b, n: 0, "mask": lambda a, b, n: 0}
+    return sum(of_kind[s.kind](held(s.before), held(s.after), sizes[s.axis]) for s in path if sizes[s.axis] > 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(changes(), st.randoms(use_true_random=False))
+def test_no_way_round_receives_less(change, rng):
+    """Up to what a step costs more, so that fewer steps are taken of those that receive alike."""
+    sizes, src, dst = change
+    between = tuple(rng.choice(("R", a, b)) for a, b in zip(src, dst, strict=True))
+    if all(map(consistent, (src, dst, between))):
+        round_about = (*steps(src, between, sizes), *steps(between, dst, sizes))
+        assert received(steps(src, dst, sizes), sizes) <= received(round_about, sizes) + 2e-4 * len(round_about)
+
+
+@given(st.tuples(st.integers(1, 13), st.integers(1, 13)), st.lists(st.sampled_from(("R", "S0", "S1", "S2", "S0/2", "S1/1:2")), min_size=2, max_size=2),
+       st.sampled_from(((2, 2), (2, 3), (4, 1))), st.sampled_from(((), (0,), (0, 1))))
+def test_a_layout_fits_where_sections_and_even_dims_are_cut_equally(shape, entries, sizes, even_dims):
+    layout = tuple(entries)
+
+    def cut(dim):
+        """What each rank has of each section."""
+        return {tuple(hi - lo for lo, hi in pieces(shape[dim], layout, dim, sizes, coord)) for coord in itertools.product(*map(range, sizes))}
+
+    def fine(dim):
+        axes = cutters(layout, dim)
+        if not axes:
+            return True
+        sections = sections_of(layout[axes[0]])
+        if shape[dim] < math.prod(sizes[a] for a in axes) or (len(sections) > 1 and shape[dim] % sum(sections)):
+            return False
+        return len(cut(dim)) == 1 if len(sections) > 1 or dim in even_dims else True
+
+    there = all(dim_of(e) < 2 for e in layout if is_shard(e))
+    assert fits(shape, layout, sizes, even_dims) == (consistent(layout) and there and all(map(fine, range(2))))
+
+
+@given(st.tuples(st.integers(1, 20), st.integers(1, 20)), st.lists(st.sampled_from(("R", "S0", "S1", "P", "O1")), min_size=2, max_size=2), st.sampled_from(MESHES[2:4]))
+def test_the_most_elements_are_those_of_the_fullest_rank(shape, entries, sizes):
+    layout = tuple(entries)
+    assert most_elements(shape, layout, sizes) == max(math.prod(local_shape(shape, layout, sizes, coord)) for coord in itertools.product(*map(range, sizes)))
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any))
+def test_sections_of_an_entry_are_in_proportion_to_those_given(given_sizes):
+    kept = [size for size in given_sizes if size]
+    found = sections_of(parse(shard(1, given_sizes))[0])
+    assert [size * sum(found) for size in kept] == [weight * sum(kept) for weight in found]
+
+
+@given(st.integers(1, 60), st.integers(1, 9))
+def test_divisible_names_the_multiples_next_to_a_size(size, ways):
+    below = [n for n in range(1, size + 1) if n % ways == 0]
+    above = next(n for n in itertools.count(size) if n % ways == 0)
+    assert divisible(size, ways) == (f"{below[-1]} or {above}" if below else str(above))
+
+
+def test_crowded_dims_are_those_of_several_axes():
+    assert [crowded(parse(text)) for text in ("R,P", "S0,S1", "S1,R,S1", "S1,S0,S1,S0,S2")] == [(), (), (1,), (0, 1)]
+
+
+@pytest.mark.parametrize("src, dst, message", [("R", "R,R", "do not belong to a mesh of 2 axes"), ("S0/2,S0", "R,R", "different sections"), ("R,R", "S0/2,S0", "different sections")])
+def test_no_steps_between_layouts_that_are_none_of_the_mesh(src, dst, message):
+    with pytest.raises(LayoutError, match=message):
+        steps(parse(src), parse(dst), (2, 2))

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.cost.memory import ITEMSIZES, ParameterBytes, computes_in, itemsize, parameter_bytes, rests_in
+from autopar.cost.memory import (
+    ITEMSIZES,
+    ParameterBytes,
+    computes_in,
+    host_bytes,
+    itemsize,
+    parameter_bytes,
+    rests_in,
+    scales_loss,
+)
 from autopar.errors import PlanError
 from autopar.optimizers import OPTIMIZERS
 
@@ -55,6 +64,25 @@ def test_they_add_up() -> None:
     one, two = parameter_bytes(10, "float32", "float32", "adam"), parameter_bytes(5, "bfloat16", "bf16", "sgd")
     assert one + two == ParameterBytes(50, 60, 80, 20)
     assert (one + two).total == one.total + two.total == 210
+    assert one + one == parameter_bytes(20, "float32", "float32", "adam")
+
+
+@pytest.mark.parametrize("dtype, precision", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "bf16")])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_is_offloaded_is_on_the_host(optimizer: str, dtype: str, precision: str) -> None:
+    """The optimizer's state, or the weight that rests and its gradient too, of which the device has what it computes with."""
+    whole = parameter_bytes(10, dtype, precision, optimizer)
+    rests = 10 * itemsize(rests_in(dtype, precision))
+    assert host_bytes(10, dtype, precision, optimizer, "") == 0.0
+    assert host_bytes(10, dtype, precision, optimizer, "optimizer") == whole.optimizer
+    assert parameter_bytes(10, dtype, precision, optimizer, offload="optimizer") == ParameterBytes(whole.weights, whole.gradients, 0.0, whole.master)
+    assert host_bytes(10, dtype, precision, optimizer, "parameters") == whole.optimizer + 2 * rests
+    assert parameter_bytes(10, dtype, precision, optimizer, offload="parameters") == ParameterBytes(whole.weights, whole.gradients)
+    assert host_bytes(10, "int64", precision, optimizer, "parameters") == 0.0
+
+
+def test_only_gradients_in_float16_are_scaled() -> None:
+    assert [scales_loss(precision) for precision in ("fp16", "bf16", "float16", "float32")] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("dtype", [*ITEMSIZES, "float8_e4m3fn"])

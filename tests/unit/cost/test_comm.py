@@ -112,6 +112,24 @@ def test_the_node_link_is_shared_by_the_devices_of_the_node() -> None:
 def test_one_device_costs_nothing(name: str, nbytes: float) -> None:
     axis = Cluster.parse(f"{name}:1").mesh((1,)).axes[0]
     assert [collective_s(kind, nbytes, axis) for kind in ALL] == [0.0] * len(ALL)
+    assert [link_shares(kind, nbytes, axis) for kind in COLLECTIVES] == [{}] * len(COLLECTIVES)
+
+
+@pytest.mark.parametrize("nbytes", [1e3, 1e6, 1e9])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_link_carries_in_its_share_of_the_time_what_a_ring_sends(size: int, nbytes: float) -> None:
+    """(N-1)/N of the bytes, at some protocol's efficiency."""
+    axis = axis_of("h100:8", size)
+    (span,) = axis.spans
+    (share,) = link_shares("all_gather", nbytes, axis).values()
+    carried = share * collective_s("all_gather", nbytes, axis) * span.bandwidth_bytes_s
+    efficiencies = {protocol.efficiency for protocol in span.level.protocols if protocol.algorithm == "ring"}
+    assert any(carried * efficiency == pytest.approx(nbytes * (size - 1) / size) for efficiency in efficiencies)
+
+
+def test_a_copy_reads_and_writes() -> None:
+    device = Cluster.parse("v100").device
+    assert copy_s(1e9, device) == pytest.approx(device.launch_s + 2e9 / (device.memory_bandwidth_bytes_s * device.achievable_bandwidth))
 
 
 def test_small_messages_do_not_reach_the_bandwidth() -> None:
@@ -153,6 +171,24 @@ def test_chunks_of_dim_0_need_no_copy_and_others_do() -> None:
     gather = collective_s("all_gather", 1e8, MESH.axes[1])
     assert step_s(free, 1e8, MESH) == gather
     assert step_s(copied, 1e8, MESH) == step_s(split, 1e8, MESH) == pytest.approx(gather + copy_s(1e8, MESH.device))
+
+
+@pytest.mark.parametrize("kind, axis, before, after, copied", [
+    ("all_gather", 1, "R,S1", "R,R", [800]), ("all_gather", 1, "S0,S1", "S0,R", [400]), ("reduce_scatter", 1, "S0,P", "S0,S1", [400]), ("reduce_scatter", 1, "R,P", "R,S0", []),
+    ("all_to_all", 1, "S0,S1", "S0,S2", [100, 100]), ("all_to_all", 1, "R,S0", "R,S1", [200]), ("all_to_all", 1, "R,S0/3", "R,S1", [200, 200]),
+    ("all_reduce", 1, "R,P", "R,R", []), ("slice", 1, "R,R", "R,S1", []), ("slice", 1, "R,R", "R,O1", []), ("broadcast", 1, "S1,O1", "S1,R", []), ("mask", 1, "R,R", "R,P", []),
+])
+def test_each_end_that_is_not_in_order_of_dim_0_takes_a_copy(kind: str, axis: int, before: str, after: str, copied: list[float]) -> None:
+    """Of what the rank has whole on the axis. One that takes or leaves all copies nothing."""
+    step = Step(kind, axis, parse(before), parse(after))
+    moved = collective_s(kind, 0.0 if after == "R,O1" else group_bytes(step, 8e8, MESH.sizes), MESH.axes[axis])
+    copies = (len(copied) * copy_s(1e6 * copied[0], MESH.device)) if copied else 0.0
+    assert step_s(step, 8e8, MESH) == pytest.approx(moved + copies)
+
+
+def test_steps_on_an_axis_of_one_device_cost_nothing() -> None:
+    mesh = Cluster.parse("h100:4").mesh((1, 4))
+    assert [step_s(step, 1e8, mesh) for step in (Step("all_gather", 0, parse("S1,R"), parse("R,R")), Step("slice", 0, parse("R,R"), parse("S1,R")))] == [0.0, 0.0]
 
 
 def test_steps_add_up() -> None:

@@ -66,9 +66,8 @@ def _backward(node: fx.Node, carries: dict[fx.Node, bool]) -> Size:
 
 
 def _matmul(node: fx.Node) -> Size:
-    left, right = edit.tensor_operands(node)[:2]
-    if len(facts.shape(right)) == 1 or len(facts.shape(left)) == 1:
-        return 2 * facts.numel(left if len(facts.shape(right)) == 1 else right)
+    """Each number of the result is a sum over the last dim of the first operand, of products with vectors too."""
+    left = edit.tensor_operands(node)[0]
     return 2 * facts.numel(node) * facts.shape(left)[-1]
 
 

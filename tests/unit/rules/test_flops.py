@@ -143,3 +143,32 @@ def test_powers_take_products_there_and_two_for_each_back(exponent):
     inverse = 2 * 3**3 * (exponent < 0)
     assert counts(torch.ops.aten.linalg_matrix_power.default, (matrix, exponent), {}) == (wanted + inverse, 2 * (wanted + inverse))
     assert exponent < 0 or back == 2 * wanted
+
+
+def weights(*sizes):
+    return [torch.ones(size, requires_grad=True) for size in sizes]
+
+
+@pytest.mark.parametrize("name, operands, wanted", [
+    ("dot", ((5,), (5,)), 2 * 5), ("vdot", ((5,), (5,)), 2 * 5), ("mv", ((3, 5), (5,)), 2 * 3 * 5), ("matmul", ((3, 5), (5,)), 2 * 3 * 5), ("matmul", ((5,), (5, 4)), 2 * 5 * 4),
+    ("matmul", ((2, 3, 5), (5,)), 2 * 2 * 3 * 5), ("matmul", ((5,), (2, 5, 4)), 2 * 2 * 5 * 4), ("linear", ((3, 5), (5,)), 2 * 3 * 5), ("addmv", ((3,), (3, 5), (5,)), 2 * 3 * 5),
+])
+def test_products_with_vectors_have_two_flops_for_each_pair_of_numbers(name, operands, wanted):
+    """Which torch's counter leaves out. Back, as many for each factor that has a gradient."""
+    target = getattr(torch.ops.aten, name).default
+    for trained in (0, 1, 2):
+        given = weights(*operands)
+        for factor in given[len(given) - 2:][trained:]:
+            factor.requires_grad_(False)
+        assert counts(target, given, {}) == (wanted, trained * wanted if any(x.requires_grad for x in given) else 0)
+
+
+@pytest.mark.parametrize("target, args, each", [
+    (torch.ops.aten.gelu.default, (), 8), (torch.ops.aten.softmax.int, (-1,), 5), (torch.ops.aten.sum.dim_IntList, ([1],), 1),  # the operand's numbers, not the result's
+    (torch.ops.aten.relu.default, (), 1), (torch.ops.aten.exp.default, (), 1), (torch.ops.aten.transpose.int, (0, 1), 0),
+], ids=str)
+def test_work_per_element_grows_with_elements_and_has_no_backward_without_gradients(target, args, each):
+    for size in (6, 12):
+        (trained,) = weights((size, 4))
+        assert counts(target, (trained, *args), {}) == (each * size * 4, each * size * 4)
+        assert counts(target, (trained.detach(), *args), {}) == (each * size * 4, 0)

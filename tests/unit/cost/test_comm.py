@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, MeshAxis, Span, presets
 from autopar.cluster.types import COLLECTIVES
-from autopar.cost.comm import affine, collective_s, copy_s, group_bytes, link_shares, sent_once, step_s, steps_s
+from autopar.cost.comm import (
+    Part,
+    affine,
+    collective_s,
+    copy_s,
+    group_bytes,
+    link_shares,
+    sent_once,
+    step_s,
+    steps_s,
+    ways,
+)
 from autopar.errors import ClusterError
 from autopar.layout import Step, parse, steps
 from autopar.routing import parts_of_token
@@ -125,6 +136,22 @@ def test_a_link_carries_in_its_share_of_the_time_what_a_ring_sends(size: int, nb
     carried = share * collective_s("all_gather", nbytes, axis) * span.bandwidth_bytes_s
     efficiencies = {protocol.efficiency for protocol in span.level.protocols if protocol.algorithm == "ring"}
     assert any(carried * efficiency == pytest.approx(nbytes * (size - 1) / size) for efficiency in efficiencies)
+
+
+@given(st.sampled_from(COLLECTIVES), sizes, st.floats(1.0, 5.0), st.sampled_from((0.0, 1e6, 1e9)), st.lists(st.booleans(), min_size=12, max_size=12))
+def test_a_price_is_that_of_the_fastest_of_all_ways(kind: str, nbytes: float, spill: float, spill_bytes: float, spilling: list[bool]) -> None:
+    """Whichever of the protocols of a level take `spill` times as long for each byte above some."""
+    axis = axis_of("h100:8", 8)
+    (span,) = axis.spans
+    protocols = tuple(dataclasses.replace(protocol, spill=spill, spill_bytes=spill_bytes) if slow else protocol
+                      for protocol, slow in zip(span.level.protocols, itertools.cycle(spilling)))
+    made = dataclasses.replace(axis, spans=(Span(dataclasses.replace(span.level, protocols=protocols), span.size),))
+
+    def seconds(part: Part) -> float:
+        protocol, above = part.protocol, max(0.0, nbytes - part.protocol.spill_bytes)
+        return protocol.start_s + part.hops * protocol.hop_s + part.slope_s * ((nbytes - above) + protocol.spill * above)
+
+    assert collective_s(kind, nbytes, made) == pytest.approx(min(seconds(part) for (part,) in ways(kind, made)))
 
 
 def test_a_copy_reads_and_writes() -> None:

@@ -31,7 +31,8 @@ from passes import facts
 class Case:
     """What is verified: the graph (all floats lifted to the dtype of the check), its plan and names, the weights by fqn,
     buffers and constants included, and the global batch by input name. `notes` says what the comparison leaves out; `mutate`
-    changes the emitted text: that is how tests plant errors."""
+    changes the emitted text: that is how tests plant errors. `later`: whether a second step and an evaluation are compared too
+    (verify.second_step), which takes two to three times as long."""
 
     gm: fx.GraphModule
     plan: Plan
@@ -41,6 +42,7 @@ class Case:
     batch: Mapping[str, Tensor]
     notes: tuple[str, ...] = ()
     mutate: Callable[[str], str] = str
+    later: bool = True
 
     @property
     def training(self) -> bool:
@@ -60,7 +62,7 @@ class Case:
     def reference(self, *, record: bool = False) -> Results:
         """What one device computes, in this process; the same for every plan of the same graph, weights and batch."""
         second = Second(second_batch(self.gm, self.batch), self.training and not self.names.unevaluated, self.names.changing)
-        return train_step(self.gm, {**self.weights, **self.constants}, self.batch, training=self.training, record=record, second=None if record else second)
+        return train_step(self.gm, {**self.weights, **self.constants}, self.batch, training=self.training, record=record, second=second if self.later and not record else None)
 
     @cached_property
     def edges(self) -> tuple[Program, Edges]:

@@ -45,7 +45,7 @@ def verify(case: Case, *, tolerance: float = 1e-9, reference: Results | None = N
     seen = {place: results[place * inner][1] for place in range(case.plan.places)}  # the first rank of each place
     first += [row for place in seen for row in _collectives(case, seen[place], place)]
     report = Report((*first, *later), case.plan.mesh, collectives=sum(map(len, seen.values())),
-                    notes=case.notes if "second output" in wanted else (*case.notes, NOT_FINITE))
+                    notes=case.notes if "second output" in wanted or not case.later else (*case.notes, NOT_FINITE))
     if wrong := [row for row in first if not row.ok]:
         return report if case.plan.pipelined else replace(report, first=_first(case, tolerance, ranks, wrong))
     return report if report.ok else replace(report, first=second_wrong(key for key, row in rows.items() if not row.ok))

@@ -3,12 +3,15 @@ step, and every collective against its price. The full matrix is marked slow."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.errors import RunError
 from autopar.recipes import RECIPES
-from autopar.verify import Report
+from autopar.verify import Report, verify
 from tests.helpers.matrix import MESHES, Entry, entries
+from tests.helpers.ranks import living
 from tests.helpers.tiny import TINY
 from tests.helpers.verify import Sizes, kinds, planned, subject
 
@@ -53,6 +56,15 @@ def test_the_fast_matrix_covers_everything() -> None:
     assert {name for name, *_ in FAST} == set(TINY)
     assert {how for *_, how in FAST} >= set(RECIPES)
     assert {sizes for _, sizes, _ in FAST} >= {(2,), *MESHES}
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_a_case_says_whether_what_follows_the_first_step_is_compared(later: bool) -> None:
+    who = subject("mlp")
+    case = replace(who.case(planned(who, (2,), "ddp")), later=later)
+    report = verify(case, ranks=living(2))
+    assert report.ok and not any("first step alone" in note for note in report.notes)
+    assert any(row.when for row in report.rows) == later
 
 
 OTHER_SIZES = [  # batch and sequence that were not planned for; 11 over 4 ranks is uneven, 3 over 4 leaves one rank empty

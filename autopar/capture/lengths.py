@@ -72,59 +72,52 @@ class Rows:
         self.whole = whole
 
 
-class _Lists(type):
-    """Lists are those of Python."""
+class _Also(type):
+    """What stands for a class `OWN` of Python: its instances are those of that class, and of `BESIDE`."""
+
+    OWN: type
+    BESIDE: type
 
     def __instancecheck__(cls, item: object) -> bool:
-        return isinstance(item, (builtins.list, Rows))
+        return isinstance(item, (cls.OWN, cls.BESIDE))
 
     def __subclasscheck__(cls, kind: type) -> bool:
-        return issubclass(kind, builtins.list)
+        return issubclass(kind, cls.OWN)
 
 
-class _List(list, metaclass=_Lists):
+class _List(list, metaclass=_Also):
     """`list`, but for tensors of symbolic lengths."""
+
+    OWN, BESIDE = builtins.list, Rows
 
     def __new__(cls, items: Any = ()) -> Any:
         symbolic = isinstance(items, Tensor) and items.ndim > 1 and isinstance(items.shape[0], torch.SymInt)
         return Rows(items) if symbolic else builtins.list(items)
 
 
-class _Ints(type):
-    """Ints are those of Python, and sizes."""
-
-    def __instancecheck__(cls, item: object) -> bool:
-        return isinstance(item, (builtins.int, torch.SymInt))
-
-    def __subclasscheck__(cls, kind: type) -> bool:
-        return issubclass(kind, builtins.int)
+def _of_sizes(arguments: tuple[Any, ...]) -> bool:
+    """Whether a number is asked of a size, or of what is computed of sizes."""
+    return len(arguments) == 1 and isinstance(arguments[0], (torch.SymInt, torch.SymFloat))
 
 
-class _Int(int, metaclass=_Ints):
+class _Int(int, metaclass=_Also):
     """`int`, but for sizes, which stay symbolic, and for what is computed of them, which is rounded towards zero as symbolically."""
 
+    OWN, BESIDE = builtins.int, torch.SymInt
+
     def __new__(cls, *number: Any, **settings: Any) -> Any:
-        if len(number) != 1 or not isinstance(number[0], (torch.SymInt, torch.SymFloat)):
+        if not _of_sizes(number):
             return builtins.int(*number, **settings)
         return math.floor(*number) if number[0] >= 0 else math.ceil(*number)  # torch.sym_int rounds by a function that emitted sizes do not have
 
 
-class _Floats(type):
-    """Floats are those of Python, and what is computed of sizes."""
-
-    def __instancecheck__(cls, item: object) -> bool:
-        return isinstance(item, (builtins.float, torch.SymFloat))
-
-    def __subclasscheck__(cls, kind: type) -> bool:
-        return issubclass(kind, builtins.float)
-
-
-class _Float(float, metaclass=_Floats):
+class _Float(float, metaclass=_Also):
     """`float`, but for sizes, which stay symbolic."""
 
+    OWN, BESIDE = builtins.float, torch.SymFloat
+
     def __new__(cls, *number: Any) -> Any:
-        symbolic = len(number) == 1 and isinstance(number[0], (torch.SymInt, torch.SymFloat))
-        return torch.sym_float(*number) if symbolic else builtins.float(*number)
+        return torch.sym_float(*number) if _of_sizes(number) else builtins.float(*number)
 
 
 NUMBERS: dict[str, Any] = {"int": _Int, "float": _Float}

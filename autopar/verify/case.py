@@ -53,7 +53,7 @@ class Case:
     def light(self) -> Light:
         """What a rank needs of it: no graph."""
         fetches = any(r.fetches(self.plan.mesh) for r in self.edges[1].reshards)
-        return Light(self.plan, self.weights, self.constants, self.batch, fetches, second_batch(self.gm, self.batch))
+        return Light(self.plan, self.weights, self.constants, self.batch, fetches, self.second)
 
     def source(self, *, probes: bool = False) -> str:
         """The emitted text."""
@@ -61,8 +61,13 @@ class Case:
 
     def reference(self, *, record: bool = False) -> Results:
         """What one device computes, in this process; the same for every plan of the same graph, weights and batch."""
-        second = Second(second_batch(self.gm, self.batch), self.training and not self.names.unevaluated, self.names.changing)
+        second = Second(self.second, self.training and not self.names.unevaluated, self.names.changing)
         return train_step(self.gm, {**self.weights, **self.constants}, self.batch, training=self.training, record=record, second=second if self.later and not record else None)
+
+    @cached_property
+    def second(self) -> dict[str, Tensor]:
+        """The batch of a second step."""
+        return second_batch(self.gm, self.batch)
 
     @cached_property
     def edges(self) -> tuple[Program, Edges]:

@@ -43,7 +43,7 @@ class Rerun:
 
 
 Reruns = Mapping[str, Rerun]
-"""The Way of each run of blocks, by scope."""
+"""The Rerun of each run of blocks, by scope."""
 
 
 def filled(planner: Planner, found: Candidate, below_s: float = math.inf) -> Candidate:
@@ -91,7 +91,7 @@ def _whole(planner: Planner, level: Model, choice: tuple[int, ...]) -> Candidate
 
 @dataclass(eq=False)
 class _Filling:
-    """The search for the fastest Ways to run the blocks of a Candidate again; its choices of layouts stay."""
+    """The search for the fastest Reruns of the blocks of a Candidate; its choices of layouts stay."""
 
     planner: Planner
     found: Candidate
@@ -114,11 +114,11 @@ class _Filling:
 
     @property
     def all(self) -> Reruns:
-        """The Candidate's own Ways, with all blocks run again."""
+        """The Candidate's own Reruns, with all blocks run again."""
         return {scope: Rerun(tuple(kept), self._blocks(scope)) for scope, kept in self.found.remat.items()}
 
     def fastest(self) -> Reruns:
-        """The fastest Ways that fit, found greedily: run after run, each of which takes what room the runs before it leave.
+        """The fastest Reruns that fit, found greedily: run after run, each of which takes what room the runs before it leave.
 
         For each corner of what a run may keep, the Problem's count gives the fewest blocks; corners are walked in order of the step time
         that this gives, while they promise to beat the best that fits. Where nothing fits and is faster it is `all`, which may not fit.

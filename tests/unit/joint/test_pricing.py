@@ -93,7 +93,8 @@ def test_zero_bubble_schedules_get_stages_that_can_be_taken_apart(cluster: str, 
     assert wins
     if cluster == "l4:2x4":
         assert max(wins) > 1.15
-        assert pricing.exact(pricing.glance(shape, math.inf)).chosen.separable  # type: ignore[union-attr]
+        exact = pricing.exact(pricing.glance(shape, math.inf))
+        assert exact is not None and exact.chosen.separable
 
 
 def test_a_glance_at_what_can_be_taken_apart_begins_at_the_choices_of_all() -> None:

@@ -104,7 +104,7 @@ class _Level:
                 self.run_partly_again(alone_s)
 
     def run_partly_again(self, alone_s: float) -> None:
-        """Search the best meshes for plans that run only as many blocks again as memory requires, with choices made for that (partly.by_bytes).
+        """Search the best meshes for plans that run only as many blocks again as memory requires, with choices made for that (partial_remat.by_bytes).
 
         Takes no more than half of the whole time limit, unless no plan that fits is known yet. If then no mesh has a glance either, it goes
         through all of them.

@@ -1,7 +1,7 @@
 """Gathers that begin before their use (runtime.prefetch): what of the blocks to come is there beside what a block gathers itself.
 
     the block          all that it gathers, and what the last collective of each gather over several axes took
-    those behind it    as far as early.ends has begun them: what the last collective that has begun took, and what it brings
+    those behind it    as far as prefetching.ends has begun them: what the last collective that has begun took, and what it brings
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The walk through a space of shapes: local search from one start per number of places, as long as time and bounds allow.
 
     visit(shape)   glance: solve the Problem of a place quickly, cut the model into stages, time them under every timetable of the space
-    walk           visit the starts, and the same with fewer microbatches (all shapes, where there are few); then, again and again, the
-                   neighbours of the best shape whose neighbours were not visited yet
+    walk           visit the starts, and the same with fewer microbatches (all shapes, where there are few); behind each start, and again and again
+                   when all were visited, the neighbours of the best shape whose neighbours were not visited yet. More places are not begun with
+                   behind two starts in a row that were slower each
     polish         solve the best shape to the end and walk its memory; then shapes close to it that may be faster. Where that makes another
                    shape the best, go on with that
     hone           improve the result by descent on the price of the whole step (joint.pipeline_honing)
@@ -148,12 +149,31 @@ class Explorer:
 
     def _walk(self, shapes: list[Shape]) -> None:
         begin = shapes if len(shapes) <= FEW and not self.wider else self._starts(shapes)
+        slower, before_s = 0, math.inf
         for shape in sorted(begin, key=self.floors.__getitem__):
             self._slide(shape, shapes)
-        while (at := self._promising()) is not None:
+            if self.fit:  # neighbours of what is best are not to wait for starts that come out slower
+                self._expand(shapes)
+            here_s = self._least_of(shape)
+            slower = slower + 1 if self.least_s * HONED < here_s > before_s else 0
+            if slower == SLOWER and begin is not shapes:
+                break
+            before_s = here_s
+        while self._expand(shapes):
+            pass
+
+    def _least_of(self, shape: Shape) -> float:
+        """The least seconds that were reached with the places and mesh of `shape`, with any number of microbatches: proven ones where nothing as fast as was asked for is there; infinite where nothing fits."""
+        return min((self._reached_s(other) for other in self.found if other.key == shape.key), default=math.inf)
+
+    def _expand(self, shapes: list[Shape]) -> bool:
+        """Visit the neighbours of the most promising shape; False where there is none, or no time."""
+        at = self._promising()
+        if at is not None:
             self.expanded.add(at)
             for shape in neighbours(at, shapes):
                 self.visit(shape, NEARER)
+        return at is not None
 
     def _polish(self, found: Found) -> None:
         """Solve a shape to the end and lay it out as it runs. Where that is slower than the glance promised, shapes that were beaten by that promise
@@ -227,3 +247,4 @@ class Explorer:
 NEAR, NEARER = 1.2, 1.05  # neighbours of starts that are this close to the best are visited; of neighbours, and of many shapes, only of the nearer
 MANY = 100
 FEW = 32  # so many shapes are all visited
+SLOWER = 2  # starts in a row, each slower than the one before and far from the best, behind which more places are not begun with

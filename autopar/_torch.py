@@ -64,6 +64,11 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def graph_is_kept() -> bool:
+    """Whether the backward pass now running leaves the graph for another one (`retain_graph`); to be asked in a hook of it. torch's own compiler asks the same; there is no public name for it."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def gradient_hooks(tensor: Tensor) -> tuple[list[Callable[[Tensor], Tensor | None]], list[Callable[[Tensor], None]]]:
     """What `register_hook` and `register_post_accumulate_grad_hook` left with a tensor; autograd calls it for its own leaves only, and torch has no public name for it."""
     after: Mapping[int, Callable[[Tensor], None]] = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
@@ -200,12 +205,8 @@ def unvalidated_distributions() -> Iterator[None]:
     """Inside, torch.distributions take values as they are. There is a public way to say so, and none to ask what was said before."""
     from torch.distributions import Distribution
 
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
+    with mock.patch.object(Distribution, "_validate_args", False):
         yield
-    finally:
-        Distribution.set_default_validate_args(before)
 
 
 def fake_mode() -> AbstractContextManager[object]:

@@ -13,6 +13,7 @@ A compiled block runs again as its compiler sees fit: marks count where operator
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
-from autopar._torch import pytree
+from autopar._torch import graph_is_kept, pytree
 from autopar.errors import RunError
 from autopar.runtime import regather, rng
 from autopar.runtime.module import Block
@@ -45,8 +46,26 @@ def remat(block: Block, *args: Any, **kwargs: Any) -> Any:
     call = _Call(block)
     anchor, results = checkpoint(call.run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=call.contexts, early_stop=False, **kwargs)
     own = [out for out in pytree.tree_leaves(results) if isinstance(out, Tensor) and out.requires_grad and all(out is not arg for arg in args)]
-    register_multi_grad_hook(own, lambda _: anchor.grad_fn.saved_tensors, mode="any")
+    register_multi_grad_hook(own, _beginning(anchor), mode="any")
     return results
+
+
+def _beginning(anchor: Tensor) -> Callable[[Tensor], None]:
+    """The hook that begins the second run. It lives as long as the graph's nodes; the anchor, through which torch's checkpoint would hold the inputs of the block, goes once it has begun: they
+    then go with the last of the block's saved tensors. A backward that keeps its graph may come again, and needs the anchor.
+
+    A function, since torch copies the attributes of an object into another one (functools.wraps).
+    """
+    held: list[Any] = [anchor]  # the node of its graph by itself would let go of the saved tensor
+
+    def begin(_: Tensor) -> None:
+        if not held:
+            return  # the graph is gone, as autograd says next
+        _ = held[0].grad_fn.saved_tensors
+        if not graph_is_kept():
+            held.clear()
+
+    return begin
 
 
 class _Anchor(torch.autograd.Function):

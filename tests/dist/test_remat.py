@@ -227,3 +227,23 @@ def test_dropout_draws_the_same_masks_again(how: str) -> None:
         for a, b in zip(wanted, run(level), strict=True):
             assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     assert not all(torch.equal(a[name], b[name]) for a, b in zip(wanted, run("full", broken=True), strict=True) for name in a)
+
+
+def _backward_twice(plan: Plan, source: str, weights: dict[str, Tensor], batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Gradients of a backward that keeps its graph, and with those of another one; a third one is refused, as ever."""
+    module, found = Bundle(plan, source).build(weights), []
+    loss = module(*module.shard_batch(**batch))
+    for kept in (True, False):
+        loss.backward(retain_graph=kept)
+        found.append({name: p.grad.to_local().clone() for name, p in module.named_parameters() if p.grad is not None})
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+    return found
+
+
+@pytest.mark.parametrize("level", ["full", "selective"])
+def test_a_graph_that_is_kept_is_gone_back_over_again(level: str) -> None:
+    who = _noisy()
+    plan = rematerialised(who, planned(who, (1,), "single"), level)
+    (once, twice), = on_ranks(1, _backward_twice, plan, emit(who.captured.gm, plan, Names.of(who.captured)), dict(who.weights), who.batch())
+    assert once and all(torch.equal(2 * gradient, twice[name]) for name, gradient in once.items())

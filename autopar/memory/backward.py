@@ -12,7 +12,7 @@ from autopar.layout import BUCKET_BYTES, moving
 from autopar.memory.ahead import Unit, begin_ahead, gather_into
 from autopar.memory.buckets import Buckets, Whole
 from autopar.memory.forward import Blocks, Forward, Step, Value
-from autopar.memory.moves import fresh, halfway, workspace
+from autopar.memory.moves import done, fresh, halfway, workspace
 from autopar.memory.operators import backward_bytes, hands_on, in_place, made_whole
 from autopar.memory.shares import named
 from autopar.memory.storages import Storage
@@ -205,7 +205,8 @@ class Backward:
         assert reshard is not None and moved.slot is not None, "steps without an operator are changes of layout"
         if not source.grad_bytes:
             return
-        back = reshard.backward(self.shares.plan.mesh)
+        sizes = self.shares.plan.mesh
+        back = done(reshard.backward(sizes), sizes)
         self.book.step(f"gradient of {named(self.forward.program.ops[source.ref[0]])} resharded")
         self.book.use(moved.slot)
         if reshard.weight:
@@ -215,7 +216,7 @@ class Backward:
             return
         grad = self._own("reshards", source)
         node, value = self.forward.program.ops[source.ref[0]], partial(self.shares.value, source.ref)
-        moved_by, sizes = moving(back, self.shares.plan.mesh), self.shares.plan.mesh
+        moved_by = moving(back, sizes)
         if reshard.weight and reshard.fetches(sizes) and moved_by and self.scattering:
             self.book.new("temporaries", node.name, node.where, workspace(moved_by[:1], value, staged=self.shares.on_cpu))
             ways = halfway(moved_by, value)

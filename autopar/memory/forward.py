@@ -15,7 +15,7 @@ from autopar.layout import moving
 from autopar.memory.ahead import Unit, begin_ahead, gather_into
 from autopar.memory.at_rest import cast_bytes
 from autopar.memory.local import Local
-from autopar.memory.moves import fresh, halfway, workspace
+from autopar.memory.moves import done, fresh, halfway, workspace
 from autopar.memory.operators import copies, forward_bytes
 from autopar.memory.shares import Shares, named
 from autopar.memory.storages import Book, Storage
@@ -181,7 +181,7 @@ class Forward:
         return self.moved[key]
 
     def _moved(self, source: Value, reshard: Reshard, dst: LayoutPair, steps: list[Step] | list[Step | Blocks]) -> Value:
-        ref, forward = source.ref, reshard.forward(self.sizes)
+        ref, forward = source.ref, done(reshard.forward(self.sizes), self.sizes)
         self.book.step(f"reshard of {named(self.program.ops[ref[0]])}")
         self.book.use(source.storage)
         storage = source.storage

@@ -7,6 +7,11 @@ from collections.abc import Callable, Sequence
 from autopar.layout import Step, dim_of, is_placed, sections_of
 
 
+def done(steps: Sequence[Step], sizes: Sequence[int]) -> tuple[Step, ...]:
+    """The steps on axes of several ranks: on an axis of one there is nothing to do, and what comes out is what came in (runtime.moves.Chain)."""
+    return tuple(step for step in steps if sizes[step.axis] > 1)
+
+
 def fresh(steps: Sequence[Step]) -> bool:
     """Whether the result has memory of its own."""
     return any(not is_placed(step.after[step.axis]) for step in steps)

@@ -53,6 +53,16 @@ def test_the_peak_of_a_step_is_counted(name: str, recipe: str) -> None:
     assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.1)
 
 
+@pytest.mark.slow
+def test_on_an_axis_of_one_device_layouts_are_views() -> None:
+    """That of queries, keys and values as a part of a sum is changed back behind the views of each: they look at one tensor all the while, which is kept whole."""
+    who = subject("hf-neox")
+    made = planned(who, (1,), "single")
+    assert any("P" in use for node in made.nodes.values() for use in node.ins)
+    (place, counted), = compared(who, made)
+    assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.01)
+
+
 @pytest.mark.parametrize(("recipe", "batch"), [("single", 4), ("ddp", 4), ("megatron", 4), ("single", 256), ("zero1", 256), ("zero3", 256)])
 def test_gradients_in_mixed_precision_are_there_in_both_dtypes(recipe: str, batch: int) -> None:
     """Of a table that is used twice, too, larger than all else: where few samples leave nothing beside it, and where many do."""

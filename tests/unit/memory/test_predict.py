@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import cache
 
@@ -21,7 +22,7 @@ from autopar.recipes import RECIPES
 from autopar.report.explain import choice_of
 from autopar.request import Request
 from tests.helpers.remat import rematerialised
-from tests.helpers.verify import by_recipe, by_stages, subject
+from tests.helpers.verify import by_recipe, by_stages, planned, subject
 from tests.unit.decisions.test_memory import activations, at_rest
 
 CASES = [("gpt", "ddp"), ("gpt", "zero3"), ("gpt", "megatron"), ("hf-gpt2", "tp_sp"), ("mlp", "zero3"), ("hf-t5", "ddp")]
@@ -82,6 +83,16 @@ def test_what_rests_and_what_is_kept_is_what_the_search_counts(case: tuple[str, 
 def test_a_saved_plan_says_the_same(case: tuple[str, str]) -> None:
     again = Plan.from_json(made(*case).to_json())
     assert predict(program(case[0]), again) == predicted(case)
+
+
+@settings(max_examples=20)
+@given(st.randoms(use_true_random=False))
+def test_on_an_axis_of_one_device_it_does_not_matter_how_values_lie(draw: random.Random) -> None:
+    """Changes of layout give there what they are given."""
+    plan = planned(subject("gpt"), (1,), "single")
+    names = [op.name for op in program("gpt").ops.values() if op.role == "op"]
+    drawn = {name: replace(plan.nodes[name], outs=tuple("P|S0" if pair == "R|R" else pair for pair in plan.nodes[name].outs)) for name in names if draw.random() < 0.3}
+    assert predict(program("gpt"), replace(plan, nodes={**plan.nodes, **drawn})).peak_bytes == predict(program("gpt"), plan).peak_bytes
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2), ("zbv_zero_bubble", 2)])

@@ -87,26 +87,27 @@ class Backward:
 
     def _blocks(self, blocks: Blocks) -> None:
         """The last block first; of those before it only the first, which has every gradient beside its own."""
-        before, gathered = self.waiting_bytes, self._pass(blocks, {})
+        before, (first, last) = self.waiting_bytes, blocks.again
+        gathered = self._pass(blocks, {}, again=last)
         self.waiting_bytes += max(0, blocks.count - 2) * (self.waiting_bytes - before)
         for storage in blocks.others:
             self.book.use(storage)
         if blocks.count > 1:
             self.units += [self.units[-1].alike] * (blocks.count - 2) if gathered else []
             self._between(blocks)
-            self._pass(blocks, blocks.twins)
+            self._pass(blocks, blocks.twins, again=first)
         for port, feed in zip(blocks.ports, blocks.feeds, strict=True):
             if port.slot is not None and feed.grad_bytes:
                 self._arrived(feed, port.slot)
             port.slot = None
 
-    def _pass(self, blocks: Blocks, twins: Mapping[Storage, Storage | None]) -> bool:
-        """One block; whether it gathers weights."""
+    def _pass(self, blocks: Blocks, twins: Mapping[Storage, Storage | None], *, again: bool) -> bool:
+        """One block, which is run `again`; whether it gathers weights."""
         self.again.clear()
         self.sending.clear()
         self.block, self.grown = Unit(more=self.grown), 0.0
-        stored = [twins.get(storage, storage) for storage in blocks.stored]
-        if blocks.again:
+        stored = [twins.get(storage, storage) for storage in blocks.stored] if again else []
+        if again:
             twins = {**twins, **self._run_again(blocks)}
         for step in reversed(blocks.steps):
             self._step(step, twins)
@@ -185,7 +186,7 @@ class Backward:
         assert step.local is not None, "operators have their bytes with them"
         self.book.step(f"backward of {op.name}")
         for storage in step.kept:
-            self.book.use(self._gathered_again(storage) if storage.regathered else twins.get(storage, storage))
+            self.book.use(self._gathered_again(storage) if storage.regathered and storage not in twins else twins.get(storage, storage))
         slots = [value.slot for value in step.outs if value.slot is not None]
         for slot in slots:
             self.book.use(slot)

@@ -6,7 +6,7 @@ autograd keeps lives on. The blocks of a run are walked once, as the last of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -58,7 +58,7 @@ class Step:
 class Blocks:
     """A run of `count` blocks as it was walked: the steps of one, what goes in and round, and what stands for the other blocks: `twins`
     of the first one by what the last one keeps, and the rest of them together. Where blocks are run again in the backward, `stored` is
-    what they keep for it, and `made` what they make again."""
+    what they keep for it, and `made` what they make again; `again`: whether the first one is, and the last."""
 
     run: Run
     count: int
@@ -68,7 +68,7 @@ class Blocks:
     carried: list[Value]
     twins: dict[Storage, Storage | None]
     others: list[Storage]
-    again: bool = False
+    again: tuple[bool, bool] = (False, False)
     stored: dict[Storage, None] = field(default_factory=dict)
     made: list[Storage] = field(default_factory=list)
 
@@ -299,44 +299,50 @@ class Forward:
         carried_out = [self.values[ref] for ref in run.carried]
         self.frame += [v.storage for v in carried_out]
         blocks = Blocks(run, count, steps, feeds, ports, carried_out, {}, [])
-        if again and again == count:
-            self._run_again(blocks)
-        self._other_blocks(blocks, began, 0 if blocks.again else again)
+        if again:
+            blocks.again = True, again == count
+            blocks.stored, blocks.made = self._stored(blocks)
+        self._other_blocks(blocks, began, again)
         self.steps.append(blocks)
 
     def _other_blocks(self, blocks: Blocks, began: int, again: int) -> None:
-        """Stand-ins for what all blocks but the walked one keep. What goes round is one tensor for two blocks: kept by the one that
-        makes it, it is not counted again by the one that gets it.
-
-        `again` of the others, the first ones, are run again while the walked one is not: the fullest moment is before the backward
-        comes to them. The block before the walked one counts as one that is not.
-        """
+        """Stand-ins for what all blocks but the walked one keep, the first `again` of all of which are run again. What goes round is one tensor for two blocks: kept by the one that
+        makes it, it is not counted again by the one that gets it."""
         if blocks.count < 2:
             return
-        if again:
-            stored = self._stored(blocks)[0]
-            blocks.others += [self.book.like(storage, began, min(again, blocks.count - 2)) for storage in stored]
-        kept = blocks.stored if blocks.again else {s: None for step in blocks.steps for s in step.kept if not s.regathered}
+        mixed = 0 < again < blocks.count
+        kept = blocks.stored if again == blocks.count else {s: None for step in blocks.steps for s in step.kept if not s.regathered}
+        if mixed:
+            self._first_again(blocks, began, again, kept)
         makers = {port.storage: (feed.storage, out.storage)
                   for port, feed, out in zip(blocks.ports, blocks.feeds, blocks.carried, strict=False)}
+        between = blocks.count - 1 - again if mixed else blocks.count - 2
         for storage in kept:
             if storage in makers:
                 feed, out = makers[storage]
-                blocks.twins[storage] = feed
+                if not mixed:
+                    blocks.twins[storage] = feed
                 if out in kept:
                     storage.nbytes = 0.0
                     continue
             elif storage.born <= began:
                 continue  # the same for all blocks
-            else:
+            elif not mixed:
                 blocks.twins[storage] = self.book.like(storage, began)
-            if blocks.count - 2 > again:
-                blocks.others.append(self.book.like(storage, began, blocks.count - 2 - again))
+            if between > 0:
+                blocks.others.append(self.book.like(storage, began, between))
 
-    def _run_again(self, blocks: Blocks) -> None:
-        """What blocks that are run again keep, and what they make again."""
-        blocks.again = True
-        blocks.stored, blocks.made = self._stored(blocks)
+    def _first_again(self, blocks: Blocks, began: int, again: int, kept: Collection[Storage]) -> None:
+        """What the first `again` blocks keep, where the walked one, which is not run again, keeps `kept`."""
+        feeds = {port.storage: feed.storage for port, feed in zip(blocks.ports, blocks.feeds, strict=True)}
+        blocks.twins.update({storage: None for storage in kept if storage.born > began})
+        for storage in blocks.stored:
+            if again > 1 and (storage in feeds or storage.born > began):
+                blocks.others.append(self.book.like(storage, began, again - 1))
+            if storage in feeds:
+                blocks.twins[storage] = feeds[storage]
+            elif storage.born > began:
+                blocks.twins[storage] = self.book.like(storage, began)
 
     def _stored(self, blocks: Blocks) -> tuple[dict[Storage, None], list[Storage]]:
         """What a block that is run again keeps (what it is given, and the results that the plan says), and what it makes again."""

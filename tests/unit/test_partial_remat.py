@@ -23,7 +23,7 @@ from autopar.search import ilp
 from autopar.simulate.stages import Stages
 from tests.helpers.planned import graph
 
-HINTS, LAYERS, SCOPE = {"b": 2048}, 6, "layers_0"
+HINTS, LAYERS, SCOPE = {"b": 8192}, 6, "layers_0"  # blocks keep more than all gradients take, which are there when the first block runs again
 
 
 @cache
@@ -96,6 +96,16 @@ def test_a_plan_that_runs_some_blocks_again_takes_what_is_said() -> None:
     assert [b - a for a, b in itertools.pairwise(lengths)] == pytest.approx([(lengths[-1] - lengths[0]) / LAYERS] * LAYERS)
     assert made.predicted.step_s - between("zero3")[0].cost.time_s == pytest.approx(lengths[count] - lengths[0], rel=0.02)
     assert all(row.step_s is None or row.step_s >= made.predicted.step_s * (1 - 1e-9) for row in made.alternatives)
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero3", "megatron"])
+@pytest.mark.parametrize("level", ["full", "selective"])
+def test_each_block_that_is_run_again_keeps_as_much_less_as_the_next(recipe: str, level: str) -> None:
+    """From none of six to all, as walked: also where the last one is the only one that is not."""
+    made = plan(graph(LAYERS), HINTS, Request(Cluster.parse("cpu:1x4"), recipe=recipe, remat=level), model="stack", graph_hash="0" * 64)
+    kept = [predict(planner_of().program, replace(made, stages=(replace(made.stages[0], again={SCOPE: n}),))).fullest.kept_bytes[0] for n in range(LAYERS + 1)]
+    freed = [a - b for a, b in itertools.pairwise(kept)]
+    assert freed == pytest.approx([freed[0]] * LAYERS) and freed[0] > 0
 
 
 def test_all_blocks_are_run_again_where_that_was_asked_for() -> None:

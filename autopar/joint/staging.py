@@ -23,11 +23,13 @@ from autopar.pipeline.assemble import pipelined
 from autopar.pipeline.balance import balance
 from autopar.pipeline.cut_search import Shifting
 from autopar.pipeline.filling import Cuts
+from autopar.pipeline.in_flight import place_bytes
 from autopar.pipeline.once_per_step import begun_s
 from autopar.pipeline.orders import StageTime
+from autopar.pipeline.rerun_counts import fitted
 from autopar.pipeline.shared_weights import Shared, shared_weights
 from autopar.pipeline.stage_views import View, views
-from autopar.pipeline.stretches import Cost, Pieces, memory_bytes, stage_time
+from autopar.pipeline.stretches import Cost, Pieces, stage_time
 from autopar.pipeline.units import Unit
 from autopar.plan import Plan, Stage
 from autopar.planner import bare_plan
@@ -148,8 +150,9 @@ def _cut(here: _Laying, sends_s: Sequence[float], *, by_place: bool = False) -> 
 
     def cut(limit_bytes: float) -> _Cut:
         limits = [limit_bytes if own == largest else own - (largest - limit_bytes) for own in ground.limits]
-        return _made(here, pieces, balance(pieces, table.flying, [limits[place] for place in table.at], sends_s, context.barred, table.at,
-                                           needed=context.filled(pieces[0].costs), by_place=by_place))
+        cuts = balance(pieces, table.flying, [limits[place] for place in table.at], sends_s, context.barred, table.at,
+                       needed=context.filled(pieces[0].costs), by_place=by_place)
+        return _made(here, pieces, fitted(pieces, cuts, table.at, table.in_flight, limits))
 
     def peak_bytes(made: _Cut) -> float:
         """The peak, as if all places had as much as the largest."""
@@ -270,8 +273,7 @@ def _held(parts: Sequence[Sequence[Cost]], table: Timetable) -> list[float]:
         have, count = sum(c.rest_bytes > 0 for part in parts for c in part), sum(map(len, parts))
         raise InfeasibleError(f"place {rest.index(0)} of {table.places} would hold no parameter: {have} of the {count} pieces that stages are made of (blocks, and "
                               "operators outside of blocks) have any; use fewer places, or a recipe without a pipeline")
-    stages = [*zip(parts, table.flying, strict=True)]
-    return [memory_bytes(*(stage for stage, at in zip(stages, table.at, strict=True) if at == place)) for place in range(table.places)]
+    return [place_bytes([part for part, at in zip(parts, table.at, strict=True) if at == place], flying) for place, flying in enumerate(table.in_flight)]
 
 
 def _times(here: _Laying, plan: Plan, parts: Sequence[Sequence[Cost]], seen: Sequence[View]) -> list[StageTime]:

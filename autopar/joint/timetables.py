@@ -13,8 +13,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from autopar.pipeline import shared_cores
+from autopar.pipeline.in_flight import InFlight
 from autopar.pipeline.makespan import Flow
-from autopar.pipeline.orders import Flying, StageTime, in_flight, orders
+from autopar.pipeline.orders import Action, Flying, StageTime, in_flight, orders
 from autopar.pipeline.schedules import SCHEDULES, Schedule
 
 
@@ -92,8 +93,18 @@ class Timetable:
 
     @cached_property
     def flying(self) -> list[Flying]:
-        """For each stage, the microbatches in flight at the moment at which its place keeps most activations."""
-        return in_flight(orders(self.kind.schedule, self.places, self.stages, self.short[-1]), self.stages)
+        """For each stage, the microbatches in flight at the moment at which its place keeps most activations, where all its stages keep alike."""
+        return in_flight(self._orders, self.stages)
+
+    @cached_property
+    def in_flight(self) -> list[InFlight]:
+        """For each place, the microbatches in flight at every moment at which it may be fullest."""
+        return [InFlight.of(line, [stage for stage, other in enumerate(self.at) if other == place]) for place, line in enumerate(self._orders)]
+
+    @property
+    def _orders(self) -> Sequence[Sequence[Action]]:
+        """The actions of each place, of as many microbatches as fill the pipeline."""
+        return orders(self.kind.schedule, self.places, self.stages, self.short[-1])
 
     def ends_s(self, times: Sequence[StageTime], *, whole: bool = False, alone: float = 1.0) -> list[float]:
         """Seconds until each place is done with a step, for the times of each stage. `whole`: simulate all microbatches instead of extrapolating from

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -129,20 +129,25 @@ _MORE = {"F": Flying(1), "I": Flying(0, 1), "W": Flying(-1, -1), "B": Flying(-1)
 """The change of Flying by an action of each kind; a `B` whose microbatch has a `W` later counts as an `I`."""
 
 
+def changed(line: Sequence[Action]) -> Iterator[tuple[int, Flying]]:
+    """For each action of a place, its stage, and the change of the microbatches in flight there."""
+    split = {(a.stage, a.microbatch) for a in line if a.kind == "W"}
+    for action in line:
+        yield action.stage, _MORE["I" if action.kind == "B" and (action.stage, action.microbatch) in split else action.kind]
+
+
 def in_flight(lines: Sequence[Sequence[Action]], stages: int) -> list[Flying]:
-    """For each stage, the microbatches in flight at the moment at which its place keeps most. Activations of a microbatch count twice as much as the gradients
-    that it keeps between the parts of a split backward."""
+    """For each stage, the microbatches in flight at the moment at which its place keeps most, where all stages keep alike. Activations of a microbatch count twice as much as
+    the gradients that it keeps between the parts of a split backward."""
     found = [Flying(0)] * stages
     for line in lines:
-        split = {(a.stage, a.microbatch) for a in line if a.kind == "W"}
         now, size, largest = dict[int, Flying](), 0, 0
-        for action in line:
-            more = _MORE["I" if action.kind == "B" and (action.stage, action.microbatch) in split else action.kind]
-            kept, halfway = now.get(action.stage, Flying(0))
-            now[action.stage] = Flying(kept + more.kept, halfway + more.halfway)
+        for stage, more in changed(line):
+            kept, halfway = now.get(stage, Flying(0))
+            now[stage] = Flying(kept + more.kept, halfway + more.halfway)
             size += 2 * more.kept + more.halfway
             if size > largest:
                 largest = size
-                for stage, flying in now.items():
-                    found[stage] = flying
+                for other, flying in now.items():
+                    found[other] = flying
     return found

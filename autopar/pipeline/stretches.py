@@ -145,10 +145,21 @@ class Table:
         fits = np.flatnonzero(self._rerun_bytes(first, stop, flying, live) <= limit_bytes)
         return int(fits[0]) + 1 if len(fits) else None
 
+    def rest(self, first: int, stop: int) -> float:
+        """Bytes of parameters and their state in `[first, stop)`."""
+        return self._rest[stop] - self._rest[first]
+
+    def kept(self, first: int, stop: int) -> float:
+        """Bytes that `[first, stop)` keeps of a microbatch in flight, with nothing run again."""
+        return self._kept[stop] - self._kept[first]
+
+    def halfway(self, first: int, stop: int) -> float:
+        """Bytes that `[first, stop)` keeps more of a microbatch between the two parts of its backward."""
+        return self._halfway[stop] - self._halfway[first]
+
     def held(self, first: int, stop: int, flying: Flying) -> float:
         """Bytes of parameters and their state in `[first, stop)`, and of what the microbatches in flight keep."""
-        kept = flying.kept * (self._kept[stop] - self._kept[first]) + flying.halfway * (self._halfway[stop] - self._halfway[first])
-        return self._rest[stop] - self._rest[first] + kept
+        return self.rest(first, stop) + flying.kept * self.kept(first, stop) + flying.halfway * self.halfway(first, stop)
 
     def saved(self, first: int, stop: int, flying: Flying) -> float:
         """Bytes that the microbatches in flight keep less where `[first, stop)` runs again."""

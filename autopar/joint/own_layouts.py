@@ -23,10 +23,10 @@ from autopar.joint.parted_graph import only_place
 from autopar.joint.search_context import SOLVE_S, SearchContext
 from autopar.joint.shape_problems import Apart, Chosen, Models
 from autopar.joint.staging import Found, lay
+from autopar.pipeline.in_flight import per_microbatch, place_bytes
 from autopar.pipeline.memory_shares import rooms
 from autopar.pipeline.orders import Flying
 from autopar.pipeline.stage_views import View, views
-from autopar.pipeline.stretches import memory_bytes
 from autopar.problem.graph import Program
 from autopar.problem.nets import Link
 from autopar.problem.step_shares import held_bytes
@@ -110,7 +110,7 @@ def _wanted(context: SearchContext, alike: Chosen, here: _Place) -> Iterator[tup
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """One place of a found pipeline: its number and kind; for each of its stages the pieces `[first, stop)` and the microbatches in flight; and each stage's bytes (`rooms`,
+    """One place of a found pipeline: its number and kind; for each of its stages the pieces `[first, stop)` and the microbatches in flight when it is fullest; and each stage's bytes (`rooms`,
     pipeline.memory_shares) of the memory limit, which is lowered by what the walk over the emitted program counted beyond the sum of pieces."""
 
     number: int
@@ -125,9 +125,10 @@ class _Place:
         pieces = found.chosen.on(place, kind)
         edges = [0, *found.cuts.bounds, len(pieces.costs)]
         here = [index for index, at in enumerate(table.at) if at == place]
-        parts = found.cuts.parts([pieces] * table.stages)
-        more = max(0.0, found.places_bytes[place] - memory_bytes(*((parts[index], table.flying[index]) for index in here)))
-        stages = tuple((edges[index], edges[index + 1], table.flying[index]) for index in here)
+        parts = [part for part, at in zip(found.cuts.parts([pieces] * table.stages), table.at, strict=True) if at == place]
+        more = max(0.0, found.places_bytes[place] - place_bytes(parts, table.in_flight[place]))
+        fullest = table.in_flight[place].fullest(*per_microbatch(parts))
+        stages = tuple((edges[index], edges[index + 1], flying) for index, flying in zip(here, fullest, strict=True))
         return _Place(place, kind, stages, tuple(rooms([pieces.table.need(flying, first, stop) for first, stop, flying in stages], found.ground.limits[place] - more)))
 
     def again(self, chosen: Chosen) -> float:

@@ -181,7 +181,7 @@ def _shifted(here: _Laying, found: Found) -> Found:
 
     room = [limit - max(0.0, walked - added) for limit, walked, added in zip(ground.limits, found.places_bytes, _held(found.cuts.parts(pieces), table), strict=True)]
     blocks = frozenset(index for index, unit in enumerate(context.units) if unit.instance >= 0)
-    cuts = Shifting(pieces, table.flying, room, table.at, context.barred, blocks, time_of, table.ends_all_s, table.actions).shifted(found.cuts)
+    cuts = Shifting(pieces, table.in_flight, room, table.at, context.barred, blocks, time_of, table.ends_all_s, table.actions).shifted(found.cuts)
     if cuts == found.cuts:
         return found
     with suppress(InfeasibleError):

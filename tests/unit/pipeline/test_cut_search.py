@@ -16,9 +16,11 @@ from autopar.joint.timetables import SEARCHED, Kind, Timetable, timetable
 from autopar.pipeline.balance import balance
 from autopar.pipeline.cut_search import Shifting
 from autopar.pipeline.filling import Cuts
+from autopar.pipeline.in_flight import place_bytes
 from autopar.pipeline.makespan import KINDS
 from autopar.pipeline.orders import StageTime
-from autopar.pipeline.stretches import Cost, Pieces, memory_bytes
+from autopar.pipeline.rerun_counts import fitted
+from autopar.pipeline.stretches import Cost, Pieces
 
 TABLES = [timetable(Kind(schedule, virtual), places, microbatches) for schedule, virtual, places, microbatches in (
     ("1f1b", 1, 3, 4), ("1f1b", 1, 2, 20), ("interleaved_1f1b", 2, 2, 4), ("interleaved_zero_bubble", 2, 2, 2), ("zbv_zero_bubble", 2, 2, 4), ("dualpipev", 2, 2, 5))]
@@ -39,13 +41,13 @@ def _step_s(table: Timetable, pieces: Pieces, bounds: Sequence[int], again: Sequ
 
 
 def _held(table: Timetable, pieces: Pieces, bounds: Sequence[int], again: Sequence[int]) -> list[float]:
-    stages = [*zip(Cuts([*bounds], [*again]).parts([pieces] * table.stages), table.flying, table.at, strict=True)]
-    return [memory_bytes(*((part, flying) for part, flying, at in stages if at == place)) for place in range(table.places)]
+    stages = [*zip(Cuts([*bounds], [*again]).parts([pieces] * table.stages), table.at, strict=True)]
+    return [place_bytes([part for part, at in stages if at == place], flying) for place, flying in enumerate(table.in_flight)]
 
 
 def _shifted(table: Timetable, pieces: Pieces, cuts: Cuts, limits: Sequence[float], barred: Collection[int] = (), blocks: Collection[int] = ()) -> Cuts:
     by_stage = [pieces] * table.stages
-    return Shifting(by_stage, table.flying, limits, table.at, barred, blocks, _time, table.ends_all_s, table.actions).shifted(cuts)
+    return Shifting(by_stage, table.in_flight, limits, table.at, barred, blocks, _time, table.ends_all_s, table.actions).shifted(cuts)
 
 
 def test_all_that_are_searched_are_tested() -> None:
@@ -75,6 +77,9 @@ def test_shifted_cuts_are_no_slower_and_fit_and_none_next_to_them_is_faster(tabl
         cuts = balance([pieces] * table.stages, table.flying, [limits[at] for at in table.at], (), barred, table.at)
     except InfeasibleError:
         return
+    cuts = fitted([pieces] * table.stages, cuts, table.at, table.in_flight, limits)
+    if any(nbytes > limit for nbytes, limit in zip(_held(table, pieces, cuts.bounds, cuts.again), limits, strict=True)):
+        return
     made = _shifted(table, pieces, cuts, limits, barred)
     step_s = _step_s(table, pieces, made.bounds, made.again)
     assert step_s <= _step_s(table, pieces, cuts.bounds, cuts.again) and not set(made.bounds) & set(barred)
@@ -86,6 +91,12 @@ def test_shifted_cuts_are_no_slower_and_fit_and_none_next_to_them_is_faster(tabl
         if all(first < stop for first, stop in itertools.pairwise(moved)) and not set(moved) & set(barred):
             fits = all(nbytes <= limit for nbytes, limit in zip(_held(table, pieces, moved[1:-1], again), limits, strict=True))
             assert not fits or _step_s(table, pieces, moved[1:-1], again) >= step_s * (1 - 1e-4)
+    for one, other in itertools.product(range(table.stages), repeat=2):
+        if made.again[one] and table.at[one] == table.at[other]:
+            again = [n - (stage == one) + (stage == other != one) for stage, n in enumerate(made.again)]
+            fits = all(n <= stop - first for n, (first, stop) in zip(again, itertools.pairwise(edges), strict=True))
+            fits &= all(nbytes <= limit for nbytes, limit in zip(_held(table, pieces, made.bounds, again), limits, strict=True))
+            assert not fits or _step_s(table, pieces, made.bounds, again) >= step_s * (1 - 1e-4)
 
 
 def test_a_pipeline_that_is_hardly_ever_full_begins_and_ends_with_short_stages() -> None:
@@ -106,5 +117,5 @@ def test_a_stage_that_has_blocks_keeps_one() -> None:
     table = timetable(Kind("1f1b"), 2, 4)
     fast, slow = (Pieces([Cost(3.0 * pace, forward_s=pace, rest_bytes=1.0)] * 10, [Cost(4.0 * pace, forward_s=pace, rest_bytes=1.0)] * 10) for pace in (1.0, 50.0))
     for blocks, sizes in (((), 1), (range(2, 10), 3)):
-        made = Shifting([slow, fast], table.flying, [math.inf] * 2, table.at, (), blocks, _time, table.ends_all_s, table.actions).shifted(Cuts([5], [0, 0]))
+        made = Shifting([slow, fast], table.in_flight, [math.inf] * 2, table.at, (), blocks, _time, table.ends_all_s, table.actions).shifted(Cuts([5], [0, 0]))
         assert made.bounds == [sizes]

@@ -1,30 +1,55 @@
-"""Optimizers whose step takes all parameters for one vector: a rank of a pipeline has those of its own place alone."""
+"""Optimizers whose step takes all parameters for one vector: a rank of a pipeline has those of its own place alone, and torch makes no vector of parts of unequal sizes."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import RunError
-from autopar.runtime.params import Built
+from autopar.layout import even, is_placed
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.params import Held
+
+
+class OnMesh(Protocol):
+    """A built model."""
+
+    @property
+    def _held(self) -> Mapping[str, Held]: ...
+    @property
+    def MESH(self) -> Mesh: ...
+
 
 _modules: WeakSet[Any] = WeakSet()
+INSTEAD = "Use an optimizer that steps each parameter by itself (AdamW, SGD, Muon)"
 
 
-def install(module: Built) -> None:
-    """Have such optimizers of `module`, which is on several places, refused."""
+def install(module: OnMesh) -> None:
+    """Have such optimizers of `module` refused where its parameters are not all here, or in unequal parts."""
     _modules.add(module)
 
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if isinstance(optimizer, LBFGS):
-        parted = {id(held.tensor) for module in _modules for held in module._held.values()}
-        if any(id(param) in parted for group in optimizer.param_groups for param in group["params"]):
-            raise RunError("LBFGS takes inner products over all parameters, and in a pipeline each rank would take them over those of its own place: the directions would not be those of the model. Use an "
-                           'optimizer that steps each parameter by itself (AdamW, SGD, Muon), or a plan without stages (recipe="zero3"), where LBFGS steps as on one device')
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for module in _modules:
+            _check(module, [held for held in module._held.values() if id(held.tensor) in stepped])
+
+
+def _check(module: OnMesh, stepped: list[Held]) -> None:
+    """Raise RunError where the parameters `stepped` of a module are no one vector."""
+    if stepped and module.MESH.places > 1:
+        raise RunError("LBFGS takes inner products over all parameters, and in a pipeline each rank would take them over those of its own place: the directions would not be those of the model. "
+                       f'{INSTEAD}, or a plan without stages (recipe="zero3"), where LBFGS steps as on one device')
+    for held in stepped:
+        layout = held.info.entries
+        if any(map(is_placed, layout)) or not even(held.info.shape, layout, module.MESH.sizes):
+            raise RunError(f"LBFGS makes one vector of all parameters, which torch does of equal parts alone, and {held.name} of shape {held.info.shape} rests as {held.info.layout} on {module.MESH}, where parts "
+                           f'are unequal. {INSTEAD}, a plan where parameters rest whole (recipe="ddp"), or sizes that divide by the ranks')
 
 
 register_optimizer_step_pre_hook(_before)

@@ -1,7 +1,7 @@
-"""The sizes of a batch, which ranks tell each other in every step.
+"""The sizes of a batch, and whether anything trains, which ranks tell each other in every step.
 
 A rank knows the sizes of the whole batch from those of its own part, so that where one has a smaller part than the others (the last batch of its loader) all compute something else than
-the model: another mean, another gradient, in silence. One small gather begins with the step and is looked at when the forward has ended: by then all ranks have begun.
+the model: another mean, another gradient, in silence. Nor does a place of a pipeline know whether another one has parameters that are not frozen. One small gather begins with the step and is looked at when the forward has ended: by then all ranks have begun.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from autopar.runtime.mesh import Mesh
 
 
 class BatchSizes:
-    """What the ranks of `mesh` tell of their parts of `inputs`. Call `first` with the first batch, then `tell` and `look` in turns, on all ranks alike."""
+    """What the ranks of `mesh` tell of their parts of `inputs`. Call `first` with the first batch, then `tell` and `look` in turns, on all ranks alike. `trains`: whether some rank said, when
+    it was last looked at, that it has a parameter that trains."""
 
     def __init__(self, inputs: Mapping[str, str], mesh: Mesh) -> None:
         self.inputs, self.mesh = inputs, mesh
         self._dims: list[int] | None = None
         self._mine: list[int] = []
         self._right: list[list[int]] = []  # of all ranks, as they were last found right
+        self.trains = True
         self._coming: Callable[[], Tensor] | None = None
         self._stream = None if mesh.device_type == "cpu" or mesh.ranks == 1 else torch.Stream(mesh.device)
 
@@ -40,12 +42,13 @@ class BatchSizes:
         batch.check_agreement(self.inputs, values, self.mesh)
         self._dims = [value.dim() if isinstance(value, Tensor) else 0 for value in values]
 
-    def tell(self, values: Sequence[Any]) -> bool:
-        """Begin to tell the sizes of this rank's part; whether they are others than the last ones."""
+    def tell(self, values: Sequence[Any], trains: bool) -> bool:
+        """Begin to tell the sizes of this rank's part, and whether it has a parameter that `trains`; whether sizes are others than the last ones."""
         sizes = [size for value, dims in zip(values, self._dims or (), strict=True) for size in (value.shape if isinstance(value, Tensor) and value.dim() == dims else (-1,) * dims)]
-        if sizes and self.mesh.ranks > 1:
+        self.trains = trains
+        if self.mesh.ranks > 1:
             with self._beside():
-                self._coming = start_all_gather_from_all(torch.tensor(sizes, dtype=torch.int64, device=self.mesh.device), self.mesh)
+                self._coming = start_all_gather_from_all(torch.tensor([trains, *sizes], dtype=torch.int64, device=self.mesh.device), self.mesh)
         changed, self._mine = sizes != self._mine, sizes
         return changed
 
@@ -54,7 +57,8 @@ class BatchSizes:
         if self._coming is None:
             return
         with self._beside():
-            everyone, self._coming = self._coming().tolist(), None
+            told, self._coming = self._coming().tolist(), None
+        self.trains, everyone = any(trains for trains, *_ in told), [sizes for _, *sizes in told]
         if everyone != self._right:
             batch.check_shapes(self.inputs, [self._shapes(sizes) for sizes in everyone], self.mesh)
             self._right = everyone

@@ -19,10 +19,11 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of
 from autopar._torch import local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
-from autopar.runtime import batch, checkpoint, host_state, loaders, norms, optimizer_state, regather, rng
+from autopar.runtime import all_at_once, batch, checkpoint, host_state, loaders, norms, optimizer_state, regather, rng
 from autopar.runtime.batch_sizes import BatchSizes
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.declare import Declarations
+from autopar.runtime.first_order import check_trains
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.importable import make_importable
 from autopar.runtime.leaves import Leaves
@@ -140,6 +141,7 @@ class ShardedModule(Scope):
         self._narrow = is_narrow(self.declared().values())
         self._watch()
         host_state.install(self)
+        all_at_once.install(self)
         checkpoint.install(self, self._held, aliases, self.MESH, elsewhere)
 
     def _scopes(self) -> Sequence[Scope]:
@@ -182,13 +184,12 @@ class ShardedModule(Scope):
         return self._packed(values)
 
     def train_step(self, *args: Any, scaler: GradScaler | None = None, loss_weight: float = 1.0, **kwargs: Any) -> Tensor:
-        """Forward and backward of this rank's part of a batch; gradients add up in `param.grad`, times `loss_weight` (1/k in each of k steps that add up) and the
-        scale of `scaler`, which mixed precision in float16 needs. Gives the global loss, the same on all ranks, detached and without either. Raises RunError where the
-        plan has no loss, or needs a scaler, and without gradients (no_grad)."""
+        """Forward and backward of this rank's part of a batch; gradients add up in `param.grad`, times `loss_weight` (1/k in each of k steps that add up) and the scale of `scaler`, which mixed
+        precision in float16 needs. Gives the global loss, the same on all ranks, detached and without either. Raises RunError where the plan has no loss, or needs a scaler, without gradients
+        (no_grad), and where all parameters are frozen."""
         scale = scale_of(scaler, self.MESH.device, needed=self._narrow, weight=loss_weight)
-        values = self._run(args, kwargs)
-        loss = values[self._loss_number(self._results())]
-        del values  # other results (logits) need not outlive the forward
+        loss = self._run(args, kwargs)[self._loss_number(self._results())]  # other results (logits) need not outlive the forward
+        check_trains(loss.requires_grad)
         self._turn()
         loss.backward(None if scale is None else scale.to(loss.dtype))
         return loss.detach()
@@ -218,7 +219,7 @@ class ShardedModule(Scope):
         if not self._told.begun:
             self._told.first(inputs)
             check_replicas(self._held.values(), self.rng.seed, self.MESH, self._copies())
-        elif self._in_step() and self._told.tell(inputs) and self.data_parallel_size < self.MESH.ranks:
+        if self._in_step() and self._told.tell(inputs, any(p.requires_grad for p in self.parameters())) and self.data_parallel_size < self.MESH.ranks:
             self._told.look()  # ranks that work on the same samples send each other what is as large as these
         return inputs
 
@@ -323,8 +324,7 @@ class ShardedModule(Scope):
     def load_full(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Self:
         """Fill parameters and buffers from whole tensors under original names, without communication. What `load_constants` has
         filled may be left out. Raises RunError on names and shapes that do not fit; `strict=False` ignores unknown names."""
-        checkpoint.load_full(self._held.values(), self.ALIASES, state, self.MESH, strict=strict, held_already=self._constant,
-                             elsewhere=self._elsewhere())
+        checkpoint.load_full(self._held.values(), self.ALIASES, state, self.MESH, strict=strict, held_already=self._constant, elsewhere=self._elsewhere())
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -39,9 +39,10 @@ from torch.distributed import ProcessGroup
 from autopar._torch import local_of
 from autopar.errors import RunError
 from autopar.layout import Layout, cutters, dim_of, is_shard, parse, ways_of
-from autopar.runtime import all_at_once, checkpoint, rng
+from autopar.runtime import checkpoint, rng
 from autopar.runtime.count import uncounted
 from autopar.runtime.declare import Declarations
+from autopar.runtime.first_order import check_trains
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.module import Block, Scope, ShardedModule
@@ -128,8 +129,6 @@ class PipelinedModule(ShardedModule):
         self._shared = shared_gradients(self.STAGES, self.PIPELINE.places, self.MESH)
         self._outputs: dict[int, Spread] = {}
         self._changed: list[tuple[Held, Tensor]] = []
-        if self.MESH.places > 1:
-            all_at_once.install(self)
 
     def _unhooked(self, *_: Any, **__: Any) -> Any:
         raise RunError("hooks of a pipeline would never be called: a rank runs the stages of its own place, microbatch by microbatch, and none runs the whole model. Do what the hook does around "
@@ -151,8 +150,8 @@ class PipelinedModule(ShardedModule):
 
     def train_step(self, *args: Any, scaler: GradScaler | None = None, loss_weight: float = 1.0, **kwargs: Any) -> Tensor:
         """Forward and backward of this rank's part of a batch, in microbatches through all stages; gradients add up in `param.grad`, times `loss_weight` and the scale of
-        `scaler`, as ShardedModule has it. Gives the global loss, the same on all ranks. Raises RunError where the plan has no loss, or needs a scaler, or the batch
-        does not divide into the microbatches."""
+        `scaler`, as ShardedModule has it. Gives the global loss, the same on all ranks. Raises RunError where the plan has no loss, or needs a scaler, where the batch
+        does not divide into the microbatches, and where all parameters of all stages are frozen."""
         number, scale = self._loss_number(self.OUTPUTS), scale_of(scaler, self.MESH.device, needed=self._narrow, weight=loss_weight)
         sizes, micro = self._begin(args, kwargs)
         key = tuple(sizes.items())
@@ -214,6 +213,8 @@ class PipelinedModule(ShardedModule):
         self._check_dtypes()
         inputs = self._bound(args, kwargs)
         self._told.look()  # before parts of other sizes than the others wait for are sent
+        if torch.is_grad_enabled():
+            check_trains(self._told.trains)
         for stage, sync in zip(self.stages, self._syncs, strict=True):
             sync.renew(stage.held.values())
         for leaves in self._leaves_of:

@@ -6,6 +6,7 @@ in the optimizer's dtype, and a step in which one of them overflowed is left out
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +66,10 @@ def scaler_for(module: ShardedModule) -> GradScaler:
 
 def scale_of(scaler: Any, device: torch.device, *, needed: bool, weight: float = 1.0) -> Tensor | None:
     """What the loss is to be multiplied with for the backward, the scale of `scaler` times `weight`, a number on `device`; None where nothing is. Raises RunError
-    where no backward can run, where a scale is `needed` and there is no scaler, and on a scaler that is not of this module."""
+    where no backward can run, where `weight` is no finite number, where a scale is `needed` and there is no scaler, and on a scaler that is not of this module."""
     check_gradients_on()
+    if not _is_weight(weight):
+        raise RunError(f"loss_weight is {weight!r}; wanted a finite number, the part that the loss of this step has: 1/k in each of k steps whose gradients add up")
     if scaler is None and needed:
         raise RunError("this plan computes in float16, whose gradients underflow without a scale of the loss: call train_step(*batch, scaler=scaler) with scaler = "
                        f'autopar.GradScaler("{device.type}"), then scaler.step(optimizer) and scaler.update(); GradScaler(enabled=False) does without')
@@ -77,3 +80,9 @@ def scale_of(scaler: Any, device: torch.device, *, needed: bool, weight: float =
     if scaler is None or not scaler.is_enabled():
         return None if weight == 1.0 else share
     return share * scaler.scale(torch.ones((), device=device))
+
+
+def _is_weight(weight: Any) -> bool:
+    """Whether it is a finite number, or a tensor of one."""
+    is_number = weight.dim() == 0 and not weight.is_complex() if isinstance(weight, Tensor) else isinstance(weight, (int, float))
+    return is_number and math.isfinite(weight)

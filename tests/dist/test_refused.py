@@ -23,18 +23,18 @@ WIDTH, ROWS = 8, 8
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 4 * WIDTH) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.down(F.gelu(self.up(x))), y)
 
 
-def compiled(recipe: str) -> tuple[autopar.api.Compiled, tuple[Tensor, ...]]:
+def compiled(recipe: str, hidden: int = 4 * WIDTH) -> tuple[autopar.api.Compiled, tuple[Tensor, ...]]:
     torch.manual_seed(0)
     batch = torch.randn(ROWS, WIDTH).double(), torch.randn(ROWS, WIDTH).double()
-    made = autopar.compile(Model().double(), "cpu:1x2", batch, recipe=recipe, time_limit_s=5.0)
+    made = autopar.compile(Model(hidden).double(), "cpu:1x2", batch, recipe=recipe, time_limit_s=5.0)
     return made, made.shard_batch(*batch)
 
 
@@ -89,15 +89,53 @@ def test_second_derivatives_through_a_backward(recipe: str) -> None:
         assert "a backward with create_graph=True" in wrong and right
 
 
-def _lines(recipe: str) -> str:
-    made, batch = compiled(recipe)
+def _lines(recipe: str, hidden: int) -> str:
+    made, batch = compiled(recipe, hidden)
     return said(lambda: torch.optim.LBFGS(made.parameters()).step(lambda: made.train_step(*batch)))
 
 
-@pytest.mark.parametrize(("recipe", "why"), [("1f1b", "LBFGS takes inner products over all parameters"), ("zero3", "")])
-def test_steps_along_lines(recipe: str, why: str) -> None:
-    for wrong in on_ranks(2, _lines, recipe):
+@pytest.mark.parametrize(("recipe", "hidden", "why"), [("1f1b", 32, "LBFGS takes inner products over all parameters"), ("zero3", 32, ""), ("ddp", 7, ""),
+                                                       ("zero3", 7, "LBFGS makes one vector of all parameters, which torch does of equal parts alone, and up.weight of shape (7, 8) rests as S0")])
+def test_steps_along_lines(recipe: str, hidden: int, why: str) -> None:
+    for wrong in on_ranks(2, _lines, recipe, hidden):
         assert wrong.startswith(why) and bool(wrong) == bool(why)
+
+
+def _weighed(recipe: str) -> list[str]:
+    made, batch = compiled(recipe)
+    return [said(partial(made.train_step, *batch, loss_weight=weight)) for weight in (None, "1", torch.ones(2), float("nan"), float("inf"), 0.5, 0, torch.tensor(0.5))]
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "1f1b"])
+def test_weights_of_losses_that_are_no_numbers(recipe: str) -> None:
+    for *wrong, half, none, tensor in on_ranks(2, _weighed, recipe):
+        assert all(text.startswith("loss_weight is ") and "wanted a finite number" in text for text in wrong)
+        assert not (half or none or tensor)
+
+
+FROZEN = ("", "", "up", "down")  # parts that do not train: all, before any step was taken and behind one, and those of one place of a pipeline
+
+
+def _frozen(recipe: str) -> list[str]:
+    """One rank: what is said of a step in which all is frozen, its evaluation, and of steps in which some is."""
+    made, batch = compiled(recipe)
+    found = []
+    for part in FROZEN:
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_(not name.startswith(part))
+        found.append(said(partial(made.train_step, *batch)))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.requires_grad_(False)
+        return [*found, said(partial(made.module, *batch))]
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero3", "1f1b"])
+def test_steps_of_which_all_parameters_are_frozen(recipe: str) -> None:
+    """A pipeline gave the loss, and changed nothing."""
+    for first, second, *rest in on_ranks(2, _frozen, recipe):
+        assert first == second and first.startswith("train_step: no parameter has a gradient in this step")
+        assert not any(rest)
 
 
 def _cast(recipe: str) -> tuple[str, str]:

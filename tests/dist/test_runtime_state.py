@@ -189,7 +189,7 @@ def _buckets(limit):
         MESH = Mesh((2, 2), ("x", "y"), "cpu")
         INPUTS = {"x": "S0,R"}  # noqa: RUF012
         OUTPUTS = (("loss", "loss"),)
-        PARAMS = {f"w{i}": Param((4, 4), "float64", "R,R", sync=(0,) if i % 2 else (0, 1)) for i in range(6)}  # noqa: RUF012
+        PARAMS = {f"w{i}": Param((4, 4), "float64", "R,R", sync=(0,) if i % 2 else (0, 1), each=i > 3) for i in range(6)}  # noqa: RUF012
 
         def forward(self, x):
             for i in range(5):  # w5 is not used
@@ -201,6 +201,8 @@ def _buckets(limit):
     x = torch.randn(4, 4, dtype=torch.float64)
     model = Two().load_full(state)
     model._sync = GradSync(list(model._held.values()), model.MESH, bucket_bytes=limit)
+    for bucket in model._sync.buckets:  # which begins with its last gradient: those of every microbatch wait for none of the end of a step
+        assert len({held.info.each for held in bucket.members}) == 1
     for held in model._held.values():
         held.renew(model.MESH)
         model._sync.attach(held)

@@ -36,6 +36,15 @@ def test_a_mesh_of_one_runs_without_ranks():
             torch.testing.assert_close(model.get_parameter(name).grad, p.grad)
 
 
+def test_a_tied_weight_loads_under_either_of_its_names():
+    state = _plain().state_dict()
+    for name in ("wte.weight", "head.weight"):
+        model = sharded((1, 1))().double().load_full({other: value for other, value in state.items() if other != name})
+        assert all(torch.equal(value, state[other]) for other, value in model.full_state_dict().items())
+    with pytest.raises(RunError, match=r"missing: wte\.weight"):
+        model.load_full({other: value for other, value in state.items() if other not in ("wte.weight", "head.weight")})
+
+
 class Odd(ShardedModule):
     """Names that are attributes of ours, and a backward that fails."""
 

@@ -127,6 +127,29 @@ def test_a_weight_of_several_places_that_is_frozen_later_has_no_gradient() -> No
         assert "parameter transformer.wte.weight, of which several places of the pipeline have a copy, is frozen on some of them" in said
 
 
+class Scored(nn.Module):
+    """Words that train at one end, and are read without a gradient at the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Adapted(True) for _ in range(DEPTH))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy((x @ self.words.weight.detach().T).flatten(0, 1), labels.flatten())
+
+
+def test_a_weight_of_several_places_of_which_one_gives_no_gradient() -> None:
+    """The places between have no copy of it."""
+    torch.manual_seed(0)
+    model = Scored()
+    who = Subject("scored", "train", capture(model, (), data(8)), model.state_dict())
+    report = verify(case_of(who.captured, by_stages(who, (1,), "single", 4, 4, "1f1b"), who.weights, data(8)), ranks=living(4))
+    assert report.ok, report.worst
+
+
 FIRST = (0, 2, 4, DEPTH - 1)  # up to which block nothing trains, so that the first stages of a pipeline have no gradients
 HOW = ("zero3", "zero1", "tp_sp", "random 0", "random 1", "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "pp zero1", "pp zero3", "pp tensor")
 

@@ -16,7 +16,7 @@ from autopar.verify.reference import Results
 from autopar.verify.report import Report, Row
 from autopar.verify.second_step import NOT_FINITE, SECOND, second_wrong
 from autopar.verify.step import merged, step
-from autopar.verify.volume import priced_bytes, ran_bytes
+from autopar.verify.volume import Uneven, comparable, not_compared, priced_bytes, ran_bytes
 
 BEHIND = {
     "gradient": "a parameter's gradient is missing, or reduced wrongly, after its last use ({})",
@@ -43,9 +43,10 @@ def verify(case: Case, *, tolerance: float = 1e-9, reference: Results | None = N
         later = []  # what follows a wrong step says nothing more
     inner = case.plan.ranks // case.plan.places
     seen = {place: results[place * inner][1] for place in range(case.plan.places)}  # the first rank of each place
-    first += [row for place in seen for row in _collectives(case, seen[place], place)]
-    report = Report((*first, *later), case.plan.mesh, collectives=sum(map(len, seen.values())),
-                    notes=case.notes if "second output" in wanted or not case.later else (*case.notes, NOT_FINITE))
+    uneven: Uneven = {}
+    first += [row for place in seen for row in _collectives(case, seen[place], place, uneven)]
+    notes = (*case.notes, *([not_compared(uneven, case.plan)] if uneven else []), *([NOT_FINITE] if case.later and "second output" not in wanted else []))
+    report = Report((*first, *later), case.plan.mesh, collectives=sum(map(len, seen.values())), notes=notes)
     if wrong := [row for row in first if not row.ok]:
         return report if case.plan.pipelined else replace(report, first=_first(case, tolerance, ranks, wrong))
     return report if report.ok else replace(report, first=second_wrong(key for key, row in rows.items() if not row.ok))
@@ -61,13 +62,15 @@ def _row(kind: str, name: str, error: float, tolerance: float) -> Row:
     return Row(name, "loss" if of == "output" and name == "loss" else of, error, tolerance, when)
 
 
-def _collectives(case: Case, seen: list[Counted], place: int) -> list[Row]:
-    """How many collectives, and how many of their bytes, ran on a place otherwise than priced."""
+def _collectives(case: Case, seen: list[Counted], place: int, uneven: Uneven) -> list[Row]:
+    """How many collectives, and how many of their bytes, ran on a place otherwise than priced. What of the bytes is not compared is added to `uneven`."""
     program, found = case.edges
     compared = [("collectives", priced(program, case.plan, found, place), ran(seen))]
-    paid = priced_bytes(program, case.plan, found, place)
-    if paid is not None:
-        compared.append(("bytes", paid, ran_bytes(seen)))
+    paid, without = priced_bytes(program, case.plan, found, place)
+    if (even := comparable(paid, without)) or not paid:
+        compared.append(("bytes", even, comparable(ran_bytes(seen), without)))
+    for kind, value in without.items():
+        uneven.setdefault(kind, value)
     where = f"place {place}, " if case.plan.places > 1 else ""
     return [Row(f"{where}{what}: {describe(wanted, got) or 'run = priced'}", "collectives", float(differences(wanted, got)), 0.0)
             for what, wanted, got in compared]

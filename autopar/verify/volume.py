@@ -1,4 +1,4 @@
-"""Bytes that ran against bytes that were priced, where every cut is even (prices take uneven cuts as even)."""
+"""Bytes that ran against bytes that were priced, of each kind of collective on each axis where every cut is even (prices take uneven cuts as even)."""
 
 from __future__ import annotations
 
@@ -11,48 +11,68 @@ from autopar.codegen.tally import Tally
 from autopar.cost.comm import group_bytes
 from autopar.layout import even, fraction, is_placed
 from autopar.plan import Plan
-from autopar.problem.graph import Program
+from autopar.problem.graph import Program, Ref
 from autopar.rules.algorithms import ALGORITHMS
 from autopar.runtime.count import Counted
 from autopar.runtime.places import PIPELINE_AXIS
 from autopar.verify.collectives import MOVING, Key, inside, moving
 
+Uneven = dict[Key, str]
+"""Kinds of collectives on an axis that move something in unequal parts -> the first such value."""
 
-def priced_bytes(program: Program, plan: Plan, edges: Edges, place: int = 0) -> Counter[Key] | None:
+
+def priced_bytes(program: Program, plan: Plan, edges: Edges, place: int = 0) -> tuple[Counter[Key], Uneven]:
     """Bytes of all collectives of each kind on each axis on the ranks of a place, as the cost model counts them, at the sizes of `program`; transfers between
-    places, as one rank sends them, on PIPELINE_AXIS. None where some tensor that is moved is cut unevenly."""
-    found: Counter[Key] = Counter()
+    places, as one rank sends them, on PIPELINE_AXIS. And those that cannot be compared with what runs."""
+    found, uneven = Counter[Key](), Uneven()
     tally = Tally(program, plan, place)
     for moved in tally.reshards(edges.reshards):
         sizes, full = tally.sizes_of(moved.reshard.ref, moved.parts), tally.bytes_of(moved.reshard.ref, moved.parts)
-        steps = moving(moved.reshard, plan.mesh)
-        if not all(even(sizes, layout, plan.mesh) for step in steps for layout in (step.before, step.after)):
-            return None
-        for count, each in ((moved.runs - moved.first, steps), (moved.first, moving(moved.reshard.in_first, plan.mesh))):
-            for step in each:
+        for count, each in ((moved.runs - moved.first, moving(moved.reshard, plan.mesh)), (moved.first, moving(moved.reshard.in_first, plan.mesh))):
+            for step in each if count else ():
                 found[step.kind, step.axis] += round(group_bytes(step, full, plan.mesh)) * count
+                if not all(even(sizes, layout, plan.mesh) for layout in (step.before, step.after)):
+                    uneven.setdefault((step.kind, step.axis), _said(program, moved.reshard.ref))
     for name, node in plan.nodes.items():
         op = program.ops[name]
         for times, again, first, parts in tally.operators(name, again=edges.runs_again(op)) if any(node.runs) else ():
             for whole, inner in inside(op, node, plan.mesh, again=again, first=first) if times else ():
                 operands = [replace(tensor, hint=tally.sizes_of(ref, parts)) for tensor, ref in zip(whole.operands, op.operands, strict=True)]
                 site = replace(whole, operands=operands)
-                if not all(map(site.even, ALGORITHMS[node.runs[site.axis]].travels)):
-                    return None
                 found[inner.kind, site.axis] += round(inner.nbytes(site)) * inner.times(site) * times
-    return _between_places(tally, found) if plan.pipelined else found
+                if not all(map(site.even, ALGORITHMS[node.runs[site.axis]].travels)):
+                    uneven.setdefault((inner.kind, site.axis), _said(program, (name, 0)))
+    if plan.pipelined:
+        _between_places(tally, found, uneven)
+    return found, uneven
 
 
-def _between_places(tally: Tally, found: Counter[Key]) -> Counter[Key] | None:
-    """`found` with what one rank of the place sends to other places, and sums with them; None where that is cut unevenly."""
+def _between_places(tally: Tally, found: Counter[Key], uneven: Uneven) -> None:
+    """Add to `found` what one rank of the place sends to other places, and sums with them; to `uneven` what of it is cut unevenly."""
     plan = tally.plan
     sent = [("send", ref, out_pair(plan, ref).value, plan.microbatches, plan.microbatches) for ref in tally.sends()]
     summed = [("all_reduce", (name, 0), out_pair(plan, (name, 0)).rest, 1, 1) for name in tally.shared()]
     for kind, ref, layout, parts, times in (*sent, *summed):
         if any(map(is_placed, layout)) or not even(tally.sizes_of(ref, parts), layout, plan.mesh):
-            return None
+            uneven.setdefault((kind, PIPELINE_AXIS), _said(tally.program, ref))
         found[kind, PIPELINE_AXIS] += round(tally.bytes_of(ref, parts) * fraction(layout, plan.mesh)) * times
-    return found
+
+
+def _said(program: Program, ref: Ref) -> str:
+    """A value, in a note."""
+    op = program.ops[ref[0]]
+    return f"{op.fqn or op.name} of sizes {tuple(op.call.outs[ref[1]].sizes)}"
+
+
+def comparable(of: Counter[Key], uneven: Uneven) -> Counter[Key]:
+    """Without what is not compared."""
+    return Counter({key: count for key, count in of.items() if key not in uneven})
+
+
+def not_compared(uneven: Uneven, plan: Plan) -> str:
+    """The note of what is not compared."""
+    kinds = ", ".join(f"{kind} {'between places' if axis == PIPELINE_AXIS else f'on {plan.axes[axis]}'}" for kind, axis in uneven)
+    return f"bytes of {kinds} are not compared with their prices, which take cuts as even: {next(iter(uneven.values()))} is not cut evenly. Numbers of collectives are compared"
 
 
 def ran_bytes(seen: Iterable[Counted]) -> Counter[Key]:

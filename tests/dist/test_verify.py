@@ -95,8 +95,11 @@ def test_bytes_are_compared_where_cuts_are_even() -> None:
     who = subject("mlp")
     even = who.verified(planned(who, (2,), "zero3"))
     assert any(row.name == "bytes: run = priced" for row in even.rows)
-    uneven = who.verified(planned(who, (4,), "zero3"))  # a bias of 10 over 4 ranks
-    assert not any(row.name.startswith("bytes") for row in uneven.rows)
+    assert not any("not compared" in note for note in even.notes)
+    uneven = who.verified(planned(who, (4,), "zero3"))  # 10 rows over 4 ranks
+    (note,) = [note for note in uneven.notes if "not compared" in note]
+    assert note.startswith("bytes of all_gather on rank, reduce_scatter on rank are not compared") and "head.weight of sizes (10, 64) is not cut evenly" in note
+    assert any(row.name == "bytes: run = priced" for row in uneven.rows)  # of what else runs: the sum of the loss
 
 
 def test_a_batch_that_an_inner_operator_cannot_cut_is_an_error_that_names_it() -> None:

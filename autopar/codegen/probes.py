@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.codegen import sizes
 from autopar.codegen.edges import LayoutPair
-from autopar.rules.language import Tensor
 
 
-def probe(name: str, variable: str, pair: LayoutPair, tensor: Tensor) -> str:
-    """The line that reports one value."""
-    shape = sizes.tuple_text(tensor.shape)
+def probe(name: str, variable: str, pair: LayoutPair, shape: str) -> str:
+    """The line that reports one value, of a `shape` on all ranks together: of a microbatch, where there are several."""
     return f'{variable} = self.probe("{name}", {variable}, "{pair}", {shape})'
 
 

@@ -208,7 +208,7 @@ class ScopeWriter:
         """Reports what `op` gave, outside local functions: a probe puts values together on all ranks."""
         if self.context.probes and not self.indent:
             for i, name in enumerate(probes.names(op.name, len(op.call.outs))):
-                self.say(probes.probe(name, self.names[op.name, i], self._given((op.name, i)), op.call.outs[i]))
+                self.say(probes.probe(name, self.names[op.name, i], self._given((op.name, i)), self.context.whole_sizes((op.name, i))))
 
     def _given(self, ref: Ref) -> LayoutPair:
         """How readers get a value and leave its gradient, as a probe is to see it. That of a weight which is summed at the end of the backward is partial until then."""

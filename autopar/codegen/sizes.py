@@ -63,12 +63,6 @@ def _whole(expr: sympy.Expr, text: str) -> str:
     return text if expr.args[0].is_rational_function() and not expr.has(sympy.Float) else f"int{text}"
 
 
-def tuple_text(shape: Sequence[Size]) -> str:
-    """A global shape as a Python tuple."""
-    inside = ", ".join(text(n) for n in shape)
-    return f"({inside},)" if len(shape) == 1 else f"({inside})"
-
-
 def local(size: Size, layout: Layout, dim: int, mesh: Sequence[int], exact: Collection[int] = (), parts: int = 1) -> str:
     """The size of tensor dim `dim` on this rank, as Python source. The batch divides by the axes `exact`: inputs are cut by them;
     of any other symbolic size it is not known before run time what it divides by. `parts`: how many microbatches share the

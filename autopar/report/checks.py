@@ -25,7 +25,7 @@ def checked(report: Report) -> Group:
             more.add_row(row.kind, row.title, f"{row.error:.3g}")
         if len(wrong) > SHOWN:
             more.add_row("", f"{len(wrong) - SHOWN} more", "")
-        parts += ["", more, "", f"first node that differs: {report.first or 'not looked for, in a pipeline and in the model itself'}"]
+        parts += ["", more, "", f"first node that differs: {report.first or 'not looked for: it is the model that differs from its graph'}"]
     parts += [f"note: {note}" for note in report.notes]
     parts += ["", "all values are within the tolerance" if report.ok else f"{len(wrong)} of {len(report.rows)} values are wrong"]
     return Group(*parts)

@@ -48,7 +48,7 @@ def verify(case: Case, *, tolerance: float = 1e-9, reference: Results | None = N
     notes = (*case.notes, *([not_compared(uneven, case.plan)] if uneven else []), *([NOT_FINITE] if case.later and "second output" not in wanted else []))
     report = Report((*first, *later), case.plan.mesh, collectives=sum(map(len, seen.values())), notes=notes)
     if wrong := [row for row in first if not row.ok]:
-        return report if case.plan.pipelined else replace(report, first=_first(case, tolerance, ranks, wrong))
+        return replace(report, first=_first(case, tolerance, ranks, wrong))
     return report if report.ok else replace(report, first=second_wrong(key for key, row in rows.items() if not row.ok))
 
 

@@ -1,75 +1,173 @@
-"""Finds the first node that goes wrong, on ranks, from an emitted file with probes."""
+"""Finds the first node that goes wrong, on ranks, from an emitted file with probes.
+
+In a pipeline a place sees the nodes of its own stages, microbatch by microbatch: those of one value are put together, and what places have found is brought together. Weights' part of
+a backward is not taken apart there (zero bubble), so that gradients come by every node.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autopar.codegen.edges import LayoutPair
-from autopar.layout import NO_GRAD, Layout, show
-from autopar.runtime import reshard
+from autopar.layout import NO_GRAD, Layout, dim_of, is_shard, sections_of, show
+from autopar.plan import Plan
+from autopar.runtime import PipelinedModule, ShardedModule, reshard, rng
 from autopar.runtime.replay import running_again
 from autopar.verify.compare import difference
 from autopar.verify.step import Light
 
+OUTSIDE = -1
+"""The stage of what is in none: everything where there are no stages, and totals over all microbatches."""
+
+
+class Node(NamedTuple):
+    """A node as the ranks run it: `number` is that of its block in the run of blocks, in the order in which they run, 0 outside of blocks."""
+
+    stage: int
+    name: str
+    number: int
+
+
+@dataclass
+class Seen:
+    """What a node gave, whole, by microbatch, and its gradients, None where none has come; no entry where the plan has none."""
+
+    values: dict[int, Tensor] = field(default_factory=dict)
+    gradients: dict[int, Tensor | None] = field(default_factory=dict)
+
+
+class Verdict(NamedTuple):
+    """Whether the value and the gradient of a node are wrong."""
+
+    node: Node
+    value: bool
+    gradient: bool
+
 
 class _Probes:
-    """Collects, in forward order, every value put together and, once the backward ran, every gradient."""
+    """Collects every value, whole, in forward order, and, once the backward ran, every gradient."""
 
-    def __init__(self, mesh: Any) -> None:
-        self.mesh = mesh
-        self.calls: dict[str, int] = {}
-        self.values: list[tuple[str, int, Tensor]] = []
-        self.gradients: dict[tuple[str, int], Tensor | None] = {}
+    def __init__(self, module: ShardedModule) -> None:
+        self.mesh: Any = module.MESH
+        self.seen: dict[Node, Seen] = {}
+        self.places = dict(_places(module))
+        self.calls = Counter[tuple[int, str, int]]()
 
-    def __call__(self, _: Any, name: str, value: Tensor, pair: str, shape: tuple[int, ...]) -> Tensor:
+    def __call__(self, owner: Any, name: str, value: Tensor, pair: str, shape: tuple[int, ...]) -> Tensor:
         if running_again():
             return value
-        number = self.calls.get(name, 0)
-        self.calls[name] = number + 1
-        lies = LayoutPair.of(pair)
-        self.values.append((name, number, self._whole(value.detach(), lies.value, shape)))
+        (stage, first), microbatch, lies = self.places[id(owner)], rng.current().microbatch, LayoutPair.of(pair)
+        seen = self.seen.setdefault(Node(stage, name, first + self.calls[stage, name, microbatch]), Seen())
+        self.calls[stage, name, microbatch] += 1
+        seen.values[microbatch] = self._whole(value.detach(), lies.value, shape)
         if NO_GRAD in lies.grad:
             return value
-        self.gradients[name, number] = None
+        seen.gradients[microbatch] = None
         if value.requires_grad:
             value = value.view_as(value)  # a node of its own: the hook sees the gradient of all readers together
-            value.register_hook(lambda grad: self._keep(name, number, grad, lies.grad, shape))
+            value.register_hook(lambda grad: seen.gradients.update({microbatch: self._whole(grad.detach(), lies.grad, shape)}))
         return value
 
     def _whole(self, value: Tensor, layout: Layout, shape: tuple[int, ...]) -> Tensor:
         whole = show(("R",) * len(layout))
         return reshard(value, f"{show(layout)} -> {whole}", grad=None, shape=shape, mesh=self.mesh).clone()
 
-    def _keep(self, name: str, number: int, grad: Tensor, layout: Layout, shape: tuple[int, ...]) -> None:
-        self.gradients[name, number] = self._whole(grad.detach(), layout, shape)
+
+def _places(module: ShardedModule) -> Iterator[tuple[int, tuple[int, int]]]:
+    """By the id of what calls a probe: its stage, and of a block the number that the first one of its run has there; other stages may have those before it."""
+    yield id(module), (OUTSIDE, 0)
+    stages = module.stages if isinstance(module, PipelinedModule) else []
+    for stage in stages:
+        yield id(stage), (stage.index, 0)
+    for index, scope in [(OUTSIDE, module), *((stage.index, stage) for stage in stages)]:
+        for run, blocks in scope.runs.items():
+            first = sum(len(kind.RUNS[run][1]) for kind in module.STAGES[:index] if run in kind.RUNS) if isinstance(module, PipelinedModule) and index != OUTSIDE else 0
+            yield from ((id(block), (index, first)) for block in blocks)
 
 
 def first_difference(source: str, light: Light, wanted: Mapping[str, list[Any]], tolerance: float) -> str:
-    """One rank: run with probes and name the first node whose value differs, or the last whose gradient does; "" where none does.
+    """One rank: run with probes and name the first node whose value differs, or the last whose gradient does; "" where none does; the same on all ranks.
     `wanted` has the value and the gradient of every node, one pair per instance of its block."""
     module = light.build(source)
-    probes = _Probes(module.MESH)
-    for kind in (type(module), *(block for block, _ in module.RUNS.values())):
+    probes = _Probes(module)
+    stages = module.STAGES if isinstance(module, PipelinedModule) else ()
+    for stage in stages:
+        stage.SEPARABLE = False
+    scopes = (type(module), *stages)
+    for kind in (*scopes, *(block for scope in scopes for block, _ in scope.RUNS.values())):
         setattr(kind, "probe", lambda *args: probes(*args))  # noqa: B010 -- classes of this source only; no other has it
-    outputs = module(*module.shard_batch(**light.batch))
-    if light.plan.mode == "train":
-        outputs["loss"].backward()
-    for name, number, value in probes.values:
-        if difference(value, wanted[name][number][0]) > tolerance:
-            return f"{name} (value{_instance(number, wanted[name])})"
-    for name, number, _ in reversed(probes.values):
-        right = wanted[name][number][1]
-        if (name, number) in probes.gradients and right is not None and _wrong(probes.gradients[name, number], right, tolerance):
-            return f"{name} (gradient{_instance(number, wanted[name])})"
+    _run(module, light)
+    found = _together([_verdict(node, seen, wanted, light.plan, module, tolerance) for node, seen in probes.seen.items()], module)
+    for node, wrong, _ in found:
+        if wrong:
+            return f"{node.name} (value{_instance(node.number, wanted[node.name])})"
+    runs = Counter(node[1:] for node, *_ in found)
+    for node, _, wrong in reversed(found):
+        if wrong and runs[node[1:]] == 1:  # what several stages run for themselves has a part of the gradient in each
+            return f"{node.name} (gradient{_instance(node.number, wanted[node.name])})"
     return ""
 
 
-def _wrong(grad: Tensor | None, right: Tensor, tolerance: float) -> bool:
-    """Whether a gradient differs, or is missing where it is not zero."""
-    return bool(right.any()) if grad is None else difference(grad, right) > tolerance
+def _run(module: ShardedModule, light: Light) -> None:
+    """What is verified: a step, or a forward."""
+    batch = module.shard_batch(**light.batch)
+    if light.plan.mode != "train":
+        module(*batch)
+    elif isinstance(module, PipelinedModule):
+        module.train_step(*batch)
+    else:
+        module(*batch)["loss"].backward()
+
+
+def _together(mine: list[Verdict], module: ShardedModule) -> list[Verdict]:
+    """What all ranks have found, in forward order; a node is wrong where it is on any rank."""
+    everyone: list[Any] = [mine]
+    if module.MESH.ranks > 1:
+        everyone = [None] * module.MESH.ranks
+        dist.all_gather_object(everyone, mine)
+    found: dict[Node, Verdict] = {}
+    for verdict in (verdict for each in everyone for verdict in each):
+        before = found.get(verdict.node, verdict)
+        found[verdict.node] = Verdict(verdict.node, verdict.value or before.value, verdict.gradient or before.gradient)
+    return sorted(found.values(), key=lambda verdict: verdict.node.stage)
+
+
+def _verdict(node: Node, seen: Seen, wanted: Mapping[str, list[Any]], plan: Plan, module: ShardedModule, tolerance: float) -> Verdict:
+    """Compare a node with one device."""
+    value, grad = wanted[node.name][node.number]
+    name, _, index = node.name.partition(":")
+    shared = plan.nodes[name].micro if node.stage != OUTSIDE else ()
+    entry = shared[int(index or 0)] if shared else "R"
+    wrong = any(difference(each, value) > tolerance for each in _joined([seen.values[k] for k in sorted(seen.values)], entry, module))
+    if grad is None or not seen.gradients:
+        return Verdict(node, wrong, False)
+    if not any(each is not None for each in seen.gradients.values()):
+        return Verdict(node, wrong, bool(grad.any()))
+    gradients = [torch.zeros_like(seen.values[k]) if each is None else each for k, each in sorted(seen.gradients.items())]
+    return Verdict(node, wrong, any(difference(each, grad) > tolerance for each in _joined(gradients, GRADIENT.get(entry, entry), module)))
+
+
+GRADIENT = {"P": "R", "R": "P"}
+"""How microbatches share a gradient, by how they share the value, where that is another way: each has the whole gradient of a part of a sum."""
+
+
+def _joined(values: Sequence[Tensor], entry: str, module: ShardedModule) -> Sequence[Tensor]:
+    """What microbatches have of a value, put together as `entry` says they share it; several that are all to be equal to it, none where they have sections of it."""
+    if len(values) == 1 or not isinstance(module, PipelinedModule):
+        return values
+    if not is_shard(entry):
+        return [torch.stack(list(values)).sum(0)] if entry == "P" else values
+    dim, pieces = dim_of(entry), module._pieces()
+    if len(sections_of(entry)) > 1:
+        return []
+    return [torch.stack([value.unflatten(dim, (pieces, -1)) for value in values], dim + 1).flatten(dim, dim + 2)]
 
 
 def _instance(number: int, items: list[Any]) -> str:

@@ -29,7 +29,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All comparisons; `first` names the first node that went wrong, or what did where no node of the first step is to blame ("" when nothing did, and of pipelines), `collectives` is how many one rank of each place
+    """All comparisons; `first` names the first node that went wrong, or what did where no node of the first step is to blame ("" when nothing did), `collectives` is how many one rank of each place
     ran in the step, all places together, `notes` what the comparison leaves out (dropout)."""
 
     rows: tuple[Row, ...]

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.verify import Report
+from autopar.verify import Case, Report
 from autopar.verify.probe import first_difference
 from tests.helpers.ranks import living
 from tests.helpers.verify import Subject, by_chance, by_recipe, by_stages, planned, subject
+
+
+def _recorded(case: Case) -> dict[str, list[Any]]:
+    """The value and the gradient of every node on one device."""
+    return {node: [(value.detach(), value.grad) for value in items] for node, items in case.reference(record=True)["values"].items()}
 
 
 def _verified(name: str, sizes: tuple[int, ...], recipe: str, mutate: Callable[[str], str]) -> Report:
@@ -109,6 +115,38 @@ def test_a_planted_error_is_found_and_located(name: str) -> None:
     assert re.match(node, report.first), f"named {report.first!r}, wanted {node!r}"
 
 
+# of pipelines: what is planted -> how it is cut into stages, the change, the node that is to be named
+ONE_F_ONE_B, V_SHAPED = ((2,), "tp", 2, 2, "1f1b"), ((1,), "single", 2, 4, "zbv_zero_bubble", 2)
+STAGED = {
+    "missing reduction": (ONE_F_ONE_B, _swap(r'(linear_default_3_2 = reshard\(linear_default_3, ")P', r"\1R"), r"blocks_0/add_2 \(value, block 0\)"),
+    "another norm in the last stage": (ONE_F_ONE_B, _swap(r"(layer_norm_4 = .*), 1e-05\)", r"\1, 1e-02)"), r"layer_norm_4 \(value\)"),
+    "another total over the batch": (ONE_F_ONE_B, _swap(r"(count_valid_ = count_valid)\((.*)\)  ", r"\1(\2) * 2  "), r"count_valid \(value\)"),
+    "blocks of the last stage without their biases": (ONE_F_ONE_B, _swap(r"(?s)(class Stage1.*?)(for block in [^\n]*\n)", r"\1\2            block.w['mlp.up.bias'] = torch.zeros_like(block.w['mlp.up.bias'])\n"), r"blocks_0/linear_default_2 \(value, block 1\)"),
+    "wrong gradient layout": (ONE_F_ONE_B, _swap(r'(reshard\(layer_norm_1, "R -> R", grad=")P', r"\1R"), r"blocks_0/layer_norm_1 \(gradient, block 1\)"),
+    "no gradient to a branch": (V_SHAPED, _swap(r"(add_2_?2? = add_1 \+ linear_default_3)", r"\1.detach()"), r"blocks_0/linear_default_3 \(gradient, block 1\)"),
+    "no gradient in the first stage": (ONE_F_ONE_B, _swap(r"(embedding = F.embedding\(ids, tokens_weight\))", r"\1.detach()"), r"embedding \(gradient\)"),
+    "wrong sums of microbatches": (V_SHAPED, _swap(r"(cross_entropy_sum_? = .*)  #", r"\1 / 4  #"), r"cross_entropy_sum\w* \(value\)"),
+}
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_a_planted_error_in_a_stage_is_located(name: str) -> None:
+    how, mutate, node = STAGED[name]
+    who = subject("gpt")
+    report = who.verified(by_stages(who, *how), mutate=mutate)
+    assert not report.ok and re.match(node, report.first), f"named {report.first!r}, wanted {node!r}"
+
+
+@pytest.mark.parametrize(("name", "how"), [("gpt", ONE_F_ONE_B), ("hf-gpt2", V_SHAPED), *(pytest.param(name, how, marks=pytest.mark.slow) for name, how in (
+    ("hf-t5", ((1,), "single", 2, 4, "dualpipev", 2)), ("hf-vit", ((2,), "ddp", 2, 4, "zbv_zero_bubble", 2)), ("hf-mixtral", ((1,), "single", 1, 4, "gpipe")),
+    ("hf-llama-2kv", ((2,), "zero3", 2, 2, "interleaved_1f1b", 2)), ("hf-bert", ((2, 2), "hsdp", 2, 2, "1f1b"))))])
+def test_probes_of_a_right_pipeline_name_nothing(name: str, how: tuple[Any, ...]) -> None:
+    who = subject(name)
+    made = by_stages(who, *how)
+    case = who.case(made)
+    assert not any(living(made.ranks).run(first_difference, case.source(probes=True), case.light, _recorded(case), 1e-9))
+
+
 def test_the_unchanged_source_is_right() -> None:
     for model, sizes, recipe in dict.fromkeys((m, s, r) for m, s, r, *_ in PLANTED.values()):
         report = _verified(model, sizes, recipe, str)
@@ -121,8 +159,7 @@ def test_probes_of_a_right_program_name_nothing(name: str, sizes: tuple[int, ...
     who = subject(name)
     made = planned(who, sizes, how)
     case = who.case(made)
-    values = {node: [(value.detach(), value.grad) for value in items] for node, items in case.reference(record=True)["values"].items()}
-    assert not any(living(made.ranks).run(first_difference, case.source(probes=True), case.light, values, 1e-9))
+    assert not any(living(made.ranks).run(first_difference, case.source(probes=True), case.light, _recorded(case), 1e-9))
 
 
 def test_probes_see_gradients_of_weights_that_are_gathered_once_per_step() -> None:

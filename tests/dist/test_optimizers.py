@@ -48,6 +48,7 @@ PLANS: dict[str, Callable[[Subject], Plan]] = {
     "pp megatron": lambda who: by_stages(who, (2,), "megatron", 2, 2, "1f1b"),
     "random": lambda who: by_chance(who, (2, 2), 1),
     "1f1b": lambda who: by_stages(who, (1,), "single", 2, 2, "1f1b"),
+    "gathered and read": lambda who: by_chance(who, (2,), 9),
 }
 
 
@@ -128,11 +129,14 @@ def _hooked(source: str, light: Light) -> dict[str, Tensor]:
     return module.full_state_dict()
 
 
-@pytest.mark.parametrize("plan", ["zero3", "zero1", "random"])
+@pytest.mark.parametrize("plan", ["zero3", "zero1", "random", "gathered and read"])
 def test_hooks_of_gradients_are_called(plan: str) -> None:
+    """With "gathered and read" the gradient of a tied weight has two parts, one of which autograd accumulates."""
     who = subject("gpt")
     alone, made = who.case(by_recipe(who, (1,), "single")), PLANS[plan](who)
     case = who.case(made)
+    if plan == "gathered and read":
+        assert {("gather(" in line) for line in case.source().splitlines() if 'self.w["tokens.weight"]' in line} == {True, False}
     (wanted,) = living(1).run(_plain, alone.source(), alone.light)
     for got in living(made.ranks).run(_hooked, case.source(), case.light):
         for name, value in got.items():

@@ -50,7 +50,7 @@ from autopar.runtime.moves import relayout
 from autopar.runtime.names import Naming, full_name, paths_of
 from autopar.runtime.outputs import Spread
 from autopar.runtime.params import Held, grad_at_rest
-from autopar.runtime.places import everywhere, shared_gradients, tell
+from autopar.runtime.places import Everywhere, shared_gradients, tell
 from autopar.runtime.scaling import GradScaler, scale_of
 from autopar.runtime.stepping import Engine, run_forward
 
@@ -128,6 +128,7 @@ class PipelinedModule(ShardedModule):
         self._engines: dict[tuple[tuple[str, int], ...], Engine] = {}
         self._shared = shared_gradients(self.STAGES, self.PIPELINE.places, self.MESH)
         self._outputs: dict[int, Spread] = {}
+        self._loss = Everywhere(self.PIPELINE.places[-1], self.MESH)
         self._changed: list[tuple[Held, Tensor]] = []
 
     def _unhooked(self, *_: Any, **__: Any) -> Any:
@@ -166,7 +167,7 @@ class PipelinedModule(ShardedModule):
                 sync.flush()
         self._change()
         loss = torch.stack(losses).sum() if losses else None
-        return everywhere(loss, self.PIPELINE.places[-1], self.MESH)
+        return self._loss(loss)
 
     def spreads(self) -> dict[int, Spread]:
         """As ShardedModule.spreads, on every rank, whichever made the outputs."""

@@ -97,11 +97,25 @@ def shared_gradients(stages: Sequence[type[Stage]], places: Sequence[int], mesh:
     return [Shared(tuple(names), mesh.places_group(where), mesh.place in where, mesh.device) for where, names in by_places.items()]
 
 
-def everywhere(value: Tensor | None, place: int, mesh: Mesh) -> Tensor:
-    """A scalar tensor that `place` has, on every place."""
-    found, _ = tell(value, None, place, mesh)
-    assert found is not None, "the place that made it has it"
-    return found
+class Everywhere:
+    """A tensor that one place makes in every step, of the same shape and dtype, on every place. Both are told in the first step alone: they are objects, for which the host waits, and which take
+    two broadcasts more."""
+
+    def __init__(self, place: int, mesh: Mesh) -> None:
+        self.place, self.mesh = place, mesh
+        self._like: Tensor | None = None  # of no memory
+
+    def __call__(self, value: Tensor | None) -> Tensor:
+        """What the place has, which gives it as `value`; a collective operation."""
+        group = self.mesh.pipeline_group
+        if self._like is None or group is None:
+            value, _ = tell(value, None, self.place, self.mesh)
+            assert value is not None, "the place that made it has it"
+            self._like = torch.empty_like(value, device="meta")
+            return value
+        held = torch.empty_like(self._like, device=self.mesh.device) if value is None else value.detach().contiguous()
+        _broadcast(held, self.place, group)
+        return held
 
 
 def tell(value: Tensor | None, spread: Spread | None, place: int, mesh: Mesh) -> tuple[Tensor | None, Spread | None]:
@@ -115,5 +129,10 @@ def tell(value: Tensor | None, spread: Spread | None, place: int, mesh: Mesh) ->
         return None, None
     shape, dtype, spread = box[0]
     held = torch.empty(shape, dtype=dtype, device=mesh.device) if value is None else value.detach().contiguous()
-    dist.broadcast(held.reshape(-1).view(torch.uint8), group=group, group_src=place)  # bytes: not all backends know all dtypes
+    _broadcast(held, place, group)
     return held, spread
+
+
+def _broadcast(held: Tensor, place: int, group: dist.ProcessGroup) -> None:
+    """Fill `held` with what `place` has."""
+    dist.broadcast(held.reshape(-1).view(torch.uint8), group=group, group_src=place)  # bytes: not all backends know all dtypes

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
+import torch.distributed as dist
 from torch import Tensor
 
 from autopar.verify.step import Light
@@ -9,22 +12,23 @@ from tests.helpers.ranks import living
 from tests.helpers.verify import by_stages, subject
 
 
-def _accumulated(source: str, light: Light) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """One rank: whole gradients after one step, and after two more without clearing them."""
+def _accumulated(source: str, light: Light) -> tuple[dict[str, Tensor], dict[str, Tensor], set[float]]:
+    """One rank: whole gradients after one step, and after two more without clearing them; and the losses."""
     module = light.build(source)
     batch = module.shard_batch(**light.batch)
-    module.train_step(*batch)
+    losses = {float(module.train_step(*batch))}
     first = {name: grad.clone() for name, grad in module.full_grads().items() if grad is not None}
-    module.train_step(*batch)
-    module.train_step(*batch)
-    return first, {name: grad for name, grad in module.full_grads().items() if grad is not None}
+    with mock.patch.object(dist, "broadcast_object_list", side_effect=AssertionError("what the loss is like is known by now")):
+        losses |= {float(module.train_step(*batch)) for _ in range(2)}
+    return first, {name: grad for name, grad in module.full_grads().items() if grad is not None}, losses
 
 
 def test_three_steps_give_three_times_the_gradient() -> None:
     who = subject("hf-gpt2")  # the table is on the first and on the last place
     case = who.case(by_stages(who, (1,), "single", 2, 2, "1f1b"))
     results = living(2).run(_accumulated, case.source(), case.light)
-    for first, last in results:
+    assert len({loss for *_, losses in results for loss in losses}) == 1
+    for first, last, _ in results:
         assert "transformer.wte.weight" in first
         for name, grad in first.items():
             error = float((last[name] - 3 * grad).abs().max())

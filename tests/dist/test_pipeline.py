@@ -26,6 +26,7 @@ FAST: list[tuple[str, Sizes, str, int, int, str, int]] = [
     ("hf-bert", (1,), "single", 4, 8, "1f1b", 1),
     ("gpt", (2,), "tp_sp", 2, 2, "looped_bfs", 2),
     ("hf-mixtral", (1,), "single", 1, 4, "gpipe", 1),             # microbatches alone: gradient accumulation
+    ("gpt", (2, 2), "hsdp", 1, 2, "gpipe", 1),                    # gradients of gathered weights wait in their leaves, parts of a sum, while others move
 ]
 MODELS = ("hf-gpt2", "hf-llama-deep", "hf-t5", "hf-vit", "hf-bert")
 SLOW = [("hf-llama4", (1,), "single", 2, 2, "1f1b", 1), ("hf-gpt-oss", (1,), "single", 2, 4, "1f1b", 1), *((model, mesh, recipe, places, places * virtual, schedule, virtual)  # one sample a rank and microbatch at most: eight samples

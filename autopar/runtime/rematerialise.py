@@ -36,7 +36,7 @@ def remat(block: Block, *args: Any, **kwargs: Any) -> Any:
 
     Raises RunError in the backward where a weight was changed in between: it would be the gradient of another function.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or (block.compiled_again is not None and not _graded(block, args, kwargs)):
         return block(*args, **kwargs)
     if block.ready is not None:
         block.ready()  # before the versions of its weights are noted
@@ -66,6 +66,11 @@ def _beginning(anchor: Tensor) -> Callable[[Tensor], None]:
             held.clear()
 
     return begin
+
+
+def _graded(block: Block, args: Any, kwargs: Any) -> bool:
+    """Whether anything that `block` reads has a gradient. Without one nothing is kept, and torch refuses to compile what would run again (where it has operators that may draw random numbers)."""
+    return any(isinstance(x, Tensor) and x.requires_grad for x in (*pytree.tree_leaves((args, kwargs)), *block.w.values()))
 
 
 class _Anchor(torch.autograd.Function):

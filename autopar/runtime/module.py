@@ -219,7 +219,7 @@ class ShardedModule(Scope):
         if not self._told.begun:
             self._told.first(inputs)
             check_replicas(self._held.values(), self.rng.seed, self.MESH, self._copies())
-        if self._in_step() and self._told.tell(inputs, any(p.requires_grad for p in self.parameters())) and self.data_parallel_size < self.MESH.ranks:
+        if self._in_step() and self._told.tell(inputs, self._held) and self.data_parallel_size < self.MESH.ranks:
             self._told.look()  # ranks that work on the same samples send each other what is as large as these
         return inputs
 

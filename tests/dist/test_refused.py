@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from collections.abc import Callable
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -136,6 +138,27 @@ def test_steps_of_which_all_parameters_are_frozen(recipe: str) -> None:
     for first, second, *rest in on_ranks(2, _frozen, recipe):
         assert first == second and first.startswith("train_step: no parameter has a gradient in this step")
         assert not any(rest)
+
+
+def _torn(recipe: str) -> tuple[str, str, str]:
+    """One rank: what is said where each froze another parameter, of an evaluation, and where they are alike again."""
+    made, batch = compiled(recipe)
+    made.train_step(*batch)
+    chosen = made.module.get_parameter("up.weight" if dist.get_rank() else "down.bias")
+    chosen.requires_grad_(False)
+    wrong = said(lambda: made.train_step(*batch))
+    with torch.no_grad():
+        evaluated = said(lambda: made(*batch))
+    chosen.requires_grad_(True)
+    return wrong, evaluated, said(lambda: made.train_step(*batch))
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero3", "tp"])
+def test_ranks_that_have_frozen_different_parameters(recipe: str) -> None:
+    """They summed the gradients that they had, of different parameters."""
+    for wrong, evaluated, right in on_ranks(2, _torn, recipe):
+        assert re.match(r"parameter (up.weight is frozen|down.bias trains) on rank 1 and (trains|is frozen) on rank 0, as do 1 more", wrong), wrong
+        assert not evaluated and not right
 
 
 def _cast(recipe: str) -> tuple[str, str]:

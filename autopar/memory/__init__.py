@@ -10,6 +10,7 @@
     storages.py     storages and the times at which they are alive
     temporaries.py  what operators take for themselves: a table
     operators.py    that under runtime algorithms, and what their backward gives on without a copy
+    summed_gradients.py  whose backward makes the gradient of a sum whole
     forward.py      the forward of one stage, in the order in which it is emitted
     backward.py     the way back over what the forward has noted
     stage.py        both, as the profile of one microbatch in one stage

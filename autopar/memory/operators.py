@@ -43,15 +43,6 @@ _COPIES_GRADIENT = (aten.expand.default, aten.select.int, aten.slice.Tensor, ate
 """Views whose gradient is a tensor of its own: a sum, or zeros with the gradient put in."""
 
 
-PRODUCTS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.lstm.input, ops.affine)
-"""Operators whose kernels read the gradient as rows in memory."""
-
-
-def made_whole(local: Local, gradient_bytes: float) -> float:
-    """Bytes of the gradient of a result as rows, where it is that of a sum: one number, seen at full size."""
-    return local.out if local.op.target in PRODUCTS and gradient_bytes < local.out else 0.0
-
-
 def copies(op: Op, operand: int, runs: Sequence[str], habits: Habits) -> bool:
     """Whether an operator keeps a tensor of its own in the place of an operand."""
     return operand == 0 and op.target in COPIED and (SPLIT_LOSS not in runs or habits.log_softmax) and not habits.loss_in_place

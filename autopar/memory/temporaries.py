@@ -36,12 +36,12 @@ def same(op: Op, operand: int) -> bool:
 
 
 def reduced(local: Local) -> float:
-    """An operand that is broadcast has its gradient made at full size, then summed."""
+    """Each operand that is broadcast has its gradient made at full size, then they are summed."""
     if local.op.target not in pointwise.RULES or not local.outs:
         return 0.0
     elements = local.out / local.op.call.outs[0].itemsize
     made = [each.grad and nbytes / each.itemsize < elements and not same(local.op, i) for i, (nbytes, each) in enumerate(zip(local.ins, local.op.call.ins, strict=True))]
-    return local.out if any(made) else 0.0
+    return sum(made) * local.out
 
 
 def _for(operand: int, formula: str, otherwise: str = "") -> Bytes:
@@ -278,6 +278,7 @@ BACKWARD: dict[Any, Bytes] = {
     **dict.fromkeys(named("fft_irfft.default fft_hfft.default"), _along("", "1.2o")),
     **matrices.BACKWARD,
     aten.index.Tensor: _masked,
+    aten.index_add.default: lambda local: local.ins[2] * (local.grad(2) and local.given("alpha") != 1),
     aten.index_put.default: _put_back,
     aten.index_reduce.default: _spread_back,
     aten.kron.default: _for(1, "2w", "w"),

@@ -13,6 +13,7 @@ from autopar._torch import pytree
 from autopar.memory.habits import EMITTED
 from autopar.memory.local import Local
 from autopar.memory.operators import backward_bytes, forward_bytes, hands_on
+from autopar.memory.summed_gradients import made_whole
 from autopar.problem.graph import Op
 from autopar.problem.view_ops import looks
 from autopar.rules.language import Call
@@ -36,16 +37,16 @@ class Both:
 
 
 class _Given(torch.autograd.Function):
-    """A gradient that nobody else holds."""
+    """A gradient that nobody else holds; `summed`: that of a sum, one number that is seen at full size."""
 
     @staticmethod
-    def forward(ctx: Any, *results: Tensor) -> Tensor:
-        ctx.like = [(result.shape, result.dtype) for result in results]
+    def forward(ctx: Any, summed: bool, *results: Tensor) -> Tensor:
+        ctx.summed, ctx.like = summed, [(result.shape, result.dtype) for result in results]
         return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return tuple(torch.ones(shape, dtype=dtype) for shape, dtype in ctx.like)
+        return None, *(torch.ones(() if ctx.summed else shape, dtype=dtype).expand(shape) for shape, dtype in ctx.like)
 
 
 def nbytes(tensor: Tensor) -> int:
@@ -108,8 +109,9 @@ def _kept(body: Callable[[], Any], known: Sequence[Tensor]) -> float:
     return sum(size for place, size in kept.items() if place not in there)
 
 
-def both_ways(target: Any, case: Case, graded: int) -> tuple[Both | None, Both | None]:
-    """Forward and backward of a call in float32 of whose operands the first `graded` of those have gradients that can; None of one that gives its operand, or has no gradient."""
+def both_ways(target: Any, case: Case, graded: int, *, summed: bool = False) -> tuple[Both | None, Both | None]:
+    """Forward and backward of a call in float32 of whose operands the first `graded` of those have gradients that can; None of one that gives its operand, or has no gradient.
+    `summed`: the gradient of its results is that of a sum."""
     args, kwargs = pytree.tree_map_only(Tensor, _narrow, fill((list(case.args), dict(case.kwargs))))
     wanted = {id(tensor) for tensor in [tensor for tensor in _leaves((args, kwargs)) if tensor.requires_grad][:graded]}
     args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor if id(tensor) in wanted else tensor.detach(), (args, kwargs))
@@ -127,11 +129,11 @@ def both_ways(target: Any, case: Case, graded: int) -> tuple[Both | None, Both |
     ends = [result for result in made if result.requires_grad]
     if not ends or not wanted:
         return forward, None
-    loss, given, one = _Given.apply(*ends), sum(map(nbytes, ends)), torch.ones(())
+    loss, given, one = _Given.apply(summed, *ends), sum(result.element_size() if summed else nbytes(result) for result in ends), torch.ones(())
     del ends
     leaves = [tensor for tensor in operands if tensor.requires_grad]
     counted = max(allocations(lambda: results.append(torch.autograd.grad(loss, leaves, one, allow_unused=True))), default=0)
     used = [gradient is not None for gradient in results.pop()]
     gradients = sum(local.ins[i] for i, there in zip((i for i, tensor in enumerate(operands) if tensor.requires_grad), used, strict=True)
                     if there and not hands_on(op, i, local))
-    return forward, Both(counted, given + gradients + backward_bytes(local, (), EMITTED), beside)
+    return forward, Both(counted, given + gradients + backward_bytes(local, (), EMITTED) + made_whole(local, given), beside)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from autopar.cost.memory import itemsize, rests_in
 from autopar.deferred_waits import BUCKETS, Queue
-from autopar.layout import BUCKET_BYTES, moving
+from autopar.layout import BUCKET_BYTES, Layout, moving
 from autopar.memory.ahead import Unit, begin_ahead, gather_into
 from autopar.memory.buckets import Buckets, Whole
 from autopar.memory.forward import Blocks, Forward, Step, Value
@@ -216,8 +215,13 @@ class Backward:
         if not fresh(back):
             self._arrived(source, moved.slot)
             return
-        grad = self._own("reshards", source)
-        node, value = self.forward.program.ops[source.ref[0]], partial(self.shares.value, source.ref)
+        node, grad = self.forward.program.ops[source.ref[0]], self._own("reshards", source)
+        wider = self._wider(node)
+        grad.nbytes *= wider
+
+        def value(layout: Layout) -> float:
+            return wider * self.shares.value(source.ref, layout)
+
         moved_by = moving(back, sizes)
         if reshard.weight and reshard.fetches(sizes) and moved_by and self.scattering:
             self.book.new("temporaries", node.name, node.where, workspace(moved_by[:1], value, staged=self.shares.on_cpu))
@@ -239,16 +243,20 @@ class Backward:
     def _gradient(self, op: Op, value: Value) -> Storage:
         """The gradient of an operand; that of a weight is added to its buffer by the matmul that makes it, where there is one, or cast to the dtype in which it rests."""
         made = self._own("gradients of activations", value)
-        source = self.forward.program.ops[value.ref[0]]
-        if self.habits.casts_gradients and source.role == "param":
-            computed = str(source.out_dtypes[0])
-            wider = itemsize(rests_in(computed, self.shares.plan.precision)) / itemsize(computed)
-            if wider > 1:
-                self.book.new("temporaries", made.node, made.where, made.nbytes)
-                made.nbytes *= wider
+        wider = self._wider(self.forward.program.ops[value.ref[0]])
+        if wider > 1:
+            self.book.new("temporaries", made.node, made.where, made.nbytes)
+            made.nbytes *= wider
         if self.habits.standing and value.leaf is not None and op.flops > 0:
             made.nbytes = 0.0
         return made
+
+    def _wider(self, op: Op) -> float:
+        """How many times as wide as in the computation the gradient of a parameter is where ranks sum it and where it rests; 1 of all else."""
+        if op.role != "param" or not self.habits.casts_gradients:
+            return 1.0
+        computed = str(op.out_dtypes[0])
+        return itemsize(rests_in(computed, self.shares.plan.precision)) / itemsize(computed)
 
     def _own(self, kind: str, value: Value) -> Storage:
         op = self.forward.program.ops[value.ref[0]]

@@ -114,13 +114,13 @@ ALIKE = {
 }
 
 
-@pytest.mark.parametrize("name", ALIKE)
-def test_gloo_sums_whole_gradients_of_gathered_weights_in_copies(name: str) -> None:
-    """Of weights under ZeRO-3 that are alike, whether a block each or not: what gloo has of the first ones is there while the last one is copied. What it has gathered
+@pytest.mark.parametrize(("name", "precision"), [*((name, "float32") for name in ALIKE), ("layers", "bf16")])
+def test_gloo_sums_whole_gradients_of_gathered_weights_in_copies(name: str, precision: str) -> None:
+    """In the dtype in which weights rest. Of weights under ZeRO-3 that are alike, whether a block each or not: what gloo has of the first ones is there while the last one is copied. What it has gathered
     into may be there for a little longer, by when its thread runs."""
     build, drawn = ALIKE[name]
     model, x = Loss(build()), drawn()
-    made = autopar.compile(model, "cpu:1x2", (x,), recipe="zero3", time_limit_s=5.0)
+    made = autopar.compile(model, "cpu:1x2", (x,), recipe="zero3", precision=precision, time_limit_s=5.0)
     counted = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
     assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.15)
 

@@ -6,8 +6,18 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.cost.memory import itemsize, rests_in
 from autopar.layout import BUCKET_BYTES
-from autopar.memory.at_rest import ALWAYS, by_kind, host_bytes, largest_state, resting, roots_bytes, workspace
+from autopar.memory.at_rest import (
+    ALWAYS,
+    by_kind,
+    host_bytes,
+    instances,
+    largest_state,
+    resting,
+    roots_bytes,
+    workspace,
+)
 from autopar.memory.shares import Shares
 from autopar.memory.stage import Profile
 from autopar.memory.types import Entry, Place
@@ -186,10 +196,22 @@ class Holding:
         return self._bucket_bytes([op for op in ops.values() if op.role == "param" and op.name in self.synced]) + more
 
     def _bucket_bytes(self, ops: Sequence[Op]) -> float:
-        """The largest flat copy of gradients of `ops` that are summed together."""
-        sizes = [self.shares.elements(op.call.outs[0].sizes, self.shares.lies((op.name, 0)).value) * op.out_dtypes[0].itemsize for op in ops]
-        together = sum(size * op.count for size, op in zip(sizes, ops, strict=True))
-        return float(min(together, max([BUCKET_BYTES, *sizes])))
+        """The largest flat copy of gradients of `ops` that are summed together, in the dtype in which parameters rest: a bucket is closed by the one that makes it full, with
+        all of that one in it; those that move over other axes have buckets of their own (runtime.gradsync)."""
+        most, filling = 0.0, dict[tuple[int, ...], float]()
+        for op in self._in_turn(ops[::-1]):
+            lies = self.shares.lies((op.name, 0))
+            size = float(self.shares.elements(op.call.outs[0].sizes, lies.value) * itemsize(rests_in(str(op.out_dtypes[0]), self.shares.plan.precision)))
+            full = filling.get(lies.gathered, 0.0) + size
+            most, filling[lies.gathered] = max(most, full), 0.0 if full >= BUCKET_BYTES else full
+        return most
+
+    def _in_turn(self, ops: Sequence[Op]) -> Iterator[Op]:
+        """Those of the parameters `ops` that this place holds, one by one: of a run those of a block, as often as there are blocks."""
+        counts = instances(self.shares, self.views)
+        for _, block in itertools.groupby((op for op in ops if counts[op.name]), key=lambda op: op.scope):
+            members = list(block)
+            yield from members * max(counts[op.name] for op in members)
 
     def update_bytes(self) -> float:
         """What the optimizer's step takes beside what rests. torch's Adam and AdamW take parameters one after the other where they are DTensors (optim/optimizer.py: _default_to_fused_or_foreach);

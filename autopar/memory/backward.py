@@ -276,10 +276,10 @@ class Backward:
         """The gradient of a parameter: it stays, or is scattered to where the parameter rests and that stays."""
         scattered = self._scattered(value)
         grad.kind = "whole gradients" if scattered else "gradients"
-        if scattered:
-            self.buckets.add(self.shares.lies(value.ref), grad, self.block or object())
         if self.stay:
             self.final.append(self._rests(value, op) if scattered else grad)
+        if scattered:
+            self.buckets.add(self.shares.lies(value.ref), grad, self.block or object(), self.final[-1] if self.stay else None)
 
     def _scattered(self, value: Value) -> bool:
         """Whether the gradient of a parameter goes to where that rests as soon as it is there."""

@@ -52,10 +52,14 @@ class Buckets:
     book: Book
     staged: bool
     filling: dict[Hashable, list[Storage]] = field(default_factory=dict)
+    resting: dict[Storage, Storage] = field(default_factory=dict)
     running: Queue[Whole] = field(default_factory=lambda: Queue(BUCKET_BYTES))
 
-    def add(self, together: Hashable, gradient: Storage, unit: object) -> None:
-        """One more gradient is there, of the block `unit`; those that go `together` are in one bucket, which begins when it is full."""
+    def add(self, together: Hashable, gradient: Storage, unit: object, rest: Storage | None = None) -> None:
+        """One more gradient is there, of the block `unit`; those that go `together` are in one bucket, which begins when it is full. `rest`, what the scatter of this one brings, is
+        there from then on."""
+        if rest is not None:
+            self.resting[gradient] = rest
         members = self.filling.setdefault(together, [])
         members.append(gradient)
         if sum(member.nbytes for member in members) >= BUCKET_BYTES:
@@ -64,6 +68,7 @@ class Buckets:
     def drain(self) -> None:
         """The backward is over: those that are not full begin, and all end."""
         for members in self.filling.values():
+            self.book.step("whole gradients scattered")
             self._begin(members, object())
         self.filling = {}
         self.running.drain()
@@ -72,6 +77,8 @@ class Buckets:
         """A bucket is copied and sent; those of earlier blocks are waited for when others have begun behind them."""
         for member in members:
             self.book.use(member)
+            if member in self.resting:
+                self.resting[member].born = self.book.now
         first, nbytes = members[0], sum(member.nbytes for member in members)
         if self.staged:
             self.book.new("temporaries", first.node, first.where, nbytes)

@@ -63,7 +63,7 @@ def test_on_an_axis_of_one_device_layouts_are_views() -> None:
     assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize(("recipe", "batch"), [("single", 4), ("ddp", 4), ("ddp", 1), ("megatron", 4), ("single", 256), ("zero1", 256), ("zero3", 256)])
+@pytest.mark.parametrize(("recipe", "batch"), [("single", 4), ("ddp", 4), ("ddp", 2), ("megatron", 4), ("single", 256), ("zero1", 256), ("zero3", 256)])
 def test_gradients_in_mixed_precision_are_there_in_both_dtypes(recipe: str, batch: int) -> None:
     """Of a table that is used twice, too, larger than all else: where few samples leave nothing beside it, and where many do."""
     torch.manual_seed(0)
@@ -124,6 +124,15 @@ def test_gloo_sums_whole_gradients_of_gathered_weights_in_copies(name: str, prec
     made = autopar.compile(model, "cpu:1x2", (x,), recipe="zero3", precision=precision, time_limit_s=5.0)
     counted = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
     assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.15)
+
+
+@pytest.mark.parametrize(("recipe", "precision"), [("zero1", "float32"), ("zero1", "bf16"), ("ddp", "bf16")])
+def test_of_few_gradients_a_bucket_is_sent_when_all_are_there(recipe: str, precision: str) -> None:
+    """What its scatter brings is there from then on, when nothing of the backward's operators is any more."""
+    model, x = Loss(nn.Sequential(*(nn.Linear(256, 256) for _ in range(5)))), torch.randn(256, 256)
+    made = autopar.compile(model, "cpu:1x2", (x,), recipe=recipe, precision=precision, time_limit_s=5.0)
+    counted = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
+    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.01)
 
 
 SQUARES = {"square": torch.square, "a power": lambda h: h.pow(2)}

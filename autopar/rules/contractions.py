@@ -119,8 +119,11 @@ def _convolution(call: Call, weight: str) -> str:
 
 def attention(call: Call) -> str:
     """Samples, heads and the value's features split; keys stay whole; query rows split with `causal_rows`, or plainly where
-    nothing depends on the position (or, with the keys, by `ring`). Grouped query heads (enable_gqa) split with their key heads."""
+    nothing depends on the position (or, with the keys, by `ring`). Grouped query heads (enable_gqa) split with their key heads. Nothing splits where queries, keys and
+    values have different numbers of dims, which torch broadcasts."""
     arguments = given(call)
+    if len({len(t.shape) for t in call.ins[:3]}) > 1:
+        return replicated(call)
     rows = "q!" if arguments["dropout_p"] and arguments["is_causal"] else "q@causal_rows" if arguments["is_causal"] else "q"
     return _attention(call, "(h r!)" if _grouped(call) else "h", rows, "v")
 
@@ -137,7 +140,7 @@ def values(call: Call) -> float:
 
 
 def _grouped(call: Call) -> bool:
-    return bool(given(call)["enable_gqa"]) and call.ins[0].shape[-3] != call.ins[1].shape[-3]
+    return bool(given(call)["enable_gqa"]) and len(call.ins[0].shape) == len(call.ins[1].shape) == len(call.ins[2].shape) and call.ins[0].shape[-3] != call.ins[1].shape[-3]
 
 
 def _attention(call: Call, heads: str, rows: str, features: str) -> str:

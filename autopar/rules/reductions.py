@@ -82,7 +82,9 @@ def _pair(call: Call, along: int, left: str = "") -> str:
     rank = max(len(t.shape) for t in call.ins)
     whole = along % rank
     ins = [[("1" if n == 1 else w) for w, n in zip(words(rank, {whole: "y!"})[rank - len(t.shape):], t.shape, strict=True)] for t in call.ins]
-    return rule([" ".join(w) for w in ins], [" ".join(word for word in words(rank, {whole: left}) if word)])
+    met = {word for side in ins for word in side}  # a dim of size 1 in all operands is one in the result
+    out = [left if d == whole else w if w in met else "1" for d, w in enumerate(words(rank))]
+    return rule([" ".join(w) for w in ins], [" ".join(word for word in out if word)])
 
 
 def cosine(call: Call) -> str:

@@ -66,7 +66,8 @@ CONTRACTIONS: Samples = {
         case(f(4, 6, 5, 3), f(4, 6, 5, 3), f(4, 6, 5, 3), f(6, 5, 5)), case(f(4, 5, 3), f(4, 5, 3), f(4, 5, 3), f(4, 5, 5)),
         case(f(4, 8, 5, 3), f(4, 4, 5, 3), f(4, 4, 5, 3), f(4, 1, 5, 5), enable_gqa=True),
         case(f(4, 6, 5, 3), f(4, 2, 5, 3), f(4, 2, 5, 3), is_causal=True, enable_gqa=True),
-        case(f(4, 8, 5, 3), f(4, 1, 5, 3), f(4, 1, 5, 3), f(4, 8, 5, 5), enable_gqa=True), case(f(5, 3), f(4, 3), f(4, 2))],
+        case(f(4, 8, 5, 3), f(4, 1, 5, 3), f(4, 1, 5, 3), f(4, 8, 5, 5), enable_gqa=True), case(f(5, 3), f(4, 3), f(4, 2)),
+        case(f(2, 4, 6, 3), f(4, 6, 3), f(4, 6, 3)), case(f(4, 6, 3), f(2, 4, 6, 3), f(2, 4, 6, 3))],
     aten.embedding_bag.padding_idx: [case(f(7, 4), i(7, 9), torch.tensor([0, 2, 5]), False, mode, False, None, False, None) for mode in (0, 1, 2)],
     ops.ragged_bags: [case(f(7, 4), i(7, 9), torch.tensor([0, 2, 5]), None, mode) for mode in ("sum", "mean", "max")]
     + [case(f(7, 4), i(7, 9), torch.tensor([0, 2, 5, 9]), f(9), "sum", 1, True)],
@@ -176,9 +177,11 @@ REDUCTIONS: Samples = {
     **_ops("stft.default", [case(f(5, 24), 8, 4, 8, T((8,), "c"), return_complex=True), case(f(24), 8, return_complex=True), case(f(5, 24), 8, 4, return_complex=False)]),
     **_ops("stft.center", [case(f(5, 24), 8, 4, 8, T((8,), "c"), return_complex=True)]),
     **_ops("istft.default", [case(T((5, 5, 7), "z"), 8, 4, 8), case(T((5, 7), "z"), 8, 4, 8, torch.hann_window(8, dtype=torch.float64))]),
-    **_ops("linalg_cross.default", [case(f(5, 4, 3), f(5, 4, 3)), case(f(5, 3, 4), f(1, 3, 4), dim=1)]),
-    **_ops("pairwise_distance.default", [case(f(5, 4, 6), f(5, 4, 6)), case(f(5, 4), f(1, 4), 1.0, 1e-6, True), case(f(5, 4), f(4)), case(f(5, 4), f(5, 1))]),
-    **_ops("cosine_similarity.default", [case(f(5, 4, 6), f(5, 4, 6), 1), case(f(5, 1, 6), f(4, 6), -1), case(f(5, 4, 6), f(4, 1), 1), case(f(5, 4), f(1, 4), 0)]),
+    **_ops("linalg_cross.default", [case(f(5, 4, 3), f(5, 4, 3)), case(f(5, 3, 4), f(1, 3, 4), dim=1), case(f(1, 3, 4), f(1, 3, 4), dim=1)]),
+    **_ops("pairwise_distance.default", [case(f(5, 4, 6), f(5, 4, 6)), case(f(5, 4), f(1, 4), 1.0, 1e-6, True), case(f(5, 4), f(4)), case(f(5, 4), f(5, 1)),
+                                      case(f(5, 1, 4), f(5, 1, 4))]),
+    **_ops("cosine_similarity.default", [case(f(5, 4, 6), f(5, 4, 6), 1), case(f(5, 1, 6), f(4, 6), -1), case(f(5, 4, 6), f(4, 1), 1), case(f(5, 4), f(1, 4), 0),
+                                      case(f(1, 4, 6), f(1, 4, 6), 1)]),
     **_ops("trapezoid.dx", [case(f(5, 4))]),
 }
 

@@ -38,6 +38,11 @@ def with_bias(plain: str, bias: str) -> Spec:
     return spec
 
 
+def linear(call: Call) -> str:
+    """A row of the weight for each output; a weight that is one row gives a number per sample, and takes no bias."""
+    return "... i, i -> ..." if len(call.ins[1].shape) == 1 else with_bias("... i, o i -> ... o", "o")(call)
+
+
 def factors(call: Call) -> str:
     """Linear in each factor alone, or in each together with the bias."""
     return "each" if len(call.ins) == 2 else "0+2|1+2"
@@ -213,7 +218,7 @@ RULES: dict[Any, Rule] = {
     aten.dot.default: Rule("k, k -> ", linear="each"),
     aten.einsum.default: Rule(einsum, linear="each"),
     aten.embedding.default: Rule(embedding),
-    aten.linear.default: Rule(with_bias("... i, o i -> ... o", "o"), linear=factors),
+    aten.linear.default: Rule(linear, linear=factors),
     aten.matmul.default: Rule(matmul, linear="each"),
     aten.mm.default: Rule("m k, k n -> m n", linear="each"),
     aten.mv.default: Rule("m k, k -> m", linear="each"),

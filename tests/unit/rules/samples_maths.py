@@ -51,7 +51,7 @@ CONTRACTIONS: Samples = {
     aten.rnn_tanh_cell.default: [case(f(5, 3), f(5, 2), *weights(1, 3, 2))],
     aten.gru_cell.default: [case(f(5, 3), f(5, 2), *weights(3, 3, 2))],
     aten.lstm_cell.default: [case(f(5, 3), [f(5, 2), f(5, 2)], *weights(4, 3, 2)), case(f(4, 3), [f(4, 2), f(4, 2)], *weights(4, 3, 2, biased=False))],
-    aten.linear.default: [case(f(3, 5, 4), f(6, 4)), case(f(5, 4), f(6, 4), f(6)), case(f(4), f(6, 4)), case(f(2, 5, 1), f(257, 1)),
+    aten.linear.default: [case(f(3, 5, 4), f(4)), case(f(3, 5, 4), f(6, 4)), case(f(5, 4), f(6, 4), f(6)), case(f(4), f(6, 4)), case(f(2, 5, 1), f(257, 1)),
                           case(f(3, 5, 4), f(6, 4), f(6))],
     aten.matmul.default: [case(f(5, 4), f(4, 6)), case(f(4), f(4)), case(f(4), f(3, 4, 6)), case(f(3, 5, 4), f(4)), case(f(4), f(4, 6)),
                           case(f(3, 5, 4), f(4, 6)), case(f(5, 1, 3, 4), f(2, 4, 6)), case(f(5, 4), f(3, 4, 6)), case(f(5, 4), f(4))],

@@ -101,11 +101,11 @@ def _transposed_convolution(node: fx.Node) -> Size:
 
 
 def _attention(node: fx.Node) -> Size:
-    """Two matmuls over [q, k]; half of it when causal, as fused kernels skip what is hidden."""
+    """Two matmuls over [q, k] for each row of the result, which queries are broadcast to; half of it when causal, as fused kernels skip what is hidden."""
     given = edit.args_of(node)
     query, key, value = (facts.shape(given[name]) for name in ("query", "key", "value"))
     rows: Size = 1
-    for size in query[:-1]:
+    for size in facts.shape(node)[:-1]:
         rows = rows * size
     total = 2 * rows * key[-2] * (query[-1] + value[-1])
     return total * sympy.Rational(1, 2) if given["is_causal"] else total

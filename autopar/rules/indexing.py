@@ -149,6 +149,11 @@ def searchsorted(call: Call) -> str:
     return "n!, ... -> ..." if len(bounds) == 1 else "... n!, ... m -> ... m"
 
 
+def isin(call: Call) -> str:
+    """Any dim of what is looked up; what it is looked up in is whole, whatever its dims."""
+    return rule(["...", line(len(call.ins[1].shape), {d: f"n{d}!" for d in range(len(call.ins[1].shape))})], ["..."])
+
+
 def _grows(call: Call) -> str:
     """Accumulating writes are linear in target and source together, and so are overwriting ones."""
     return f"0+{len(call.ins) - 1}" if call.ins[-1].floating else ""
@@ -166,7 +171,7 @@ RULES: dict[Any, Rule] = {
     aten.index_put.default: Rule(index_put, linear=_grows),
     aten.index_reduce.default: Rule(index_write),
     aten.index_select.default: Rule(index_select, linear="first"),
-    aten.isin.Tensor_Tensor: Rule("..., n! -> ..."),
+    aten.isin.Tensor_Tensor: Rule(isin),
     aten.masked_scatter.default: Rule(replicated),
     aten.multinomial.default: Rule("... n! -> ... k!", random=True),
     aten.one_hot.default: Rule("... -> ... n!"),

@@ -78,7 +78,7 @@ INDEXING: Samples = {
                              case(f(5, 4), [None, i(4, 1)], f(5, 1)), case(f(5, 4), [T((3, 1), "perm5")], f(3, 1, 4))],
     aten.index_reduce.default: [case(f(5, 4, 6), 1, i(4, 3), f(5, 3, 6), "mean", include_self=False), case(f(5, 4), 0, i(5, 6), f(6, 4), "amax")],
     aten.index_select.default: [case(f(5, 4, 6), 1, i(4, 7)), case(f(5, 4), -2, i(5, 6)), case(f(), 0, i(1, 1))],
-    aten.isin.Tensor_Tensor: [case(i(9, 5, 4), i(9, 3))],
+    aten.isin.Tensor_Tensor: [case(i(9, 5, 4), i(9, 3)), case(i(9, 5, 4), i(9, 2, 3))],
     aten.masked_scatter.default: [case(f(5, 4), B, f(20))],
     aten.multinomial.default: [case(T((5, 4), "p"), 2, True), case(T((9,), "p"), 3, True)],
     aten.one_hot.default: [case(i(6, 5, 4), 6)],

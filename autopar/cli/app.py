@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import os
 import sys
+import traceback
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from autopar.cli.console import fail, writable
+from autopar.cli.console import fail, say, writable
 from autopar.errors import AutoparError
 from autopar.optimizers import OPTIMIZERS
 
@@ -210,7 +211,7 @@ def clusters(json: Json = None) -> None:
 
 
 def main() -> None:
-    """Run the command of `sys.argv`. Errors of autopar end as one message on stderr and exit code 1, usage errors with 2."""
+    """Run the command of `sys.argv`. Errors of autopar end as one message on stderr and exit code 1, those of the user's code with its frames, usage errors with 2."""
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
     if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks (names of a model, shares as blocks) is a ? there, and no error when all the work is done
@@ -220,8 +221,26 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output has left, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (AutoparError, OSError) as error:
+    except AutoparError as error:
         if debug:
             raise
         fail(error)
         sys.exit(1)
+    except Exception as error:
+        said = _said(error)
+        if debug or said is None:
+            raise
+        say(said)
+        sys.exit(1)
+
+
+def _said(error: Exception) -> str | None:
+    """What to say of an error that is none of autopar's: where the user's own code (a factory, rules) raised it, and what files say; None for a bug of ours, of which all is shown."""
+    from autopar.frontend.factory import own_frames
+
+    frames = own_frames(error)
+    if frames is not None:
+        shown = traceback.TracebackException.from_exception(error)
+        shown.stack = frames
+        return "error: your own code raised this (--debug shows how it was called)\n" + "".join(shown.format()).rstrip()
+    return f"error: {error}" if isinstance(error, OSError) else None

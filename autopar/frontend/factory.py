@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,7 @@ RAN_AS = "autopar_model_"
 
 
 def find_factory(spec: str) -> Factory:
-    """The callable that `spec` names. Raises CaptureError; what the user's own code raises goes through as it is."""
+    """The callable that `spec` names. Raises CaptureError; what the user's own code raises goes through as it is (`run_own`)."""
     place, _, name = spec.rpartition(":")
     relative = place.startswith(".") and not place.endswith(".py")  # to which package?
     if not place or not name or relative:
@@ -58,7 +59,7 @@ def call_factory(factory: Factory, spec: str, *, batch: int, seq: int) -> tuple[
             f"model {spec!r}: the factory needs {', '.join(unknown)} without a default; it is called with at most "
             "batch= and seq=. Give defaults, or name a function without these parameters"
         )
-    made = factory(**{name: value for name, value in known.items() if name in parameters})
+    made = run_own(factory, **{name: value for name, value in known.items() if name in parameters})
     match made:
         case nn.Module() as model:
             return model, None
@@ -70,6 +71,22 @@ def call_factory(factory: Factory, spec: str, *, batch: int, seq: int) -> tuple[
         f"model {spec!r}: the factory gave {describe(made)}; wanted a torch.nn.Module, (model, args tuple) or "
         "(model, args tuple, kwargs dict)"
     )
+
+
+def run_own(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call into the user's own code. What it raises goes through as it is; `own_frames` tells it from errors of ours."""
+    return function(*args, **kwargs)
+
+
+def own_frames(error: BaseException) -> traceback.StackSummary | None:
+    """The frames of the user's own code in which `error` was raised, the outermost first and without those of the import system; None where that code did not raise it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code is not run_own.__code__:
+        trace = trace.tb_next
+    if trace is None:
+        return None
+    frames = traceback.extract_tb(trace.tb_next)
+    return traceback.StackSummary.from_list([frame for frame in frames if not frame.filename.startswith("<frozen importlib") and frame.filename != importlib.__file__])
 
 
 def sizes_without_parameter(factory: Factory) -> tuple[str, ...]:
@@ -88,7 +105,7 @@ def import_file(path: Path, spec: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up here
     folder = path.resolve().parent
     with importable(Path.cwd(), folder, outside_packages(folder)):
-        found.loader.exec_module(module)
+        run_own(found.loader.exec_module, module)
     return module
 
 
@@ -101,7 +118,7 @@ def import_module(name: str, spec: str) -> ModuleType:
     """Import a module, also from the working directory. A missing import *inside* it is the user's and goes through."""
     try:
         with importable(Path.cwd()):
-            return importlib.import_module(name)
+            return run_own(importlib.import_module, name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if name != missing and not name.startswith(f"{missing}."):

@@ -124,6 +124,34 @@ def test_a_model_that_cannot_be_exported_names_the_line(here, monkeypatch, capsy
     assert f"net.py:{line_of('if h.sum() > 0')}: if h.sum() > 0" in said and "rewrite" in said and "Net cannot be exported" in said
 
 
+OWN = {"raises": "def made():\n    return {}['missing']\n", "opens": "def made():\n    open('weights.bin')\n", "imports": "import no_such_module_here\n", "syntax": "def made(:\n"}
+
+
+@pytest.mark.parametrize(("command", "kind", "where", "last"), [
+    ("plan", "raises", "line 2, in made\n", "KeyError: 'missing'"),
+    ("memory", "raises", "line 2, in made\n", "KeyError: 'missing'"),
+    ("plan", "opens", "line 2, in made\n", "FileNotFoundError: [Errno 2] No such file or directory: 'weights.bin'"),
+    ("plan", "imports", "line 1, in <module>\n", "ModuleNotFoundError: No module named 'no_such_module_here'"),
+    ("plan", "syntax", "line 1\n", "SyntaxError: invalid syntax"),
+])
+@pytest.mark.parametrize("spec", ["own_{}.py:made", "own_{}:made"])
+def test_an_error_of_the_users_own_code_is_shown_with_the_frames_of_that_code_alone(here, monkeypatch, capsys, command, kind, where, last, spec) -> None:
+    (here / f"own_{kind}.py").write_text(OWN[kind])
+    said = refused(here, monkeypatch, capsys, command, spec.format(kind), "--cluster", "cpu:1x2")
+    assert said.startswith("your own code raised this (--debug shows") and said.rstrip().endswith(last)
+    assert said.count('  File "') == 1 and f"own_{kind}.py\", {where}" in said
+    monkeypatch.setattr("sys.argv", ["autopar", "--debug", command, spec.format(kind), "--cluster", "cpu:1x2"])
+    with pytest.raises(Exception, match=last.partition(": ")[2].partition("]")[2] or last.partition(": ")[2]):
+        main()
+
+
+def test_an_error_of_autopar_itself_is_shown_whole(here, monkeypatch) -> None:
+    monkeypatch.setattr("autopar.cli.planning.frontend.load", lambda *_, **__: {}["a defect"])
+    monkeypatch.setattr("sys.argv", ["autopar", "plan", "net.py:good", "--cluster", "cpu:1x2"])
+    with pytest.raises(KeyError, match="a defect"):
+        main()
+
+
 def test_an_operator_without_a_rule_is_said_with_its_line_and_planned_whole(here, monkeypatch, capsys) -> None:
     planned(here, monkeypatch, model="net.py:unknown_op")
     said = " ".join(capsys.readouterr().out.split())

@@ -1,11 +1,15 @@
-"""The Python blocks of README.md and docs/ run, and say nothing untrue about the command line."""
+"""The Python blocks and the commands of README.md and docs/ run, and say nothing untrue about the command line."""
 
 from __future__ import annotations
 
+import ast
+import itertools
 import os
 import re
+import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -77,3 +81,87 @@ def test_the_tests_that_hold_the_traps_exist() -> None:
         text = (ROOT / "tests" / path).read_text()
         for wanted in filter(None, (name, entry[1].removeprefix("::"))):
             assert f"def {wanted.removesuffix('...')}" in text, f"{path} has no test {wanted}"
+
+
+def indented(page: Path) -> list[str]:
+    """The indented blocks of a page, outside of fences, without their indent."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(block) for block in re.findall(r"(?:(?:^    .*)?\n)+", text, re.MULTILINE) if block.strip()]
+
+
+def is_python(block: str) -> bool:
+    """Whether a block is Python: commands and tables are not."""
+    try:
+        return bool(ast.parse(block).body)
+    except SyntaxError:
+        return False
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The commands of a page, word by word, with what may be left out in brackets, as `MODEL|plan.json [--seq 128]`, and one for each of the things that a bar parts."""
+    found = []
+    for line in "\n".join(indented(page)).splitlines():
+        if (called := re.match(r"(?:torchrun .*?)?\bautopar (.*)", line)) is not None:
+            words = [word.split("|") for word in shlex.split(re.sub(r"[][]", "", called[1]), comments=True)]
+            found += [list(chosen) for chosen in itertools.product(*words)]
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+def test_commands_of_the_pages_are_taken(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of commands, options and the kinds of their values, read as the command line reads them."""
+    from typer.main import get_command
+
+    from autopar.cli.app import app
+
+    monkeypatch.chdir(tmp_path)
+    group = get_command(app)
+    for name, *words in commands(page):
+        assert group.commands[name].make_context(f"autopar {name}", words).params
+
+
+BEFORE = '''
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import autopar
+'''
+ON_RANKS = BEFORE + '''
+torch.manual_seed(0)
+model, loss_fn, folder, global_batch = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), nn.functional.mse_loss, "checkpoint", 8
+example = batch = torch.randn(8, 16), torch.randn(8, 16)
+batches, dataset = [batch] * 2, TensorDataset(torch.randn(16, 16), torch.randn(16, 16))
+'''
+MEMORY = BEFORE + '''
+from autopar.frontend import load
+
+model = load("hf:models/hf/tiny/llama.json", batch=16, seq=32).model
+'''
+
+
+@pytest.mark.slow
+def test_python_of_the_pages_runs_on_ranks(tmp_path: Path) -> None:
+    """The loops of README.md, usage.md and training.md as one script under torchrun."""
+    pages = [ROOT / "docs" / "usage.md", ROOT / "README.md", ROOT / "docs" / "training.md"]
+    first, *others = [block for page in pages for block in indented(page) if is_python(block) and "reshard(" not in block]  # README.md shows an emitted file, too
+    assert len(others) >= 4
+    (tmp_path / "train.py").write_text("\n".join((ON_RANKS, first, "compiled = model", *others, "assert loss.isfinite()", "dist.destroy_process_group()")))
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_python_of_the_page_on_memory_runs(tmp_path: Path) -> None:
+    (block,) = [block for block in indented(ROOT / "docs" / "memory.md") if is_python(block)]
+    (tmp_path / "page.py").write_text(MEMORY + block.replace("seq=2048", "seq=32"))
+    done = subprocess.run([sys.executable, str(tmp_path / "page.py")], cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_page_with_indented_python_has_it_run() -> None:
+    """By the two tests above."""
+    assert {page.stem for page in PAGES if any(map(is_python, indented(page)))} == {"README", "memory", "training", "usage"}

@@ -58,7 +58,7 @@ def launch(fn: Callable[..., Any], nprocs: int, *args: Any, timeout_s: float = 6
     """`fn(*args)` on `nprocs` local ranks, one thread each; their results, which must be picklable, in rank order.
 
     `fn` finds torch.distributed initialised (gloo on "cpu", nccl on "cuda" where each rank has one). Raises RunError with the traceback of the first rank
-    that failed, or with the ranks that were not done within `timeout_s`; all other ranks are stopped then.
+    that failed, with the ranks that were not done within `timeout_s` (all other ranks are stopped then), or where the system does not give as many processes.
     """
     fork = _can_fork(device_type)
     job = partial(fn, *args) if fork else partial(_call, pickle.dumps((fn, args)))  # multiprocessing itself would keep a file open for each tensor
@@ -95,7 +95,8 @@ class Ranks:
                 self.stop()
 
     def _start(self) -> _Team:
-        pairs = [multiprocessing.Pipe(duplex=False) for _ in range(self.nprocs)]
+        with _possible(self.nprocs):
+            pairs = [multiprocessing.Pipe(duplex=False) for _ in range(self.nprocs)]
         self._team = _Team.start(self.nprocs, lambda rank: _Inbox(pairs[rank][0]), self.timeout_s, self.device_type, _can_fork(self.device_type))
         for there, _ in pairs:
             there.close()
@@ -153,15 +154,16 @@ class _Team:
         context: Any = multiprocessing.get_context("fork" if fork else "spawn")
         team = _Team([], [], Scratch())
         try:
-            for rank in range(nprocs):
-                here, there = context.Pipe(duplex=False)
-                store = os.path.join(team.folder.name, "store")
-                child = context.Process(target=_rank, daemon=True, name=f"rank{rank}",
-                                        args=(there, os.getpid(), jobs(rank), rank, nprocs, store, device_type, timeout_s))
-                child.start()
-                there.close()
-                team.ends.append(here)
-                team.children.append(child)
+            with _possible(nprocs):
+                for rank in range(nprocs):
+                    here, there = context.Pipe(duplex=False)
+                    store = os.path.join(team.folder.name, "store")
+                    child = context.Process(target=_rank, daemon=True, name=f"rank{rank}",
+                                            args=(there, os.getpid(), jobs(rank), rank, nprocs, store, device_type, timeout_s))
+                    child.start()
+                    there.close()
+                    team.ends.append(here)
+                    team.children.append(child)
         except BaseException:
             team.stop()
             raise
@@ -195,6 +197,16 @@ class _Team:
         for end in self.ends:
             end.close()
         self.folder.cleanup()
+
+
+@contextlib.contextmanager
+def _possible(nprocs: int) -> Iterator[None]:
+    """Raise RunError where the system gives no more processes, files or memory while ranks are started."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"cannot start {nprocs} ranks on this machine: {error.strerror or error}. Each rank is a process with open files of its own: ask for fewer ranks, "
+                       "or raise the limits of open files and processes (ulimit -n, ulimit -u)") from error
 
 
 def _stack_file(folder: str, rank: int) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -31,6 +32,22 @@ def test_ranks_are_spawned_where_forks_could_not_differentiate(monkeypatch):
     assert launch(_squared, 2, 3.0) == [6.0, 6.0]
     with Ranks(2) as ranks:
         assert ranks.run(_squared, 4.0) == [8.0, 8.0]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files as Linux lists them")
+@pytest.mark.parametrize("start", [lambda: launch(_squared, 64, 3.0), lambda: Ranks(64).run(_squared, 3.0)], ids=["launch", "Ranks"])
+def test_more_ranks_than_the_system_gives_are_refused_in_words_and_none_is_left(start):
+    import resource
+
+    free = sorted(set(range(1024)) - set(map(int, os.listdir("/proc/self/fd"))))
+    before, living = resource.getrlimit(resource.RLIMIT_NOFILE), {child.pid for child in multiprocessing.active_children()}
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[12], before[1]))
+    try:
+        with pytest.raises(RunError, match=r"cannot start 64 ranks on this machine: Too many open files.*ask for fewer ranks"):
+            start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert {child.pid for child in multiprocessing.active_children()} <= living
 
 
 def _squared(x):

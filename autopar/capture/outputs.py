@@ -28,7 +28,8 @@ def check_loss(gm: fx.GraphModule, mode: str, model: nn.Module, left_out: Mappin
     if mode == "train" and not any(entry["kind"] == "loss" for entry in gm.meta["outputs"]):
         others = "".join(f"; {name} {what}, into which nobody looks (return a dict, a tuple or a dataclass)" for name, what in left_out.items())
         raise CaptureError(f"{type(model).__name__} gives no scalar loss in train mode, got outputs "
-                           f"{[entry['name'] for entry in gm.meta['outputs']]}{others}: pass labels among the inputs, or loss_fn=, or mode='inference'")
+                           f"{[entry['name'] for entry in gm.meta['outputs']]}{others}: pass labels among the inputs, or loss_fn=, or mode='inference' "
+                           "(on the command line: a factory whose model gives the loss, or --mode inference)")
 
 
 def other_outputs(left_out: Mapping[str, str], structure: Any) -> Iterator[str]:

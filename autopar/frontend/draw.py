@@ -14,7 +14,7 @@ from autopar.errors import CaptureError
 IMAGE_SIDE = 224  # pixels, where the config (ResNet's, for one) does not say: the size ImageNet models are trained on
 IMAGE_CHANNELS = 3  # where the config does not say: red, green, blue
 FRAMES = ("num_frames", "frames_per_clip")  # what configs call the number of images of a video
-PASS_THEM = "pass example_inputs to compile, or name a factory that gives (model, args)"
+PASS_THEM = "pass example_inputs to compile, or name a factory that gives (model, args) on the command line"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autopar._torch import fake_mode
 from autopar.errors import CaptureError
+from autopar.frontend.draw import PASS_THEM
 from autopar.text import first_line
 
 FEATURES = "get_image_features"  # what models that put images into texts have, as those that match both
@@ -41,8 +42,7 @@ def tokens_of_an_image(model: nn.Module, pixels: Tensor) -> int:
             made: Any = found if isinstance(found, (Tensor, list, tuple)) else found.pooler_output
             rows = sum(one.numel() // one.shape[-1] for one in (made if isinstance(made, (list, tuple)) else [made]))
         except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
-            raise CaptureError(f"inputs for {type(model).__name__} cannot be made: {FEATURES} does not work on pixels of {tuple(pixels.shape)} alone ({first_line(error)}); "
-                               "pass example_inputs to compile, or name a factory that gives (model, args)") from error
+            raise CaptureError(f"inputs for {type(model).__name__} cannot be made: {FEATURES} does not work on pixels of {tuple(pixels.shape)} alone ({first_line(error)}); {PASS_THEM}") from error
     return rows // pixels.shape[0]
 
 

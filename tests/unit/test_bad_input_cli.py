@@ -145,6 +145,15 @@ def test_an_error_of_the_users_own_code_is_shown_with_the_frames_of_that_code_al
         main()
 
 
+@pytest.mark.parametrize(("gives", "wanted"), [
+    ("nn.Linear(8, 8), (torch.zeros(8, 8),)", "on the command line: a factory whose model gives the loss, or --mode inference"),
+    ("nn.Linear(8, 8)", "name a factory that gives (model, args) on the command line"),
+])
+def test_what_is_asked_for_is_said_in_words_of_the_command_line_too(here, monkeypatch, capsys, gives, wanted) -> None:
+    (here / "lacking.py").write_text(f"import torch\nfrom torch import nn\n\n\ndef made():\n    return {gives}\n")
+    assert wanted in refused(here, monkeypatch, capsys, "plan", "lacking.py:made", "--cluster", "cpu:1x2")
+
+
 def test_an_error_of_autopar_itself_is_shown_whole(here, monkeypatch) -> None:
     monkeypatch.setattr("autopar.cli.planning.frontend.load", lambda *_, **__: {}["a defect"])
     monkeypatch.setattr("sys.argv", ["autopar", "plan", "net.py:good", "--cluster", "cpu:1x2"])

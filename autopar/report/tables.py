@@ -15,6 +15,7 @@ from autopar.problem.graph import Program
 from autopar.report.grid import grid
 from autopar.report.reshards import ROLES, Row, reshards
 from autopar.report.weights import Weight, titles, weights
+from autopar.search import SEARCHES
 from autopar.text import gibibytes, seconds, times
 
 RESHARDS_SHOWN = 12  # per block; the rest is in the emitted file
@@ -76,7 +77,7 @@ def _facts(plan: Plan) -> dict[str, str]:
     cluster = Cluster.from_dict(dict(plan.cluster))
     there = gibibytes(cluster.device.usable_memory_bytes) if plan.places == 1 or not cluster.parts else "what each place has"
     return {
-        "strategy": plan.strategy,
+        "strategy": f"{plan.strategy} (found by this search; no named recipe)" if plan.strategy in SEARCHES else plan.strategy,
         "mesh": mesh if plan.places == 1 else f"{plan.places} places x ({mesh})",
         **({"pipeline": f"{len(plan.stages)} stages, {plan.schedule}, {plan.microbatches} microbatches"} if plan.pipelined else {}),
         "planned for": ", ".join(f"{k} = {v}" for k, v in plan.hints.items()) or "fixed sizes",

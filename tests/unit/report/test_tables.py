@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -48,6 +49,7 @@ def test_a_forced_recipe_has_no_proof() -> None:
     made = planned("tp")
     shown = text(report(made.plan, made.program))
     assert "none proven" in shown and "column" in shown and "row" in shown
+    assert "no named recipe" not in shown and "ilp (found by this search; no named recipe)" in text(overview(replace(made.plan, strategy="ilp")))
 
 
 @pytest.mark.parametrize(("recipe", "kind"), [("ddp", "sample"), ("tp", "parameter")])

@@ -2,6 +2,10 @@
 
     F.cross_entropy(logits[mask], labels[mask]),  ((x - y) ** 2)[mask].mean(),  torch.masked_select(x, mask).sum()
 
+Picked rows that go back to where they were picked are all rows where the mask holds, and what is there elsewhere.
+
+    h[h > 0] *= 2,  x[mask] = f(x[mask]),  x.masked_scatter(mask, f(x[mask]))
+
 How many rows a mask picks is data, and a graph has the sizes of its inputs. What is computed of each picked row by itself is computed of all rows: of zeros where the mask
 picks nothing, so that whatever stands there has no part in it. Only operators whose gradients are finite for these are known here (no logarithm, no root, no quotient by rows):
 a gradient of nothing times one that is infinite is none.
@@ -43,7 +47,7 @@ class Whole:
 
 def masked(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional operators.
-    does: finds sums, means and losses over rows that a mask picks, of what is computed row by row.
+    does: finds sums, means and losses over rows that a mask picks, of what is computed row by row, and such rows that are written back to the places of that mask.
     gives: the same of all rows, without sizes that depend on what tensors hold; what else is done with such rows stays as it is.
     """
     known: Known = {}
@@ -81,27 +85,38 @@ def _source(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
         return (mask, source) if facts.shape(source) == facts.shape(mask) else (None, None)  # type: ignore[arg-type, return-value]
     if edit.call_of(node, aten.index.Tensor) is None:
         return None, None
-    source, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+    mask = _mask_of_places(node.args[1])  # type: ignore[arg-type]
+    return (mask, node.args[0]) if mask is not None else (None, None)  # type: ignore[return-value]
+
+
+def _mask_of_places(given: Sequence[Any]) -> fx.Node | None:
+    """The mask that `given`, the indices of leading dims, are the true places of: itself, or the coordinates of its places."""
+    indices = list(given)
     while indices and indices[-1] is None:
         indices.pop()
-    if any(index is None for index in indices):
-        return None, None
+    if not indices or any(index is None for index in indices):
+        return None
     if len(indices) == 1 and facts.dtype(indices[0]) == torch.bool:
-        return indices[0], source  # type: ignore[return-value]
+        return indices[0]
     found = [places(index) for index in indices]
     if None in found or any((place[0], place[1]) != (found[0][0], dim) for dim, place in enumerate(found)):  # type: ignore[index]
-        return None, None
-    mask = found[0][0]  # type: ignore[index]
-    return (mask, source) if len(facts.shape(mask)) == len(indices) and facts.dtype(mask) == torch.bool else (None, None)  # type: ignore[return-value]
+        return None
+    mask: fx.Node = found[0][0]  # type: ignore[index]
+    return mask if len(facts.shape(mask)) == len(indices) and facts.dtype(mask) == torch.bool else None
 
 
 def _zeroed(rows: fx.Node, mask: fx.Node, node: fx.Node, zero: float = 0) -> fx.Node:
     """`rows`, and `zero` where the mask picks nothing."""
-    wide = mask
-    for dim in range(len(facts.shape(mask)), len(facts.shape(rows))):
-        wide = edit.call(node.graph, aten.unsqueeze.default, (wide, dim), like=node)
+    wide = _widened(mask, rows, node)
     value = False if facts.dtype(rows) == torch.bool else zero
     return edit.call(node.graph, aten.where.ScalarOther, (wide, rows, value), like=node) if value is not False else edit.call(node.graph, aten.logical_and.default, (wide, rows), like=node)
+
+
+def _widened(mask: fx.Node, rows: fx.Node, node: fx.Node) -> fx.Node:
+    """`mask` with as many dims as `rows`."""
+    for dim in range(len(facts.shape(mask)), len(facts.shape(rows))):
+        mask = edit.call(node.graph, aten.unsqueeze.default, (mask, dim), like=node)
+    return mask
 
 
 def _operands(node: fx.Node, known: Known, given: Sequence[Any]) -> tuple[list[Any], fx.Node] | None:
@@ -209,6 +224,31 @@ def _of_classes(node: fx.Node, known: Known) -> fx.Node | None:
     return edit.call(graph, node.target, args, kwargs, like=node)  # type: ignore[arg-type]
 
 
+def _written(node: fx.Node, known: Known) -> fx.Node | None:
+    """`index_put` of picked rows at the places of the mask that they were picked by: all rows where it holds, or added to what is there."""
+    given = edit.args_of(node)
+    mask = _mask_of_places(given["indices"])
+    return None if mask is None else _back(node, given["self"], mask, given["values"], known, added=bool(given.get("accumulate")))
+
+
+def _scattered(node: fx.Node, known: Known) -> fx.Node | None:
+    """`masked_scatter` of picked elements at the places that they were picked from."""
+    given = edit.args_of(node)
+    same = facts.shape(given["mask"]) == facts.shape(given["self"])
+    return _back(node, given["self"], given["mask"], given["source"], known) if same else None
+
+
+def _back(node: fx.Node, base: fx.Node, mask: fx.Node, values: fx.Node, known: Known, *, added: bool = False) -> fx.Node | None:
+    """`base` with `values`, which were picked by `mask`, at the true places of `mask`; None where they were not, or have fewer dims than a row and a broadcast."""
+    found = whole(values, known) if _is_picked(values) else None
+    if found is None or found.mask is not mask or facts.shape(found.rows) != facts.shape(base) or facts.dtype(values) != facts.dtype(base):
+        return None
+    rows = _zeroed(found.rows, mask, node)
+    if added:
+        return edit.call(node.graph, aten.add.Tensor, (base, rows), like=node)
+    return edit.call(node.graph, aten.where.self, (_widened(mask, base, node), rows, base), like=node)
+
+
 def _sum(node: fx.Node, known: Known) -> fx.Node | None:
     return _over(node, known, mean=False)
 
@@ -276,6 +316,8 @@ TAKEN: dict[Any, Callable[[fx.Node, Known], fx.Node | None]] = {
     **dict.fromkeys(ELEMENTS, _loss),
     **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList), _sum),
     **dict.fromkeys((aten.mean.default, aten.mean.dim), _mean),
+    aten.index_put.default: _written,
+    aten.masked_scatter.default: _scattered,
     **dict.fromkeys((aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default), _of_classes),
 }
-"""What is no more than a number, or one for each column, of picked rows."""
+"""What is no more than a number, or one for each column, of picked rows, or has them where they were."""

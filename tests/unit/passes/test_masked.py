@@ -1,4 +1,4 @@
-"""Sums, means and losses over the rows that a mask picks: all rows are computed, with the values and the gradients of the picked ones."""
+"""Sums, means and losses over the rows that a mask picks, and such rows that go back to their places: all rows are computed, with the values and the gradients of the picked ones."""
 
 from __future__ import annotations
 
@@ -37,6 +37,14 @@ def _by_places(net: Picks, h: Tensor, y: Tensor, m: Tensor) -> object:
     return -h.log_softmax(-1)[found].gather(-1, y[found].unsqueeze(-1)).squeeze(-1).mean()
 
 
+def _written_back(net: Picks, h: Tensor, y: Tensor, m: Tensor) -> object:
+    h = h.clone()
+    h[h > 0] *= 2
+    h[m] = net.norm(F.gelu(net.linear(h[m]))) + h[m].exp()
+    rows, low = m.nonzero(as_tuple=True), h < 1
+    return h.cos().index_put(rows, h.sin()[rows].exp(), accumulate=True), h.masked_scatter(low, torch.masked_select(h, low).tanh() * 3)
+
+
 LOSSES: dict[str, Callable[..., object]] = {
     "classes": lambda net, h, y, m: F.cross_entropy(h[m], y[m]),
     "sum over classes": lambda net, h, y, m: F.cross_entropy(h[m], y[m], reduction="sum", ignore_index=2),
@@ -48,6 +56,7 @@ LOSSES: dict[str, Callable[..., object]] = {
     "columns": lambda net, h, y, m: (h[m].mean(0), h[m].sum(0), h[m].sum(-1).mean()),
     "a head of picked rows": _head_of_some,
     "by places": _by_places,
+    "written back": _written_back,
     "binary": lambda net, h, y, m: F.binary_cross_entropy_with_logits(h[..., 0][m], (y % 2).to(h.dtype)[m]),
 }
 

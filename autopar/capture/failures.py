@@ -31,6 +31,12 @@ _TO_NUMBER = "Could not extract specialized integer"
 _BY_CHANCE = re.compile(r"layer_?drop", re.I)
 _WHOLE = "compute all rows and take those with torch.where or a product with the mask, pick a fixed number of them (topk), or pass what is picked as an input"
 _SAID = "say how many rows there are in all, repeat_interleave(..., output_size=number), where they are as many in every step"
+_SPECIAL = (
+    (re.compile(r"PackedSequence|pack_padded"), "packed sequences have as many rows as their lengths say, and a graph has the sizes of its inputs: give the recurrent layer the padded "
+     "sequences and leave out of the loss what is behind each end; its backward direction is a layer of its own on sequences that are reversed within their lengths (gather)"),
+    (re.compile(r"nested_tensor|NestedTensor"), "nested tensors have as many rows as their offsets say, and a graph has the sizes of its inputs: use padded tensors and a mask"),
+)
+"""What torch says of kinds of tensors whose sizes depend on values, or the line that makes them; and what to write in their place."""
 REPEATS = (torch.ops.aten.repeat_interleave.self_Tensor, torch.ops.aten.repeat_interleave.Tensor)
 _ADVICE = "another size needs a capture of its own, with example inputs of that size"
 
@@ -69,6 +75,8 @@ def advice(error: BaseException, place: str = "") -> str:
     if _BY_CHANCE.search(place):
         return ("that leaves blocks out at random, and a graph has the same blocks in every step: set it to 0 (the config's layerdrop, encoder_layerdrop, "
                 "decoder_layerdrop), or scale what the blocks add (stochastic depth by multiplication)")
+    if (special := next((what for pattern, what in _SPECIAL if pattern.search(f"{error} {place}")), None)) is not None:
+        return special
     if isinstance(error, (AttributeError, LookupError, TypeError)):
         return ("the model's own code fails there while it is traced: torch.compiler.is_compiling() is true then, and some models do not make what they are "
                 "not given (masks, positions, caches); pass it as an input, or rewrite that line")

@@ -311,7 +311,23 @@ class Points(Net):
         return x[int(self.pointer):]  # the line
 
 
+class Packs(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(1, 4)
+
+    def change(self, x):
+        return self.lstm(nn.utils.rnn.pack_padded_sequence(x[..., None], (x > 0).sum(1).clamp(min=1), True, False))[1][0][0]  # the line
+
+
+class Nests(Net):
+    def change(self, x):
+        return torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 3, 8])).values()  # the line
+
+
 @pytest.mark.parametrize(("model", "text"), [
+    (Packs, r"at test_failures.py:\d+: .*# the line; packed sequences have .* padded sequences .* reversed within their lengths"),
+    (Nests, r"at test_failures.py:\d+: .*# the line; nested tensors have .* padded tensors and a mask"),
     (Fits, r"at test_failures.py:\d+: .*# the line; torch has no rule for what sizes aten.linalg_lstsq.default gives without the values of its operands.*custom_op"),
     (Points, r"at test_failures.py:\d+: .*# the line; a number that is read off a tensor .* keep it as a tensor .*index_copy_"),
 ])

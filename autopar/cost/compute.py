@@ -21,14 +21,10 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TypeVar
-
-import sympy
 
 from autopar.cluster import Device
 
 Shape = tuple[int, int, int]
-Number = TypeVar("Number", float, sympy.Expr)
 
 # Operators without a matmul run on the vector units at about the float32 rate, whatever their dtype.
 VECTOR_DTYPE = "float32"
@@ -137,33 +133,23 @@ REUSE = 0.16
 """What reading costs a tile, as a share of Device.tile: fitted with `sustained`, see docs/cost-model.md."""
 
 
-def shape_factor(m: Number, n: Number, k: Number, batch: Number, device: Device) -> Number:
-    """The best of all tiles and splits, as the module docstring defines them; of numbers or of sympy expressions."""
-    if any(isinstance(size, sympy.Expr) for size in (m, n, k, batch)):
-        return sympy.Max(*_ways(m, n, k, batch, device.tile, device.units), evaluate=False)
-    return _best_way(m, n, k, batch, device.tile, device.units)
+def shape_factor(m: float, n: float, k: float, batch: float, device: Device) -> float:
+    """Relative efficiency of `batch` matmuls of `m` by `k` with `k` by `n`: the best over all TILES and SPLITS of waves x reuse x depth (module docstring)."""
+    return _best_tiling(m, n, k, batch, device.tile, device.units)
 
 
 @lru_cache(maxsize=1 << 16)
-def _best_way(m: float, n: float, k: float, batch: float, tile: int, units: int) -> float:
-    """Found once for all operators, layouts and meshes with the same local sizes: a search asks for few others."""
-    return max(_ways(m, n, k, batch, tile, units))
+def _best_tiling(m: float, n: float, k: float, batch: float, tile: int, units: int) -> float:
+    """Cached for all operators, layouts and meshes with the same local sizes: a search asks for few others."""
+    return max(_tiled(m, n, k, batch, (width * tile, height * tile), split, tile, units) for width, height in TILES for split in SPLITS)
 
 
-def _ways(m: Number, n: Number, k: Number, batch: Number, tile: int, units: int) -> list[Number]:
-    """What each tile and split comes to."""
-    return [_tiled(m, n, k, batch, (wide * tile, high * tile), split, tile, units) for wide, high in TILES for split in SPLITS]
-
-
-def _tiled(m: Number, n: Number, k: Number, batch: Number, size: tuple[float, float], split: int, tile: int, units: int) -> Number:
-    wide, high = size
-    tiles = batch * _ceiling(m / wide) * _ceiling(n / high) * split
-    waves = _ceiling(tiles / units)
-    filled = batch * split * m * n / (waves * units * wide * high)
-    reuse = wide * high / (wide * high + REUSE * tile * (wide + high))
+def _tiled(m: float, n: float, k: float, batch: float, size: tuple[float, float], split: int, tile: int, units: int) -> float:
+    """Waves x reuse x depth with output tiles of `size` (width, height in elements) and the depth cut into `split` pieces."""
+    width, height = size
+    tiles = batch * math.ceil(m / width) * math.ceil(n / height) * split
+    waves = math.ceil(tiles / units)
+    filled = batch * split * m * n / (waves * units * width * height)
+    reuse = width * height / (width * height + REUSE * tile * (width + height))
     depth = k / (k + split * tile / 2)
     return filled * reuse * depth
-
-
-def _ceiling(number: Number) -> Number:
-    return sympy.ceiling(number) if isinstance(number, sympy.Expr) else math.ceil(number)

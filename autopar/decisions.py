@@ -8,7 +8,7 @@ from typing import Any
 from autopar.layout import fraction, parse
 from autopar.plan import NodePlan, Plan
 from autopar.problem.graph import Op, Program, Ref
-from autopar.problem.pairs import pair
+from autopar.problem.pairs import LayoutPair
 from autopar.problem.tiling import tiled
 from autopar.recipes.kinds import kind
 from autopar.rules import derived, unknown, unused
@@ -20,7 +20,7 @@ from autopar.rules.tiles import NAMES, OPERATORS
 def node_plan(op: Op, options: Sequence[Any]) -> NodePlan:
     """What a Plan says of one node that has `options`, one per mesh axis."""
     def column(uses: Sequence[Use]) -> str:
-        return str(pair(tuple(uses)))
+        return str(LayoutPair.of_uses(tuple(uses)))
 
     ins = tuple(column([o.ins[i] for o in options]) for i in range(len(options[0].ins))) if options else ()
     outs = tuple(column([o.outs[i] for o in options]) for i in range(len(options[0].outs))) if options else ()

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autopar.codegen import sizes
-from autopar.codegen.edges import LayoutPair
 from autopar.codegen.expressions import Written, write
 from autopar.errors import PlanError
 from autopar.layout import cutters, dim_of, is_shard, show
 from autopar.plan import NodePlan
 from autopar.problem.graph import Op
+from autopar.problem.pairs import LayoutPair
 from autopar.rules import halo as windows
 from autopar.rules import tiles
 from autopar.rules.arguments import given

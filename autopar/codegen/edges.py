@@ -12,49 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import PlanError
-from autopar.layout import NO_GRAD, Layout, Step, crosses, is_placed, parse, show, steps
+from autopar.layout import NO_GRAD, Step, crosses, is_placed, parse, steps
 from autopar.plan import NodePlan, Plan
-from autopar.problem.at_rest import EACH, gathered_axes
+from autopar.problem.at_rest import EACH
 from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.pairs import LayoutPair
 from autopar.problem.rerun import Rerun, check, rerun, saves_results
 from autopar.rules.language import Option, Use
 
 Spot = tuple[int, int]  # (axis, coordinate)
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutPair:
-    """Layouts of a value and of its gradient (all "-" where it has none)."""
-
-    value: Layout
-    grad: Layout
-
-    @staticmethod
-    def of(text: str) -> LayoutPair:
-        """From a plan's `"S0,R|S0,P"`."""
-        value, grad = text.split("|")
-        return LayoutPair(parse(value), tuple(grad.split(",")) if grad else ())
-
-    @property
-    def has_grad(self) -> bool:
-        return NO_GRAD not in self.grad
-
-    @property
-    def rest(self) -> Layout:
-        """The layout in which a parameter with these layouts rests."""
-        return self.grad if self.has_grad else self.value
-
-    @property
-    def gathered(self) -> tuple[int, ...]:
-        """The axes on which a weight with these layouts is gathered once per step."""
-        return gathered_axes(self.value, self.grad) if self.has_grad else ()
-
-    def partial(self, axes: tuple[int, ...]) -> LayoutPair:
-        """With a partial gradient on `axes`."""
-        return LayoutPair(self.value, tuple("P" if a in axes else g for a, g in enumerate(self.grad)))
-
-    def __str__(self) -> str:
-        return f"{show(self.value)}|{show(self.grad)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +158,7 @@ def edges(program: Program, plan: Plan) -> Edges:
             if scope in reruns and src.value == dst.value and any((op.name, i) in reruns[scope].reads for op, i in group):
                 as_made[ref[0]] = None
             follows = any(op.name in program.following for op, _ in group)  # the gradient of what it makes is as its readers leave it
-            if needed(src, replace(dst, grad=src.grad) if follows else dst):
+            if needed(src, dst._replace(grad=src.grad) if follows else dst):
                 saved = any(op.needs_again(operand) for op, operand in group) and not any(beside(plan, op.name) for op, _ in group)
                 spared = not any(op.needs_again(operand, first=True) for op, operand in group)
                 names = tuple(op.name for op, _ in group)

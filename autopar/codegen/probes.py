@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.codegen.edges import LayoutPair
+from autopar.problem.pairs import LayoutPair
 
 
 def probe(name: str, variable: str, pair: LayoutPair, shape: str) -> str:

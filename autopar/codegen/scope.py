@@ -20,13 +20,14 @@ from autopar.codegen import probes
 from autopar.codegen import sizes as size_text
 from autopar.codegen.algorithms import IMPORTED, algorithm_text, operand_texts, seeded_text, switched
 from autopar.codegen.context import Context
-from autopar.codegen.edges import LayoutPair, Reshard, Spot, given, in_pair, needed, options, out_pair, spot_of
+from autopar.codegen.edges import Reshard, Spot, given, in_pair, needed, options, out_pair, spot_of
 from autopar.codegen.expressions import Written, literal, write
 from autopar.codegen.placements import in_order, write_placed
 from autopar.codegen.turns import turn_text
 from autopar.errors import PlanError
 from autopar.layout import NO_GRAD, Layout, show
 from autopar.problem.graph import Op, Ref, Run
+from autopar.problem.pairs import LayoutPair
 from autopar.rules.tiles import tiled
 from autopar.text import quoted
 from passes import facts

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from autopar.codegen.edges import Edges, LayoutPair, Reshard
+from autopar.codegen.edges import Edges, Reshard
 from autopar.layout import moving
 from autopar.memory.ahead import Unit, begin_ahead, gather_into
 from autopar.memory.at_rest import cast_bytes
@@ -22,6 +22,7 @@ from autopar.memory.storages import Book, Storage
 from autopar.pipeline.stage_views import RESULTS
 from autopar.problem.graph import CAST, Op, Program, Ref, Run
 from autopar.problem.op_algorithms import sites
+from autopar.problem.pairs import LayoutPair
 from autopar.problem.saved import HOLDERS
 from autopar.problem.view_ops import looks
 from autopar.rules.tiles import weight_of

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.codegen.edges import LayoutPair, options
+from autopar.codegen.edges import options
 from autopar.layout import Layout, is_placed, is_shard, most_elements, placed_on
 from autopar.memory.habits import EMITTED, Habits
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.pairs import LayoutPair
 from autopar.rules.language import Option
 
 

@@ -16,7 +16,7 @@ from autopar.pipeline.stretches import Cost
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did, Pass
 from autopar.problem.build import Model
 from autopar.problem.graph import Op, Program
-from autopar.problem.pairs import pair
+from autopar.problem.pairs import LayoutPair
 from autopar.problem.step_shares import ForwardPrices
 
 
@@ -112,7 +112,7 @@ def halfway_bytes(program: Program, micro: Model, index: int, c: int) -> float:
         if op.name in program.waiting:
             options = [joint.options[member] for joint in micro.choices[index][c]]
             for i, out in enumerate(op.call.outs):
-                made = pair(tuple([option.outs[i] for option in options]))
+                made = LayoutPair.of_uses(tuple([option.outs[i] for option in options]))
                 found += op.count * micro.prices.local_bytes(math.prod(out.sizes) * out.itemsize, made.back) if out.grad else 0.0
     return found
 

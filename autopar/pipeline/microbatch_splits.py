@@ -13,7 +13,7 @@ from autopar.problem.build import build
 from autopar.problem.clusters import Cluster as OpCluster
 from autopar.problem.clusters import Joint, Table, join
 from autopar.problem.graph import Op, Program
-from autopar.problem.pairs import Pair
+from autopar.problem.pairs import LayoutPair
 from autopar.problem.prices import Prices
 from autopar.problem.settings import Settings
 from autopar.recipes import roles
@@ -32,12 +32,12 @@ LIMIT_S = 5.0
 class _Matching(Prices):
     """Prices under which all that matters is whether values are wanted as they are made."""
 
-    def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, again: Sequence[bool] = (), *,
+    def table_s(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float, again: Sequence[bool] = (), *,
                 weight: bool = False, grad_bytes: float | None = None) -> np.ndarray:
         """What every change of a value's layout takes; gradients add up whatever they are."""
         return np.array([[self._change_s(row, column) for column in columns] for row in rows])
 
-    def _change_s(self, made: Pair, wanted: Pair) -> float:
+    def _change_s(self, made: LayoutPair, wanted: LayoutPair) -> float:
         if made.value == wanted.value:
             return 0.0
         if (made.value, wanted.value) == (("R",), ("P",)):

@@ -33,7 +33,7 @@ from autopar.problem.graph import Op, Program
 from autopar.problem.hiding import Load, split
 from autopar.problem.nets import Link
 from autopar.problem.op_algorithms import Wait
-from autopar.problem.pairs import Pair
+from autopar.problem.pairs import LayoutPair
 from autopar.problem.prices import Prices
 from autopar.problem.step_shares import ForwardPrices
 from autopar.problem.types import Net
@@ -45,8 +45,8 @@ class _Read(NamedTuple):
     readers whose position in program order is recorded (`Passes._recorded`), each with the number of its operand."""
 
     link: Link
-    made: Pair
-    asked: Pair
+    made: LayoutPair
+    asked: LayoutPair
     cost_s: float
     name: str
     at: list[tuple[Op, int]]
@@ -297,7 +297,7 @@ class Passes:
         if made.value != made.back:
             self._add_leaf(link, made, did)
 
-    def _add_leaf(self, link: Link, made: Pair, did: Did) -> None:
+    def _add_leaf(self, link: Link, made: LayoutPair, did: Did) -> None:
         """Add the gather of a weight's leaf, once per step: in the forward, of which the first buckets are prefetched, or at the end of the step before."""
         gathered = self.prices.routes.loads(made.back, made.value, link.size_bytes, min(self.prices.bucket_bytes, self.buckets.gathered_bytes(link)))
         if self.sums_at_end:

@@ -10,7 +10,7 @@ from autopar.problem.build import Model
 from autopar.problem.graph import Program
 from autopar.problem.leaf_gathers import in_a_row, share_ahead
 from autopar.problem.nets import Link
-from autopar.problem.pairs import Pair, synced
+from autopar.problem.pairs import LayoutPair, synced
 
 
 class WeightBuckets:
@@ -19,7 +19,7 @@ class WeightBuckets:
     def __init__(self, program: Program, model: Model, choice: Sequence[int]) -> None:
         self.program, self.model, self.choice = program, model, choice
 
-    def leaf(self, link: Link, made: Pair, asked: Pair) -> Layout:
+    def leaf(self, link: Link, made: LayoutPair, asked: LayoutPair) -> Layout:
         """The layout of the leaf's gradient before it is summed over ranks, where the weight is `made` and one reader `asked` for it. A weight that several
         read is a partial sum on those axes on which all of them, on any place, leave it so."""
         others = self._asked[link.ref]
@@ -29,11 +29,11 @@ class WeightBuckets:
         return tuple(entries[0] if all(entry == entries[0] for entry in entries) else own
                      for own, *entries in zip(made.back, *each, strict=True))
 
-    def leaf_bytes(self, link: Link, made: Pair) -> float:
+    def leaf_bytes(self, link: Link, made: LayoutPair) -> float:
         """Bytes on a rank of the leaf of one instance of a weight."""
         return link.size_bytes * fraction(made.value, self.model.prices.sizes)
 
-    def summed_bytes(self, made: Pair, leaf: Layout) -> float:
+    def summed_bytes(self, made: LayoutPair, leaf: Layout) -> float:
         """Bytes on a rank of all leaves whose gradients are summed at the same time, and by the same collectives, as one from `leaf` to where it rests."""
         return self._summed_bytes.get((made.each, *self.model.prices.routes.kinds(leaf, made.back)), 0.0)
 
@@ -53,9 +53,9 @@ class WeightBuckets:
         return {scope: share_ahead(each, in_a_row(self.program, scope)) for scope, each in leaves.items()}
 
     @cached_property
-    def _asked(self) -> Mapping[tuple[str, int], list[Pair]]:
+    def _asked(self) -> Mapping[tuple[str, int], list[LayoutPair]]:
         """For each weight, the distinct layouts that its readers ask for."""
-        found: dict[tuple[str, int], dict[Pair, None]] = {}
+        found: dict[tuple[str, int], dict[LayoutPair, None]] = {}
         for link in self.model.links:
             if link.weight:
                 found.setdefault(link.ref, {}).update(dict.fromkeys(link.columns[int(use.column[self.choice[use.node]])] for use in link.uses))
@@ -84,7 +84,7 @@ class WeightBuckets:
                 here.append((kinds, [*links, link], before + self.leaf_bytes(link, made)))
         return {link.ref: nbytes * (link.count if len(here) == 1 else 1) for here in buckets.values() for _, links, nbytes in here for link in links}
 
-    def _made(self, link: Link) -> Pair:
+    def _made(self, link: Link) -> LayoutPair:
         """In which layouts a weight is made."""
         return link.rows[link.row[self.choice[link.producer]]]
 

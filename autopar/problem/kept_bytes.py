@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.layout import NO_GRAD
 from autopar.problem.nets import COPIES, LYING, Link
-from autopar.problem.pairs import Pair
+from autopar.problem.pairs import LayoutPair
 from autopar.problem.saved import Kept
 from autopar.problem.types import Use
 
@@ -53,12 +53,12 @@ def _alone(link: Link, keeps: Kept) -> list[Link]:
     if lying and copies and not alike:
         return [_only(link, keep, link.columns, (COPIES, LYING))]
     return [*([_only(link, keep, link.columns, (COPIES,))] if copies else ()),
-            *([_only(link, keep, [Pair(c.value, (NO_GRAD,) * len(c.value)) for c in link.columns], (LYING,))] if lying else ())]
+            *([_only(link, keep, [LayoutPair(c.value, (NO_GRAD,) * len(c.value)) for c in link.columns], (LYING,))] if lying else ())]
 
 
-def _only(link: Link, keep: Sequence[bool], columns: Sequence[Pair], counts: tuple[str, ...]) -> Link:
+def _only(link: Link, keep: Sequence[bool], columns: Sequence[LayoutPair], counts: tuple[str, ...]) -> Link:
     """`link` to its readers that `keep` what they read, which ask for `columns`: of bytes alone."""
-    place: dict[Pair, int] = {}
+    place: dict[LayoutPair, int] = {}
     uses = []
     for kept, use in zip(keep, link.uses, strict=True):
         if kept:

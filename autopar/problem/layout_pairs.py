@@ -10,14 +10,14 @@ import numpy as np
 from autopar.cluster import Mesh
 from autopar.layout import NO_GRAD, Layout, is_placed
 from autopar.problem.at_rest import gathered_axes
-from autopar.problem.pairs import Pair, synced
+from autopar.problem.pairs import LayoutPair, synced
 from autopar.problem.paths import Paths, Ways
 
 
 class Between:
     """From each of `rows` to each of `columns` on the mesh of `known`."""
 
-    def __init__(self, known: Paths, rows: Sequence[Pair], columns: Sequence[Pair]) -> None:
+    def __init__(self, known: Paths, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair]) -> None:
         self._known, self.rows, self.columns = known, rows, columns
 
     @cached_property
@@ -55,19 +55,19 @@ class Between:
     @cached_property
     def read(self) -> Ways:
         """[rows, columns] from the gradients that readers leave to that of the leaf."""
-        return self._each(lambda row, column: (column.back, Pair(row.value, synced(row, column)).back))
+        return self._each(lambda row, column: (column.back, LayoutPair(row.value, synced(row, column)).back))
 
     @cached_property
     def summed(self) -> Ways:
         """[rows, columns] from the gradient of the leaf to that at rest."""
-        return self._each(lambda row, column: (Pair(row.value, synced(row, column)).back, row.back))
+        return self._each(lambda row, column: (LayoutPair(row.value, synced(row, column)).back, row.back))
 
     @cached_property
     def leaf(self) -> Ways:
         """[rows, 1] from rest to leaf."""
         return Ways.of([[self._known.number(r.back if i in self.once else r.value, r.value)] for i, r in enumerate(self.rows)])
 
-    def _each(self, ends: Callable[[Pair, Pair], tuple[Layout, Layout]]) -> Ways:
+    def _each(self, ends: Callable[[LayoutPair, LayoutPair], tuple[Layout, Layout]]) -> Ways:
         return Ways.of([[self._known.number(*ends(row, column)) for column in self.columns] for row in self.rows])
 
 
@@ -76,9 +76,9 @@ class Routes(Paths):
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
-        self._between: dict[tuple[tuple[Pair, ...], tuple[Pair, ...]], Between] = {}
+        self._between: dict[tuple[tuple[LayoutPair, ...], tuple[LayoutPair, ...]], Between] = {}
 
-    def between(self, rows: Sequence[Pair], columns: Sequence[Pair]) -> Between:
+    def between(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair]) -> Between:
         """The ways from each of `rows` to each of `columns`."""
         key = (tuple(rows), tuple(columns))
         if key not in self._between:

@@ -16,7 +16,7 @@ from autopar.problem.at_rest import Resting
 from autopar.problem.cluster_members import Choice, Member
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Op, Program, Ref
-from autopar.problem.pairs import Pair, pair
+from autopar.problem.pairs import LayoutPair
 from autopar.problem.prices import Prices
 from autopar.problem.saved import HOLDERS, Kept, NetKey
 from autopar.problem.types import Net, Use
@@ -45,9 +45,9 @@ class Link:
     producer: int
     cluster: Cluster
     members: Sequence[Member]  # of the cluster that makes it
-    rows: list[Pair]
+    rows: list[LayoutPair]
     row: np.ndarray
-    columns: list[Pair]
+    columns: list[LayoutPair]
     uses: tuple[Use, ...]
     counts: tuple[str, ...] = (COPIES, LYING)
     moves: bool = True
@@ -145,30 +145,30 @@ def _link(program: Program, home: Home, clusters: Sequence[Cluster], members: Se
     producer, member = home[ref[0]]
     made = members[producer][member]
     rows, row = _rows(made, ref[1], members[producer][0])
-    columns: dict[Pair, int] = {}
+    columns: dict[LayoutPair, int] = {}
     uses = []
     for op, operand in readers:
         index, position = home[op.name]
         reader = members[index][position]
         # a port (operand -1) takes its value as it passes it on
-        asked = [columns.setdefault(pair(tuple([option.ins[max(operand, 0)] for option in way])), len(columns)) for way in reader.ways]
+        asked = [columns.setdefault(LayoutPair.of_uses(tuple([option.ins[max(operand, 0)] for option in way])), len(columns)) for way in reader.ways]
         uses.append(Use(index, np.array(asked)[reader.at]))
     return Link(program, ref, readers, count, kind, producer, clusters[producer], members[producer], rows, row, list(columns), tuple(uses))
 
 
-def _rows(made: Member, output: int, first: Member) -> tuple[list[Pair], np.ndarray]:
+def _rows(made: Member, output: int, first: Member) -> tuple[list[LayoutPair], np.ndarray]:
     """The layouts in which a value may be made, and the index of each choice among them. For parameters these differ also by when the gradient is
     scattered, which the `first` member of the cluster says."""
-    ways = [pair(tuple([option.outs[output] for option in way])) for way in made.ways]
+    ways = [LayoutPair.of_uses(tuple([option.outs[output] for option in way])) for way in made.ways]
     if first.op.role != "param":
         return _distinct(ways, made.at)
     each = [Resting.of(way).each for way in first.ways]
     return _distinct([ways[i]._replace(each=each[j]) for i, j in zip(made.at.tolist(), first.at.tolist(), strict=True)], np.arange(len(made.at)))
 
 
-def _distinct(pairs: Sequence[Pair], at: np.ndarray) -> tuple[list[Pair], np.ndarray]:
+def _distinct(pairs: Sequence[LayoutPair], at: np.ndarray) -> tuple[list[LayoutPair], np.ndarray]:
     """The distinct `pairs`, and `at`, which indexes `pairs`, as an index of these."""
-    found: dict[Pair, int] = {}
+    found: dict[LayoutPair, int] = {}
     index = np.array([found.setdefault(p, len(found)) for p in pairs])
     return list(found), index[at]
 
@@ -181,13 +181,13 @@ def step_s(link: Link, prices: Prices, again: set[int], first: set[int]) -> np.n
     """
     late = link.program.ops[link.ref[0]].late
 
-    def once_s(columns: Sequence[Pair], twice: set[int]) -> np.ndarray:
+    def once_s(columns: Sequence[LayoutPair], twice: set[int]) -> np.ndarray:
         return prices.table_s(link.rows, columns, link.size_bytes, again=[link.weight and c in twice for c in range(len(columns))], weight=link.weight,
                               grad_bytes=prices.gradient_bytes(link.program.ops[link.ref[0]], link.size_bytes) if link.weight else None)
 
     found = once_s(link.columns, again) * link.count
     if late or (link.weight and again != first):
-        spared = once_s(link.columns, again) - once_s([Pair(c.value, (NO_GRAD,)) for c in link.columns] if late else link.columns, first)
+        spared = once_s(link.columns, again) - once_s([LayoutPair(c.value, (NO_GRAD,)) for c in link.columns] if late else link.columns, first)
         found -= np.where(np.isfinite(found), spared, 0.0) * link.program.first_runs(link.ref)
     return found
 

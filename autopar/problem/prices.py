@@ -26,7 +26,7 @@ from autopar.problem.graph import Op
 from autopar.problem.kernels import Kernels
 from autopar.problem.layout_pairs import Between, routes_on
 from autopar.problem.op_algorithms import Wait, sites, waits
-from autopar.problem.pairs import Pair
+from autopar.problem.pairs import LayoutPair
 from autopar.problem.settings import Settings
 from autopar.rules.experts import INSIDE
 from autopar.rules.language import Option
@@ -112,7 +112,7 @@ class Prices:
         taken = min(hidden, room)
         return shown + hidden - taken + self.contention * taken, taken
 
-    def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float,
+    def table_s(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float,
                 again: Sequence[bool] = (), *, weight: bool = False, grad_bytes: float | None = None) -> np.ndarray:
         """Seconds of the reshard from each row to each column, forward and backward, of a tensor of `size_bytes` (`weight`: of a
         parameter) with a gradient of `grad_bytes` (None: as many).
@@ -128,7 +128,7 @@ class Prices:
             return seconds
         return seconds + np.where(here.graded, self._back_s(here, grad_bytes or size_bytes, weight, size_bytes), 0.0)
 
-    def shown(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, seconds: np.ndarray, times: np.ndarray,
+    def shown(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float, seconds: np.ndarray, times: np.ndarray,
               grad_bytes: float, block_bytes: float, last: float, ahead: bool) -> np.ndarray:
         """[rows, columns]: of the `seconds` of a weight's reshard the share that counts as exposed, in the linear form of the Problem: what compute waits for, and of the rest
         `contention`.
@@ -158,7 +158,7 @@ class Prices:
         bucket_bytes = self.grad_bucket_bytes(size_bytes, grad_bytes)
         return (1.0 - last) * self.routes.waited_s(here.summed, grad_bytes, bucket_bytes) + last * self.routes.seconds(here.summed, grad_bytes, bucket_bytes)
 
-    def again(self, rows: Sequence[Pair], columns: Sequence[Pair], twice: Sequence[bool]) -> np.ndarray:
+    def again(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], twice: Sequence[bool]) -> np.ndarray:
         """[rows, columns]: how often a weight is gathered whose copy is dropped for the columns `twice`."""
         return np.where(self.routes.between(rows, columns).regathers & np.array(twice), 2.0, 1.0)
 
@@ -180,13 +180,13 @@ class Prices:
         `together_bytes` are summed in all; 0 for a weight without elements."""
         return min(self.bucket_bytes, together_bytes) * grad_bytes / size_bytes if size_bytes else 0.0
 
-    def made_bytes(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float) -> tuple[np.ndarray, np.ndarray]:
+    def made_bytes(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float) -> tuple[np.ndarray, np.ndarray]:
         """For each row and column whether the reshard's result has memory of its own, and how many bytes per device that is."""
         held = self.routes.held(self.routes.between(rows, columns).forward)
         fresh = ~np.isnan(held)
         return fresh, np.where(fresh, size_bytes * held, 0.0)
 
-    def halfway_bytes(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float) -> np.ndarray:
+    def halfway_bytes(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float) -> np.ndarray:
         """[rows, columns]: bytes per device of what comes on the way of a weight that several collectives gather, one after the other."""
         here = self.routes.between(rows, columns)
         return np.where(self.routes.gathers(here.forward), size_bytes * self.routes.halfway(here.forward), 0.0)

@@ -23,7 +23,7 @@ from autopar.problem.build import Model
 from autopar.problem.graph import Op
 from autopar.problem.kernels import Kernels
 from autopar.problem.layout_pairs import Between
-from autopar.problem.pairs import Pair
+from autopar.problem.pairs import LayoutPair
 from autopar.problem.prices import Prices
 from autopar.problem.settings import Settings
 from autopar.problem.types import Net, Node, Problem
@@ -63,7 +63,7 @@ class ForwardPrices(Prices):
     def __init__(self, mesh: Mesh, device: Device, settings: Settings, kernels: Kernels | None = None) -> None:
         super().__init__(mesh, device, replace(settings, mode="inference"), kernels)
 
-    def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, again: Sequence[bool] = (), *,
+    def table_s(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float, again: Sequence[bool] = (), *,
                 weight: bool = False, grad_bytes: float | None = None) -> np.ndarray:
         """Seconds of one way, from each row to each column."""
         return self.routes.seconds(self.routes.between(rows, columns).forward, size_bytes)
@@ -78,7 +78,7 @@ class StepPrices(Prices):
         """Nothing: operators run in every microbatch, and sums at the end of a step have no compute to hide under."""
         return 0.0, 0.0
 
-    def table_s(self, rows: Sequence[Pair], columns: Sequence[Pair], size_bytes: float, again: Sequence[bool] = (), *,
+    def table_s(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float, again: Sequence[bool] = (), *,
                 weight: bool = False, grad_bytes: float | None = None) -> np.ndarray:
         """Seconds of the leaves at the begin of the step and of the sums of gradients at its end."""
         if not weight:

@@ -17,7 +17,7 @@ from autopar.plan import NodePlan, Plan
 from autopar.problem.build import Model
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Op
-from autopar.problem.pairs import pair
+from autopar.problem.pairs import LayoutPair
 from autopar.rules.language import Option
 
 
@@ -109,7 +109,7 @@ def alternatives(model: Model, choice: tuple[int, ...], index: int) -> list[Row]
 def _result(combo: Sequence[Any]) -> str:
     """How the root's first tensor lies: its result, or what a node without one takes."""
     uses = [(joint.options[-1].outs or joint.options[-1].ins)[0] for joint in combo]
-    lies = pair(tuple(uses))
+    lies = LayoutPair.of_uses(tuple(uses))
     return show(lies.value) if NO_GRAD in lies.grad else f"{show(lies.value)}, gradient {show(lies.grad)}"
 
 

@@ -13,7 +13,6 @@ from autopar.codegen.tally import Tally
 from autopar.layout import fraction
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
-from autopar.problem.pairs import Pair
 from autopar.problem.prices import Prices
 from autopar.problem.settings import Settings
 
@@ -94,7 +93,7 @@ def _once_s(reshard: Reshard, size_bytes: float, context: Context, prices: Seque
 def seconds(reshard: Reshard, size_bytes: float, prices: Prices, sizes: tuple[int, ...], buckets: Buckets = ()) -> float:
     """Seconds of one run of a reshard of a tensor of `size_bytes`, forward and backward, with nothing hidden; of what goes in
     `buckets` its share."""
-    src, dst = (Pair(side.value, side.grad) for side in (reshard.src, reshard.dst))
+    src, dst = reshard.src, reshard.dst
     if any(buckets):
         ways = [(src.value, dst.value, buckets[0]), *([(dst.back, src.back, buckets[1])] if reshard.gradient else [])]
         return sum(load.seconds for here, there, bytes_ in ways for load in prices.routes.loads(here, there, size_bytes, bytes_))

@@ -20,11 +20,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopar.codegen.edges import LayoutPair, in_pair, out_pair
+from autopar.codegen.edges import in_pair, out_pair
 from autopar.layout import fraction, is_placed, is_shard, show
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.original_names import namings
+from autopar.problem.pairs import LayoutPair
 from autopar.rules.tiles import tiles
 
 

@@ -13,12 +13,13 @@ from functools import cached_property
 
 from torch import fx
 
-from autopar.codegen.edges import Edges, LayoutPair, Reshard, Spot, in_pair, spot_of
+from autopar.codegen.edges import Edges, Reshard, Spot, in_pair, spot_of
 from autopar.codegen.placements import in_order
 from autopar.layout import moving
 from autopar.pipeline.stage_views import View
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.pairs import LayoutPair
 from autopar.simulate.pieces import Piece, Pieces
 from passes import facts
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.codegen.edges import LayoutPair
 from autopar.layout import NO_GRAD, Layout, dim_of, is_shard, sections_of, show
 from autopar.plan import Plan
+from autopar.problem.pairs import LayoutPair
 from autopar.runtime import PipelinedModule, ShardedModule, reshard, rng
 from autopar.runtime.replay import running_again
 from autopar.verify.compare import difference

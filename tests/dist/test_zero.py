@@ -15,7 +15,7 @@ from torch import Tensor
 from autopar import joint, onestage
 from autopar._torch import local_of
 from autopar.cluster import Cluster
-from autopar.codegen.edges import LayoutPair
+from autopar.problem.pairs import LayoutPair
 from autopar.errors import InfeasibleError, RunError
 from autopar.layout import most_elements
 from autopar.plan import Plan

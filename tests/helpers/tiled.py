@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.capture import Captured
-from autopar.codegen.edges import LayoutPair, in_pair
+from autopar.codegen.edges import in_pair
 from autopar.layout import dim_of, is_shard
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
+from autopar.problem.pairs import LayoutPair
 from autopar.problem.read_graph import read
 from autopar.problem.tiling import tileable
 from autopar.rules.tiles import NAMES, OPERATORS, name

@@ -11,15 +11,15 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.planner import Planner
 from autopar.problem.at_rest import EACH, Resting
-from autopar.problem.pairs import Pair
+from autopar.problem.pairs import LayoutPair
 from autopar.problem.prices import Prices
 from autopar.problem.settings import Settings
 from autopar.problem.step_shares import MicroPrices, StepPrices
 from autopar.request import Request
 from tests.helpers.planned import BATCH, graph
 
-ROWS: tuple[Pair, ...] = tuple(Pair(rest, rest) for rest in (("R", "R"), ("S0", "R"), ("R", "S1"), ("S0", "S1")))
-COLUMNS: tuple[Pair, ...] = (*ROWS, Pair(("R", "R"), ("P", "P")), Pair(("R", "S1"), ("P", "S1")), Pair(("S0", "R"), ("S0", "P")), Pair(("R", "R"), ("-", "-")))
+ROWS: tuple[LayoutPair, ...] = tuple(LayoutPair(rest, rest) for rest in (("R", "R"), ("S0", "R"), ("R", "S1"), ("S0", "S1")))
+COLUMNS: tuple[LayoutPair, ...] = (*ROWS, LayoutPair(("R", "R"), ("P", "P")), LayoutPair(("R", "S1"), ("P", "S1")), LayoutPair(("S0", "R"), ("S0", "P")), LayoutPair(("R", "R"), ("-", "-")))
 
 
 @pytest.mark.parametrize("weight", [False, True])
@@ -37,7 +37,7 @@ def test_reshards_per_microbatch_and_per_step(weight: bool) -> None:
         late = [rest == "R" and value == "R" and grad == "P" for rest, value, grad in zip(row.value, column.value, column.grad, strict=True)]
         kept = tuple("P" if wait else own for wait, own in zip(late, row.grad, strict=True))
         assert (per_step[i, j] > 0) == any(late)
-        alone = whole.table_s([Pair(row.value, kept)], [column], size, [again[j]])
+        alone = whole.table_s([LayoutPair(row.value, kept)], [column], size, [again[j]])
         assert per_micro[i, j] == pytest.approx(alone[0, 0])
         if all(late):  # nothing but the sum itself goes back, and it is the same sum
             assert per_micro[i, j] + per_step[i, j] == pytest.approx(whole.table_s([row], [column], size)[0, 0])

@@ -1,4 +1,8 @@
-"""All ways between two lists of layouts with their gradients: what is the same for every tensor that goes them, found once."""
+"""The routes between two lists of layout pairs. They are the same for every tensor, so that each two lists are looked up once.
+
+A row is how a producer makes a value and its gradient, a column how a reader asks for them. The gradient of a weight goes from the reader to the *leaf*, and from the
+leaf to where the weight *rests* (problem.at_rest).
+"""
 
 from __future__ import annotations
 
@@ -11,25 +15,25 @@ from autopar.cluster import Mesh
 from autopar.layout import NO_GRAD, Layout, is_placed
 from autopar.problem.at_rest import gathered_axes
 from autopar.problem.pairs import LayoutPair, synced
-from autopar.problem.paths import Paths, Ways
+from autopar.problem.paths import Routes, RouteTable
 
 
 class Between:
-    """From each of `rows` to each of `columns` on the mesh of `known`."""
+    """The routes from each of `rows` to each of `columns`, out of those of one mesh."""
 
-    def __init__(self, known: Paths, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair]) -> None:
-        self._known, self.rows, self.columns = known, rows, columns
-
-    @cached_property
-    def forward(self) -> Ways:
-        """[rows, columns] of values."""
-        return self._known.ways([r.value for r in self.rows], [c.value for c in self.columns])
+    def __init__(self, routes: Routes, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair]) -> None:
+        self._routes, self.rows, self.columns = routes, rows, columns
 
     @cached_property
-    def back(self) -> Ways:
-        """[rows, columns] of gradients, from column to row."""
-        found = self._known.ways([c.back for c in self.columns], [r.back for r in self.rows])
-        return Ways(found.numbers, found.at.T)
+    def forward(self) -> RouteTable:
+        """[rows, columns]: of the value, from row to column."""
+        return self._routes.table([r.value for r in self.rows], [c.value for c in self.columns])
+
+    @cached_property
+    def back(self) -> RouteTable:
+        """[rows, columns]: of the gradient, from column to row."""
+        found = self._routes.table([c.back for c in self.columns], [r.back for r in self.rows])
+        return RouteTable(found.numbers, found.at.T)
 
     @cached_property
     def graded(self) -> np.ndarray:
@@ -38,9 +42,10 @@ class Between:
 
     @cached_property
     def regathers(self) -> np.ndarray:
-        """bool [rows, columns]: whether a gathered copy may be dropped and gathered again (codegen.edges.Reshard.regathers says why)."""
+        """bool [rows, columns]: whether the value is all-gathered in a way that lets the copy be dropped after the forward and gathered again for the backward
+        (codegen.edges.Reshard.regathers): not where the reader runs on one coordinate of an axis only."""
         placed = np.array([any(map(is_placed, c.value)) for c in self.columns])
-        return self._known.gathers(self.forward) & ~placed
+        return self._routes.gathers(self.forward) & ~placed
 
     @cached_property
     def each(self) -> np.ndarray:
@@ -49,37 +54,37 @@ class Between:
 
     @cached_property
     def once(self) -> list[int]:
-        """The rows of weights that are gathered once per step."""
+        """The rows under which a weight is gathered once per step, not at each use (ZeRO-1 and 2)."""
         return [i for i, r in enumerate(self.rows) if gathered_axes(r.value, r.grad)]
 
     @cached_property
-    def read(self) -> Ways:
-        """[rows, columns] from the gradients that readers leave to that of the leaf."""
+    def read(self) -> RouteTable:
+        """[rows, columns]: of a weight's gradient, from what readers leave to that of the leaf."""
         return self._each(lambda row, column: (column.back, LayoutPair(row.value, synced(row, column)).back))
 
     @cached_property
-    def summed(self) -> Ways:
-        """[rows, columns] from the gradient of the leaf to that at rest."""
+    def summed(self) -> RouteTable:
+        """[rows, columns]: of a weight's gradient, from that of the leaf to that at rest."""
         return self._each(lambda row, column: (LayoutPair(row.value, synced(row, column)).back, row.back))
 
     @cached_property
-    def leaf(self) -> Ways:
-        """[rows, 1] from rest to leaf."""
-        return Ways.of([[self._known.number(r.back if i in self.once else r.value, r.value)] for i, r in enumerate(self.rows)])
+    def leaf(self) -> RouteTable:
+        """[rows, 1]: of a weight, from rest to leaf."""
+        return RouteTable.of([[self._routes.number(r.back if i in self.once else r.value, r.value)] for i, r in enumerate(self.rows)])
 
-    def _each(self, ends: Callable[[LayoutPair, LayoutPair], tuple[Layout, Layout]]) -> Ways:
-        return Ways.of([[self._known.number(*ends(row, column)) for column in self.columns] for row in self.rows])
+    def _each(self, ends: Callable[[LayoutPair, LayoutPair], tuple[Layout, Layout]]) -> RouteTable:
+        return RouteTable.of([[self._routes.number(*ends(row, column)) for column in self.columns] for row in self.rows])
 
 
-class Routes(Paths):
-    """The ways on one mesh, those between lists that were asked for before kept."""
+class PairRoutes(Routes):
+    """The routes on one mesh; those between two lists of pairs are looked up once."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
         self._between: dict[tuple[tuple[LayoutPair, ...], tuple[LayoutPair, ...]], Between] = {}
 
     def between(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair]) -> Between:
-        """The ways from each of `rows` to each of `columns`."""
+        """The routes from each of `rows` to each of `columns`."""
         key = (tuple(rows), tuple(columns))
         if key not in self._between:
             self._between[key] = Between(self, *key)
@@ -87,6 +92,6 @@ class Routes(Paths):
 
 
 @lru_cache(maxsize=64)
-def routes_on(mesh: Mesh) -> Routes:
-    """The one Routes of a mesh, for all prices on it."""
-    return Routes(mesh)
+def routes_on(mesh: Mesh) -> PairRoutes:
+    """The routes on a mesh: one object for all prices on it."""
+    return PairRoutes(mesh)

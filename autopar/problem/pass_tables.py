@@ -44,7 +44,7 @@ from autopar.problem.layout_pairs import Between
 from autopar.problem.leaf_gathers import Leaves, in_a_row
 from autopar.problem.net_seconds import NetSeconds, add_to, over
 from autopar.problem.nets import Link
-from autopar.problem.paths import Ways
+from autopar.problem.paths import RouteTable
 from autopar.problem.step_shares import ForwardPrices
 from autopar.problem.types import Net, Node
 
@@ -122,7 +122,7 @@ class PassTables:
     @property
     def link(self) -> list[str]:
         """For each axis, the level of the cluster whose link its large collectives use most."""
-        return self.model.prices.routes.link
+        return self.model.prices.routes.busiest_level
 
     @cached_property
     def plain(self) -> Mapping[str, bool]:
@@ -314,8 +314,8 @@ class PassTables:
         """Bytes of all weights, not sharded."""
         return sum(link.size_bytes * link.count for link in map(self.model.links.__getitem__, self.model.weights.values()))
 
-    def _moved(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0) -> NetSeconds:
-        return NetSeconds(self.model.prices.routes.moved(ways, size_bytes, bucket_bytes), ways.at, self.axes)
+    def _moved(self, table: RouteTable, size_bytes: float, bucket_bytes: float = 0.0) -> NetSeconds:
+        return NetSeconds(self.model.prices.routes.seconds_by_axis(table, size_bytes, bucket_bytes), table.at, self.axes)
 
     def _add_waited(self, found: np.ndarray, moved: NetSeconds, times: np.ndarray | float) -> None:
         """Add collectives that compute waits for, and their local copies, `times` times."""

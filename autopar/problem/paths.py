@@ -1,12 +1,7 @@
-"""The ways between layouts on one mesh, as numbers: found once for all the tensors that take them.
+"""Routes between layouts on one mesh: the steps of every change of layout, and what they cost for a tensor of a given size.
 
-    Paths.ways      which way leads from each source to each target
-    Paths.seconds   what each way costs for a tensor of some size
-    Paths.loads     the same of one way, step by step
-    Paths.moved     the same of all ways, by axis
-    Paths.gathers   whether an all-gather is among its steps
-    Paths.halfway   the share of the tensor that comes on the way, before the last collective
-    Paths.held      the share of the tensor that the last new tensor on the way is, NaN where no memory is taken
+A *route* is the list of steps (`layout.steps`) from a source layout to a target layout. Routes are numbered in the order in which they are asked for, and two routes that
+differ only in the names of tensor dims share a number, so a search that asks for the same few routes of thousands of tensors computes each once.
 """
 
 from __future__ import annotations
@@ -27,125 +22,136 @@ from autopar.problem.hiding import LOCAL_AXIS, Load, split
 NO_STEP = -1
 
 LARGE_BYTES = 1e9
-"""Of a collective whose starts count for nothing."""
+"""A size at which the latency of a collective is negligible."""
 
 
-class Ways(NamedTuple):
-    """Many ways: the `numbers` of the distinct ones, and `at` [...] which of them is where."""
+class RouteTable(NamedTuple):
+    """An array of routes: `numbers` are those of the distinct ones, and `at` [...] indexes `numbers`."""
 
     numbers: tuple[int, ...]
     at: np.ndarray
 
     @staticmethod
-    def of(ids: Sequence[Sequence[int]]) -> Ways:
-        """The ways with these numbers."""
-        distinct, at = np.unique(np.array(ids, int), return_inverse=True)
-        return Ways(tuple(distinct.tolist()), at.reshape(np.shape(ids)))
+    def of(numbers: Sequence[Sequence[int]]) -> RouteTable:
+        """The table with the routes of these numbers, [...]."""
+        distinct, at = np.unique(np.array(numbers, int), return_inverse=True)
+        return RouteTable(tuple(distinct.tolist()), at.reshape(np.shape(numbers)))
 
 
 @dataclass(eq=False, slots=True)
 class _Sized:
-    """What was found for tensors of one size that go in buckets of one size: by number of a step its loads, its seconds and these by axis, by number of a way its
-    seconds, and by what of it hides those that are waited for."""
+    """Cached results for tensors of one size in buckets of one size.
+
+        loads       number of a step -> its copies and its collective
+        step_s      number of a step -> its seconds
+        by_axis_s   number of a step -> its seconds by axis (`_step_by_axis_s`)
+        route_s     number of a route -> its seconds
+        waited_s    share `later` (`waited_s`) -> number of a route -> the seconds that compute waits for
+    """
 
     loads: dict[int, list[Load]] = field(default_factory=dict)
-    steps: dict[int, float] = field(default_factory=dict)
-    ways: dict[int, float] = field(default_factory=dict)
-    waited: dict[float, dict[int, float]] = field(default_factory=dict)
-    rows: dict[int, list[float]] = field(default_factory=dict)
+    step_s: dict[int, float] = field(default_factory=dict)
+    by_axis_s: dict[int, list[float]] = field(default_factory=dict)
+    route_s: dict[int, float] = field(default_factory=dict)
+    waited_s: dict[float, dict[int, float]] = field(default_factory=dict)
 
 
-class Paths:
-    """All the ways that were asked for so far, numbered in that order."""
+class Routes:
+    """The routes on `mesh` that were asked for so far, with their prices.
+
+    Sizes of tensors are `size_bytes`, of the whole tensor on one device. `bucket_bytes`, where it is not 0, are the bytes of the bucket on a rank in which the tensor
+    travels with others: it then costs its share of the bucket's collectives, so that the latency is divided.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.sizes = mesh, tuple(mesh.sizes)
-        self._ids: dict[Layout, dict[Layout, int]] = {}
-        self._alike: dict[tuple[Layout, Layout], int] = {}  # by ends whose dims are renamed: their ways cost the same
-        self._steps: dict[Step, int] = {}
-        self._order: list[Step] = []
-        self._way: list[list[int]] = []  # of each way: its steps by number
-        self._table = np.zeros((0, 1), int)
+        self._numbers: dict[Layout, dict[Layout, int]] = {}  # source -> target -> number of the route
+        self._alike: dict[tuple[Layout, Layout], int] = {}  # (source, target) with renamed dims -> number of the route
+        self._step_numbers: dict[Step, int] = {}
+        self._steps: list[Step] = []
+        self._routes: list[list[int]] = []  # for each route, the numbers of its steps
+        self._padded_routes = np.zeros((0, 1), int)
         self._gathers: list[bool] = []
-        self._held: list[float] = []
+        self._result_share: list[float] = []
         self._collectives: list[int] = []
-        self._halfway: list[float] = []
-        self._shares: dict[int, list[float]] = {}  # of a way: the share of a tensor that a rank has in front of each collective
-        self._of_size: dict[tuple[float, float], _Sized] = {}  # by bytes of a tensor, of a bucket
+        self._intermediate_share: list[float] = []
+        self._shares: dict[int, list[float]] = {}  # number of a route -> the share of the tensor on a rank before each of its collectives
+        self._of_size: dict[tuple[float, float], _Sized] = {}  # by size_bytes and bucket_bytes
 
-    def ways(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> Ways:
-        """[sources, targets]: the way from each to each."""
+    def table(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> RouteTable:
+        """[sources, targets]: the route from each source to each target."""
         src, dst = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
         at_src, at_dst = {s: i for i, s in enumerate(src)}, {d: i for i, d in enumerate(dst)}
-        found = Ways.of([[self.number(source, target) for target in dst] for source in src])
-        return Ways(found.numbers, found.at[np.ix_([at_src[s] for s in sources], [at_dst[d] for d in targets])])
+        found = RouteTable.of([[self.number(source, target) for target in dst] for source in src])
+        return RouteTable(found.numbers, found.at[np.ix_([at_src[s] for s in sources], [at_dst[d] for d in targets])])
 
     def number(self, source: Layout, target: Layout) -> int:
-        """The number of one way."""
-        known = self._ids.setdefault(source, {})
+        """The number of the route from `source` to `target`."""
+        known = self._numbers.setdefault(source, {})
         return known[target] if target in known else self._find(known, source, target)
 
-    def seconds(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0) -> np.ndarray:
-        """Seconds of each way for a tensor of `size_bytes`; where it goes in buckets of `bucket_bytes` on a rank, its share of one."""
+    def seconds(self, table: RouteTable, size_bytes: float, bucket_bytes: float = 0.0) -> np.ndarray:
+        """[...]: seconds of each route, all its steps one after the other."""
         known = self._sized(size_bytes, bucket_bytes)
-        for number in ways.numbers:
-            if number not in known.ways:
-                known.ways[number] = sum([self._a_step_s(known, index, size_bytes, bucket_bytes) for index in self._way[number]])
-        return np.array([known.ways[number] for number in ways.numbers], float)[ways.at]
+        for number in table.numbers:
+            if number not in known.route_s:
+                known.route_s[number] = sum([self._step_s(known, index, size_bytes, bucket_bytes) for index in self._routes[number]])
+        return np.array([known.route_s[number] for number in table.numbers], float)[table.at]
 
     def loads(self, source: Layout, target: Layout, size_bytes: float, bucket_bytes: float = 0.0) -> tuple[Load, ...]:
-        """What one way takes, as `seconds`: each step's collective, and local copies around it."""
-        return tuple(self._way_loads(self._sized(size_bytes, bucket_bytes), self.number(source, target), size_bytes, bucket_bytes))
+        """The loads of one route, in order: the collective of each step, and the local copies before or after it. Their sum is the `seconds` of the route."""
+        return tuple(self._route_loads(self._sized(size_bytes, bucket_bytes), self.number(source, target), size_bytes, bucket_bytes))
 
     def kinds(self, source: Layout, target: Layout) -> tuple[tuple[str, int], ...]:
-        """The steps of one way, each with its axis: what goes in one bucket has the same ones."""
-        return tuple([(self._order[index].kind, self._order[index].axis) for index in self._way[self.number(source, target)]])
+        """(kind, mesh axis) of each step of one route. Tensors share a bucket only where these are equal."""
+        return tuple([(self._steps[index].kind, self._steps[index].axis) for index in self._routes[self.number(source, target)]])
 
     def held_bytes(self, source: Layout, target: Layout, size_bytes: float) -> list[float]:
-        """Bytes of a tensor of `size_bytes` on a rank in front of each collective of one way."""
+        """Bytes on a rank before each collective of one route."""
         number = self.number(source, target)
         if number not in self._shares:
-            self._shares[number] = [fraction(step.before, self.sizes) for step in moving([self._order[index] for index in self._way[number]], self.sizes)]
+            self._shares[number] = [fraction(step.before, self.sizes) for step in moving([self._steps[index] for index in self._routes[number]], self.sizes)]
         return [size_bytes * share for share in self._shares[number]]
 
-    def moved(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0) -> np.ndarray:
-        """[distinct ways, 1 + 6 axes]: what each takes (problem.net_seconds); `ways.at` says which of them is where."""
+    def seconds_by_axis(self, table: RouteTable, size_bytes: float, bucket_bytes: float = 0.0) -> np.ndarray:
+        """[distinct routes, 1 + 6 axes]: the quantities of problem.net_seconds.NetSeconds for each of `table.numbers`."""
         known, axes = self._sized(size_bytes, bucket_bytes), len(self.sizes)
-        distinct, at = np.unique(self._padded[list(ways.numbers)], return_inverse=True)
-        rows = np.array([self._row(known, step, size_bytes, bucket_bytes) for step in distinct.tolist()])
-        each = rows[at.reshape(len(ways.numbers), -1)]
+        distinct, at = np.unique(self._padded[list(table.numbers)], return_inverse=True)
+        rows = np.array([self._step_by_axis_s(known, step, size_bytes, bucket_bytes) for step in distinct.tolist()])
+        each = rows[at.reshape(len(table.numbers), -1)]
         later, moving = each.copy(), slice(1, 1 + 2 * axes)
         later[np.arange(len(each)), each[..., moving].any(-1).argmax(1)] = 0.0  # all but the first collective
         whole, later = each.sum(1), later.sum(1)
         return np.concatenate([whole[:, :1], whole[:, moving], later[:, moving], whole[:, moving.stop:], later[:, moving.stop:]], 1)
 
-    def _row(self, known: _Sized, step: int, size_bytes: float, bucket_bytes: float) -> list[float]:
-        """Of a step the seconds of local copies; by axis those of gathers, of other collectives, and of both by the share that they take of the axis's link."""
-        if step not in known.rows:
+    def _step_by_axis_s(self, known: _Sized, step: int, size_bytes: float, bucket_bytes: float) -> list[float]:
+        """[1 + 3 axes] of one step: seconds of local copies; then by axis those of all-gathers, those of other collectives, and both times the share of the axis's
+        busiest link that they use. All 0 for NO_STEP."""
+        if step not in known.by_axis_s:
             axes = len(self.sizes)
-            row = known.rows[step] = [0.0] * (1 + 3 * axes)
+            row = known.by_axis_s[step] = [0.0] * (1 + 3 * axes)
             for load in self._step_loads(known, step, size_bytes, bucket_bytes) if step != NO_STEP else ():
                 if load.axis == LOCAL_AXIS:
                     row[0] += load.seconds
                 else:
                     row[1 + axes * (load.kind != "all_gather") + load.axis] += load.seconds
-                    row[1 + 2 * axes + load.axis] += load.seconds * load.shares.get(self.link[load.axis], 0.0)
-        return known.rows[step]
+                    row[1 + 2 * axes + load.axis] += load.seconds * load.shares.get(self.busiest_level[load.axis], 0.0)
+        return known.by_axis_s[step]
 
     @cached_property
-    def link(self) -> list[str]:
-        """Of each axis the level of the cluster whose link large collectives take most of."""
+    def busiest_level(self) -> list[str]:
+        """For each axis, the level of the cluster whose link large collectives use most; empty for an axis of one rank."""
         each = [link_shares("all_gather", LARGE_BYTES, axis) for axis in self.mesh.axes]
         return [max(shares, key=shares.__getitem__, default="") for shares in each]
 
     @property
     def _padded(self) -> np.ndarray:
-        """[ways, most steps]: the steps of each way, NO_STEP behind the last."""
-        if len(self._table) < len(self._way):
-            self._table = np.full((len(self._way), max(1, *map(len, self._way))), NO_STEP)
-            for row, way in zip(self._table, self._way, strict=True):
-                row[:len(way)] = way
-        return self._table
+        """[routes, most steps]: the numbers of the steps of each route, NO_STEP after the last."""
+        if len(self._padded_routes) < len(self._routes):
+            self._padded_routes = np.full((len(self._routes), max(1, *map(len, self._routes))), NO_STEP)
+            for row, route in zip(self._padded_routes, self._routes, strict=True):
+                row[:len(route)] = route
+        return self._padded_routes
 
     def _sized(self, size_bytes: float, bucket_bytes: float) -> _Sized:
         key = size_bytes, bucket_bytes
@@ -153,21 +159,22 @@ class Paths:
             self._of_size[key] = _Sized()
         return self._of_size[key]
 
-    def _a_step_s(self, known: _Sized, index: int, size_bytes: float, bucket_bytes: float) -> float:
-        if index not in known.steps:
-            known.steps[index] = (sum(load.seconds for load in self._step_loads(known, index, size_bytes, bucket_bytes)) if bucket_bytes else
-                                  step_s(self._order[index], size_bytes, self.mesh))
-        return known.steps[index]
+    def _step_s(self, known: _Sized, index: int, size_bytes: float, bucket_bytes: float) -> float:
+        if index not in known.step_s:
+            known.step_s[index] = (sum(load.seconds for load in self._step_loads(known, index, size_bytes, bucket_bytes)) if bucket_bytes else
+                                  step_s(self._steps[index], size_bytes, self.mesh))
+        return known.step_s[index]
 
-    def _way_loads(self, known: _Sized, number: int, size_bytes: float, bucket_bytes: float) -> list[Load]:
-        return [load for index in self._way[number] for load in self._step_loads(known, index, size_bytes, bucket_bytes)]
+    def _route_loads(self, known: _Sized, number: int, size_bytes: float, bucket_bytes: float) -> list[Load]:
+        return [load for index in self._routes[number] for load in self._step_loads(known, index, size_bytes, bucket_bytes)]
 
     def _step_loads(self, known: _Sized, index: int, size_bytes: float, bucket_bytes: float) -> list[Load]:
         if index not in known.loads:
-            known.loads[index] = self._loads_of(self._order[index], size_bytes, bucket_bytes)
+            known.loads[index] = self._loads_of(self._steps[index], size_bytes, bucket_bytes)
         return known.loads[index]
 
     def _loads_of(self, step: Step, size_bytes: float, bucket_bytes: float) -> list[Load]:
+        """The loads of one step: a local one alone, or a collective (of a bucket, the tensor's share) with the copies around it, which follow a gather and precede others."""
         axis, nbytes = self.mesh.axes[step.axis], group_bytes(step, size_bytes, self.sizes)
         whole_s, alone_s = step_s(step, size_bytes, self.mesh), collective_s(step.kind, nbytes, axis)
         if step.kind in LOCAL:
@@ -178,61 +185,61 @@ class Paths:
         copies = [Load(LOCAL_AXIS, whole_s - alone_s, {}, "copy")] if whole_s > alone_s else []
         return [*moved, *copies] if step.kind == "all_gather" else [*copies, *moved]
 
-    def waited_s(self, ways: Ways, size_bytes: float, bucket_bytes: float = 0.0, *, later: float = 0.0) -> np.ndarray:
-        """Seconds of each way that compute waits for where its collectives run in the background (`hiding.split`), of a tensor of `size_bytes`; with the share
-        `later` of all of these but the first."""
-        known = self._sized(size_bytes, bucket_bytes).waited.setdefault(later, {})
-        for number in ways.numbers:
+    def waited_s(self, table: RouteTable, size_bytes: float, bucket_bytes: float = 0.0, *, later: float = 0.0) -> np.ndarray:
+        """[...]: seconds of each route that compute waits for where its collectives run in the background (`hiding.split`): those of its local copies, and the share
+        `later` of those of its collectives after the first one."""
+        known = self._sized(size_bytes, bucket_bytes).waited_s.setdefault(later, {})
+        for number in table.numbers:
             if number not in known:
-                known[number] = self._waited_s(number, size_bytes, bucket_bytes, later)
-        return np.array([known[number] for number in ways.numbers], float)[ways.at]
+                known[number] = self._route_waited_s(number, size_bytes, bucket_bytes, later)
+        return np.array([known[number] for number in table.numbers], float)[table.at]
 
-    def _waited_s(self, number: int, size_bytes: float, bucket_bytes: float, later: float) -> float:
-        waited, behind = split(self._way_loads(self._sized(size_bytes, bucket_bytes), number, size_bytes, bucket_bytes))
+    def _route_waited_s(self, number: int, size_bytes: float, bucket_bytes: float, later: float) -> float:
+        waited, behind = split(self._route_loads(self._sized(size_bytes, bucket_bytes), number, size_bytes, bucket_bytes))
         return sum(load.seconds for load in waited) + later * sum(load.seconds for load in behind[1:])
 
-    def gathers(self, ways: Ways) -> np.ndarray:
-        """bool: whether each way has an all-gather."""
-        return np.array([self._gathers[number] for number in ways.numbers], bool)[ways.at]
+    def gathers(self, table: RouteTable) -> np.ndarray:
+        """bool [...]: whether each route has an all-gather."""
+        return np.array([self._gathers[number] for number in table.numbers], bool)[table.at]
 
-    def held(self, ways: Ways) -> np.ndarray:
-        """The share of the whole tensor that a rank gets memory for, NaN where it gets none: the last step on the way that makes a tensor."""
-        return np.array([self._held[number] for number in ways.numbers], float)[ways.at]
+    def result_share(self, table: RouteTable) -> np.ndarray:
+        """[...]: the share of the whole tensor that the result of each route has on a rank: that of the last step which allocates a tensor, NaN where none does."""
+        return np.array([self._result_share[number] for number in table.numbers], float)[table.at]
 
-    def halfway(self, ways: Ways) -> np.ndarray:
-        """The share of the whole tensor that is on a rank on each way, between its first collective and its last one: 0 where that is one."""
-        return np.array([self._halfway[number] for number in ways.numbers], float)[ways.at]
+    def intermediate_share(self, table: RouteTable) -> np.ndarray:
+        """[...]: the shares of the whole tensor on a rank between the collectives of each route, added up: 0 where there is one collective at most."""
+        return np.array([self._intermediate_share[number] for number in table.numbers], float)[table.at]
 
-    def collectives(self, ways: Ways) -> np.ndarray:
-        """How many collectives each way takes, one after the other."""
-        return np.array([self._collectives[number] for number in ways.numbers], float)[ways.at]
+    def collectives(self, table: RouteTable) -> np.ndarray:
+        """[...]: the number of collectives of each route."""
+        return np.array([self._collectives[number] for number in table.numbers], float)[table.at]
 
     def _find(self, known: dict[Layout, int], source: Layout, target: Layout) -> int:
         ends = renamed(source, target)
-        number = known[target] = self._alike.setdefault(ends, len(self._way))
-        if number < len(self._way):
+        number = known[target] = self._alike.setdefault(ends, len(self._routes))
+        if number < len(self._routes):
             return number
-        path = steps(*ends, self.sizes)
-        self._way.append([self._number(step) for step in path])
-        self._gathers.append(any(step.kind == "all_gather" for step in path))
-        moved = moving(path, self.sizes)
+        route = steps(*ends, self.sizes)
+        self._routes.append([self._step_number(step) for step in route])
+        self._gathers.append(any(step.kind == "all_gather" for step in route))
+        moved = moving(route, self.sizes)
         self._collectives.append(len(moved))
-        self._halfway.append(sum(fraction(step.before, self.sizes) for step in moved[1:]))
-        made = [s.after for s in path if not is_placed(s.after[s.axis])]
-        self._held.append(fraction(made[-1], self.sizes) if made else math.nan)
+        self._intermediate_share.append(sum(fraction(step.before, self.sizes) for step in moved[1:]))
+        made = [s.after for s in route if not is_placed(s.after[s.axis])]
+        self._result_share.append(fraction(made[-1], self.sizes) if made else math.nan)
         return number
 
-    def _number(self, step: Step) -> int:
-        if step not in self._steps:
-            self._steps[step] = len(self._order)
-            self._order.append(step)
-        return self._steps[step]
+    def _step_number(self, step: Step) -> int:
+        if step not in self._step_numbers:
+            self._step_numbers[step] = len(self._steps)
+            self._steps.append(step)
+        return self._step_numbers[step]
 
 
 @cache
 def renamed(source: Layout, target: Layout) -> tuple[Layout, Layout]:
-    """Both layouts with tensor dims numbered in the order in which they are met: `layout.steps` treats all dims alike, and prices all but
-    the first, which needs no copies; so the way between them is the same but for their names."""
+    """Both layouts with their tensor dims renumbered in the order in which they occur; dim 0 keeps its number, since collectives along it need no copies. All other
+    dims cost the same, so the route between the renamed layouts has the price of that between the given ones."""
     dims = {0: 0}
     for entry in (*source, *target):
         if is_shard(entry):
@@ -245,5 +252,5 @@ def renamed(source: Layout, target: Layout) -> tuple[Layout, Layout]:
 
 @cache
 def _on(dim: int, entry: Entry) -> Entry:
-    """`entry`, cutting another dim."""
+    """`entry` with its shards along tensor dim `dim`."""
     return shard(dim, sections_of(entry))

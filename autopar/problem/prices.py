@@ -182,14 +182,14 @@ class Prices:
 
     def made_bytes(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float) -> tuple[np.ndarray, np.ndarray]:
         """For each row and column whether the reshard's result has memory of its own, and how many bytes per device that is."""
-        held = self.routes.held(self.routes.between(rows, columns).forward)
+        held = self.routes.result_share(self.routes.between(rows, columns).forward)
         fresh = ~np.isnan(held)
         return fresh, np.where(fresh, size_bytes * held, 0.0)
 
     def halfway_bytes(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float) -> np.ndarray:
         """[rows, columns]: bytes per device of what comes on the way of a weight that several collectives gather, one after the other."""
         here = self.routes.between(rows, columns)
-        return np.where(self.routes.gathers(here.forward), size_bytes * self.routes.halfway(here.forward), 0.0)
+        return np.where(self.routes.gathers(here.forward), size_bytes * self.routes.intermediate_share(here.forward), 0.0)
 
     def rest_bytes(self, op: Op, options: Sequence[Option]) -> float:
         """Bytes on the rank that holds most of a value that lies still (parameter, buffer, constant, input), all its instances; a parameter

@@ -1,4 +1,4 @@
-"""Ways between layouts as numbers, against `layout.steps` and `steps_s` for each pair alone."""
+"""Routes between layouts and their prices, against `layout.steps` and `steps_s` for each pair alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.cost.comm import steps_s
 from autopar.layout import consistent, fraction, is_placed, steps
-from autopar.problem.paths import Paths, renamed
+from autopar.problem.paths import Routes, renamed
 
 ENTRIES = ("R", "P", "S0", "S1", "S1/3", "O1")
 
@@ -22,14 +22,14 @@ def _layouts() -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("size_bytes", [1e3, 1e8])
-def test_all_ways_at_once_cost_what_each_costs_alone(size_bytes: float) -> None:
+def test_all_routes_at_once_cost_what_each_costs_alone(size_bytes: float) -> None:
     mesh = Cluster.parse("h100:2x4").mesh((2, 4))
     sources, targets = _layouts(), [e for e in _layouts() if "P" not in e]
-    paths = Paths(mesh)
-    paths.ways(targets, sources[:3])  # what was asked for before changes nothing
-    ways = paths.ways(sources, targets)
-    assert np.array_equal(ways.at, paths.ways(sources, targets).at)
-    seconds, gathers, held = paths.seconds(ways, size_bytes), paths.gathers(ways), paths.held(ways)
+    routes = Routes(mesh)
+    routes.table(targets, sources[:3])  # what was asked for before changes nothing
+    table = routes.table(sources, targets)
+    assert np.array_equal(table.at, routes.table(sources, targets).at)
+    seconds, gathers, held = routes.seconds(table, size_bytes), routes.gathers(table), routes.result_share(table)
     for (i, source), (j, target) in itertools.product(enumerate(sources), enumerate(targets)):
         way = steps(source, target, mesh.sizes)
         made = [s.after for s in way if not is_placed(s.after[s.axis])]
@@ -38,7 +38,7 @@ def test_all_ways_at_once_cost_what_each_costs_alone(size_bytes: float) -> None:
         assert math.isnan(held[i, j]) if not made else held[i, j] == fraction(made[-1], mesh.sizes)
 
 
-def test_dims_by_other_names_are_the_same_ways() -> None:
+def test_dims_by_other_names_are_the_same_routes() -> None:
     mesh = Cluster.parse("h100:4x8").mesh((2, 4, 4))
     draw = random.Random(0)
     layouts = [layout for layout in itertools.product(("R", "P", "S0", "S1", "S2", "S3", "S3/2"), repeat=3) if consistent(layout)]
@@ -48,5 +48,5 @@ def test_dims_by_other_names_are_the_same_ways() -> None:
         way, other = steps(source, target, mesh.sizes), steps(*renamed(source, target), mesh.sizes)
         assert [(s.kind, s.axis, fraction(s.before, mesh.sizes), fraction(s.after, mesh.sizes)) for s in way] == [
             (s.kind, s.axis, fraction(s.before, mesh.sizes), fraction(s.after, mesh.sizes)) for s in other]
-        paths = Paths(mesh)
-        assert paths.seconds(paths.ways([source], [target]), 1e7)[0, 0] == pytest.approx(steps_s(way, 1e7, mesh), rel=1e-12)
+        routes = Routes(mesh)
+        assert routes.seconds(routes.table([source], [target]), 1e7)[0, 0] == pytest.approx(steps_s(way, 1e7, mesh), rel=1e-12)

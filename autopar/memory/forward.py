@@ -24,7 +24,7 @@ from autopar.problem.graph import CAST, Op, Program, Ref, Run
 from autopar.problem.op_algorithms import sites
 from autopar.problem.pairs import LayoutPair
 from autopar.problem.saved import HOLDERS
-from autopar.problem.view_ops import looks
+from autopar.problem.view_ops import makes_view
 from autopar.rules.tiles import weight_of
 from passes.annotate_memory import joins_heads
 
@@ -217,7 +217,7 @@ class Forward:
         for value in ins:
             self.book.use(value.storage)
         local = self._local(op, ins)
-        outs, view = [], looks(op) and not _put_in_order(op, ins)
+        outs, view = [], makes_view(op) and not _put_in_order(op, ins)
         for index, nbytes in enumerate(local.outs):
             storage = ins[0].storage if view else self._made(op, ins, nbytes)
             outs.append(self._value((op.name, index), storage))

@@ -11,7 +11,7 @@ from autopar.memory.habits import Habits
 from autopar.memory.local import Local, nothing
 from autopar.memory.temporaries import BACKWARD, CPU, FORWARD, reduced, same
 from autopar.problem.graph import Op
-from autopar.problem.view_ops import looks
+from autopar.problem.view_ops import makes_view
 from autopar.rules import tiles
 from autopar.rules.arguments import named
 from passes import ops
@@ -61,7 +61,7 @@ def hands_on(op: Op, operand: int, local: Local) -> bool:
         return math.isclose(2 * local.ins[operand], local.out)
     if op.target in _ALL or op.target is ops.as_complex:
         return True
-    return looks(op) and op.target not in _COPIES_GRADIENT
+    return makes_view(op) and op.target not in _COPIES_GRADIENT
 
 
 def _tiled(local: Local, count: int) -> tuple[float, float]:

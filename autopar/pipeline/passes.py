@@ -207,8 +207,8 @@ class Passes:
 
     def _opening(self, link: Link, name: str) -> bool:
         """Whether nothing computes yet while a weight that the piece `name` reads is gathered: the first one (Link.opening); of pieces that are
-        `apart`, all that are read before blocks (Link.leads)."""
-        return any(leads and self.home[op.name] == name for (op, _), leads in zip(link.readers, link.leads, strict=True)) if self.apart else link.opening
+        `apart`, all that are read before blocks (Link.before_blocks)."""
+        return any(leads and self.home[op.name] == name for (op, _), leads in zip(link.readers, link.before_blocks, strict=True)) if self.apart else link.opening
 
     def _add_weight(self, read: _Read) -> None:
         """Add the gathers of a weight, the way of its gradient to its leaf, and the sum of that over ranks."""
@@ -248,7 +248,7 @@ class Passes:
         link, did, routes, grad_bytes = read.link, self.did[read.name], self.prices.routes, self._grad_bytes(read.link)
         leaf = self.buckets.leaf(link, read.made, read.asked)
         back = routes.loads(read.asked.back, leaf, grad_bytes)
-        last = link.last if gathers and not opening and not self.apart else 0.0  # of stages `ends_s` has it
+        last = link.last_share if gathers and not opening and not self.apart else 0.0  # of stages `ends_s` has it
         sent = Sent(split(back)[1], grad_bytes * fraction(read.asked.value, self.prices.sizes), routes.held_bytes(read.asked.back, leaf, grad_bytes))
         if gathers and not opening:
             did.passes[BACKWARD].hide(back, link.count, last)

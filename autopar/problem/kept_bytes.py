@@ -1,12 +1,12 @@
-"""Nets that count bytes alone: what the backward keeps of a value, where the net of its changes of layout cannot say it.
+"""Nets that count bytes alone: what the backward keeps of a value, where the net of its reshards cannot count it.
 
 A net sums over the distinct columns that all of its readers ask for. What is kept is less:
 
-    copies that changes of layout make     one for each column that a reader asks for whose backward keeps it: not those of the other readers
-    the value as it lies                   once, however many columns need no copy: those that differ in the gradient's layout alone
+    copies that reshards make      one for each column that is asked for by a reader whose backward keeps it, none for the columns of other readers
+    the value as it is made        once, however many columns take it without a copy (they differ in the gradient's layout alone)
 
-So where readers that keep nothing may ask for what others keep, or where columns of those that keep it differ in the gradient's layout
-alone, another net from the same producer to those readers alone counts the bytes, without seconds.
+So where readers that keep nothing may ask for the same columns as others that do, or where the columns of those that do differ in the gradient's
+layout alone, a second net without seconds, from the same producer to the readers that keep the value, counts the bytes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.layout import NO_GRAD
-from autopar.problem.nets import COPIES, LYING, Link
+from autopar.problem.nets import AS_MADE, COPIES, Link
 from autopar.problem.pairs import LayoutPair
 from autopar.problem.saved import Kept
 from autopar.problem.types import Use
 
 
 def counted(links: Sequence[Link], keeps: Kept) -> list[Link]:
-    """`links`, and behind them those that count bytes alone."""
+    """`links`, each with the bytes that it counts itself, followed by those that count bytes alone."""
     found, alone = [], []
     for link in links:
         own, others = apart(link, keeps)
@@ -36,7 +36,7 @@ def counted(links: Sequence[Link], keeps: Kept) -> list[Link]:
 def apart(link: Link, keeps: Kept) -> tuple[Link, list[Link]]:
     """`link` with what it counts itself, and the links that count the rest of its bytes."""
     others = _alone(link, keeps)
-    return replace(link, counts=tuple([part for part in (COPIES, LYING) if all(part not in other.counts for other in others)])), others
+    return replace(link, counts=tuple([part for part in (COPIES, AS_MADE) if all(part not in other.counts for other in others)])), others
 
 
 def _alone(link: Link, keeps: Kept) -> list[Link]:
@@ -48,12 +48,12 @@ def _alone(link: Link, keeps: Kept) -> list[Link]:
         return []
     others = link.asked_by(lambda op, operand: (op.name, operand) not in keeps.reads)
     alike = sum(keep) > 1 and len({link.columns[column].value for column in saved}) < len(saved)
-    lying = LYING if (link.way in keeps.charges or link.way in keeps.behind) and (alike or saved & others) else ""
+    as_made = AS_MADE if (link.key in keeps.charges or link.key in keeps.behind) and (alike or saved & others) else ""
     copies = COPIES if saved & others else ""
-    if lying and copies and not alike:
-        return [_only(link, keep, link.columns, (COPIES, LYING))]
+    if as_made and copies and not alike:
+        return [_only(link, keep, link.columns, (COPIES, AS_MADE))]
     return [*([_only(link, keep, link.columns, (COPIES,))] if copies else ()),
-            *([_only(link, keep, [LayoutPair(c.value, (NO_GRAD,) * len(c.value)) for c in link.columns], (LYING,))] if lying else ())]
+            *([_only(link, keep, [LayoutPair(c.value, (NO_GRAD,) * len(c.value)) for c in link.columns], (AS_MADE,))] if as_made else ())]
 
 
 def _only(link: Link, keep: Sequence[bool], columns: Sequence[LayoutPair], counts: tuple[str, ...]) -> Link:

@@ -249,7 +249,7 @@ class PassTables:
             return
         graded = here.graded * float(link.count)
         back = self._moved(here.read, grad_bytes)
-        self._add_background(found[BACKWARD], back, np.where(gathers, graded, 0.0), link.last)
+        self._add_background(found[BACKWARD], back, np.where(gathers, graded, 0.0), link.last_share)
         self._add_waited(found[BACKWARD], back, np.where(gathers, 0.0, graded))
         sums = self._moved(here.summed, grad_bytes, prices.grad_bucket_bytes(link.size_bytes, grad_bytes))
         self._add_buckets(found[BACKWARD], sums, np.where(here.each | (not self.sums_at_end), graded, 0.0), self.behind(0), self._hidden(link))

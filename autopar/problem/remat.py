@@ -103,7 +103,7 @@ def _net(link: Link, net: Net, model: Model, forward: ForwardPrices, after: Kept
 
 def _stored(link: Link, about: Rerun) -> np.ndarray:
     """Of each row of a net to operators of a block that is run again, whether the value is stored: not what has an algorithm of the runtime."""
-    return (link.ref[0] in about.kept) & ~link.runs
+    return (link.ref[0] in about.kept) & ~link.by_algorithm
 
 
 def _held(link: Link, net: Net, model: Model, after: Kept, stored: np.ndarray) -> Net:

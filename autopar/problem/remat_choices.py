@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autopar.problem.build import Model
 from autopar.problem.graph import Op
-from autopar.problem.nets import lies
+from autopar.problem.nets import output_layout
 from autopar.problem.remat_frontier import Choices
 from autopar.problem.rerun import saves_results
 from autopar.problem.step_shares import ForwardPrices
@@ -31,7 +31,7 @@ def choices(model: Model, forward: ForwardPrices, choice: Sequence[int], scope: 
     def nbytes(op: Op) -> float:
         cluster, member = place[op.name]
         combo = model.choices[cluster][choice[cluster]]
-        own = sum(model.prices.local_bytes(program.bytes_of((op.name, i)), lies(combo, member, i)) for i in range(len(op.call.outs))) * op.count
+        own = sum(model.prices.local_bytes(program.bytes_of((op.name, i)), output_layout(combo, member, i)) for i in range(len(op.call.outs))) * op.count
         return own + (model.prices.extra_bytes(op, decisions[op.name]) if saves_results(op) else 0.0)
 
     return Choices(program, scope, seconds, {op.name: nbytes(op) if op.role == "op" else 0.0 for op in ops})

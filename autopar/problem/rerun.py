@@ -19,7 +19,7 @@ import torch
 
 from autopar.errors import PlanError
 from autopar.problem.graph import Op, Program
-from autopar.problem.view_ops import looks
+from autopar.problem.view_ops import makes_view
 from autopar.rules import RULES
 from autopar.rules.arguments import given
 from autopar.rules.experts import INSIDE
@@ -105,7 +105,7 @@ def _untried(op: Op) -> bool:
 
 def keepable(op: Op) -> bool:
     """Whether the results of `op` can be kept: it computes something, in one kernel if its backward needs what comes of it."""
-    if op.role != "op" or looks(op) or op.target in SOMETIMES_VIEWS or op.copies or op.target in INSIDE or not op.graded:
+    if op.role != "op" or makes_view(op) or op.target in SOMETIMES_VIEWS or op.copies or op.target in INSIDE or not op.graded:
         return False
     if op.target is aten.scaled_dot_product_attention.default and given(op.call)["dropout_p"]:
         return False  # draws random numbers beside its kernel

@@ -1,22 +1,21 @@
-"""What the backward keeps of the forward: each storage once, however many operators keep a view of it.
+"""What the backward keeps of the forward, and which node or net of the Problem counts its bytes: each storage once, however many views of it are kept.
 
-Autograd keeps storages, not tensors: a view keeps all of what it looks at, and a value that several operators keep is one value.
-So every kept tensor is followed back through views to the value that owns the bytes (its *owner*), across clusters too:
+Autograd keeps storages, not tensors: a view keeps all of the storage that it is a view of, and a value that several operators keep is one storage.
+So every kept tensor is traced back through views to the value that allocates the storage (its *owner*), across clusters too. Its bytes are counted by
 
-    made inside the cluster that keeps it      the cluster's node counts it (`Kept.own`)
-    comes in from another cluster, moved       the net counts the copy that the reshard makes (`Kept.reads`)
-    comes in as it lies                        the net counts the owner (`Kept.counted`): one net where several bring it, none where
-                                               its cluster keeps it anyway or only looks at what comes in there
-    is a view that one operator alone keeps    the net to that operator counts the owner, or the copy of the view (`Kept.behind`)
-    where readers ask for several layouts      nets beside it count the bytes alone (problem.kept_bytes)
+    made in the cluster that keeps it             the node of that cluster (`Kept.own`)
+    read from another cluster, with a reshard     the net, for the copy that the reshard makes (`Kept.reads`)
+    read from another cluster, without one        the net, for the owner (`Kept.counted`): one net where several bring it; none where the node of the
+                                                  owner's cluster counts it anyway, or where it comes into that cluster as a view itself
+    the only kept view of its owner               the net to the one operator that keeps it, for the owner or for the copy of the view (`Kept.behind`)
+    asked for in several layouts                  further nets that count bytes alone (problem.kept_bytes)
 
-A block that is run again (problem.rerun) keeps nothing of that but what its plan keeps, as if readers saved it, and one tensor per instance
-for each of its placeholders (`Kept.given`).
+A block that is run again (problem.rerun) keeps the results that its plan keeps, as if their readers saved them, and one tensor per instance for each
+of its ports (`Kept.given`).
 
-What a placeholder of a block is given is one tensor per instance: the net to its readers counts it, unless who made it is counted
-anyway; then what is fed and carried counts only where it is moved on the way. So it is where a view is fed (a mask for every sample): its
-owner, which may be smaller, is counted where it lies as it is. Of a value made in a block and kept by what follows the
-run only the last instance is there.
+A port of a block has one tensor per instance. The net from the port to its readers counts all of them, unless the owner of what is fed or carried
+is counted anyway; then the nets that feed and carry count a copy where they make one. Where a view is fed (a mask expanded to all samples), its
+owner, which may be smaller, is counted. A value made in a block and kept by an operator behind the run is there once, from the last instance.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ import torch
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.rerun import Rerun
-from autopar.problem.view_ops import looks
+from autopar.problem.view_ops import makes_view
 
 aten = torch.ops.aten
 HOLDERS = ("param", "buffer", "constant", "input")
-"""Roles of values that are in memory for the whole step, whoever keeps them."""
+"""Roles of values that are in memory for the whole step anyway."""
 
 Edge = tuple[str, int]  # (op name, operand)
 
 
 @dataclass(frozen=True, slots=True)
 class NetKey:
-    """A net as `Kept` names it: value, who reads it (a scope, or the port that is fed) and how (edge, feed, carry)."""
+    """Key of a net: the value `ref`, its `reader` (a scope, or the name of the port that is fed) and its `kind` (edge, feed, carry)."""
 
     ref: Ref
     reader: str
@@ -50,17 +49,19 @@ class NetKey:
 
 @dataclass(eq=False)
 class Kept:
-    """What is kept of a program.
+    """What the backward of a program keeps, and what counts it.
 
-    `own`      owners by the cluster (its index) that makes and keeps them
-    `reads`    edges between clusters at which kept values come in
-    `counted`  owner -> the net that counts it; `last` the same where only what follows a run of blocks keeps it
-    `ports`    placeholder of a block -> the net to its readers, where they keep it
-    `charges`  net -> what it counts where it moves nothing: (value, how many tensors; 0: as many as the net has)
-    `behind`   net of a view -> the owner, made in another cluster, that it counts where it moves nothing
-    `keepers`  owner -> how many operands are views of it that are kept
-    `moved`    nets that count what they feed or carry where they move it
-    `given`    placeholders of blocks that are run again, by cluster: (value, how many tensors)
+        home      op -> the index of its cluster
+        own       index of a cluster -> the owners that it makes and keeps
+        reads     operands read from another cluster that are kept
+        counted   owner -> the net that counts it; `last`: the same for a value of a block that only operators behind the run keep
+        ports     port of a block -> the net to its readers, where these keep it
+        charges   net -> (value, number of tensors; 0: the `count` of the net) that it counts where it has no reshard
+        behind    net of a view -> the owner, made in another cluster, that it counts where it has no reshard
+        keepers   owner -> the number of kept operands that are views of it
+        moved     nets that count the copy of what they feed or carry where they have a reshard
+        given     index of a cluster -> (port, number of tensors) that it counts, of blocks that are run again
+        reruns    scope of each run of blocks that is run again -> what of it is
     """
 
     program: Program
@@ -78,117 +79,118 @@ class Kept:
     reruns: Mapping[str, Rerun] = field(default_factory=dict)
 
     def beside(self, op: Op) -> bool:
-        """Whether what the backward of `op` keeps beside tensors of the graph stays until then: not where it is run again."""
+        """Whether what `op` keeps beside tensors of the graph (masks, statistics) stays until the backward: not where `op` runs again."""
         return op.scope not in self.reruns or op.name in self.reruns[op.scope].kept
 
     def held(self, ref: Ref) -> bool:
-        """Whether the bytes of owner `ref` are counted anyway: at rest, or by the cluster that makes it."""
+        """Whether the bytes of owner `ref` are counted by a node: it rests, or its own cluster keeps it."""
         return self.program.ops[ref[0]].role in HOLDERS or ref in self.own.get(self.home[ref[0]], ())
 
     def root(self, ref: Ref) -> Ref:
-        """The owner of `ref`, across clusters."""
-        while (before := _looked_at(self.program.ops[ref[0]])) is not None:
+        """The value that allocates the storage of `ref`, traced across clusters."""
+        while (before := _viewed(self.program.ops[ref[0]])) is not None:
             ref = before
         return ref
 
 
 def kept(clusters: Sequence[Cluster], program: Program, reruns: Mapping[str, Rerun] | None = None) -> Kept:
-    """What the operators of all clusters keep, each storage once, in program order; `reruns` are the scopes that are run again."""
+    """What the operators of all `clusters` keep, each storage once. `reruns`: the runs of blocks that are run again, by scope."""
     home = {op.name: index for index, cluster in enumerate(clusters) for op in cluster.members}
     found = Kept(program, home, reruns=reruns or {})
     for op in program.ops.values():
-        found.keepers.update(found.root(op.operands[index]) for index in _stays(op, found) if index < len(op.operands))
+        found.keepers.update(found.root(op.operands[index]) for index in _kept_tensors(op, found) if index < len(op.operands))
     for op in program.ops.values():
-        for index in _stays(op, found):
+        for index in _kept_tensors(op, found):
             if index >= len(op.operands):
-                _keep(found, (op.name, index - len(op.operands)))
+                _note_kept(found, (op.name, index - len(op.operands)))
             elif home[op.operands[index][0]] == home[op.name]:
-                _keep(found, op.operands[index])
+                _note_kept(found, op.operands[index])
             else:
-                _come_in(found, (op.name, index))
-    for owner, way in found.counted.items():
-        _charge(found, owner, way, 0)
-    for owner, way in found.last.items():
+                _note_read(found, (op.name, index))
+    for owner, net in found.counted.items():
+        _charge(found, owner, net, 0)
+    for owner, net in found.last.items():
         if owner not in found.counted:
-            _charge(found, owner, way, 0)
-    for port, way in found.ports.items():
-        _given(found, port, way)
+            _charge(found, owner, net, 0)
+    for port, net in found.ports.items():
+        _charge_port(found, port, net)
     for scope in found.reruns:
         for port in program.runs[scope].ports:
-            _given(found, port, None)
+            _charge_port(found, port, None)
     return found
 
 
-def _stays(op: Op, found: Kept) -> list[int]:
-    """The tensors of `op` (operands, then results) that are there from its forward to its backward."""
-    about = found.reruns.get(op.scope)
-    if about is None:
+def _kept_tensors(op: Op, found: Kept) -> list[int]:
+    """The numbers of the tensors of `op` (operands, then results) that are kept from its forward to its backward."""
+    again = found.reruns.get(op.scope)
+    if again is None:
         return list(op.saves)
-    made = [i for i in op.saves if i >= len(op.operands)] if op.name in about.kept else []
-    return [i for i, ref in enumerate(op.operands) if (op.name, i) in about.reads and ref[0] in about.kept] + made
+    made = [i for i in op.saves if i >= len(op.operands)] if op.name in again.kept else []
+    return [i for i, ref in enumerate(op.operands) if (op.name, i) in again.reads and ref[0] in again.kept] + made
 
 
-def _keep(found: Kept, ref: Ref) -> None:
-    """Note a value that its own cluster keeps."""
-    owner, edge = _inside(found, ref)
+def _note_kept(found: Kept, ref: Ref) -> None:
+    """Record that an operator of the cluster that makes `ref` keeps it."""
+    owner, edge = _owner_in_cluster(found, ref)
     if edge is not None:
-        _come_in(found, edge)
+        _note_read(found, edge)
     elif not found.held(owner):
         found.own.setdefault(found.home[owner[0]], []).append(owner)
 
 
-def _come_in(found: Kept, edge: Edge) -> None:
-    """Note a value that comes in from another cluster and is kept."""
+def _note_read(found: Kept, edge: Edge) -> None:
+    """Record that an operator keeps an operand that it reads from another cluster."""
     if edge in found.reads:
         return
     found.reads[edge] = None
     reader = found.program.ops[edge[0]]
-    way = NetKey(reader.operands[edge[1]], reader.scope)
-    owner, before = _inside(found, way.ref)
+    net = NetKey(reader.operands[edge[1]], reader.scope)
+    owner, before = _owner_in_cluster(found, net.ref)
     producer = found.program.ops[owner[0]]
-    if before is not None and _alone(found, way):
-        found.behind[way] = found.root(way.ref)
+    if before is not None and _is_only_view(found, net):
+        found.behind[net] = found.root(net.ref)
     elif before is not None:
-        _come_in(found, before)
+        _note_read(found, before)
     elif producer.role == "port":
-        found.ports.setdefault(producer.name, way)
+        found.ports.setdefault(producer.name, net)
     else:
-        (found.counted if producer.scope == reader.scope else found.last).setdefault(owner, way)
+        (found.counted if producer.scope == reader.scope else found.last).setdefault(owner, net)
 
 
-def _alone(found: Kept, way: NetKey) -> bool:
-    """Whether a net brings the one view that is kept of what an operator of the same scope makes."""
-    root = found.root(way.ref)
+def _is_only_view(found: Kept, net: NetKey) -> bool:
+    """Whether a net brings a view, the only one that is kept, of what an operator of the same scope makes."""
+    root = found.root(net.ref)
     maker = found.program.ops[root[0]]
-    return found.keepers[root] == 1 and maker.role == "op" and maker.scope == way.reader and not found.held(root)
+    return found.keepers[root] == 1 and maker.role == "op" and maker.scope == net.reader and not found.held(root)
 
 
-def _charge(found: Kept, ref: Ref, way: NetKey, count: int) -> None:
+def _charge(found: Kept, ref: Ref, net: NetKey, count: int) -> None:
+    """Let a net count `count` tensors of `ref`, unless a node counts it."""
     if not found.held(ref):
-        found.charges.setdefault(way, []).append((ref, count))
+        found.charges.setdefault(net, []).append((ref, count))
 
 
-def _given(found: Kept, port: str, way: NetKey | None) -> None:
-    """Share out what a port is given: to the net to its readers (without one to the port itself), or to the nets that bring what is
-    counted where it is made."""
+def _charge_port(found: Kept, port: str, net: NetKey | None) -> None:
+    """Let `net`, from a port to its readers (None: the node of the port), count what the port gets; or the nets that feed and carry it, where the owner of that is
+    counted anyway."""
     op = found.program.ops[port]
     run = found.program.runs[op.scope]
     index, outer = run.ports.index(port), op.count // run.count
 
     def charge(count: int) -> None:
-        if way is None:
+        if net is None:
             found.given.setdefault(found.home[port], []).append(((port, 0), count))
         else:
-            _charge(found, (port, 0), way, count)
+            _charge(found, (port, 0), net, count)
 
     fed = found.root(run.feeds[index])
     if found.held(fed) or fed in found.counted:
         found.moved[NetKey(run.feeds[index], port, "feed")] = None
     elif fed != run.feeds[index]:
-        _looked(found, NetKey(run.feeds[index], port, "feed"), outer)
+        _charge_fed_view(found, NetKey(run.feeds[index], port, "feed"), outer)
     else:
         charge(outer)
-        found.counted[fed] = way or NetKey((port, 0), port)
+        found.counted[fed] = net or NetKey((port, 0), port)
     if index >= len(run.carried) or run.count < 2:
         return
     carried = found.root(run.carried[index])
@@ -198,29 +200,29 @@ def _given(found: Kept, port: str, way: NetKey | None) -> None:
         charge(outer * (run.count - 1))
 
 
-def _looked(found: Kept, feed: NetKey, count: int) -> None:
-    """Count the owner of what is fed, as an expanded mask is smaller than what it looks like; where that is moved on the way, the copy."""
-    found.moved[feed], way = None, feed
-    owner, before = _inside(found, feed.ref)
+def _charge_fed_view(found: Kept, feed: NetKey, count: int) -> None:
+    """Let the net `feed`, which feeds a view, count the owner, which may be smaller (an expanded mask); or the copy, where there is a reshard on the way."""
+    found.moved[feed], net = None, feed
+    owner, before = _owner_in_cluster(found, feed.ref)
     while before is not None:
         found.reads[before] = None
         reader = found.program.ops[before[0]]
-        way = NetKey(reader.operands[before[1]], reader.scope)
-        owner, before = _inside(found, way.ref)
-    _charge(found, owner, way, count)
-    found.counted[owner] = way
+        net = NetKey(reader.operands[before[1]], reader.scope)
+        owner, before = _owner_in_cluster(found, net.ref)
+    _charge(found, owner, net, count)
+    found.counted[owner] = net
 
 
-def _inside(found: Kept, ref: Ref) -> tuple[Ref, Edge | None]:
-    """The owner of a value within its cluster, and where it comes in if it is not made there."""
+def _owner_in_cluster(found: Kept, ref: Ref) -> tuple[Ref, Edge | None]:
+    """A value traced back through views as far as its own cluster goes, and the operand at which it comes into that cluster; None where it is made there."""
     here = found.home[ref[0]]
-    while (before := _looked_at(found.program.ops[ref[0]])) is not None:
+    while (before := _viewed(found.program.ops[ref[0]])) is not None:
         if found.home[before[0]] != here:
             return ref, (ref[0], 0)
         ref = before
     return ref, None
 
 
-def _looked_at(op: Op) -> Ref | None:
-    """What the results of `op` are views of, None where they have memory of their own."""
-    return op.operands[0] if looks(op) else None
+def _viewed(op: Op) -> Ref | None:
+    """The operand that the results of `op` are views of; None where they have storages of their own."""
+    return op.operands[0] if makes_view(op) else None

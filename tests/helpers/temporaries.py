@@ -15,7 +15,7 @@ from autopar.memory.local import Local
 from autopar.memory.operators import backward_bytes, forward_bytes, hands_on
 from autopar.memory.summed_gradients import made_whole
 from autopar.problem.graph import Op
-from autopar.problem.view_ops import looks
+from autopar.problem.view_ops import makes_view
 from autopar.rules.language import Call
 from autopar.rules.language import Tensor as Shape
 from tests.helpers.peak import allocations
@@ -120,7 +120,7 @@ def both_ways(target: Any, case: Case, graded: int, *, summed: bool = False) -> 
     results: list[Any] = []
     counted = max(allocations(lambda: results.append(target(*args, **kwargs))), default=0)
     op, made = _op(target, args, kwargs, results[0]), _leaves(results.pop())
-    if not looks(op) and any(_place(result) in map(_place, operands) for result in made):
+    if not makes_view(op) and any(_place(result) in map(_place, operands) for result in made):
         return None, None
     local = Local(op, [*map(nbytes, operands)], [*map(nbytes, made)], extra, on_cpu=True)
     new = sum({_place(result): nbytes(result) for result in made if _place(result) not in map(_place, operands)}.values())

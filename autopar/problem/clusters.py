@@ -1,12 +1,12 @@
-"""Clusters: groups of Ops that are decided together, so that the problem has few nodes.
+"""Clusters: groups of Ops that share one choice, so that the Problem has few nodes.
 
-An Op that only passes elements on (pointwise, views, casts) has no layout wishes of its own: moving a reshard from its
-output to its input costs the same. Where everything that reads it is in one cluster it joins that cluster; an operator
-that needs some dim whole (a norm, a softmax, a sum) joins only clusters without a contraction, because a reshard between
-the two is exactly what sequence parallelism does. Contractions always stand alone with what leads into them.
+An elementwise Op (pointwise, view, cast) can take any layout, and a reshard costs the same before it as after it. So it joins the cluster of its
+readers where they are all in one. An operator that needs some dim whole (a norm, a softmax, a sum) joins only clusters without a contraction: a
+reshard between the two is what sequence parallelism does, and must stay possible. A contraction starts a cluster of its own, which operators that
+lead into it may join.
 
-A cluster's options on one axis (`Joint`) are the joins of its members' options over equal uses on the inner edges:
-no reshard happens inside a cluster.
+The options of a cluster on one axis (`Joint`) are the combinations of its members' options that agree on all edges inside the cluster, where there
+is never a reshard.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Table = Mapping[str, Sequence[Option]]  # op name -> options on one axis
 
 @dataclass(eq=False, slots=True)
 class Cluster:
-    """Ops decided together; `members` in execution order, the last one (the root) is what others read.
+    """Ops that share one choice: `members` in execution order, of which the last (the root) makes what other clusters read.
 
-    For a parameter's cluster the parameter is the first member and the casts that follow it come after. All inputs are
-    one cluster, so that they are all cut the same way and a rank has one local batch.
+    In the cluster of a parameter that is the first member, followed by its casts and transposes. All inputs are one cluster, so that all are split along the same
+    axes and a rank has one local batch.
     """
 
     name: str
     members: list[Op]
-    anchor: bool  # contains a contraction: nothing that needs whole dims may join
+    anchor: bool  # contains a contraction, or is no operator: nothing that needs whole dims may join
 
     @property
     def root(self) -> Op:
@@ -52,7 +52,7 @@ class Joint:
 
 
 def build(program: Program, table: Table) -> list[Cluster]:
-    """Group the Ops of a program; `table` holds their options on an axis of any size (its shape of splits decides)."""
+    """The clusters of a program in execution order. `table`: the options of each Op on one axis, of any size, since only their uses count."""
     readers = program.readers
     pinned = {ref for run in program.runs.values() for ref in (*run.feeds, *run.carried)}
     home: dict[str, Cluster] = {}
@@ -61,8 +61,7 @@ def build(program: Program, table: Table) -> list[Cluster]:
         if cluster is None and op.role == "input":
             cluster = next((c for c in home.values() if c.root.role == "input"), None)
         if cluster is None:
-            kind = op.role != "op" or _is_anchor(op, table[op.name])
-            cluster = Cluster(op.name, [], anchor=kind)
+            cluster = Cluster(op.name, [], anchor=op.role != "op" or _is_anchor(op, table[op.name]))
         cluster.members.insert(0, op)
         home[op.name] = cluster
     _follow_parameters(program, pinned, home, table)
@@ -84,13 +83,13 @@ def _target(op: Op, readers: Mapping[Ref, Sequence[tuple[Op, int]]], pinned: set
     if len(homes) != 1:
         return None
     (cluster,) = homes.values()
-    if cluster.root.role != "op" or cluster.scope != op.scope or (_sums(table[op.name]) and not _hands_on(refs, cluster, readers, table)):
+    if cluster.root.role != "op" or cluster.scope != op.scope or (_sums(table[op.name]) and not _hands_on_partial_sums(refs, cluster, readers, table)):
         return None
     return cluster if not cluster.anchor or passes_through(op, table[op.name]) else None
 
 
 def _follow_parameters(program: Program, pinned: set[Ref], home: dict[str, Cluster], table: Table) -> None:
-    """Turns and casts of one parameter join it: they are done on the shard, before it is gathered."""
+    """Let transposes and casts of one parameter (Program.following) join its cluster: they run on the shard, before the gather."""
     for name in program.following:
         op = program.ops[name]
         source = home[op.operands[0][0]]
@@ -101,7 +100,7 @@ def _follow_parameters(program: Program, pinned: set[Ref], home: dict[str, Clust
 
 
 def passes_through(op: Op, options: Sequence[Option]) -> bool:
-    """Whether every dim of every tensor of `op` can be cut without an algorithm, and no cut leaves a partial result."""
+    """Whether `op` is elementwise as its options tell: every dim of every tensor can be split without a runtime algorithm, and no split leaves a partial sum."""
     split = [o for o in options if o.split and not o.run]
     if any(u.value.startswith("P") for o in split for u in o.outs):
         return False
@@ -113,29 +112,30 @@ def passes_through(op: Op, options: Sequence[Option]) -> bool:
 
 
 def _sums(options: Sequence[Option]) -> bool:
-    """Whether a cut of what is summed leaves a partial result."""
+    """Whether some split leaves a partial sum."""
     return any(use.value == "P" for option in options if option.split for use in option.outs)
 
 
-def _hands_on(refs: Sequence[Ref], cluster: Cluster, readers: Mapping[Ref, Sequence[tuple[Op, int]]], table: Table) -> bool:
-    """Whether a part of a sum goes through all of `cluster` that reads it, and nothing larger has to be a part for it: else it would have to be summed inside, or what
-    is summed be whole."""
+def _hands_on_partial_sums(refs: Sequence[Ref], cluster: Cluster, readers: Mapping[Ref, Sequence[tuple[Op, int]]], table: Table) -> bool:
+    """Whether all members of `cluster` that read the values `refs`, directly or not, can take partial sums and leave partial sums, so that no all-reduce is needed inside
+    the cluster."""
     for reader, position in (read for ref in refs for read in readers.get(ref, ())):
-        if not any(_takes(reader, position, option) for option in table[reader.name]):
+        if not any(_takes_partial_sum(reader, position, option) for option in table[reader.name]):
             return False
-        if reader is not cluster.root and not _hands_on([(reader.name, i) for i in range(len(reader.call.outs))], cluster, readers, table):
+        if reader is not cluster.root and not _hands_on_partial_sums([(reader.name, i) for i in range(len(reader.call.outs))], cluster, readers, table):
             return False
     return True
 
 
-def _takes(op: Op, position: int, option: Option) -> bool:
-    """Whether under `option` that operand is a part of a sum as the results are, and no other one but those of its size."""
+def _takes_partial_sum(op: Op, position: int, option: Option) -> bool:
+    """Whether under `option` operand number `position` and all results are partial sums, and no operand of other sizes is."""
     shapes = [tensor.shape for tensor in op.call.ins]
     return option.ins[position].value == "P" and all(use.value == "P" for use in option.outs) and all(
         use.value != "P" or shape == shapes[position] for use, shape in zip(option.ins, shapes, strict=True))
 
 
 def _is_anchor(op: Op, options: Sequence[Option]) -> bool:
+    """Whether `op` starts a cluster: it uses a runtime algorithm, combines several activations, or leaves partial sums and takes none (a contraction)."""
     if passes_through(op, options):
         return False
     if any(o.run for o in options) or sum(not w for w in op.weight) > 1:
@@ -144,17 +144,19 @@ def _is_anchor(op: Op, options: Sequence[Option]) -> bool:
 
 
 def join(cluster: Cluster, table: Table, allow: Allow) -> list[Joint]:
-    """The options of a cluster on one axis: one option per member such that no inner edge needs a reshard."""
+    """The options of a cluster on one axis, of those that `allow` admits: one option per member such that no edge inside needs a reshard. Where there are none, members without an
+    admitted option are replicated."""
     members = cluster.members
     if members[0].role == "input":
         return _join_inputs(members, table, allow)
     inner = {op.name: i for i, op in enumerate(members)}
-    # operators that can do nothing of what the recipe wants are replicated, as by hand
+    # operators that have no option which the recipe wants are replicated
     found = _joins(members, table, allow, inner) or _joins(members, table, lambda op, o: allow(op, o) or not o.split, inner)
     return _distinct(cluster, found, inner)
 
 
 def _joins(members: Sequence[Op], table: Table, allow: Allow, inner: Mapping[str, int]) -> list[Joint]:
+    """All agreeing combinations of admitted options, extended member by member. `inner`: name of a member -> its position."""
     partial: list[dict[int, Option]] = [{}]
     order = range(len(members)) if members[0].role == "param" else reversed(range(len(members)))
     for index in order:
@@ -165,7 +167,7 @@ def _joins(members: Sequence[Op], table: Table, allow: Allow, inner: Mapping[str
 
 
 def _join_inputs(members: Sequence[Op], table: Table, allow: Allow) -> list[Joint]:
-    """All inputs cut along the batch (those that have one), or none."""
+    """For each factor: all inputs split along it, those that lack it replicated."""
     joints = []
     for factor in dict.fromkeys(option.factor for op in members for option in table[op.name]):
         picked = [next((o for o in table[op.name] if o.factor == factor), table[op.name][0]) for op in members]
@@ -176,6 +178,7 @@ def _join_inputs(members: Sequence[Op], table: Table, allow: Allow) -> list[Join
 
 def _agrees(op: Op, index: int, option: Option, chosen: Mapping[int, Option], members: Sequence[Op],
             inner: Mapping[str, int]) -> bool:
+    """Whether `option` of member number `index` needs no reshard on any edge to or from the members that are `chosen`."""
     for position, ref in enumerate(op.operands):
         other = chosen.get(inner.get(ref[0], -1))
         if other is not None and not same(other.outs[ref[1]], option.ins[position]):
@@ -188,12 +191,12 @@ def _agrees(op: Op, index: int, option: Option, chosen: Mapping[int, Option], me
 
 
 def same(producer: Use, reader: Use) -> bool:
-    """Whether a value needs no reshard between the two, forward or backward."""
+    """Whether there is no reshard between the two uses of a value on one axis, forward or backward."""
     return producer.value == reader.value and (producer.grad == reader.grad or NO_GRAD in (producer.grad, reader.grad))
 
 
 def _distinct(cluster: Cluster, joints: Sequence[Joint], inner: Mapping[str, int]) -> list[Joint]:
-    """One joint per outer signature: the one that splits the most work."""
+    """Of the joints with the same uses at the border of the cluster, the one that splits most members."""
     best: dict[tuple[object, ...], tuple[int, Joint]] = {}
     for joint in joints:
         outer = tuple(use for op, option in zip(cluster.members, joint.options, strict=True)

@@ -1,8 +1,8 @@
 """The captured graph as plain data: what the problem builder and the recipes see of it.
 
 A *scope* is the top-level graph (`""`) or the body of a run of repeated blocks (its module name). Every node of a scope
-becomes an `Op`; values are referred to as `(op name, output index)`. Runs are opened: the `call_module` node itself has no
-Op, its body's placeholders become `port` Ops, and `Run` says how the values go round.
+becomes an `Op`; values are referred to as `(op name, output index)`. Of a run, the `call_module` node has no Op: the placeholders of its body
+become Ops of role `port`, and a `Run` says which values enter the first block and which go from each block to the next.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.rules.rule import Rule
 
 ADD, ATTENTION, CAST = torch.ops.aten.add.Tensor, torch.ops.aten.scaled_dot_product_attention.default, torch.ops.aten.to.dtype
 TURNS = (torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.t.default, CAST)
-"""Operators that move or cast elements one by one: a shard of their result is made of one shard of their operand."""
+"""Operators that reorder or cast elements: each shard of their result needs one shard of their operand only."""
 
 Ref = tuple[str, int]  # (name of the producing op, index of its output)
 
@@ -32,9 +32,9 @@ Ref = tuple[str, int]  # (name of the producing op, index of its output)
 class Op:
     """One node: its call as the rules see it, where its operands come from, and what it costs on one device.
 
-    `role` is param, buffer, constant, input, port (a placeholder of a block body), op, or one per result of the model: loss,
-    output, mutation (of a buffer). `count` is how often it
-    runs per step. Sizes, FLOPs and bytes are numbers at the planned batch and sequence.
+    `role` is param, buffer, constant, input, port (a placeholder of the body of a block), op, or for each result of the model loss, output or mutation (of a buffer). `operands`
+    has one entry per tensor operand, and tensors are numbered operands first, then outputs. `count` is the number of runs per step; FLOPs and bytes are of one run, of whole tensors at
+    the planned batch and sequence. Bytes are those that kernels read and write (problem.traffic).
     """
 
     name: str
@@ -49,24 +49,24 @@ class Op:
     backward_flops: float = 0.0
     bytes: float = 0.0
     backward_bytes: float = 0.0
-    fused_bytes: float = 0.0  # forward, and of the backward, where chains of pointwise operators run as one kernel (problem.traffic)
+    fused_bytes: float = 0.0  # as `bytes` and `backward_bytes`, where chains of pointwise operators run as one kernel
     fused_backward_bytes: float = 0.0
-    rows_bytes: tuple[float, float] = (0.0, 0.0)  # of `bytes` and `backward_bytes`, what kernels move that do not read and write straight through
-    bias_bytes: float = 0.0  # of the backward of a product, that the gradient of its bias reads: a kernel of its own
+    rows_bytes: tuple[float, float] = (0.0, 0.0)  # the parts of `bytes` and `backward_bytes` that are moved by kernels with a lower bandwidth (traffic.by_rows)
+    bias_bytes: float = 0.0  # of the kernel in the backward of a matmul that sums up the gradient of its bias
     fused_bias_bytes: float = 0.0
-    leads: bool = True  # whether it is a kernel of its own then
-    weight: tuple[bool, ...] = ()  # per operand: does it come from parameters alone
+    leads: bool = True  # with fused kernels: whether it is the last operator of its kernel, which pays the launch
+    weight: tuple[bool, ...] = ()  # per operand: whether it depends on parameters alone
     batch: tuple[frozenset[int], ...] = ()  # per tensor (operands, then outputs): dims that hold the batch
-    saves: tuple[int, ...] = ()  # tensors (operands, then outputs) that autograd keeps for the backward
-    copies: tuple[int, ...] = ()  # operands of which it keeps a copy of its own
-    extra_bytes: float = 0.0  # what it keeps beside tensors of the graph: masks, statistics, indices
-    late: bool = False  # its results get a gradient in all blocks of a run but the first, whose input has none
+    saves: tuple[int, ...] = ()  # numbers of the tensors that autograd keeps for the backward
+    copies: tuple[int, ...] = ()  # numbers of the operands of which it keeps a copy of its own
+    extra_bytes: float = 0.0  # of what it keeps beside tensors of the graph: masks, statistics, indices
+    late: bool = False  # its results have gradients in all blocks of a run but the first, whose input has none
     first_saves: tuple[int, ...] = ()  # `saves` in the first block of a run
     first_grads: tuple[bool, ...] = ()  # per operand: whether it has a gradient there
     out_dtypes: tuple[torch.dtype, ...] = ()
-    dtype: str = ""  # what it computes in: that of its first floating operand, else of its result
-    where: str = ""
-    head: bool = False  # its result goes straight into a loss over classes
+    dtype: str = ""  # that it computes in: of its first floating operand, else of its result
+    where: str = ""  # module path and line of the user, for messages
+    head: bool = False  # whether its result is the input of a loss over classes
     rules: Mapping[Any, Rule] | None = None  # the user's own, by operator
 
     @property
@@ -75,7 +75,7 @@ class Op:
 
     @property
     def graded(self) -> bool:
-        """Whether any of its results gets a gradient."""
+        """Whether any of its results has a gradient."""
         return any(t.grad for t in self.call.outs)
 
     @property
@@ -85,52 +85,54 @@ class Op:
 
     @property
     def free(self) -> bool:
-        """Whether it computes and moves nothing: a view, a value that rests."""
+        """Whether it computes and moves nothing: a view, or a value at rest."""
         return not (self.flops > 0 or self.bytes > 0 or self.backward_flops > 0 or self.backward_bytes > 0)
 
     @property
     def of_weights(self) -> bool:
-        """Whether it only changes weights (a cast, a transpose): it follows the parameters."""
+        """Whether it depends on weights alone (a cast, a transpose, a product of weights)."""
         return self.role == "op" and bool(self.weight) and all(self.weight)
 
     @property
     def first_share(self) -> float:
-        """The share of its backward that it does in the first block of a run: of operands that get gradients, those that get one there."""
+        """The share of its backward that the first block of a run does: the number of its operands that have a gradient there, over that of those that have one in other blocks.
+        The bias of a matmul does not count."""
         bias = bias_of(self.call)
         graded = [first for tensor, first in zip(self.call.ins, self.first_grads, strict=True) if tensor.grad and tensor is not bias]
         return 0.0 if self.late else sum(graded) / len(graded) if graded else 1.0
 
     @property
     def weights_share(self) -> float:
-        """The share of its backward that is for weights: of operands that get gradients, those that are made of parameters alone; the bias of a product takes next to nothing."""
+        """The share of its backward that computes gradients of weights: the number of operands with a gradient that depend on parameters alone, over that of all operands
+        with a gradient. The bias of a matmul does not count, because its gradient costs little; where there is nothing else, all of the backward is for it."""
         bias = bias_of(self.call)
         graded = [weight for weight, tensor in self._graded if tensor is not bias]
         return sum(graded) / len(graded) if graded else float(self.weighs)
 
     @property
     def weighs(self) -> bool:
-        """Whether a part of its backward is for weights, and it is not made of them alone."""
+        """Whether a part of its backward computes gradients of weights, and it does not depend on weights alone."""
         return any(weight for weight, _ in self._graded) and not self.of_weights
 
     @property
     def _graded(self) -> list[tuple[bool, Tensor]]:
-        """Its operands that get gradients, and whether each is made of parameters alone."""
+        """Its operands with gradients, and whether each depends on parameters alone."""
         return [(weight, tensor) for weight, tensor in zip(self.weight, self.call.ins, strict=True) if tensor.grad] if self.role == "op" else []
 
     @property
     def draws(self) -> bool:
-        """Whether it draws random numbers; attention does where it drops weights."""
+        """Whether it draws random numbers; attention does only with dropout."""
         tagged = torch.Tag.nondeterministic_seeded in getattr(self.target, "tags", ())
         return tagged and not (self.target is ATTENTION and given(self.call)["dropout_p"] == 0.0)
 
     def needs_again(self, operand: int, *, first: bool = False) -> bool:
-        """Whether the backward (of the `first` block) needs that operand in such a way that a gathered weight is dropped and gathered
-        again: a vector is kept, because it is smaller than what starting one more collective costs."""
+        """Whether the backward (with `first`: of the first block of a run) reads operand number `operand`, and the copy of a gathered weight would be dropped and gathered again
+        for it. Vectors are kept: they are so small that the latency of another collective costs more."""
         return operand in (self.first_saves if first else self.saves) and len(self.call.ins[operand].shape) > 1
 
     @property
     def read_back(self) -> tuple[int, ...]:
-        """The tensors that its backward reads, themselves or copies of them, as numbers in `tensors`."""
+        """Numbers of the tensors that its backward reads, as they are or as copies."""
         return (*self.saves, *self.copies)
 
     @property
@@ -141,8 +143,8 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of `count` alike blocks: `feeds[i]` is the outer value that port i first gets; `carried[i]` the body value that
-    port i gets from then on (only for the first len(carried) ports). `mutated` are the Ops of new values of the block's buffers."""
+    """A run of `count` alike blocks. In the first block port i gets the outer value `feeds[i]`. In the others it gets the value `carried[i]` of the body of the block before it, or
+    `feeds[i]` again where i >= len(carried). `mutated` are the Ops of new values of the block's buffers."""
 
     scope: str
     count: int
@@ -150,13 +152,13 @@ class Run:
     feeds: tuple[Ref, ...]
     carried: tuple[Ref, ...]
     mutated: tuple[str, ...] = ()
-    whole: str = ""  # of a part of a run (passes.part_runs): that run, and the instance in it with which this part begins
+    whole: str = ""  # of a part of a run (passes.part_runs): the scope of that run, and the number of the instance in it with which this part begins
     begins: int = 0
 
 
 @dataclass(eq=False)
 class Program:
-    """All Ops in execution order (bodies inside the place where they are called) and the runs."""
+    """All Ops by name in execution order (those of a body where it is called), and the runs of blocks by scope. `hints`: the planned size of each symbol; `device`: the kind of device."""
 
     ops: dict[str, Op] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
@@ -174,17 +176,17 @@ class Program:
 
     @cached_property
     def order(self) -> dict[str, int]:
-        """Where each operator stands."""
+        """The position of each operator in execution order."""
         return {name: place for place, name in enumerate(self.ops)}
 
     @cached_property
     def first_read(self) -> str:
-        """The first operator that reads a weight; empty where there is none."""
+        """The name of the first operator that reads a weight; empty where there is none."""
         return next((op.name for op in self.ops.values() if op.role == "op" and op.name not in self.following and any(map(self.is_weight, op.operands))), "")
 
     @cached_property
     def fed(self) -> dict[Ref, list[str]]:
-        """Value -> the ports of runs of blocks that it is fed to."""
+        """Value -> the ports of runs of blocks whose `feeds` it is."""
         found: dict[Ref, list[str]] = {}
         for run in self.runs.values():
             for port, feed in zip(run.ports, run.feeds, strict=True):
@@ -198,8 +200,8 @@ class Program:
 
     @cached_property
     def following(self) -> dict[str, str]:
-        """Operators that only turn or cast one parameter, which nobody else reads: name -> the parameter. They are done on the
-        shard, so that what is gathered, and gathered again, is their result."""
+        """Operators that only reorder or cast (TURNS) one parameter that no other operator reads: name -> the parameter. They run on the shard, so that their result is gathered,
+        not the parameter."""
         readers = self.readers
         fed = {ref for run in self.runs.values() for ref in (*run.feeds, *run.carried)}
         found: dict[str, str] = {}
@@ -214,27 +216,27 @@ class Program:
 
     @cached_property
     def waiting(self) -> frozenset[str]:
-        """Operators with a weight whose result has a gradient of its own, and not that of another one with a weight, as a bias behind a product, and what is added to a
-        value that more is added to (one gradient goes back along them, and what comes in between is added to it in place)."""
-        return frozenset(op.name for op in self.ops.values() if op.weighs and not self._shares(op))
+        """Operators with a weight whose result has a gradient tensor of its own. The others share one with another operator with a weight: a bias behind a matmul, and a
+        matmul whose result is added to a residual stream (the gradient of the stream goes back through all additions, other gradients are added to it in place)."""
+        return frozenset(op.name for op in self.ops.values() if op.weighs and not self._shares_gradient(op))
 
-    def _shares(self, op: Op) -> bool:
-        """Whether the result of an operator with a weight has the gradient of another one with a weight."""
-        return any(self._alone(ref, op) for ref in op.operands) if op.target is ADD else self._added_to(op)
+    def _shares_gradient(self, op: Op) -> bool:
+        """Whether the result of an operator with a weight has the same gradient tensor as that of another one with a weight."""
+        return any(self._only_read_by(ref, op) for ref in op.operands) if op.target is ADD else self._joins_sum(op)
 
-    def _alone(self, ref: Ref, reader: Op) -> bool:
-        """Whether an operator with a weight makes a value of the size of what its one reader makes."""
+    def _only_read_by(self, ref: Ref, reader: Op) -> bool:
+        """Whether an operator with a weight makes a value that `reader` alone reads, of the same sizes as the result of that."""
         maker = self.ops[ref[0]]
         return maker.weighs and len(self.readers[ref]) == 1 and maker.call.outs[ref[1]].sizes == reader.call.outs[0].sizes
 
-    def _added_to(self, op: Op) -> bool:
-        """Whether what an operator makes is only added to a value, which more is added to."""
+    def _joins_sum(self, op: Op) -> bool:
+        """Whether the only reader of the result of `op` adds it to another value, and the sum is an operand of a further addition."""
         reader, *others = [reader for reader, _ in self.readers.get((op.name, 0), ())] or [op]
         return not others and reader.target is ADD and not reader.weighs and any(later.target is ADD for later, _ in self.readers.get((reader.name, 0), ()))
 
     @cached_property
     def trained(self) -> frozenset[str]:
-        """The blocks, and the operators outside of blocks, that read a parameter which gets a gradient."""
+        """The scopes of blocks, and the names of operators outside of blocks, that read a parameter with a gradient."""
         return frozenset(reader.scope or reader.name for op in self._trained for reader, _ in self.readers.get((op.name, 0), ()))
 
     @property
@@ -243,12 +245,12 @@ class Program:
 
     @cached_property
     def bucket_bytes(self) -> float:
-        """Bytes that travel together where many parameters take the same step: a bucket, or all that are trained."""
+        """Bytes of whole parameters in one bucket where many take the same collective: BUCKET_BYTES, or those of all trained parameters if they are fewer."""
         return min(BUCKET_BYTES, sum(self.bytes_of((op.name, 0)) * op.count for op in self._trained))
 
     @cached_property
     def weights_bytes(self) -> dict[str, float]:
-        """Bytes of all parameters of one instance of each block, by scope; of the model's own by ""."""
+        """By scope, bytes of all parameters of one block; under "" of those outside of blocks."""
         found: dict[str, float] = {}
         for op in self.ops.values():
             if op.role == "param":
@@ -256,26 +258,26 @@ class Program:
         return found
 
     def is_weight(self, ref: Ref) -> bool:
-        """Whether a value is a parameter, or one that was turned or cast."""
+        """Whether a value is a parameter, or one reordered or cast (`following`)."""
         return self.ops[ref[0]].role == "param" or ref[0] in self.following
 
     def turn(self, ref: Ref) -> tuple[Op, ...]:
-        """The operators that make a weight of its parameter, in order: none, or turns and casts."""
+        """The operators of `following` between a weight and its parameter, in execution order."""
         op = self.ops[ref[0]]
         return (*self.turn(op.operands[0]), op) if op.name in self.following else ()
 
     def source(self, ref: Ref) -> str:
-        """The parameter that a weight is, or is made of."""
+        """The name of the parameter that a weight is, or is made of."""
         return self.following.get(ref[0], ref[0])
 
     def first_runs(self, ref: Ref) -> int:
-        """How often per step a value is made in the first block of its run; 0 outside of runs."""
+        """How often per step a value is made in the first block of its run; 0 outside of blocks."""
         op = self.ops[ref[0]]
         return op.count // self.runs[op.scope].count if op.scope else 0
 
     @property
     def results(self) -> list[Op]:
-        """What the model gives: loss, outputs, new values of buffers outside of blocks, in the order of the graph's outputs."""
+        """The results of the model: loss, outputs, new values of buffers outside of blocks, in the order of the graph's outputs."""
         return [op for op in self.ops.values() if op.role in ("loss", "output", "mutation") and not op.scope]
 
     def bytes_of(self, ref: Ref) -> float:

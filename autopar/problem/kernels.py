@@ -1,7 +1,7 @@
 """Seconds of the kernels of operators on shards: a roofline of the local FLOPs and bytes (cost.compute), forward and backward.
 
-What is computed on a rank depends on how often each kind of split is made, not on which axes make it: a search over many meshes
-asks for the same shards again and again, and each is priced once.
+The local work depends on the number of shards along each factor, not on which mesh axes split it. A search over many meshes asks for the same
+shards again and again, so each is priced once.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ class Kernels:
 
 
 def multiplies(op: Op) -> bool:
-    """Whether an Op runs on the matrix units: products, convolutions, attention."""
+    """Whether an Op runs on the matrix units: matmuls, convolutions, attention."""
     return op.flops > 0 and bool(op.call.outs[0].sizes) and sum(len(t.sizes) > 1 for t in op.call.ins) > 1
 
 
 def matmul_dtype(op: Op, settings: Settings) -> str:
-    """The dtype in which an Op multiplies."""
+    """The dtype in which an Op multiplies: `Settings.matmul`, where given, for matmuls with a weight, else its own."""
     return settings.matmul if settings.matmul and any(op.weight) else op.dtype
 
 
 def _shard_of(op: Op, options: Sequence[Option], sizes: Sequence[int]) -> tuple[object, ...]:
-    """What tells apart shards of an Op: how many ways each factor is cut; where an algorithm splits it, on which axis too."""
+    """Cache key of a shard of an Op: the number of shards along each factor; for operators that use a runtime algorithm also on which axes."""
     if any(option.run for option in options):
         return op.name, tuple(option.factor for option in options), tuple(sizes)
     ways: dict[str, int] = {}
@@ -75,7 +75,8 @@ def _shard_of(op: Op, options: Sequence[Option], sizes: Sequence[int]) -> tuple[
 
 
 def _share(options: Sequence[Option], sizes: Sequence[int]) -> float:
-    """The share of the work of an Op that a rank does, where shards are even."""
+    """The share of the FLOPs of an Op that a rank does, with even shards: the product over factors of 1 - cuts + cuts / n, where n ranks split the share `cuts` of the
+    work along that factor (Option.cuts)."""
     ways: dict[tuple[str, float], int] = {}
     for option, size in zip(options, sizes, strict=True):
         ways[option.factor, option.cuts] = ways.get((option.factor, option.cuts), 1) * (size if option.split else 1)
@@ -83,7 +84,7 @@ def _share(options: Sequence[Option], sizes: Sequence[int]) -> float:
 
 
 class _Shard:
-    """One Op cut in one way."""
+    """The shard of one Op under one option per mesh axis. `used`: the runtime algorithms, with the site of each; `tiled`: the number of tiles in which a weight is gathered."""
 
     def __init__(self, kernels: Kernels, op: Op, options: tuple[Option, ...], sizes: tuple[int, ...]) -> None:
         self.device, self.settings = kernels.device, kernels.settings
@@ -92,10 +93,10 @@ class _Shard:
         self.options = tuple(map(tiles.as_worked, options)) if self.tiled > 1 else options
 
     def seconds(self) -> tuple[float, float]:
-        """Forward, and backward."""
+        """Seconds of the forward, and of the backward (0 where there is none)."""
         op, used = self.op, self.used
         share = _share(self.options, self.sizes) * max((algorithm.pace(site) for algorithm, site in used), default=1.0)
-        local = self._moved()
+        local = self._bytes_share()
         inside = sum(algorithm.inside.moved_bytes(site) for algorithm, site in used if algorithm.inside)
         if op.target in INSIDE:
             inside += INSIDE[op.target].moved_bytes(Site(op.call.ins, self.options, self.sizes, call=op.call))
@@ -107,14 +108,15 @@ class _Shard:
         return ahead, self._kernels_s(op.backward_flops * share, backward * local + 2 * inside + beside[1], matmul, 1) + self._bias_s()
 
     def _eager_bytes(self) -> tuple[float, float]:
-        """Bytes that would take, straight through, as long as what the kernels of an Op by itself move."""
+        """Bytes of the unfused kernels of an Op, forward and backward; those that are moved with a lower bandwidth (Op.rows_bytes) are scaled up so that full bandwidth gives the
+        same time."""
         op = self.op
         row = op.call.outs[0].sizes[-1] * op.call.outs[0].itemsize if op.target in NORMS else None
-        longer = 1 / straight_share(self.device, row) - 1
-        return op.bytes + longer * op.rows_bytes[0], op.backward_bytes + longer * op.rows_bytes[1]
+        scaled_up = 1 / straight_share(self.device, row) - 1
+        return op.bytes + scaled_up * op.rows_bytes[0], op.backward_bytes + scaled_up * op.rows_bytes[1]
 
     def _bias_s(self) -> float:
-        """Seconds of the gradient of a bias, if there is one: the gradients of all rows added up."""
+        """Seconds of the kernel that sums the gradients of all rows to that of a bias; 0 where there is none."""
         op = self.op
         nbytes = op.fused_bias_bytes if self.settings.fused else op.bias_bytes
         if not nbytes:
@@ -124,27 +126,29 @@ class _Shard:
         return op_s(0.0, local * nbytes / straight, op.dtype, self.device)
 
     def _beside_bytes(self) -> tuple[float, float]:
-        """What tiles read and write beside one pass over all tensors, forward and backward."""
+        """Bytes, forward and backward, that tiles read and write beyond one pass over all tensors."""
         found = [tiles.moved_bytes(site) for algorithm, site in self.used if algorithm.gathers]
         return sum(ahead for ahead, _ in found), sum(back for _, back in found)
 
     def _kernels_s(self, flops: float, nbytes: float, matmul: Shape | None, direction: int) -> float:
-        """As `_kernel_s`, of as many kernels as there are tiles."""
+        """`_kernel_s` for each tile, added up; `flops` and `nbytes` are those of all tiles."""
         return self.tiled * self._kernel_s(flops / self.tiled, nbytes / self.tiled, matmul, direction)
 
     def _kernel_s(self, flops: float, nbytes: float, matmul: Shape | None, direction: int) -> float:
-        """Seconds of the kernels of one direction (0 forward, 1 backward)."""
+        """Seconds of the kernels of one direction (0 forward, 1 backward) with local `flops` and `nbytes`, and of casts to the dtype of the matmul. An operator fused into the kernel
+        of its reader pays no launch."""
         op = self.op
         dtype = matmul_dtype(op, self.settings) if matmul else op.dtype
         share = self._share_of_peak(flops, dtype, matmul, direction)
         seconds = op_s(flops, nbytes, dtype, self.device, matmul=matmul, share=share)
         if dtype != op.dtype:
             seconds += copy_s(self._cast_bytes(direction) / 2 / self.tiled, self.device)
-        follows = self.settings.fused and not op.leads
-        return max(0.0, seconds - self.device.launch_s) if follows and seconds else seconds
+        fused = self.settings.fused and not op.leads
+        return max(0.0, seconds - self.device.launch_s) if fused and seconds else seconds
 
     def _cast_bytes(self, direction: int) -> float:
-        """Bytes read and written to quantise what comes in, a gradient in the backward. What is gathered in few bits is cast before that, by shards."""
+        """Bytes read and written to quantise the first operand (in the backward: the gradient of the result). With `Settings.casts_shards` an operand that is gathered is cast
+        before the gather, each rank its shard."""
         op, settings = self.op, self.settings
         tensor = (op.call.ins[0], op.call.outs[0])[direction]
         layout = tuple((o.ins[0], o.outs[0])[direction].value for o in self.options)
@@ -153,7 +157,7 @@ class _Shard:
         return elements * (settings.cast_bytes * cast + settings.turn_bytes * held)
 
     def _share_of_peak(self, flops: float, dtype: str, matmul: Shape | None, direction: int) -> float | None:
-        """The share of the peak of `dtype` that the matmuls of an Op reach; None where it has none."""
+        """The share of the peak of `dtype` that the matmuls of an Op reach in one direction (formulas: cost.compute, docs/cost-model.md); None where it has none."""
         op = self.op
         if matmul is None:
             return None
@@ -164,15 +168,15 @@ class _Shard:
         m, n, k = matmul
         shapes = [(m, n, k)] if direction == 0 else [(m, k, n), (n, k, m)]  # gradients of rows, and of the weight
         found = [matmul_efficiency(flops / len(shapes), shape, device) for shape in shapes]
-        turned = BACKWARD[device.kind] if direction and any(op.weight) else 1.0
+        backward_share = BACKWARD[device.kind] if direction and any(op.weight) else 1.0
         aligned = aligned_share((n, k), itemsize(op.dtype), device)
         if aligned < 1 and not any(op.weight):
             return device.flops("float32") / device.flops(dtype) * device.achievable * device.sustained
         other = self.settings.matmul_share if dtype != op.dtype else 1.0
-        return len(found) / sum(1 / share for share in found) * aligned * turned * other * device.best_share(dtype) / device.achievable * device.sustained
+        return len(found) / sum(1 / share for share in found) * aligned * backward_share * other * device.best_share(dtype) / device.achievable * device.sustained
 
-    def _moved(self) -> float:
-        """Local share of the bytes of all tensors."""
+    def _bytes_share(self) -> float:
+        """The local share of the elements of all tensors."""
         whole = local = 0.0
         for index, tensor in enumerate(self.op.tensors):
             layout = tuple((*o.ins, *o.outs)[index].value for o in self.options)
@@ -182,7 +186,8 @@ class _Shard:
         return local / whole if whole else 1.0
 
     def _matmul(self, share: float) -> Shape | None:
-        """Local (m, n, k) of a contraction with one output, from its FLOPs 2 m n k and the output's last dim."""
+        """Local (m, n, k) of the matmul of an Op, None where it has none: n is the local size of the last dim of the output (of a convolution its channels), m the other local elements
+        over n, and k = flops / (2 m n). `share`: of the FLOPs, on this rank."""
         op = self.op
         if not multiplies(op):
             return None
@@ -199,5 +204,5 @@ class _Shard:
         return m, n, max(1, inner // self.tiled)
 
     def _cut(self, layout: Layout, dim: int) -> int:
-        """Into how many parts a layout cuts a dim."""
+        """The number of shards of a dim under a layout."""
         return math.prod(s for e, s in zip(layout, self.sizes, strict=True) if e.partition("/")[0] == f"S{dim}")

@@ -1,14 +1,14 @@
-"""Bytes that move for each Op, forward and backward, alone and where chains of pointwise operators run as one kernel.
+"""Bytes that the kernels of each Op read and write, forward and backward: with one kernel per operator, and with chains of pointwise operators fused.
 
-Backward: gradients of results and what was kept are read, gradients of operands are written; a sum passes the gradient on as it
-is. Where several operators read a value, their gradients are added up: read, read, write for each beyond the first. Those of the
-pieces of a value are put together, unless they are written where they belong (fused).
+Forward: each operand is read once and each result written once (passes annotate `Op.bytes`).
+Backward: the gradients of results and the saved tensors are read, the gradients of operands are written. An addition hands its gradient on without
+a copy. Where several operators read a value, their gradients are added up: two reads and a write for each reader after the first. The gradients of
+the pieces of a split are concatenated, unless fused kernels write them in place. The bias of a matmul is added in the kernel of the matmul, its
+gradient is a sum by another kernel.
 
-Biases are added on the way out of a product; their gradients are sums by a kernel of their own.
-
-Fused: a pointwise operator whose only reader is pointwise too, a norm or a softmax runs in the kernel of that reader, and what
-lies between them stays in registers. What the backward needs of it is computed again from what the kernel read (as
-inductor and hand-written kernels do), so its bytes are not written either. A norm or softmax ends a kernel.
+Fused: a pointwise operator whose only reader is another one, a norm or a softmax runs in the kernel of that reader, and the tensor between them
+stays in registers. The backward recomputes it from the inputs of the kernel (as inductor and hand-written kernels do), so it is not written for
+the backward either. A norm or softmax ends a kernel.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ NORMS = frozenset((aten.layer_norm.default, aten.rms_norm.default))
 LOSSES = (ops.cross_entropy_sum, ops.cross_entropy_each)
 SOFTMAXES = frozenset((aten.softmax.int, aten.log_softmax.int))
 DRAWN_BYTES = 4
+"""Bytes per element whose traffic takes as long as drawing the mask of a dropout."""
 PLAIN_NORM = (7, 20)
-"""How often plain operators read or write all rows for an RMSNorm, forward and backward."""
+"""Passes over all elements, read or written, of an RMSNorm that runs as plain operators, forward and backward."""
 PIECES = frozenset((aten.split_with_sizes.default, aten.unbind.int))
-"""Views whose gradient is not one: those of the pieces are put together in new memory."""
+"""Views whose gradient is no view: the gradients of their results are concatenated in new memory."""
 SUMS = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar))
-"""Operators through which a gradient passes as it is."""
+"""Operators that hand the gradient of their result on to operands of the same sizes."""
 
 
 def annotate(program: Program) -> None:
-    """Fill `backward_bytes`, `fused_bytes`, `fused_backward_bytes` and `leads` of every Op of `program`."""
+    """Set `backward_bytes`, `rows_bytes`, `bias_bytes`, `leads` and the fused bytes of every Op of `program`, and correct its `bytes` where its kernels move more."""
     readers = program.readers
     for op in program.ops.values():
-        if op.role == "op" and _works(op):
+        if op.role == "op" and _has_kernel(op):
             op.backward_bytes = _backward_bytes(op)
             op.rows_bytes = (op.bytes, op.backward_bytes) if by_rows(op) else (0.0, 0.0)
             bias = bias_of(op.call)
@@ -55,9 +56,9 @@ def annotate(program: Program) -> None:
         elif op.target in PIECES and op.graded and op.call.ins[0].grad:
             op.backward_bytes = 2 * tensor_bytes(op.call.ins[0])
     for ref, found in readers.items():
-        _add_up(program, ref, [op for op, operand in found if op.call.ins[operand].grad and op.role == "op"])
+        _add_gradient_sums(program, ref, [op for op, operand in found if op.call.ins[operand].grad and op.role == "op"])
     for op in program.ops.values():
-        op.fused_bytes, op.fused_backward_bytes, op.leads = op.bytes, op.backward_bytes if op.target not in PIECES else 0.0, _works(op)
+        op.fused_bytes, op.fused_backward_bytes, op.leads = op.bytes, op.backward_bytes if op.target not in PIECES else 0.0, _has_kernel(op)
         if op.target in LOSSES:  # log-probabilities are written, and a gradient of theirs that is nearly all zeros is made, and read
             op.bytes += tensor_bytes(op.call.ins[0])
             op.rows_bytes = op.bytes, 0.0
@@ -67,21 +68,21 @@ def annotate(program: Program) -> None:
             op.bytes, op.backward_bytes = PLAIN_NORM[0] * wide, PLAIN_NORM[1] * wide if op.backward_bytes else 0.0
         if op.target is aten.dropout.default:  # the mask is drawn by a kernel of its own, in the time that float32 would take to be written, and read
             op.bytes += (DRAWN_BYTES + 1) * math.prod(op.call.outs[0].sizes)
-    for producer, reader, tensor in _joined(program, readers):
+    for producer, reader, tensor in _fused_pairs(program, readers):
         _fuse(producer, reader, tensor)
     for op, reader in _read_once(program, readers):
         if op.bias_bytes and reader.target in POINTWISE - SUMS:
             op.fused_bias_bytes = 0.0  # summed up where the gradient is made
 
 
-def _works(op: Op) -> bool:
-    """Whether the Op is a kernel at all, not a view."""
+def _has_kernel(op: Op) -> bool:
+    """Whether the Op runs a kernel: not a view."""
     return op.bytes > 0 or op.flops > 0
 
 
 def by_rows(op: Op) -> bool:
-    """Whether the kernels of an Op, run by itself, do not read and write straight through: norms, softmaxes, and pointwise operators that repeat an operand along others, whose
-    gradient is a sum over these."""
+    """Whether the kernels of an Op, not fused, reduce over rows, so that they do not reach full bandwidth: norms, softmaxes, and pointwise operators that broadcast an operand, whose
+    gradient is a sum over the broadcast dims."""
     if op.target in NORMS or op.target in SOFTMAXES:
         return True
     whole = op.call.outs[0].sizes if op.call.outs else ()
@@ -94,6 +95,7 @@ def tensor_bytes(tensor: Tensor) -> float:
 
 
 def _backward_bytes(op: Op) -> float:
+    """Bytes that the kernels of the backward of one Op move, without sums over several readers and without the gradient of a bias."""
     bias = bias_of(op.call)
     grads = [t for t in op.call.ins if t.grad and t is not bias]
     if not op.graded or not grads:
@@ -111,21 +113,21 @@ def _backward_bytes(op: Op) -> float:
     return passes * out + kept + sum(tensor_bytes(t) for t in grads)
 
 
-def _add_up(program: Program, ref: Ref, readers: list[Op]) -> None:
-    """The sums of the gradients of a value that several operators read: the first reader, whose backward is last, does them."""
+def _add_gradient_sums(program: Program, ref: Ref, readers: list[Op]) -> None:
+    """Charge the sums of the gradients of a value that several operators read to the first of them, whose backward is last."""
     if len(readers) > 1 and program.ops[ref[0]].role in ("op", "port"):
         readers[0].backward_bytes += 3 * (len(readers) - 1) * tensor_bytes(program.ops[ref[0]].call.outs[ref[1]])
 
 
-def _joined(program: Program, readers: dict[Ref, list[tuple[Op, int]]]) -> Iterator[tuple[Op, Op, Tensor]]:
-    """Pairs of operators that run in one kernel, with the tensor between them."""
+def _fused_pairs(program: Program, readers: dict[Ref, list[tuple[Op, int]]]) -> Iterator[tuple[Op, Op, Tensor]]:
+    """Pairs of operators that run in one kernel, producer first, with the tensor between them."""
     for op, reader in _read_once(program, readers):
         if op.target in POINTWISE and reader.target in POINTWISE | ENDS:
             yield op, reader, op.call.outs[0]
 
 
 def _read_once(program: Program, readers: dict[Ref, list[tuple[Op, int]]]) -> Iterator[tuple[Op, Op]]:
-    """Operators whose result one other operator of the same scope reads, and that one."""
+    """Operators whose result a single operator reads, in the same scope, each with that reader."""
     leaving = {ref for run in program.runs.values() for ref in (*run.feeds, *run.carried)}
     for op in program.ops.values():
         ref = (op.name, 0)
@@ -136,6 +138,7 @@ def _read_once(program: Program, readers: dict[Ref, list[tuple[Op, int]]]) -> It
 
 
 def _fuse(producer: Op, reader: Op, between: Tensor) -> None:
+    """Run `producer` in the kernel of `reader`: the tensor `between` them is neither written nor read, nor is its gradient, but where the reader hands it on."""
     size = tensor_bytes(between)
     producer.leads = False
     producer.fused_bytes = max(0.0, producer.fused_bytes - size)

@@ -1,4 +1,4 @@
-"""The mesh of one place of a given configuration: what each axis is for, and which blocks run again."""
+"""The mesh axes of one place of a given configuration with their roles, which restrict the layouts; and the operators that are run again in the backward."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from autopar.rules.language import Option
 from passes import facts, ops
 
 RESTS: dict[int, Role] = {0: roles.data, 1: roles.zero1, 2: roles.zero2, 3: roles.zero3}
-"""How parameters rest on an axis of data parallelism, by the stage of ZeRO."""
+"""The role of a data-parallel axis, by the stage of ZeRO."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of `ways` ranks with its role; `name` is the field of Setup whose ranks cut the work of a block over it."""
+    """An axis of `ways` ranks with its role. `name` is the field of Setup that splits the work of a block over it (ep, cp or tp); empty for data parallelism."""
 
     ways: int
     role: Role
@@ -37,8 +37,8 @@ class Axis:
 
 
 def axes(setup: Setup) -> list[Axis]:
-    """The axes of a place, outermost first, those of one rank left out: copies of shards, data, experts, context, tensor. What is cut
-    at rest over data is so over experts' and context's ranks too, which all have the same of it."""
+    """The axes of a place with more than one rank, outermost first: replicas of shards (HSDP), data, experts, context, tensor. Parameters and optimizer state that ZeRO shards over
+    data-parallel ranks are sharded over those of experts and context too, since all of these have the same dense parameters."""
     rests = RESTS[setup.zero]
     found = [Axis(setup.replicas, roles.data), Axis(setup.dp // setup.replicas // setup.expert_ways, rests), Axis(setup.expert_ways, resting(roles.experts, rests), "ep"),
              Axis(setup.cp, resting(context_role(setup), rests), "cp"), Axis(setup.tp, tensor_role(setup), "tp")]
@@ -47,8 +47,8 @@ def axes(setup: Setup) -> list[Axis]:
 
 @cache
 def resting(role: Role, rests: Role) -> Role:
-    """Work as `role` has it; parameters that it would leave whole rest as `rests` has them. The same role for the same two, so that options are
-    found once."""
+    """A role under which operators are split as under `role`, and parameters, but for those of experts, rest as under `rests`. Cached, so that the same two give the same role, whose
+    options are found once."""
     if rests is roles.data:
         return role
 
@@ -65,19 +65,19 @@ def resting(role: Role, rests: Role) -> Role:
 
 
 def tensor_role(setup: Setup) -> Role:
-    """What the tensor axis of a configuration is for."""
+    """The role of the tensor-parallel axis of a configuration."""
     role = tensor_sequence if setup.sequence_parallel else tensor
     return beside_experts(role) if setup.whole_experts else role
 
 
 def context_role(setup: Setup) -> Role:
-    """What the context axis of a configuration is for."""
+    """The role of the context-parallel axis of a configuration."""
     return beside_experts(sequence.context) if setup.experts_over_context else sequence.context
 
 
 @cache
 def beside_experts(role: Role) -> Role:
-    """The same axis where experts are cut by expert, not by their width."""
+    """`role` for all operators but those of experts, which are split by expert, not along their width."""
     def mixed(ways: int) -> Allow:
         works, apart = role(ways), roles.experts(ways)
         return lambda op, option: (apart if of_experts(op) else works)(op, option)
@@ -85,18 +85,18 @@ def beside_experts(role: Role) -> Role:
 
 
 def of_experts(op: Op) -> bool:
-    """Whether an operator is a stack of experts, changes one alone, or works with one."""
+    """Whether an op is a stack of weights of experts, depends on one alone (a cast), or computes with one."""
     return bool(roles.stacks_of(op)) or ((op.role == "param" or op.of_weights) and stacked(op))
 
 
 def tensor(ways: int) -> Allow:
-    """Tensor parallel by hand: vocabulary-parallel embedding and loss, what goes from block to block whole on every rank."""
+    """Tensor parallelism as in Megatron: embedding and loss split along the vocabulary, the residual stream replicated."""
     allowed = roles.megatron(ways)
     return lambda op, option: allowed(op, option) and (not between_blocks(op) or kind(op, option) in (REPLICATE, PARTIAL))
 
 
 def tensor_sequence(ways: int) -> Allow:
-    """The same with what goes from block to block cut along the sequence."""
+    """Tensor parallelism with Megatron's sequence parallelism: as `tensor`, the residual stream split along the sequence."""
     by_vocabulary, by_sequence = roles.megatron(ways), roles.tensor_sequence(ways)
 
     def allow(op: Op, option: Option) -> bool:
@@ -106,8 +106,7 @@ def tensor_sequence(ways: int) -> Allow:
 
 
 def between_blocks(op: Op) -> bool:
-    """Whether an operator makes rows [batch, sequence, width of a norm], pointwise: the sums that go from block to block, and what is
-    done to what is added to them."""
+    """Whether an op makes the residual stream, or something pointwise of it: a port or pointwise operator with a result [batch, symbolic sequence, width of some norm]."""
     made = op.call.outs[0] if op.call.outs else None
     if made is None or len(made.shape) != 3 or isinstance(made.shape[1], int) or not (op.role == "port" or op.target in ROWS):
         return False
@@ -115,40 +114,43 @@ def between_blocks(op: Op) -> bool:
 
 
 ROWS = (*POINTWISE, torch.ops.aten.dropout.default)
+"""Operators that compute each element of their result from one element of each operand."""
+
 _WIDTHS: WeakKeyDictionary[fx.Graph, frozenset[int]] = WeakKeyDictionary()
 
 
 def _widths(graph: fx.Graph) -> frozenset[int]:
-    """The widths of the norms of a graph."""
+    """The sizes of the last dim of all norms of a graph."""
     if graph not in _WIDTHS:
         _WIDTHS[graph] = frozenset(int(facts.shape(node)[-1]) for node in graph.nodes if node.target in NORMS)
     return _WIDTHS[graph]
 
 
 def stacked(op: Op) -> bool:
-    """Whether a parameter is a stack of matrices, one per expert."""
+    """Whether a parameter is a stack of matrices, one per expert: of three dims."""
     return len(op.call.outs[0].sizes) == 3
 
 
 def scores(op: Op) -> bool:
-    """Whether an operator works on a square of scores: as many rows as columns, which is a sequence."""
+    """Whether an operator has a tensor of attention scores: four dims, of which the last two are the sequence."""
     return any(len(t.sizes) == 4 and not isinstance(t.shape[-1], int) and t.sizes[-1] == t.sizes[-2] for t in op.tensors)
 
 
 def in_attention(op: Op) -> bool:
-    """Whether an operator is of attention from scores on, in one kernel or several."""
+    """Whether an operator belongs to attention without its projections, as one fused kernel or several."""
     return op.target is ATTENTION or scores(op)
 
 
 def in_mlp(program: Program, routed: bool) -> Callable[[Op], bool]:
-    """Whether an operator is of the feed-forward part of a block: of those without experts, or (`routed`) of those with them, and of what all tokens meet beside these."""
+    """A predicate: whether an operator belongs to the feed-forward layer of a block without experts, or (`routed`) of a block with experts, shared experts included. Told by the
+    module path, which has `mlp` in it."""
     with_experts = {op.scope for op in program.ops.values() if op.target is ops.experts}
     word = "mlp" if routed else ".mlp"
     return lambda op: word in f".{op.node.meta.get('module', '')}" and (op.scope in with_experts) == routed
 
 
 def kept_operators(program: Program) -> frozenset[str]:
-    """What does not run again where blocks run again by operators: attention, and the first, third, ... matmul with a weight of each block."""
+    """The operators that are kept where recomputation is by operator (torchtitan's "op"): attention, and the first, third, ... matmul with a weight of each block."""
     matmuls: dict[str, int] = {}
     kept = {op.name for op in program.ops.values() if op.role == "op" and in_attention(op)}
     for op in program.ops.values():
@@ -164,7 +166,7 @@ PARTS: dict[str, Callable[[Program], Callable[[Op], bool]]] = {
     "experts": lambda program: in_mlp(program, routed=True),
     "operators": lambda program: partial(_runs_again, kept_operators(program)),
 }
-"""The parts of a block that can be run again by themselves (setup.PARTS)."""
+"""By name (setup.PARTS): a predicate of the operators of that part of a block, which can be run again without the rest."""
 
 
 def _runs_again(kept: frozenset[str], op: Op) -> bool:
@@ -172,8 +174,8 @@ def _runs_again(kept: frozenset[str], op: Op) -> bool:
 
 
 def rerun_levels(program: Program, setup: Setup) -> dict[str, tuple[str, ...]]:
-    """What of each run of blocks is kept, where the configuration runs them again: nothing (`full`), all that can be but `parts`
-    (`selective`)."""
+    """Scope of each run of blocks -> the operators whose results are kept when its blocks run again: none (`full`), or all that can be kept but those of `parts`
+    (`selective`). Empty where no block runs again."""
     if setup.recompute == "none":
         return {}
     if setup.recompute == "full":

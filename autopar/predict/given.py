@@ -1,4 +1,4 @@
-"""A plan of a given configuration: its mesh, stages, microbatches and recomputation as stated, the search for what they leave open."""
+"""A plan with the mesh, stages, microbatches and recomputation of a given configuration; a search chooses the layouts that these leave open (predict.layouts)."""
 
 from __future__ import annotations
 
@@ -16,27 +16,21 @@ from autopar.pipeline.units import units
 from autopar.plan import Plan
 from autopar.planner import Planner, bare_plan
 from autopar.predict.axes import axes, rerun_levels
-from autopar.predict.refused import check_cut
+from autopar.predict.layouts import fastest_layouts
 from autopar.predict.setup import Setup
 from autopar.predict.sizes import sizes
-from autopar.problem.build import build
 from autopar.problem.graph import Program
 from autopar.problem.prices import Prices
 from autopar.problem.settings import Settings
 from autopar.request import Request
-from autopar.search import ilp
-
-SOLVE_S = 5.0
-NO_LIMIT_BYTES = float(1 << 60)
-"""A given configuration is planned whether it fits or not."""
 
 ROUNDS = 3
-"""After so many rounds of microbatches every pipeline is full, and keeps no more in later ones."""
+"""With so many microbatches per place an interleaved pipeline is full: more of them keep no more in flight."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """A plan with the program that it is for, read at the sizes of the plan's whole batch."""
+    """A plan, and the program that it is for, at the sizes of the plan's whole batch."""
 
     program: Program
     plan: Plan
@@ -45,26 +39,23 @@ class Given:
 def given_plan(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -> Given:
     """The plan of a configuration of a captured model, all its blocks in the graph. `precision` as Settings has it.
 
-    Microbatches behind the first few rounds of a pipeline are left out: they take what those before them took. Raises PlanError where
-    the configuration cannot be planned (stages without a block, a batch that cannot be cut, heads that tensor-parallel ranks do not divide).
+    The plan is for its memory: it has only as many microbatches as fill the pipeline, since more of them do not change the peak. Raises PlanError where the configuration
+    cannot be planned (stages without a block, a batch that microbatches do not divide, heads that tensor-parallel ranks do not divide).
     """
-    kept = replace(setup, microbatches=_few(setup), flushes=1)
+    kept = replace(setup, microbatches=_filling(setup), flushes=1)
     used = axes(kept)
     ways = tuple(axis.ways for axis in used)
     settings = Settings("train", "adamw", precision)
     place = cluster.line(math.prod(ways) * kept.pp)
     planner = Planner.of(gm, sizes(gm, kept.micro_batch * kept.dp * kept.microbatches, kept.seq), Request(place, settings))
     mesh = place.places(kept.pp, ways).mesh(0)
-    joints = [planner.joints(axis.role, axis.ways) for axis in used]
-    model = build(planner.program, planner.clusters, joints, Prices(mesh, place.device, settings, planner.kernels), NO_LIMIT_BYTES, "given")
-    decisions = model.decode(ilp.search(model.problem, time_limit_s=SOLVE_S).choice)
-    check_cut(planner.program, decisions, used)
+    decisions = fastest_layouts(planner, Prices(mesh, place.device, settings, planner.kernels), used)
     flat = bare_plan(planner, mesh, decisions, "given", rerun_levels(planner.program, kept))
     return Given(planner.program, _staged(planner, flat, kept))
 
 
-def _few(setup: Setup) -> int:
-    """So many microbatches that every pipeline is full."""
+def _filling(setup: Setup) -> int:
+    """A number of microbatches, at most those of `setup`, that fills the pipeline."""
     if setup.pp == 1:
         return min(setup.microbatches, 2)
     if setup.vpp > 1:
@@ -73,17 +64,17 @@ def _few(setup: Setup) -> int:
 
 
 def _staged(planner: Planner, flat: Plan, setup: Setup) -> Plan:
-    """`flat` cut into the stages and microbatches of `setup`."""
+    """`flat`, a plan of one stage and one microbatch, cut into the stages and microbatches of `setup`."""
     request, count = planner.request, setup.microbatches
     micro = sharing(planner.program, planner.clusters, planner.table(count, placed=False), count, request.cluster, request.settings) if count > 1 else None
     if setup.pp == 1 and count == 1:
-        return _again(flat, setup)
+        return _partly_rerun(flat, setup)
     made = pipelined(flat, planner.program, bounds(planner.program, setup), _schedule(setup), setup.pp, micro, count)
-    return _again(made, setup)
+    return _partly_rerun(made, setup)
 
 
-def _again(made: Plan, setup: Setup) -> Plan:
-    """With only some of the blocks of each stage run again, where the configuration says so."""
+def _partly_rerun(made: Plan, setup: Setup) -> Plan:
+    """`made` with only some of the blocks of each stage run again, where the configuration says so (`again`, `recompute_share`)."""
     if not made.remat or (not setup.again and setup.recompute_share == 1.0):
         return made
     stages = []
@@ -95,6 +86,7 @@ def _again(made: Plan, setup: Setup) -> Plan:
 
 
 def _schedule(setup: Setup) -> str:
+    """The name of the schedule: that of `setup`, else 1F1B where there are microbatches enough."""
     if setup.schedule:
         return setup.schedule
     if setup.vpp > 1:
@@ -105,8 +97,8 @@ def _schedule(setup: Setup) -> str:
 
 
 def bounds(program: Program, setup: Setup) -> Sequence[int]:
-    """Where the stages of `setup` begin among the units of a program: what is before the blocks goes to the first stage, what is behind
-    to the last."""
+    """The number of the unit at which each stage but the first begins. Units before all blocks go to the first stage, those after them to the last. Raises PlanError where a stage
+    has no block."""
     pieces = units(program)
     blocks = [at for at, unit in enumerate(pieces) if unit.instance >= 0]
     dealt = setup.blocks_of(len(blocks))

@@ -1,7 +1,7 @@
-"""What every unit of a model costs in one microbatch on the mesh of one place, by part, from the prices that plans are made with.
+"""The cost of each unit of a model (a block, or an operator outside of blocks) in one microbatch on the mesh of one place, priced as plans are.
 
-The mesh is (experts, context, tensor); each axis takes the role of a recipe, and the search settles what roles leave open. From its
-decisions come the operators' seconds (`Prices`) and the reshards (`codegen.edges`) with theirs.
+The mesh has the axes of expert, context and tensor parallelism. The role of each axis (predict.axes) restricts the layouts, and a search chooses the
+fastest of those that are left (predict.layouts). The costs are the seconds of operators (`Prices`) and those of reshards (`codegen.edges`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from autopar.layout import Layout, most_elements
 from autopar.pipeline.units import Unit, homes, units
 from autopar.planner import Planner, bare_plan
 from autopar.predict.axes import PARTS, axes, kept_operators, stacked
+from autopar.predict.layouts import fastest_layouts
 from autopar.predict.owners import line
-from autopar.predict.refused import check_cut
 from autopar.predict.setup import WHOLE, Setup
 from autopar.predict.sizes import sizes
-from autopar.problem.build import Decisions, build
+from autopar.problem.build import Decisions
 from autopar.problem.graph import Op
 from autopar.problem.prices import Prices
 from autopar.problem.rerun import Rerun, rerun
@@ -31,28 +31,25 @@ from autopar.problem.settings import Settings
 from autopar.problem.step_shares import ForwardPrices
 from autopar.problem.traffic import tensor_bytes
 from autopar.request import Request
-from autopar.search import ilp
 from passes import ops
-
-SOLVE_S = 5.0
-NO_LIMIT_BYTES = float(1 << 60)
-"""A given configuration is priced whether it fits or not."""
 
 
 @dataclass
 class UnitTime:
-    """What one microbatch takes in one instance of a unit, and the unit's parameters. Seconds are on one rank.
+    """The cost of one microbatch in one instance of a unit on one rank, and the unit's parameters there.
 
         forward_s, backward_s               kernels
         forward_comm_s, backward_comm_s     collectives of activations
         attention_s, mlp_s, experts_s       of forward_s: the parts of a block that can run again whole (setup.WHOLE)
-        kept_s                              of forward_s: operators that do not run again where single operators do (axes.kept_operators)
-        last_s                              of forward_s: operators behind the last one that saves anything for the backward
+        kept_s                              of forward_s: operators that are kept where blocks are rerun operator by operator (axes.kept_operators)
+        last_s                              of forward_s: operators after the last one that saves a tensor for the backward
         weights_s                           of backward_s: gradients of weights
-        routed_s, routed_back_s             of forward_s and of backward_s: tokens on their way to experts and back
-        operators, experts, collectives     calls of the host in the forward, views included; layers of experts; collectives
-        parameters, trained                 elements of weights; those of them that get gradients
-        expert_parameters, expert_trained   of these two: stacks of experts
+        routed_s, routed_back_s             of forward_s and of backward_s: all-to-alls of tokens to experts and back
+        operators                           operators in the forward, views included: calls of the host
+        experts                             layers of experts in the forward
+        collectives                         collectives in forward and backward
+        parameters, trained                 elements of weights; those of them with gradients
+        expert_parameters, expert_trained   of these two: weights of experts
     """
 
     forward_s: float = 0.0
@@ -76,13 +73,13 @@ class UnitTime:
     expert_trained: float = 0.0
 
     def scaled(self, by: float) -> UnitTime:
-        """All of it times `by`."""
+        """Every field times `by`."""
         return UnitTime(*(value * by for value in vars(self).values()))
 
 
 @dataclass(frozen=True)
 class Place:
-    """The units of a program with their prices; `blocks` names the runs of blocks, whose times are of one instance."""
+    """The units of a program in `order`, with the costs of one instance of each by name in `times`. `sent_bytes`: bytes that a rank sends to the next stage per microbatch."""
 
     order: tuple[Unit, ...]
     times: dict[str, UnitTime]
@@ -92,7 +89,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Decided:
-    """What runs how on the mesh of a place."""
+    """The layouts chosen on the mesh of one place."""
 
     planner: Planner
     mesh: Mesh
@@ -100,7 +97,7 @@ class Decided:
     decisions: Decisions
 
     def priced(self, cluster: Cluster) -> Place:
-        """The prices on a place of `cluster`, whose sizes are those that were decided for."""
+        """The costs with these layouts on a place of `cluster`, on a mesh of the same sizes."""
         mesh = _mesh(cluster, self.mesh.sizes)
         return _Reader(self.planner, mesh, Prices(mesh, cluster.device, self.settings), self.decisions).place()
 
@@ -111,7 +108,7 @@ def price(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) ->
 
 
 def decide(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -> Decided:
-    """Settle what the roles of the axes leave open. Raises PlanError where the graph is not for these sizes, an axis does not divide what it is to cut, or the device is no faster in the dtype of matmuls."""
+    """Choose the layouts that the roles of the axes leave open. Raises PlanError where the graph is not for these sizes, an axis does not divide what it is to cut, or the device is no faster in the dtype of matmuls."""
     device, matmul = cluster.device, setup.software.matmul
     if matmul and device.peak_flops.get(matmul, 0.0) <= device.flops(precision):
         raise PlanError(f"setup: matmuls in {matmul} on {device.name}: its rates are {', '.join(f'{rate:.3g} in {dtype}' for dtype, rate in device.peak_flops.items())} FLOP/s; "
@@ -125,21 +122,17 @@ def decide(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -
     planner = Planner.of(gm, sizes(gm, setup.micro_batch * setup.expert_ways, setup.seq), Request(cluster, settings))
     mesh = _mesh(cluster, ways)
     prices = Prices(mesh, cluster.device, settings)
-    joints = [planner.joints(axis.role, axis.ways) for axis in used]
-    model = build(planner.program, planner.clusters, joints, prices, NO_LIMIT_BYTES, "given")
-    decisions = model.decode(ilp.search(model.problem, time_limit_s=SOLVE_S).choice)
-    check_cut(planner.program, decisions, used)
-    return Decided(planner, mesh, settings, decisions)
+    return Decided(planner, mesh, settings, fastest_layouts(planner, prices, used))
 
 
 def _mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
-    """Axes of `sizes` on the innermost devices of `cluster`, the last one of neighbours; what does not divide a level goes to the next one (owners.line)."""
+    """Axes of `sizes` on the innermost devices of `cluster`, the last one of neighbours; an axis whose size does not divide a level of the cluster is on the next level (owners.line)."""
     apart = [math.prod(sizes[at + 1:]) for at in range(len(sizes))]
     return Mesh(tuple(replace(line(cluster, inner, size), name=f"a{at}") for at, (inner, size) in enumerate(zip(apart, sizes, strict=True))))
 
 
 class _Reader:
-    """Adds up the prices of the decisions for one mesh by unit."""
+    """Adds up, for each unit, the costs of its operators and reshards under `decisions` on one mesh."""
 
     def __init__(self, planner: Planner, mesh: Mesh, prices: Prices, decisions: Decisions) -> None:
         self.program, self.mesh, self.prices, self.decisions = planner.program, mesh, prices, decisions
@@ -154,7 +147,7 @@ class _Reader:
         self.parts = {part: PARTS[part](self.program) for part in WHOLE}
 
     def place(self) -> Place:
-        """The prices of all units."""
+        """The costs of all units, per instance."""
         for op in self.program.ops.values():
             self._op(op)
         for reshard in edges(self.program, self.plan).reshards:
@@ -163,6 +156,7 @@ class _Reader:
         return Place(tuple(self.order), times, self._sent_bytes(), self.mesh)
 
     def _op(self, op: Op) -> None:
+        """Add one operator or parameter to its unit."""
         here, options = self.times[self.home[op.name]], self.decisions[op.name]
         if op.role == "param":
             self._parameter(op, here)
@@ -201,6 +195,7 @@ class _Reader:
             here.expert_trained += held if stacked(op) else 0.0
 
     def _reshard(self, reshard: Reshard) -> None:
+        """Add one reshard to the unit in which it runs: that of its scope, else of its first reader."""
         producer = self.program.ops[reshard.ref[0]]
         at = reshard.scope or (self.home[reshard.readers[0]] if reshard.readers else self.home[producer.name])
         here, size = self.times[at if at in self.times else self.home[producer.name]], self.program.bytes_of(reshard.ref)
@@ -212,10 +207,11 @@ class _Reader:
         here.collectives += (len(forward) + len(backward)) * reshard.count
 
     def _sent_bytes(self) -> float:
-        """Bytes of what one rank hands from block to block: what a stage sends to the next."""
-        return sum(tensor_bytes(self.program.ops[ref[0]].call.outs[ref[1]]) * self._part(ref[0], ref[1])
+        """Bytes of the values on one rank that go from block to block, which are what a stage sends to the next."""
+        return sum(tensor_bytes(self.program.ops[ref[0]].call.outs[ref[1]]) * self._local_share(ref[0], ref[1])
                    for run in self.program.runs.values() for ref in run.carried)
 
-    def _part(self, name: str, index: int) -> float:
+    def _local_share(self, name: str, index: int) -> float:
+        """The share of output number `index` of an operator that one rank has."""
         value = tuple(option.outs[index].value for option in self.decisions[name])
         return self.prices.local_bytes(1.0, value)

@@ -1,4 +1,4 @@
-"""How a model is trained: a configuration as people state it."""
+"""A training configuration as it is stated in papers and launch scripts: degrees of parallelism, schedule, recomputation, and what the software does."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ from autopar.pipeline.schedules import SCHEDULES, Schedule
 
 RECOMPUTE = ("none", "selective", "full")
 WHOLE = ("attention", "mlp", "experts")
-"""Parts of a block that run again whole: attention from scores on, the feed-forward layer, the layer of experts."""
+"""Parts of a block that run again as a whole: attention without its projections, the feed-forward layer, the layer of experts."""
 
 PARTS = (*WHOLE, "operators")
+"""What selective recomputation can run again; "operators": all but those of axes.kept_operators."""
 
 APART: dict[str, Schedule] = {name: schedule for name, schedule in SCHEDULES.items() if schedule.splits_backward}
-"""Schedules whose gradients of weights run behind those of inputs, where they have time."""
+"""Schedules that split the backward: gradients of weights are computed later than those of inputs, in the bubbles."""
 
 
 @dataclass(frozen=True)
 class Software:
-    """What the training software does beside the plan.
+    """What the training software does that parallelism degrees do not say.
 
-    fused                chains of pointwise operators are one kernel (hand-written, or by a compiler)
-    overlap_gradients    sums of gradients over the data-parallel axis run under the backward, and gathers under the forward
-    gradient_bytes       bytes of one element of a gradient where it is kept and summed
+    fused                chains of pointwise operators run as one kernel (hand-written or compiled)
+    overlap_gradients    gradient reductions over the data-parallel axis overlap the backward, and gathers of weights the forward
+    gradient_bytes       bytes per element of gradients as they are accumulated and reduced
     matmul               dtype of matmuls with weights where it is not that of the model (float8, float4)
-    cast_bytes           bytes that an operand of such a matmul moves per element on the way to that dtype
-    turn_bytes           bytes that it moves per element to be laid out by columns too
-    casts_shards         what is gathered for such a matmul is cast before
+    cast_bytes           bytes read and written per element to cast an operand of such a matmul
+    turn_bytes           bytes read and written per element to transpose it too
+    casts_shards         operands of such a matmul are cast before they are gathered
     matmul_share         rate of such matmuls as a share of the device's best in that dtype
-    optimizer_bytes      bytes that one pass of the optimizer moves per parameter element that it owns
-    hidden_tensor        share of tensor-parallel collectives that run beside the matmuls that they feed or follow
-    hidden_tokens        share of what goes to experts and back that runs beside the compute of another microbatch
+    optimizer_bytes      bytes that the optimizer reads and writes per step for each element that a rank owns
+    hidden_tensor        share of the time of tensor-parallel collectives that is overlapped with the matmuls before or after them
+    hidden_tokens        share of the time of all-to-alls to experts and back that is overlapped with another microbatch
     attention            rate of fused attention as a multiple of FlashAttention-2's on the device
-    habits               how it holds memory
-    gathered_bytes       bytes of one element of a weight that is gathered where it is used
-    tensor_share         share of the bytes of tensor-parallel collectives that is sent, where some go in fewer bits
-    shard_bytes          bytes that gathers and scatters of a weight move on the device beside the collectives, per element and microbatch
-    gathers_once         stages of a pipeline gather weights that rest cut once per step, and scatter their gradients once
-    stops_early          a block that runs again ends behind the last operator that saves anything
-    tokens_in_parts      tokens go to their experts in parts, one from each tensor-parallel rank, and are gathered behind that
-    rows_once            a token goes once to each node with experts for it, and from there to each of them
-    in_a_row             the experts of a token lie next to each other, as gates of benchmarks give them out
-    expert_calls         calls of the host for a layer of experts in the forward, beside one: sorting of tokens, their way to experts and back, a matmul or two for each
-    captured             kernels are launched from a captured graph or compiled code: the host is not in the way
+    habits               how long it holds tensors, and in which buffers
+    gathered_bytes       bytes per element of weights that are gathered at each use
+    tensor_share         bytes of tensor-parallel collectives over those in the dtype of the model, where some are quantised
+    shard_bytes          bytes that copies into and out of flat buffers read and write, per element of a sharded weight and microbatch
+    gathers_once         pipeline stages gather sharded weights once per step and reduce-scatter their gradients once, not per microbatch
+    stops_early          recomputation of a block ends after the last operator that saves a tensor
+    tokens_in_parts      each tensor-parallel rank sends a part of the tokens to the experts, and the parts are all-gathered there
+    rows_once            a token is sent once to each node that has experts for it, and from there to these
+    in_a_row             the experts of a token have consecutive numbers, as forced balanced gates of benchmarks choose them
+    expert_calls         calls of the host for a layer of experts in the forward, beyond one: sorting and dispatch of tokens, matmuls of each expert
+    captured             kernels are launched from a captured graph or compiled code, so that the host takes no time
     """
 
     fused: bool = True
@@ -79,17 +80,18 @@ class Setup:
     """Sizes of the axes and how a step runs. Devices are numbered with `tp` fastest, then `cp`, `dp` (of which `ep` are the inner
     ranks), `pp` slowest, as Megatron numbers them.
 
-        whole_experts           experts are not cut over `tp`: its ranks have experts of their own, and are among those that `ep` counts
-        experts_over_context    the same of the context-parallel ranks
+        whole_experts           experts are not split over `tp`: tensor-parallel ranks have experts of their own, and `ep` counts them
+        experts_over_context    the same for context-parallel ranks
         vpp                     stages per place
         flushes                 how many times a step fills and empties the pipeline, each time with `microbatches` (gradient accumulation around a schedule)
-        schedule                one of APART, which split the backward; empty: 1F1B, interleaved where `vpp` is above 1
-        zero                    what is sharded over `dp`: 1 optimizer state, 2 gradients too, 3 parameters too
-        replicas                copies of these shards (HSDP): each set is over dp / replicas ranks
+        schedule                one of APART, which split the backward; empty: 1F1B, interleaved where `vpp` > 1
+        zero                    stage of ZeRO, sharded over `dp`: 1 optimizer state, 2 also gradients, 3 also parameters
+        replicas                copies of these shards (HSDP): each copy is on dp / replicas ranks
         recompute, parts        "full": the forward of a block runs again in the backward; "selective": that of the PARTS that `parts` names
                                 ("operators": all but attention, every second matmul and the sums behind matmuls)
         blocks                  the number of blocks of each stage, first to last (empty: dealt evenly, at least one each)
-        again                   how many of the blocks of a stage run again
+        recompute_share         share of the blocks of each stage that run again
+        again                   the number of blocks of each stage that run again, in place of that share (empty: as the share says)
     """
 
     micro_batch: int
@@ -144,7 +146,7 @@ class Setup:
             raise PlanError(f"setup: dp is {self.dp}; wanted a multiple of ep {self.ep}{over} and of replicas {self.replicas}")
 
     def blocks_of(self, layers: int) -> tuple[int, ...]:
-        """How many of `layers` blocks each stage has. Raises PlanError where `blocks` has another number of them, or there are fewer than stages to deal them to."""
+        """The number of blocks of each stage, of `layers` in all. Raises PlanError where `blocks` has another sum, or there are fewer blocks than stages."""
         if self.blocks and sum(self.blocks) != layers:
             raise PlanError(f"setup: blocks is {self.blocks}; wanted {layers} in all")
         count = self.pp * self.vpp
@@ -153,17 +155,17 @@ class Setup:
         return self.blocks or tuple(layers // count + (1 if stage < layers % count else 0) for stage in range(count))
 
     def place_of(self, stage: int) -> int:
-        """The place of a stage: stages go round the places, or back where the schedule is a V."""
+        """The place of a stage: round robin, or back and forth where the schedule is V-shaped."""
         return APART[self.schedule].place(stage, self.pp) if self.schedule else stage % self.pp
 
     @property
     def expert_share(self) -> int:
-        """How many tensor-parallel and context-parallel ranks of a data-parallel one have experts of their own."""
+        """The number of ranks within one data-parallel rank that have different experts: tensor-parallel and context-parallel ones, where the configuration says so."""
         return (self.tp if self.whole_experts else 1) * (self.cp if self.experts_over_context else 1)
 
     @property
     def expert_ways(self) -> int:
-        """Of how many data-parallel ranks each has experts of its own."""
+        """The number of data-parallel ranks with different experts: ep / expert_share."""
         return self.ep // self.expert_share
 
     @property
@@ -177,7 +179,7 @@ class Setup:
 
     @property
     def at_once(self) -> int:
-        """Microbatches that go through the pipeline from when it is empty to when it is empty again."""
+        """Microbatches of one fill of the pipeline, from empty to empty."""
         return self.microbatches // self.flushes
 
     @property

@@ -1,5 +1,5 @@
-"""Where to cut a model into stages of contiguous pieces: the slowest stage and the busiest link as fast as possible, each stage within the memory
-of its place, priced by the device there."""
+"""Where to cut a model into stages of consecutive pieces: such that the slowest stage and the busiest link are as fast as possible and each stage fits the memory
+of its place. Pieces are priced on the device of the stage's place."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ from autopar.pipeline.orders import Flying
 from autopar.pipeline.stretches import Pieces, Table, memory_bytes
 from autopar.text import gibibytes
 
-CLOSE = 1e-6  # relative: precision of the bisection
-NEAR = 0.1  # relative: this close to the proven bound, it is first asked whether anything is faster at all
+CLOSE = 1e-6
+"""Relative precision of the bisection."""
+
+NEAR = 0.1
+"""Relative distance to the lower bound below which every second trial asks whether anything is faster than the best cut at all, which ends the bisection early."""
 
 
 def balance(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Sequence[float], sends_s: Sequence[float] = (),
             barred: Sequence[int] = (), at: Sequence[int] = (), *, needed: Sequence[int] = (), by_place: bool = False) -> Cuts:
-    """The cut with the fastest slowest stage, found by bisection: for a given time, each stage takes as many pieces as that and its memory allow. As few
-    pieces are run again as memory requires.
+    """The cut whose slowest stage is fastest, by bisection over the time of a stage: for a given time, each stage takes as many pieces as that time and its memory allow. As few
+    pieces are run again in the backward as memory requires.
 
-        pieces      per stage: the cost of all pieces where the stage runs
-        in_flight   per stage: the microbatches that it keeps
+        pieces      per stage: the costs of all pieces on the place of the stage
+        in_flight   per stage: the number of microbatches whose activations it keeps at a time
         limits      per stage: the bytes that its place has per device
         at          per stage: its place (empty: each stage on its own)
-        sends_s     per piece: seconds to send, one way, what a cut in front of it separates (empty: nothing). No cut keeps a link busy, both ways,
-                    for longer than the slowest stage takes, unless every cut does
-        barred      pieces in front of which there is no cut
+        sends_s     per piece: seconds to send, in one direction, what crosses a cut in front of it (empty: nothing). A link is not busy, in both directions
+                    together, for longer than the slowest stage takes, unless every cut exceeds that
+        barred      pieces in front of which no cut is allowed
         needed      pieces (with parameters) of which each place should have one. Where the fastest cut leaves a place without, the first or the
-                    last stage of each place is made to have one, if there is such a cut
-        by_place    balance the work of places first and stages second, not the other way round: faster with many microbatches, slower
-                    where a microbatch soon comes back to its first place
+                    last stage of each place is forced to have one, if there is such a cut
+        by_place    balance places first and stages second, not the other way round: faster with many microbatches, slower with so few that
+                    a microbatch returns to its first place before that is done with the others
 
     Raises InfeasibleError where no cut fits, with the missing bytes, and without them where there are fewer possible cuts than stages want.
     """
@@ -57,13 +60,13 @@ def balance(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Seque
 
 
 def _lacking(cuts: Cuts, count: int, needed: Sequence[int], at: Sequence[int]) -> bool:
-    """Whether some place has none of the pieces `needed`, if there are any."""
+    """Whether some place has none of the `needed` pieces (False where none are)."""
     edges = [0, *cuts.bounds, count]
     return bool(needed) and {place for place, first, stop in zip(at, edges, edges[1:], strict=False) if bisect_left(needed, first) < bisect_left(needed, stop)} != set(at)
 
 
 def _fastest(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Sequence[float], links: Links, at: Sequence[int], *, by_place: bool) -> Filling | None:
-    """The fastest cut that `links` allow, None where memory allows none."""
+    """The fastest cut that `links` allow; None where no cut fits in memory."""
     tables, places = [here.table for here in pieces], len(set(at))
     several = len(at) > places
     stages = [*zip(tables, in_flight, strict=True)]
@@ -79,19 +82,19 @@ def _fastest(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Sequ
     best = fill(stage_s, mean_s)
     if best is None:
         return None
-    even_s, piece_s = _least_s(tables)
+    even_s, piece_s = _lower_bounds_s(tables)
     for of_places in sorted({False, several}, reverse=by_place):
         if of_places:
-            best = _least(partial(fill, stage_s), best, max(even_s, piece_s * places / len(at)), Filling.mean_s)
+            best = _bisected(partial(fill, stage_s), best, max(even_s, piece_s * places / len(at)), Filling.mean_s)
             mean_s = best.mean_s() * (1 + CLOSE)
         else:
-            best = _least(partial(fill, mean_s=mean_s), best, max(even_s, piece_s), Filling.longest_s)
+            best = _bisected(partial(fill, mean_s=mean_s), best, max(even_s, piece_s), Filling.longest_s)
             stage_s = best.longest_s() * (1 + CLOSE)
     return best
 
 
-def _least(fill: Callable[[float], Filling | None], best: Filling, fastest: float, seconds: Callable[[Filling], float]) -> Filling:
-    """What `fill` makes of the least seconds for which it makes anything; `best` is known, and nothing is faster than `fastest`."""
+def _bisected(fill: Callable[[float], Filling | None], best: Filling, fastest: float, seconds: Callable[[Filling], float]) -> Filling:
+    """The cut of least `seconds`: bisection (in the logarithm) between those of `best`, a known cut, and the lower bound `fastest`. `fill` gives a cut within given seconds, or None."""
     slowest, below = seconds(best), False
     while slowest > fastest * (1 + CLOSE):
         below = not below and slowest <= fastest * (1 + NEAR)
@@ -104,16 +107,18 @@ def _least(fill: Callable[[float], Filling | None], best: Filling, fastest: floa
     return best
 
 
-def _least_s(tables: Sequence[Table]) -> tuple[float, float]:
-    """Seconds that the slowest stage takes at least: an even share of all pieces, and any piece alone, each where it is fastest, the first and the last one where they must be."""
+def _lower_bounds_s(tables: Sequence[Table]) -> tuple[float, float]:
+    """Two lower bounds in seconds of the slowest stage: an even share of all pieces, and the longest piece. Each piece counts where it is fastest, but the first and the last one on the
+    first and the last stage."""
     each = np.min([np.diff(table.seconds) for table in dict.fromkeys(tables)], axis=0)
     return float(each.sum()) / len(tables), float(max(each.max(), tables[0].seconds[1], tables[-1].seconds[-1] - tables[-1].seconds[-2]))
 
 
 def _too_little(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Sequence[float], links: Links, places: int) -> InfeasibleError:
-    """What is missing for any cut: for even stages, or for what no cut takes apart; else none is even enough."""
+    """The error where no cut fits, with the missing bytes: the mean need of places exceeds the mean memory, or a stretch of pieces that no cut divides exceeds every place, or no cut is
+    even enough."""
     even, there = memory_bytes((pieces[0].again, max(in_flight))) / places, sum(limits) / len(limits)
-    missing, alone, limit = max(_alone(pieces, in_flight, limits, *stretch) for stretch in itertools.pairwise([0, *links.ends(math.inf)]))
+    missing, alone, limit = max(_shortage(pieces, in_flight, limits, *stretch) for stretch in itertools.pairwise([0, *links.ends(math.inf)]))
     if missing > max(0.0, even - there):
         why = f"what no cut takes apart needs {gibibytes(alone)} of one place, {gibibytes(limit)} are there"
     elif even > there:
@@ -124,8 +129,8 @@ def _too_little(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: S
     return InfeasibleError(f"no cut into {len(in_flight)} stages fits: {why}", missing_bytes=max(0.0, missing, even - there))
 
 
-def _alone(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Sequence[float], first: int, stop: int) -> tuple[float, float, float]:
-    """Of a stage of `[first, stop)` alone, run again, on the place where it lacks least: the bytes that it lacks (below 0: leaves), takes and has."""
+def _shortage(pieces: Sequence[Pieces], in_flight: Sequence[Flying], limits: Sequence[float], first: int, stop: int) -> tuple[float, float, float]:
+    """(missing, needed, available) bytes of a stage of pieces [first, stop) with recomputation, on the place where it lacks least; missing is below 0 where it fits."""
     stages = {(here.table, flying, limit) for here, flying, limit in zip(pieces, in_flight, limits, strict=True)}
     needs = [(table.least_bytes(first, stop, flying), limit) for table, flying, limit in stages]
     return min((nbytes - limit, nbytes, limit) for nbytes, limit in needs)

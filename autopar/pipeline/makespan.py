@@ -1,7 +1,7 @@
-"""What waits for what when places run a schedule, found once for all times of its stages; how long that takes.
+"""The makespan of a pipeline schedule: the dependencies between its actions, found once, and the time when each place is done for given times of its stages.
 
-A place runs its actions in order, each when what it needs has arrived. It sends what an action has made when it has ended, one thing after
-the other over its link, forward and backward, while it computes on.
+A place runs its actions in the schedule's order, each as soon as its operands are there. It sends the result of an action when that has ended, while it
+computes on; a place sends one tensor at a time, in both directions together.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from autopar.pipeline.orders import Action, StageTime
 
 KINDS = "FBIW"
 FORWARD, WHOLE, INPUTS, WEIGHTS = range(4)
-AT_ONCE = 512  # ways to time a step that are looked at side by side: more of them leave the cache
+AT_ONCE = 512
+"""Sets of times that are evaluated side by side: with more of them the arrays leave the cache."""
 
 
 class Step(NamedTuple):
-    """One action: its place, its stage, its kind as an index of KINDS; the `hop` over which it sends what it has made, from that stage to
-    the next or back (-1: none); the positions in Flow.steps of what has to be done on its own place, and of what has to arrive from others."""
+    """One action of one microbatch: its place, its stage, and its kind as an index of KINDS. `hop`: it sends its result between stages `hop` and `hop` + 1, in either direction (-1:
+    nothing is sent). `here` and `sent`: positions in Flow.steps of the actions on its own place that it waits for, and of those on other places whose results have to arrive."""
 
     place: int
     stage: int
@@ -34,14 +35,14 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """All actions of all `places`, each behind all that it waits for."""
+    """All actions of a schedule in topological order: each comes after those that it waits for. `places`: their number."""
 
     places: int
     steps: list[Step]
 
     @staticmethod
     def of(lines: Sequence[Sequence[Action]], places: Sequence[int]) -> Flow:
-        """Of the actions of each place, in order, where stage i is on `places[i]`. Raises PlanError where they wait for each other."""
+        """From the actions of each place in order (`lines`), where stage i is on `places[i]`. Raises PlanError where the order is a deadlock."""
         waits = _Waits(lines, places)
         steps: list[Step] = []
         at = [0] * len(lines)
@@ -64,9 +65,9 @@ class Flow:
         return Flow(len(lines), steps)
 
     def ends_s(self, times: Sequence[StageTime]) -> list[float]:
-        """Seconds until each place is done, for the times of each stage."""
+        """Seconds until each place is done, where stage i takes `times[i]`."""
         took = [[time.of(kind) for kind in KINDS] for time in times]
-        clock, free = [0.0] * self.places, [0.0] * self.places  # when a place, and its link, is free
+        clock, free = [0.0] * self.places, [0.0] * self.places  # when each place, and its link, is free
         done: list[float] = []
         arrived: list[float] = []
         for place, stage, kind, hop, here, sent in self.steps:
@@ -85,9 +86,9 @@ class Flow:
         return clock
 
     def ends_all_s(self, took_s: np.ndarray, send_s: np.ndarray) -> np.ndarray:
-        """The same for many ways at once, [places, ways]: of actions [kinds, stages, ways] and sends [stages, ways]."""
-        ways = range(0, took_s.shape[2], AT_ONCE)
-        return np.concatenate([self._ends_all_s(took_s[..., way:way + AT_ONCE], send_s[:, way:way + AT_ONCE]) for way in ways], axis=1)
+        """`ends_s` for many sets of times at once, [places, sets]: of actions `took_s` [kinds, stages, sets] and of sends `send_s` [stages, sets]."""
+        starts = range(0, took_s.shape[2], AT_ONCE)
+        return np.concatenate([self._ends_all_s(took_s[..., start:start + AT_ONCE], send_s[:, start:start + AT_ONCE]) for start in starts], axis=1)
 
     def _ends_all_s(self, took_s: np.ndarray, send_s: np.ndarray) -> np.ndarray:
         clock, free = ([np.zeros(took_s.shape[2])] * self.places for _ in range(2))
@@ -112,7 +113,7 @@ _Needs = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class _Waits:
-    """Which actions are done, as positions in Flow.steps by kind, stage and microbatch (-1: not yet): hundreds of thousands are asked for."""
+    """The actions that are done, as positions in Flow.steps by kind, stage and microbatch (-1: not yet). Lists, not dicts: a schedule may have hundreds of thousands."""
 
     def __init__(self, lines: Sequence[Sequence[Action]], places: Sequence[int]) -> None:
         micro = 1 + max(action.microbatch for line in lines for action in line)
@@ -121,17 +122,17 @@ class _Waits:
         self._hops = [i < self._last and places[i] != places[i + 1] for i in range(len(places))]  # whether the next stage is on another place
 
     def done(self, kind: int, stage: int, micro: int, position: int) -> None:
-        """Notes an action; of a backward in two parts the first sends, as a whole one does."""
+        """Record an action. The gradient of inputs, of a backward that is split in two, is what others wait for, so it counts as a whole backward."""
         self._at[WHOLE if kind == INPUTS else kind][stage][micro] = position
 
     def hop(self, kind: int, stage: int) -> int:
-        """Over which hop an action sends."""
+        """The hop over which an action sends (Step.hop)."""
         back = stage - 1 if stage and kind in (WHOLE, INPUTS) else -1
         hop = stage if kind == FORWARD else back
         return hop if hop >= 0 and self._hops[hop] else -1
 
     def of(self, kind: int, stage: int, micro: int) -> _Needs | None:
-        """What an action waits for on its own place, and from others; None while some of it is not done."""
+        """The positions of what an action waits for, on its own place and on others; None while one of them is not done."""
         if kind == FORWARD:
             return self._arriving((), self._at[FORWARD][stage - 1][micro], stage - 1) if stage else ((), ())
         own = self._at[WHOLE if kind == WEIGHTS else FORWARD][stage][micro]
@@ -142,6 +143,7 @@ class _Waits:
         return self._arriving((own,), self._at[WHOLE][stage + 1][micro], stage)
 
     def _arriving(self, own: tuple[int, ...], position: int, hop: int) -> _Needs | None:
+        """`own`, and the result of the action at `position` over `hop`, which is on the same place where nothing is sent."""
         if position < 0:
             return None
         return (own, (position,)) if self._hops[hop] else ((*own, position), ())

@@ -1,15 +1,14 @@
 """Microbatches as one more mesh axis, in time instead of space.
 
-Cutting a step into m microbatches is data parallelism over m ranks of which one is there at a time. So the rules of the
-operators say what it means: each value is cut by samples (`S0`), a part of a sum (`P`) or the same for all (`R`), and a
-gradient that is partial over the microbatches just adds up. What they cannot have is a collective in the middle, for the
-other microbatches have not run yet. Two kinds are no obstacle: sums that are results (the loss), and sums that
-depend on inputs alone (the number of tokens that count), which are taken over the whole batch before the first
-microbatch: the *totals*. A model that has others (batch statistics, a balance loss over the batch) computes something else
-on microbatches than on the batch; it is refused, with the operator's name.
+To cut a step into n microbatches is data parallelism over n ranks that run one after the other. So the rules of the operators say how microbatches
+share each value: it is split by samples (`S0`), a partial sum (`P`) or the same for all (`R`). A gradient that is partial over microbatches adds up
+by accumulation. A collective in the middle of the model is not possible, because the other microbatches have not run yet, but for two kinds of sum:
+results of the model (the loss), which are added up at the end, and sums that depend on inputs alone (the number of tokens that count), which are taken
+over the whole batch before the first microbatch: the *totals*. A model that needs another sum over the batch (batch statistics, a balance loss)
+computes something else on microbatches than on the batch; it is refused, with the operator's name.
 
-What is the same for all (a penalty of weights, a learned uncertainty, a total) may be added to a part of a sum: it is *shared*, each of n microbatches adds the n-th
-part of it, so that it counts once per step, and so do its gradients.
+A value that is the same for all microbatches (a penalty of weights, a learned uncertainty, a total) may be added to a partial sum: it is *shared*,
+each of n microbatches adds 1 / n of it, so that it and its gradients count once per step.
 """
 
 from __future__ import annotations
@@ -26,8 +25,12 @@ from autopar.rules.language import Option
 
 @dataclass(frozen=True)
 class Microbatching:
-    """`entries[op]` says for each output of an operator how microbatches share it; `totals` are taken over the batch before. `shared` are operands, `op:number`, of
-    which each microbatch takes an equal part."""
+    """How microbatches share the values of a program.
+
+        entries   operator -> the layout of each output on the axis of microbatches
+        totals    values (`op`, or `op:output`) that are computed on the whole batch before the first microbatch
+        shared    operands (`op:number`) of which each of n microbatches takes 1 / n
+    """
 
     entries: Mapping[str, tuple[str, ...]]
     totals: tuple[str, ...]
@@ -35,27 +38,27 @@ class Microbatching:
 
 
 def microbatching(program: Program, options: Mapping[str, Option], count: int) -> Microbatching:
-    """What `options`, one per operator on an axis of `count` ranks split by samples, mean for microbatches.
+    """How `count` microbatches share the values of `program`, from `options`: the option of each operator on an axis of `count` ranks that split the batch.
 
-    Raises PlanError, naming the operator, where a microbatch would need values of the others.
+    Raises PlanError, which names the operator, where a microbatch would need values of the others, or `count` does not divide the batch.
     """
     totals, shared = dict[Ref, None](), dict[str, None]()
-    cone = from_inputs(program)
+    of_inputs = from_inputs(program)
     for op in program.ops.values():
         for index, ref in enumerate(op.operands):
             made, wanted = options[ref[0]].outs[ref[1]].value, options[op.name].ins[index].value
             if made == wanted or op.role in ("loss", "output") or count == 1:
                 continue
-            if wanted == "R" and made == "P" and ref[0] in cone and not op.scope:
+            if wanted == "R" and made == "P" and ref[0] in of_inputs and not op.scope:
                 totals[ref] = None
-            elif _shares(program, ref, made, wanted):
+            elif _is_shared(program, ref, made, wanted):
                 shared[f"{op.name}:{index}"] = None
             else:
                 raise PlanError(_refusal(program, op, ref, made, wanted, count))
-    shared |= _of_totals(program, totals, options, count)
+    shared |= _shared_totals(program, totals, options, count)
     for run in program.runs.values():
         shared |= {f"{port}:0": None for port, ref in zip(run.ports, run.feeds, strict=True)
-                   if _shares(program, ref, options[ref[0]].outs[ref[1]].value, options[port].ins[0].value)}
+                   if _is_shared(program, ref, options[ref[0]].outs[ref[1]].value, options[port].ins[0].value)}
         _check_run(program, run.ports, run.feeds, options, count, shared)
         _check_run(program, run.ports[:len(run.carried)], run.carried, options, count)
     _check_cut(program, options, count)
@@ -65,27 +68,27 @@ def microbatching(program: Program, options: Mapping[str, Option], count: int) -
     return Microbatching(entries, tuple(name if index == 0 else f"{name}:{index}" for name, index in totals), tuple(shared))
 
 
-def _shares(program: Program, ref: Ref, made: str, wanted: str) -> bool:
-    """Whether a value is the same for all microbatches where a part of a sum is wanted of each; numbers that are counted have no parts."""
+def _is_shared(program: Program, ref: Ref, made: str, wanted: str) -> bool:
+    """Whether a value that is made as `R` is wanted as `P`, and can be divided by the number of microbatches: integers cannot."""
     return made == "R" and wanted == "P" and program.ops[ref[0]].call.outs[ref[1]].floating
 
 
-def _of_totals(program: Program, totals: Iterable[Ref], options: Mapping[str, Option], count: int) -> dict[str, None]:
-    """Operands that are totals where a part of a sum is wanted: as totals all microbatches have the same."""
+def _shared_totals(program: Program, totals: Iterable[Ref], options: Mapping[str, Option], count: int) -> dict[str, None]:
+    """The operands (`op:number`) that read a total as `P`. All microbatches have the same total, so that each takes its part of it. Raises PlanError for totals that are integers."""
     found: dict[str, None] = {}
     for ref in totals:
         readers = [(op, index) for op, index in program.readers.get(ref, ()) if op.role == "op"]
         for op, index in [*readers, *((program.ops[port], 0) for port in program.fed.get(ref, ()))]:
             if options[op.name].ins[index].value == "P":
-                if not _shares(program, ref, "R", "P"):
+                if not _is_shared(program, ref, "R", "P"):
                     raise PlanError(_refusal(program, op, ref, "R", "P", count))
                 found[f"{op.name}:{index}"] = None
     return found
 
 
 def of_parts(whole: Microbatching, program: Program, origin: Callable[[str], str]) -> Microbatching:
-    """`whole` of a program of which `program` has runs of blocks in parts: `origin` says for each operator which one it was. What one part gives the next one is as
-    blocks carry it."""
+    """`whole`, which is for an undivided program, for `program`, in which runs of blocks are divided into parts (passes.part_runs). `origin`: name of an operator of `program` -> its
+    name in the undivided one. A port that takes the result of the part before it is not shared, as a carried value is not."""
     entries = {name: whole.entries[origin(name)] for name in program.ops}
     operands: dict[str, list[str]] = {}
     for text in whole.shared:
@@ -97,7 +100,7 @@ def of_parts(whole: Microbatching, program: Program, origin: Callable[[str], str
 
 
 def _check_cut(program: Program, options: Mapping[str, Option], count: int) -> None:
-    """Raises PlanError where microbatches would not have parts of the batch, or the loss is no sum of theirs."""
+    """Raises PlanError where `count` does not divide the batch, or the loss is not the sum of those of microbatches."""
     for op in program.ops.values():
         if op.role == "input" and 0 in op.batch[0] and op.call.outs[0].sizes[0] % count:
             raise PlanError(f"input {op.name}: a batch of {op.call.outs[0].sizes[0]} does not divide into {count} microbatches; "
@@ -108,7 +111,8 @@ def _check_cut(program: Program, options: Mapping[str, Option], count: int) -> N
 
 
 def from_inputs(program: Program) -> dict[str, None]:
-    """Names of the top-level operators whose results depend on inputs and sizes alone. What is drawn for the whole batch would not be what microbatches draw."""
+    """Names of the operators outside of blocks whose results depend on inputs, buffers, constants and sizes alone. Random draws are left out: one for the whole batch would differ from
+    those of microbatches."""
     found: dict[str, None] = {}
     for op in program.ops.values():
         plain = op.role in ("input", "buffer", "constant") or (op.role == "op" and not op.scope and not op.draws)
@@ -118,7 +122,7 @@ def from_inputs(program: Program) -> dict[str, None]:
 
 
 def ancestors(program: Program, refs: Sequence[Ref]) -> dict[str, None]:
-    """Names of all operators that `refs` are made by, in program order; the holders of inputs included."""
+    """Names of all operators that `refs` depend on, those of inputs and `refs` themselves included, in program order."""
     queue, found = [ref[0] for ref in refs], dict[str, None]()
     while queue:
         name = queue.pop()
@@ -130,6 +134,7 @@ def ancestors(program: Program, refs: Sequence[Ref]) -> dict[str, None]:
 
 def _check_run(program: Program, ports: Sequence[str], feeds: Sequence[Ref], options: Mapping[str, Option], count: int,
                shared: Container[str] = ()) -> None:
+    """Raises PlanError where what a port gets is laid out otherwise over microbatches than what it passes on."""
     for port, ref in zip(ports, feeds, strict=True):
         made, wanted = options[ref[0]].outs[ref[1]].value, options[port].ins[0].value
         if made != wanted and f"{port}:0" not in shared:
@@ -137,6 +142,7 @@ def _check_run(program: Program, ports: Sequence[str], feeds: Sequence[Ref], opt
 
 
 def _refusal(program: Program, op: Op, ref: Ref, made: str, wanted: str, count: int) -> str:
+    """The message for an operator that reads `ref`, made as `made` over microbatches, as `wanted`."""
     source = program.ops[ref[0]]
     what = "needs the sum over the whole batch of" if made == "P" else f"wants as {wanted} what microbatches have as {made}:"
     rule = "" if op.target in RULES or not isinstance(op.target, OpOverload) else f", or with rules= give {op.target} a rule by which samples are apart, if they are"

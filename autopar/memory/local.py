@@ -57,7 +57,7 @@ def nothing(local: Local) -> float:
 
 
 def taken(formula: str) -> Bytes:
-    """The bytes that a formula says."""
+    """The bytes of a formula such as `2w+m+3o` (module docstring)."""
     parts = [(float(times or 1), what) for times, what in re.findall(r"([\d.]*)([wmoab])", formula)]
 
     def nbytes(local: Local) -> float:

@@ -1,4 +1,7 @@
-"""What linear algebra of batches of matrices takes for itself, and what norms, quantiles and Fourier transforms of frames do (FunctionsManual.cpp, BatchLinearAlgebra.cpp, SpectralOps.cpp)."""
+"""Temporary memory (memory.temporaries) of linear algebra on batches of matrices, and of norms, quantiles and short-time Fourier transforms.
+
+Read off torch's FunctionsManual.cpp, BatchLinearAlgebra.cpp and SpectralOps.cpp. Each function gives bytes on a rank, from the local sizes of the operands.
+"""
 
 from __future__ import annotations
 
@@ -16,46 +19,48 @@ aten = torch.ops.aten
 
 
 def _rows(times: float) -> Bytes:
-    """So many numbers for each row of each matrix: pivots, and what is made of them."""
+    """`times` numbers for each row of each matrix: pivots, and what is computed from them."""
     return lambda local: times * local.ins[0] / local.op.call.ins[0].sizes[-1]
 
 
 def _oblong(local: Local, dims: tuple[int, int] = (-2, -1)) -> tuple[float, float]:
-    """Of the matrices that are two dims of the first operand, bytes of as many squares with their longer sides, and with their shorter ones."""
+    """For the m x n matrices in two dims of the first operand, bytes of as many square matrices: of max(m, n) rows, and of min(m, n) rows."""
     short, long = sorted(local.op.call.ins[0].sizes[dim] for dim in dims)
     return local.ins[0] * long / short, local.ins[0] * short / long
 
 
 def _tall(local: Local) -> bool:
+    """Whether the matrices have more rows than columns."""
     rows, columns = local.op.call.ins[0].sizes[-2:]
     return rows > columns
 
 
 def _inverted(local: Local) -> float:
-    """Singular vectors on both sides, of which those of columns as a copy, divided by the values; and the values, and what they are divided into."""
+    """Pseudoinverse: singular vectors of both sides, a copy of the right ones divided by the singular values, these values and their reciprocals."""
     _, short = _oblong(local)
     size = min(local.op.call.ins[0].sizes[-2:])
     return local.ins[0] + short + (short if _tall(local) else local.ins[0]) + 2 * short / size
 
 
 def _inverted_back(local: Local) -> float:
-    """Nine of the matrices, and three products of them by themselves: squares of rows, where there are more of these two, and one of columns."""
+    """Nine tensors of the matrices' size, and three products of a matrix with its transpose: of tall ones two of rows x rows and one of columns x columns, else three of the
+    shorter side."""
     long, short = _oblong(local)
     return 9 * local.ins[0] + (2 * long + short if _tall(local) else 3 * short)
 
 
 def _singular_back(local: Local) -> float:
-    """Four of the matrices, and three of the squares with their shorter sides."""
+    """SVD: four tensors of the matrices' size, and three squares of their shorter side."""
     return 4 * local.ins[0] + 3 * _oblong(local)[1]
 
 
 def _factored_back(local: Local) -> float:
-    """Three of the triangles; of matrices with more columns two, the square of rows and the rest of the columns."""
+    """QR: three tensors of the size of R; of wide matrices two, for the square part and the other columns."""
     return (3 if local.op.call.ins[0].sizes[-2] >= local.op.call.ins[0].sizes[-1] else 2) * local.outs[1]
 
 
 def _solved_back(local: Local) -> float:
-    """Gradients as the result is broadcast, and of the matrices the product that is negated to theirs."""
+    """Linear solve: gradients at the size of the result, and where the matrices have a gradient the outer product and its negative; less the gradients themselves."""
     matrices, wanted = (each.sizes for each in local.op.call.ins)
     size = matrices[-1]
     vectors = len(wanted) == 1 or tuple(wanted) == tuple(matrices[:-1])
@@ -65,23 +70,23 @@ def _solved_back(local: Local) -> float:
 
 
 def _power(local: Local) -> float:
-    """LU factors of an inverse, where that is the result."""
+    """The LU factors, where the power is the inverse (n = -1)."""
     return local.ins[0] if local.given("n") == -1 else 0.0
 
 
 def _power_back(local: Local) -> float:
-    """A product; two where the last one is the gradient of an inverse."""
+    """A product of matrices; two for n of -1 and -2, where the gradient of an inverse comes last; none for 0 and 1."""
     return (0 if 0 <= local.given("n") < 2 else 2 if -3 < local.given("n") < 0 else 1) * local.ins[0]
 
 
 def _matrix_norm(local: Local) -> float:
-    """A copy that singular values are taken of."""
+    """A copy for the singular values, where the norm is of matrices and needs them."""
     dims = matrix_dims(given(local.op.call), len(local.op.call.ins[0].shape))
     return local.ins[0] if dims is not None and local.given("ord") in SPECTRAL else 0.0
 
 
 def _matrix_norm_back(local: Local) -> float:
-    """Of singular values the vectors of the shorter side, multiplied; of vectors signs or powers, and of their greatest numbers where these are."""
+    """Norms of singular values: a product of the singular vectors of the shorter side. Norms of vectors: signs or powers; of order infinity also masks of the extreme elements."""
     dims, order = matrix_dims(given(local.op.call), len(local.op.call.ins[0].shape)), local.given("ord")
     if dims is not None:
         return _oblong(local, dims)[1] if order in SPECTRAL else local.ins[0]
@@ -91,7 +96,7 @@ def _matrix_norm_back(local: Local) -> float:
 
 
 def _sorted(local: Local) -> float:
-    """Places of one row while it is sorted, and of each result what is between two numbers."""
+    """Indices (int64) of one row while it is sorted, and two tensors of the result for the interpolation."""
     dim, tensor = local.given("dim"), local.op.call.ins[0]
     count = tensor.sizes[dim] if dim is not None else local.ins[0] / tensor.itemsize
     return 8 * count + 2 * local.out
@@ -106,69 +111,69 @@ def _frames(local: Local, spectrum: int) -> float:
 
 
 def _framed(local: Local) -> float:
-    """Frames of several signals are put in order, where no window has been laid on them."""
+    """STFT: a contiguous copy of the frames of several signals without a window (with one, the product is contiguous)."""
     return _frames(local, -1) if len(local.ins) == 1 and math.prod(local.op.call.ins[0].sizes[:-1]) > 1 else 0.0
 
 
 def _framed_back(local: Local) -> float:
-    """All frequencies of each frame, before and behind the transform; that of the signal is made behind them."""
+    """Backward of the STFT: the two-sided spectrum before and after the transform, less the gradient of the signal, which is made later."""
     return max(0.0, 4 * _frames(local, -1) - local.ins[0])
 
 
 def _joined_frames(local: Local) -> float:
-    """Frames, before and behind the window, and the signal with its ends, from which it is cut out."""
+    """Inverse STFT: frames before and after the window, and the padded signal, from which the result is sliced."""
     frames, count, size = _frames(local, 0), local.op.call.ins[0].sizes[-1], local.given("n_fft")
     hop = local.given("hop_length") or size // 4
     return 2 * frames + frames * (size + hop * (count - 1)) / (size * count)
 
 
 def _joined_frames_back(local: Local) -> float:
-    """The frames, when the gradient of the signal is gone."""
+    """Backward of the inverse STFT: the frames, after the gradient of the signal is freed."""
     return max(0.0, _frames(local, 0) - local.out)
 
 
 def _eigen(local: Local) -> float:
-    """What LAPACK's divide and conquer works in, for one matrix after the other: numbers, and places (syevd)."""
+    """The workspace of LAPACK's syevd (divide and conquer), for one matrix at a time: floating-point and integer."""
     tensor = local.op.call.ins[0]
     size = tensor.sizes[-1]
     return float(tensor.itemsize * (2 * size**2 + 6 * size + 1) + 4 * (5 * size + 3) if tensor.grad or local.op.target is aten.linalg_eigh.default else tensor.itemsize * (2 * size + 1))
 
 
 def _least(local: Local) -> float:
-    """Squares with the shorter sides of the matrices."""
+    """Square matrices of the shorter side of the matrices."""
     return _oblong(local)[1]
 
 
 def _by_lapack(local: Local) -> bool:
-    """Whether the first operand rests column by column, as LAPACK reads matrices: it copies others."""
+    """Whether the first operand is column-major, as LAPACK reads matrices; it copies others."""
     step = facts.tensors(edit.tensor_operands(local.op.node)[0])[0].stride()[-2]
     return isinstance(step, int) and step == 1
 
 
 def _copied(local: Local) -> float:
-    """Matrices in the order of LAPACK."""
+    """A column-major copy of the first operand, where it is not."""
     return 0.0 if _by_lapack(local) else local.ins[0]
 
 
 def _lower_and_upper_back(local: Local) -> float:
-    """Of triangles three products, or the gradient as it is joined of both, when that is larger (linalg_lu_backward)."""
+    """LU: three products of triangles, or the gradient that both are joined to, if that is larger (linalg_lu_backward)."""
     return max(3 * _least(local), local.ins[0])
 
 
 def _factors_back(local: Local) -> float:
-    """The same, of triangles that are unpacked first, and what orders the rows."""
+    """LU factors: the unpacked triangles and the permutation matrix, and what the backward of LU takes."""
     orders = _oblong(local)[0 if _tall(local) else 1] * local.given("pivot")
     return orders + local.ins[0] + _least(local) + _lower_and_upper_back(local)
 
 
 def _unpacked(local: Local) -> float:
-    """The order of rows, in two numbers each; then the triangle of matrices that are no squares as a copy."""
+    """Two numbers per row for the permutation; later a copy of the triangle of matrices that are not square. The larger of the two."""
     square = local.op.call.ins[0].sizes[-1] == local.op.call.ins[0].sizes[-2]
     return max(_rows(2)(local), 0.0 if square else _least(local))
 
 
 def _unpacked_back(local: Local) -> float:
-    """Both triangles and their sum; where that is only a part of the gradient, one triangle and all of it."""
+    """Both triangles and their sum, or one triangle and the whole gradient, whichever is larger; less the gradient."""
     return max(3 * _least(local), _least(local) + local.ins[0]) - local.ins[0]
 
 
@@ -188,39 +193,39 @@ def _reflected_back(local: Local) -> float:
 
 
 def _turned_back(local: Local) -> float:
-    """The same where the reflections have gradients, of which both are made; else what they are copied for."""
+    """The same where a reflection has a gradient (both gradients are made then); else the column-major copy."""
     if not (local.grad(0) or local.grad(1)):
         return _copied(local)
     return _reflected_back(local) + local.ins[0] * (not local.grad(0))
 
 
 def _spectral(local: Local) -> bool:
-    """Whether a condition number is the quotient of singular values, or of sums of them."""
+    """Whether a condition number is computed from singular values."""
     return local.given("p") is None or local.given("p") in SPECTRAL
 
 
 def _condition(local: Local) -> float:
-    """A copy that singular values are taken of; or the inverse, and LU factors with their pivots."""
+    """A copy for the singular values; of other norms the inverse, and the LU factors with their pivots."""
     return local.ins[0] if _spectral(local) else 2 * local.ins[0] + _rows(2)(local)
 
 
 def _condition_back(local: Local) -> float:
-    """Singular vectors times the gradients of the values, and these."""
+    """The singular vectors times the gradients of the singular values, and these gradients."""
     return _least(local) * (1 + 1 / min(local.op.call.ins[0].sizes[-2:]))
 
 
 def _as_complex(local: Local) -> float:
-    """The matrices as complex numbers."""
+    """Bytes of the matrices in complex numbers."""
     return local.ins[0] * local.op.call.outs[0].itemsize / local.op.call.ins[0].itemsize
 
 
 def _eigenvalues_back(local: Local) -> float:
-    """Vectors times the gradients of the values, and what they are solved for by: a copy, LU factors with their pivots, and the result."""
+    """Eigenvectors times the gradients of the eigenvalues, and a linear solve: a copy, the LU factors with their pivots, and the result."""
     return 4 * _as_complex(local) + _rows(1)(local) - local.ins[0]
 
 
 def _eigenvalues(local: Local) -> float:
-    """Values in two parts, a copy, the vectors of real numbers, and what LAPACK works in for one matrix after the other (geev). It takes blocks of the sizes that the library has."""
+    """Eigenvalues as real and imaginary parts, a copy, the eigenvectors in real numbers, and the workspace of LAPACK's geev for one matrix at a time, in blocks of MKL's sizes."""
     tensor = local.op.call.ins[0]
     size = tensor.sizes[-1]
     block = 2 * VECTORS if tensor.grad and size >= BLOCKED else HESSENBERG
@@ -249,7 +254,7 @@ FORWARD: dict[Any, Bytes] = {
     aten.ormqr.default: _copied,
     aten.quantile.scalar: _sorted,
 }
-"""While the forward runs."""
+"""Operator -> temporary bytes in the forward."""
 
 BACKWARD: dict[Any, Bytes] = {
     **rows({"a": "linalg_eigvalsh linalg_slogdet logdet slogdet", "2a": "det inverse linalg_det linalg_inv linalg_inv_ex", "3a": "linalg_cholesky_ex linalg_eigh", "47a": "linalg_matrix_exp matrix_exp", "w+2m": "nanmean"}),
@@ -272,11 +277,11 @@ BACKWARD: dict[Any, Bytes] = {
     aten.lu_unpack.default: _unpacked_back,
     aten.ormqr.default: _turned_back,
 }
-"""While the backward runs."""
+"""Operator -> temporary bytes in the backward."""
 
 CPU: dict[Any, tuple[Bytes, Bytes]] = {
     **{target: (_eigen, BACKWARD[target]) for target in named("linalg_eigh.default linalg_eigvalsh.default")},
     aten.linalg_eigvals.default: (_eigenvalues, _eigenvalues_back),
     aten.lu_unpack.default: (_unpacked, _unpacked_back),
 }
-"""Both of those for which LAPACK takes more, or the kernels of triangles."""
+"""Operator -> (forward, backward) on a CPU, where LAPACK or the kernels of triangles allocate other temporaries."""

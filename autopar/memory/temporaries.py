@@ -1,8 +1,7 @@
-"""What operators take for themselves while they run, one row each: formulas in the sizes of their tensors.
+"""Temporary memory of operators: bytes that are allocated and freed while an operator runs, one row each, as formulas in the sizes of its tensors (`local.taken`).
 
-Mostly the plain operators that a kernel, or a derivative, is made of: those of derivatives.yaml, FunctionsManual.cpp and Loss.cpp, which run on every
-device. The tests measure every operator that has a rule on its samples, so that one without a row shows. What kernels of a CPU take
-alone is in a table of its own (`CPU`).
+Most are results of the plain operators that a composite operator or a derivative consists of (torch's derivatives.yaml, FunctionsManual.cpp, Loss.cpp), on
+all devices. `CPU` has what only CPU kernels allocate. The tests measure every operator that has a rule on its samples, so that one without a row shows.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ aten = torch.ops.aten
 
 FIRST = frozenset(named("""_to_copy.default add.Scalar add.Tensor addcdiv.default addcmul.default addmv.default clone.default contiguous.default fmod.Scalar fmod.Tensor frac.default
     index_add.default lift_fresh_copy.default remainder.Scalar remainder.Tensor scatter_add.default sgn.default sub.Scalar sub.Tensor"""))
-"""Operators of whose first operand the gradient is that of the result, or none is made at all."""
+"""Operators that hand the gradient of their result on to the first operand without a copy, or make none."""
 
 
 def same(op: Op, operand: int) -> bool:
-    """Whether the gradient of an operand is that of the result, summed where it is broadcast."""
+    """Whether the gradient of an operand is the gradient of the result itself, but for the sum where the operand is broadcast."""
     if operand == 1:
         return op.target in (aten.add.Tensor, aten.rsub.Tensor) and op.call.kwargs.get("alpha", 1) == 1
     return op.target in FIRST or (op.target is aten.index_put.default and bool(given(op.call)["accumulate"]))
 
 
 def reduced(local: Local) -> float:
-    """Each operand that is broadcast has its gradient made at full size, then they are summed."""
+    """Bytes of the gradients of all broadcast operands, each made at the size of the result before it is summed."""
     if local.op.target not in pointwise.RULES or not local.outs:
         return 0.0
     elements = local.out / local.op.call.outs[0].itemsize
@@ -45,25 +44,25 @@ def reduced(local: Local) -> float:
 
 
 def _for(operand: int, formula: str, otherwise: str = "") -> Bytes:
-    """Where that operand has a gradient, or not."""
+    """`formula` where operand number `operand` has a gradient, else `otherwise`."""
     first, second = taken(formula), taken(otherwise)
     return lambda local: first(local) if local.grad(operand) else second(local)
 
 
 def _left(count: int) -> Bytes:
-    """So many tensors, of which some are the gradients."""
+    """`count` tensors of the size of the largest, less those that become gradients of operands."""
     return lambda local: max(0, count - local.grads) * taken("w")(local)
 
 
 def _quotient(local: Local) -> float:
-    """-gradient * ((x / y) / y) at full size, where y has a gradient; of a number by y the first of these beside."""
+    """-gradient * ((x / y) / y) at full size, where y has a gradient: two tensors, or three where x is a number."""
     if isinstance(local.op.call.args[0], (int, float)):
         return 3 * local.out
     return 2 * local.out if local.grad(1) else 0.0
 
 
 def _smooths(local: Local) -> bool:
-    """Whether a loss weighs all classes, each by its own weight."""
+    """Whether a loss has weights of classes together with label smoothing."""
     return len(local.ins) > 2 and local.op.call.args[3] > 0
 
 
@@ -73,7 +72,7 @@ def _complex(local: Local, times: float = 1.0) -> float:
 
 
 def _conjugated(local: Local) -> float:
-    """A factor of complex numbers."""
+    """The conjugate of a complex factor."""
     return local.out if local.op.out_dtypes and local.op.out_dtypes[0].is_complex else 0.0
 
 
@@ -83,7 +82,7 @@ def _bounded(local: Local) -> float:
 
 
 def _joined(local: Local) -> float:
-    """Elements of two operands as they are broadcast, in bytes, of how many they are made."""
+    """Bytes of the larger of two operands after each is broadcast to the common size."""
     (x, a), (y, b) = ((nbytes, each.sizes) for nbytes, each in zip(local.ins, local.op.call.ins, strict=True))
     rank = max(len(a), len(b))
     wide = math.prod(max(sizes) for sizes in zip(*((1,) * (rank - len(each)) + tuple(each) for each in (a, b)), strict=True))
@@ -91,41 +90,41 @@ def _joined(local: Local) -> float:
 
 
 def _smaller(local: Local) -> float:
-    """What is broadcast has its gradient at full size."""
+    """A gradient at full size where an operand that has one is broadcast."""
     return taken("w")(local) if any(each.grad and nbytes < local.whole[0] for nbytes, each in zip(local.ins, local.op.call.ins, strict=True)) else 0.0
 
 
 def _similarity_back(local: Local) -> float:
-    """Of each operand its product, and the norm's; before they are summed where they are broadcast."""
+    """Four products at the common size, less those that become gradients; and gradients before they are summed over broadcast dims."""
     wide = _joined(local)
     return (4 - local.grads) * wide + sum(wide - nbytes for nbytes, each in zip(local.ins, local.op.call.ins, strict=True) if each.grad)
 
 
 def _transform(plain: str, sized: str) -> Bytes:
-    """A Fourier transform over several dims, and to other sizes."""
+    """A Fourier transform: `sized` where it pads or trims to given sizes, else `plain`."""
     return lambda local: taken(plain if local.given("s") is None else sized)(local)
 
 
 def _along(last: str, other: str) -> Bytes:
-    """By whether the dim of an operator is the last one."""
+    """`last` where the dim of the operator is the last one, else `other`."""
     return lambda local: taken(last if local.given("dim") in (-1, len(local.op.call.ins[0].shape) - 1) else other)(local)
 
 
 def _masked(local: Local) -> float:
-    """Places of what a mask chooses, a number for each dim of the mask."""
+    """Indices of the elements that a mask selects: an int64 for each dim of the mask."""
     dims = sum(len(each.shape) for each in local.op.call.ins[1:] if each.itemsize == 1)
     return 8 * dims * local.out / local.op.call.outs[0].itemsize
 
 
 def _put_back(local: Local) -> float:
-    """The gradient of what is put at many places, before it is summed, and of a mask's places."""
+    """The gradient of a broadcast source before it is summed; twice that with a mask."""
     *_, chosen, put = local.op.call.ins
     wide = put.grad and (1 in put.sizes or not put.sizes)
     return taken("w")(local) * wide * (2 if chosen.itemsize == 1 else 1)
 
 
 def _turns(name: str) -> Bytes:
-    """Copies of all but the last of several dims in turn."""
+    """A copy, where argument `name` has several dims, which are done one after the other."""
 
     def nbytes(local: Local) -> float:
         dims = local.given(name)
@@ -140,7 +139,7 @@ def _circular(local: Local) -> float:
 
 
 def _of_channels(local: Local) -> float:
-    """Two sums for each channel of each sample."""
+    """Two sums per channel and sample."""
     return 2 * local.out / math.prod(local.op.call.outs[0].sizes[2:])
 
 
@@ -149,16 +148,16 @@ def _not_summed(formula: str) -> Bytes:
 
 
 def _counts(local: Local) -> float:
-    """Of a mean how many numbers each place has: ones that are added up, then where there are none."""
+    """Of a mean the number of sources of each index: ones that are added up, then a mask of the zeros."""
     return local.ins[0] + max(local.ins[2], local.ins[0] / local.op.call.ins[0].itemsize) if local.given("reduce") == "mean" else 0.0
 
 
 SPREAD = {"mean": (2, 3, 0), "amax": (4, 4, 0), "amin": (4, 4, 0), "prod": (6, 7, 2)}
-"""Of a reduction at indices, tensors of the size of the operand, of the source, and masks of the source in index_reduce_backward, both gradients with them."""
+"""Reduction -> the number of tensors of the operand's size, of the source's size, and of masks of the source in index_reduce_backward, both gradients included."""
 
 
 def _spread_back(local: Local) -> float:
-    """What they are beside the gradients that are wanted."""
+    """Bytes of the tensors of `SPREAD`, less the gradients that are wanted."""
     wide, sources, masks = SPREAD[local.given("reduce")]
     source = local.ins[2]
     return (wide - local.grad(0)) * local.ins[0] + (sources - local.grad(2) + masks / local.op.call.ins[2].itemsize) * source
@@ -168,7 +167,7 @@ NONE, MEAN = 0, 1  # the reduction argument of ATen losses
 
 
 def _terms(each: float, summed: float) -> Bytes:
-    """A loss of terms: so many tensors where it gives them, and where it sums them up. Some sum into the memory of the terms, so that the sum has all of it."""
+    """A loss that adds up terms: `each` tensors without a reduction, `summed` with one. Some losses sum into the memory of the terms, so that the scalar keeps all of it alive."""
     return lambda local: (each if local.given("reduction") == NONE else summed) * taken("w")(local)
 
 
@@ -178,14 +177,14 @@ def _divergence(local: Local) -> float:
 
 
 def _divergence_back(local: Local) -> float:
-    """Of targets: a product, its logarithm, and masks where they are 0."""
+    """Of targets with a gradient: a product, the logarithm, and masks of zeros."""
     if local.given("log_target"):
         return 0.0
     return taken("2w+3m")(local) if local.grad(1) else _terms(0, 1)(local)
 
 
 def _paths(local: Local) -> float:
-    """Of each sample and step a number for each target, and for each place around them."""
+    """Per sample and time step, a number for each target and each blank around them (2 targets + 1)."""
     scores, targets = local.op.call.ins[:2]
     return local.ins[0] / scores.sizes[2] * (2 * targets.sizes[1] + 1)
 
@@ -197,7 +196,7 @@ def _poisson(local: Local) -> float:
 
 
 def _of_mean(rest: Bytes) -> Bytes:
-    """A mean's gradient is made at full size before it goes to the plain operators behind it."""
+    """`rest`, and for a mean its gradient at full size."""
     return lambda local: rest(local) + (taken("w")(local) if local.given("reduction") == MEAN else 0.0)
 
 
@@ -316,12 +315,12 @@ POINT = (1, 1)  # a kernel of one pixel is a product
 
 
 def _blocks(formula: str, local: Local) -> float:
-    """oneDNN's convolutions put images into blocks of channels, and back."""
+    """Copies by which oneDNN's convolutions reorder images to blocks of channels and back; none for kernels of one pixel, which are matmuls."""
     return 0.0 if tuple(local.op.call.ins[1].sizes[2:]) == POINT else taken(formula)(local)
 
 
 def _scores(local: Local) -> float:
-    """Of attention that is not fused one tensor of scores, in float32 at least."""
+    """One tensor of scores of attention that is not fused, in float32 or wider; 0 where attention is fused."""
     _, key, value = local.op.call.ins[:3]
     return _wide(local) * key.sizes[-2] / value.sizes[-1] if local.op.copies else 0.0
 
@@ -347,12 +346,12 @@ def _scored_back(local: Local) -> float:
 
 
 def _wide(local: Local) -> float:
-    """Rows in the dtype in which the plain operators of a norm compute: float32 at least."""
+    """The result in the dtype in which the plain operators of a norm compute: float32 or wider."""
     return local.out * max(1.0, WIDE / local.op.call.outs[0].itemsize)
 
 
 def _norm(local: Local) -> float:
-    """What is wider than the result, before it is cast."""
+    """The result in that dtype before it is cast, where that is a wider one."""
     return _wide(local) if _wide(local) > local.out else 0.0
 
 

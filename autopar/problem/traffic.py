@@ -6,9 +6,9 @@ a copy. Where several operators read a value, their gradients are added up: two 
 the pieces of a split are concatenated, unless fused kernels write them in place. The bias of a matmul is added in the kernel of the matmul, its
 gradient is a sum by another kernel.
 
-Fused: a pointwise operator whose only reader is another one, a norm or a softmax runs in the kernel of that reader, and the tensor between them
-stays in registers. The backward recomputes it from the inputs of the kernel (as inductor and hand-written kernels do), so it is not written for
-the backward either. A norm or softmax ends a kernel.
+Fused: a pointwise operator whose only reader is another one, a norm, a softmax or a concatenation runs in the kernel of that reader, and the tensor
+between them stays in registers. The backward recomputes it from the inputs of the kernel (as inductor and hand-written kernels do), so it is not written for
+the backward either. Readers that are not pointwise end a kernel.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from torch import fx
 
 from autopar.predict.setup import Setup
 from autopar.problem.clusters import Allow
-from autopar.problem.graph import Op, Program
-from autopar.problem.kernels import ATTENTION, multiplies
+from autopar.problem.graph import ATTENTION, Op, Program
+from autopar.problem.kernels import multiplies
 from autopar.problem.remat import levels
 from autopar.problem.rerun import keepable, rerun
 from autopar.problem.traffic import NORMS, POINTWISE

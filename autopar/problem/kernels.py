@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-
 from autopar.cluster import Device
 from autopar.cost.comm import copy_s
 from autopar.cost.compute import (
@@ -25,7 +23,7 @@ from autopar.cost.compute import (
 )
 from autopar.cost.memory import itemsize
 from autopar.layout import Layout, fraction
-from autopar.problem.graph import Op
+from autopar.problem.graph import ATTENTION, Op
 from autopar.problem.op_algorithms import sites
 from autopar.problem.settings import Settings
 from autopar.problem.traffic import NORMS
@@ -34,8 +32,6 @@ from autopar.rules.arguments import given
 from autopar.rules.experts import INSIDE
 from autopar.rules.language import Option
 from autopar.rules.site import Site
-
-ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 class Kernels:

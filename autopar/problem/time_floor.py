@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from autopar.cluster import Device
 from autopar.cost.compute import BACKWARD, attention_share, vector_rate
-from autopar.problem.graph import Op, Program
-from autopar.problem.kernels import ATTENTION, matmul_dtype, multiplies
+from autopar.problem.graph import ATTENTION, Op, Program
+from autopar.problem.kernels import matmul_dtype, multiplies
 from autopar.problem.settings import Settings
 
 

@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from autopar.capture import capture
 from autopar.cluster import Cluster, Device
-from autopar.problem.graph import Op, Program
-from autopar.problem.kernels import ATTENTION, Kernels
+from autopar.problem.graph import ATTENTION, Op, Program
+from autopar.problem.kernels import Kernels
 from autopar.problem.options import sections_of, table_of
 from autopar.problem.read_graph import read
 from autopar.problem.settings import Settings

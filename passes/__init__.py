@@ -48,6 +48,7 @@ from passes.run import Pass, run
 from passes.sink_flatten import sink_flatten
 from passes.spellings import spellings
 from passes.split_ops import split_ops
+from passes.written_back import written_back
 
 NORMALIZE: tuple[Pass, ...] = (
     provenance,
@@ -82,6 +83,7 @@ NORMALIZE: tuple[Pass, ...] = (
     experts,
     equal_views,
     expert_loops,
+    written_back,
     split_ops,
     losses,
     means,

@@ -2,10 +2,6 @@
 
     F.cross_entropy(logits[mask], labels[mask]),  ((x - y) ** 2)[mask].mean(),  torch.masked_select(x, mask).sum()
 
-Picked rows that go back to where they were picked are all rows where the mask holds, and what is there elsewhere.
-
-    h[h > 0] *= 2,  x[mask] = f(x[mask]),  x.masked_scatter(mask, f(x[mask]))
-
 How many rows a mask picks is data, and a graph has the sizes of its inputs. What is computed of each picked row by itself is computed of all rows: of zeros where the mask
 picks nothing, so that whatever stands there has no part in it. Only operators whose gradients are finite for these are known here (no logarithm, no root, no quotient by rows):
 a gradient of nothing times one that is infinite is none.
@@ -13,7 +9,7 @@ a gradient of nothing times one that is infinite is none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,20 +43,25 @@ class Whole:
 
 def masked(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional operators.
-    does: finds sums, means and losses over rows that a mask picks, of what is computed row by row, and such rows that are written back to the places of that mask.
+    does: finds sums, means and losses over rows that a mask picks, of what is computed row by row.
     gives: the same of all rows, without sizes that depend on what tensors hold; what else is done with such rows stays as it is.
     """
+    return taken(gm, TAKEN)
+
+
+def taken(gm: fx.GraphModule, table: Mapping[Any, Callable[[fx.Node, Known], fx.Node | None]]) -> fx.GraphModule:
+    """`gm` with what `table` makes of the operators in it that take picked rows, by target; None leaves one as it is."""
     known: Known = {}
     for node in edit.calls(gm):
-        if node.target in TAKEN and any(map(_is_picked, node.all_input_nodes)) and not _is_picked(node):
+        if node.target in table and any(map(is_picked, node.all_input_nodes)) and not is_picked(node):
             with edit.before(node):
-                new = TAKEN[node.target](node, known)
+                new = table[node.target](node, known)
             if new is not None:
                 edit.replace(node, new)
     return edit.finish(gm) if known else gm
 
 
-def _is_picked(node: fx.Node) -> bool:
+def is_picked(node: fx.Node) -> bool:
     """Whether the first size of what `node` gives depends on what tensors hold, and no other one."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dim() > 0 and bool(free_unbacked_symbols(value.shape[0])) and not free_unbacked_symbols(list(value.shape[1:]))
@@ -72,8 +73,8 @@ def whole(node: fx.Node, known: Known) -> Whole | None:
         known[node] = None
         mask, source = _source(node)
         if mask is not None and source is not None:
-            known[node] = Whole(_zeroed(source, mask, node), mask)
-        elif node.target in ROWWISE and _is_picked(node):
+            known[node] = Whole(zeroed(source, mask, node), mask)
+        elif node.target in ROWWISE and is_picked(node):
             known[node] = ROWWISE[node.target](node, known)
     return known[node]
 
@@ -85,11 +86,11 @@ def _source(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
         return (mask, source) if facts.shape(source) == facts.shape(mask) else (None, None)  # type: ignore[arg-type, return-value]
     if edit.call_of(node, aten.index.Tensor) is None:
         return None, None
-    mask = _mask_of_places(node.args[1])  # type: ignore[arg-type]
+    mask = mask_of_places(node.args[1])  # type: ignore[arg-type]
     return (mask, node.args[0]) if mask is not None else (None, None)  # type: ignore[return-value]
 
 
-def _mask_of_places(given: Sequence[Any]) -> fx.Node | None:
+def mask_of_places(given: Sequence[Any]) -> fx.Node | None:
     """The mask that `given`, the indices of leading dims, are the true places of: itself, or the coordinates of its places."""
     indices = list(given)
     while indices and indices[-1] is None:
@@ -105,14 +106,14 @@ def _mask_of_places(given: Sequence[Any]) -> fx.Node | None:
     return mask if len(facts.shape(mask)) == len(indices) and facts.dtype(mask) == torch.bool else None
 
 
-def _zeroed(rows: fx.Node, mask: fx.Node, node: fx.Node, zero: float = 0) -> fx.Node:
+def zeroed(rows: fx.Node, mask: fx.Node, node: fx.Node, zero: float = 0) -> fx.Node:
     """`rows`, and `zero` where the mask picks nothing."""
-    wide = _widened(mask, rows, node)
+    wide = widened(mask, rows, node)
     value = False if facts.dtype(rows) == torch.bool else zero
     return edit.call(node.graph, aten.where.ScalarOther, (wide, rows, value), like=node) if value is not False else edit.call(node.graph, aten.logical_and.default, (wide, rows), like=node)
 
 
-def _widened(mask: fx.Node, rows: fx.Node, node: fx.Node) -> fx.Node:
+def widened(mask: fx.Node, rows: fx.Node, node: fx.Node) -> fx.Node:
     """`mask` with as many dims as `rows`."""
     for dim in range(len(facts.shape(mask)), len(facts.shape(rows))):
         mask = edit.call(node.graph, aten.unsqueeze.default, (mask, dim), like=node)
@@ -121,7 +122,7 @@ def _widened(mask: fx.Node, rows: fx.Node, node: fx.Node) -> fx.Node:
 
 def _operands(node: fx.Node, known: Known, given: Sequence[Any]) -> tuple[list[Any], fx.Node] | None:
     """`given`, arguments of `node`, with all rows of what is picked by one mask, and the mask; None where that is not known. What is not picked is as it was."""
-    found = [whole(item, known) if isinstance(item, fx.Node) and _is_picked(item) else item for item in given]
+    found = [whole(item, known) if isinstance(item, fx.Node) and is_picked(item) else item for item in given]
     masks = dict.fromkeys(item.mask for item in found if isinstance(item, Whole))
     if None in [new for new, item in zip(found, given, strict=True) if item is not None] or len(masks) != 1:
         return None
@@ -132,9 +133,9 @@ def _pointwise(node: fx.Node, known: Known) -> Whole | None:
     """An operator on the elements of rows of one rank, and of what is the same for all rows."""
     rank = len(facts.shape(node))
     for operand in edit.tensor_operands(node):
-        if (len(facts.shape(operand)) == rank) != _is_picked(operand):
+        if (len(facts.shape(operand)) == rank) != is_picked(operand):
             return None
-    if node.target in QUOTIENTS and isinstance(node.args[1], fx.Node) and _is_picked(node.args[1]):
+    if node.target in QUOTIENTS and isinstance(node.args[1], fx.Node) and is_picked(node.args[1]):
         return None
     if (found := _operands(node, known, node.args)) is None:
         return None
@@ -149,7 +150,7 @@ def _power(node: fx.Node, known: Known) -> Whole | None:
 
 def _first(node: fx.Node, known: Known) -> Whole | None:
     """An operator on the last dims of its first operand, with others that are not picked."""
-    if _rank(node.args[0]) < 2 or any(_is_picked(other) for other in node.all_input_nodes if other is not node.args[0]):
+    if _rank(node.args[0]) < 2 or any(is_picked(other) for other in node.all_input_nodes if other is not node.args[0]):
         return None
     if node.target is aten.matmul.default and _rank(node.args[1]) > 2:
         return None
@@ -167,7 +168,7 @@ def _along(node: fx.Node, known: Known, *, new: int = 0) -> Whole | None:
     if None in dims or not dims or any(dim % rank == 0 for dim in dims):
         return None
     tensors = edit.tensor_operands(node)
-    if not all(map(_is_picked, tensors)) or (found := _operands(node, known, tensors)) is None:
+    if not all(map(is_picked, tensors)) or (found := _operands(node, known, tensors)) is None:
         return None
     rows, mask = found
     moved = [dim % rank + len(facts.shape(mask)) - 1 for dim in dims]
@@ -191,7 +192,7 @@ def _terms(node: fx.Node, known: Known) -> Whole | None:
     """The terms of a loss of which it is the sum or the mean, or that it gives one by one."""
     given = edit.args_of(node)
     tensors = edit.tensor_operands(node)
-    if given.get("weight") is not None or given.get("pos_weight") is not None or not all(map(_is_picked, tensors)) or len({facts.shape(x) for x in tensors}) > 1:
+    if given.get("weight") is not None or given.get("pos_weight") is not None or not all(map(is_picked, tensors)) or len({facts.shape(x) for x in tensors}) > 1:
         return None
     if (found := _operands(node, known, tensors)) is None:
         return None
@@ -210,43 +211,18 @@ def _of_classes(node: fx.Node, known: Known) -> fx.Node | None:
     """A loss of picked rows of classes against picked labels: labels that are not picked are none."""
     given, graph = edit.args_of(node), node.graph
     logits, labels = given["self"], given["target"]
-    if facts.is_float(labels) or (_rank(logits), _rank(labels)) != (2, 1) or (given.get("weight") is not None and _is_picked(given["weight"])):
+    if facts.is_float(labels) or (_rank(logits), _rank(labels)) != (2, 1) or (given.get("weight") is not None and is_picked(given["weight"])):
         return None
-    if not (_is_picked(logits) and _is_picked(labels)) or (found := _operands(node, known, (logits, labels))) is None:
+    if not (is_picked(logits) and is_picked(labels)) or (found := _operands(node, known, (logits, labels))) is None:
         return None
     (rows, chosen), mask = found
-    chosen = _zeroed(chosen, mask, node, given["ignore_index"])
+    chosen = zeroed(chosen, mask, node, given["ignore_index"])
     if len(facts.shape(mask)) > 1:
         count = edit.product(graph, [edit.size(chosen, dim) for dim in range(len(facts.shape(mask)))], like=node)
         rows = edit.call(graph, aten.reshape.default, (rows, [count, edit.size(rows, len(facts.shape(rows)) - 1)]), like=node)
         chosen = edit.call(graph, aten.reshape.default, (chosen, [count]), like=node)
     args, kwargs = _spelled(node, {**given, "self": rows, "target": chosen})
     return edit.call(graph, node.target, args, kwargs, like=node)  # type: ignore[arg-type]
-
-
-def _written(node: fx.Node, known: Known) -> fx.Node | None:
-    """`index_put` of picked rows at the places of the mask that they were picked by: all rows where it holds, or added to what is there."""
-    given = edit.args_of(node)
-    mask = _mask_of_places(given["indices"])
-    return None if mask is None else _back(node, given["self"], mask, given["values"], known, added=bool(given.get("accumulate")))
-
-
-def _scattered(node: fx.Node, known: Known) -> fx.Node | None:
-    """`masked_scatter` of picked elements at the places that they were picked from."""
-    given = edit.args_of(node)
-    same = facts.shape(given["mask"]) == facts.shape(given["self"])
-    return _back(node, given["self"], given["mask"], given["source"], known) if same else None
-
-
-def _back(node: fx.Node, base: fx.Node, mask: fx.Node, values: fx.Node, known: Known, *, added: bool = False) -> fx.Node | None:
-    """`base` with `values`, which were picked by `mask`, at the true places of `mask`; None where they were not, or have fewer dims than a row and a broadcast."""
-    found = whole(values, known) if _is_picked(values) else None
-    if found is None or found.mask is not mask or facts.shape(found.rows) != facts.shape(base) or facts.dtype(values) != facts.dtype(base):
-        return None
-    rows = _zeroed(found.rows, mask, node)
-    if added:
-        return edit.call(node.graph, aten.add.Tensor, (base, rows), like=node)
-    return edit.call(node.graph, aten.where.self, (_widened(mask, base, node), rows, base), like=node)
 
 
 def _sum(node: fx.Node, known: Known) -> fx.Node | None:
@@ -275,7 +251,7 @@ def _together(node: fx.Node, found: Whole, dims: list[int] | None, *, mean: bool
     rest = [dim + found.more for dim in dims[1:]] if dims is not None else list(range(found.more + 1, rank))
     over = [*range(found.more + 1), *rest]
     wide = torch.float32 if result in _NARROW else result
-    terms = _zeroed(found.rows, found.mask, node)
+    terms = zeroed(found.rows, found.mask, node)
     total = edit.call(graph, aten.sum.dim_IntList, (terms, over), {"dtype": wide}, like=node)
     if mean:
         picked = edit.call(graph, aten.sum.dim_IntList, (found.mask, list(range(found.more + 1))), {"dtype": wide}, like=node)
@@ -316,8 +292,6 @@ TAKEN: dict[Any, Callable[[fx.Node, Known], fx.Node | None]] = {
     **dict.fromkeys(ELEMENTS, _loss),
     **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList), _sum),
     **dict.fromkeys((aten.mean.default, aten.mean.dim), _mean),
-    aten.index_put.default: _written,
-    aten.masked_scatter.default: _scattered,
     **dict.fromkeys((aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default), _of_classes),
 }
-"""What is no more than a number, or one for each column, of picked rows, or has them where they were."""
+"""What is no more than a number, or one for each column, of picked rows."""

@@ -1,0 +1,49 @@
+"""Picked rows that go back to where they were picked, as all rows where the mask holds, and what is there elsewhere.
+
+    h[h > 0] *= 2,  x[mask] = f(x[mask]),  x.masked_scatter(mask, f(x[mask]))
+
+Loops over experts are written like that too: they are found before (passes.expert_loops), and what is left here is computed of all rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from passes import edit, facts
+from passes.masked import Known, is_picked, mask_of_places, taken, whole, widened, zeroed
+
+aten = torch.ops.aten
+
+
+def written_back(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional operators; loops over experts found.
+    does: finds what is computed row by row of rows that a mask picks, and is written or added to the places of that mask.
+    gives: the same of all rows, without sizes that depend on what tensors hold; what else is done with such rows stays as it is.
+    """
+    return taken(gm, {aten.index_put.default: _written, aten.masked_scatter.default: _scattered})
+
+
+def _written(node: fx.Node, known: Known) -> fx.Node | None:
+    """`index_put` of picked rows at the places of the mask that they were picked by: all rows where it holds, or added to what is there."""
+    given = edit.args_of(node)
+    mask = mask_of_places(given["indices"])
+    return None if mask is None else _back(node, given["self"], mask, given["values"], known, added=bool(given.get("accumulate")))
+
+
+def _scattered(node: fx.Node, known: Known) -> fx.Node | None:
+    """`masked_scatter` of picked elements at the places that they were picked from."""
+    given = edit.args_of(node)
+    same = facts.shape(given["mask"]) == facts.shape(given["self"])
+    return _back(node, given["self"], given["mask"], given["source"], known) if same else None
+
+
+def _back(node: fx.Node, base: fx.Node, mask: fx.Node, values: fx.Node, known: Known, *, added: bool = False) -> fx.Node | None:
+    """`base` with `values`, which were picked by `mask`, at the true places of `mask`; None where they were not, or have fewer dims than a row and a broadcast."""
+    found = whole(values, known) if is_picked(values) else None
+    if found is None or found.mask is not mask or facts.shape(found.rows) != facts.shape(base) or facts.dtype(values) != facts.dtype(base):
+        return None
+    rows = zeroed(found.rows, mask, node)
+    if added:
+        return edit.call(node.graph, aten.add.Tensor, (base, rows), like=node)
+    return edit.call(node.graph, aten.where.self, (widened(mask, base, node), rows, base), like=node)

@@ -64,7 +64,7 @@ def stack() -> Stacked:
     return Stacked("stack", "train", capture(model, (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))), model.state_dict())
 
 
-def small_and_slow(memory_bytes: float = 4e6, slow_bytes_s: float = 1e8) -> Cluster:
+def small_and_slow(memory_bytes: float = 3.2e6, slow_bytes_s: float = 1e8) -> Cluster:
     """Two cores with so much memory and links that cost nothing; two with much memory and links of so many bytes per second."""
     base = Cluster.parse("cpu:1x2")
     device = replace(base.device, peak_flops=dict.fromkeys(base.device.peak_flops, 2e9), launch_s=1e-9, memory_bandwidth_bytes_s=1e12)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -37,6 +37,7 @@ from autopar.problem.graph import Program, Ref
 from autopar.recipes import offload as offloads
 
 UNEVEN = 0.01  # relative: a place that is busier than the mean by more calls for a cut that balances places
+RESERVED = 4  # cuts that are tried with room reserved on single places
 ALIKE = 1e-3  # relative: of cuts whose steps differ by less, the most even one is taken
 
 
@@ -148,8 +149,7 @@ def _cut(here: _Laying, sends_s: Sequence[float], *, by_place: bool = False) -> 
     pieces = _by_stage(here)
     largest = max(ground.limits)
 
-    def cut(limit_bytes: float) -> _Cut:
-        limits = [limit_bytes if own == largest else own - (largest - limit_bytes) for own in ground.limits]
+    def cut(limits: Sequence[float]) -> _Cut:
         cuts = balance(pieces, table.flying, [limits[place] for place in table.at], sends_s, context.barred, table.at,
                        needed=context.filled(pieces[0].costs), by_place=by_place)
         return _made(here, pieces, fitted(pieces, cuts, table.at, table.in_flight, limits))
@@ -158,7 +158,28 @@ def _cut(here: _Laying, sends_s: Sequence[float], *, by_place: bool = False) -> 
         """The peak, as if all places had as much as the largest."""
         return max(nbytes + (largest - own if own < largest else 0.0) for nbytes, own in zip(made.held, ground.limits, strict=True))
 
-    return _timed(here, within(largest, cut, peak_bytes))
+    made = _reserving(here, cut)
+    return _timed(here, made or within(largest, lambda limit_bytes: cut([own - (largest - limit_bytes) for own in ground.limits]), peak_bytes))
+
+
+def _reserving(here: _Laying, cut: Callable[[Sequence[float]], _Cut]) -> _Cut | None:
+    """A cut in which each place that is too full has room reserved for what the walk counts there beyond the sum of its pieces; None where that does not fit soon. Raises InfeasibleError
+    where nothing fits with nothing reserved."""
+    limits, reserved = here.ground.limits, [0.0] * len(here.ground.limits)
+    for attempt in range(RESERVED):
+        try:
+            made = cut([own - more for own, more in zip(limits, reserved, strict=True)])
+        except InfeasibleError:
+            if not attempt:
+                raise
+            return None
+        before, added = reserved, _held(made.parts, here.table)
+        reserved = [max(more, nbytes - sum_) if nbytes > own else more for more, nbytes, sum_, own in zip(before, made.held, added, limits, strict=True)]
+        if all(nbytes <= own for nbytes, own in zip(made.held, limits, strict=True)):
+            return made
+        if reserved == before:
+            return None
+    return None
 
 
 def _made(here: _Laying, pieces: Sequence[Pieces], cuts: Cuts) -> _Cut:

@@ -12,12 +12,14 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import pricing as module
+from autopar.joint import staging
 from autopar.joint.pricing import Pricing
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH
 from autopar.joint.staging import Found, lay
 from autopar.joint.timetables import Kind
+from autopar.memory import Entry, Prediction, predict
 from autopar.pipeline import views
 from autopar.problem.settings import Settings
 from autopar.request import Request
@@ -69,6 +71,29 @@ def test_nothing_else_is_laid_out_where_the_fastest_fits(monkeypatch: pytest.Mon
     exact = pricing.exact(found)
     assert exact is not None and exact.step_s == pytest.approx(found.step_s, rel=0.01)
     assert {table.kind for table in tables} == {found.table.kind}
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_room_for_what_the_walk_finds_on_one_place_is_reserved_on_that_place(monkeypatch: pytest.MonkeyPatch, full: int) -> None:
+    """Of two places of six blocks each that run some of these again, one has as much as a block keeps beyond the sum of its pieces: it runs more of them again, the other as few as before."""
+    shape, whole = Shape(2, (1,), 4), SearchContext(graph(12), {"b": 4096}, Request(Cluster.parse("h100:1x2"), Settings("train")))
+    roomy = Pricing(whole, replace(SEARCH, kinds=(Kind("1f1b"),))).glance(shape, math.inf)
+    pricing = Pricing(whole.limited(0.9 * roomy.memory_bytes), replace(SEARCH, kinds=(Kind("1f1b"),)))
+    glanced = pricing.glance(shape, math.inf)
+    arguments = pricing.context, SEARCH.name, shape, glanced.table, glanced.ground, glanced.chosen
+    block = max(c.kept_bytes for c in glanced.chosen.on(0, 0).costs)
+
+    def walked(more: tuple[float, float]) -> Found:
+        def predicted(program: Any, plan: Any) -> Prediction:
+            seen = predict(program, plan)
+            return replace(seen, places=tuple(replace(place, entries=(*place.entries, Entry("temporaries", "", "", more[place.number]))) for place in seen.places))
+
+        monkeypatch.setattr(staging, "predict", predicted)
+        return lay(*arguments, whole=True)
+
+    plain, fuller = walked((0.0, 0.0)), walked((block * (full == 0), block * (full == 1)))
+    assert max(fuller.places_bytes) <= pricing.context.limit_bytes
+    assert fuller.cuts.again[full] > plain.cuts.again[full] and fuller.cuts.again[1 - full] <= plain.cuts.again[1 - full]
 
 
 def taken_apart(found: Found) -> set[bool]:

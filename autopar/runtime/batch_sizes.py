@@ -1,9 +1,8 @@
 """The sizes of a batch, and which parameters train, which ranks tell each other in every step.
 
 A rank knows the sizes of the whole batch from those of its own part, so that where one has a smaller part than the others (the last batch of its loader) all compute something else than
-the model: another mean, another gradient, in silence. Where ranks
-have frozen different parameters (drawn by each for itself), they sum gradients of different ones, and wait for ever or get what is none; nor does a place of a pipeline know whether another one has
-any that are not frozen. One small gather begins with the step and is looked at when the forward has ended: by then all ranks have begun.
+the model: another mean, another gradient, in silence. Where ranks have frozen different parameters (drawn by each for itself), they sum gradients of different ones, and wait for ever or
+get what is none; nor does a place of a pipeline know whether another one has any that are not frozen. One small gather begins with the step and is looked at when the forward has ended: by then all ranks have begun.
 """
 
 from __future__ import annotations
@@ -84,8 +83,9 @@ class BatchSizes:
         for rank, mine in enumerate(everyone):
             first = rank - rank % inner
             if torn := [name for name, trains in mine.items() if trains != everyone[first][name]]:
-                raise RunError(f"parameter {torn[0]} {'trains' if mine[torn[0]] else 'is frozen'} on rank {rank} and {'is frozen' if mine[torn[0]] else 'trains'} on rank {first}, as do {len(torn) - 1} more, and ranks "
-                               "sum gradients together: call requires_grad_ alike on all ranks, with random choices from a generator of the same seed")
+                here, there = ("trains", "is frozen") if mine[torn[0]] else ("is frozen", "trains")
+                raise RunError(f"parameter {torn[0]} {here} on rank {rank} and {there} on rank {first} ({len(torn)} differ so), though ranks sum gradients together: "
+                               "call requires_grad_ alike on all ranks, with random choices from a generator of the same seed")
 
     def _shapes(self, sizes: Sequence[int]) -> list[tuple[int, ...]]:
         left: Iterator[int] = iter(sizes)

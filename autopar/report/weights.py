@@ -31,7 +31,7 @@ from autopar.rules.tiles import tiles
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter (of each instance of a block): `uses` has one entry per mesh axis; `local_bytes` is what one device
+    """One parameter (of each instance of a block): `originals` are its names in the model, one per instance; `uses` has one entry per mesh axis; `local_bytes` is what one device
     holds of all its instances."""
 
     scope: str
@@ -42,6 +42,7 @@ class Weight:
     layout: str
     uses: tuple[str, ...]
     local_bytes: float
+    originals: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types only."""
@@ -58,7 +59,7 @@ def weights(program: Program, plan: Plan) -> list[Weight]:
             uses = tuple(" + ".join(_words(op, readers, program, plan, axis)) or "unused" for axis in range(len(plan.mesh)))
             whole = math.prod(op.call.outs[0].sizes) * op.out_dtypes[0].itemsize * op.count
             found.append(Weight(op.scope, op.fqn, tuple(op.call.outs[0].sizes), str(op.out_dtypes[0]).removeprefix("torch."),
-                                op.count, show(layout), uses, whole * fraction(layout, plan.mesh)))
+                                op.count, show(layout), uses, whole * fraction(layout, plan.mesh), tuple(map(str, op.node.meta.get("fqns") or (op.fqn,)))))
     return found
 
 

@@ -25,6 +25,15 @@ def test_all_weights_are_listed_once() -> None:
     assert {w.name for w in weights(made.program, made.plan) if not w.scope} == {"head.weight", "head.bias"}
 
 
+@pytest.mark.parametrize("name", ["hf-gpt2", "hf-t5", "mlp"])
+def test_all_names_of_the_model_are_given_once(name: str) -> None:
+    """Those of buffers aside: a state dict has a tied weight by each of its names, a graph by one."""
+    who = subject(name)
+    found = [original for weight in weights(read(who.captured.gm, who.captured.hints, training=True), by_recipe(who, (2,), "zero3")) for original in weight.originals]
+    assert len(set(found)) == len(found) and set(found) <= set(who.weights)
+    assert {who.weights[original].data_ptr() for original in found} == {tensor.data_ptr() for tensor in who.weights.values() if tensor.is_floating_point()}
+
+
 @pytest.mark.parametrize(("recipe", "word"), [("ddp", "replicated"), ("zero3", "gathered")])
 def test_data_parallel(recipe: str, word: str) -> None:
     assert set(words(recipe).values()) == {(word,)}

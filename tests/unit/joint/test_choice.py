@@ -109,3 +109,34 @@ def test_what_is_near_the_best_is_solved_where_only_that_may_be_faster_than_what
     monkeypatch.setattr(explore, "honed", lambda context, name, best, late: best)
     made = walk.run()
     assert said == solved and made is not None and made.step_s == (0.9 if solved else 1.0)
+
+
+@pytest.mark.parametrize(("steps_s", "visited"), [
+    ((1.0, 1.3, 1.5, 1.7, 1.9, 2.1), [1, 2, 4]),
+    ((1.0, 1.3, 1.2, 1.4, 1.6, 0.5), [1, 2, 4, 8, 16]),  # the third is faster than the second
+    ((1.0, 1.05, 1.08, 1.09, 1.5, 1.4), [1, 2, 4, 8, 16, 32]),  # near the best, which is no reason to end
+    ((2.0, 1.5, 1.2, 1.0, 1.1, 1.05), [1, 2, 4, 8, 16, 32])])
+def test_more_places_are_not_begun_with_where_steps_get_longer_and_longer(steps_s: tuple[float, ...], visited: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1, 2, ... 32 places on 32 devices, by the seconds that each takes."""
+    shapes = [Shape(2**n, (2**(5 - n),), 32) for n in range(6)]
+    took_s = dict(zip(shapes, steps_s, strict=True))
+    context: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None, cluster=SimpleNamespace(levels=[SimpleNamespace(size=8)])), batch=32, timer=None)
+    walk = Explorer(context, SEARCH, math.inf, math.inf)
+    walk.floors = dict.fromkeys(shapes, 0.1)
+    vars(walk)["pricing"] = SimpleNamespace(proven={}, glance=lambda shape, cutoff_s: SimpleNamespace(shape=shape, step_s=took_s[shape]))
+    monkeypatch.setattr(explore, "FEW", 4)
+    monkeypatch.setattr(explore, "neighbours", lambda shape, among: [])
+    walk._walk(shapes)
+    assert [shape.places for shape in walk.found] == visited
+
+
+def test_neighbours_of_the_best_are_visited_between_starts() -> None:
+    """Of one place there is a mesh beside the one that is begun with: it is visited before two places are."""
+    shapes = [Shape(1, (4, 8), 4), Shape(1, (8, 4), 4), *(Shape(2**n, (2**(5 - n),), 32) for n in range(1, 6))]
+    context: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None, cluster=SimpleNamespace(levels=[SimpleNamespace(size=8)])), batch=32, timer=None)
+    walk = Explorer(context, SEARCH, math.inf, math.inf)
+    walk.floors = dict.fromkeys(shapes, 0.1)
+    vars(walk)["pricing"] = SimpleNamespace(proven={}, glance=lambda shape, cutoff_s: SimpleNamespace(shape=shape, step_s=1.0 + 0.001 * shape.places))
+    walk.wider = {Shape(64, (1,), 64): 1.0}  # a walk inside of another one begins with starts, however few there are
+    walk._walk(shapes)
+    assert [*walk.found][:3] == [Shape(1, (4, 8), 4), Shape(1, (8, 4), 4), Shape(2, (16,), 32)]

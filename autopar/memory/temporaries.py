@@ -362,11 +362,11 @@ def _norm_forward(local: Local) -> float:
 
 def _norm_back(local: Local) -> float:
     """Of rows: that of what the weight is multiplied with, theirs from the product, that of the mean, and two of the power; by then what was kept for the weight's own gradient is gone, and so is
-    that of the result where it needed no cast. Of the weight alone its own at full size, and the gradient cast."""
+    that of the result. Of the weight alone its own at full size, and the gradient cast."""
     graded, *weight = (each.grad for each in local.op.call.ins)
     if not graded:
         return _wide(local) + _norm(local)
-    return (5 - any(weight)) * _wide(local) - local.ins[0] - local.out * (_norm(local) == 0.0)
+    return (5 - any(weight)) * _wide(local) - local.ins[0] - local.out
 
 
 CPU: dict[Any, tuple[Bytes, Bytes]] = {

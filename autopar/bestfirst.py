@@ -158,7 +158,7 @@ class Look:
     def hone(self, until: float) -> None:
         """Hone the best glances. Pipelines are asked first; where they are far faster, nothing here is near enough to the best to be honed."""
         self.elsewhere.tell(self.known_s)
-        if any(self._promises(first) for first in self.seen):
+        if any(self._promises(first) for first in self.seen) or _nearest(self.fit, self.glanced_s):
             self.elsewhere.asked(self.known_s)
             self.elsewhere.searched(self.alone_s)
         near_s = min(self.glanced_s, self.elsewhere.seconds)

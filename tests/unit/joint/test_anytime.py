@@ -20,7 +20,7 @@ from autopar.problem.settings import Settings
 from autopar.request import Request
 from tests.helpers.planned import BATCH, graph
 
-SHORT_BYTES = 185 * 2**20
+SHORT_BYTES = 140 * 2**20
 """The fastest plan takes more, with nothing run again."""
 
 

@@ -124,8 +124,8 @@ class _Place:
         kind, table = found.ground.kinds[place], found.table
         pieces = found.chosen.on(place, kind)
         edges = [0, *found.cuts.bounds, len(pieces.costs)]
-        here = [index for index, at in enumerate(table.at) if at == place]
-        parts = [part for part, at in zip(found.cuts.parts([pieces] * table.stages), table.at, strict=True) if at == place]
+        here = table.of_place(place, range(table.stages))
+        parts = table.of_place(place, found.cuts.parts([pieces] * table.stages))
         more = max(0.0, found.places_bytes[place] - place_bytes(parts, table.in_flight[place]))
         fullest = table.in_flight[place].fullest(*per_microbatch(parts))
         stages = tuple((edges[index], edges[index + 1], flying) for index, flying in zip(here, fullest, strict=True))

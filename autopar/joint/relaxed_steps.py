@@ -79,7 +79,7 @@ def _held(micro: Model, priced: Model, once: Model, table: Timetable, limit_byte
     """
     if math.isinf(limit_bytes):
         return
-    kept = [max(1, min(n.kept for n, at in zip(table.flying, table.at, strict=True) if at == place)) for place in range(table.places)]
+    kept = [max(1, min(n.kept for n in table.of_place(place, table.flying))) for place in range(table.places)]
     live = float(table.places == 1)
     for weights in dict.fromkeys(((1.0,) * table.places, tuple(1 / n for n in kept))):
         held = min(w * n for w, n in zip(weights, kept, strict=True))

@@ -173,10 +173,10 @@ def _reserving(here: _Laying, cut: Callable[[Sequence[float]], _Cut]) -> _Cut | 
             if not attempt:
                 raise
             return None
-        before, added = reserved, _held(made.parts, here.table)
-        reserved = [max(more, nbytes - sum_) if nbytes > own else more for more, nbytes, sum_, own in zip(before, made.held, added, limits, strict=True)]
         if all(nbytes <= own for nbytes, own in zip(made.held, limits, strict=True)):
             return made
+        before, added = reserved, _held(made.parts, here.table)
+        reserved = [max(more, nbytes - sum_) if nbytes > own else more for more, nbytes, sum_, own in zip(before, made.held, added, limits, strict=True)]
         if reserved == before:
             return None
     return None
@@ -260,7 +260,7 @@ def _counts(pieces: Sequence[Unit], stage: Stage) -> dict[str, int]:
 
 def _by_place(table: Timetable, values: Sequence[float]) -> list[float]:
     """What the stages of each place have together."""
-    return [sum(value for value, at in zip(values, table.at, strict=True) if at == place) for place in range(table.places)]
+    return [sum(table.of_place(place, values)) for place in range(table.places)]
 
 
 def _done_s(made: _Cut, ends: Sequence[float], shared: Sequence[Shared]) -> list[float]:
@@ -282,7 +282,7 @@ def _updated_twice_s(here: _Laying, parts: Sequence[Sequence[Cost]]) -> list[flo
         return [0.0] * here.table.places
     table, first = here.table, [0, *itertools.accumulate(map(len, parts))]
     names = [[unit.name for unit in here.context.units[a:b]] for a, b in itertools.pairwise(first)]
-    each = [[name for mine, at in zip(names, table.at, strict=True) if at == place for name in mine] for place in range(table.places)]
+    each = [[name for mine in table.of_place(place, names) for name in mine] for place in range(table.places)]
     return [sum(update.too_many_s(pieces) for update in here.chosen.updates(place, here.ground.kinds[place])) for place, pieces in enumerate(each)]
 
 
@@ -294,7 +294,7 @@ def _held(parts: Sequence[Sequence[Cost]], table: Timetable) -> list[float]:
         have, count = sum(c.rest_bytes > 0 for part in parts for c in part), sum(map(len, parts))
         raise InfeasibleError(f"place {rest.index(0)} of {table.places} would hold no parameter: {have} of the {count} pieces that stages are made of (blocks, and "
                               "operators outside of blocks) have any; use fewer places, or a recipe without a pipeline")
-    return [place_bytes([part for part, at in zip(parts, table.at, strict=True) if at == place], flying) for place, flying in enumerate(table.in_flight)]
+    return [place_bytes(table.of_place(place, parts), flying) for place, flying in enumerate(table.in_flight)]
 
 
 def _times(here: _Laying, plan: Plan, parts: Sequence[Sequence[Cost]], seen: Sequence[View]) -> list[StageTime]:

@@ -6,9 +6,10 @@ the forwards of all microbatches first, for the same reason. Recipes name such s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from autopar.pipeline.in_flight import InFlight
 from autopar.pipeline.makespan import Flow
 from autopar.pipeline.orders import Action, Flying, StageTime, in_flight, orders
 from autopar.pipeline.schedules import SCHEDULES, Schedule
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,11 @@ class Timetable:
     @cached_property
     def in_flight(self) -> list[InFlight]:
         """For each place, the microbatches in flight at every moment at which it may be fullest."""
-        return [InFlight.of(line, [stage for stage, other in enumerate(self.at) if other == place]) for place, line in enumerate(self._orders)]
+        return [InFlight.of(line, self.of_place(place, range(self.stages))) for place, line in enumerate(self._orders)]
+
+    def of_place(self, place: int, by_stage: Iterable[T]) -> list[T]:
+        """What the stages of one place have, in order."""
+        return [each for each, at in zip(by_stage, self.at, strict=True) if at == place]
 
     @property
     def _orders(self) -> Sequence[Sequence[Action]]:
@@ -147,7 +154,7 @@ class Timetable:
     @cached_property
     def kept(self) -> float:
         """Activations at the peak of the place that keeps most, in units of those of one microbatch of the whole model, with even stages."""
-        return max(sum(n.kept for n, at in zip(self.flying, self.at, strict=True) if at == place) for place in range(self.places)) / self.stages
+        return max(sum(n.kept for n in self.of_place(place, self.flying)) for place in range(self.places)) / self.stages
 
 
 @lru_cache(maxsize=64)

@@ -21,7 +21,7 @@ from autopar.memory import hosts, predict
 from autopar.memory.plans_that_fit import within
 from autopar.pipeline.assemble import pipelined
 from autopar.pipeline.balance import balance
-from autopar.pipeline.cut_search import Shifting
+from autopar.pipeline.cut_search import Shifting, are_few
 from autopar.pipeline.filling import Cuts
 from autopar.pipeline.in_flight import place_bytes
 from autopar.pipeline.once_per_step import begun_s
@@ -97,7 +97,7 @@ class _Laying:
 def lay(context: SearchContext, name: str, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen, *, whole: bool = False) -> Found:
     """Lay out the choices `chosen` of a shape under `table`, on the places of `ground`, with as few blocks run again as memory requires.
 
-    `whole`: time the order of the whole step, not of a shorter one, and walk its memory, in place of adding it up.
+    `whole`: time the order of the whole step, not of a shorter one, and walk its memory, in place of adding it up; cuts are shifted (pipeline.cut_search) also where a model has many.
 
     Raises InfeasibleError where no cut fits, or a place would have nothing to train.
     """
@@ -113,7 +113,8 @@ def lay(context: SearchContext, name: str, shape: Shape, table: Timetable, groun
             found.append(_cut(here, _sends_s(here))[0])
     fastest_s = min(f.step_s for f in found)
     best = next(f for f in found if f.step_s <= fastest_s * (1 + ALIKE))
-    return _shifted(here, best) if whole and table.stages > 1 and context.request.cluster.device.alone <= 1 else best
+    shifts = table.stages > 1 and context.request.cluster.device.alone <= 1 and (whole or are_few(len(context.units), table.stages, context.barred))
+    return _shifted(here, best) if shifts else best
 
 
 @dataclass(frozen=True, eq=False)

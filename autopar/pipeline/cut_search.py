@@ -1,7 +1,7 @@
 """Local search over cuts: pieces move from stage to stage while the step, timed by the schedule's own order of actions, gets shorter.
 
 `balance` makes the slowest stage as fast as possible. With few microbatches that is not the fastest step: a pipeline fills sooner behind short first stages,
-and drains sooner where the last ones are short. From a cut of `balance`, a move gives one piece from one stage to another, and shifts the stages
+and drains sooner where the last ones are short. From a cut of `balance`, or from the fastest of all where a model has few cuts, a move gives one piece from one stage to another, and shifts the stages
 between them by one piece; or one block less runs again, on a place with several stages also in exchange for one of another stage. All moves are timed at once and the best one
 is made, until none gains enough. A stage that has blocks keeps at least one: without blocks, hardly any communication of a stage is overlapped, and prices of that are rough.
 """
@@ -9,6 +9,7 @@ is made, until none gains enough. A stage that has blocks keeps at least one: wi
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
@@ -19,12 +20,16 @@ from autopar.pipeline.filling import Cuts
 from autopar.pipeline.in_flight import InFlight
 from autopar.pipeline.makespan import KINDS
 from autopar.pipeline.orders import StageTime
+from autopar.pipeline.rerun_counts import fitted
 from autopar.pipeline.stretches import Cost, Pieces
 
 GAIN = 1e-5  # relative: moves that gain less are not worth it
 SWEEP, ALL = 1e7, 1e8
 """The work of timing moves, in actions times moves: at most so much in one round, and in all rounds together. Where there is more to do, stages give
 pieces to nearby stages only."""
+
+FEW, TRIED = 2000, 200
+"""Where a model has at most FEW cuts they are all timed. Of those that fit only if some of their blocks run again, at most TRIED are tried."""
 
 SHIFTS = ((0, 0, 0), (0, -1, 0), (-1, -1, 0), (-1, 0, 0), (0, 1, 0), (1, 1, 0), (1, 0, 0), (0, 0, -1), (0, 0, 1))
 """By how many pieces the two ends of a stage may shift: not at all; for a piece that goes to a later stage, those of the giver, of stages between, of the
@@ -38,6 +43,11 @@ TimeOf = Callable[[int, Sequence[Cost], int], StageTime]
 
 EndsOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """As Timetable.ends_all_s."""
+
+
+def are_few(pieces: int, stages: int, barred: Collection[int]) -> bool:
+    """Whether all cuts of so many pieces into stages are timed; `barred` as in Shifting."""
+    return math.comb(pieces - 1 - len(barred), stages - 1) <= FEW
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +91,8 @@ class Shifting:
     _known: dict[tuple[int, int, int, int], _Stretch] = field(default_factory=dict)
 
     def shifted(self, cuts: Cuts) -> Cuts:
-        """`cuts` after the best moves, as long as they gain; `cuts` themselves where none does."""
+        """`cuts`, or the fastest of all where these are few, after the best moves, as long as they gain."""
+        cuts = self._fastest_of_all(cuts)
         edges, moves = [0, *cuts.bounds, len(self.pieces[0].costs)], self._moves()
         for _ in range(int(ALL / (self.actions * len(moves))) + 1):
             steps_s = self._steps_s(edges, cuts.again, moves)
@@ -92,6 +103,44 @@ class Shifting:
             again = [n + SHIFTS[way][2] for n, way in zip(cuts.again, moves[best], strict=True)]
             cuts = Cuts(edges[1:-1], [min(n, b - a) for n, (a, b) in zip(again, itertools.pairwise(edges), strict=True)])
         return cuts
+
+    def _fastest_of_all(self, cuts: Cuts) -> Cuts:
+        """The fastest of all cuts that fit and have as many stages with blocks, where there are few; with as few pieces run again as memory
+        allows. `cuts` where none is faster."""
+        count, stages = len(self.pieces[0].costs), len(self.at)
+        if not are_few(count, stages, self.barred):
+            return cuts
+        ends = [end for end in range(1, count) if end not in self.barred]
+        least, every = self._with_blocks(cuts.bounds), itertools.combinations(ends, stages - 1)
+        ways = [Cuts([*bounds], [0] * stages) for bounds in every if self._with_blocks(bounds) >= least]
+        best_s = float(self._timed([cuts])[0][0])
+        (steps_s, fits), (_, possible) = self._timed(ways), self._timed([Cuts(way.bounds, [count] * stages) for way in ways])
+        tried = 0
+        for index in np.argsort(steps_s, kind="stable"):  # as fast as if nothing had to run again
+            if not steps_s[index] < best_s * (1 - GAIN) or tried == TRIED:
+                break
+            if fits[index]:
+                return ways[index]
+            if possible[index]:
+                tried += 1
+                made = fitted(self.pieces, ways[index], self.at, self.flying, self.limits)
+                (made_s, *_), (held, *_) = self._timed([made])
+                cuts, best_s = (made, made_s) if held and made_s < best_s else (cuts, best_s)
+        return cuts
+
+    def _with_blocks(self, bounds: Sequence[int]) -> int:
+        """How many stages have blocks."""
+        return sum(self._block_between(*edges) for edges in self._edges(bounds))
+
+    def _timed(self, ways: Sequence[Cuts]) -> tuple[np.ndarray, np.ndarray]:
+        """[ways] seconds of a step, and whether every place has room for its stages, for possible cuts."""
+        made = [[self._stretch(stage, *edges, again, some=False) for stage, (edges, again) in enumerate(zip(self._edges(way.bounds), way.again, strict=True))] for way in ways]
+        numbers = np.array([[_numbers(stretch) for stretch in stretches] for stretches in made]).transpose(2, 1, 0)
+        return self._steps_of(numbers), self._fits(*numbers[-4:])
+
+    def _edges(self, bounds: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The first piece of each stage, and the one behind its last."""
+        return itertools.pairwise([0, *bounds, len(self.pieces[0].costs)])
 
     def _moves(self) -> np.ndarray:
         """[moves, stages]: the shifts of all stages; the first one moves nothing."""
@@ -110,17 +159,21 @@ class Shifting:
         """[moves] seconds of a step after each move; infinite where it is impossible, or does not fit."""
         stages = range(len(self.at))
         some = [self._block_between(*ends) for ends in itertools.pairwise(edges)]
-        ways = [[self._stretch(stage, edges[stage] + first, edges[stage + 1] + stop, again[stage] + more, some[stage]) for stage in stages] for first, stop, more in SHIFTS]
+        ways = [[self._stretch(stage, edges[stage] + first, edges[stage + 1] + stop, again[stage] + more, some=some[stage]) for stage in stages] for first, stop, more in SHIFTS]
         there = np.array([[way is not None for way in row] for row in ways])
-        numbers = np.array([[(*way.took_s, *astuple(way)[1:]) if way is not None else (0.0,) * (len(KINDS) + 6) for way in row] for row in ways])
+        numbers = np.array([[_numbers(way) for way in row] for row in ways])
         possible = np.flatnonzero(there[moves, stages].all(1))
         each = numbers[moves[possible], stages].transpose(2, 1, 0)  # [numbers, stages, moves]
-        took_s, (send_s, once_s, *held) = each[:len(KINDS)], each[len(KINDS):]
-        fits = self._fits(*held)
+        fits = self._fits(*each[-4:])
         fits[:1] |= possible[:1] == 0  # the present cut fits, as balance found it
         found = np.full(len(moves), np.inf)
-        found[possible[fits]] = (self.ends_of(took_s[..., fits], send_s[:, fits]) + (self._on @ once_s)[:, fits]).max(0)
+        found[possible[fits]] = self._steps_of(each[..., fits])
         return found
+
+    def _steps_of(self, numbers: np.ndarray) -> np.ndarray:
+        """[ways] seconds of a step, given the numbers of `_numbers` [numbers, stages, ways]."""
+        send_s, once_s = numbers[len(KINDS):-4]
+        return np.asarray((self.ends_of(numbers[:len(KINDS)], send_s) + self._on @ once_s).max(0))
 
     def _fits(self, rest: np.ndarray, live: np.ndarray, kept: np.ndarray, halfway: np.ndarray) -> np.ndarray:
         """[moves] whether every place has room for its stages, and something to train, given their bytes [stages, moves]."""
@@ -139,7 +192,7 @@ class Shifting:
         """Whether some of the pieces `[first, stop)` are blocks."""
         return any(piece in self.blocks for piece in range(first, stop))
 
-    def _stretch(self, stage: int, first: int, stop: int, again: int, some: bool) -> _Stretch | None:
+    def _stretch(self, stage: int, first: int, stop: int, again: int, *, some: bool) -> _Stretch | None:
         """A stage of the pieces `[first, stop)`, the first `again` of which run again; None where it is impossible, or has no block though it must have `some`."""
         count, last = len(self.pieces[stage].costs), len(self.at) - 1
         inside = first >= 0 and first < stop <= count and (first == 0) == (stage == 0) and (stop == count) == (stage == last) and again >= 0
@@ -155,6 +208,11 @@ class Shifting:
         time = self.time_of(stage, part, stop)
         once_s, rest, kept, halfway = (sum(getattr(c, name) for c in part) for name in ("once_s", "rest_bytes", "kept_bytes", "halfway_bytes"))
         return _Stretch(tuple(time.of(kind) for kind in KINDS), time.send_s, once_s, rest, max(c.live_bytes for c in part), kept, halfway)
+
+
+def _numbers(stretch: _Stretch | None) -> tuple[float, ...]:
+    """The fields of a stretch in a row, zeros where it is impossible: seconds of its actions by kind, of a send, and once per step, and its bytes of four kinds."""
+    return (*stretch.took_s, *astuple(stretch)[1:]) if stretch is not None else (0.0,) * (len(KINDS) + 6)
 
 
 def _between(a: int, b: int, stages: int) -> Iterator[list[int]]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.joint.timetables import SEARCHED, Kind, Timetable, timetable
+from autopar.pipeline import cut_search
 from autopar.pipeline.balance import balance
 from autopar.pipeline.cut_search import Shifting
 from autopar.pipeline.filling import Cuts
@@ -65,10 +66,8 @@ def test_ways_side_by_side_take_what_each_takes(table: Timetable) -> None:
         assert ends[:, way] == pytest.approx(table.ends_s(times), rel=1e-12)
 
 
-@pytest.mark.parametrize("table", TABLES, ids=str)
-@settings(max_examples=30, deadline=None)
-@given(st.data())
-def test_shifted_cuts_are_no_slower_and_fit_and_none_next_to_them_is_faster(table: Timetable, data: st.DataObject) -> None:
+def _drawn(table: Timetable, data: st.DataObject) -> tuple[Pieces, list[int], list[float], Cuts] | None:
+    """Pieces, those that no stage begins with, the limits of places and a cut of `balance`; None where nothing fits."""
     costs = data.draw(PIECES)
     pieces = Pieces(costs, [Cost(c.micro_s + 1.0, c.once_s, 0.0, 0.0, c.rest_bytes, c.live_bytes + 1.0, c.forward_s) for c in costs])
     barred = sorted(data.draw(st.frozensets(st.integers(1, len(costs) - 1), max_size=1)))
@@ -76,15 +75,44 @@ def test_shifted_cuts_are_no_slower_and_fit_and_none_next_to_them_is_faster(tabl
     try:
         cuts = balance([pieces] * table.stages, table.flying, [limits[at] for at in table.at], (), barred, table.at)
     except InfeasibleError:
-        return
+        return None
     cuts = fitted([pieces] * table.stages, cuts, table.at, table.in_flight, limits)
-    if any(nbytes > limit for nbytes, limit in zip(_held(table, pieces, cuts.bounds, cuts.again), limits, strict=True)):
+    fits = all(nbytes <= limit for nbytes, limit in zip(_held(table, pieces, cuts.bounds, cuts.again), limits, strict=True))
+    return (pieces, barred, limits, cuts) if fits else None
+
+
+@pytest.mark.parametrize("table", TABLES, ids=str)
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_of_few_cuts_none_is_faster_that_fits(table: Timetable, data: st.DataObject) -> None:
+    """Of those in which nothing runs again, and those in which as little does as memory allows."""
+    if (drawn := _drawn(table, data)) is None:
         return
+    pieces, barred, limits, cuts = drawn
     made = _shifted(table, pieces, cuts, limits, barred)
+    step_s = _step_s(table, pieces, made.bounds, made.again)
+    ends = [end for end in range(1, len(pieces.costs)) if end not in barred]
+    for bounds in itertools.combinations(ends, table.stages - 1):
+        other = fitted([pieces] * table.stages, Cuts([*bounds], [0] * table.stages), table.at, table.in_flight, limits)
+        fits = all(nbytes <= limit for nbytes, limit in zip(_held(table, pieces, bounds, other.again), limits, strict=True))
+        assert not fits or _step_s(table, pieces, bounds, other.again) >= step_s * (1 - 1e-4)
+
+
+@pytest.mark.parametrize("few", [cut_search.FEW, 0])
+@pytest.mark.parametrize("table", TABLES, ids=str)
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_shifted_cuts_are_no_slower_and_fit_and_none_next_to_them_is_faster(table: Timetable, few: int, data: st.DataObject) -> None:
+    if (drawn := _drawn(table, data)) is None:
+        return
+    pieces, barred, limits, cuts = drawn
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cut_search, "FEW", few)
+        made = _shifted(table, pieces, cuts, limits, barred)
     step_s = _step_s(table, pieces, made.bounds, made.again)
     assert step_s <= _step_s(table, pieces, cuts.bounds, cuts.again) and not set(made.bounds) & set(barred)
     assert all(nbytes <= limit for nbytes, limit in zip(_held(table, pieces, made.bounds, made.again), limits, strict=True))
-    edges = [0, *made.bounds, len(costs)]
+    edges = [0, *made.bounds, len(pieces.costs)]
     for giver, taker in itertools.permutations(range(table.stages), 2):
         moved = [edge - (giver < index <= taker) + (taker < index <= giver) for index, edge in enumerate(edges)]
         again = [min(n, stop - first) for n, (first, stop) in zip(made.again, itertools.pairwise(moved), strict=True)]

@@ -11,14 +11,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from torch import fx
 
+from autopar.asked_search import check_mesh, check_search, looks, run_search, searched_meshes
 from autopar.bestfirst import CLOSE, GLANCE_S, MOST_HONED, Elsewhere, Look, first_look, nowhere
 from autopar.decisions import rule_notes, tiling_notes
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError
 from autopar.memory import predict
 from autopar.named_strategies import FULL, best_named
 from autopar.partial_remat import by_bytes, filled
@@ -26,10 +26,10 @@ from autopar.plan import Alternative, Plan, Predicted
 from autopar.planner import Candidate, Planner, bare_plan
 from autopar.problem.largest import largest
 from autopar.problem.remat import Levels, price
-from autopar.recipes.free import space, spaces
+from autopar.recipes.free import space
 from autopar.request import Request
-from autopar.search import SEARCHES, Search, checked, exhaustive, ilp
-from autopar.text import gibibytes, near, seconds, times
+from autopar.search import ilp
+from autopar.text import gibibytes, seconds, times
 from autopar.timer import Timer
 
 
@@ -47,8 +47,8 @@ def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, timer: Timer
     `elsewhere` are the pipelines that these plans compete with, if there are any. Without a `timer` the time limit is the request's.
     """
     timer = timer or Timer(planner.request.time_limit_s)
-    _check_mesh(planner.request)
-    _check_search(planner)
+    check_mesh(planner.request)
+    check_search(planner)
     levels = _Levels(planner, elsewhere or nowhere(), timer)
     levels.search()
     best, tried = levels.answer, [*levels.full, *(row for level in levels.looked for row in level.tried or ())]
@@ -96,10 +96,10 @@ class _Level:
 
     def begin(self, alone_s: float) -> None:
         """Glance at all meshes, given the fastest known step of one stage, `alone_s`. Where none is known yet, the recipes are priced first."""
-        if math.isinf(alone_s) or not _looks(self.planner.request):
+        if math.isinf(alone_s) or not looks(self.planner.request):
             self.name_recipes(alone_s)
-        if _looks(self.planner.request):
-            self.look = first_look(self.planner, _meshes(self.planner), self.timer, min(alone_s, self.fastest_s), self.elsewhere)
+        if looks(self.planner.request):
+            self.look = first_look(self.planner, searched_meshes(self.planner), self.timer, min(alone_s, self.fastest_s), self.elsewhere)
             if self.remat and self.planner.request.remat == "auto":
                 self.run_partly_again(alone_s)
 
@@ -110,7 +110,7 @@ class _Level:
         through all of them.
         """
         seen = sorted(self.look.seen, key=lambda first: first.cost.time_s) if self.look is not None else []
-        for sizes in [first.mesh.sizes for first in seen[:MOST_HONED]] or (_meshes(self.planner) if math.isinf(alone_s) else []):
+        for sizes in [first.mesh.sizes for first in seen[:MOST_HONED]] or (searched_meshes(self.planner) if math.isinf(alone_s) else []):
             below_s = min(alone_s, self.fastest_s)
             if below_s < math.inf and self.timer.skips(self.timer.ends_at - self.timer.limit_s / 2):
                 return
@@ -133,7 +133,7 @@ class _Level:
         if self.look is not None:
             found, self.bound_s = self.look.finished(min(alone_s, self.fastest_s), until)
         elif request.recipe is None:
-            found, self.bound_s = _search(planner, self.timer)
+            found, self.bound_s = run_search(planner, self.timer)
             found = filled(planner, found) if found is not None else None
         found = min((one for one in (found, self.partly) if one is not None), key=lambda one: one.cost.time_s, default=None)
         self.found, self.notes = _simplest(found, self.recipe)
@@ -221,7 +221,7 @@ def beating(planner: Planner, known_s: float, open_: Sequence[str], timer: Timer
     that fits is faster."""
     for level in _fitting(planner, open_, []):
         short = len(planner.missing_bytes)
-        found, bound_s = first_look(planner, _meshes(planner), timer, known_s, nowhere()).finished(known_s)
+        found, bound_s = first_look(planner, searched_meshes(planner), timer, known_s, nowhere()).finished(known_s)
         if found is not None and found.cost.time_s < known_s * (1 - CLOSE):
             return finish(planner, found, bound_s if level == "none" else 0.0, [], about)
         if len(planner.missing_bytes) == short:
@@ -264,34 +264,6 @@ def _short_of_memory(planner: Planner, best: Candidate) -> bool:
     return roomy.problem.price(there.solution.choice).time_s < problem.price(best.solution.choice).time_s * (1 - 2 * CLOSE)
 
 
-def _check_mesh(request: Request) -> None:
-    """Raises PlanError unless the mesh that was asked for has as many ranks as the cluster has devices."""
-    if request.mesh is not None and math.prod(request.mesh) != request.cluster.devices:
-        raise PlanError(f"mesh {times(request.mesh)} has {math.prod(request.mesh)} ranks, {request.cluster.label} has "
-                        f"{request.cluster.devices} devices; wanted axes that multiply to {request.cluster.devices}")
-
-
-def _check_search(planner: Planner) -> None:
-    """Raises PlanError for an unknown search, and where there is too much for the exhaustive one, before anything is priced."""
-    search = _search_of(planner.request)
-    if search is exhaustive.search and planner.request.recipe is None:
-        for sizes in _meshes(planner):
-            exhaustive.combinations(planner.model(sizes, space(sizes), f"search on {times(sizes)}").problem)
-
-
-def _search_of(request: Request) -> Search:
-    """The strategy that was asked for. Raises PlanError where none has that name."""
-    search = SEARCHES.get(request.search) if isinstance(request.search, str) else request.search
-    if search is None:
-        raise PlanError(f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}{near(str(request.search), SEARCHES)}")
-    return search if search in SEARCHES.values() else checked(search)
-
-
-def _meshes(planner: Planner) -> list[tuple[int, ...]]:
-    """The meshes that are searched."""
-    return [planner.request.mesh] if planner.request.mesh is not None else spaces(planner.request.cluster, planner.cuts_samples)
-
-
 SIMPLER = 0.005  # relative: below this a difference is inside the error of the prices, and a recipe is easier to live with
 
 
@@ -306,31 +278,6 @@ def _simplest(found: Candidate | None, recipe: Candidate | None) -> tuple[Candid
         return recipe, ()
     return recipe, (f"{recipe.name} ({seconds(named_s)}) rather than what the search found ({seconds(searched_s)}): "
                     f"prices do not tell {100 * (named_s / searched_s - 1):.2f} % apart",)
-
-
-def _looks(request: Request) -> bool:
-    """Whether the request is for the default search, which glances at all meshes before it solves any (bestfirst)."""
-    return request.recipe is None and _search_of(request) is ilp.search
-
-
-def _search(planner: Planner, timer: Timer) -> tuple[Candidate | None, float]:
-    """A search that was asked for by name or function, on every mesh in turn: the best answer, and the lowest proven bound of all meshes."""
-    request = planner.request
-    search, meshes = _search_of(request), _meshes(planner)
-    found: Candidate | None = None
-    bounds: list[float] = []
-    for index, sizes in enumerate(meshes):
-        left = timer.left_s
-        request.say(f"search on {times(sizes)}")
-        try:
-            solve = partial(search, time_limit_s=max(left, 0.1) / (len(meshes) - index), seed=request.seed)
-            here = planner.candidate(sizes, space(sizes), "search", solve)
-        except InfeasibleError as error:
-            bounds += error.proven
-            continue
-        bounds.append(here.solution.bound_s)
-        found = here if found is None or here.cost.time_s < found.cost.time_s else found
-    return found, min(bounds, default=0.0)
 
 
 def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
+from autopar.joint import shape_models
 from autopar.joint.place_kinds import Ground
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_problems import Apart, Chosen
@@ -36,7 +37,7 @@ def parted(context: SearchContext, shape: Shape, ground: Ground, apart: Apart, c
     there = context.parted(parts)
     place_of = {name: place for scope, firsts in begins.items() for name, place in zip([scope, *parts.get(scope, ())], firsts.values(), strict=True)}
     decisions = _decisions(context, there, apart, cut, place_of)
-    models = there.laid(shape, ground, decisions)
+    models = shape_models.fixed_choices(there, shape, ground, decisions)
     choice = (0,) * len(models.micro.problem.nodes)
     if not models.micro.problem.price(choice).feasible:
         raise InfeasibleError("what one place makes cannot become what the next one reads")

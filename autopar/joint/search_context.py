@@ -16,7 +16,8 @@ from torch import fx
 
 from autopar.cluster import Device, Mesh, Places
 from autopar.errors import PlanError
-from autopar.joint.place_kinds import Ground, Weights, grounds
+from autopar.joint import shape_models
+from autopar.joint.place_kinds import Ground, grounds
 from autopar.joint.shape_problems import Chosen, Mixed, Models
 from autopar.joint.shapes import Shape, fewest
 from autopar.joint.shared_results import ProgramResults, WeightTotals
@@ -28,13 +29,11 @@ from autopar.pipeline.stretches import Cost
 from autopar.pipeline.units import Unit
 from autopar.plan import Plan
 from autopar.planner import Planner
-from autopar.problem.build import Decisions, Frame, rested
-from autopar.problem.clusters import Joint
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.kernels import Kernels
 from autopar.problem.memory_floor import least_bytes
 from autopar.problem.prices import Prices
-from autopar.problem.step_shares import ForwardPrices, MicroPrices, Share, StepPrices, combined
+from autopar.problem.step_shares import Share, combined
 from autopar.problem.time_floor import Work
 from autopar.recipes import roles
 from autopar.recipes.roles import Role
@@ -220,50 +219,10 @@ class SearchContext:
         """Raises InfeasibleError where sizes and roles leave some operator without a choice."""
         key = (shape, used)
         if key not in self._models:
-            self._models[key] = self._made(shape, used)
+            self._models[key] = shape_models.open_choices(self, shape, used)
         return self._models[key]
 
-    def _made(self, shape: Shape, used: tuple[Role, ...]) -> Models:
-        if self.on_devices is not None and not self.request.cluster.parts:
-            return self._hosted_models(self.on_devices.models(shape, used))
-        here, ground = self.planner(shape.microbatches), self.grounds(shape)[0]
-        joints = [here.joints(role, n) for role, n in zip(used, shape.mesh, strict=True)]
-        frame = Frame.of(here.program, here.clusters, joints, shape.mesh)
-        return self._of_kinds(here, frame, ground, shape)
-
-    def _weights(self, ground: Ground) -> Weights:
-        """The weights of the kinds of places (joint.place_kinds)."""
-        kinds = list(dict.fromkeys(sorted(ground.kinds)))
-        return Weights.of([ground.kinds.count(kind) for kind in kinds], [self.pace(ground.places.device(ground.kinds.index(kind))) for kind in kinds])
-
-    def laid(self, shape: Shape, ground: Ground, decisions: Decisions) -> Models:
-        """The Problems of a shape in which every choice is fixed by `decisions`."""
-        here = self.planner(shape.microbatches)
-        joints = [[[Joint(tuple([decisions[op.name][axis] for op in cluster.members]))] for cluster in here.clusters] for axis in range(len(shape.mesh))]
-        return self._of_kinds(here, Frame.of(here.program, here.clusters, joints, shape.mesh), ground, shape)
-
-    def _of_kinds(self, here: Planner, frame: Frame, ground: Ground, shape: Shape) -> Models:
-        """The Problems of all kinds of places."""
-        each = [self._priced(here, frame, ground.places, ground.kinds.index(kind), shape) for kind in dict.fromkeys(sorted(ground.kinds))]
-        return each[0] if len(each) == 1 else Mixed.of(each, self._weights(ground))
-
-    def _priced(self, here: Planner, frame: Frame, at: Places, place: int, shape: Shape) -> Models:
-        """The Problems of one kind of place."""
-        mesh, device, settings = at.mesh(place), at.device(place), self.request.settings
-        kernels, ahead = self._kernels(here, device)
-        bucket = self.whole.program.bucket_bytes
-        prices = (MicroPrices(mesh, device, settings, kernels, shape.microbatches, bucket_bytes=bucket),
-                  StepPrices(mesh, device, settings, kernels, bucket_bytes=bucket))
-        micro, once = (frame.priced(each, self.limit_bytes, str(shape)) for each in prices)
-        return Models(micro, once, ForwardPrices(mesh, device, settings, ahead))
-
-    def _hosted_models(self, models: Models) -> Models:
-        """`models` with offloading, which only changes what happens once per step."""
-        once = models.once.prices
-        prices = StepPrices(once.mesh, once.device, self.request.settings, once.kernels, bucket_bytes=once.bucket_bytes)
-        return replace(models, once=rested(models.once, prices))
-
-    def _kernels(self, here: Planner, device: Device) -> tuple[Kernels, Kernels]:
+    def kernels(self, here: Planner, device: Device) -> tuple[Kernels, Kernels]:
         """Prices of the operators on one device, and of their forward alone; made once."""
         if device == here.kernels.device:
             return here.kernels, here.forward_kernels

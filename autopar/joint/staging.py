@@ -7,15 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from autopar.cluster import MeshAxis
-from autopar.cost.comm import collective_s
-from autopar.decisions import local_share
 from autopar.errors import InfeasibleError
 from autopar.joint import parted_graph
 from autopar.joint.place_kinds import Ground
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_problems import Apart, Chosen
 from autopar.joint.shapes import Shape
+from autopar.joint.stage_times import Laying, all_times, one_time, pieces_send_s
 from autopar.joint.timetables import Timetable
 from autopar.memory import hosts, predict
 from autopar.memory.plans_that_fit import within
@@ -28,12 +26,12 @@ from autopar.pipeline.once_per_step import begun_s
 from autopar.pipeline.orders import StageTime
 from autopar.pipeline.rerun_counts import fitted
 from autopar.pipeline.shared_weights import Shared, shared_weights
-from autopar.pipeline.stage_views import View, views
-from autopar.pipeline.stretches import Cost, Pieces, stage_time
+from autopar.pipeline.stage_views import views
+from autopar.pipeline.stretches import Cost, Pieces
 from autopar.pipeline.units import Unit
 from autopar.plan import Plan, Stage
 from autopar.planner import bare_plan
-from autopar.problem.graph import Program, Ref
+from autopar.problem.graph import Program
 from autopar.recipes import offload as offloads
 
 UNEVEN = 0.01  # relative: a place that is busier than the mean by more calls for a cut that balances places
@@ -73,27 +71,6 @@ class Found:
         return max(self.places_bytes)
 
 
-@dataclass(frozen=True, eq=False)
-class _Laying:
-    """The input of `lay`: choices of a shape under one timetable, on the places of `ground`. `flat` is the plan of one stage with these choices; `whole`
-    as in `lay`."""
-
-    context: SearchContext
-    shape: Shape
-    table: Timetable
-    ground: Ground
-    chosen: Chosen
-    flat: Plan
-    whole: bool
-
-    def parted(self, cuts: Cuts) -> _Laying:
-        """The same with runs of blocks divided into parts at the cuts, where places have layouts of their own; else unchanged."""
-        if not isinstance(self.chosen, Apart):
-            return self
-        context, chosen, flat = parted_graph.parted(self.context, self.shape, self.ground, self.chosen, _assembled(self, cuts))
-        return replace(self, context=context, chosen=chosen, flat=flat)
-
-
 def lay(context: SearchContext, name: str, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen, *, whole: bool = False) -> Found:
     """Lay out the choices `chosen` of a shape under `table`, on the places of `ground`, with as few blocks run again as memory requires.
 
@@ -102,7 +79,7 @@ def lay(context: SearchContext, name: str, shape: Shape, table: Timetable, groun
     Raises InfeasibleError where no cut fits, or a place would have nothing to train.
     """
     flat = bare_plan(context.whole, context.mesh(shape), chosen.model.decode(chosen.solution.choice), name, cluster=ground.places.cluster)
-    here = _Laying(context, shape, table, ground, chosen, flat, whole)
+    here = Laying(context, shape, table, ground, chosen, flat, whole)
     even, times = _cut(here, ())
     found = [even]
     if table.virtual > 1 and _unevenly_busy(table, times):
@@ -110,7 +87,7 @@ def lay(context: SearchContext, name: str, shape: Shape, table: Timetable, groun
             found.append(_cut(here, (), by_place=True)[0])
     if table.stages > 1 and _waits_for_links(times):
         with suppress(InfeasibleError):
-            found.append(_cut(here, _sends_s(here))[0])
+            found.append(_cut(here, pieces_send_s(here))[0])
     fastest_s = min(f.step_s for f in found)
     best = next(f for f in found if f.step_s <= fastest_s * (1 + ALIKE))
     shifts = table.stages > 1 and context.request.cluster.device.alone <= 1 and (whole or are_few(len(context.units), table.stages, context.barred))
@@ -121,14 +98,14 @@ def lay(context: SearchContext, name: str, shape: Shape, table: Timetable, groun
 class _Cut:
     """A plan that is cut into stages: the pieces of each stage (`parts`) and the bytes per device of each place (`held`); `on` is what it was made from."""
 
-    on: _Laying
+    on: Laying
     cuts: Cuts
     plan: Plan
     parts: list[list[Cost]]
     held: list[float]
 
 
-def _by_stage(here: _Laying) -> list[Pieces]:
+def _by_stage(here: Laying) -> list[Pieces]:
     """For each stage, the costs of all pieces on its place."""
     return [here.chosen.on(place, here.ground.kinds[place]) for place in here.table.at]
 
@@ -144,7 +121,7 @@ def _unevenly_busy(table: Timetable, times: Sequence[StageTime]) -> bool:
     return max(busy) * table.places > sum(busy) * (1 + UNEVEN)
 
 
-def _cut(here: _Laying, sends_s: Sequence[float], *, by_place: bool = False) -> tuple[Found, Sequence[StageTime]]:
+def _cut(here: Laying, sends_s: Sequence[float], *, by_place: bool = False) -> tuple[Found, Sequence[StageTime]]:
     """Cut by `balance`, given the seconds `sends_s` that a cut in front of each piece sends: the result, and the times of its stages."""
     context, table, ground = here.context, here.table, here.ground
     pieces = _by_stage(here)
@@ -163,7 +140,7 @@ def _cut(here: _Laying, sends_s: Sequence[float], *, by_place: bool = False) -> 
     return _timed(here, made or within(largest, lambda limit_bytes: cut([own - (largest - limit_bytes) for own in ground.limits]), peak_bytes))
 
 
-def _reserving(here: _Laying, cut: Callable[[Sequence[float]], _Cut]) -> _Cut | None:
+def _reserving(here: Laying, cut: Callable[[Sequence[float]], _Cut]) -> _Cut | None:
     """A cut in which each place that is too full has room reserved for what the walk counts there beyond the sum of its pieces; None where that does not fit soon. Raises InfeasibleError
     where nothing fits with nothing reserved."""
     limits, reserved = here.ground.limits, [0.0] * len(here.ground.limits)
@@ -183,9 +160,17 @@ def _reserving(here: _Laying, cut: Callable[[Sequence[float]], _Cut]) -> _Cut | 
     return None
 
 
-def _made(here: _Laying, pieces: Sequence[Pieces], cuts: Cuts) -> _Cut:
+def _parted(here: Laying, cuts: Cuts) -> Laying:
+    """`here` with runs of blocks divided into parts at the cuts, where places have layouts of their own; else unchanged."""
+    if not isinstance(here.chosen, Apart):
+        return here
+    context, chosen, flat = parted_graph.parted(here.context, here.shape, here.ground, here.chosen, _assembled(here, cuts))
+    return replace(here, context=context, chosen=chosen, flat=flat)
+
+
+def _made(here: Laying, pieces: Sequence[Pieces], cuts: Cuts) -> _Cut:
     """The plan cut at `cuts`. Raises InfeasibleError where a place would have nothing to train."""
-    on = here.parted(cuts)
+    on = _parted(here, cuts)
     parts = cuts.parts(pieces if on is here else _by_stage(on))
     held = _held(parts, here.table)
     plan, program = _assembled(on, cuts), on.context.whole.program
@@ -193,13 +178,13 @@ def _made(here: _Laying, pieces: Sequence[Pieces], cuts: Cuts) -> _Cut:
     return _Cut(on, cuts, plan, parts, [place.peak_bytes for place in predict(program, plan).places] if here.whole else held)
 
 
-def _shifted(here: _Laying, found: Found) -> Found:
+def _shifted(here: Laying, found: Found) -> Found:
     """`found`, or the result of shifting its cuts (pipeline.cut_search), where that is faster."""
     context, table, ground = here.context, here.table, here.ground
-    pieces, seen, sends_s = _by_stage(here), views(found.program, found.plan), [*_sends_s(here), 0.0]
+    pieces, seen, sends_s = _by_stage(here), views(found.program, found.plan), [*pieces_send_s(here), 0.0]
 
     def time_of(stage: int, part: Sequence[Cost], stop: int) -> StageTime:
-        return _time(here, stage, part, sends_s[stop], seen[stage])
+        return one_time(here, stage, part, sends_s[stop], seen[stage])
 
     room = [limit - max(0.0, walked - added) for limit, walked, added in zip(ground.limits, found.places_bytes, _held(found.cuts.parts(pieces), table), strict=True)]
     blocks = frozenset(index for index, unit in enumerate(context.units) if unit.instance >= 0)
@@ -214,14 +199,14 @@ def _shifted(here: _Laying, found: Found) -> Found:
     return found
 
 
-def _timed(here: _Laying, made: _Cut) -> tuple[Found, Sequence[StageTime]]:
+def _timed(here: Laying, made: _Cut) -> tuple[Found, Sequence[StageTime]]:
     """What it comes to, and the times of its stages."""
     context, shape, table, ground = here.context, here.shape, here.table, here.ground
     plan, parts, held, program = made.plan, made.parts, made.held, made.on.context.whole.program
     if plan.offload:
         offloads.fits(f"{plan.offload} on the host", hosts.of_a_device(program, plan), ground.places.cluster)
     seen = views(program, plan) if table.stages > 1 else ()
-    times = _times(made.on, plan, parts, seen)
+    times = all_times(made.on, plan, parts, seen)
     ends = table.ends_s(times, whole=here.whole, alone=context.request.cluster.device.alone)
     step_s = max(_done_s(made, ends, shared_weights(program, plan, seen, ground.places) if context.request.settings.training and table.places > 1 else ()))
     busy = _by_place(table, [shape.microbatches * sum(c.micro_s for c in part) for part in parts])
@@ -239,7 +224,7 @@ def _check_trained(program: Program, plan: Plan) -> None:
             raise InfeasibleError(f"place {place} would have nothing to train ({', '.join(sorted(mine)[:3])}); use fewer places, or a recipe without a pipeline")
 
 
-def _assembled(here: _Laying, cuts: Cuts) -> Plan:
+def _assembled(here: Laying, cuts: Cuts) -> Plan:
     """The plan cut into stages, without a prediction."""
     context, shape, chosen = here.context, here.shape, here.chosen
     rerun = chosen.all_again or any(cuts.again)
@@ -277,7 +262,7 @@ def _done_s(made: _Cut, ends: Sequence[float], shared: Sequence[Shared]) -> list
     return [end + own for end, own in zip(summed, update_s, strict=True)]
 
 
-def _updated_twice_s(here: _Laying, parts: Sequence[Sequence[Cost]]) -> list[float]:
+def _updated_twice_s(here: Laying, parts: Sequence[Sequence[Cost]]) -> list[float]:
     """By place, seconds of updates that the prices of its pieces count several times, though the place has the weight once."""
     if not here.chosen.apart:
         return [0.0] * here.table.places
@@ -296,39 +281,3 @@ def _held(parts: Sequence[Sequence[Cost]], table: Timetable) -> list[float]:
         raise InfeasibleError(f"place {rest.index(0)} of {table.places} would hold no parameter: {have} of the {count} pieces that stages are made of (blocks, and "
                               "operators outside of blocks) have any; use fewer places, or a recipe without a pipeline")
     return [place_bytes(table.of_place(place, parts), flying) for place, flying in enumerate(table.in_flight)]
-
-
-def _times(here: _Laying, plan: Plan, parts: Sequence[Sequence[Cost]], seen: Sequence[View]) -> list[StageTime]:
-    """Seconds of each stage in one microbatch."""
-    if here.table.stages == 1:
-        return [stage_time(parts[0], 0.0, split=False, training=here.context.request.settings.training)]
-    program = here.context.planner(here.shape.microbatches).program
-    sent_s = [_send_s(program, plan, view.sends, link) for view, link in zip(seen, _hops(here), strict=False)]
-    return [_time(here, stage, *each) for stage, each in enumerate(zip(parts, [*sent_s, 0.0], seen, strict=True))]
-
-
-def _time(here: _Laying, stage: int, part: Sequence[Cost], send_s: float, view: View) -> StageTime:
-    """Seconds of one of several stages, which is separable as in `view`."""
-    table = here.table
-    return stage_time(part, send_s, split=table.schedule.splits_backward and view.separable, training=here.context.request.settings.training,
-                      action_s=here.ground.places.device(table.at[stage]).action_s if table.places > 1 else 0.0)
-
-
-def _hops(here: _Laying) -> list[MeshAxis]:
-    """The links from each stage to the next."""
-    return [here.ground.places.link(a, b) for a, b in itertools.pairwise(here.table.at)]
-
-
-def _sends_s(here: _Laying) -> list[float]:
-    """For each piece, seconds of one microbatch for sending what crosses a cut before it, over the slowest link between two stages."""
-    program, flat = here.context.planner(here.shape.microbatches).program, here.flat
-    known: dict[tuple[Ref, ...], float] = {}
-    for sends in (crossings := here.context.crossing(flat, here.shape.microbatches)):
-        if sends not in known:
-            known[sends] = max(_send_s(program, flat, sends, link) for link in dict.fromkeys(_hops(here)))
-    return [known[sends] for sends in crossings]
-
-
-def _send_s(program: Program, plan: Plan, sends: Sequence[Ref], link: MeshAxis) -> float:
-    """Seconds of one microbatch for sending the results of a stage."""
-    return sum(collective_s("send", local_share(plan, ref) * program.bytes_of(ref), link) for ref in sends)

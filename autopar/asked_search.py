@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from functools import partial
 
+from autopar.candidate import Candidate
 from autopar.errors import InfeasibleError, PlanError
-from autopar.planner import Candidate, Planner
+from autopar.planner import Planner
 from autopar.recipes.free import space, spaces
 from autopar.request import Request
 from autopar.search import SEARCHES, Search, checked, exhaustive, ilp

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
+from autopar.candidate import Candidate
 from autopar.errors import InfeasibleError
 from autopar.partial_remat import filled
-from autopar.planner import Candidate, Planner
+from autopar.planner import Planner
 from autopar.recipes.free import space, unfolded
 from autopar.search import ilp
 from autopar.text import times

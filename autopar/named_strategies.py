@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from functools import partial
 
+from autopar.candidate import Candidate
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layout import divisible
 from autopar.partial_remat import filled
 from autopar.plan import Alternative
-from autopar.planner import Candidate, Planner
+from autopar.planner import Planner
 from autopar.problem.graph import Program
 from autopar.recipes import RECIPES, Recipe, roles
 from autopar.recipes.offload import OFFLOADS

@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 
+from autopar.candidate import Candidate
 from autopar.pipeline.single_stage import step_cost
-from autopar.planner import Candidate, Planner
+from autopar.planner import Planner
 from autopar.problem.build import Model
 from autopar.problem.remat import rematerialised
 from autopar.problem.remat_choices import choices

@@ -12,6 +12,7 @@ from functools import cache, partial
 
 from torch import fx
 
+from autopar.candidate import Candidate
 from autopar.cluster import Cluster, Device, Mesh
 from autopar.decisions import node_plan
 from autopar.errors import InfeasibleError
@@ -38,7 +39,7 @@ from autopar.problem.rerun import rerun
 from autopar.problem.step_shares import ForwardPrices
 from autopar.problem.tiling import large
 from autopar.problem.time_floor import Work
-from autopar.problem.types import Cost, Problem, Solution
+from autopar.problem.types import Problem, Solution
 from autopar.recipes import roles
 from autopar.request import Request
 from autopar.search import ilp
@@ -52,44 +53,6 @@ SURE = 0.02
 
 _On = tuple[Mesh, tuple[roles.Role, ...]]  # a mesh, and what its axes may do
 _Key = tuple[_On, tuple[tuple[str, tuple[str, ...]], ...]]  # with the blocks that are run again, and what they keep
-
-
-@dataclass(eq=False)
-class Candidate:
-    """One solution on one mesh, with its price. `name` is the recipe, or "search"."""
-
-    name: str
-    mesh: Mesh
-    model: Model
-    solution: Solution
-    cost: Cost
-    remat: Levels = field(default_factory=dict)
-    again: Mapping[str, int] = field(default_factory=dict)  # by scope of `remat`: of how many blocks, where that is not all of them
-    peak_bytes: float | None = None  # of its fullest rank, by the memory walk (autopar.memory); None while that was not done
-    timed: Callable[[Model, tuple[int, ...]], Cost] = field(default=lambda model, choice: model.problem.evaluate(choice))  # what a solution costs as it runs
-    short: bool = False  # whether its Problem got a lower memory limit than the device has, to leave room for temporaries
-
-    @property
-    def peak(self) -> float:
-        """`peak_bytes`, which must be known."""
-        assert self.peak_bytes is not None, "its memory was not walked"
-        return self.peak_bytes
-
-    @property
-    def counted_bytes(self) -> float:
-        """Bytes per device as its Problem counts them, which is without temporaries (what lives within an operator or between two of them)."""
-        return self.model.problem.price(self.solution.choice).memory_bytes
-
-    def refined(self, solution: Solution) -> Candidate:
-        """The same Problem with another solution. Where the Problem was given less memory than the device has, its bound does not hold for all
-        plans that fit, so the bound of this Candidate is kept."""
-        proven = replace(solution, bound_s=self.solution.bound_s) if self.short else solution
-        return replace(self, solution=proven, cost=self.timed(self.model, solution.choice))
-
-    @property
-    def plainly(self) -> Cost:
-        """The cost of the same choices without rematerialisation and without a memory limit."""
-        return self.timed(self.model.plainly.with_limit(math.inf), self.solution.choice)
 
 
 @dataclass(eq=False)

@@ -9,12 +9,13 @@ from functools import cache, partial
 import pytest
 
 from autopar import onestage
+from autopar.candidate import Candidate
 from autopar.cluster import Cluster
 from autopar.memory import predict
 from autopar.onestage import plan
 from autopar.partial_remat import filled
 from autopar.pipeline.single_stage import step_cost
-from autopar.planner import Candidate, Planner
+from autopar.planner import Planner
 from autopar.problem.remat import rematerialised
 from autopar.problem.remat_choices import choices
 from autopar.recipes import RECIPES

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from autopar.bestfirst import CLOSE, HONED, Look, _unfolded, first_look, nowhere
+from autopar.candidate import Candidate
 from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.onestage import SIMPLER, _short_of_memory, _simplest, plan, plan_with
-from autopar.planner import Candidate, Planner
+from autopar.planner import Planner
 from autopar.problem.settings import Settings
 from autopar.problem.types import Cost, Problem, Solution
 from autopar.recipes import RECIPES

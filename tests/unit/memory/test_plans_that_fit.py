@@ -9,12 +9,13 @@ from functools import partial
 
 import pytest
 
+from autopar.candidate import Candidate
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.memory import predict
 from autopar.memory.plans_that_fit import within
 from autopar.onestage import plan
-from autopar.planner import Candidate, Planner
+from autopar.planner import Planner
 from autopar.recipes import RECIPES
 from autopar.recipes.free import space
 from autopar.report.explain import choice_of

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from autopar import bestfirst
+from autopar.candidate import Candidate
 from autopar.cluster import Cluster
 from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES
@@ -20,7 +21,7 @@ from autopar.pipeline import passes
 from autopar.pipeline.honing_state import HoningState
 from autopar.pipeline.passes import Passes
 from autopar.pipeline.single_stage import step_cost
-from autopar.planner import Candidate, Planner
+from autopar.planner import Planner
 from autopar.problem import leaf_gathers as leaves_of
 from autopar.problem import pass_tables as passing_of
 from autopar.problem.hiding import Load, together_s

@@ -16,7 +16,7 @@ _WHERE = {
     "compile": "autopar.api",
     "diff": "autopar.report.difference",
     "load": "autopar.api",
-    "Compiled": "autopar.api",
+    "Compiled": "autopar.compiled",
     "Cluster": "autopar.cluster",
     "GradScaler": "autopar.runtime",
     "Plan": "autopar.plan",
@@ -50,8 +50,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from autopar.api import Compiled, compile, load
+    from autopar.api import compile, load
     from autopar.cluster import Cluster
+    from autopar.compiled import Compiled
     from autopar.errors import (
         AutoparError,
         CaptureError,

@@ -30,7 +30,7 @@ class Model(nn.Module):
         return (self.frozen(self.last(h * h) if self.twice else h) - x).square().mean()
 
 
-def _made(recipe: str, *, mode: str = "train", **options: float) -> tuple[autopar.api.Compiled, nn.Module, list[Tensor]]:
+def _made(recipe: str, *, mode: str = "train", **options: float) -> tuple[autopar.compiled.Compiled, nn.Module, list[Tensor]]:
     torch.manual_seed(0)
     model, batches = Model(**options).double(), [torch.randn(ROWS, WIDTH).double() * (i + 1) + i for i in range(3)]  # type: ignore[arg-type]
     return autopar.compile(model, "cpu:1x2", (batches[0],), recipe=recipe, mode=mode, time_limit_s=5.0), model, batches

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar.api import Compiled
+from autopar.compiled import Compiled
 from autopar.runtime import ShardedModule
 from autopar.runtime.regather import _registry
 from tests.dist.test_loaders import Model, dataset

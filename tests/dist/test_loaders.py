@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import autopar
-from autopar.api import Compiled
+from autopar.compiled import Compiled
 from autopar.errors import RunError
 from tests.helpers.ranks import living
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import autopar
 from autopar import GradScaler, RunError
 from autopar._torch import local_of
-from autopar.api import Compiled
+from autopar.compiled import Compiled
 from autopar.verify.step import Light
 from tests.dist.test_loaders import Model, dataset
 from tests.helpers.ranks import living

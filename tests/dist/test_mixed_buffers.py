@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.api import Compiled
+from autopar.compiled import Compiled
 from autopar.memory import memory_of
 from autopar.runtime.scaling import scaler_for
 from autopar.verify import case_of, verify

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import autopar
 from autopar._torch import local_of
-from autopar.api import Compiled
+from autopar.compiled import Compiled
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
 from autopar.errors import PlanError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar.api import Compiled
+from autopar.compiled import Compiled
 from autopar.runtime import ShardedModule
 from tests.dist.test_loaders import Model, dataset
 from tests.helpers.ranks import living

@@ -33,7 +33,7 @@ class Model(nn.Module):
         return F.mse_loss(self.down(F.gelu(self.up(x))), y)
 
 
-def compiled(recipe: str, hidden: int = 4 * WIDTH) -> tuple[autopar.api.Compiled, tuple[Tensor, ...]]:
+def compiled(recipe: str, hidden: int = 4 * WIDTH) -> tuple[autopar.compiled.Compiled, tuple[Tensor, ...]]:
     torch.manual_seed(0)
     batch = torch.randn(ROWS, WIDTH).double(), torch.randn(ROWS, WIDTH).double()
     made = autopar.compile(Model(hidden).double(), "cpu:1x2", batch, recipe=recipe, time_limit_s=5.0)

@@ -9,9 +9,9 @@ import torch
 
 import autopar
 from autopar import frontend, joint
-from autopar.api import Compiled
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
+from autopar.compiled import Compiled
 from autopar.errors import PlanError
 from autopar.joint.choice import staged
 from autopar.joint.search_context import SearchContext

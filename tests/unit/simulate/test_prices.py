@@ -16,9 +16,9 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
-from autopar.api import Compiled
 from autopar.cluster import Cluster
 from autopar.codegen.edges import options
+from autopar.compiled import Compiled
 from autopar.cost.comm import collective_s
 from autopar.pipeline.single_stage import step_cost
 from autopar.planner import Planner

@@ -1,7 +1,8 @@
-"""Claims that two processes look at side by side, in memory that both have: of each the parts that it was taken apart into, what is proven of these, and who looks at it now.
+"""The state of the claims of a proof (joint.prove), in memory that two processes share: the parts that each claim was divided into, the bound of
+each part, and which process is looking at it.
 
-Which of them looks at what depends on how fast they are; what is proven in the end hardly does. A look is the same whoever takes it, but for how fast a plan is that is known by
-then, and what comes of more looks than are needed is not counted.
+Which process takes which look depends on timing, but the bound that is proven hardly does: a look has the same result in both, up to the cutoff from
+the fastest plan known by then, and looks beyond those that were needed are not counted (`Board.proven_s`).
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from typing import NamedTuple
 import numpy as np
 
 FORKS = "fork" in multiprocessing.get_all_start_methods()
-"""Whether there are processes that share memory with this one."""
+"""Whether this system has processes that share memory with their parent."""
 
 STEPS = 64
-"""So many bounds of a claim are kept; beyond that only the last one."""
+"""How many bounds of a claim are kept, one per look; after that the last is overwritten."""
 
 NOBODY = -1
-"""Looks at a claim that anybody may take."""
+"""The owner of a claim that no process is looking at."""
 
 GONE_S = 1.0
-"""Who keeps the board to itself for so long is gone: it takes microseconds."""
+"""Seconds to wait for the lock, which is held for microseconds: a process that keeps it for longer has died."""
 
 
 class Part(NamedTuple):
-    """Of a claim the shapes from `begin` to `end`: seconds that nothing on them beats, and how often they were looked at."""
+    """The shapes `[begin, end)` of a claim: a lower bound in seconds on all plans on them, and the number of looks taken at them."""
 
     bound_s: float
     begin: int
@@ -39,7 +40,7 @@ class Part(NamedTuple):
 
 
 class Board:
-    """Of claims by number, one at least, each with one part in the beginning; `most_looks`: nothing is looked at more often."""
+    """The claims by number, at least one, each with one part at first. `most_looks`: looks at one part at most."""
 
     def __init__(self, claims: Sequence[Part], most_looks: int) -> None:
         count, most = len(claims), max(claim.end for claim in claims) + 1
@@ -56,27 +57,27 @@ class Board:
 
     @property
     def known_s(self) -> float:
-        """Seconds of the fastest plan that is known."""
+        """Seconds of the fastest known plan."""
         return float(self._known_s[0])
 
     def know(self, known_s: float) -> None:
-        """There is a plan of so many seconds."""
+        """Set the seconds of the fastest known plan."""
         self._known_s[0] = known_s
 
     def proven_s(self, enough_s: float) -> float:
-        """Seconds that nothing of all claims beats, each looked at until it has proven `enough_s`."""
+        """The lower bound on all claims, each as of the first look after which it was at least `enough_s`."""
         reached = self._bounds >= enough_s
         return float(np.where(reached.any(1), self._bounds[np.arange(len(reached)), reached.argmax(1)], self._bounds[:, -1]).min())
 
     @property
     def _done(self) -> np.ndarray:
-        """[claims] whether the part of which least is proven can be looked at no closer."""
+        """[claims] whether the part with the lowest bound has had all its looks."""
         least = self._parts[:, :, 0].argmin(1)
         return np.asarray(self._parts[np.arange(len(least)), least, 3] >= self.most_looks)
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Nobody else reads or writes inside."""
+        """Hold the lock."""
         held = self._lock.acquire(timeout=GONE_S)
         try:
             yield
@@ -85,7 +86,7 @@ class Board:
                 self._lock.release()
 
     def open(self, enough_s: float) -> bool:
-        """Whether looks may still prove more, up to `enough_s`: the claim of which least is proven can be looked at closer."""
+        """Whether a look may still raise the bound of all claims, where that is below `enough_s`."""
         with self._held():
             return self._open(enough_s)
 
@@ -95,16 +96,16 @@ class Board:
 
     @property
     def looked(self) -> bool:
-        """Whether the claim of which least is proven was looked at."""
+        """Whether the claim with the lowest bound has had a look."""
         return bool(self._looks[self._bounds[:, -1].argmin()] > 0)
 
     @property
     def settled_s(self) -> float:
-        """The least of the claims that can be looked at no closer: it is enough to prove as much of the others."""
+        """The lowest bound of claims that have had all their looks. Nothing is gained by raising other claims above it."""
         return float(self._bounds[self._done, -1].min(initial=math.inf))
 
     def take(self, who: int, enough_s: float) -> tuple[int, Part] | None:
-        """Of the claims that nobody looks at the one of which least is proven, and of this the part; None where none of them may prove more. `who` looks at it until it is told."""
+        """The free claim with the lowest bound, and its part with the lowest bound; `who` owns it until `tell`. None where no look can help."""
         with self._held():
             able = (self._owner == NOBODY) & ~self._done & (self._bounds[:, -1] < enough_s)
             if not able.any() or not self._open(enough_s):
@@ -115,7 +116,7 @@ class Board:
             return index, Part(float(bound_s), int(begin), int(end), int(looks))
 
     def tell(self, index: int, parts: Sequence[Part]) -> None:
-        """What a look has made of the part that was taken of a claim."""
+        """Replace the part that was taken of claim `index` by what the look has made of it, and free the claim."""
         with self._held():
             own = self._parts[index]
             own[own[:, 0].argmin(), 0] = math.inf
@@ -128,5 +129,5 @@ class Board:
             self._owner[index] = NOBODY
 
     def leave(self, who: int) -> None:
-        """`who` is gone, and with it what it looked at."""
+        """Free the claims of `who`, which has ended."""
         self._owner[self._owner == who] = NOBODY

@@ -1,5 +1,8 @@
-"""Plans with the optimizer's state on the host, or with parameters and gradients too: by name, where nothing else fits a device, and where devices
-are so short of memory that these are faster in spite of what the step takes then. One stage or several, as on devices."""
+"""Plans with offloading: optimizer state rests on the host, or parameters and gradients too.
+
+They are made by name (recipes), where no other plan fits, and where they are faster than plans that run blocks again or need a pipeline for want of
+memory. They have one stage or several.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ WORDS = {"optimizer": "optimizer state rests", "parameters": "parameters, gradie
 
 
 def by_recipe(context: SearchContext, about: Mapping[str, Any]) -> Plan:
-    """The plan of a recipe that rests on the host. Raises InfeasibleError where device or host is too small, PlanError where hosts are not known."""
+    """The plan of an offloading recipe. Raises InfeasibleError where device or host memory is too small, PlanError where the cluster does not say what
+    hosts have."""
     offload = OFFLOADS[str(context.request.recipe)]
     offloads.checked(offload.name, context.request.cluster, context.request.settings)
     there = context.hosted(offload.held)
@@ -42,15 +46,15 @@ def by_recipe(context: SearchContext, about: Mapping[str, Any]) -> Plan:
 
 
 def may(request: Request) -> bool:
-    """Whether plans on the host are considered where nobody asks for them: something is trained, what is searched is free, and devices have a
-    host with memory of its own, of which the cluster says what it has. (A CPU rank's memory is the host's.)"""
+    """Whether the search considers offloading: it trains, recipe, search and offloading are left to it, and the cluster describes hosts with memory of
+    their own (a CPU rank's memory is the host's)."""
     free = request.recipe is None and request.search == "ilp" and request.settings.training and not request.settings.offload
     return free and request.cluster.device.kind != "cpu" and not request.cluster.parts and not offloads.unknown(request.cluster.device)
 
 
 def instead(context: SearchContext, failed: InfeasibleError, about: Mapping[str, Any]) -> Plan:
-    """The best plan on the host where no other one fits, for which `failed` is the reason. Raises it, with what the host adds, where
-    that does not fit either."""
+    """The best plan with offloading, where no other plan fits, as `failed` says. Raises InfeasibleError, with the text of `failed` and what offloading
+    lacks, where none fits either."""
     context.request.say("nothing fits the devices: optimizer state on the host")
     context.restart()
     missing = f"{gibibytes(failed.missing_bytes)} per device are missing" if failed.missing_bytes is not None else "memory is missing"
@@ -61,8 +65,8 @@ def instead(context: SearchContext, failed: InfeasibleError, about: Mapping[str,
 
 
 def or_faster(context: SearchContext, made: Plan, about: Mapping[str, Any]) -> Plan:
-    """`made`, or a plan on the host that is faster. That is only looked for where `made` runs blocks again or has several stages or microbatches,
-    which it does for memory, and where its step leaves time for what the host takes."""
+    """`made`, or a faster plan with offloading. One is only searched where `made` runs blocks again or has several stages or microbatches, all of which
+    save memory, and where the least step with offloading is shorter."""
     step_s = context.best_s = made.predicted.step_s
     if not (made.remat or made.places > 1 or made.microbatches > 1):
         return made
@@ -75,7 +79,7 @@ def or_faster(context: SearchContext, made: Plan, about: Mapping[str, Any]) -> P
 
 
 def _fastest(context: SearchContext, known_s: float, why: str, about: Mapping[str, Any]) -> tuple[Plan | None, list[Alternative], str]:
-    """The fastest plan on the host that beats `known_s`, a line for each that does not, and why the last one is none."""
+    """The fastest plan with offloading that beats `known_s` (None: there is none), a row for each that does not, and the reason of the last one."""
     best: Plan | None = None
     tried: list[Alternative] = []
     reason = ""
@@ -100,13 +104,13 @@ def _fastest(context: SearchContext, known_s: float, why: str, about: Mapping[st
 
 
 def _least_s(there: SearchContext, level: str) -> float:
-    """Seconds that no step beats with all blocks run again at `level`."""
+    """A lower bound in seconds on a step with all blocks run again at `level`."""
     return there.work(1, level).step_s(there.request.cluster.devices, 1, 1) + there.late_s
 
 
 def _best(there: SearchContext, known_s: float, open_: list[str], about: Mapping[str, Any]) -> Plan:
-    """The best plan of one stage or several that beats `known_s`, with blocks run again at one of the levels `open_`. Raises
-    InfeasibleError where there is none, that says what devices or hosts lack."""
+    """The best plan of one stage or several that beats `known_s`, with blocks run again at one of the levels `open_`. Raises InfeasibleError, which
+    says what devices or hosts lack, where there is none."""
     planner = there.whole.anew(replace(there.request, memory_bytes=there.limit_bytes))
     alone = Shape(1, (there.request.cluster.devices,), 1)
     open_ = [level for level in open_ if offload_gain.least_s(there, alone, level) < known_s * (1 - CLOSE)]
@@ -123,7 +127,7 @@ def _best(there: SearchContext, known_s: float, open_: list[str], about: Mapping
 
 
 def _settled(program: Program, made: Plan, why: str) -> Plan:
-    """`made` with the names of strategies as they are on the host, and a note. Raises InfeasibleError where hosts have too little memory for it."""
+    """`made` with its strategies named as with offloading, and a note. Raises InfeasibleError where hosts have too little memory for it."""
     _fitting(program, made)
     host_bytes = max(hosts.of_places(program, made))
     note = f"{WORDS[made.offload]} on the host, {'up to ' * (made.places > 1)}{gibibytes(host_bytes)} for each device{why}"
@@ -137,6 +141,6 @@ def _fitting(program: Program, made: Plan) -> None:
 
 
 def _name(strategy: str, held: str) -> str:
-    """What a strategy is called with that on the host."""
+    """The name of a strategy with `held` offloaded: of the recipe, if there is one."""
     named = [offload.name for offload in OFFLOADS.values() if (offload.base, offload.held) == (strategy, held)]
     return named[0] if named else f"{strategy}, {held} on the host"

@@ -1,21 +1,25 @@
-"""A lower bound on the step of all plans: claims about shapes ("no plan on these is faster than so many seconds"), refined, always the lowest first.
+"""A lower bound on the step time of all plans.
 
-    floor      the least work, cut evenly over all devices with nothing sent; with offloading, also the least update on the host
-    together   shapes that differ in microbatches only, by what their passes take with unlimited memory. No operator and no collective gets cheaper
-               per sample when it gets smaller, so a bound for the fewest microbatches holds for all (except where data that stays in a cache is cheaper)
-    shape      one of them, by the least length of its timetables (pipeline.makespan_bound) and with its memory limit
+The bound is the least of many claims, each of the form "no plan on these shapes is faster than so many seconds". The claim with the lowest bound is
+refined first. Its looks, each closer than the one before:
 
-What the bound of one shape is made of:
+    floor      the least work, divided evenly over all devices, without communication; with offloading, also the least update on the host
+    together   shapes that differ only in microbatches, by the least seconds of their passes with unlimited memory. Neither operators nor collectives
+               get cheaper per sample when they get smaller, so a bound for the fewest microbatches holds for all (not where a cache makes small
+               data cheaper, `_spills`)
+    shape      one shape, by the least length of its timetables (pipeline.makespan_bound), with its memory limit
 
-    length    a pipeline takes at least as long as its schedule needs for the passes of all pieces together, however these are cut, and for
-              sends in which each value is cut over all ranks (pipeline.makespan_bound)
-    passes    for all choices of layouts, the least that passes take, at prices found by cutting planes (joint.relaxed, joint.cutting_planes)
-    places    may have layouts of their own: each block, and each operator outside of blocks, is bounded by itself, with free reshards in between
-    memory    a plan holds no more bytes than there are, as the search counts them: on one place by its own limit, on several by the mean over
-              places. At a price of bytes, what blocks keep is weighed against running them again. Temporaries are not counted on several places
+The bound of one shape consists of:
 
-Plans with offloading have the same passes, another update, and at least the bytes that do not belong to weights on the device. Their bound is that of
-the passes with those bytes and without any update, plus the least update.
+    length    the least time that the schedule needs for the passes of all pieces, however these are cut into stages, and for sends in which each
+              value is divided over all ranks (pipeline.makespan_bound)
+    passes    the least seconds of the passes over all choices of layouts, by dual prices from cutting planes (joint.relaxed, joint.cutting_planes)
+    places    places may have layouts of their own, so each block, and each operator outside of blocks, is bounded alone, with free reshards in between
+    memory    no plan holds more bytes than the devices have, as the search counts them: the limit of one place, or the mean of several. A dual price
+              of bytes weighs what blocks keep against running them again. Temporaries are not counted on several places
+
+Plans with offloading have the same passes, another update, and on the device at least all bytes that do not belong to weights. Their bound is that of
+the passes with those bytes and without an update, plus the least update.
 """
 
 from __future__ import annotations
@@ -40,31 +44,31 @@ from autopar.problem.settings import OFFLOADED
 from autopar.recipes.free import spaces
 
 FEW = 4
-"""Rounds of cutting planes, where more of them rarely prove more."""
+"""Rounds of cutting planes for a quick look: further rounds rarely raise the bound."""
 
 LOOKS = ((True, Effort(0)), (True, Effort(FEW)), (False, Effort(ROUNDS, 128)), (False, Effort(ROUNDS, CASES)))
-"""Behind the floor: whether shapes are looked at together, and how closely."""
+"""The looks after the floor, in order: whether shapes are bounded together, and the effort."""
 
 CLOSE = len(LOOKS)
-"""Looked at as closely as can be."""
+"""Looks per claim at most where the bound is to be as high as possible."""
 
 GLANCE, CLOSER = 2, 3
-"""So many looks at all claims take no longer than the search of the answer did; and at few of them."""
+"""Looks per claim at most where proving may take about as long as the search: with many claims, and with at most SMALL."""
 
 SMALL = 24
-"""So many claims are few."""
+"""Claims up to which CLOSER looks are affordable."""
 
 GOAL = 0.02
-"""A gap that nobody wants smaller where planning is not to take long."""
+"""The relative gap at which a quick proof ends."""
 
 
 Bound = Callable[[Alone | Timed, float, bool], float]
-"""Seconds that nothing on a shape beats, given from where on they need not be exact, and whether something is on the host."""
+"""(a shape, a cutoff, whether something is offloaded) -> a lower bound in seconds, which need not be exact above the cutoff."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Seconds that no plan on any of `shapes` beats, those with fewest microbatches first; looked at so many times (LOOKS)."""
+    """No plan on any of `shapes`, in order of microbatches, takes less than `bound_s`. `looks`: how many of LOOKS were taken at it."""
 
     bound_s: float
     shapes: tuple[Shape, ...]
@@ -72,9 +76,13 @@ class Claim:
 
 
 def proven_s(context: SearchContext, known_s: float, mesh: tuple[int, ...] | None = None, *, closely: bool = True, deadline: float = math.inf, only: Sequence[Shape] = ()) -> float:
-    """Seconds that no plan beats, `known_s`, the step of one that there is, at most: as `closely` as can be, or in about the time of a search, and with no look that begins behind
-    `deadline` (time.monotonic). `mesh` is that of a plan of one stage, which may be none that is always searched; of plans on some shapes `only`, where there are any. On clusters of
-    several parts that is only the least work."""
+    """A lower bound in seconds on the step of all plans, at most `known_s`, the step of a known plan. On clusters of several parts it is the least work.
+
+        closely     take every look that may raise the bound; otherwise take about as long as a search
+        deadline    begin no look later than this (time.monotonic)
+        mesh        the mesh of a known plan of one stage, to be included if the search would not try it
+        only        bound the plans on these shapes only (empty: all)
+    """
     prover = Prover(context, closely, mesh, only)
     while time.monotonic() < deadline and prover.look(known_s):
         pass
@@ -82,13 +90,13 @@ def proven_s(context: SearchContext, known_s: float, mesh: tuple[int, ...] | Non
 
 
 def _spills(cluster: Cluster) -> bool:
-    """Whether anything is cheaper per byte where there is less of it: what was measured of caches."""
+    """Whether small data may be cheaper per byte, by what was measured of caches."""
     return cluster.device.cache_bytes > 0 or any(protocol.spill > 1.0 for level in cluster.levels for protocol in level.protocols)
 
 
 @dataclass(eq=False)
 class Prover:
-    """Bounds of all shapes of one graph, or `only` of some; what is proven of which claim is on its `board`."""
+    """Bounds of all shapes of one graph, or of `only` some; `board` has the state of each claim. Arguments are those of `proven_s`."""
 
     context: SearchContext
     closely: bool = True
@@ -98,36 +106,37 @@ class Prover:
 
     @cached_property
     def pricing(self) -> Pricing:
-        """What knows the Problems and timetables of shapes."""
+        """The Problems and timetables of shapes."""
         return Pricing(self.context, SEARCH)
 
     @cached_property
     def all_claims(self) -> list[Claim]:
-        """Those that there are in the beginning."""
+        """The initial claims, in the order of their numbers on the board."""
         return self.claims()
 
     @cached_property
     def board(self) -> Board:
-        """Of all claims."""
+        """The state of all claims, which several processes may share."""
         return Board([Part(claim.bound_s, 0, len(claim.shapes), 0) for claim in self.all_claims], self.most_looks)
 
     @property
     def most_looks(self) -> int:
-        """So many looks at the same claim, at most."""
+        """How many looks at one claim are taken at most."""
         if self.context.request.cluster.parts:
             return 0
         return CLOSE if self.closely else CLOSER if len(self.all_claims) <= SMALL else GLANCE
 
     def enough_s(self, known_s: float) -> float:
-        """Nobody asks for a proof of more, given the step of a plan that there is."""
+        """The bound at which proving ends, given the step of a known plan."""
         return min(known_s, self.board.settled_s) if self.closely else known_s / (1 + GOAL)
 
     def proven_s(self, known_s: float) -> float:
-        """Seconds that no plan beats by what was looked at so far, `known_s` at most."""
+        """The lower bound that the looks so far have proven, at most `known_s`."""
         return min(known_s, self.board.proven_s(self.enough_s(known_s)))
 
     def look(self, known_s: float, who: int = 0) -> bool:
-        """Look once more at the claim that nobody else looks at of which least is proven; False where that proves nothing that is asked for."""
+        """Take one more look at the claim with the lowest bound that no other process is looking at. False where no look can raise the bound any
+        further. `who` is the number of this process."""
         enough_s = self.enough_s(known_s)
         taken = self.board.take(who, enough_s)
         if taken is None:
@@ -141,7 +150,7 @@ class Prover:
         return True
 
     def shapes(self) -> list[Shape]:
-        """One place and one microbatch on every mesh, and all that the search may choose beside that."""
+        """All shapes of plans: one place and one microbatch on every mesh, and the shapes that the search may choose."""
         if self.only:
             return list(self.only)
         request = self.context.request
@@ -150,7 +159,7 @@ class Prover:
         return [*(Shape(1, mesh, 1) for mesh in flat), *(SEARCH.shapes(self.context) if request.settings.training else ())]
 
     def claims(self) -> list[Claim]:
-        """The least work there is, of all shapes that may be looked at together."""
+        """The initial claims: one for each set of shapes that may be bounded together, with their floor."""
         spills = _spills(self.context.request.cluster)
         kin: dict[tuple[int, ...], list[Shape]] = {}
         for shape in sorted(self.shapes()):
@@ -158,7 +167,8 @@ class Prover:
         return [Claim(min(map(self.floor_s, shapes)), tuple(shapes)) for shapes in kin.values()]
 
     def closer(self, claim: Claim, cutoff_s: float) -> Iterator[Claim]:
-        """The same looked at once more; where shapes are not looked at together any more the first one, and the others together from the beginning. Nothing above `cutoff_s` is exact."""
+        """`claim` after one more look. Where that look takes one shape at a time, the claim is divided: the first shape with its new bound, and the
+        others with the old one. Bounds above `cutoff_s` need not be exact."""
         together, effort = LOOKS[claim.looks]
         first, others = claim.shapes[:1], claim.shapes[1:]
         self.context.request.say(f"proving: {first[0]}")
@@ -170,19 +180,19 @@ class Prover:
             yield Claim(claim.bound_s, others)
 
     def floor_s(self, shape: Shape) -> float:
-        """Its share of the least work there is."""
+        """The least work in seconds on all devices of a shape."""
         return self.context.work(shape.places).step_s(self.context.request.cluster.devices, shape.places, shape.microbatches)
 
     def together_s(self, shapes: tuple[Shape, ...], cutoff_s: float = math.inf, effort: Effort = LOOKS[1][1]) -> float:
-        """Seconds that no plan on `shapes`, those with fewest microbatches first, beats with all the memory there is."""
+        """A lower bound in seconds on all plans on `shapes`, in order of microbatches, with unlimited memory."""
         return self._least_s(shapes, lambda here, cutoff_s, hosted: here.roomy_s(cutoff_s, effort, hosted=hosted), cutoff_s)
 
     def bound_s(self, shape: Shape, cutoff_s: float = math.inf, effort: Effort = CLOSEST) -> float:
-        """Seconds that no plan on `shape` beats, not exact above `cutoff_s`; infinite where nothing is possible there."""
+        """A lower bound in seconds on all plans on `shape`, which need not be exact above `cutoff_s`; infinite where there is no such plan."""
         return self._least_s((shape,), lambda here, cutoff_s, hosted: here.bound_s(cutoff_s, effort, hosted=hosted), cutoff_s)
 
     def _least_s(self, shapes: tuple[Shape, ...], least: Bound, cutoff_s: float) -> float:
-        """`least` of the first of `shapes` on which anything is possible: of what is on the devices, and of what has something on the host."""
+        """`least` of the first of `shapes` that has any plan, over plans with and without offloading."""
         here = next((here for here in map(self._here, shapes) if here is not None), None)
         if here is None:
             return math.inf
@@ -195,7 +205,7 @@ class Prover:
         return min(least_s, late_s + least(here, min(least_s, cutoff_s) - late_s, True))
 
     def _here(self, shape: Shape) -> Alone | Timed | None:
-        """What bounds a shape; None where nothing is possible there."""
+        """The bounds of a shape; None where it has no plan."""
         if shape not in self._bounded:
             try:
                 self._bounded[shape] = Alone(self.context, shape) if shape.microbatches == 1 else Timed(self.context, self.pricing, shape)
@@ -205,5 +215,5 @@ class Prover:
 
     @cached_property
     def _hosted(self) -> list[SearchContext]:
-        """What the search may put on the host."""
+        """The contexts with something offloaded, if the search considers that."""
         return [self.context.hosted(held) for held in OFFLOADED[1:]] if offloading.may(self.context.request) else []

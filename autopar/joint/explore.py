@@ -1,15 +1,15 @@
 """The walk through a space of shapes: local search from one start per number of places, as long as time and bounds allow.
 
-    visit(shape)   glance: solve the Problem of a place quickly, cut the model into stages, time them under every timetable of the space
-    walk           visit the starts, and the same with fewer microbatches (all shapes, where there are few); behind each start, and again and again
-                   when all were visited, the neighbours of the best shape whose neighbours were not visited yet. More places are not begun with
-                   behind two starts in a row that were slower each
-    polish         solve the best shape to the end and walk its memory; then shapes close to it that may be faster. Where that makes another
-                   shape the best, go on with that
+    visit(shape)   a glance: solve the Problem of one place quickly, cut the model into stages, and time them under every timetable of the space
+    walk           visit the starts, each also with fewer microbatches (or all shapes, if there are few). After each start, visit the neighbours of
+                   the best shape not yet expanded; after all starts, repeat that while it finds anything near the best. Starts are in order of
+                   their floors; after SLOWER of them in a row that got slower, the rest is left out
+    polish         solve the best shape exactly and walk its memory; then shapes near it that may be faster. If another shape becomes the best,
+                   walk on from that
     hone           improve the result by descent on the price of the whole step (joint.pipeline_honing)
 
-A shape is not visited if its floor is above the best known step: the least work, with no communication and no waiting except what the
-timetable forces on everyone. It is not looked at more closely if its proven bound is above it.
+A shape is not visited if its floor is above the fastest known step. The floor is the least work, without communication, and with no waiting but what
+every timetable has. Nor is a shape solved exactly if its proven bound is above the fastest known step.
 """
 
 from __future__ import annotations
@@ -35,10 +35,14 @@ from autopar.text import seconds
 class Explorer:
     """One walk, until `deadline` (time.monotonic).
 
-    `known_s` is the best step time that is known elsewhere. `wider` are proven bounds of shapes, from a walk through a space that contains
-    this one. `reach` limits how far above the fastest step (as a factor) a glance looks. `found` is the result of each visited shape, None where
-    it does not fit or is beaten; `beaten` says for which factor of which fastest step a shape was beaten. `why` are the reasons why shapes do
-    not fit, `expanded` the shapes whose neighbours were visited, `polished` those that were solved to the end.
+        known_s      the fastest step that is known from elsewhere
+        wider        proven bounds of shapes, from a walk through a space that contains this one
+        reach        how far above the fastest step a glance looks at most, as a factor
+        found        the result of each visited shape; None where it does not fit or is beaten
+        beaten       of beaten shapes: the factor, and the fastest step at that time
+        why          the reasons why shapes do not fit
+        expanded     the shapes whose neighbours were visited
+        polished     the shapes that were solved exactly
     """
 
     context: SearchContext
@@ -95,7 +99,8 @@ class Explorer:
         return min((self.known_s, *(f.step_s for f in self.fit.values())))
 
     def probe(self, known_s: float) -> float:
-        """Visit the starts only, in half of the time that is left: the fastest known step then, `known_s` included. A later walk may reuse the results."""
+        """Visit only the starts, in half of the time that is left. Returns the fastest step known then, `known_s` included. A later walk reuses the
+        results."""
         self.known_s, self.deadline = min(self.known_s, known_s), self.context.timer.halfway
         shapes = self._shapes()
         for shape in sorted(self._starts(shapes), key=self.floors.__getitem__):
@@ -112,8 +117,7 @@ class Explorer:
         return starts(shapes, self.context.request.cluster.levels[-1].size, self.context.batch)
 
     def run(self) -> Found | None:
-        """Walk, polish and hone: the best plan found, which may still be a little slower than `known_s`; None where nothing fits or all shapes are
-        beaten."""
+        """Walk, polish and hone. Returns the best plan, which may still be slower than `known_s`; None where nothing fits or all shapes are beaten."""
         shapes = self._shapes()
         while True:
             self._walk(shapes)
@@ -124,7 +128,7 @@ class Explorer:
             self._polish(rough)
 
     def _honed(self, best: Found | None) -> Found | None:
-        """`best`, honed if it was solved to the end and may become the fastest known plan."""
+        """`best`, honed if it was solved exactly and may become the fastest known plan."""
         if best is None or best.shape not in self.polished or best.step_s >= self.known_s * HONED:
             return best
         self.context.request.say(f"honing {best.shape}")
@@ -132,14 +136,14 @@ class Explorer:
         return made
 
     def searched(self, known_s: float) -> float:
-        """Seconds of the plan that `run` finds, given the best step that is known elsewhere; takes half of the time that is left."""
+        """Seconds of the plan that `run` finds in half of the time that is left, given the fastest step known from elsewhere."""
         self.known_s, self.deadline = min(self.known_s, known_s), self.context.timer.halfway
         found = self.run()
         return found.step_s if found is not None else math.inf
 
     def _rough(self, best: Found) -> Found | None:
-        """The next result to solve to the end: the best of all, then those close to it that may be faster. Only where the bound allows a faster step
-        than is known elsewhere; None where nothing is left."""
+        """The next result to solve exactly: the best, then those near it that may be faster, if their bounds allow a faster step than is known from
+        elsewhere. None where none is left."""
         proven, known_s = self.pricing.proven, self.known_s * (1 - CLOSE)
         if best.shape not in self.polished and proven[best.shape] < known_s:
             return best
@@ -163,11 +167,12 @@ class Explorer:
             pass
 
     def _least_of(self, shape: Shape) -> float:
-        """The least seconds that were reached with the places and mesh of `shape`, with any number of microbatches: proven ones where nothing as fast as was asked for is there; infinite where nothing fits."""
+        """The fastest step with the places and mesh of `shape` and any number of microbatches; for beaten shapes their proven bound; infinite where
+        nothing fits."""
         return min((self._reached_s(other) for other in self.found if other.key == shape.key), default=math.inf)
 
     def _expand(self, shapes: list[Shape]) -> bool:
-        """Visit the neighbours of the most promising shape; False where there is none, or no time."""
+        """Visit the neighbours of the most promising shape. False where there is none, or no time is left."""
         at = self._promising()
         if at is not None:
             self.expanded.add(at)
@@ -176,8 +181,8 @@ class Explorer:
         return at is not None
 
     def _polish(self, found: Found) -> None:
-        """Solve a shape to the end and lay it out as it runs. Where that is slower than the glance promised, shapes that were beaten by that promise
-        may be visited again."""
+        """Solve a shape exactly and lay it out as it runs. If that is slower than at the glance, shapes that were beaten by the glance may be
+        visited again."""
         shape = found.shape
         self.polished[shape] = None
         exact = self.found[shape] = self.pricing.exact(found)
@@ -193,8 +198,7 @@ class Explorer:
         return NEAR if len(self.floors) <= MANY else NEARER
 
     def _promising(self) -> Shape | None:
-        """The best shape whose neighbours were not visited, while it is near the best of all and there is time. Where nothing fits
-        yet, any shape that was visited."""
+        """The best shape that is not expanded, if it is near the best of all and time is left. While nothing fits, the visited shape of least floor."""
         if self._late():
             self.hurried = True
             return None
@@ -206,7 +210,7 @@ class Explorer:
         return min(rest, key=lambda shape: (self.floors[shape], shape), default=None)
 
     def _slide(self, shape: Shape, shapes: list[Shape]) -> None:
-        """Visit `shape`, then the same with fewer and fewer microbatches while the step gets shorter."""
+        """Visit `shape`, then the same with fewer and fewer microbatches, as long as the step gets shorter."""
         before_s = math.inf
         while True:
             self.visit(shape, self._near)
@@ -228,7 +232,7 @@ class Explorer:
         return time.monotonic() > self.deadline
 
     def visit(self, shape: Shape, near: float) -> None:
-        """Price one shape, once, if it can beat the fastest known step. Pricing stops as soon as the shape is seen to take `near` times that."""
+        """Glance at a shape once, if its floor is below the fastest known step. Pricing ends when the shape is proven to take `near` times that."""
         if shape in self.found or self.floors[shape] > self.least_s * (1 - CLOSE):
             return
         if self._late():
@@ -247,4 +251,4 @@ class Explorer:
 NEAR, NEARER = 1.2, 1.05  # neighbours of starts that are this close to the best are visited; of neighbours, and of many shapes, only of the nearer
 MANY = 100
 FEW = 32  # so many shapes are all visited
-SLOWER = 2  # starts in a row, each slower than the one before and far from the best, behind which more places are not begun with
+SLOWER = 2  # after so many starts in a row, each slower than the one before and far from the best, no start with more places is visited

@@ -3,10 +3,10 @@
     grounds     for each order of the cluster's parts: the places, with the kind and the memory of each
     Weights     how much each kind of place counts in a Problem whose choices are the same on every place
 
-Faster places get more of the model, so that all take the same time. If place p would take t_p for the whole model, it does the share L / t_p of it, where
-L = 1 / (1/t_1 + 1/t_2 + ...) is the time of the balanced step. A choice that adds d to t_p adds (L / t_p)^2 d to L: this factor is the weight of the
-place. It is computed with t_p at the best rates of the device. Where choices change the t_p in other proportions (a place on slow links), the
-weighted sum exceeds the true L by a term of second order: proportions that are wrong by a third give an error of 2 to 3 %.
+Faster places get more of the model, so that all take the same time. If place p would take t_p for the whole model, its share of the model is L / t_p,
+where L = 1 / (1/t_1 + 1/t_2 + ...) is the time of the balanced step. A choice that adds d to t_p adds (L / t_p)^2 d to L. This factor is the weight of
+the place. It is computed with t_p at the best rates of the device. If choices change the t_p in other proportions (as on slow links), the weighted sum
+is above the true L by a second-order term: proportions that are off by a third give an error of 2 to 3 %.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Weights:
         return sum(self.counts)
 
     def meant(self, models: Sequence[Model]) -> Model:
-        """The weighted mean of the kinds' Problems, by which choices are made: seconds of the whole model on a place of average speed."""
+        """The weighted mean of the Problems of all kinds, by which layouts are chosen: seconds of the whole model on a place of average speed."""
         factors = [self.places * n * share**2 for n, share in zip(self.counts, self.shares, strict=True)]
 
         def mean(tables: list[np.ndarray]) -> np.ndarray:

@@ -44,8 +44,8 @@ from autopar.search.feasible import least_memory
 from autopar.text import near
 from passes import facts
 
-SOLVE_S = 2.0  # seconds for one strategy on one mesh
-PIPELINE_S = 4.0  # seconds for one pipeline recipe
+STRATEGY_SOLVE_S = 2.0  # seconds at most to solve one strategy on one mesh
+PIPELINE_SOLVE_S = 4.0  # seconds at most to solve one pipeline recipe
 LARGEST = 1 << 22  # sizes beyond this are not looked at
 ROUNDS = 64  # of microbatches for each place are looked at one by one, more of them in steps
 
@@ -150,7 +150,7 @@ class Survey:
             return bare_plan(planner, mesh, model.decode(choice), recipe.name, planner.remat)
 
         with suppress(InfeasibleError):
-            found = filled(planner, planner.candidate(sizes, used, recipe.name, partial(ilp.search, time_limit_s=SOLVE_S)))
+            found = filled(planner, planner.candidate(sizes, used, recipe.name, partial(ilp.search, time_limit_s=STRATEGY_SOLVE_S)))
             return False, found.cost.time_s, bare_plan(planner, mesh, found.model.decode(found.solution.choice), recipe.name, found.remat, found.again)
         model = planner.model(sizes, used, recipe.name)
         plans = [plan(model, choice) for choice in _outside(model.problem)]
@@ -166,7 +166,7 @@ class Survey:
         return self._recipe(planner.anew(replace(self.request, settings=settings)), RECIPES[offload.base])
 
     def _pipeline(self, name: str) -> Plan | str:
-        request = replace(self.request, recipe=name, time_limit_s=PIPELINE_S)
+        request = replace(self.request, recipe=name, time_limit_s=PIPELINE_SOLVE_S)
         try:
             return joint.plan(self.gm, self.hints, request)
         except (InfeasibleError, PlanError) as error:
@@ -280,4 +280,4 @@ def _runs(plan: Plan, microbatches: int) -> bool:
 def _outside(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """The solution of least memory and the fastest one, whether they fit or not: either may have the lower peak."""
     roomy = replace(problem, memory_limit_bytes=math.inf)
-    return least_memory(roomy, time_limit_s=SOLVE_S), ilp.search(roomy, time_limit_s=SOLVE_S).choice
+    return least_memory(roomy, time_limit_s=STRATEGY_SOLVE_S), ilp.search(roomy, time_limit_s=STRATEGY_SOLVE_S).choice

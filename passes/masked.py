@@ -135,7 +135,7 @@ def _pointwise(node: fx.Node, known: Known) -> Whole | None:
     for operand in edit.tensor_operands(node):
         if (len(facts.shape(operand)) == rank) != is_picked(operand):
             return None
-    if node.target in QUOTIENTS and isinstance(node.args[1], fx.Node) and is_picked(node.args[1]):
+    if node.target is aten.div.Tensor and isinstance(node.args[1], fx.Node) and is_picked(node.args[1]):
         return None
     if (found := _operands(node, known, node.args)) is None:
         return None
@@ -265,20 +265,19 @@ def _rank(node: Any) -> int:
     return len(facts.shape(node))
 
 
-QUOTIENTS = (aten.div.Tensor,)
-POINTWISE = (
+FINITE_AT_ZERO = (
     aten.abs.default, aten.add.Tensor, aten.clamp.default, aten.clamp_max.default, aten.clamp_min.default, aten.cos.default, aten.detach.default, aten.div.Tensor, aten.elu.default,
     aten.eq.Scalar, aten.eq.Tensor, aten.exp.default, aten.ge.Scalar, aten.gelu.default, aten.gt.Scalar, aten.hardtanh.default, aten.le.Scalar, aten.leaky_relu.default,
     aten.log_sigmoid.default, aten.logical_not.default, aten.lt.Scalar, aten.maximum.default, aten.minimum.default, aten.mul.Tensor, aten.ne.Scalar, aten.ne.Tensor,
     aten.neg.default, aten.relu.default, aten.rsub.Scalar, aten.sigmoid.default, aten.silu.default, aten.sin.default, aten.softplus.default, aten.square.default, aten.sub.Tensor,
     aten.tanh.default, aten.to.dtype,
 )  # fmt: skip
-"""Of numbers, element by element, with finite derivatives where the operands are zero."""
+"""Pointwise operators whose derivatives are finite where the operands are zero: rows that were not picked may be set to zero before them."""
 ELEMENTS = (aten.binary_cross_entropy_with_logits.default, aten.huber_loss.default, aten.l1_loss.default, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default)
 """Losses with a term for each element."""
 
 ROWWISE: dict[Any, Callable[[fx.Node, Known], Whole | None]] = {
-    **dict.fromkeys(POINTWISE, _pointwise),
+    **dict.fromkeys(FINITE_AT_ZERO, _pointwise),
     **dict.fromkeys((aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.rms_norm.default), _first),
     **dict.fromkeys((aten.softmax.int, aten.log_softmax.int, aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default, aten.argmax.default, aten.amax.default, aten.gather.default,
                      aten.select.int, aten.slice.Tensor, aten.squeeze.dim), _along),

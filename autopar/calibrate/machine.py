@@ -29,7 +29,7 @@ OBLONG = {"cpu": ((512, 2048, 256), (512, 256, 2048), (64, 1024, 1024), (1024, 6
 STREAMS = {"cpu": tuple(1 << power for power in range(14, 26, 2)), "cuda": tuple(1 << power for power in range(20, 31, 2))}
 """Bytes of one tensor."""
 
-ATTENTION = {"cpu": torch.float32, "cuda": torch.bfloat16}
+ATTENTION_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 """The dtype in which fused attention is measured."""
 
 LAYERS, WIDTH, CHAIN = 4, 16, 20
@@ -149,7 +149,7 @@ def attention(clock: Clock) -> list[Sample]:
     """Fused causal attention of 8 heads of 64, forward and backward; the sizes are samples and tokens."""
     found = []
     for samples, tokens in ((2, 128), (1, 256), (1, 512)) if clock.kind == "cpu" else ((8, 1024), (4, 2048), (1, 8192)):
-        q, k, v = (torch.randn(samples, 8, tokens, 64, device=clock.kind, dtype=ATTENTION[clock.kind], requires_grad=True) for _ in range(3))
+        q, k, v = (torch.randn(samples, 8, tokens, 64, device=clock.kind, dtype=ATTENTION_DTYPE[clock.kind], requires_grad=True) for _ in range(3))
 
         def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
             return functional.scaled_dot_product_attention(q, k, v, is_causal=True)

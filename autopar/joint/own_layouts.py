@@ -20,7 +20,7 @@ from autopar.bestfirst import CLOSE
 from autopar.errors import InfeasibleError
 from autopar.joint.kept_results import Fuller, opens
 from autopar.joint.parted_graph import only_place
-from autopar.joint.search_context import SOLVE_S, SearchContext
+from autopar.joint.search_context import SHAPE_SOLVE_S, SearchContext
 from autopar.joint.shape_problems import Apart, Chosen, Models
 from autopar.joint.staging import Found, lay
 from autopar.pipeline.in_flight import per_microbatch, place_bytes
@@ -73,7 +73,7 @@ def _offered(context: SearchContext, found: Found, weights: Weights, place: int)
     for level, byte_s, again in _wanted(context, alike, here):
         problem = weights.problem(models, level, alike.solution.choice, byte_s)
         with suppress(InfeasibleError):
-            yield replace(alike, solution=ilp.glance(problem, time_limit_s=SOLVE_S), level=again, kept=None)
+            yield replace(alike, solution=ilp.glance(problem, time_limit_s=SHAPE_SOLVE_S), level=again, kept=None)
 
 
 def _kept_otherwise(context: SearchContext, found: Found) -> Iterator[Chosen]:

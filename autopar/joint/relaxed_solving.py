@@ -17,7 +17,7 @@ from autopar.search.recosted import Recosted
 CLOSE = 1e-3
 """Relative: a bound this close to the optimum is good enough."""
 
-SOLVE_S = 3.0
+RELAXED_SOLVE_S = 3.0
 """Seconds at most of the exact search. Problems that take longer have many choices of nearly the same cost, and a bound close to it."""
 
 
@@ -50,5 +50,5 @@ class Solver:
         choice = recosted.solution()
         if choice is not None and (not self.exact or bound_s >= min(target_s, recosted.seconds(choice) * (1 - CLOSE))):
             return Seen(bound_s + costs.more_s, choice)
-        found = ilp.search(relaxed.priced(costs), time_limit_s=SOLVE_S, start=choice, cutoff_s=cutoff_s - costs.more_s, gap=CLOSE / 2)
+        found = ilp.search(relaxed.priced(costs), time_limit_s=RELAXED_SOLVE_S, start=choice, cutoff_s=cutoff_s - costs.more_s, gap=CLOSE / 2)
         return Seen(max(found.bound_s, bound_s) + costs.more_s, found.choice)

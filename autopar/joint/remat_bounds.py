@@ -104,7 +104,7 @@ class _Blocks:
     @cached_property
     def _handed(self) -> Collection[tuple[str, int]]:
         """The values that blocks hand to the next block, or to what follows the run."""
-        owners = kept(self.model.clusters, self.program)
+        keeps = kept(self.model.clusters, self.program)
         inside = [ref for run in self.program.runs.values() for ref in run.carried]
         read = [ref for op in self.program.ops.values() for ref in op.operands if self.program.ops[ref[0]].scope not in ("", op.scope)]
-        return {owners.root(ref) for ref in (*inside, *read)}
+        return {keeps.owner(ref) for ref in (*inside, *read)}

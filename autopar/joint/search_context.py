@@ -43,7 +43,7 @@ from autopar.search import ilp
 from autopar.timer import Timer
 from passes.part_runs import Parts, part_runs
 
-SOLVE_S = 2.0  # seconds at most to solve one Problem
+SHAPE_SOLVE_S = 2.0  # seconds at most to solve one Problem of a shape
 SOLVED = 0.005  # relative: a solution proven to be this close to the optimum is good enough
 TRUST = 0.95  # factor on the bound of a Problem of several kinds of places: their weights in it are approximate
 
@@ -240,8 +240,8 @@ class SearchContext:
             trust = TRUST * models.weights.even(table.length, table.microbatches)
         limit_bytes = self.mean_bytes(table.places)
         model = combined(models.at(level), models.once, share, limit_bytes)
-        solution = (ilp.search(model.problem, time_limit_s=SOLVE_S, seed=self.request.seed, gap=SOLVED) if exact else
-                    ilp.glance(model.problem, time_limit_s=SOLVE_S, cutoff_s=cutoff_s / trust, twice=True, start=start))
+        solution = (ilp.search(model.problem, time_limit_s=SHAPE_SOLVE_S, seed=self.request.seed, gap=SOLVED) if exact else
+                    ilp.glance(model.problem, time_limit_s=SHAPE_SOLVE_S, cutoff_s=cutoff_s / trust, twice=True, start=start))
         return Chosen(models, model, solution, level, table.places > 1, self.request.remat != "auto", trust * solution.bound_s)
 
     def held_bytes(self, shape: Shape, level: str) -> float:

@@ -11,8 +11,8 @@ from autopar.problem.build import Decisions, build
 from autopar.problem.prices import Prices
 from autopar.search import ilp
 
-SOLVE_S = 5.0
-"""Seconds that the search may take."""
+LAYOUT_SOLVE_S = 5.0
+"""Seconds at most of the search for the layouts that are left open."""
 
 NO_LIMIT_BYTES = float(1 << 60)
 """The memory limit: a given configuration is priced whether it fits or not."""
@@ -25,6 +25,6 @@ def fastest_layouts(planner: Planner, prices: Prices, axes: Sequence[Axis]) -> D
     """
     joints = [planner.joints(axis.role, axis.ways) for axis in axes]
     model = build(planner.program, planner.clusters, joints, prices, NO_LIMIT_BYTES, "given")
-    decisions = model.decode(ilp.search(model.problem, time_limit_s=SOLVE_S).choice)
+    decisions = model.decode(ilp.search(model.problem, time_limit_s=LAYOUT_SOLVE_S).choice)
     check_cut(planner.program, decisions, axes)
     return decisions

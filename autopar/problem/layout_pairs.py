@@ -15,7 +15,7 @@ from autopar.cluster import Mesh
 from autopar.layout import NO_GRAD, Layout, is_placed
 from autopar.problem.at_rest import gathered_axes
 from autopar.problem.pairs import LayoutPair, synced
-from autopar.problem.paths import Routes, RouteTable
+from autopar.problem.routes import Routes, RouteTable
 
 
 class Between:

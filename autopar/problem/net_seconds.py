@@ -1,4 +1,4 @@
-"""Seconds of the reshards of one net (problem.pass_tables), by mesh axis. Routes (problem.paths) are priced once each, however many rows and columns of the net take them."""
+"""Seconds of the reshards of one net (problem.pass_tables), by mesh axis. Routes (problem.routes) are priced once each, however many rows and columns of the net take them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(eq=False)
 class NetSeconds:
-    """`each` [distinct routes, quantities], and `at` [rows, columns of the net], which indexes the routes (problem.paths.RouteTable).
+    """`each` [distinct routes, quantities], and `at` [rows, columns of the net], which indexes the routes (problem.routes.RouteTable).
 
     Quantities, in seconds: local copies; by axis: gathers, other collectives, gathers without the first collective of the route, other collectives without it; then by axis, times
     the share of the axis's link: all collectives, and all but the first.

@@ -44,7 +44,7 @@ from autopar.problem.layout_pairs import Between
 from autopar.problem.leaf_gathers import Leaves, in_a_row
 from autopar.problem.net_seconds import NetSeconds, add_to, over
 from autopar.problem.nets import Link
-from autopar.problem.paths import RouteTable
+from autopar.problem.routes import RouteTable
 from autopar.problem.step_shares import ForwardPrices
 from autopar.problem.types import Net, Node
 

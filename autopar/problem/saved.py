@@ -86,7 +86,7 @@ class Kept:
         """Whether the bytes of owner `ref` are counted by a node: it rests, or its own cluster keeps it."""
         return self.program.ops[ref[0]].role in HOLDERS or ref in self.own.get(self.home[ref[0]], ())
 
-    def root(self, ref: Ref) -> Ref:
+    def owner(self, ref: Ref) -> Ref:
         """The value that allocates the storage of `ref`, traced across clusters."""
         while (before := _viewed(self.program.ops[ref[0]])) is not None:
             ref = before
@@ -98,7 +98,7 @@ def kept(clusters: Sequence[Cluster], program: Program, reruns: Mapping[str, Rer
     home = {op.name: index for index, cluster in enumerate(clusters) for op in cluster.members}
     found = Kept(program, home, reruns=reruns or {})
     for op in program.ops.values():
-        found.keepers.update(found.root(op.operands[index]) for index in _kept_tensors(op, found) if index < len(op.operands))
+        found.keepers.update(found.owner(op.operands[index]) for index in _kept_tensors(op, found) if index < len(op.operands))
     for op in program.ops.values():
         for index in _kept_tensors(op, found):
             if index >= len(op.operands):
@@ -148,7 +148,7 @@ def _note_read(found: Kept, edge: Edge) -> None:
     owner, before = _owner_in_cluster(found, net.ref)
     producer = found.program.ops[owner[0]]
     if before is not None and _is_only_view(found, net):
-        found.behind[net] = found.root(net.ref)
+        found.behind[net] = found.owner(net.ref)
     elif before is not None:
         _note_read(found, before)
     elif producer.role == "port":
@@ -159,9 +159,9 @@ def _note_read(found: Kept, edge: Edge) -> None:
 
 def _is_only_view(found: Kept, net: NetKey) -> bool:
     """Whether a net brings a view, the only one that is kept, of what an operator of the same scope makes."""
-    root = found.root(net.ref)
-    maker = found.program.ops[root[0]]
-    return found.keepers[root] == 1 and maker.role == "op" and maker.scope == net.reader and not found.held(root)
+    owner = found.owner(net.ref)
+    maker = found.program.ops[owner[0]]
+    return found.keepers[owner] == 1 and maker.role == "op" and maker.scope == net.reader and not found.held(owner)
 
 
 def _charge(found: Kept, ref: Ref, net: NetKey, count: int) -> None:
@@ -183,7 +183,7 @@ def _charge_port(found: Kept, port: str, net: NetKey | None) -> None:
         else:
             _charge(found, (port, 0), net, count)
 
-    fed = found.root(run.feeds[index])
+    fed = found.owner(run.feeds[index])
     if found.held(fed) or fed in found.counted:
         found.moved[NetKey(run.feeds[index], port, "feed")] = None
     elif fed != run.feeds[index]:
@@ -193,7 +193,7 @@ def _charge_port(found: Kept, port: str, net: NetKey | None) -> None:
         found.counted[fed] = net or NetKey((port, 0), port)
     if index >= len(run.carried) or run.count < 2:
         return
-    carried = found.root(run.carried[index])
+    carried = found.owner(run.carried[index])
     if found.held(carried) or carried in found.counted:
         found.moved[NetKey(run.carried[index], port, "carry")] = None
     elif carried != (port, 0):

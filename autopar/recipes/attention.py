@@ -8,12 +8,11 @@ import torch
 from torch import fx
 
 from autopar.layout import dim_of, is_shard
-from autopar.problem.graph import Op
+from autopar.problem.graph import ATTENTION, Op
 from autopar.rules.language import Option
 from passes import edit, facts, ops
 
 aten = torch.ops.aten
-ATTENTION = aten.scaled_dot_product_attention.default
 QUERY, KEY, VALUE = "query", "key", "value"
 CONTRACTIONS = (ATTENTION, aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.einsum.default, ops.affine)
 

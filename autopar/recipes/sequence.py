@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 from autopar.problem.at_rest import is_gathered
 from autopar.problem.clusters import Allow
-from autopar.problem.graph import Op, Program
-from autopar.recipes.attention import ATTENTION
+from autopar.problem.graph import ATTENTION, Op, Program
 from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, cuts_sequence, kind
 from autopar.rules import options_for
 from autopar.rules.language import Option

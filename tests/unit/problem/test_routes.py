@@ -12,7 +12,7 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.cost.comm import steps_s
 from autopar.layout import consistent, fraction, is_placed, steps
-from autopar.problem.paths import Routes, renamed
+from autopar.problem.routes import Routes, renamed
 
 ENTRIES = ("R", "P", "S0", "S1", "S1/3", "O1")
 

@@ -1,4 +1,8 @@
-"""Optimizers whose step takes all parameters for one vector: a rank of a pipeline has those of its own place alone, and torch makes no vector of parts of unequal sizes."""
+"""Refusal of optimizers that treat all parameters as one flat vector (torch.optim.LBFGS), where that vector cannot be formed.
+
+In a pipeline a rank has the parameters of its own place only, so inner products over its vector are not those of the model. And torch concatenates DTensors only where
+every rank's part has the same size.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ INSTEAD = "Use an optimizer that steps each parameter by itself (AdamW, SGD, Muo
 
 
 def install(module: OnMesh) -> None:
-    """Have such optimizers of `module` refused where its parameters are not all here, or in unequal parts."""
+    """Check the parameters of `module` before each step of such an optimizer, which raises RunError where they are not all on this rank, or are cut unevenly."""
     _modules.add(module)
 
 
@@ -41,7 +45,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _check(module: OnMesh, stepped: list[Held]) -> None:
-    """Raise RunError where the parameters `stepped` of a module are no one vector."""
+    """Raise RunError where the parameters `stepped` of `module` cannot be concatenated into one vector."""
     if stepped and module.MESH.places > 1:
         raise RunError("LBFGS takes inner products over all parameters, and in a pipeline each rank would take them over those of its own place: the directions would not be those of the model. "
                        f'{INSTEAD}, or a plan without stages (recipe="zero3"), where LBFGS steps as on one device')

@@ -18,7 +18,7 @@ from autopar.runtime.mesh import Mesh
 from autopar.runtime.nested import Nested, flat
 from autopar.runtime.rank0_weights import fingerprint
 
-EVEN = 2**20  # times a step, divides by any number of ranks that is a power of two
+EVEN = 2**20  # a multiple of every number of ranks that is a power of two up to this
 
 Fixed = Mapping[str, tuple[int, Any]]
 """Plain arguments that are part of the program: name -> (place among all arguments, value)."""
@@ -28,8 +28,8 @@ Dims = Mapping[str, Sequence[str | int | None]]
 
 
 def bind(inputs: Mapping[str, str], args: Sequence[Any], kwargs: Mapping[str, Any], fixed: Fixed | None = None, nested: Nested | None = None) -> list[Any]:
-    """Arguments in the order of `inputs`, one for each or `nested` as the model takes them. What is `fixed` may be given as it was planned. Raises RunError on missing, doubled and
-    unknown ones, and where a fixed one has another value."""
+    """The values of a call in the order of `inputs`. An argument is one input, or (`nested`) a structure of several. An argument that is `fixed` may be passed with its
+    planned value. Raises RunError where inputs are missing, given twice or unknown, and where a fixed argument has another value."""
     names = list(inputs)
     if kwargs.keys() != inputs.keys():  # where each input is given by its own name, no argument is meant
         args, kwargs = flat(nested or {}, args, kwargs)
@@ -77,7 +77,7 @@ def _as_planned(name: str, value: Any, planned: Any) -> None:
 
 
 def without_gradient(names: Iterable[str], values: Sequence[Any]) -> None:
-    """Raise RunError where an input is to have a gradient. The plan has no way for it: a program would leave it a part of a sum, another one on each rank."""
+    """Raise RunError where an input requires a gradient. The plan synchronises the gradients of parameters only: on each rank an input's gradient would be an unreduced partial sum."""
     for name, value in zip(names, values, strict=True):
         if isinstance(value, Tensor) and value.requires_grad:
             raise RunError(f"input {name!r} requires grad, and a plan has ways for gradients of parameters alone: what came to its `.grad` would not be that of the whole model. Pass "
@@ -85,7 +85,7 @@ def without_gradient(names: Iterable[str], values: Sequence[Any]) -> None:
 
 
 def as_computed(sample: Mapping[str, tuple[Sequence[int], str]], names: Iterable[str], values: Sequence[Any]) -> list[Any]:
-    """Floating inputs in the dtype that `sample` has of them, as FSDP's MixedPrecisionPolicy casts them (cast_forward_inputs) and autocast their first readers."""
+    """Floating inputs cast to the dtypes in which the model was captured (`sample`: input -> shape, dtype), as cast_forward_inputs of FSDP's MixedPrecisionPolicy does."""
     return [value.to(getattr(torch, sample[name][1])) if isinstance(value, Tensor) and value.is_floating_point() else value for name, value in zip(names, values, strict=True)]
 
 
@@ -112,9 +112,10 @@ def _part(name: str, layout: str, value: Any, mesh: Mesh, uneven: bool) -> Any:
 
 
 def check_sizes(inputs: Mapping[str, str], dims: Dims, spans: Mapping[str, tuple[int, int | None, int]], values: Sequence[Any], mesh: Mesh) -> None:
-    """Raise RunError where this rank's part of an input has other sizes than are part of the program, or than a symbol may have: `spans` are the least and
-    the greatest one that the program was captured for, and what it must be a multiple of. It might compute something, and something else than the model.
-    `dims` of no input are not looked at."""
+    """Raise RunError where this rank's part of an input has a size that the program was not captured for: such a program might run, and compute something else than the model.
+
+    `dims` has the global size of each dim of each input (`Dims`); an input that is not in it is not checked. `spans` has for each symbol its least and greatest size, and
+    what the size must be a multiple of."""
     for (name, layout), value in zip(inputs.items(), values, strict=True):
         if name not in dims:
             continue
@@ -130,7 +131,7 @@ def check_sizes(inputs: Mapping[str, str], dims: Dims, spans: Mapping[str, tuple
 
 
 def _check_together(inputs: Mapping[str, str], dims: Dims, values: Sequence[Tensor], mesh: Mesh) -> None:
-    """Raise RunError where dims that are one symbol of the program differ: their parts on ranks may broadcast where the whole tensors do not go together."""
+    """Raise RunError where dims that are the same symbol have different global sizes: the local parts may broadcast although the whole tensors would not."""
     first: dict[str, tuple[int, str]] = {}
     for (name, layout), value in zip(inputs.items(), values, strict=True):
         entries = parse(layout)
@@ -145,7 +146,7 @@ def _check_together(inputs: Mapping[str, str], dims: Dims, values: Sequence[Tens
 
 
 def _unlike(got: int, size: int | str | None, spans: Mapping[str, tuple[int, int | None, int]], own_size: Callable[[int], int]) -> str:
-    """What was wanted instead of `got`, if anything. `own_size` is how much of a whole size this rank has."""
+    """The size that was wanted instead of `got`, in words; empty where `got` is right. `own_size` maps a global size to this rank's part of it."""
     def part(whole: int) -> str:
         return f"{whole}, of which {own_size(whole)} are this rank's" if own_size(whole) != whole else str(whole)
 
@@ -168,8 +169,8 @@ def _own_size(size: int, layout: Layout, dim: int, mesh: Mesh) -> int:
 
 
 def check_agreement(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh) -> None:
-    """Compare the shapes of all ranks, and what is in the parts that several have; a collective operation. Raises RunError, on every rank, where they do not
-    fit together."""
+    """Compare the shapes of all ranks' parts, and the contents of parts that several ranks hold (by fingerprint); a collective operation. Raises RunError, on every rank,
+    where they are not parts of one global batch."""
     if mesh.device_mesh is None or mesh.ranks == 1:
         return
     mine = [(tuple(v.shape), float(fingerprint(v))) if isinstance(v, Tensor) else (None, repr(v)) for v in values]
@@ -204,7 +205,7 @@ def _coords(mesh: Mesh) -> list[tuple[int, ...]]:
 
 
 def fit(shapes: Mapping[tuple[int, ...], Any], layout: tuple[str, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether the shapes by coordinate (None for what is no tensor) are those of the parts of one tensor under `layout`."""
+    """Whether `shapes` (mesh coordinate -> shape; None for a value that is no tensor) are those of the parts of one tensor under `layout`."""
     first = next(iter(shapes.values()))
     if any((s is None) != (first is None) or (s is not None and len(s) != len(first)) for s in shapes.values()):
         return False

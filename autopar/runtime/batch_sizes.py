@@ -1,8 +1,10 @@
-"""The sizes of a batch, and which parameters train, which ranks tell each other in every step.
+"""A check in every step that all ranks have consistent parts of the batch and train the same parameters.
 
-A rank knows the sizes of the whole batch from those of its own part, so that where one has a smaller part than the others (the last batch of its loader) all compute something else than
-the model: another mean, another gradient, in silence. Where ranks have frozen different parameters (drawn by each for itself), they sum gradients of different ones, and wait for ever or
-get what is none; nor does a place of a pipeline know whether another one has any that are not frozen. One small gather begins with the step and is looked at when the forward has ended: by then all ranks have begun.
+A rank infers the global batch size from its own part. If one rank has a smaller part than the others (the last batch of its loader), every rank computes another mean and
+other gradients than the model, without an error. If ranks have frozen different parameters, they reduce gradients of different tensors: they deadlock or get wrong sums. In a
+pipeline, a place also needs to know whether any other place still trains parameters.
+
+So each rank sends its sizes and a checksum of which parameters train: one small all-gather, which is started with the forward and read after it, when every rank has started.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from autopar.runtime.params import Held
 
 
 class BatchSizes:
-    """What the ranks of `mesh` tell of their parts of `inputs`. Call `first` with the first batch, then `tell` and `look` in turns, on all ranks alike. `trains`: whether some rank had, when
-    it was last looked at, a parameter that trains."""
+    """Compares the ranks' parts of `inputs` on `mesh`. Call `first` with the first batch, then in every step `tell` before the forward and `look` after it, on all ranks alike.
+    `trains`: whether any rank had a parameter that trains, as of the last `look`."""
 
     def __init__(self, inputs: Mapping[str, str], mesh: Mesh) -> None:
         self.inputs, self.mesh = inputs, mesh
         self._dims: list[int] | None = None
         self._mine: list[int] = []
-        self._right: list[list[int]] = []  # of all ranks, as they were last found right
+        self._right: list[list[int]] = []  # the sizes of all ranks when they were last checked and found consistent
         self.trains = True
         self._held: Mapping[str, Held] = {}
         self._coming: Callable[[], Tensor] | None = None
@@ -49,7 +51,7 @@ class BatchSizes:
         self._dims = [value.dim() if isinstance(value, Tensor) else 0 for value in values]
 
     def tell(self, values: Sequence[Any], held: Mapping[str, Held]) -> bool:
-        """Begin to tell the sizes of this rank's part, and which of `held` train; whether sizes are others than the last ones."""
+        """Start to send the sizes of this rank's part, and which of `held` train. Returns whether the sizes differ from those of the last step."""
         sizes = [size for value, dims in zip(values, self._dims or (), strict=True) for size in (value.shape if isinstance(value, Tensor) and value.dim() == dims else (-1,) * dims)]
         self._held, training = held, bytes(one.tensor.requires_grad for one in held.values())
         self.trains = any(training)
@@ -60,7 +62,8 @@ class BatchSizes:
         return changed
 
     def look(self) -> None:
-        """Raise RunError, on every rank, where the parts that were told of do not fit together, or, where gradients are on, ranks of one place have frozen different parameters."""
+        """Read what the ranks sent. Raises RunError, on every rank, where their parts are not parts of one batch, or, where gradients are recorded, ranks of one place have frozen
+        different parameters."""
         if self._coming is None:
             return
         with self._beside():
@@ -74,7 +77,7 @@ class BatchSizes:
             self._right = everyone
 
     def _alike(self, training: Sequence[int]) -> None:
-        """Raise RunError, on every rank, unless ranks of one place train the same parameters, of which all have told a number."""
+        """Raise RunError, on every rank, unless the ranks of each place train the same parameters; `training` has each rank's checksum of these."""
         inner = len(training) // self.mesh.places
         if all(number == training[rank - rank % inner] for rank, number in enumerate(training)):
             return
@@ -92,5 +95,5 @@ class BatchSizes:
         return [tuple(islice(left, dims)) for dims in self._dims or ()]
 
     def _beside(self) -> AbstractContextManager[Any]:
-        """On devices that run behind the host: beside what they compute, which the host need not wait for."""
+        """On accelerators, a stream of its own: reading the result then does not wait for the forward that is queued on the main stream."""
         return nullcontext() if self._stream is None else self._stream

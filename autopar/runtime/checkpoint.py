@@ -1,4 +1,4 @@
-"""State in and out of a sharded module: whole tensors, and DTensor state dicts, always under original names and in original order."""
+"""State in and out of a sharded module, as whole tensors or as DTensor state dicts, always under original names and with rows in original order (also where a parameter rests in sections)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ EXTRA = "_extra_state"
 @torch.no_grad()
 def load_full(held: Iterable[Held], aliases: Mapping[str, str], state: Mapping[str, Tensor], mesh: Mesh, *, strict: bool,
               held_already: Container[str] = (), elsewhere: Iterable[str] = ()) -> None:
-    """Copy each rank's own pieces out of whole tensors, sparse ones made dense; no communication. Names in `held_already` may be missing; `elsewhere`
-    names what other places of a pipeline hold. What is no tensor (extra state of modules) is passed over.
+    """Copy this rank's part of each whole tensor in `state` into `held`; no communication. Sparse tensors are made dense. Names in `held_already` may be missing from `state`;
+    `elsewhere` names what other places of a pipeline hold. Values that are no tensors (extra state of modules) are ignored.
 
     Raises RunError when a name is missing, a shape differs or a tensor has no values, and with `strict` when a name is unknown; then nothing was copied.
     """
@@ -51,7 +51,7 @@ def load_full(held: Iterable[Held], aliases: Mapping[str, str], state: Mapping[s
 
 
 def _said(value: Any) -> str:
-    """What was found for a tensor, in an error."""
+    """A value of a state dict, in words for an error."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     return f"{tuple(value.shape)}{' on the meta device, without values' if value.is_meta else ''}"
@@ -65,25 +65,25 @@ def full_state_dict(held: Iterable[Held], aliases: Mapping[str, str], mesh: Mesh
 
 
 def whole(local: Tensor, h: Held, mesh: Mesh) -> Tensor:
-    """The whole tensor of a local part that lies as `h` does (the parameter, its gradient, a moment of the optimizer)."""
+    """The whole tensor of which `local` is this rank's part, cut as `h` is (the parameter, its gradient, a moment of the optimizer); a collective operation."""
     out = relayout(local.detach().to(mesh.device), h.info.entries, ("R",) * len(mesh.sizes), h.info.shape, mesh, h.name)
     return out.clone() if out.data_ptr() == local.data_ptr() else out
 
 
 def plain(layout: Layout) -> Layout:
-    """The layout without sections and placements, which a DTensor can say."""
+    """`layout` without sections and placements (`O1`), which no DTensor placement can express: cut in order, or replicated."""
     return tuple(f"S{dim_of(e)}" if is_shard(e) else "R" if is_placed(e) else e for e in layout)
 
 
 def unsection(local: Tensor, h: Held, mesh: Mesh) -> Tensor:
-    """A local part as a DTensor in original order, for a parameter at rest in sections."""
+    """`local`, this rank's part of a parameter that rests in sections, as a DTensor with its rows in original order; a collective operation."""
     moved = relayout(local.detach().to(mesh.device), h.info.entries, plain(h.info.entries), h.info.shape, mesh, h.name)
     return distribute(moved.contiguous(), h.info.shape, plain(h.info.entries), mesh)
 
 
 def install(module: nn.Module, held: Mapping[str, Held], aliases: Mapping[str, str], mesh: Mesh, elsewhere: Iterable[str] = ()) -> None:
-    """Make `state_dict` and `load_state_dict` of `module` speak of original order, and take whole tensors as well. Extra state of the user's modules is passed over, and so is what
-    other places hold (`elsewhere`)."""
+    """Add hooks to `module` so that `state_dict` and `load_state_dict` have rows in original order, and loading takes whole tensors as well. On loading, extra state of the user's
+    modules and entries of other places (`elsewhere`) are ignored."""
     table = dict(held) | {alias: held[name] for alias, name in aliases.items()}
     others = [name for name in dict.fromkeys(elsewhere) if name not in table]
 

@@ -1,6 +1,6 @@
-"""The same collectives for many tensors, one after the other in the background, each packed into one buffer.
+"""Buckets: many tensors that take the same chain of collectives, packed into one flat buffer for each collective, in the background.
 
-Exact for uneven shards: they travel padded, as they do alone (`moves`).
+Exact for uneven shards: they are padded to equal lengths, as in `moves`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ KINDS = ("all_gather", "all_reduce", "reduce_scatter")
 
 
 class Together:
-    """`tensors[i]`, part of a tensor of global `shapes[i]`, goes by the steps `ways[i]`: as many for all, of the same kinds, on the same axes of
-    two ranks or more, in one dtype. The first begins now; `go_on` waits for the one that runs and begins the next one, or lets go of what the last
-    one took. The tensors are copied, so they may change. `names` are for the count."""
+    """A bucket on its way. `tensors[i]` is this rank's part of a tensor of global `shapes[i]` and takes the steps `ways[i]`. All ways have the same kinds of steps on the same
+    axes (of two or more ranks), and all tensors one dtype.
+
+    The constructor starts the first collective. `go_on` waits for the running one and starts the next; after the last one it frees that one's input. The tensors are copied,
+    so they may change. `names` are for runtime.count."""
 
     def __init__(self, ways: Sequence[Sequence[Step]], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh, names: Sequence[str]) -> None:
         self.shapes, self.mesh, self.names = shapes, mesh, names
@@ -41,17 +43,17 @@ class Together:
 
     @property
     def later(self) -> bool:
-        """Whether to go on later: a collective is yet to begin, or the one that runs takes more than it brings."""
+        """Whether `go_on` is to be called again: a collective is yet to start, or the running one has an input that is larger than its result (reduce-scatter) and is to be freed."""
         return self.more or self._scatters
 
     def go_on(self) -> bool:
-        """Wait for the collective that runs, and begin the next one if there is one; whether to go on later."""
+        """Wait for the running collective, and start the next one if there is one. Returns `later`."""
         came = self._running()
         self._running = self._start(came) if self._left else self._keep(came)
         return self.later
 
     def wait(self) -> None:
-        """Wait for the collective that runs; nothing else is wanted."""
+        """Wait for the running collective and drop its result."""
         self._running()
 
     def finish(self) -> list[Tensor]:
@@ -61,7 +63,7 @@ class Together:
         return self._running()
 
     def _keep(self, came: list[Tensor]) -> Finish:
-        """What has come, without what it came of."""
+        """Keep only the results `came`: the collective's input buffer is freed."""
         self._scatters = False
         return lambda: came
 
@@ -128,7 +130,7 @@ def _gather(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[S
 
 
 def _split(flat: Tensor, sizes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    """The pieces of the last dim of `flat` that tensors of `sizes` have there."""
+    """`flat` split along its last dim into pieces with as many elements as tensors of `sizes`."""
     return flat.split([torch.Size(size).numel() for size in sizes], -1)
 
 

@@ -1,8 +1,8 @@
 """Raw collectives along one mesh axis, on tensors whose cut dim is the first. No autograd, no layouts.
 
-Those that start `behind` do not wait for others of the axis that do not, nor these for them, where the axis has a group for it (Mesh.behind).
+With `behind`, a collective uses the axis's second process group, where there is one (Mesh.behind), so that it and those of the first group do not wait for each other.
 
-All are exact for every dtype: booleans, which the backends reduce each in its own way, travel as bytes.
+All are exact for every dtype: booleans, which backends reduce differently, are sent as integers.
 """
 
 from __future__ import annotations

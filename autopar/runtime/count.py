@@ -16,9 +16,8 @@ _active: list[list[Counted]] = []
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """One executed step on one mesh axis. `bytes` is what one group of the axis holds together: the tensor as it would
-    lie without the cut on this axis (the gathered output, the reduced input, the whole exchanged tensor); of a send, what this rank sends, or of
-    borders the rank that sends most."""
+    """One executed step on one mesh axis. `bytes` is the size of the tensor that one group of the axis holds together, without the cut on this axis: the output of a gather, the
+    input of a reduction, the whole tensor of an all-to-all. Of a send it is what this rank sends; of a halo exchange what the rank sends that sends most."""
 
     kind: str
     axis: int
@@ -42,7 +41,7 @@ def count() -> Iterator[list[Counted]]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Nothing inside reaches a counter that is outside."""
+    """Steps run inside are not recorded by counters that were opened outside."""
     hidden, _active[:] = list(_active), []
     try:
         yield

@@ -4,7 +4,7 @@
     keep_on_disk(optimizer, "/nvme/state")     # before the first step
 
 The operating system writes pages out and reads them back as the optimizer goes over its parameters, so that only what it works with need
-be in memory. The numbers are those of the optimizer alone, bit by bit.
+be in memory. Results equal those of the optimizer without this, bit by bit.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from autopar.errors import RunError
 
 
 def keep_on_disk(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """From its next step on, hold the state of `optimizer` (tensors shaped as their parameter) in files in `folder`, which is made if it is
-    not there; other optimizers and ranks may have theirs in the same one. A file has no name once it is mapped, and is gone with the last who has its tensor, however the process ends: save checkpoints as ever.
+    """From its next step on, hold the state of `optimizer` (tensors shaped as their parameter) in files in `folder`, which is made if missing and may be shared by optimizers and
+    ranks. A file is unlinked once it is mapped: it disappears with its last tensor, however the process ends, so checkpoints are needed as usual.
 
     Raises RunError in that step where state is not on the CPU: no file can be mapped into the memory of an accelerator.
     """
@@ -39,14 +39,14 @@ def keep_on_disk(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
 
 
 def _is_in(folder: Path, local: Tensor) -> bool:
-    """Whether a tensor is a file of that folder."""
+    """Whether the storage of a tensor is a mapped file in `folder`."""
     name = local.untyped_storage().filename
     return name is not None and Path(name).parent == folder
 
 
 @torch.no_grad()
 def _on_disk(value: Tensor, folder: Path) -> Tensor:
-    """`value` with its local part in a file that nobody else has: state that was loaded, or is about to be, may still be in older ones."""
+    """`value` with its local part in a new file of its own: tensors of a state dict that was saved or loaded may still use older files."""
     local = local_of(value)
     if local.device.type != "cpu":
         raise RunError(f"optimizer state of shape {tuple(value.shape)} is on {local.device}: only state in the memory of the host can be kept on disk; "

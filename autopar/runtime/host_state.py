@@ -1,10 +1,12 @@
-"""Optimizer state in the memory of the host: parameters and gradients stay on the device, where the optimizer steps one parameter after the
-other, with its state brought there and taken back.
+"""Optimizer state in host memory (offload). Parameters and gradients stay on the device; for each parameter in turn, its state is copied to the device, the optimizer steps
+that parameter, and the state is copied back.
 
-Nobody has to ask for it: a model whose plan has it so (`Param.host_state`) is known here from when it is built on, and any torch optimizer of its
-parameters is led through them in front of its step. torch's optimizers know what they know of each parameter by itself and leave out what has
-no gradient, so the numbers are those of one step for all, bit by bit. Each of these steps is taken by a stand-in, an optimizer of the same kind that shares
-its state and has one parameter: what an optimizer counts in its groups, or for itself, it counts once for all of them.
+It is automatic: models whose plan offloads state (`Param.host_state`) register here when they are built, and a global pre-hook of torch's optimizers steps their parameters
+before the optimizer's own step. For that step their gradients are set to None, and restored after it. torch's optimizers update each parameter by itself and skip those without
+a gradient, so the result equals one step for all parameters, bit by bit.
+
+Each of these steps is taken by a stand-in: an optimizer of the same class that shares the state and has one parameter. So counters in the groups, or of the optimizer itself,
+advance once, in the optimizer's own step.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ HOST = torch.device("cpu")
 
 @dataclass
 class _Aside:
-    """Gradients of what has been stepped, while the rest is; `inner`: how many calls of a step inside the step go on."""
+    """The gradients of parameters that were already stepped, while the optimizer's own step runs; `inner`: how many nested calls of `step` (of a base class) are running in it."""
 
     gradients: Mapping[Tensor, Tensor]
     inner: int = 0
@@ -45,7 +47,7 @@ def install(module: Built) -> None:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Step the parameters whose state is on the host; then they have no gradient until the rest is stepped too."""
+    """Before a step: step the parameters whose state is on the host, then hide their gradients from the optimizer's own step."""
     if optimizer in _stand_ins:
         return
     ours = {id(held.tensor) for module in _modules for held in module._held.values() if held.info.host_state}
@@ -65,7 +67,7 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dic
 
 
 def _after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Gradients are there again, until users clear them."""
+    """After a step: restore the hidden gradients."""
     found = _aside.get(optimizer)
     if found is None:
         return
@@ -77,7 +79,8 @@ def _after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict
 
 
 def _step_each(params: Sequence[Tensor], optimizer: torch.optim.Optimizer, number: int) -> None:
-    """Step some parameters of group `number`, one after the other. Raises RunError where they leave other numbers in it: each would be stepped by what follows from it alone."""
+    """Step `params`, of group `number`, one after the other. Raises RunError where the steps leave different numbers in the group's options: such an optimizer computes an option from all
+    parameters together, and would compute it from each alone here."""
     step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without hooks, which are those of the whole step
     first: dict[str, float] = {}
     for param in params:
@@ -94,7 +97,7 @@ def _step_each(params: Sequence[Tensor], optimizer: torch.optim.Optimizer, numbe
 
 
 def _stand_in(optimizer: torch.optim.Optimizer, number: int, param: Tensor) -> torch.optim.Optimizer:
-    """`optimizer`, with the state that it has, for one parameter of group `number` alone."""
+    """An optimizer that shares the state of `optimizer` and has only `param`, in group `number`."""
     made = object.__new__(type(optimizer))
     made.__dict__.update(vars(optimizer))
     made.param_groups = [{**{key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}, "params": [param] if at == number else []}
@@ -108,7 +111,7 @@ def _is_number(value: object) -> bool:
 
 
 def _brought(state: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
-    """Bring the tensors of `state` that are shaped as `param` to its device; gives where they were."""
+    """Copy the tensors of `state` that are shaped as `param` to its device. Returns the host tensors that they were, by key."""
     device, homes = local_of(param).device, dict[str, Tensor]()
     for key, value in state.items():
         if _beside(value, param) and local_of(value).device == HOST:
@@ -119,7 +122,7 @@ def _brought(state: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _taken(state: dict[str, Any], param: Tensor, homes: Mapping[str, Tensor]) -> None:
-    """Take them back to where they were, or what is new to the host (pinned, where the device can copy from there by itself)."""
+    """Copy the state back into the host tensors `homes`; state that this step made gets a new host tensor, pinned for CUDA devices."""
     for key, value in state.items():
         if not _beside(value, param):
             continue

@@ -1,4 +1,4 @@
-"""Emitted source runs from memory, and torch.compile imports the module of each function that it inlines, to know its globals."""
+"""Emitted source that was executed from memory, made importable: torch.compile imports the module of each function that it inlines, to read its globals."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 
 
 def make_importable(thing: type[nn.Module]) -> None:
-    """Let `import` find the module of a class whose source ran from memory, with the globals that it has now; it stays for as long as the process, as what is compiled does. Nothing where
-    the module is a file's."""
+    """Add to sys.modules the module of class `thing`, whose source was executed from memory, with its present globals. It stays there until the process ends, as compiled code does. Does
+    nothing where the module is imported already."""
     name = thing.__module__
     if name in sys.modules:
         return

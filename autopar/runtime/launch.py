@@ -6,9 +6,9 @@
         ranks.run(fn, x)
         ranks.run(other, y)
 
-Ranks are forked where that is safe (half a second for four) and spawned otherwise, as for GPUs; they meet through a file, so no port is
-taken. Where there are more ranks than GPUs they share these, and talk by gloo: NCCL has no two ranks on one. The first rank that fails stops all, and its traceback is shown. No rank outlives the caller, even one that is killed, and the
-folder that such a one leaves goes with the next start (autopar.runtime.scratch).
+Ranks are forked where that is safe (half a second for four) and spawned otherwise, as for GPUs. They rendezvous through a file, so no port is taken. Where there are more ranks than
+GPUs, ranks share GPUs and use gloo, since NCCL does not allow two ranks on one GPU. The first rank that fails stops all, and its traceback is raised. No rank outlives the caller, even if
+that is killed; the temporary folder of a killed caller is removed at the next start (autopar.runtime.scratch).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ import torch.distributed as dist
 from autopar.errors import RunError
 from autopar.runtime.scratch import Scratch
 
-GRACE_S = 0.5  # when one rank failed, how long to wait for an earlier cause on another, and where some are late, for what they say
-FRAMES = 12  # of the stack of a rank that is late, the innermost
+GRACE_S = 0.5  # how long to wait for reports of other ranks after the first failure (one may be the cause), and for the stacks of late ranks
+FRAMES = 12  # how many of the innermost stack frames of a late rank are shown
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -70,8 +70,8 @@ def launch(fn: Callable[..., Any], nprocs: int, *args: Any, timeout_s: float = 6
 
 
 class Ranks:
-    """`nprocs` local ranks that live for many jobs; they start with the first one. After a job that failed they are stopped, and the
-    next job has new ones: nothing of a failed job is left. Use it as a context manager, or call `stop` in the end."""
+    """`nprocs` local ranks that are kept for many jobs, and started with the first one. After a failed job they are stopped and the next job starts new ones, so no state of a
+    failed job remains. Use it as a context manager, or call `stop` in the end."""
 
     def __init__(self, nprocs: int, *, timeout_s: float = 600.0, device_type: str = "cpu") -> None:
         self.nprocs, self.timeout_s, self.device_type = nprocs, timeout_s, device_type
@@ -123,7 +123,7 @@ Job = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class _Inbox:
-    """The jobs that come through a pipe, until the other end is closed."""
+    """The jobs that arrive through a pipe, until its other end is closed."""
 
     end: Connection
 
@@ -170,7 +170,7 @@ class _Team:
         return team
 
     def stacks(self, ranks: Sequence[int]) -> str:
-        """Where some of them are at the moment, the innermost call first; nothing where the system cannot say it."""
+        """The current Python stacks of these `ranks`, innermost call first, as text; empty where the system has no such signal."""
         if not hasattr(faulthandler, "register"):
             return ""
         for rank in ranks:
@@ -210,12 +210,13 @@ def _possible(nprocs: int) -> Iterator[None]:
 
 
 def _stack_file(folder: str, rank: int) -> Path:
-    """Where a rank writes its stack when it is asked to."""
+    """The file to which a rank writes its stack on SIGUSR1."""
     return Path(folder) / f"rank{rank}.stack"
 
 
 def _can_fork(device_type: str) -> bool:
-    """Whoever has only asked whether there is a GPU has a driver that no fork of it can use; and builds of torch with CUDA may have an autograd that none can."""
+    """Whether ranks can be forked. Not once the CUDA driver or torch.distributed is initialised here; and builds of torch with CUDA may have an autograd that does not work in a
+    fork, which a child process tries."""
     if device_type != "cpu" or sys.platform != "linux" or torch.cuda.is_initialized() or dist.is_initialized():
         return False
     child = os.fork()
@@ -240,13 +241,13 @@ def _differentiates() -> bool:
 def _rank(end: Connection, parent: int, jobs: Iterable[Job], rank: int, nprocs: int, store: str, device_type: str,
           timeout_s: float) -> None:
     _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that waits for this hears it, and ends this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller too, which then stops the ranks
     for ending in (signal.SIGTERM, signal.SIGHUP):
-        if callable(signal.getsignal(ending)):  # of the parent, in a fork; what is ignored stays so
+        if callable(signal.getsignal(ending)):  # a Python handler that a fork has from its parent; signals that are ignored stay ignored
             signal.signal(ending, signal.SIG_DFL)
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, _stack_file(os.path.dirname(store), rank).open("w", encoding="utf-8"))
-    gc.freeze()  # what a fork has from its parent is no garbage of this rank: to walk it would copy all its pages
+    gc.freeze()  # objects that a fork shares with its parent: the collector would write to them, which copies their pages
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nprocs), LOCAL_WORLD_SIZE=str(nprocs))
     for number, job in enumerate(jobs):
@@ -259,7 +260,7 @@ def _rank(end: Connection, parent: int, jobs: Iterable[Job], rank: int, nprocs: 
 
 
 def _join(rank: int, nprocs: int, store: str, device_type: str, timeout_s: float) -> None:
-    """Meet the others."""
+    """Initialise torch.distributed with the other ranks."""
     backend = "gloo"
     if device_type == "cuda":
         count = torch.cuda.device_count()
@@ -271,7 +272,7 @@ def _join(rank: int, nprocs: int, store: str, device_type: str, timeout_s: float
 
 
 class _Reporting:
-    """Sends the caller what happened inside: the value, or whatever error ended it."""
+    """A context that reports to the caller when it ends: `value`, or the traceback of the error."""
 
     def __init__(self, end: Connection) -> None:
         self.end, self.value = end, b""
@@ -315,7 +316,7 @@ def _collect(team: _Team, timeout_s: float) -> list[Any]:
 
 
 def _receive(end: Connection, child: Any) -> _Report:
-    """What a rank says; one that died silently is taken for the first cause, errors of others follow from it."""
+    """The report of a rank. One that died without a report gets time 0, so that it counts as the first failure: errors of other ranks follow from it."""
     try:
         report: _Report = end.recv()
         return report

@@ -37,7 +37,8 @@ class Reader(Protocol):
 
 @dataclass(eq=False)
 class _Bucket:
-    """Leaves that the same collectives fill, by the way of each; without ways each is moved by itself when it is needed."""
+    """Leaves that are filled by the same collectives. `ways[i]` are the steps of `members[i]`; where it is empty, each member is resharded by itself when it is needed. `begun`
+    counts the collectives that have started."""
 
     members: tuple[Held, ...]
     ways: tuple[tuple[Step, ...], ...]
@@ -46,7 +47,7 @@ class _Bucket:
 
     @property
     def legs(self) -> int:
-        """Collectives, one after the other."""
+        """The number of collectives, which run one after the other."""
         return len(self.ways[0]) if self.ways else 0
 
 
@@ -127,7 +128,7 @@ def _readers(held: Held, numbers: Mapping[int, int]) -> Iterator[int]:
 
 
 def _buckets(held: Sequence[Held], first: Mapping[str, int], mesh: Mesh, limit_bytes: int) -> Iterator[_Bucket]:
-    """Buckets in the order of `held`, apart by axis and dtype; a block starts a new one where the last is half full."""
+    """Buckets in the order of `held`, each of one dtype and one sequence of axes. A block starts a new bucket where the current one is at least half full."""
     filling: list[Held] = []
     key: Any = None
     for h in held:
@@ -149,13 +150,14 @@ def _bucket(members: Sequence[Held], mesh: Mesh) -> _Bucket:
 
 
 def gathered_by(held: Held, mesh: Mesh) -> tuple[Step, ...]:
-    """The collectives that fill the leaf of `held`, none where something else than gathers is on the way."""
+    """The all-gathers that fill the leaf of `held`; none where its way has other steps too."""
     way = steps(held.info.entries, held.info.leaf_entries, mesh.sizes)
     return way if all(step.kind == "all_gather" and crosses(step, mesh.sizes) for step in way) else ()
 
 
 def due(legs: Sequence[int], begun: Sequence[int], done: int) -> list[int]:
-    """Which of the buckets go on, each by one collective, in this order, when `done` of them are filled: they take so many `legs`, of which so many have `begun`."""
+    """The numbers of the buckets that start their next collective, in this order, when the first `done` buckets are filled. Bucket i takes `legs[i]` collectives, of which `begun[i]` have
+    started. The last collective of a bucket starts LEAVES_AHEAD buckets before it is needed, each earlier one a bucket earlier."""
     deepest = max(legs, default=0)
     wanted = {number: legs[number] - max(0, number + 1 - done - LEAVES_AHEAD)
               for number in range(done, min(len(legs), done + LEAVES_AHEAD + max(0, deepest - 1)))}

@@ -1,5 +1,5 @@
-"""Who keeps what alive. Hooks of tensors are held by torch's own objects, which no garbage collector sees through: a leaf whose hook holds what holds the leaf is never let go of, nor is the
-memory of the model. So hooks know their objects weakly, and what a backward needs of a module that is gone its graph keeps."""
+"""Lifetimes: hooks that do not leak the model. Hooks of tensors are held by torch's C++ objects, which Python's garbage collector does not traverse, so a hook that refers to an object
+which holds its tensor is a cycle that is never freed. Hooks therefore refer to their objects weakly (`weakly`), and the autograd graph keeps alive what its backward needs (`kept_by`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
-    """A bound `method` with `args` in front of what it is called with, which does not keep its object alive; nothing once that is gone."""
+    """A function that calls the bound `method` with `args` and its own arguments. It does not keep the method's object alive, and does nothing once that is gone."""
     found = WeakMethod(method)
 
     def call(*more: Any) -> None:
@@ -23,7 +23,7 @@ def weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
 
 
 def kept_by(values: Iterable[Tensor], what: object) -> None:
-    """Keep `what` alive as long as a backward may come through one of `values`."""
+    """Keep `what` alive as long as the autograd graph of one of `values`."""
     for value in values:
         if value.grad_fn is not None:
             notes: Any = value.grad_fn.metadata  # a dict, which torch types as a method

@@ -21,8 +21,8 @@ BATCH = "b"
 
 
 def loading_axes(inputs: Mapping[str, str], dims: Dims) -> tuple[int, ...]:
-    """The mesh axes whose ranks load samples of their own: by those, major first, the batch of every input is cut before anything else cuts it. A batch that is cut
-    in sections is not: neighbouring samples are not together then."""
+    """The mesh axes along which each rank loads its own samples: the longest common prefix, major first, of the axes that cut the batch dim of every input. A batch that is cut in
+    sections contributes none, since a rank's part is not contiguous then."""
     cuts = []
     for name, layout in inputs.items():
         if BATCH in dims.get(name, ()):
@@ -35,7 +35,7 @@ def loading_axes(inputs: Mapping[str, str], dims: Dims) -> tuple[int, ...]:
 
 
 def share(axes: tuple[int, ...], mesh: Mesh) -> tuple[int, int]:
-    """Among how many loaders a global batch is dealt, and which of them is this rank's: its part is contiguous, in that order."""
+    """The number of loaders that share a global batch, and the number of this rank's loader. Loader i has the i-th contiguous part of the batch."""
     number = 0
     for axis in axes:
         number = number * mesh.sizes[axis] + mesh.coord[axis]
@@ -43,7 +43,7 @@ def share(axes: tuple[int, ...], mesh: Mesh) -> tuple[int, int]:
 
 
 def loaded(inputs: Mapping[str, str], dims: Dims) -> dict[str, str]:
-    """How each input is cut that was loaded by share: not by the axes that loaders are dealt over, where it has samples."""
+    """How the part that one loader gave is cut further, by input: its layout with `R` on the loading axes, where it has a batch dim."""
     axes = loading_axes(inputs, dims)
     return {name: show(tuple("R" if axis in axes and BATCH in dims.get(name, ()) else entry for axis, entry in enumerate(parse(layout))))
             for name, layout in inputs.items()}

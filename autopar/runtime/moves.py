@@ -38,24 +38,23 @@ def relayout(x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name
 
 
 def settled(x: Tensor) -> Tensor:
-    """`x` in memory as it reads: torch leaves conjugation and signs of complex numbers for later, and neither collectives nor DTensor know of it."""
+    """`x` with its lazy conjugation and negation bits resolved into memory: collectives and DTensor ignore these bits."""
     return x.resolve_conj().resolve_neg()
 
 
 class Chain:
-    """`relayout` whose collectives run in the background one after the other, leg by leg (`layout.legs`): `go_on` waits for the one that runs
-    and begins the next one, `finish` does all that is left. `x` must not change until its first one is over. `behind`: other collectives of these
-    axes do not wait for them (Mesh.behind)."""
+    """`relayout` whose collectives run in the background, one after the other (`layout.legs`): `go_on` waits for the running one and starts the next, `finish` does all that is
+    left. `x` must not change until the first collective is over. `behind`: use the second process groups of the axes (Mesh.behind)."""
 
     def __init__(self, x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name: str = "", *, behind: bool = False) -> None:
         x = settled(x)
         check_shape(x, src, shape, mesh.sizes, mesh.coord, f"reshard {name}".rstrip())
         self.shape, self.mesh, self.name, self.behind = shape, mesh, name, behind
         self.nbytes = most_elements(shape, src, mesh.sizes) * x.element_size()
-        """Bytes of what the collective that runs takes, or of what is there, on the rank that has most of it: all ranks go by it."""
+        """Bytes of the input of the running collective (before the first: of `x`), on the rank whose part is largest, so that all ranks have the same number."""
         *self._legs, self._rest = legs(steps(src, dst, mesh.sizes), lambda step: crosses(step, mesh.sizes))
         self._legs.reverse()
-        self._come: Later = lambda: x  # what is there, or is to come
+        self._come: Later = lambda: x  # gives the present tensor, waiting for the running collective
 
     @property
     def more(self) -> bool:
@@ -63,7 +62,7 @@ class Chain:
         return bool(self._legs)
 
     def go_on(self) -> None:
-        """Wait for the collective that runs; begin the next one. One is yet to begin (`more`)."""
+        """Wait for the running collective and start the next one, which there must be (`more`)."""
         *local, last = self._legs.pop()
         x = self._do(self._come(), local)
         self.nbytes = most_elements(self.shape, last.before, self.mesh.sizes) * x.element_size()
@@ -76,14 +75,14 @@ class Chain:
             with mark(*marked):
                 return done()
 
-        self._come = come  # which has not x: a collective holds what it takes until it is over, and no longer
+        self._come = come  # a closure without x: the input of a collective is freed when it is over
 
     def wait(self) -> None:
-        """Wait for the collective that runs; nothing else is wanted."""
+        """Wait for the running collective and drop its result."""
         self._come()
 
     def finish(self) -> Tensor:
-        """The result; the steps that are left are done now."""
+        """The result; runs the steps that are left."""
         while self._legs:
             self.go_on()
         return self._do(self._come(), self._rest)
@@ -98,7 +97,7 @@ class Chain:
 
 
 def _marked(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> tuple[object, ...]:
-    """What a profile says of a step."""
+    """The words by which a profile names a step (runtime.profiler_ranges); empty outside of a profile."""
     return (step.kind, step.axis, step_bytes(step, shape, x.element_size(), mesh)) if profiling() else ()
 
 

@@ -67,7 +67,7 @@ class Block(nn.Module):
             return super().__call__(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As nn.Module.compile. torch runs nothing compiled again from outside, so what is run again is compiled as such."""
+        """As nn.Module.compile. A compiled forward cannot be recomputed by a checkpoint around it, so the checkpointed forward is compiled too."""
         make_importable(type(self))
         super().compile(*args, **kwargs)
         self.compiled_again = torch.compile(partial(checkpoint_of, self.forward, use_reentrant=False), *args, **kwargs)
@@ -114,19 +114,19 @@ class ShardedModule(Scope):
     SIZES: ClassVar[Mapping[str, tuple[int, int | None, int]]] = {}
     UNEVEN: ClassVar[Sequence[str]] = ()
     OUTPUTS: ClassVar[Sequence[tuple[str, str]]] = ()
-    UNGRADED: ClassVar[Sequence[int]] = ()  # numbers of outputs that have a gradient on one device, and no way for it here
+    UNGRADED: ClassVar[Sequence[int]] = ()  # numbers of outputs that have a gradient on one device, and none here
     STRUCTURE: ClassVar[Any] = None
     ALIASES: ClassVar[Mapping[str, str]] = {}
     ORDER: ClassVar[Sequence[str]] = ()
     TRAINS: ClassVar[bool] = True
     NORMS: ClassVar[Mapping[str, float]] = {}  # the momentum of each batch norm
-    UNEVALUATED: ClassVar[str] = ""  # why the program is none of the model in evaluation, if so
+    UNEVALUATED: ClassVar[str] = ""  # why the program cannot run in evaluation; empty where it can
     CHANGING: ClassVar[Sequence[str]] = ()  # buffers that change in evaluation, too
 
     @torch.inference_mode(False)
     def __init__(self, *, seed: int = 0) -> None:
         super().__init__()
-        self._met = self.MESH.meet()  # also on a place that holds nothing, and so would ask for no group yet
+        self._met = self.MESH.meet()  # even on a place without parameters, since making process groups is collective
         self.rng = rng.Rng(seed)
         self._spread: list[Spread] = []
         self._told = BatchSizes(self.INPUTS, self.MESH)
@@ -145,7 +145,7 @@ class ShardedModule(Scope):
         checkpoint.install(self, self._held, aliases, self.MESH, elsewhere)
 
     def _scopes(self) -> Sequence[Scope]:
-        """What of the model runs on this rank."""
+        """The scopes that run on this rank: the model itself, or its stages here."""
         return [self]
 
     def _watch(self) -> None:
@@ -202,7 +202,7 @@ class ShardedModule(Scope):
         return roles.index("loss")
 
     def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The inputs in the order of the plan, of sizes that the program is for; on the first call the ranks compare them, and their sizes on all that take the ranks together."""
+        """The inputs of a call in the order of the plan, checked against the program's sizes. In the first call the ranks compare their contents, in later ones their sizes."""
         if torch.is_autocast_enabled(self.MESH.device.type):
             raise RunError("autocast is on, and would change in which dtypes a program computes and sends that was planned without it: call the model outside of it, and plan it with "
                            'compile(model, ..., precision="bf16") for mixed precision')
@@ -220,11 +220,11 @@ class ShardedModule(Scope):
             self._told.first(inputs)
             check_replicas(self._held.values(), self.rng.seed, self.MESH, self._copies())
         if self._in_step() and self._told.tell(inputs, self._held) and self.data_parallel_size < self.MESH.ranks:
-            self._told.look()  # ranks that work on the same samples send each other what is as large as these
+            self._told.look()  # checked now: ranks that share samples exchange tensors of these sizes in the forward
         return inputs
 
     def _in_step(self) -> bool:
-        """Whether all ranks run this forward: a loss is that of all of them, and so are gradients. Others may be run by some alone."""
+        """Whether this forward needs all ranks: a loss and gradients are reduced over all of them. A forward without either may be run by some ranks only."""
         return any(role == "loss" for role, _ in self.OUTPUTS) or (self.TRAINS and torch.is_grad_enabled())
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Point-to-point transfers along one mesh axis: what rings and borders are made of. No autograd, no layouts.
+"""Point-to-point transfers along one mesh axis, for rings and halo exchanges. No autograd, no layouts.
 
 Every rank of the axis must call the same functions in the same order. Empty tensors are not sent.
 """
@@ -40,7 +40,7 @@ def start_transfers(sends: Sequence[Parcel], receives: Sequence[Parcel], axis: i
     def finish() -> None:
         for work in works:
             work.wait()
-        todo.clear()  # holds what is sent until it is
+        todo.clear()  # the operations keep the sent tensors alive
         for (_, x), (_, came) in zip(into, coming, strict=True):
             if x is not came:
                 x.copy_(came)

@@ -11,12 +11,12 @@ from torch import Tensor
 from autopar.errors import RunError
 
 Nested = Mapping[str, Any]
-"""Of each argument the name of its input, or a dict (by key or attribute) or tuple of such. Empty where every argument is one input, called as it is."""
+"""Argument -> the name of its input, or a dict (by key or attribute) or tuple of such. Empty where every argument is one input of the same name."""
 
 
 def flat(nested: Nested, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The inputs by name where any of the arguments holds several or is named otherwise than its input; the arguments as they are where none is. Raises RunError where one is not
-    as it was planned."""
+    """The call as ((), inputs by name) where some argument holds several inputs, or has another name than its input; else `args` and `kwargs` unchanged. Raises RunError where an
+    argument has another structure than was planned."""
     if not any(_holds(value) for value in (*args, *kwargs.values()) if nested) and all(nested.get(name, name) == name for name in kwargs):
         return args, kwargs
     if len(args) > len(nested):
@@ -36,7 +36,7 @@ def _holds(value: Any) -> bool:
 
 
 def _inputs(wanted: Any, value: Any, where: str) -> dict[str, Any]:
-    """The inputs in `value`, which is called `where`, by name."""
+    """The inputs in `value`, by name; `wanted` is the planned structure (`Nested`), and `where` the path of `value` for errors."""
     if isinstance(wanted, str):
         if _holds(value):
             raise RunError(f"argument {where} is a {type(value).__name__}, and the plan has one input for it, {wanted!r}: pass what was planned, or plan the model again with this")
@@ -53,7 +53,7 @@ def _inputs(wanted: Any, value: Any, where: str) -> dict[str, Any]:
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """What a value holds by key, attribute or number; None where it holds nothing."""
+    """The items of a container by key, attribute or position; None where `value` is no container."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, (tuple, list)):

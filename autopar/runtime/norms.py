@@ -1,8 +1,8 @@
-"""Running statistics of batch norms made anew, as torch.optim.swa_utils.update_bn makes them on one device: it looks for modules that are batch norms, of
-which a sharded module has none, and does nothing.
+"""Recomputing the running statistics of batch norms, as torch.optim.swa_utils.update_bn does on one device. That function itself looks for BatchNorm modules, of which a sharded
+module has none, so it would do nothing.
 
-A step makes `running` to `(1 - momentum) * running + momentum * statistic`, with a momentum that is part of the program: from zeros, the statistic
-of one batch is what comes of it, divided by the momentum. In a pipeline a place has the buffers that its stages change, maybe not all of one norm.
+A forward sets `running = (1 - momentum) * running + momentum * statistic`, and the momentum is a constant of the program. So from `running = 0` the statistic of one batch is
+`running / momentum`. In a pipeline a place has only the buffers that its stages change, which may be some of those of a norm.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Normed(Protocol):
 
 @torch.no_grad()
 def renew(module: Normed, batches: Iterable[Any]) -> None:
-    """Make the running statistics the means of those of `batches`; where that ends in an error they are as before. Raises RunError where no batch shows in them."""
+    """Set the running statistics to the means over `batches`; after an error they are as before. Raises RunError where the module is planned for inference, a norm has momentum 0 or is
+    called twice in a forward, or there are no batches."""
     if not module.TRAINS:
         raise RunError("update_bn: this module is planned for inference and takes no statistics of a batch; call it of the module that trains, and fill this one with load_full(model.full_state_dict())")
     stuck = [name for name, momentum in module.NORMS.items() if momentum == 0]
@@ -68,7 +69,7 @@ def _there(module: Normed, norm: str, names: Iterable[str]) -> list[Held]:
 
 
 def _means(module: Normed, batches: Iterable[Any], parts: Mapping[Held, float], counts: Iterable[Held]) -> dict[Held, Tensor]:
-    """The means of the statistics of all batches, and how many these are, of each norm that takes some."""
+    """The mean of each running statistic over all batches, and the number of batches for each counter; without norms that the forward does not call."""
     means, calls, number = dict[Held, Tensor](), dict[str, int](), 0
     for number, given in enumerate(batches, 1):
         _set({h: torch.zeros_like(h.local) for h in (*parts, *counts)})
@@ -84,7 +85,7 @@ def _means(module: Normed, batches: Iterable[Any], parts: Mapping[Held, float], 
 
 
 def _calls(module: Normed) -> dict[str, int]:
-    """How many statistics each norm took in the first forward, as all ranks know it together. Raises RunError, on all, where it is more than one."""
+    """How often each norm was called in the first forward (maximum over ranks); a collective operation. Raises RunError, on all ranks, where that is more than once."""
     found = torch.zeros(len(module.NORMS), dtype=torch.int64)
     for i, name in enumerate(module.NORMS):
         for h in _there(module, name, (COUNT,)):

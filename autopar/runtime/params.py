@@ -28,12 +28,15 @@ from autopar.runtime.mesh import Mesh
 class Param:
     """A parameter or buffer at rest: global shape, dtype name ("float32"), layout (without partial entries).
 
-    `leaf`: the layout that the forward reads, where that is another one ("": as it rests): whole on axes on which it rests cut. The
-    leaf is gathered once per step, and its gradient, partial on these axes, is scattered back; `each`: after every microbatch.
-    `compute`: the dtype of the leaf, where that is another one; gradients add up, are summed and kept in `dtype`.
-    `host`: it rests in the memory of the host (pinned, where the mesh is of accelerators), with its gradient, so that an optimizer steps there;
-    the leaf is on the device; `host_state`: only the state of its optimizer rests there (runtime.host_state). `sync`: mesh axes on which gradients are left partial and summed once per backward. `trainable`: whether it has a
-    gradient. `persistent`: whether a buffer belongs to the state dict.
+        leaf        the layout in which the forward reads it; "": as it rests. Where it differs, the leaf is whole on axes on which the parameter rests cut: it is
+                    gathered once per step, and its gradient, partial on these axes, is reduce-scattered
+        each        that reduce-scatter runs after every microbatch, else once per step
+        compute     the dtype of the leaf; "": as it rests. Gradients are accumulated, reduced and kept in `dtype`
+        host        it rests with its gradient in host memory (pinned, where the mesh is of accelerators), and the optimizer steps there; the leaf is on the device
+        host_state  only the optimizer's state rests in host memory (runtime.host_state)
+        sync        mesh axes on which gradients are left partial, and summed once per backward
+        trainable   it has a gradient
+        persistent  of a buffer: it belongs to the state dict
     """
 
     shape: tuple[int, ...]
@@ -159,21 +162,21 @@ class Held:
         return self.local.detach().to(dtype).to(self.leaf.device, non_blocking=True)
 
     def state(self) -> tuple[int, ...]:
-        """What changes whenever the registered tensor does."""
+        """Version counters that change whenever the values of the registered tensor may have."""
         return optimizer_steps(), self.tensor._version, self.local._version
 
 
 def grad_at_rest(param: Tensor) -> Tensor | None:
-    """The gradient of a parameter, laid over the ranks as that is. DTensor may lay what users compute from a gradient (less its mean, projected) in another way; such a gradient is moved back,
-    which may be a collective operation."""
+    """The gradient of a parameter, with the placements of the parameter. What users compute from a gradient (minus its mean, projected) may have got other placements from DTensor: it is
+    redistributed, which may be a collective operation."""
     if isinstance(param.grad, DTensor) and isinstance(param, DTensor) and param.grad.placements != param.placements:
         param.grad = param.grad.redistribute(placements=param.placements)
     return param.grad
 
 
 def fill(held: Sequence[Held], wholes: Sequence[Tensor]) -> None:
-    """Write `wholes` into the leaves of `held`. Where a registered tensor is unchanged since, that writes what is there, and graphs that keep the
-    leaf for their backward stay good, as on one device; otherwise they notice."""
+    """Copy `wholes` into the leaves of `held`. Where a registered tensor is unchanged since the last time, the leaf keeps its version counter, so that autograd graphs that saved it can
+    still run their backward, as on one device; else autograd raises an error there."""
     if not held:
         return
     states = [one.state() for one in held]
@@ -215,8 +218,8 @@ def distribute(local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Mesh
 
 
 def empty(name: str, info: Param, mesh: Mesh, *, buffer: bool) -> Tensor:
-    """A parameter or buffer that nothing was loaded into: nan, where its dtype has that, so that a step without weights says so. Memory as it comes is often zeros, which train
-    as if they were weights. Buffers that rest whole are plain tensors."""
+    """A parameter or buffer without values: filled with nan where its dtype has nan, so that a step before weights are loaded is seen to be wrong (fresh memory is often zeros, which
+    would train). Buffers that rest whole are plain tensors. Raises RunError where the layout has more axes than the mesh."""
     try:
         local = torch.empty(info.local_shape(mesh), dtype=info.torch_dtype, device="cpu" if info.host else mesh.device,
                             pin_memory=info.host and mesh.device.type == "cuda")
@@ -230,7 +233,7 @@ def empty(name: str, info: Param, mesh: Mesh, *, buffer: bool) -> Tensor:
 
 
 class Branch(nn.Module):
-    """A part of the tree of names. It holds parameters and never runs: what would wait for it to run is refused."""
+    """An inner module of the tree of original names. It holds parameters and never runs, so calling it and registering forward or backward hooks on it raise RunError."""
 
     def _refused(self, *_: Any, **__: Any) -> Any:
         raise RunError("the parts of a sharded model hold parameters and do not run by themselves, so they cannot be called and hooks of theirs would never be; let the model give what you need among "
@@ -250,7 +253,7 @@ class Branch(nn.Module):
 
 
 def place(root: nn.Module, name: str, tensor: Tensor, *, buffer: bool, persistent: bool = True) -> tuple[dict[str, Any], str]:
-    """Register `tensor` under the dotted `name`, with branches on the way; gives the table that holds it and its key.
+    """Register `tensor` under the dotted `name`, in `Branch` modules that are made as needed; gives the table that holds it and its key.
 
     Works on the tables of nn.Module, because a name of the model may be an attribute of ours.
     """

@@ -57,8 +57,8 @@ from autopar.runtime.stepping import Engine, run_forward
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """The schedule: its class in torch.distributed.pipelining, and whether it takes gradients of what is received and of weights
-    apart (zero bubble); the number of microbatches, and the place of each stage."""
+    """The schedule: `torch_name` is its class in torch.distributed.pipelining; `splits`: whether it computes gradients of inputs and of weights in separate actions (zero bubble);
+    `places[i]` is the place of stage i."""
 
     torch_name: str
     splits: bool
@@ -210,10 +210,10 @@ class PipelinedModule(ShardedModule):
         self._changed.clear()
 
     def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str, Any]]]:
-        """Bind and check a batch; its global sizes, and what each microbatch gets by name."""
+        """Bind and check a batch, and refresh the leaves. Returns the global sizes, and for each microbatch its inputs and totals by name."""
         self._check_dtypes()
         inputs = self._bound(args, kwargs)
-        self._told.look()  # before parts of other sizes than the others wait for are sent
+        self._told.look()  # before anything is sent: ranks with parts of other sizes would wait for each other
         if torch.is_grad_enabled():
             check_trains(self._told.trains)
         for stage, sync in zip(self.stages, self._syncs, strict=True):
@@ -228,7 +228,7 @@ class PipelinedModule(ShardedModule):
         return sizes, [{**{name: part[k] for name, part in parts.items()}, **whole} for k in range(self.PIPELINE.microbatches)]
 
     def _check_dtypes(self) -> None:
-        """Raise RunError where users have cast what stages compute with: in which dtypes they send and receive is part of the program."""
+        """Raise RunError where users have cast parameters or buffers: the dtypes in which stages send and receive are constants of the program."""
         cast = {name: held for name, held in self._held.items() if held.local.dtype != held.info.torch_dtype} if self.MESH.places > 1 else {}
         for name, held in cast.items():
             raise RunError(f"{name} is in {held.local.dtype}, wanted {held.info.torch_dtype}: what stages of a pipeline send each other is of the dtypes that were planned. Load weights of "
@@ -255,8 +255,8 @@ class PipelinedModule(ShardedModule):
         return ways_of(layout, dim, self.MESH.sizes)
 
     def _pieces(self) -> int:
-        """Into how many pieces the batch falls so that every rank's part of every input is some of them. Microbatch k is the k-th part of each
-        piece, in this order: what a rank is given holds its own part of each microbatch."""
+        """The number of pieces of the batch: the least common multiple of the numbers of ranks that cut the microbatched dim of each input, so that every rank's part of every input
+        is a whole number of pieces. Microbatch k has the k-th part of each piece, so a rank's local batch holds its part of every microbatch."""
         return math.lcm(*(self._ways(parse(layout), dim_of(self.MICRO[name])) for name, layout in self.INPUTS.items() if is_shard(self.MICRO[name])))
 
     def _joined(self, number: int, parts: Sequence[tuple[Tensor, Spread | None]] | None, role: str) -> tuple[Tensor | None, Spread | None]:
@@ -277,8 +277,8 @@ class PipelinedModule(ShardedModule):
         return torch.stack([value.unflatten(dim, (runs, -1)) for value in values], dim + 1).flatten(dim, dim + 2), spread
 
     def _whole_pieces(self, values: Sequence[Tensor], spread: Spread, dim: int) -> tuple[list[Tensor], Spread]:
-        """A result of each microbatch, cut over no more ranks than the inputs are: a part of a piece of each microbatch is no part of the batch.
-        As `full`, which gathers what is for the user, this is no part of a step that is priced."""
+        """A result of each microbatch, gathered along `dim` where it is cut finer than the pieces of the batch: such parts of microbatches cannot be joined to a part of the batch. Not
+        counted, since it serves the user and is not part of the priced step (as `full`)."""
         if self._pieces() % self._ways(spread.layout, dim) == 0:
             return list(values), spread
         axes = cutters(spread.layout, dim)
@@ -312,7 +312,7 @@ class PipelinedModule(ShardedModule):
         return Declarations.together([Declarations.stated(kind) for kind in self.STAGES])
 
     def _wholes(self, names: Iterable[str], of: Callable[[Held], Tensor | None]) -> Iterator[tuple[str, Tensor | None]]:
-        """Of each name what `of` gives of it on the first place that holds it, whole and on every place; one at a time."""
+        """For each name the whole tensor that `of` gives on the first place that holds it, on every place; one at a time. A collective operation."""
         first = self._first_places()
         for name in names:
             held = self._held[name] if first[name] == self.MESH.place else None

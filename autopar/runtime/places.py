@@ -1,4 +1,4 @@
-"""What ranks on different places of a pipeline axis tell each other: results, and gradients of parameters that several hold."""
+"""Communication between the places of a pipeline: results are broadcast, and gradients of parameters that several places hold are summed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ PIPELINE_AXIS = -1
 
 @dataclass(frozen=True)
 class Shared:
-    """Parameters `names` that stages on several places read: each place has a copy. `group` are these places, whose ranks talk from `device`."""
+    """Parameters `names` that stages on several places read, so that each of these places has a copy. `group` has the ranks of these places with the coordinates of this one; `mine`:
+    whether this rank's place is one of them; `device`: where collectives run."""
 
     names: tuple[str, ...]
     group: dist.ProcessGroup
@@ -36,9 +37,9 @@ class Shared:
 
     @contextmanager
     def summing(self, held: Mapping[str, Held]) -> Iterator[None]:
-        """Add up what the step inside gives to the gradients of all copies, which stay equal bit for bit. What earlier steps left
-        in `param.grad` was added up then: it is put aside, and back. What is frozen, or has a gradient on no place, stays as it was. Raises RunError where it is
-        frozen on some places only."""
+        """All-reduce the gradients that the step inside computes over the copies, so that the copies stay bit-equal. Gradients that earlier steps left in `param.grad` are already summed:
+        they are taken out before the step and added after it. Frozen parameters, and those without a gradient on any place, are unchanged. Raises RunError where a parameter is frozen on
+        some places only."""
         params = {name: held[name].tensor for name in self.names} if self.mine else {}
         earlier = {name: grad_at_rest(param) for name, param in params.items()}
         for param in params.values():
@@ -62,7 +63,7 @@ class Shared:
                            "call requires_grad_ for it alike on all ranks")
 
     def _given(self, params: Mapping[str, Tensor]) -> dict[str, tuple[bool, ...]]:
-        """Of each parameter whether any place has a copy that trains, one that is frozen, and a gradient."""
+        """For each parameter: whether any place has a copy that trains, one that is frozen, and one with a gradient."""
         if not params:
             return {}
         mine = [(param.requires_grad, not param.requires_grad, param.grad is not None) for param in params.values()]
@@ -98,15 +99,15 @@ def shared_gradients(stages: Sequence[type[Stage]], places: Sequence[int], mesh:
 
 
 class Everywhere:
-    """A tensor that one place makes in every step, of the same shape and dtype, on every place. Both are told in the first step alone: they are objects, for which the host waits, and which take
-    two broadcasts more."""
+    """Broadcasts a tensor of constant shape and dtype from one place to all, once per step. Shape and dtype are sent in the first step only: sending Python objects blocks the host and
+    takes two more broadcasts."""
 
     def __init__(self, place: int, mesh: Mesh) -> None:
         self.place, self.mesh = place, mesh
-        self._like: Tensor | None = None  # of no memory
+        self._like: Tensor | None = None  # a meta tensor of its shape and dtype
 
     def __call__(self, value: Tensor | None) -> Tensor:
-        """What the place has, which gives it as `value`; a collective operation."""
+        """The tensor `value` of the sending place, on every place (others pass None); a collective operation."""
         group = self.mesh.pipeline_group
         if self._like is None or group is None:
             value, _ = tell(value, None, self.place, self.mesh)
@@ -119,7 +120,7 @@ class Everywhere:
 
 
 def tell(value: Tensor | None, spread: Spread | None, place: int, mesh: Mesh) -> tuple[Tensor | None, Spread | None]:
-    """A tensor that `place` has and how it lies, on every place; None where it has none."""
+    """The `value` of `place` and its `spread` (layout and global shape), on every place; None where it has none. A collective operation."""
     group = mesh.pipeline_group
     if group is None:
         return value, spread

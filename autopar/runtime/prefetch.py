@@ -1,14 +1,14 @@
-"""Gathers of weights that begin before they are needed, in the background of what computes.
+"""Prefetching: gathers of weights that start before they are needed and run in the background of compute.
 
-Every step gathers the same weights in the same order. The `Orders` of a stage are learned in its first step, forward and backward apart, as
-torch's FSDP2 learns them, and followed from then on. All that one block gathers is a *unit*, and so is each weight that the model itself gathers.
-When a unit begins, the gathers of the unit behind it begin too, and further ones until BUCKET_BYTES are on their way: small ones would hide
-nothing. So one unit more is in memory than is used. A gather over several axes is a chain of collectives, each of what the one before it has
-brought: its first one begins as far ahead, its last one with the unit before, and each of the others one unit earlier than the one behind it, so that
-all of them have a unit's time (`prefetching.ends`, `timetable`). What has come so far is a fraction of the weight. A pass that does something else than was
-learned (a parameter was frozen) gathers the rest when it needs it, and the order is learned anew.
+Every step gathers the same weights in the same order. The `Orders` of a stage are recorded in its first step, separately for forward and backward, as torch's FSDP2 does, and
+followed from then on. A *unit* is all that one block gathers, or one weight that the model itself gathers. When a unit begins, the gathers of the next unit start, and those
+of further units until BUCKET_BYTES are on their way, since small gathers hide nothing. So memory holds one unit more than is in use.
 
-What begins when follows from what runs alone, not from values or from what one rank has, so it is the same on all ranks.
+A gather over several axes is a chain of collectives, each on the result of the one before. The last one starts one unit before the weight is needed, each earlier one a unit
+before its successor, so that each has the time of a unit to run (`prefetching.ends`, `timetable`). Until the last one, only a fraction of the weight is in memory.
+
+A pass that deviates from the recorded order (a parameter was frozen) gathers the rest on demand, and the order is recorded again. What starts when depends only on which gathers
+run, not on values or on one rank's shards, so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Call:
 
 
 class Part(Protocol):
-    """What is to know of a gather in a plan."""
+    """What `timetable` needs to know of a gather."""
 
     @property
     def unit(self) -> Any:
-        """What it belongs to."""
+        """The unit that it belongs to."""
 
     @property
     def nbytes(self) -> float:
@@ -66,7 +66,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Learned:
-    """What a kind of pass gathers, in order, and what of it goes on when (`timetable`)."""
+    """The recorded gathers of one kind of pass, in order, and by number of a gather those that start a collective before it (`timetable`)."""
 
     calls: tuple[Call, ...]
     due: Mapping[int, tuple[int, ...]]
@@ -76,7 +76,7 @@ NOTHING = Learned((), {})
 
 
 class Orders:
-    """How the passes over one stage gather, by kind of pass; `held_of` says whose leaf a tensor is."""
+    """The recorded orders of the passes over one stage, by kind of pass ("forward", "backward", "evaluation"); `held_of` maps a leaf to its parameter."""
 
     def __init__(self, held_of: Callable[[Tensor], Held | None], mesh: Mesh, ahead_bytes: float = BUCKET_BYTES) -> None:
         self.held_of, self.mesh, self.ahead_bytes = held_of, mesh, ahead_bytes
@@ -85,7 +85,7 @@ class Orders:
         self._open: dict[Going, None] = {}
 
     def step(self) -> None:
-        """A step begins: what the first passes of the last one did is what comes next. Passes that an error has left end."""
+        """A step begins: adopt the orders that the first pass of each kind recorded in the last step, and drop passes that an error left open."""
         for going in self._open:
             going.drop()
         for kind, going in self._first.items():
@@ -98,7 +98,7 @@ class Orders:
         return self.known.get(kind, NOTHING).calls
 
     def going(self, kind: str) -> Going:
-        """A pass of some kind begins."""
+        """Begin a pass of this kind."""
         made = Going(self, self.known.get(kind, NOTHING))
         self._first.setdefault(kind, made)
         self._open[made] = None
@@ -117,10 +117,10 @@ class Orders:
 
 
 class Going:
-    """One pass in one direction, which follows what was learned as far as it does that (nothing: it learns)."""
+    """One pass in one direction. It records its gathers, and follows `learned` as long as these agree with it."""
 
     def __init__(self, orders: Orders, learned: Learned) -> None:
-        self.orders, self.plan = proxy(orders), learned.calls  # which hold it until the next step
+        self.orders, self.plan = proxy(orders), learned.calls  # weak: `orders` hold this pass until the next step
         self.seen: list[Call] = []
         self.ended = False
         self._due = dict(learned.due)
@@ -141,7 +141,7 @@ class Going:
         return whole if whole is not None and version == leaf._version else relayout(turn.of(x), src, dst, shape, mesh, name)
 
     def begin(self) -> None:
-        """The pass comes next: its first gathers begin."""
+        """Start the first gathers: the pass comes next."""
         self._go_on(0)
 
     def take_back(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -157,19 +157,19 @@ class Going:
         self.orders.over(self)
 
     def leave(self) -> None:
-        """Follow the plan no longer."""
+        """Stop to follow the recorded order."""
         self.drop()
         self.plan, self._due = (), {}
 
     def drop(self) -> None:
-        """What has begun is not wanted; what of it runs is waited for, since all ranks take part in it."""
+        """Discard the gathers that have started; running collectives are waited for, since all ranks take part in them."""
         for chain, _ in self._begun.values():
             chain.wait()
         self._begun = {}
 
     @torch.no_grad()
     def _go_on(self, at: int) -> None:
-        """Number `at` is next; where it begins its unit, gathers begin and go on."""
+        """Start the collectives that are due before gather number `at`, which is next."""
         for number in self._due.pop(at, ()):
             held = self.plan[number].held
             if held is not None:
@@ -184,9 +184,9 @@ class Going:
 
 
 def timetable(plan: Sequence[Part], ahead_bytes: float) -> dict[int, tuple[int, ...]]:
-    """By the number of each gather of `plan` that begins a unit: the gathers that go on then, each by one collective, in this order (`prefetching.ends`).
+    """For the number of each gather of `plan` that is the first of its unit: the numbers of the gathers that start their next collective then, in this order (`prefetching.ends`).
 
-    What the unit itself needs has begun all of its collectives before others begin, which would be in front of it on an axis of theirs.
+    All collectives of the unit itself come first: others on the same axis would otherwise delay it.
     """
     starts = [at for at, part in enumerate(plan) if not at or plan[at - 1].unit != part.unit]
     stops = [*starts, len(plan)][1:]  # where each unit ends
@@ -208,10 +208,10 @@ _units: list[Any] = []  # blocks that are running, innermost last
 
 
 def within(unit: Any) -> AbstractContextManager[None]:
-    """Where what is gathered belongs to `unit`."""
+    """A context in which gathers belong to `unit`."""
     return pushed(_units, unit)
 
 
 def unit_here() -> Any:
-    """The block that is running; outside of blocks a unit of its own."""
+    """The running block; outside of blocks a new unit."""
     return _units[-1] if _units else object()

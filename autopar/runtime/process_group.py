@@ -1,4 +1,4 @@
-"""The process group of torchrun: one rank joins it, on the device that is its own."""
+"""torch.distributed set up on a rank that torchrun started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def join(device_type: str) -> None:
-    """Join the ranks that torchrun started: over NCCL on the device of this one, or over gloo."""
+    """Initialise torch.distributed: NCCL on the CUDA device LOCAL_RANK, else gloo."""
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
@@ -19,7 +19,7 @@ def join(device_type: str) -> None:
 
 @contextlib.contextmanager
 def joined(device_type: str) -> Iterator[int]:
-    """The same as long as it lasts; gives the rank."""
+    """A context with torch.distributed initialised; gives the rank."""
     join(device_type)
     try:
         yield dist.get_rank()

@@ -1,7 +1,7 @@
-"""Weights and the seed of random draws that all ranks have alike: those of rank 0, as DistributedDataParallel takes them.
+"""Consistent weights and seeds: those of rank 0 are broadcast to all ranks, as DistributedDataParallel does.
 
-Each rank makes the user's model for itself. Without a seed it makes other random weights, and parts of different models would train together. What is set later, rank by
-rank, is compared before the first step.
+Each rank builds the user's model for itself. Without a common seed the ranks have different random weights, and shards of different models would train together. Weights that are
+set later, on each rank, are compared before the first step (`check_replicas`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SAMPLES = 64
 
 @torch.no_grad()
 def from_first(tensors: Mapping[str, Tensor], seed: int, device: torch.device) -> tuple[Mapping[str, Tensor], int]:
-    """`tensors` as they are where all ranks have the same, else copies of what rank 0 has, with a warning; and the `seed` of rank 0, a number that a float64 holds. A
-    collective operation, through `device`."""
+    """`tensors` unchanged where all ranks have the same (by fingerprint), else copies of those of rank 0, with a warning; and the `seed` of rank 0, an integer below 2**53. A
+    collective operation; collectives run on `device`."""
     if not together():
         return tensors, seed
     mine = torch.stack([torch.tensor(seed, dtype=torch.float64, device="cpu"), *(fingerprint(tensor) for tensor in tensors.values())]).to(device)
@@ -49,8 +49,9 @@ def from_first(tensors: Mapping[str, Tensor], seed: int, device: torch.device) -
 
 @torch.no_grad()
 def check_replicas(held: Iterable[Held], seed: int, mesh: Mesh, shared: Iterable[tuple[Sequence[Held], dist.ProcessGroup]] = ()) -> None:
-    """Compare what several ranks hold whole of parameters and buffers, what places of a pipeline have copies of (`shared`, each with the ranks that have its parts), and the seed of what is
-    drawn; a collective operation of all ranks. Raises RunError, on every rank, where copies differ: they would get the same gradients and never become alike; and where seeds do, for replicas would draw other numbers."""
+    """Compare replicated parameters and buffers over the axes on which they are whole, copies on several places of a pipeline (`shared`, each with its process group), and the seed; a
+    collective operation of all ranks. Raises RunError, on every rank, where replicas differ, since they get the same gradients and would stay different; and where seeds differ, since
+    replicas would draw different random numbers."""
     if mesh.device_mesh is None or mesh.ranks == 1:
         return
     known, wrong = list(held), list[str]()
@@ -72,7 +73,7 @@ def check_replicas(held: Iterable[Held], seed: int, mesh: Mesh, shared: Iterable
 
 
 def _differing(copies: Sequence[Held], group: dist.ProcessGroup | None, device: torch.device) -> list[str]:
-    """The names of those that are not the same on all ranks of a group, each of which has the same ones."""
+    """The names of the `copies` whose fingerprints differ over the ranks of `group`, which all pass the same list."""
     if not copies:
         return []
     least = torch.stack([fingerprint(one.local) for one in copies]).to(device)
@@ -83,7 +84,7 @@ def _differing(copies: Sequence[Held], group: dist.ProcessGroup | None, device: 
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A float64 number that other contents would hardly have."""
+    """A float64 scalar that depends on up to SAMPLES evenly spaced elements: sum of (i + 1) * element i. Tensors that differ elsewhere only have the same."""
     flat = (torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()).flatten()
     some = flat[::max(1, flat.numel() // SAMPLES)][:SAMPLES].cpu().double()
     return (some * torch.arange(1, len(some) + 1, dtype=torch.float64, device=some.device)).nan_to_num().sum()

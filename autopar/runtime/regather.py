@@ -31,26 +31,26 @@ from autopar.runtime.stack import pushed
 from autopar.runtime.turns import Gathered, Turn
 
 _registry: dict[int, Handle] = {}  # storage address of a gathered weight that is alive -> how to gather it again
-_open: list[Pass] = []  # of the regathering() and again() contexts that are open, innermost last
+_open: list[Pass] = []  # one for each open context of `regathering` and `rerunning`, innermost last
 
 
 Sink = Callable[[Tensor, Layout, str], None]  # takes a whole gradient, its layout, and a name for the count
 
 
 class Sinks(Protocol):
-    """Who takes the gradients of which shards."""
+    """What takes gradients of gathered weights out of autograd (runtime.gradsync)."""
 
     orders: Orders
     wider: dict[torch.dtype, torch.dtype]  # for dtypes of leaves those in which their gradients are summed, where these are others
 
     def sink(self, shard: Tensor, gathered: Gathered, unit: Any) -> Sink | None:
-        """Who takes the gradient of what is `gathered` of a `shard` in `unit`; None where autograd is to accumulate it."""
+        """The function that takes the gradient of the weight `gathered` from `shard` in `unit`; None where autograd accumulates it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward, or (without `back`) blocks that run again in a backward: how it gathers, who takes gradients, how the backward
-    behind it gathers, and for dtypes of leaves those in which their gradients are summed, where these are others."""
+    """A forward, or (with `back` None) blocks that are recomputed in a backward. `take` gathers in it and `back` in its backward, `sinks` take gradients, and `sums` maps dtypes of
+    leaves to those in which their gradients are reduced, where these differ."""
 
     take: Callable[..., Tensor]
     sinks: Sinks | None = None
@@ -140,8 +140,8 @@ class _Gather(torch.autograd.Function):
 
 @contextmanager
 def regathering(sinks: Sinks | None = None) -> Iterator[Callable[[], None]]:
-    """A forward: weights from `gather` are not saved for its backward, `sinks` take their gradients, and gathers begin ahead as
-    the orders of `sinks` say. Where no gradients are recorded there is the last only. Call what it gives where the backward comes at once."""
+    """The context of a forward: autograd does not save weights from `gather`, `sinks` take their gradients, and gathers are prefetched in the orders of `sinks`. Where gradients are not
+    recorded, it only prefetches. Gives a function; call it if the backward follows at once, to start that one's first gathers."""
     training = torch.is_grad_enabled()
     going = sinks.orders.going("forward" if training else "evaluation") if sinks is not None else None
     back = sinks.orders.going("backward") if sinks is not None and training else None
@@ -164,7 +164,7 @@ def _at_once(x: Tensor, src: Layout, dst: Layout, shape: tuple[int, ...], mesh: 
 
 
 def rerunning() -> Callable[[], AbstractContextManager[None]]:
-    """For blocks of the forward that is running now: what to enter when they run again in its backward."""
+    """For blocks of the running forward: makes the context for their recomputation in the backward."""
     back = _open[-1].back if _open else None
     return nullcontext if back is None else partial(pushed, _open, Pass(back, sums=_open[-1].sums))
 
@@ -172,7 +172,7 @@ def rerunning() -> Callable[[], AbstractContextManager[None]]:
 def _pack(tensor: Tensor) -> tuple[Tensor, int] | Saved:
     handle = _registry.get(tensor.untyped_storage().data_ptr()) if _registry else None
     if handle is None or tensor.dtype != handle.dtype:
-        return tensor.detach(), tensor._version  # a result with its graph would hold that by itself, for ever where there is no backward
+        return tensor.detach(), tensor._version  # detached: a saved result would hold its own graph, a cycle that is never freed without a backward
     handle.saved += 1
     return Saved(handle, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 

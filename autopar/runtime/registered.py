@@ -1,4 +1,4 @@
-"""Operators of others than torch that an emitted program calls: there before it runs."""
+"""Custom operators (not of torch) that an emitted program calls: a check that they are registered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank does for all: its result, or what ended it, is everybody's, so that no rank waits for one that has left."""
+"""Work that one rank does for all: its result, or its error, is sent to every rank, so that none waits for a rank that has failed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def together() -> bool:
 
 
 def done_by(rank: int, make: Callable[[], T]) -> T:
-    """`make()` of that rank, which must be picklable, on all ranks; whatever error ends it there is raised on all of them. A collective operation."""
+    """The result of `make()` on `rank`, which must be picklable, on all ranks; an error of it is raised on all. A collective operation."""
     box: list[Any] = [None]
     if dist.get_rank() != rank:
         dist.broadcast_object_list(box, src=rank)
@@ -31,7 +31,7 @@ def done_by(rank: int, make: Callable[[], T]) -> T:
     try:
         value = make()
         box = [pickle.dumps(value)]
-    except BaseException as error:  # Ctrl-C too: the others wait
+    except BaseException as error:  # KeyboardInterrupt too: the other ranks wait for the broadcast
         dist.broadcast_object_list([_Ended.by(error)], src=rank)
         raise
     dist.broadcast_object_list(box, src=rank)
@@ -40,7 +40,7 @@ def done_by(rank: int, make: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class _Ended:
-    """How it ended: the error, empty where it cannot be sent, and what it says."""
+    """An error as it is sent: pickled (empty where that fails), its text, and its traceback."""
 
     sent: bytes
     text: str

@@ -1,16 +1,15 @@
-"""Weights in a backward that is taken apart, where one is used more than once in a stage.
+"""The split backward of zero-bubble schedules, for weights that a stage uses more than once.
 
 torch (torch.distributed.pipelining._backward) puts weights into groups by their *intermediates*, the first nodes on the way from a weight that lie on the way
-from an input too, notes the gradients that come by there when the inputs' part runs, and later goes from there to the weights, group by group. That goes wrong
-for a weight with several intermediates:
+from an input too, records the gradients that arrive there while the backward for the inputs runs, and later runs the backward from there to the weights, group by group. That is wrong for
+a weight with several intermediates:
 
-    * its way from one of them leads through other weights' nodes to the next one. Those are freed when their own group was, or the other way round
-    * it joins only one of the groups that its intermediates belong to, and stays in a group of its own if the set that holds them happens to name
-      another one first: its gradient is found twice
-    * before torch 2.13 what comes along between two intermediates is counted a second time
+    * the path from one intermediate may lead through nodes of other weights to the next one, and these nodes are freed with their own group
+    * the weight joins only one of the groups of its intermediates, and may stay in a group of its own as well (it depends on the order of a set): its gradient is counted twice
+    * before torch 2.13, gradients that pass from one intermediate to another are counted twice
 
-So groups that meet are made one, and those with several intermediates go first and node by node: each intermediate is asked for its gradients alone, and only those
-of the weights' side are followed. What lies between two intermediates is not run a second time, nor are collectives in it. torch does the other groups.
+So groups that share an intermediate are merged (`disjoint`), and merged groups are run here, node by node (`add_gradients`): each intermediate computes the gradients of its own
+inputs only, and only those on the side of the weights are followed. Nothing between two intermediates runs twice, collectives included. torch runs the other groups.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ from torch.autograd.graph import GradientEdge
 from autopar._torch import as_received
 
 Group = dict[str, Any]
-"""Nodes of leaves ("params"), their "intermediates", and for each of these the gradients that came by ("grads")."""
+"""As torch has them: nodes of leaves ("params"), their "intermediates", and for each of these the gradients of its outputs ("grads")."""
 
 
 def disjoint(groups: Sequence[Group]) -> list[Group]:
-    """`groups` as torch has them once the inputs' part of a backward ran, those that share an intermediate as one. Intermediates that no gradient
-    came by are left out."""
+    """`groups`, as torch has them after the backward for the inputs, with those merged that share an intermediate. Intermediates that got no gradient are left out."""
     found: list[tuple[dict[Any, Any], dict[Any, None]]] = []
     for group in groups:
         came = {node: grads for node, grads in zip(group["intermediates"], group.get("grads") or (), strict=False) if grads is not None}
@@ -44,7 +42,7 @@ def disjoint(groups: Sequence[Group]) -> list[Group]:
 
 @torch.no_grad()
 def add_gradients(group: Group, inputs: Sequence[Tensor]) -> None:
-    """Add to the `grad` of the leaves of one group what comes from its intermediates, of a stage with those `inputs`. The graph stays as it is."""
+    """Add to the `grad` of the leaves of one group the gradients that reach them from its intermediates; `inputs` are those of the stage. The graph is kept."""
     inside = _leading_to(inputs)
     sums: dict[tuple[Any, int], Tensor] = {}
     for node, came in zip(group["intermediates"], group["grads"], strict=True):
@@ -69,13 +67,13 @@ def _add(weight: Tensor, grad: Tensor | None) -> None:
 
 
 def _asked(node: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """What one node makes of the gradients of its outputs."""
+    """The gradients of the inputs of one node, from those of its outputs."""
     made = (node.apply if isinstance(node, torch.autograd.function.BackwardCFunction) else node)(*grads)
     return made if isinstance(made, tuple) else (made,)
 
 
 def _leading_to(inputs: Sequence[Tensor]) -> Callable[[Any], bool]:
-    """Whether a node of a graph has one of the leaves `inputs` below it."""
+    """A function that says whether one of the leaves `inputs` can be reached from a node."""
     ends = {id(x) for x in inputs}
     known: dict[Any, bool] = {}
 

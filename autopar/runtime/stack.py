@@ -1,4 +1,4 @@
-"""What holds here and inside: lists whose last item counts."""
+"""Dynamically scoped values: a list used as a stack, whose last item is the current one."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""torch's stage as emitted pipelines run it: its weight gradients are its own, and it has what comes and goes only as long as it must.
+"""torch's PipelineStage with less memory, and with correct gradients of weights in split backwards.
 
-torch's stages make a receive buffer for every microbatch, both ways, in the first step and have it from then on; they keep what they made until its
-backward, and schedules of several stages per place hold all that a place sends until the step ends. Here a buffer is made when its receive is posted
-and let go behind its use, what goes to another place is let go when the next of its kind goes, and in its stead the backward begins at a tensor
-without memory (`left`). Each wait is for a receive that the schedule's own order posts before what it waits in front of, so none waits for ever.
+torch's stages allocate receive buffers for all microbatches, in both directions, in the first step and keep them; they keep each output until its backward; and schedules of
+several stages per place keep all sent tensors until the step ends. Here a buffer is allocated when its receive is posted and freed after its use, and a sent tensor is freed
+before the next one of its kind is sent; the backward starts from a tensor of the same shape without memory in its place (`left`).
+
+No deadlock: a send is waited for only before the next one of its kind, and the schedule posts the matching receive before that.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ from autopar.runtime.split_backward import add_gradients, disjoint
 
 
 class Sent:
-    """What one place has sent last, each way, and does not know to have arrived."""
+    """The sends of one place that are not known to have completed: the last of each kind."""
 
     def __init__(self) -> None:
         self._last: dict[str, Sequence[dist.Work]] = {}
 
     def send(self, what: str, ops: list[dist.P2POp]) -> None:
-        """Begin to send, once what went before of that kind has gone."""
+        """Start `ops`, after the previous sends of the kind `what` have completed."""
         _wait(self._last.pop(what, ()))
         self._last[what] = post(ops)
 
     def finish(self) -> None:
-        """The step has ended: so have all sends."""
+        """Wait for all sends at the end of a step."""
         for works in self._last.values():
             _wait(works)
         self.forget()
 
     def forget(self) -> None:
-        """A step begins; what one that failed has left does not count."""
+        """Drop the sends of a step that failed."""
         self._last = {}
 
 
 class Left(torch.autograd.Function):
-    """In the stead of a tensor that goes to another place: one of its shape, without its memory, that has its gradient."""
+    """Replaces a sent tensor in the autograd graph: a tensor of its shape with zero strides (one element of memory), through which its gradient enters the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ class Left(torch.autograd.Function):
 
 
 def left(sent: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What a stage keeps of what it sends: where each backward begins."""
+    """What a stage keeps of the tensors that it sends: stand-ins from which the backward starts."""
     made: list[Tensor] = [Left.apply(x) for x in sent]
     return tuple(made)
 
@@ -84,7 +85,7 @@ class OwnStage(pipelining.PipelineStage):
         """Torch before 2.13 always wants them."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """What torch before 2.13 sends around first, less what goes to this rank itself, where two stages meet: gloo has no way there."""
+        """The warm-up transfers of torch before 2.13, without those from this rank to itself (two adjacent stages on one place), which gloo cannot do."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +127,7 @@ class OwnStage(pipelining.PipelineStage):
         return self._send("gradients", super().get_bwd_send_ops(bwd_chunk_id))
 
     def _send(self, what: str, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        """What of it the schedule is to send."""
+        """Send `ops`; returns those that the schedule is to send instead."""
         count_sends([op.tensor for op in ops])
         if self._sent is None:
             return ops
@@ -134,7 +135,7 @@ class OwnStage(pipelining.PipelineStage):
         return []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """The forward of one microbatch, which keeps of what came what its backward needs. What ends it is raised as it is; torch hides it in a RuntimeError that says of which stage and sizes."""
+        """The forward of one microbatch; receive buffers are freed after it, but for what autograd saved. An error is raised as it is: torch wraps it in a RuntimeError, whose text becomes a note."""
         try:
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:
@@ -179,7 +180,7 @@ class OwnStage(pipelining.PipelineStage):
         runner.scatter()
 
     def _weights_of_several_uses(self, chunk: int) -> None:
-        """Their gradients of one microbatch; those of the other weights are left to torch."""
+        """Add the gradients of weights with several intermediates (runtime.split_backward) for microbatch `chunk`; torch adds those of the others."""
         inputs, groups, *outputs = self.backward_state.get(chunk, (None, None))
         if groups is None:  # of the first stage, which has nothing but weights
             return
@@ -197,12 +198,12 @@ def count_sends(tensors: Sequence[Tensor]) -> None:
 
 
 def _buffered(info: Any) -> bool:
-    """Whether something is received into a buffer; inputs of the first stage are not."""
+    """Whether `info` is of a tensor that is received into a buffer; inputs of the first stage are not."""
     return getattr(info, "buffer", None) is not None
 
 
 def _let_go(infos: Sequence[Any]) -> None:
-    """Tensors that have been used, and are to be received again in the next step."""
+    """Free the memory of receive buffers after their use."""
     for info in infos:
         if _buffered(info) and not info.buffer.is_meta:
             info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=info.buffer.requires_grad)

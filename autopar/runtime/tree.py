@@ -1,4 +1,4 @@
-"""The tree of names, as users may change it: its parts hold parameters and do not run, so a part that is another one since would change nothing, in silence."""
+"""A check that users have not replaced modules, parameters or ties of a built model: emitted programs do not run these modules, so a replacement would be ignored without an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INSTEAD = ("What a sharded model computes is in its emitted program, which takes
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of the tree by its path, and where its parent has it."""
+    """A module of the tree: its path, the table of its parent that has it, and its key there."""
 
     path: str
     siblings: Mapping[str, Any]
@@ -28,7 +28,7 @@ class _Part:
 
 
 class Tree:
-    """What is registered in `module`, as it was built: its parts, and under which names they have what is `held`; each of `aliases` is a second name of a parameter."""
+    """A record of what is registered in `module` when it is built: its modules, the tensors `held`, and `aliases` (second name of a parameter -> its first)."""
 
     def __init__(self, module: nn.Module, held: Mapping[str, Held], aliases: Mapping[str, str], mesh: Mesh) -> None:
         self._parts = [_Part(f"{path}.{key}" if path else key, parent._modules, key, part) for path, parent in module.named_modules() for key, part in parent.named_children()]
@@ -37,7 +37,7 @@ class Tree:
                       if isinstance(held[name].tensor, nn.Parameter)]
 
     def check(self) -> None:
-        """Raise RunError where a part, a parameter or a buffer is gone or another one, whose values no step would see."""
+        """Raise RunError where a module was replaced or deleted, a tensor was deleted or has another local shape, or a tie was broken."""
         for part in self._parts:
             if part.siblings.get(part.key) is not part.module:
                 raise RunError(f"{part.path} was replaced or deleted since the model was compiled, and no step would see it. {INSTEAD}")

@@ -1,7 +1,7 @@
-"""What is done to a weight before it is gathered: its dims put in another order, then casts.
+"""What is done to the shard of a weight before it is gathered: its dims are permuted, then it is cast.
 
-It is done on the shard whenever a gather of it begins, so that gathers of what is made of a parameter begin ahead like those of the parameter
-itself, and in the dtype of the cast. The gradient goes the other way, from what was scattered to the shard.
+It is done when the gather starts, so that gathers of a transposed or cast parameter can be prefetched like those of the parameter itself, and are sent in the dtype of the cast.
+The backward applies the inverse to the reduce-scattered gradient.
 """
 
 from __future__ import annotations

@@ -15,21 +15,21 @@ from autopar.runtime.params import Held, Param, empty, place
 
 
 class Stated(Protocol):
-    """What emitted classes state of what they hold."""
+    """The tables of an emitted class: its parameters and buffers by their names in it."""
 
     PARAMS: ClassVar[Mapping[str, Param]]
     BUFFERS: ClassVar[Mapping[str, Param]]
 
 
 class Tables(Stated, Protocol):
-    """That, and where their forward reads: `Block` and `ShardedModule` both do."""
+    """An instance with such tables, and the local tensors that its forward reads (`w` and `b`): a Block or a ShardedModule."""
 
     w: dict[str, Tensor]
     b: dict[str, Tensor]
 
 
 class Scope(Tables, Protocol):
-    """What holds runs of blocks: a model, or a stage of it."""
+    """An instance with runs of blocks: a model, or a stage of it."""
 
     RUNS: ClassVar[Mapping[str, tuple[Any, Sequence[Naming]]]]
     FIRST: ClassVar[Mapping[str, int]]
@@ -66,7 +66,7 @@ class Declarations:
 
     @staticmethod
     def stated(scope: type[Scope]) -> Declarations:
-        """The same of a stage that may run elsewhere: nothing is made, and nobody reads."""
+        """The declarations of a stage class that may run on another place: no block is made, and there are no readers."""
         made = Declarations()
         tables: list[tuple[Naming, type[Stated]]] = [("", scope), *((naming, kind) for kind, namings in scope.RUNS.values() for naming in namings)]
         for naming, kind in tables:
@@ -77,7 +77,7 @@ class Declarations:
 
     @staticmethod
     def together(parts: Sequence[Declarations]) -> Declarations:
-        """What the scopes of one model declare, each name once."""
+        """The declarations of all scopes of a model, each name once, with all its readers."""
         made = Declarations()
         for part in parts:
             for name, about in part.found.items():

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import proxy
 
@@ -27,9 +27,10 @@ from torch import Tensor
 from autopar._torch import at_end_of_backward, gradient_hooks, local_of, wrap_like
 from autopar.deferred_waits import BUCKETS, Queue
 from autopar.errors import RunError
-from autopar.layout import BUCKET_BYTES, Layout, Step, steps
-from autopar.runtime.coalesced import KINDS, Together
+from autopar.layout import BUCKET_BYTES, Layout
+from autopar.runtime.coalesced import Together
 from autopar.runtime.first_order import only_first_order
+from autopar.runtime.gradient_buckets import Bucket, buckets_of, sync_steps, turns_of
 from autopar.runtime.leaves import Reader, owners
 from autopar.runtime.lifetimes import weakly
 from autopar.runtime.mesh import Mesh
@@ -40,27 +41,15 @@ from autopar.runtime.turns import AS_IS, Gathered
 
 
 @dataclass(eq=False)
-class Bucket:
-    """Parameters whose gradients take the same collectives, together. `moves` are these as (kind, axis), in order; `block` is the number of the block
-    whose backward fills it, None outside of blocks; `ready` are the members whose gradient has come."""
-
-    moves: tuple[tuple[str, int], ...]
-    members: tuple[Held, ...]
-    block: int | None = None
-    ready: list[Held] = field(default_factory=list)
-    sums: Together | None = None
-
-
-@dataclass(eq=False)
 class Scatter:
-    """The gradient of one parameter on its way to where `done` takes it."""
+    """The reduce-scatter of the gradient of one parameter, in the background; `done` takes the result."""
 
     chain: Chain
     done: Callable[[Tensor], None]
 
     @property
     def nbytes(self) -> float:
-        """Bytes that its current collective holds."""
+        """Bytes of the input of its running collective."""
         return self.chain.nbytes
 
     @property
@@ -69,7 +58,7 @@ class Scatter:
         return self.chain.more
 
     def go_on(self) -> bool:
-        """Begin the next collective, or pass the result to `done`; whether there is more to do."""
+        """Start the next collective, or pass the result to `done`. Returns whether `go_on` is to be called again."""
         if self.chain.more:
             self.chain.go_on()
             return True
@@ -82,34 +71,53 @@ class Scatter:
 
 
 class GradSync:
-    """Moves gradients of `held` into `param.grad`, summed over the sync axes; works for any `loss.backward()`. `blocks` read some of them."""
+    """Reduces the gradients of the parameters `held` over ranks and adds them to `param.grad`, in any `loss.backward()`; `blocks` are the blocks that read them.
+
+        deferred     gradients of several backwards accumulate in the leaves until `flush` (pipelines)
+        scattering   gradients of gathered weights leave autograd (`sink`)
+        wider        dtype of leaves -> the dtype in which their gradients are summed, where that is another one
+        scatters     reduce-scatters of single parameters in the background; `sums`: the same of buckets
+        turns        what starts a reduction, in the fixed order that branches need; `next_turn`: the first of them that has not started
+
+    Of the running backward:
+
+        reached      parameters whose gradient, or a part of it, has arrived
+        started      buckets whose reduction has started
+        moved        parameters that were handed to their bucket or reduce-scatter
+        pending      parameters with a reduce-scatter that has started
+        scattered    gradients in the layout at rest
+        coming       parameters that are reduced in buckets -> parts of the gradient that are yet to be scattered
+        partial_sums the sum of such parts in the leaf, and its version, to tell it from what autograd accumulates there
+        mixed        parameters of which autograd accumulates a part too: complete only when the backward ends
+        waiting      gradients, on the device, of parameters that rest on the host, while more microbatches add to them
+    """
 
     def __init__(self, held: Sequence[Held], mesh: Mesh, bucket_bytes: int = BUCKET_BYTES, *, blocks: Iterable[Reader] = ()) -> None:
         self.mesh = mesh
         self.owners = owners(blocks)
-        self.deferred = False  # gradients of several backwards add up in the leaves until `flush`
-        self.scattering = True  # whether gradients of gathered weights leave autograd (`sink`)
+        self.deferred = False
+        self.scattering = True
         self.fill(held, bucket_bytes)
-        self.next = 0  # of the turns, the first that has not begun, where they are kept
+        self.next_turn = 0
         self.held_of = {id(h.leaf): h for h in held}
-        self.wider: dict[torch.dtype, torch.dtype] = {}  # of leaves in dtypes of compute: those in which their gradients are summed
+        self.wider: dict[torch.dtype, torch.dtype] = {}
         self.reached: dict[str, Held] = {}
         self.started: list[Bucket] = []
-        self.late: Queue[Scatter] = Queue(BUCKETS * bucket_bytes)
-        self.sums: Queue[Together] = Queue(bucket_bytes)  # buckets with collectives that are yet to begin
-        self.coming: dict[str, int] = {}  # of parameters that are summed in buckets: parts of the gradient that are yet to be scattered
-        self.left: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # what such parts have left in their leaves, and its version
-        self.mixed: dict[str, None] = {}  # those of which autograd accumulates a part too: complete when the backward ends
+        self.scatters: Queue[Scatter] = Queue(BUCKETS * bucket_bytes)
+        self.sums: Queue[Together] = Queue(bucket_bytes)
+        self.coming: dict[str, int] = {}
+        self.partial_sums: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self.mixed: dict[str, None] = {}
         self.moved: dict[str, None] = {}
-        self.scattered: dict[str, Tensor] = {}  # gradients at rest, of this backward
+        self.scattered: dict[str, Tensor] = {}
         self.pending: dict[str, Held] = {}
-        self.waiting: dict[str, tuple[Held, Tensor]] = {}  # gradients on the device of parameters on the host, while more microbatches add to them
+        self.waiting: dict[str, tuple[Held, Tensor]] = {}
         me = proxy(self)
         self.orders = Orders(lambda leaf: me.of(leaf), mesh)
 
     @staticmethod
     def watching(held: Mapping[str, Held], mesh: Mesh, blocks: Iterable[Reader]) -> GradSync:
-        """For all of `held`, which get new leaves; `blocks` read some of them."""
+        """A GradSync of all trainable parameters in `held`, all of which get new leaves."""
         sync = GradSync([h for h in held.values() if h.info.trainable], mesh, blocks=blocks)
         for one in held.values():
             one.renew(mesh)
@@ -118,15 +126,15 @@ class GradSync:
 
     def fill(self, held: Sequence[Held], bucket_bytes: int) -> None:
         """Divide the gradients of `held` into buckets of about `bucket_bytes`."""
-        self.buckets = _buckets(held, self.mesh, bucket_bytes)
+        self.buckets = buckets_of(held, self.mesh, bucket_bytes)
         for bucket in self.buckets:
             bucket.block = min((self.owners[id(table)] for table, _ in bucket.members[-1].readers if id(table) in self.owners), default=None)
         self.bucket_of = {h.name: bucket for bucket in self.buckets for h in bucket.members}
-        self.turns = _turns(held, self.buckets)
-        self.order = {h.name: number for number, h in enumerate(reversed(held))}  # in which gradients are handed over: the same on all ranks, for hooks of users may talk to each other
+        self.turns = turns_of(held, self.buckets)
+        self.order = {h.name: number for number, h in enumerate(reversed(held))}  # in which gradients are added to `param.grad`: the same on all ranks, since hooks of users may run collectives
 
     def attach(self, held: Held) -> None:
-        """Watch the leaf of `held`; call again whenever it was renewed."""
+        """Register the hook of the leaf of `held`; call it again whenever the leaf was renewed."""
         self.held_of[id(held.leaf)] = held
         if held.leaf.requires_grad:
             if held.leaf.dtype != held.local.dtype:
@@ -134,7 +142,8 @@ class GradSync:
             held.leaf.register_post_accumulate_grad_hook(weakly(self._arrived))
 
     def renew(self, held: Iterable[Held]) -> None:
-        """Renew the leaves of parameters that the user cast, moved, froze or assigned between steps. Raises RunError for what the plan cannot follow."""
+        """Begin a step: forget a failed backward, and renew the leaves of parameters that the user cast, moved, froze or assigned. Raises RunError where a parameter is unfrozen that was
+        frozen when the model was compiled, and where one has a gradient hook in a pipeline."""
         self.reset()
         for one in held:
             if one.tensor.requires_grad and not one.info.trainable:
@@ -148,14 +157,14 @@ class GradSync:
                 self.attach(one)
 
     def reset(self) -> None:
-        """A step begins: forget a backward that ended in an error."""
+        """Begin a step: discard the state of a backward that ended in an error."""
         self.orders.step()
         if torch.is_grad_enabled():  # the backward of the forward before an evaluation may be yet to come
             self.coming = {}
         for held in self.held_of.values():
             held.leaf.grad = None
         self.waiting = {}
-        self.late.drop()
+        self.scatters.drop()
         for bucket in self.started:
             if bucket.sums is not None:
                 bucket.sums.wait()
@@ -163,7 +172,7 @@ class GradSync:
         self._clear()
 
     def _clear(self) -> None:
-        self.reached, self.started, self.scattered, self.pending, self.moved, self.next = {}, [], {}, {}, {}, 0
+        self.reached, self.started, self.scattered, self.pending, self.moved, self.next_turn = {}, [], {}, {}, {}, 0
         for bucket in self.buckets:
             bucket.ready, bucket.sums = [], None
 
@@ -173,7 +182,7 @@ class GradSync:
         return held if held is not None and held.leaf is leaf else None
 
     def sink(self, shard: Tensor, gathered: Gathered, unit: Any) -> Callable[[Tensor, Layout, str], None] | None:
-        """The function that takes the whole gradient of a weight that `unit` gathered from `shard`; None where the gradient stays with autograd."""
+        """The function that takes the whole gradient of a weight that `unit` gathered from `shard`; None where autograd accumulates it in the leaf."""
         held = self.of(shard)
         if held is None or not self.scattering:
             return None
@@ -186,7 +195,7 @@ class GradSync:
         self._send(held, grad, layout, Gathered(AS_IS, held.info.shape, held.info.entries), name, unit, self._rests)
 
     def _send(self, held: Held, grad: Tensor, src: Layout, to: Gathered, name: str, unit: Any, done: Callable[[Held, Tensor], None]) -> None:
-        """Move a gradient in the background, then give it to `done`."""
+        """Reduce-scatter a gradient from layout `src` in the background, then give it to `done`."""
         self._queue()
         self.pending[held.name] = held
         dtype = held.local.dtype
@@ -195,14 +204,14 @@ class GradSync:
         if scatter.chain.more:
             scatter.chain.go_on()
         del grad  # the chain lets go of it when its first collective is over
-        self.late.add(scatter, unit)
+        self.scatters.add(scatter, unit)
 
     @torch.no_grad()
     def _partly(self, held: Held, grad: Tensor) -> None:
         """Add one part of the gradient of a leaf (each gather of it gives one). After the last part it is summed over ranks."""
         before = held.leaf.grad
         held.leaf.grad = whole = grad if before is None else before + grad
-        self.left[held.name] = weakref.ref(whole), whole._version
+        self.partial_sums[held.name] = weakref.ref(whole), whole._version
         self.coming[held.name] = self.coming.get(held.name, 0) - 1
         if self.deferred and not held.info.each:
             return
@@ -221,8 +230,8 @@ class GradSync:
 
     @torch.no_grad()
     def flush(self, *, each: bool = False) -> None:
-        """Sum over ranks what the backwards of a step left in the leaves, and move it into `param.grad`; with `each`, only for parameters whose
-        gradients are scattered after every microbatch."""
+        """Reduce the gradients that the backwards of a step accumulated in the leaves, and add them to `param.grad`; with `each`, only those that are reduced after every
+        microbatch."""
         for held in self.held_of.values():
             if held.leaf.grad is not None and (held.info.each or not each):
                 self.reached[held.name] = held
@@ -250,13 +259,13 @@ class GradSync:
         self._move(held)
 
     def _accumulated(self, held: Held) -> bool:
-        """Whether autograd has accumulated something in a leaf: torch 2.13 also calls the hook of leaves all of whose gradients went to `sink`."""
-        part, version = self.left.get(held.name, (lambda: None, 0))
+        """Whether autograd has accumulated something in a leaf. torch 2.13 also calls the hook where all gradients of the leaf went to `sink`."""
+        part, version = self.partial_sums.get(held.name, (lambda: None, 0))
         return held.leaf.grad is not None and (held.leaf.grad is not part() or held.leaf.grad._version != version)
 
     @torch.no_grad()
     def _move(self, held: Held) -> None:
-        """Send the gradient of a leaf to where it rests: by itself, or with its bucket once that is full. With branches, in the order of `turns`."""
+        """Start the reduction of the gradient of a leaf: of its bucket once that is full, else by itself. With branches, in the order of `turns`."""
         self.moved[held.name] = None
         bucket = self.bucket_of.get(held.name)
         if bucket is not None:
@@ -265,15 +274,15 @@ class GradSync:
             return
         if not self.mesh.branches and self._full(turn := bucket or held):
             self._begin(turn)
-        while self.mesh.branches and self.next < len(self.turns) and self._full(self.turns[self.next]):
-            self._begin(self.turns[self.next])
-            self.next += 1
+        while self.mesh.branches and self.next_turn < len(self.turns) and self._full(self.turns[self.next_turn]):
+            self._begin(self.turns[self.next_turn])
+            self.next_turn += 1
 
     def _full(self, turn: Bucket | Held) -> bool:
         return len(turn.ready) == len(turn.members) if isinstance(turn, Bucket) else turn.name in self.moved
 
     def _begin(self, turn: Bucket | Held) -> None:
-        """Start what a turn has by now, unless it has begun."""
+        """Start the reduction of a turn with the gradients that it has by now, unless it has started."""
         if isinstance(turn, Bucket):
             if turn.ready and turn.sums is None:
                 self._start(turn)
@@ -298,8 +307,8 @@ class GradSync:
 
     @torch.no_grad()
     def _finish(self, *, more: bool | None = None) -> None:
-        """End a backward, of which there may be `more` in this step (without a flush in between: where gradients are deferred)."""
-        self.late.drain()
+        """End a backward: finish all reductions and add to `param.grad`. `more`: further microbatches follow in this step (None: as `deferred` says)."""
+        self.scatters.drain()
         for held in list(self.reached.values()):
             if held.name not in self.moved:
                 self._move(held)
@@ -307,13 +316,13 @@ class GradSync:
             if isinstance(turn, Bucket) or turn.name in self.moved:
                 self._begin(turn)
         for held in [held for bucket in self.buckets for held in bucket.members if held.name in self.reached]:
-            if held.leaf.grad is not None:  # a part that came when the bucket had left
+            if held.leaf.grad is not None:  # a part that arrived after the reduction of its bucket had started
                 grad, held.leaf.grad = held.leaf.grad, None
                 self._scatter(held, grad, held.info.partial_grad, held.name, held)
         self.sums.drain()
         for bucket in self.started:
             self._complete(bucket)
-        self.late.drain()
+        self.scatters.drain()
         for held in sorted((self.reached | self.pending).values(), key=lambda held: self.order[held.name]):
             own = held.leaf.grad if held.name in self.reached else None  # deferred gradients wait in the leaf
             grads = [g for g in (own, self.scattered.get(held.name)) if g is not None]
@@ -326,7 +335,7 @@ class GradSync:
         self._clear()
 
     def _wait(self, held: Held, grads: Sequence[Tensor]) -> None:
-        """Add to the gradients that go to the host at the end of the step: once, not after every microbatch."""
+        """Accumulate gradients of a parameter on the host, on the device: they are copied to the host once per step, not after every microbatch."""
         for grad in grads:
             before = self.waiting.get(held.name)
             self.waiting[held.name] = (held, grad if before is None else before[1].add_(grad))
@@ -337,34 +346,6 @@ class GradSync:
             self._rests(held, grad)
 
 
-def sync_steps(held: Held, mesh: Mesh) -> tuple[Step, ...]:
-    """The steps that bring the gradient of the leaf of `held` to where it rests: what is priced, run and counted."""
-    return tuple(step for step in steps(held.info.partial_grad, held.info.entries, mesh.sizes) if mesh.sizes[step.axis] > 1)
-
-
-def _buckets(held: Sequence[Held], mesh: Mesh, limit_bytes: int) -> list[Bucket]:
-    """Buckets in the order in which a backward fills them: parameters in reverse, apart by collectives, dtype and when they go."""
-    filling: dict[tuple[tuple[tuple[str, int], ...], torch.dtype, bool], list[Held]] = {}
-    buckets: list[Bucket] = []
-    for h in reversed(held):
-        moves = tuple((step.kind, step.axis) for step in sync_steps(h, mesh))
-        if not moves or not h.leaf.requires_grad or not all(kind in KINDS for kind, _ in moves):
-            continue
-        members = filling.setdefault((moves, h.local.dtype, h.info.each), [])
-        members.append(h)
-        if sum(m.leaf_bytes(mesh) for m in members) >= limit_bytes:
-            buckets.append(Bucket(moves, tuple(members)))
-            members.clear()
-    return buckets + [Bucket(moves, tuple(members)) for (moves, *_), members in filling.items() if members]
-
-
-def _turns(held: Sequence[Held], buckets: Sequence[Bucket]) -> list[Bucket | Held]:
-    """What moves gradients, in the order in which a backward reaches the last of each: buckets, and parameters whose gradients go by themselves."""
-    at, summed = {h.name: number for number, h in enumerate(reversed(held))}, {h.name for bucket in buckets for h in bucket.members}
-    turns: list[Bucket | Held] = [*buckets, *(h for h in held if h.name not in summed and h.info.partial_grad != h.info.entries)]
-    return sorted(turns, key=lambda turn: max(at[h.name] for h in (turn.members if isinstance(turn, Bucket) else (turn,))))
-
-
 def _grad(held: Held) -> Tensor:
     grad = held.leaf.grad
     assert grad is not None, f"{held.name} was reached but has no gradient"
@@ -372,8 +353,8 @@ def _grad(held: Held) -> Tensor:
 
 
 def _deposit(held: Held, grads: Sequence[Tensor]) -> None:
-    """Add to `param.grad`, in memory as the parameter lies: fused optimizers read both as flat arrays without looking at strides. Hooks of the parameter are
-    called as autograd would: with the gradient, which they may change, and with the parameter when that has come."""
+    """Add `grads` to `param.grad`, with the strides of the parameter: fused optimizers read both as flat arrays and ignore strides. Hooks of the parameter are called as autograd calls
+    them: gradient hooks before, which may change the gradient, and post-accumulate hooks after."""
     param, local = held.tensor, held.local
     changing, noting = gradient_hooks(param)
     if changing and grads:

@@ -29,7 +29,7 @@ State = dict[str, Any]
 
 
 def optimizer_of(name: str, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
-    """The optimizer of a plan as it is priced: on GPUs in one pass over the memory, where DTensors have that; torch by itself takes a pass for each operator."""
+    """The optimizer that a plan names, with the options with which it is priced: fused on GPUs where it has that (one pass over memory, where the default takes one per operator)."""
     held, kind = list(parameters), OPTIMIZERS[name]
     fused = kind.fused and bool(held) and all(p.is_cuda and p.is_floating_point() for p in held)
     make: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, kind.torch_name)
@@ -37,10 +37,10 @@ def optimizer_of(name: str, parameters: Iterable[Tensor], lr: float) -> torch.op
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, Held], mesh: Mesh) -> State:
-    """As torch's get_optimizer_state_dict, in original order. Parameters that train and have no state yet, which no gradient has reached, or before the first step all of them, have that with which
-    their first step begins: a checkpoint has what an optimizer that it is loaded into, and has not stepped, asks for. The optimizer stays as it is.
+    """As torch's get_optimizer_state_dict, with rows in original order. Parameters that have no state yet (no gradient has reached them, or there was no step) get the state with which
+    their first step begins, so that the checkpoint is complete for an optimizer that has not stepped. The optimizer is not changed.
 
-    Raises RunError where it is none of the model's."""
+    Raises RunError where it does not step the parameters of `model`."""
     _check_optimizer(model, optimizer)
     found: State | None = dict(get_optimizer_state_dict(model, optimizer)) if optimizer.state else None
     bare = [param for group in optimizer.param_groups for param in group["params"] if not optimizer.state.get(param)]
@@ -54,15 +54,15 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, hel
 
 
 def _steps_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of some parameters alone makes their state: of one that needs a closure (LBFGS) it is that of all parameters together."""
+    """Whether the optimizer has state for each parameter by itself. One whose step needs a closure (LBFGS) has state of all parameters together."""
     needed = [one for one in inspect.signature(type(optimizer).step).parameters.values() if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
     return len(needed) < 2
 
 
 @contextmanager
 def _unstepped(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], options: Iterable[Mapping[str, Any]]) -> Iterator[None]:
-    """Inside, the optimizer has these parameters alone and no state of them, and groups of these `options`; torch makes the state by a step on gradients of zero, unless there are
-    others. It is none of the user's: hooks of steps (averages of weights) are not called. Behind it all is as before."""
+    """A context in which the optimizer has only `params`, without state or gradients, in groups with these `options`. There torch's get_optimizer_state_dict makes their state, by a step on
+    zero gradients. Step hooks (averages of weights) are not called. Afterwards the optimizer is as before."""
     own = vars(optimizer).pop("step", None)  # that of a scheduler
     vars(optimizer)["step"] = partial(getattr(type(optimizer).step, "__wrapped__", type(optimizer).step), optimizer)  # torch calls hooks around it
     state, groups, gradients = dict(optimizer.state), optimizer.param_groups, {param: param.grad for param in params}
@@ -83,27 +83,28 @@ def _unstepped(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], optio
 
 
 def _decay(group: Mapping[str, Any]) -> State:
-    """What the options of a group say of the decay of weights."""
+    """The weight decay among the options of a group, if any."""
     return {key: group[key] for key in ("weight_decay",) if key in group}
 
 
 def _without_decay(group: Mapping[str, Any]) -> State:
-    """A group whose weights do not decay: in most optimizers decay is a part of the gradient, and moments of a gradient of zero would be of it."""
+    """`group` with a weight decay of 0: most optimizers add the decay to the gradient, so moments of a zero gradient would not be zero."""
     return {**group, **dict.fromkeys(_decay(group), 0.0)}
 
 
 FIRST: Mapping[str, Callable[[State], float]] = {"step": lambda group: 0.0, "mu_product": lambda group: 1.0, "eta": lambda group: float(group["lr"])}
 """Numbers in the state of torch's optimizers that a step without a gradient changes, as they are before the first one."""
 NUMBERS = (*FIRST, "mu")
-"""All of them; other optimizers' are those that are numbers beside parameters that have dims."""
+"""The keys of all such numbers in torch's optimizers."""
 
 
 NONE_YET = "momentum_buffer"
-"""A tensor that SGD has none of before the first step: that one takes the whole gradient for it, and all others a part, where momentum is dampened."""
+"""A tensor that SGD does not have before the first step, which sets it to the whole gradient; with dampening, later steps add a part of theirs."""
 
 
 def _first(made: Mapping[str, Any]) -> State:
-    """State that one step on gradients of zero has made, as it is before it. Where zeros are not that, it is nan: `_begin` knows it by that, and whoever does not is told loudly."""
+    """The state that one step on zero gradients `made`, as it is before that step. Where there is no tensor before the first step, it is nan, which `_begin` removes after loading; another
+    loader would train to nan."""
     groups = {name: group for group in made["param_groups"] for name in group["params"]}
     first = {name: {**FIRST, **({NONE_YET: lambda group: math.nan} if _dampens(group) else {})} for name, group in groups.items()}
     return {**made, "state": {name: {key: _as(value, first[name][key](groups[name])) if key in first[name] else value for key, value in values.items()}
@@ -115,7 +116,7 @@ def _dampens(group: Mapping[str, Any]) -> bool:
 
 
 def _begin(optimizer: torch.optim.Optimizer) -> None:
-    """Leave out of what was loaded what there is none of yet."""
+    """Remove loaded tensors that stand for no tensor yet (`_first`)."""
     for group in filter(_dampens, optimizer.param_groups):
         for state in (optimizer.state.get(param, {}) for param in group["params"]):
             if isinstance(state.get(NONE_YET), Tensor) and local_of(state[NONE_YET]).isnan().all():
@@ -153,13 +154,13 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _own_part(value: Tensor, h: Held, mesh: Mesh) -> Tensor:
-    """What is loaded as the parameter lies; of a whole tensor a copy, for a view would keep all of it in memory."""
+    """This rank's part of a loaded tensor; of a whole tensor a copy, since a view would keep all of it in memory."""
     made = at_rest(value, h, mesh)
     return made if isinstance(value, DTensor) else wrap_like(local_of(made).clone(), made)
 
 
 MEMBERS = ("params", "param_names")
-"""What a group of an optimizer says beside its options."""
+"""Keys of an optimizer's group that are no options."""
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

@@ -62,7 +62,7 @@ def leaves(outputs: Any) -> list[Any]:
 
 
 class _Ungraded(torch.autograd.Function):
-    """An output as it is, with an error in the stead of its gradient."""
+    """Identity on `value`, whose backward raises RunError."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, name: str) -> Tensor:
@@ -77,5 +77,5 @@ class _Ungraded(torch.autograd.Function):
 
 
 def ungraded(value: Tensor, name: str) -> Tensor:
-    """`value` for whoever looks at it; where autograd records, a backward through it ends in a RunError."""
+    """`value`, detached; where gradients are recorded, a backward through it raises RunError."""
     return _Ungraded.apply(torch.zeros((), requires_grad=True), value.detach(), name) if torch.is_grad_enabled() else value

@@ -3,12 +3,11 @@
     for block in self.runs["layers"]:
         h = remat(block, h, b=b, s=s)
 
-The backward runs the block again by torch.utils.checkpoint, with what the forward had: the random numbers of that call, buffers before they
-were changed. Results that the block marks (replay.keep) are stored instead. It begins when the first gradient of what the block gave is
-there, and ends where the block says (replay.enough). Both are places in the program, so that ranks whose shards differ, of which some save
-less than others (empty ones), run the same collectives in the same order. torch by itself begins at the first saved tensor that is
-asked for and ends at the last one, wherever these are on a rank.
-A compiled block runs again as its compiler sees fit: marks count where operators are called one by one.
+The backward runs the block again by torch.utils.checkpoint, with the random state of that call and the buffers before they were changed. Results that the block marks (replay.keep) are
+stored instead. The second run begins when the first gradient of the block's results arrives, and ends at `enough()` (replay.enough). Both are points of the program, so that all ranks run
+the same collectives in the same order, although ranks with other shards (empty ones) may save fewer tensors. torch by itself begins when the first saved tensor is asked for and ends
+when the last one has been recomputed, which depends on the rank.
+In a compiled block the compiler decides what is recomputed, and marks have no effect.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from autopar.runtime.replay import Enough, Tape, recording, running_again
 def remat(block: Block, *args: Any, **kwargs: Any) -> Any:
     """`block(*args, **kwargs)`, run again in the backward.
 
-    Raises RunError in the backward where a weight was changed in between: it would be the gradient of another function.
+    Raises RunError in the backward where a weight was changed in between: the gradient would be that of another function.
     """
     if not torch.is_grad_enabled() or (block.compiled_again is not None and not _graded(block, args, kwargs)):
         return block(*args, **kwargs)
@@ -51,12 +50,12 @@ def remat(block: Block, *args: Any, **kwargs: Any) -> Any:
 
 
 def _beginning(anchor: Tensor) -> Callable[[Tensor], None]:
-    """The hook that begins the second run. It lives as long as the graph's nodes; the anchor, through which torch's checkpoint would hold the inputs of the block, goes once it has begun: they
-    then go with the last of the block's saved tensors. A backward that keeps its graph may come again, and needs the anchor.
+    """The hook that begins the second run, by asking for the saved tensor of `anchor`. It lives as long as the nodes of the graph. It drops the anchor once the run has begun, since
+    the anchor keeps the inputs of the block alive through torch's checkpoint; but not where the backward retains its graph, which may run again.
 
-    A function, since torch copies the attributes of an object into another one (functools.wraps).
+    A function and no callable object, since torch copies the attributes of an object into another one (functools.wraps).
     """
-    held: list[Any] = [anchor]  # the node of its graph by itself would let go of the saved tensor
+    held: list[Any] = [anchor]  # the tensor and not its node, which alone would free the saved tensor
 
     def begin(_: Tensor) -> None:
         if not held:
@@ -69,12 +68,12 @@ def _beginning(anchor: Tensor) -> Callable[[Tensor], None]:
 
 
 def _graded(block: Block, args: Any, kwargs: Any) -> bool:
-    """Whether anything that `block` reads has a gradient. Without one nothing is kept, and torch refuses to compile what would run again (where it has operators that may draw random numbers)."""
+    """Whether anything that `block` reads requires a gradient. Without, nothing is saved, and torch refuses to compile a checkpoint with operators that may draw random numbers."""
     return any(isinstance(x, Tensor) and x.requires_grad for x in (*pytree.tree_leaves((args, kwargs)), *block.w.values()))
 
 
 class _Anchor(torch.autograd.Function):
-    """A tensor that is saved and that nobody needs: torch runs a block again when the first of its saved tensors is asked for."""
+    """A saved tensor that no backward needs: asking for it makes torch's checkpoint run the block again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -96,7 +95,7 @@ class _Call:
         self.versions = {name: (tensor, tensor._version) for name, tensor in self._fixed().items()}
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """The first time a result of the node that has the first saved tensor (the node by itself would have let go of it), and what the block gives; again as far as `enough`, for what is saved alone."""
+        """First run: the anchor's result, and the results of the block. Second run: the block up to `enough`, only for the tensors that autograd saves."""
         anchor = _Anchor.apply(torch.zeros((), device="cpu", requires_grad=True))
         if not running_again():
             return anchor, self.block(*args, **kwargs)
@@ -105,15 +104,15 @@ class _Call:
         return None, None
 
     def _fixed(self) -> dict[str, Tensor]:
-        """What must not change between forward and backward."""
+        """The weights and buffers that must not change between forward and backward."""
         return {**self.block.w, **{name: b for name, b in self.block.b.items() if name not in self.block.MUTATES}}
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Around the forward, and around the forward that is run again (which may happen more than once)."""
+        """The contexts of the forward, and of its recomputation (which may happen more than once)."""
         return recording(self.tape, again=False), _Again(self)
 
     def check(self) -> None:
-        """Raises RunError where weights are no longer what the forward saw."""
+        """Raise RunError where weights were changed since the forward."""
         for name, now in self._fixed().items():
             tensor, version = self.versions[name]
             if now is not tensor or now._version != version:
@@ -122,7 +121,7 @@ class _Call:
 
 
 class _Again:
-    """The state of the forward, each time that the block is run again."""
+    """The context of a recomputation: random state, gathers, kept results and buffers of the forward."""
 
     def __init__(self, call: _Call) -> None:
         self.call, self.stack = call, ExitStack()

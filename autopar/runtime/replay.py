@@ -1,13 +1,12 @@
-"""Operators that are not run a second time: their results are stored, or nobody needs them.
+"""Operators that a recomputed block does not run again, since their results are stored or not needed.
 
-    matmul = keep(lambda: h @ self.w["up.weight"])      stored: the second time the same values, without the work
-    summed = skip(lambda: x @ self.w["down.weight"])    nobody needs it the second time: memory of the same shape, without content
+    matmul = keep(lambda: h @ self.w["up.weight"])      stored: the second run gets the stored values
+    summed = skip(lambda: x @ self.w["down.weight"])    not needed: the second run gets uninitialised memory of the same shape
     enough()                                            the second run ends here: the backward needs nothing of what follows
 
-Inside a block that runs under `rematerialise.remat`; anywhere else, and in compiled code, both just call and `enough` does nothing. The second time the operators
-still pass through autograd, so that what their backward needs of their operands is there: only their kernels do not run. Of what `skip` is
-around, that is the last kernel alone: a product of several dims copies its operands into order, and autograd saves the copies. Views
-always run: a stored view would hold what it looks at.
+They act in a block that runs under `rematerialise.remat`; anywhere else, and in compiled code, `keep` and `skip` just call and `enough` does nothing. In the second run the operators
+still pass through autograd, so that it saves what their backward needs; only their kernels do not run. Of several kernels inside of `skip` only the last is left out: a batched
+matmul first copies its operands into contiguous memory, and autograd saves the copies. Views always run: a stored view would keep its whole base alive.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Tape:
-    """What the kept and skipped parts of one forward gave, part by part; `at` is the part that is next when they come again."""
+    """The results of the kept and skipped parts of one forward, in order; `at` is the number of the next part in a second run."""
 
     parts: list[list[Any]] = field(default_factory=list)
     again: bool = False
     at: int = 0
 
     def part(self) -> list[Any]:
-        """The part that begins: a new one, or the next one of before."""
+        """The part that begins: a new one in the first run, else the next recorded one."""
         if not self.again:
             self.parts.append([])
             return self.parts[-1]
@@ -48,13 +47,13 @@ _regions: list[_Region] = []  # `keep` and `skip` that are running
 
 
 def keep(run: Callable[[], T]) -> T:
-    """`run()`; its results are stored, so that the second time nothing is computed or sent. Raises RunError where it is a view, which is not stored: the second time
-    it would look at what nobody has computed again."""
+    """`run()`, whose results are stored for the second run, which then computes and sends nothing here. Raises RunError where the result is a view, which is not stored: its base
+    would not be recomputed."""
     return _marked(run, stores=True)
 
 
 def skip(run: Callable[[], T]) -> T:
-    """`run()`; the second time it gives uninitialised memory: whoever emits this knows that nobody looks."""
+    """`run()`; in the second run uninitialised memory: the emitter has made sure that it is not read."""
     return _marked(run, stores=False)
 
 
@@ -75,12 +74,12 @@ def _marked(run: Callable[[], T], *, stores: bool) -> T:
 
 
 class Enough(Exception):
-    """What ends a second run; `rematerialise` takes it."""
+    """Raised by `enough` to end a second run; caught by `rematerialise`."""
 
 
 def enough() -> None:
-    """The end of a second run. It is a place in the program, the same on all ranks: how many tensors a rank saves, and so when it has them all
-    again, depends on its shards (attention saves nothing of an empty one)."""
+    """End a second run. A point of the program, the same on all ranks: when all saved tensors have been recomputed depends on a rank's shards (attention saves nothing of an
+    empty one)."""
     if not torch.compiler.is_compiling() and running_again():
         raise Enough
 
@@ -91,13 +90,13 @@ def running_again() -> bool:
 
 
 def once(run: Callable[[], Tensor]) -> Tensor:
-    """`run()`, one result of what is kept or skipped around it: for what does more than call operators (communication)."""
+    """`run()` as one kernel of the `keep` or `skip` around it: for code that communicates, whose buffers are no results."""
     return _regions[-1].once(run) if _regions else run()
 
 
 @contextmanager
 def recording(tape: Tape, *, again: bool) -> Iterator[None]:
-    """Where `keep` and `skip` use `tape`: for the first time, or `again`."""
+    """A context in which `keep` and `skip` record on `tape`, or (`again`) replay it."""
     tape.again, tape.at = again, 0
     _tapes.append(tape)
     try:
@@ -107,7 +106,7 @@ def recording(tape: Tape, *, again: bool) -> Iterator[None]:
 
 
 class _Region(TorchDispatchMode):
-    """Stores what kernels give, or gives what was stored."""
+    """One running `keep` or `skip`: records the results of kernels, or returns the recorded ones."""
 
     def __init__(self, part: list[Any], *, stores: bool, again: bool) -> None:
         super().__init__()
@@ -115,7 +114,7 @@ class _Region(TorchDispatchMode):
         self.at, self.inside = 0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """One kernel. Raises RunError for communication, which must be part of what `once` runs: its buffers would be taken for results."""
+        """One kernel. Raises RunError for communication outside of `once`: its buffers would be taken for results."""
         if func.namespace == "c10d" and not self.inside:
             raise RunError(f"{func} was called inside of {'keep' if self.stores else 'skip'}, which stores results of kernels: an operator that communicates "
                            "runs again; please report this plan")
@@ -135,7 +134,7 @@ class _Region(TorchDispatchMode):
         if self.again:
             self.at += 1
             if not self.stores and self.at < len(self.part):
-                return run()  # what prepares operands for the last kernel, such as their order in memory: autograd saves that instead of them
+                return run()  # copies of operands for the last kernel: autograd saves these
             return pytree.tree_map_only(_Kept, _Kept.tensor, self.part[self.at - 1])
         made = run()
         self.part.append(pytree.tree_map_only(Tensor, self._kept, made))
@@ -148,7 +147,7 @@ class _Region(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """One result: its values, or only what they look like."""
+    """One recorded result: its values (of `keep`), or only size, stride, dtype and device (of `skip`)."""
 
     value: Tensor | None
     about: tuple[Any, ...]

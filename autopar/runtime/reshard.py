@@ -26,7 +26,7 @@ def reshard(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], m
     """This rank's part of a tensor of global `shape`, moved as `change` says: `"S0,R -> S0,S1"`.
 
     `grad` is the same for gradients, `"consumer's -> producer's"`, or None where none flows (integers, inference).
-    In compiled code the gradient is moved in the dtype `sums`, where one is given: outside of it that of the leaf says so. Exact for uneven and empty shards, sections, every dtype.
+    In compiled code the gradient is moved in the dtype `sums`, where given; else in the leaf's `grad_dtype`. Exact for uneven and empty shards, sections, every dtype.
     Raises RunError where `x` is not shaped as its layout says.
     """
     if torch.compiler.is_compiling():
@@ -104,7 +104,7 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (None,) * 7
     grad = grads[0] if ctx.sums is None else grads[0].to(ctx.sums)
     moved = torch.ops.autopar.reshard(grad, ctx.grad, None, ctx.shape, ctx.mesh, ctx.name, None)
-    return moved.to(grads[0].dtype), *(None,) * 6  # compiled code has no other dtype for a gradient than that of what it is of
+    return moved.to(grads[0].dtype), *(None,) * 6  # in compiled code a gradient must have the dtype of its tensor
 
 
 _operator.register_autograd(_backward, setup_context=_setup)

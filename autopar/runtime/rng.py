@@ -1,8 +1,8 @@
-"""What a step does at random, or in training only. Random numbers of sharded programs are the same on replicas, different on shards, other ones at every step and call.
+"""Random numbers of sharded programs, and whether a step trains. Draws are equal on replicas, and differ between shards, steps and calls.
 
-A draw is seeded by (seed, step, name of the operator, number of the block in the model, number of the microbatch, number of its call there, which shard), so it
-needs no communication, does not depend on other random operators nor on what else runs on a rank, and is the same again for the same seed. However a model is cut into
-stages, its blocks draw the same; several stages that read a value which nobody sends them draw the same one, and so do microbatches where the value is the same for all (`once`).
+A draw is seeded by (seed, step, name of the operator, number of the block in the model, microbatch, number of its call there, shard). So it needs no communication, does not depend on
+other draws nor on what else runs on a rank, and is reproducible. It does not depend on how the model is cut into stages; stages that each compute a value draw the same, and so do
+microbatches where the value is the same for all (`once`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 @dataclass
 class Rng:
-    """State of one module: `seed`, the number of steps so far, the calls of each operator in each block, in this step or a stage's part of it, and whether it is a step of training.
-    Where it draws: in which `microbatch`, and in which `block` of a run."""
+    """The random state of one module: `seed`; `step`, the number of steps so far; `calls`, (operator, block) -> its calls in this step (of one microbatch in one stage, in a pipeline);
+    `training`, whether this step trains. `microbatch` and `block` say where it draws now."""
 
     seed: int = 0
     step: int = 0
@@ -38,11 +38,11 @@ class Rng:
     block: int = 0
 
     def copy(self) -> Rng:
-        """The state as it is now: who draws from it again gets the same numbers."""
+        """A copy of the state, from which the same numbers are drawn again."""
         return replace(self, calls=dict(self.calls))
 
     def of(self, microbatch: int) -> Rng:
-        """The state for one microbatch in one stage, which counts calls of its own: what other stages of a rank have drawn does not matter."""
+        """The state for one microbatch in one stage. It counts calls from 0, so that draws do not depend on other stages of the rank."""
         return replace(self, microbatch=microbatch, calls={})
 
     def advance(self, *, training: bool = True) -> None:
@@ -52,11 +52,11 @@ class Rng:
         self.training = training
 
     def state(self) -> dict[str, int]:
-        """What is saved of it, between steps."""
+        """The part of it that is saved, between steps."""
         return {"seed": self.seed, "step": self.step}
 
     def at(self, state: Mapping[str, int]) -> Rng:
-        """As it was when `state` was saved. Raises RunError where that is no saved state."""
+        """This state set to a saved `state`. Raises RunError where that is no saved state."""
         if not isinstance(state, Mapping) or state.keys() != {"seed", "step"} or not all(type(number) is int and 0 <= number < 1 << 63 for number in state.values()):
             raise RunError(f"set_rng_state got {state!r}, wanted what rng_state() gave: {{'seed': ..., 'step': ...}}, two whole numbers")
         return replace(self, seed=state["seed"], step=state["step"], calls={})

@@ -1,4 +1,4 @@
-"""The scale of the loss that gradients of float16 need, for modules whose gradients lie on many ranks.
+"""Loss scaling for float16, for modules whose gradients are sharded over ranks.
 
 float16 has no numbers below 6e-8, which most gradients of a trained model are: the loss is multiplied by a scale before the backward, gradients are divided by it
 in the optimizer's dtype, and a step in which one of them overflowed is left out, on all ranks, and the scale halved (Micikevicius et al. 2018, section 3.2).
@@ -65,8 +65,8 @@ def scaler_for(module: ShardedModule) -> GradScaler:
 
 
 def scale_of(scaler: Any, device: torch.device, *, needed: bool, weight: float = 1.0) -> Tensor | None:
-    """What the loss is to be multiplied with for the backward, the scale of `scaler` times `weight`, a number on `device`; None where nothing is. Raises RunError
-    where no backward can run, where `weight` is no finite number, where a scale is `needed` and there is no scaler, and on a scaler that is not of this module."""
+    """The factor of the loss in the backward: the scale of `scaler` times `weight`, a tensor on `device`; None for 1. Raises RunError where gradients are not recorded, `weight` is no
+    finite number, a scale is `needed` and there is no scaler, and where the scaler is no autopar.GradScaler."""
     check_gradients_on()
     if not _is_weight(weight):
         raise RunError(f"loss_weight is {weight!r}; wanted a finite number, the part that the loss of this step has: 1/k in each of k steps whose gradients add up")

@@ -1,7 +1,7 @@
-"""Temporary folders that do not pile up: what a process left that was killed goes when the next one makes such a folder.
+"""Temporary folders that do not pile up: making one removes those of processes that were killed.
 
-Who makes a folder holds a lock on a file in it, ranks that are forked from it too; the system lets it go when the last of them ends, however that happens. A folder whose
-lock nobody holds is left over. One without that file is being made, or none of ours, and stays.
+The process that makes a folder holds a lock on a file in it, and so do ranks that are forked from it; the system releases the lock when the last of them ends, however that happens.
+A folder whose lock is free is left over. One without that file is just being made, or is not ours, and stays.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Scratch:
 
 
 def _hold(folder: Path) -> int | None:
-    """The lock of a new folder; its file has its name when the lock is taken, and not before."""
+    """Take the lock of a new folder; gives its file descriptor. The file is renamed to HELD only once it is locked."""
     if sys.platform == "win32":
         return None
     made = os.open(folder / f"{HELD}.new", os.O_RDWR | os.O_CREAT, 0o600)

@@ -1,4 +1,4 @@
-"""Runs stages: training through a schedule of torch.distributed.pipelining, evaluation forward only."""
+"""Running the stages of a pipeline: training by a schedule of torch.distributed.pipelining, evaluation forward only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Micro = Sequence[Mapping[str, Any]]  # inputs and totals of each microbatch, by 
 
 def run_stage(model: PipelinedModule, stage: Stage, received: Sequence[Tensor], micro: Micro, number: int,
               sizes: Mapping[str, int]) -> tuple[tuple[Tensor, ...], dict[int, Tensor]]:
-    """Microbatch `number` of `micro` through one stage: what it sends, and its results by number. Buffers take their new values."""
+    """Run microbatch `number` of `micro` through one stage. Gives what it sends, and its results by number; new values of buffers are kept for the end of the step."""
     stage.spreads.clear()
     given = micro[number]
     with rng.using(model.rng.of(number)):
@@ -38,7 +38,7 @@ def run_stage(model: PipelinedModule, stage: Stage, received: Sequence[Tensor], 
 
 
 class _Arrive(torch.autograd.Function):
-    """What was received, as it is; its gradient, which is sent back, contiguous."""
+    """Identity, whose gradient is made contiguous: it is sent back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class Runner(nn.Module):
-    """A stage as torch's schedules want it: activations in, activations or the loss out, its leaves as parameters."""
+    """A stage as the module that torch's schedules expect: activations in, activations or the loss out, and the leaves as its parameters."""
 
     def __init__(self, engine: Engine, stage: Stage) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Runner(nn.Module):
         return left(made)
 
     def scatter(self) -> None:
-        """Bring the gradients that go after every microbatch to where they rest: a backward in two parts tells no leaf that its own is there."""
+        """Reduce the gradients that are reduced after every microbatch: in a split backward no hook of a leaf is called."""
         self._engine[0].syncs[self._stage[0].index].flush(each=True)
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
@@ -83,7 +83,7 @@ class Runner(nn.Module):
 
 
 class Engine:
-    """One schedule for one set of sizes. Raises RunError where the schedule cannot run so many microbatches."""
+    """One schedule for one set of sizes. Raises RunError where the schedule cannot run that number of microbatches."""
 
     def __init__(self, model: PipelinedModule, stages: Sequence[Stage], sizes: Mapping[str, int], loss: int) -> None:
         self.sizes, self.loss, self.last = dict(sizes), loss, len(model.STAGES) - 1
@@ -137,7 +137,7 @@ class Engine:
         return self.losses
 
     def _seen(self, loss: Tensor, target: Any = None) -> Tensor:
-        """Keep the loss of a microbatch; what its backward begins with. `target` is for torch's schedules."""
+        """The loss function of torch's schedule: records the loss of a microbatch and gives the scaled one. `target` is not used."""
         self.losses.append(loss.detach())
         return loss if self.scale is None else loss * self.scale.to(loss.dtype)
 
@@ -195,7 +195,6 @@ def _metas(values: Sequence[tuple[Sequence[int], str, bool]]) -> tuple[Tensor, .
 
 
 def _sendable(tensor: Tensor, grad: bool) -> Tensor:
-    """Contiguous, without a gradient where none comes back, and no view: schedules that split the backward detach in place what
-    was sent."""
+    """`tensor` as it can be sent: contiguous, detached where no gradient comes back, and no view, since schedules with split backwards detach sent tensors in place."""
     tensor = tensor.contiguous() if grad else tensor.detach().contiguous()
     return tensor.clone() if is_view(tensor) else tensor

@@ -71,7 +71,7 @@ def _steps(how, limit_bytes, failing):
     model = _model(how)().load_full(state)
     sync = model._sync
     sync.fill(list(sync.held_of.values()), 1)  # one bucket for each weight
-    sync.late.limit_bytes = sync.sums.limit_bytes = limit_bytes
+    sync.scatters.limit_bytes = sync.sums.limit_bytes = limit_bytes
     sync.orders.ahead_bytes = 1
     alone = {name: value.clone().requires_grad_() for name, value in state.items()}
     batch = model.shard_batch(x)
@@ -94,7 +94,7 @@ def _steps(how, limit_bytes, failing):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert not sync.late.waiting and not sync.sums.waiting and not sync.started
+    assert not sync.scatters.waiting and not sync.sums.waiting and not sync.started
     return [(c.kind, c.name) for c in seen]
 
 

@@ -133,7 +133,7 @@ def _module(limit):
     x = torch.randn(8, 4, dtype=torch.float64)
     whole = {name: value.clone().requires_grad_() for name, value in state.items()}
     model = Twice().load_full(state)
-    model._sync.late.limit_bytes = limit
+    model._sync.scatters.limit_bytes = limit
     for _ in range(2):  # gradients accumulate
         y = F.linear(F.linear(F.linear(x, whole["a"]).tanh(), whole["b"]), whole["a"]).tanh()
         F.linear(y, whole["c"]).square().sum().backward()
@@ -172,7 +172,7 @@ def _read_both_ways():
     x = torch.randn(8, 4, dtype=torch.float64)
     F.linear(F.linear(F.linear(x, whole["a"]).tanh(), whole["b"]).tanh(), whole["a"]).square().sum().backward()
     model = Tied().load_full(whole)
-    model._sync.late.limit_bytes = 1  # the gathered part is there, and its sum has begun, before autograd has the other one
+    model._sync.scatters.limit_bytes = 1  # the gathered part is there, and its sum has begun, before autograd has the other one
     begun, begin = [], model._sync._start
     model._sync._start = lambda bucket: (begun.append(bool(model._sync.mixed)), begin(bucket))
     for _ in range(2):  # by the second step it is known that there are two parts

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autopar.runtime.gradsync import Bucket, GradSync
+from autopar.runtime.gradient_buckets import Bucket
+from autopar.runtime.gradsync import GradSync
 from autopar.verify.step import Light
 from tests.helpers.ranks import on_ranks
 from tests.helpers.verify import planned, subject
@@ -19,7 +20,7 @@ def _summed(source: str, light: Light) -> tuple[list[int], dict[str, Tensor | No
     module.train_step(*batch)
     wanted = module.full_grads()
     sync.fill([held for held in module._held.values() if held.info.trainable], 1)
-    sync.late.limit_bytes = 0
+    sync.scatters.limit_bytes = 0
     begin, finish, ending = sync._start, sync._finish, list[bool]()
 
     def started(bucket: Bucket) -> None:

@@ -1,4 +1,4 @@
-"""Rows of an image that is cut along one of its dims, with the borders that a convolution or pool reads of other ranks' rows.
+"""Halo exchange: the rows of an image that is cut along one dim, with the rows of other ranks that a convolution or pool reads.
 
 The operator itself then runs on what `halo` gives, without padding along that dim: ranks at the ends of the image pad by hand. The
 backward sends the gradients of borders back and adds them to those of the rows they came from. Images cut along two dims take two

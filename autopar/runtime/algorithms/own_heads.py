@@ -1,4 +1,4 @@
-"""Grouped-query attention with the query heads cut where there are too few key heads: each rank takes those of its own queries."""
+"""Grouped-query attention with more ranks than key heads: the query heads are cut, and each rank takes the key and value heads of its own queries."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def algorithm_text(op: Op, node: NodePlan, call: Written, context: Context) -> s
 
 
 def operand_texts(op: Op, node: NodePlan, call: Written, context: Context) -> Written:
-    """The call with its operands as the algorithms that only choose parts of them give them."""
+    """The call with operands replaced by what the algorithms of OPERAND_TEXTS choose of them."""
     for name in dict.fromkeys(run for run in node.runs if run in OPERAND_TEXTS):
         call = OPERAND_TEXTS[name](op, node, call, context)
     return call
@@ -161,7 +161,7 @@ def _halo(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context:
 
 
 def _padded(op: Op, call: Written, cut: Collection[int]) -> tuple[Any, Written]:
-    """The call with padding left along the dims that are not cut; "same" padding as numbers."""
+    """The operator and call with no padding along the dims in `cut`, which `halo` pads; "same" padding is written as numbers."""
     arguments, names = given(op.call), [a.name for a in op.target._schema.arguments]
     if arguments["padding"] == "valid":
         return op.target, call
@@ -183,7 +183,7 @@ def _dropout(op: Op, node: NodePlan, call: Written, context: Context) -> str:
 
 
 def _draw(op: Op, node: NodePlan, context: Context) -> str:
-    """What a draw follows from, beside where it runs: which ranks have the same, a name that does not depend on the plan, and whether microbatches have the same."""
+    """Arguments of a random operator (runtime.rng): the layout, which says which ranks draw the same; a key that does not depend on the plan; and `once` where all microbatches draw the same."""
     run = context.program.runs.get(op.scope)
     name = f"{run.whole}/{op.node.name}" if run is not None and run.whole else op.name
     once = context.plan.microbatches > 1 and not is_shard(context.micro((op.name, 0)))
@@ -196,7 +196,7 @@ def _statistic(op: Op, node: NodePlan, call: Written, context: Context) -> str:
     own, other = op.out_dtypes[0], facts.dtype(op.node.args[2])  # type: ignore[arg-type]  # a buffer, which is a node
     cast = f".to({own})" if own != other else ""
     parts = math.prod(size for size, entry in zip(context.sizes, LayoutPair.of(node.outs[0]).value, strict=True) if entry == "P")
-    share = f" / {parts}" if parts > 1 else ""  # ranks that have a part of the sum have as much of what takes its place
+    share = f" / {parts}" if parts > 1 else ""  # in evaluation each rank takes its share of the running statistic, so that the sum over ranks is right
     return f"in_training({total} / {count}, {running}.reshape({', '.join(call.outs[0])}){cast}{share})"
 
 
@@ -207,7 +207,7 @@ def _noised(op: Op, node: NodePlan, call: Written, context: Context) -> str:
 
 
 def switched(op: Op, call: Written, context: Context) -> Written:
-    """The call with the argument that makes it do what it does in training off where the module evaluates."""
+    """The call with its training switch (`passes.switches`) turned off where the module evaluates."""
     switch = SWITCHES.get(op.target)
     if switch is None or not switch.is_on(given(op.call)):
         return call
@@ -246,7 +246,7 @@ ALGORITHM_TEXTS: dict[str, Callable[[Op, NodePlan, Written, tuple[int, ...], Con
 OPERAND_TEXTS: dict[str, Callable[[Op, NodePlan, Written, Context], Written]] = {
     "own_heads": _own_heads,
 }
-"""Algorithms that choose parts of operands for whatever else the operator does."""
+"""Algorithms that only choose parts of operands: the operator itself, or another algorithm, runs on these."""
 
 OWN_TEXTS: dict[object, Callable[[Op, NodePlan, Written, Context], str]] = {
     aten.dropout.default: _dropout,
@@ -254,4 +254,4 @@ OWN_TEXTS: dict[object, Callable[[Op, NodePlan, Written, Context], str]] = {
     ops.noised: _noised,
     ops.statistic: _statistic,
 }
-"""Operators that are written in their own way wherever no algorithm splits them."""
+"""Operators with a text of their own where no algorithm splits them."""

@@ -31,15 +31,16 @@ class Context:
     plan: Plan
     classes: dict[str, str]  # scope -> class name
     probes: bool = False
-    fleeting: tuple[str, ...] = ()  # buffers that no state dict holds
+    fleeting: tuple[str, ...] = ()  # buffers that the state dict does not hold
     order: tuple[str, ...] = ()  # the names of the state dict
     functions: dict[str, str] = field(default_factory=dict)  # plain function -> module it is imported from
     algorithms: dict[str, None] = field(default_factory=dict)  # runtime algorithms that the file imports
-    marks: dict[str, None] = field(default_factory=dict)  # of lines that do not run again, that the file imports
+    marks: dict[str, None] = field(default_factory=dict)  # keep, skip and enough, as far as the file uses them
     even: dict[tuple[str, tuple[int, ...]], str] = field(default_factory=dict)  # (size, axes that must divide it) -> why
 
     @cached_property
     def edges(self) -> Edges:
+        """The reshards of the plan."""
         return edges(self.program, self.plan)
 
     @cached_property
@@ -50,6 +51,7 @@ class Context:
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        """The size of each mesh axis."""
         return self.plan.mesh
 
     @cached_property
@@ -65,7 +67,7 @@ class Context:
         return entries[ref[1]] if entries else "R"
 
     def shared(self, name: str, operand: int, text: str) -> str:
-        """An operand as source: where all microbatches have the same and each is to take a part of a sum, that part."""
+        """The text of an operand. One that is the same for all microbatches and is added to a partial sum is divided by their number (`Plan.shared`)."""
         return f"({text} / {self.plan.microbatches})" if self.plan.microbatches > 1 and f"{name}:{operand}" in self._shared else text
 
     @cached_property
@@ -89,9 +91,11 @@ class Context:
 
     @property
     def symbols(self) -> tuple[str, ...]:
+        """The names of the symbolic dims."""
         return tuple(self.plan.hints)
 
     def class_of(self, scope: str) -> str:
+        """The name of the class of a run of blocks."""
         return self.classes[scope]
 
     def short_name(self, op: Op) -> str:
@@ -100,16 +104,17 @@ class Context:
 
     @cached_property
     def function_names(self) -> tuple[str, ...]:
+        """Names that no variable may have (`function_names`)."""
         return function_names(self.program)
 
     def use(self, target: Any) -> None:
-        """Remember that the file calls `target`, so that plain functions get imported."""
+        """Note that the file calls `target`: plain functions are imported."""
         module = getattr(target, "__module__", "")
         if module.startswith("passes.") and target not in EXPRESSIONS:
             self.functions[qualified(target)] = module
 
     def reason(self, reshard: Reshard) -> str:
-        """Why a reshard stands there and what it costs, once: `all-gather s on gpu: 33.6 MB, 0.11 ms; backward ...`."""
+        """The comment of a reshard: its steps, bytes and price of one run: `all-gather s on gpu: 33.6 MB, 0.11 ms; backward ...`."""
         size = self.micro_bytes(reshard.ref)
         forward = reshard.forward(self.sizes)
         parts = [f"{self._words(forward, reshard)}: {megabytes(size * fraction(forward[-1].after, self.sizes))}, "
@@ -135,7 +140,7 @@ class Context:
         return f"{_VERBS[inner.kind]} on {self.plan.axes[site.axis]}: {count} x {megabytes(nbytes)}, {seconds(whole_s)}"
 
     def _steps_s(self, steps: tuple[Step, ...], size: float) -> float:
-        """Seconds of a way between layouts, on the slowest place."""
+        """Seconds of `steps` for a tensor of `size` bytes, on the slowest place."""
         return max(steps_s(steps, size, mesh) for mesh in self.meshes)
 
     def _words(self, steps: tuple[Step, ...], reshard: Reshard) -> str:

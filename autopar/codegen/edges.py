@@ -1,9 +1,8 @@
-"""The changes of layout that a plan implies: what is emitted, counted, explained and priced, from one list.
+"""The reshards that a plan implies: one list, from which they are emitted, counted, explained and priced.
 
-For every value and every distinct use that its readers ask for there is one `Reshard`, shared by all of them. Gradients of
-parameters that rest whole on an axis on which their readers leave partial sums are not reduced at each use: those axes
-are the parameter's `sync` axes, summed in buckets at the end of the backward. On axes on which a parameter rests cut and is whole for
-its readers (`problem.at_rest`) the leaf is gathered once per step, and its gradient is partial until it is scattered.
+For every value and every distinct layout pair that its readers ask for there is one `Reshard`, shared by these readers. Where a parameter rests whole on an axis and its readers leave
+partial gradients on it, the gradient is not reduced at each use: such axes are the parameter's `sync` axes, reduced in buckets in the backward. On axes on which a parameter rests cut
+and its readers see it whole (`problem.at_rest`), the leaf is gathered once per step, and its gradient is partial until it is reduce-scattered.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ class Reshard:
         count     how often it runs per step
         weight    whether the value is a parameter
         saved     whether a reader's backward needs the value; False for vectors, and where a reader runs on some ranks only
-        late      whether there is no gradient in the first block of a run; `spared`: whether that has no reader that makes it `saved`
+        late      whether the value has no gradient in the first block of its run
+        spared    whether in the first block no reader's backward needs the value
         replay    where its block is run again (problem.rerun): "again", "kept" or "skipped"; "" where the second run ends before it, or there is none
         each      whether gradients go back after every microbatch (sync)
     """
@@ -56,7 +56,7 @@ class Reshard:
         return not self.replay and self.gathers(sizes)  # a block that is run again gathers it then, and has it for the backward
 
     def gathers(self, sizes: tuple[int, ...]) -> bool:
-        """Whether it gathers a weight that the backward needs, which may be a frozen one."""
+        """Whether it gathers a weight that the backward needs (a frozen weight, too)."""
         return self.saved and self.fetches(sizes)
 
     def fetches(self, sizes: tuple[int, ...]) -> bool:
@@ -84,18 +84,21 @@ class Reshard:
 
     @property
     def gradient(self) -> bool:
+        """Whether a gradient flows back through it."""
         return self.src.has_grad and self.dst.has_grad
 
     def forward(self, sizes: tuple[int, ...]) -> tuple[Step, ...]:
+        """The steps of the value, on a mesh of these `sizes`."""
         return steps(self.src.value, self.dst.value, sizes)
 
     def backward(self, sizes: tuple[int, ...]) -> tuple[Step, ...]:
+        """The steps of the gradient; none where there is none."""
         return steps(self.dst.grad, self.src.grad, sizes) if self.gradient else ()
 
 
 @dataclass(frozen=True)
 class Edges:
-    """All reshards of a plan, found by (value, asked use), and the sync axes of each parameter."""
+    """All reshards of a plan, and the sync axes of each parameter."""
 
     reshards: tuple[Reshard, ...]
     sync: Mapping[Ref, tuple[int, ...]]
@@ -107,8 +110,8 @@ class Edges:
         return op.scope in self.reruns and op.name in self.reruns[op.scope].again
 
     def mark(self, op: Op) -> str:
-        """How the line of an operator is marked: "keep" where its result is stored as it is, "skip" where it is not needed again
-        (or only moved), "" where it runs again or nothing does."""
+        """The mark of an operator in a block that is run again: "keep" where its result is stored in the layout in which it is made, "skip" where it is not needed again (or only after a
+        reshard, whose result is stored); "" where it runs again, or the block does not."""
         about = self.reruns.get(op.scope)
         if about is None or op.name not in {**about.kept, **about.skipped}:
             return ""
@@ -177,7 +180,7 @@ def edges(program: Program, plan: Plan) -> Edges:
 
 
 def _fed(program: Program, plan: Plan, sync: Mapping[Ref, tuple[int, ...]]) -> list[Reshard]:
-    """What is fed to runs of blocks; runs that want the same share it. A weight is fed as its other readers get it."""
+    """The reshards of values that are fed to runs of blocks; runs that want the same layout share one. A weight is fed in the layout that its other readers get."""
     asked: dict[tuple[Ref, LayoutPair], list[str]] = {}
     for feed, ports in program.fed.items():
         for port in ports:
@@ -193,7 +196,7 @@ def _fed(program: Program, plan: Plan, sync: Mapping[Ref, tuple[int, ...]]) -> l
 
 
 def reruns_of(program: Program, plan: Plan) -> dict[str, Rerun]:
-    """What running blocks again takes, by scope. Raises PlanError for what cannot be run again."""
+    """For each scope of `plan.remat`, which operators run again, are kept or are skipped (problem.rerun). Raises PlanError for blocks that cannot be run again."""
     check(program, plan.remat)
     for scope in plan.remat:
         placed = [op.name for op in program.ops.values() if op.scope == scope and beside(plan, op.name)]
@@ -204,40 +207,40 @@ def reruns_of(program: Program, plan: Plan) -> dict[str, Rerun]:
 
 
 def spot_of(node: NodePlan) -> Spot | None:
-    """Where the plan places an Op, None where all ranks share it."""
+    """The (axis, coordinate) on which alone the plan runs an Op; None where all ranks run it."""
     return next(((axis, int(factor[2:-1])) for axis, factor in enumerate(node.factors) if factor.startswith("O(")), None)
 
 
 def beside(plan: Plan, name: str) -> bool:
-    """Whether an operator takes or makes what only one coordinate of an axis has: what its backward needs is kept, for only the ranks that compute would gather again."""
+    """Whether an operator reads or makes a value that only one coordinate of an axis has. What its backward needs is then kept, since only some ranks would take part in gathering it again."""
     return any(is_placed(e) for text in (*plan.nodes[name].ins, *plan.nodes[name].outs) for e in parse(text.split("|")[0]))
 
 
 def _replay(about: Rerun, readers: list[tuple[Op, int]], ref: Ref, *, moves: bool) -> str:
-    """What becomes of a reshard in a block that is run again."""
+    """`Reshard.replay` of the reshard of `ref` for these `readers`, in a block that is run again; `moves`: whether the value changes its layout."""
     if any((op.name, operand) in about.reads for op, operand in readers):
         return "kept" if moves and ref[0] in about.kept else "again"
     return "skipped" if any(about.reached(op.name) for op, _ in readers) else ""
 
 
 def out_pair(plan: Plan, ref: Ref) -> LayoutPair:
-    """How the plan lays the value `ref` where it is made."""
+    """The layout pair in which the plan makes the value `ref`."""
     return LayoutPair.of(plan.nodes[ref[0]].outs[ref[1]])
 
 
 def given(program: Program, plan: Plan, ref: Ref) -> LayoutPair:
-    """How readers get the value `ref`, and leave its gradient: a weight that is gathered once per step has a partial one until it is scattered."""
+    """The layout pair in which readers get the value `ref` and leave its gradient; of a weight that is gathered once per step, the gradient is partial on the gathered axes."""
     pair = out_pair(plan, ref)
     return pair.partial(pair.gathered) if program.is_weight(ref) else pair
 
 
 def in_pair(plan: Plan, name: str, operand: int) -> LayoutPair:
-    """How the plan wants operand `operand` of node `name`."""
+    """The layout pair in which node `name` reads its operand number `operand`."""
     return LayoutPair.of(plan.nodes[name].ins[operand])
 
 
 def options(node: NodePlan) -> tuple[Option, ...]:
-    """The options that a plan's node stands for, one per mesh axis."""
+    """The options of a plan's node, one per mesh axis."""
     ins, outs = ([LayoutPair.of(text) for text in texts] for texts in (node.ins, node.outs))
 
     def uses(pairs: list[LayoutPair], axis: int) -> tuple[Use, ...]:
@@ -253,7 +256,7 @@ def needed(src: LayoutPair, dst: LayoutPair) -> bool:
 
 
 def _in_the_end(program: Program, plan: Plan, ref: Ref) -> list[LayoutPair]:
-    """How those want the weight `ref` who do more with it than to turn or cast it, blocks that it is fed to among them."""
+    """The layout pairs asked of the weight `ref` by its final readers: through permutations and casts, and by runs of blocks that it is fed to."""
     read = [pair for op, operand in program.readers.get(ref, ())
             for pair in (_in_the_end(program, plan, (op.name, 0)) if op.name in program.following else [in_pair(plan, op.name, operand)])]
     return read + [in_pair(plan, port, 0) for port in program.fed.get(ref, ())]

@@ -1,4 +1,4 @@
-"""ATen calls as the Python that a person would write.
+"""ATen calls as readable Python.
 
 A writer gets the argument texts of one call and gives an expression; ops without a row are written as
 `torch.ops.aten.<op>.<overload>(...)`. Ops whose arguments are sizes get the local sizes instead.
@@ -151,7 +151,7 @@ for _name, _symbol in _INFIX.items():
 
 
 def write(target: Any, call: Written) -> str:
-    """One call as an expression; what makes tensors out of nothing makes them on the device of the mesh."""
+    """One call as an expression; factory functions get the device of the mesh."""
     writer = EXPRESSIONS.get(target)
     if writer is not None and not (call.kwargs and _is_infix(target)):
         return writer(call)
@@ -160,7 +160,7 @@ def write(target: Any, call: Written) -> str:
 
 
 def _makes(target: Any) -> bool:
-    """Whether an operator's result has no other tensor's device: arange, full, eye, rand and their like."""
+    """Whether an operator is a factory function: it has a device argument and no tensor arguments (arange, full, eye, rand)."""
     if not isinstance(target, OpOverload):
         return False
     arguments = target._schema.arguments
@@ -180,7 +180,7 @@ def qualified(target: Any) -> str:
 
 
 def literal(item: Any) -> str:
-    """What is no tensor as source: an argument of an operator, or of the model. Raises TypeError for sizes and tensors."""
+    """A plain value as source: an argument of an operator or of the model. Raises TypeError for symbolic sizes and tensors."""
     if isinstance(item, (torch.dtype, torch.memory_format, torch.layout)):
         return str(item)
     if isinstance(item, complex) or (isinstance(item, float) and not math.isfinite(item)):  # as an expression `-0j` is another number

@@ -36,7 +36,7 @@ from autopar.problem.read_graph import read
 from autopar.rules import TORCH
 from autopar.text import gibibytes, inside, seconds
 
-RESERVED = ("Block", "Mesh", "Model", "Param", "Pipeline", "PipelinedModule", "ShardedModule", "Stage", "main", "registered")  # names that the file itself uses for other things
+RESERVED = ("Block", "Mesh", "Model", "Param", "Pipeline", "PipelinedModule", "ShardedModule", "Stage", "main", "registered")  # names that the file imports or defines
 
 
 def emit(gm: fx.GraphModule, plan: Plan, names: Names, *, probes: bool = False) -> str:
@@ -49,7 +49,7 @@ def emit(gm: fx.GraphModule, plan: Plan, names: Names, *, probes: bool = False) 
 
 
 def _class_names(program: Program, plan: Plan) -> dict[str, str]:
-    """A readable class name per scope: the class of the block's module, numbered where the file has that name already, be it another block's."""
+    """scope -> name of its class: the class of the block's module, with a number where the name is taken."""
     stages = (f"Stage{i}" for i in range(len(plan.stages)))
     taken = dict.fromkeys([*RESERVED, *USED_IN_SCOPES, *function_names(program), *stages])
     found = {}
@@ -101,7 +101,7 @@ from autopar.runtime import Block, Mesh, Param, {bases}, gather, main, reshard{a
 
 
 def _others(context: Context) -> dict[str, str]:
-    """The operators that are not torch's, and the modules that register them, "" for a script or where that is not known."""
+    """Custom operators (not of torch) -> the module that registers them; "" for a script, or where it is not known."""
     targets = dict.fromkeys(op.target for op in context.program.ops.values() if isinstance(op.target, OpOverload) and op.target.namespace not in TORCH)
     made = {target: OPDEFS.get(target._schema.name) for target in targets}
     modules = {target: "" if by is None else by._init_fn.__module__ for target, by in made.items()}

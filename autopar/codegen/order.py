@@ -1,4 +1,4 @@
-"""The order of the state dict, so that the emitted module has the original one: as a short expression."""
+"""The order of the original state dict, as a short expression in the emitted file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _wrapped(parts: Sequence[str]) -> Iterator[str]:
 
 
 def _blocks(context: Context) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """What the blocks at each module path put into the state dict, and the run that each is of."""
+    """Module path of a block -> the names that it adds to the state dict; and module path -> the scope of its run."""
     blocks: dict[str, list[str]] = {}
     scopes: dict[str, str] = {}
     for run in context.program.runs.values():
@@ -71,7 +71,7 @@ def _blocks(context: Context) -> tuple[dict[str, list[str]], dict[str, str]]:
 
 
 def _grouped(entries: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Each name as it is, each row of blocks of one run as one expression."""
+    """The entries as source: single names, and one expression for consecutive blocks of a run."""
     row: list[str] = []
     for (scope, entry), after in zip(entries, [*entries[1:], ("", "")], strict=True):
         if not scope:
@@ -85,7 +85,7 @@ def _grouped(entries: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def compact(namings: Sequence[Naming]) -> str:
-    """The names of instances as source; as a comprehension where they count up."""
+    """The names of instances as source: a comprehension where their numbers form an arithmetic sequence, else a list."""
     columns = {"": [n for n in namings if isinstance(n, str)]} if isinstance(namings[0], str) else {
         head: [n[head] for n in namings if isinstance(n, dict)] for head in namings[0]}
     counts = {head: count for head, paths in columns.items() if (count := _count(paths)) is not None}
@@ -98,7 +98,7 @@ def compact(namings: Sequence[Naming]) -> str:
 
 
 class _Count(NamedTuple):
-    """Paths that count up: `h.0`, `h.2`, `h.4`, ... have head `h.`, first 0, step 2 and no tail."""
+    """Paths whose numbers form an arithmetic sequence: `h.0`, `h.2`, `h.4`, ... have head `h.`, first 0, step 2 and an empty tail."""
 
     head: str
     first: int
@@ -106,7 +106,7 @@ class _Count(NamedTuple):
     tail: str
 
     def text(self, start: int) -> str:
-        """Such a path as source, where `i` begins with `start`."""
+        """The f-string of the paths in a comprehension whose `i` begins with `start`."""
         return f'f"{self.head}{{i{f" + {self.first - start}" if self.first > start else ""}}}{self.tail}"'
 
 

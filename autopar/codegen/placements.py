@@ -1,4 +1,4 @@
-"""Operators that a plan places on one coordinate of an axis: in which order they are written, and as what.
+"""Placed operators (those that a plan runs on one coordinate of an axis): their order, and how they are written.
 
 Statements that stand together and run on the same coordinate become one local function, which `placed` calls there only:
 
@@ -7,8 +7,7 @@ Statements that stand together and run on the same coordinate become one local f
         return x
     x = placed(0, 0, user, (self.w["user.weight"],), (ids, (b, 64)), mesh=MESH)
 
-Everything placed is written as early as it can be, before anything that waits for it: else a rank would stand in the
-collective that brings the other branch's result before it has begun its own.
+Placed operators are written as early as their inputs allow: otherwise a rank would wait in the collective for the result of the other branch before it has started its own.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from autopar.codegen.scope import ScopeWriter
 
 def in_order(nodes: Sequence[fx.Node], spots: Mapping[fx.Node, Spot]) -> list[fx.Node]:
-    """`nodes` with those that have a spot as early as their inputs allow, those of one spot together; a stable topological order."""
+    """`nodes` in a stable topological order: those with a spot as early as their inputs allow, and those of one spot together."""
     if not spots:
         return list(nodes)
     spots = dict(spots)

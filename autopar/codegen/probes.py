@@ -1,4 +1,4 @@
-"""Probes: an emitted file that also reports every value and gradient, to find the first node that goes wrong.
+"""Probes: calls in an emitted file that report every value and gradient, to find the first wrong node.
 
 `emit(..., probes=True)` puts `x = self.probe("node", x, "S0,R|S0,P", (b, s, 64))` behind each operator. What a probe does
 is up to `autopar.verify`; ordinary files have none.
@@ -12,7 +12,7 @@ from autopar.problem.pairs import LayoutPair
 
 
 def probe(name: str, variable: str, pair: LayoutPair, shape: str) -> str:
-    """The line that reports one value, of a `shape` on all ranks together: of a microbatch, where there are several."""
+    """The line that reports one value; `shape` is its global shape (of a microbatch, where there are several)."""
     return f'{variable} = self.probe("{name}", {variable}, "{pair}", {shape})'
 
 

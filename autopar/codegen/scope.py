@@ -67,14 +67,14 @@ class ScopeWriter:
         return self.lines
 
     def _enough(self, op: Op | None) -> None:
-        """Ends the second run of a block behind the last operator that saves something for the backward (None: there is none)."""
+        """Write `enough()` where `op` is the last operator of the block that saves something for the backward (None: the block begins, and no operator does)."""
         about = self.context.edges.reruns.get(self.scope)
         if about is not None and about.last == (-1 if op is None else about.order[op.name]):
             self.context.marks["enough"] = None
             self.say("enough()", "what follows is not run again")
 
     def includes(self, node: fx.Node, op: Op | None) -> bool:
-        """Whether `node` is written: all of the scope, where nothing is cut into stages."""
+        """Whether `node` is written; stages write some nodes only."""
         return True
 
     def _node(self, node: fx.Node, op: Op | None) -> None:
@@ -88,7 +88,7 @@ class ScopeWriter:
             self.operator(op)
 
     def _gathered_turned(self, op: Op) -> bool:
-        """Whether `op` only turns or casts a weight for those who gather it: they do that themselves (`reshard_text`)."""
+        """Whether `op` permutes or casts a weight only for gathers, which do that themselves (`reshard_text`)."""
         program, plan = self.context.program, self.context.plan
         if op.name not in program.following or self.context.probes:
             return False
@@ -99,7 +99,7 @@ class ScopeWriter:
         return True
 
     def _op_of(self, node: fx.Node) -> Op | None:
-        """What `node` is to the plan: None for sizes, items of tuples, runs of blocks and the output."""
+        """The Op of `node`; None for sizes, items of tuples, runs of blocks and the output."""
         if node.op in ("call_module", "output") or node.target is operator.getitem or not facts.tensors(node):
             return None
         return self.context.program.ops[self._full(node.name)]
@@ -108,7 +108,7 @@ class ScopeWriter:
         return spot_of(self.context.plan.nodes[op.name]) if op is not None and op.role == "op" else None
 
     def _moves(self, op: Op | None, together: Sequence[Op]) -> bool:
-        """Whether `op` wants a value of `together` in another layout: reshards stand outside local functions, all ranks run them."""
+        """Whether `op` needs a reshard of a value made in `together`: all ranks run reshards, so that these are outside of local functions."""
         inside = {other.name: other for other in together}
         return op is not None and any(ref[0] in inside and needed(out_pair(self.context.plan, ref), in_pair(self.context.plan, op.name, i))
                                       for i, ref in enumerate(op.operands))
@@ -128,14 +128,14 @@ class ScopeWriter:
         return f"{self.scope}/{name}" if self.scope else name
 
     def fresh(self, name: str) -> str:
-        """A name that nothing else in this scope has: `name` if it is free."""
+        """A variable name that is unused in this scope: `name` if it is free, else with a number."""
         taken = (*RESERVED, *self.context.symbols, *self.context.function_names)
         name = f"{name}_" if keyword.iskeyword(name) or name in taken else name
         self.taken[name] = self.taken.get(name, 0) + 1
         return name if self.taken[name] == 1 else self.fresh(f"{name}_{self.taken[name]}")
 
     def say(self, code: str, comment: str = "") -> None:
-        """One statement; its comment goes behind it, or above where the statement is long."""
+        """Add one statement; its comment is on the same line, or above it where the statement is long."""
         code = self.indent + code
         if comment and len(code) >= WIDTH:
             self.lines.append(f"{code[:len(code) - len(code.lstrip())]}# {comment}")
@@ -153,7 +153,7 @@ class ScopeWriter:
         return self.names[ref]
 
     def asked(self, ref: Ref, dst: LayoutPair, role: str = "edge") -> str:
-        """The name under which `ref` lies as `dst` wants it; writes the reshard the first time."""
+        """The variable that holds `ref` in the layout pair `dst`; writes the reshard the first time that it is asked for."""
         reshard = self.context.edges.between(ref, dst, role, self.scope if role == "edge" else None)
         if reshard is None:
             return self.names[ref]
@@ -166,7 +166,7 @@ class ScopeWriter:
         return self.resharded[key]
 
     def _marked(self, mark: str, text: str) -> str:
-        """An expression that does not run again with its block."""
+        """`text` inside of `keep` or `skip`, as `mark` says; "": unchanged."""
         if not mark:
             return text
         self.context.marks[mark] = None
@@ -179,7 +179,7 @@ class ScopeWriter:
         return self.names.get(ref) or str(op.node.name)
 
     def reshard_text(self, reshard: Reshard, name: str) -> str:
-        """The call of the runtime helper; weights go through `gather`, which turns them, begins ahead and, if need be, gathers again in the backward."""
+        """The call of `reshard` for a value called `name`; of `gather` for weights, which permutes and casts them, is prefetched, and gathers again in the backward where needed."""
         shape, turn = self.context.whole_sizes(reshard.ref), ""
         grad = f'"{show(reshard.dst.grad)} -> {show(reshard.src.grad)}"' if reshard.gradient else "None"
         fetches, gathers = reshard.fetches(self.context.sizes), reshard.gathers(self.context.sizes)
@@ -212,14 +212,14 @@ class ScopeWriter:
                 self.say(probes.probe(name, self.names[op.name, i], self._given((op.name, i)), self.context.whole_sizes((op.name, i))))
 
     def _given(self, ref: Ref) -> LayoutPair:
-        """How readers get a value and leave its gradient, as a probe is to see it. That of a weight which is summed at the end of the backward is partial until then."""
+        """The layout pair of a value for its probe: as readers get it and leave its gradient. The gradient of a weight is partial on its sync axes."""
         program, pair = self.context.program, given(self.context.program, self.context.plan, ref)
         if self._passed_by(ref):
             return LayoutPair(pair.value, (NO_GRAD,) * len(pair.value))
         return pair.partial(self.context.edges.sync.get((program.source(ref), 0), ())) if program.is_weight(ref) else pair
 
     def _passed_by(self, ref: Ref) -> bool:
-        """Whether a value is a weight that is turned or cast and then gathered: a gather takes the parameter, and its gradient does not come this way."""
+        """Whether a value is a permuted or cast weight that is then gathered: the gather reads the parameter itself, so that no gradient passes this value."""
         context = self.context
         return ref[0] in context.program.following and (
             any(reshard.ref == ref and reshard.fetches(context.sizes) for reshard in context.edges.reshards)
@@ -247,7 +247,7 @@ class ScopeWriter:
         return seeded_text(op, plan.nodes[op.name], write(node.target, switched(op, written, self.context)), self.context)
 
     def _note_even(self, op: Op, layout: Layout) -> None:
-        """Remember the sizes that a reshape of cut dims needs to be even: the file checks them before it runs anything."""
+        """Note the sizes that must divide evenly for a reshape of cut dims: the forward checks them first."""
         source = in_pair(self.context.plan, op.name, 0).value
         for size, axes in size_text.must_divide(op.call.ins[0].shape, source, op.call.outs[0].shape, layout, self.context.sizes,
                                                 self.context.batch_axes):
@@ -267,7 +267,7 @@ class ScopeWriter:
         return literal(item)
 
     def _number(self, held: float | torch.SymInt | torch.SymFloat, op: Op) -> float | sympy.Expr:
-        """A number that `op` is given, made of sizes of the inputs. Raises PlanError where values of tensors are in it."""
+        """A number argument of `op`, as a formula of the sizes of the inputs. Raises PlanError where it depends on values of tensors."""
         number = facts.as_number(held, self.gm)
         if isinstance(number, sympy.Expr) and (unknown := number.free_symbols - set(facts.symbols(self.gm).values())):
             raise PlanError(f"{op.name} at {op.where} computes with {number}, and {', '.join(map(str, unknown))} is a number read off a tensor (item(), int(), float()): each rank would "
@@ -280,7 +280,7 @@ class ScopeWriter:
 
     def _run(self, node: fx.Node) -> None:
         run = self.context.program.runs[str(node.target)]
-        begun = self.first_instance(run) > 0  # in an earlier stage: what its last block gave comes in
+        begun = self.first_instance(run) > 0  # the run begins in an earlier stage: carried values were received
         feeds = [self.names[run.carried[i]] if begun and i < len(run.carried)
                  else self.context.shared(port, 0, self.asked(ref, in_pair(self.context.plan, port, 0), "feed"))
                  for i, (port, ref) in enumerate(zip(run.ports, run.feeds, strict=True))]
@@ -307,7 +307,7 @@ class ScopeWriter:
             self.names[ref] = name
 
     def _carry(self, changes: Sequence[tuple[str, Reshard | None]], *, first: bool) -> None:
-        """What carried values need before the next block; with `first` the loop begins with the block that is fed."""
+        """Write the reshards of carried values before the next block; with `first` the loop includes the first block, which needs none."""
         for name, change in changes:
             if change is not None:
                 if first:
@@ -319,11 +319,11 @@ class ScopeWriter:
         return run.count
 
     def said(self, times: int) -> str:
-        """How many blocks a loop goes over, in front of their class."""
+        """The number of blocks of a loop, for the comment before their class; empty in a stage."""
         return f"{times} x "
 
     def again(self, run: Run) -> int:
-        """How many of the first of these blocks are run again in the backward."""
+        """How many of these blocks, counted from the first, are run again in the backward."""
         return self.context.plan.again(self.context.plan.stages[0], run.scope, run.count)
 
     def _output(self, node: fx.Node) -> None:
@@ -337,7 +337,7 @@ class ScopeWriter:
         self.say(f"return {', '.join(values)}{',' if len(values) == 1 else ''}")
 
     def results(self, ops: Sequence[Op]) -> list[str]:
-        """What the forward returns for some results of the model; writes the reshards that they need."""
+        """The expressions that the forward returns for these results of the model; writes the reshards that they need."""
         values = []
         for op in ops:
             name = self.asked(op.operands[0], in_pair(self.context.plan, op.name, 0))

@@ -24,14 +24,14 @@ BATCH = facts.symbol("b")
 
 @cache
 def text(size: float | sympy.Expr) -> str:
-    """A global size, or a number that is made of such, as Python source, in the names of the symbolic dims. Raises PlanError where there is none."""
+    """A global size, or a number computed from sizes, as Python source in the names of the symbolic dims. Raises PlanError where it has no source form."""
     if isinstance(size, (int, float)):
         return str(size)
     return _Plain().doprint(sympy.factor_terms(size))
 
 
 class _Plain(PythonCodePrinter):
-    """Formulas of sizes without a module, and in whole numbers: `math.floor(s / 64)` is a division of floats."""
+    """Prints formulas of sizes in integer arithmetic and without module names: `s // 64` for `math.floor(s / 64)`, which divides floats."""
 
     def _print_floor(self, expr: sympy.Expr) -> str:
         number, by = expr.args[0].as_numer_denom()
@@ -59,14 +59,13 @@ class _Plain(PythonCodePrinter):
 
 
 def _whole(expr: sympy.Expr, text: str) -> str:
-    """`text`, which divides and leaves no rest, as a whole number: what is divided is none where it is a root or has a fraction."""
+    """`text`, the source of the floor or ceiling `expr`, converted to int where its argument may be a float (a root, or a decimal fraction)."""
     return text if expr.args[0].is_rational_function() and not expr.has(sympy.Float) else f"int{text}"
 
 
 def local(size: Size, layout: Layout, dim: int, mesh: Sequence[int], exact: Collection[int] = (), parts: int = 1) -> str:
-    """The size of tensor dim `dim` on this rank, as Python source. The batch divides by the axes `exact`: inputs are cut by them;
-    of any other symbolic size it is not known before run time what it divides by. `parts`: how many microbatches share the
-    dim, evenly."""
+    """The size of tensor dim `dim` on this rank, as Python source. `exact`: the axes that cut the inputs' batch, which therefore divides by them; other symbolic sizes may be cut
+    unevenly. `parts`: the number of microbatches that share the dim, evenly."""
     axes = cutters(layout, dim)
     if not axes and parts == 1:
         return text(size)
@@ -88,7 +87,7 @@ def local(size: Size, layout: Layout, dim: int, mesh: Sequence[int], exact: Coll
 
 @cache
 def _quotient(size: sympy.Expr, ways: int) -> str:
-    """A size that divides by `ways` whatever the symbolic dims are, divided; empty for others."""
+    """`size / ways` as source where it is an integer for all values of the symbolic dims; else empty."""
     found = sympy.cancel(size / ways)
     if found.is_number:
         return text(int(found))
@@ -97,8 +96,8 @@ def _quotient(size: sympy.Expr, ways: int) -> str:
 
 def must_divide(before: Sequence[Size], src: Layout, after: Sequence[Size], dst: Layout, mesh: Sequence[int],
                 exact: Collection[int] = ()) -> list[tuple[Size, tuple[int, ...]]]:
-    """Sizes, and the axes that cut them, that must divide for a reshape of local parts to be a part of the reshaped whole. Where the
-    batch is merged with heads, `b` rows in uneven chunks are not `b * h` rows in uneven chunks."""
+    """The sizes, each with the axes that cut it, that must divide evenly so that reshaping the local parts gives the local parts of the reshaped tensor. Where the batch is merged with
+    heads, uneven chunks of `b` rows are not the uneven chunks of `b * h` rows."""
     found = []
     for i, size in enumerate(before):
         for j, other in enumerate(after):

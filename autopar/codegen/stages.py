@@ -38,7 +38,7 @@ def pipelined_model(context: Context, gm: fx.GraphModule, names: Names) -> str:
     found = views(context.program, context.plan)
     _check_buffers(context.program, found)
     _check_draws(context, found)
-    bases: dict[tuple[str, ...], int] = {}  # what stages do -> the first one that does it
+    bases: dict[tuple[str, ...], int] = {}  # body of a stage class -> the first stage with it
     stages = []
     for view in found:
         does = tuple(_does(context, gm, view, names))
@@ -49,7 +49,7 @@ def pipelined_model(context: Context, gm: fx.GraphModule, names: Names) -> str:
 
 
 def _check_buffers(program: Program, found: Sequence[View]) -> None:
-    """Raise PlanError where a stage gives a new value to a buffer that another one reads: there it would be the old one for ever."""
+    """Raise PlanError where one stage changes a buffer that another one reads: that one would always read the old value."""
     for number, op in enumerate(program.results):
         giving = {view.index for view in found if (number, op) in view.results}
         holding = {view.index for view in found if program.buffers.get(op.fqn) in view.held}
@@ -59,7 +59,7 @@ def _check_buffers(program: Program, found: Sequence[View]) -> None:
 
 
 def _check_draws(context: Context, found: Sequence[View]) -> None:
-    """Raise PlanError where stages draw one value on devices of several kinds: these make other numbers of one seed."""
+    """Raise PlanError where stages on different kinds of devices each draw the same value: their generators give different numbers for one seed."""
     plan = context.plan
     places = Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
     for op in context.program.ops.values():
@@ -71,7 +71,7 @@ def _check_draws(context: Context, found: Sequence[View]) -> None:
 
 
 class StageWriter(ScopeWriter):
-    """Writes the top-level operators of one stage, or with `only` the totals that are taken before the microbatches."""
+    """Writes the top-level operators of one stage; or of the view of totals, which are computed before the microbatches."""
 
     def __init__(self, context: Context, gm: fx.GraphModule, view: View) -> None:
         super().__init__(context, gm, "")
@@ -84,7 +84,7 @@ class StageWriter(ScopeWriter):
         return name if len(self.context.program.ops[ref[0]].call.outs) == 1 else f"{name}_{ref[1]}"
 
     def includes(self, node: fx.Node, op: Op | None) -> bool:
-        """Operators of this stage, the runs of which it has instances, and what is held for them."""
+        """Whether `node` is an operator of this stage, a run of which it has instances, or a tensor that these read."""
         if op is None:
             return node.op == "output" or str(node.target) in self.view.blocks
         if op.role == "op":
@@ -101,11 +101,11 @@ class StageWriter(ScopeWriter):
         return stop - first
 
     def said(self, times: int) -> str:
-        """Nothing: what the stage is about says it, and stages with other numbers do the same."""
+        """Empty: the docstring of the stage has the number, so that stages with other numbers can share the body."""
         return ""
 
     def again(self, run: Run) -> int:
-        """How many of the first of them are run again in the backward."""
+        """How many of these, counted from the first, are run again in the backward."""
         plan = self.context.plan
         return plan.again(plan.stages[self.view.index], run.scope, self.instances(run))
 
@@ -115,7 +115,7 @@ class StageWriter(ScopeWriter):
 
 
 def _stage(context: Context, view: View, count: int, base: str, does: Sequence[str]) -> str:
-    """The class of a stage: which blocks it has, and what it `does` that its base class does not."""
+    """The class of a stage: its blocks, and the body `does`, empty where the base class has it."""
     return "\n".join([
         "", f"class Stage{view.index}({base}):",
         f'{INDENT}"""Stage {view.index} of {count}, on place {context.plan.stages[view.index].place} of {context.plan.places}: {_content(context, view)}."""', "",
@@ -123,7 +123,7 @@ def _stage(context: Context, view: View, count: int, base: str, does: Sequence[s
 
 
 def _does(context: Context, gm: fx.GraphModule, view: View, names: Names) -> list[str]:
-    """What a stage reads and returns, and how it makes it."""
+    """The body of a stage class: its tables, `receives` and `forward`."""
     writer = StageWriter(context, gm, view)
     received, given = [[writer.names[ref] for ref in refs] for refs in (view.receives, view.given)]
     lines = writer.write()
@@ -148,7 +148,7 @@ def _content(context: Context, view: View) -> str:
 
 
 def _received(context: Context, refs: Sequence[Ref]) -> list[str]:
-    """The statement that gives local shape, dtype and whether there is a gradient, of each value that comes in."""
+    """The return statement of `receives`: local shape, dtype and whether there is a gradient, for each received value."""
     rows = []
     for ref in refs:
         op = context.program.ops[ref[0]]
@@ -187,7 +187,7 @@ def _model(context: Context, gm: fx.GraphModule, names: Names, count: int) -> st
 
 
 def _totals_view(context: Context) -> View:
-    """The operators that the totals are made by, as a stage that sends nothing."""
+    """The operators that compute the totals, as a stage that sends nothing."""
     ops = context.program.ops
     names = ancestors(context.program, [total_ref(text) for text in context.plan.totals])
     return View(-1, {n: None for n in names if ops[n].role == "op"}, {}, {n: None for n in names if ops[n].role in ("buffer", "constant")},

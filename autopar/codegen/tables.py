@@ -31,9 +31,19 @@ INDENT = "    "
 
 @dataclass(frozen=True)
 class Names:
-    """What the graph itself does not say: pytree of the outputs, aliases of tied parameters, which buffers no state dict
-    holds, the names of the state dict in the order of the model, arguments that are part of the graph, why the model cannot evaluate as it
-    trains, if so, the buffers that change then, too, the momenta of batch norms, and arguments that hold several inputs."""
+    """What emission needs beside the graph; the fields are those of capture.Captured.
+
+        inputs       names of the inputs, in the order of the graph's placeholders
+        structure    pytree of the outputs, with output numbers as leaves
+        aliases      tied parameters: other name -> the name that the graph uses
+        fleeting     buffers that the state dict does not hold
+        order        the names of the state dict, in its order
+        fixed        plain arguments that are part of the graph: name -> (place among all arguments, value)
+        unevaluated  why the program cannot run in evaluation mode; empty where it can
+        changing     buffers that an evaluation changes too
+        momenta      batch norm -> its momentum
+        nested       arguments that hold several inputs, or have another name than their input
+    """
 
     inputs: tuple[str, ...]
     structure: Any
@@ -94,7 +104,7 @@ def _persistent(context: Context, op: Op) -> str:
 
 
 def interface(context: Context, gm: fx.GraphModule, names: Names) -> list[str]:
-    """What a model class says of its inputs and outputs."""
+    """The tables of a model class about its inputs, outputs and modes."""
     inputs = [op for op in context.program.ops.values() if op.role == "input"]
     layouts = {name: show(out_pair(context.plan, (op.name, 0)).value) for name, op in zip(names.inputs, inputs, strict=True)}
     results = tuple((op.role, op.fqn) for op in context.program.results)
@@ -130,7 +140,7 @@ def _evaluation(context: Context, names: Names) -> list[str]:
 
 
 def _ungraded(context: Context, gm: fx.GraphModule) -> tuple[int, ...]:
-    """The numbers of what is given beside the loss that has a gradient on one device; the forward of a pipeline has none of anything."""
+    """The numbers of outputs, other than the loss, that have a gradient on one device; none in a pipeline, whose forward has no gradients."""
     if context.plan.mode != "train" or context.plan.pipelined:
         return ()
     graded, kinds = needs_grad(gm), [entry["kind"] for entry in gm.meta["outputs"] if entry["kind"] != "mutation"]
@@ -145,13 +155,13 @@ def _sample(names: Names, inputs: Sequence[Op]) -> dict[str, tuple[tuple[int, ..
 
 
 def _dims(context: Context, names: Names, inputs: Sequence[Op]) -> dict[str, tuple[str | int | None, ...]]:
-    """The sizes of each input: numbers, symbols, and None for what follows from symbols."""
+    """Input -> its global sizes: numbers, names of symbols, and None for formulas of symbols."""
     return {name: tuple(size if isinstance(size, int) else str(size) if str(size) in context.symbols else None for size in op.call.outs[0].shape)
             for name, op in zip(names.inputs, inputs, strict=True)}
 
 
 def _spans(context: Context, inputs: Sequence[Op]) -> dict[str, tuple[int, int | None, int]]:
-    """Of each symbol that may not have any size: the least and the greatest one, and what it is a multiple of."""
+    """Symbol -> (least size, greatest size or None, what the size must be a multiple of); without symbols that may have any size."""
     found = facts.spans(inputs[0].node.graph.owning_module) if inputs else {}
     return {name: span for name, span in found.items() if name in context.symbols and span != (0, None, 1)}
 

@@ -1,4 +1,4 @@
-"""How often the parts of a plan run on the ranks of one place in one step: what is priced, and what verification counts."""
+"""How often each operator and reshard runs on the ranks of one place in one step: for prices, and for verification."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Tally:
         return self.plan.microbatches * sum(name in view.ops and name not in self._given(view) for view in self.stages)
 
     def operators(self, name: str, *, again: bool) -> list[Ran]:
-        """The runs of one operator per step; those that are run again, where operators like it are (`again`), are the first ones."""
+        """The runs of one operator per step, grouped by `Ran.again` and `Ran.first`. `again`: whether the operator runs again in blocks that do, which are the first ones of a run."""
         parts, twice, first = self.plan.microbatches, self.again(name) if again else 0, self._firsts(name)
         both = min(twice, first)
         return [Ran(both, True, True, parts), Ran(twice - both, True, False, parts), Ran(first - both, False, True, parts),
@@ -77,7 +77,7 @@ class Tally:
         return self.plan.microbatches * sum(first == 0 < stop for first, stop in (view.blocks.get(scope, (0, 0)) for view in self.stages)) if scope else 0
 
     def reshards(self, found: Sequence[Reshard]) -> Iterator[Moved]:
-        """Each reshard that runs here, as each stage has it; of gradients that are summed over ranks, `runs` is how many tensors there are."""
+        """Each reshard that runs on this place, for each stage. For the role sync, `runs` is the number of tensors."""
         for reshard in found:
             if not self.plan.pipelined:
                 count = self.plan.again(self.plan.stages[0], reshard.scope, reshard.count)
@@ -95,7 +95,7 @@ class Tally:
                     yield from self._parted(self._seen_by(view, reshard), runs, self._first(view, reshard), again)
 
     def _parted(self, reshard: Reshard, runs: int, first: int, again: int) -> Iterator[Moved]:
-        """The runs in blocks that are run again, which are the first ones, apart from the others."""
+        """The runs of a reshard in blocks that are run again (the first `again` ones), and those in other blocks, separately."""
         parts = self.plan.microbatches
         if not reshard.replay or again >= runs:
             yield Moved(reshard, runs, first, parts)
@@ -141,7 +141,7 @@ class Tally:
         return self.plan.microbatches * (start <= reader < stop)
 
     def _seen_by(self, view: View, reshard: Reshard) -> Reshard:
-        """The reshard with the readers that the stage has: whether one of them keeps the value decides about gathering again."""
+        """The reshard with only the readers in this stage, and `saved` for these: it decides whether the stage gathers again."""
         if reshard.scope or reshard.role != "edge":
             return reshard
         readers = tuple(name for name in reshard.readers if name in view.ops)
@@ -150,7 +150,7 @@ class Tally:
         return replace(reshard, readers=readers, saved=saved)
 
     def sends(self) -> list[Ref]:
-        """What goes from this place to another one for each microbatch: values to next stages, and the gradients of what came, which are listed as the values that they are of."""
+        """The values that this place sends to others for each microbatch: outputs to next stages, and gradients of received values, listed as these values."""
         places, ops = [stage.place for stage in self.plan.stages], self.program.ops
         found: list[Ref] = []
         for view in self.stages:
@@ -171,7 +171,7 @@ class Tally:
                 if count[name] > 1 and ops[name].role == "param" and bool(ops[name].node.meta.get("requires_grad", True))]
 
     def _given(self, view: View) -> set[str]:
-        """The operators that a stage does not run, because all that they make is taken over the whole batch before."""
+        """The operators that a stage does not run, since all their results are totals, which are computed before."""
         return {name for name, _ in view.given if all((name, i) in view.given for i in range(len(self.program.ops[name].call.outs)))}
 
     def _instances(self, view: View, scope: str) -> int:

@@ -1,7 +1,7 @@
 """One step of a plan, as it runs on a rank of each place: a discrete-event simulation with the prices of the search.
 
     simulate(gm, plan) -> Simulation     step time, shares, memory, and spans for a trace
-    engine.py     tasks on streams that share links and compute units: pure
+    engine.py     tasks on streams that share links and compute units; knows nothing of plans
     pieces.py     what operators and reshards do on a rank, with their prices
     work.py       the forward of a stage in the order of the emitted code
     chains.py     collectives in the background, one after the other
@@ -10,7 +10,9 @@
     stages.py     each distinct stage once
     schedule.py   the actions of a pipeline and what they send
     step.py       all of it together
-    trace.py      for Perfetto
+    memory.py     the memory of a place over time
+    result.py     what a simulation finds, as plain data
+    trace.py      a simulation as a file for Perfetto
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Collectives of a rank that run in the background one after the other, as the runtime begins them: `runtime.moves.Chain`, `runtime.coalesced.Together`."""
+"""Chains of collectives in the background of a simulated rank: the counterparts of `runtime.moves.Chain`, `runtime.coalesced.Together`, `runtime.prefetch` and `runtime.leaves`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from autopar.simulate.pieces import Piece
 
 
 class Starts(Protocol):
-    """A rank."""
+    """What a chain needs of a simulated rank (`simulate.rank.Rank`)."""
 
     def do(self, pieces: Sequence[Piece], during: str) -> None:
-        """Do some pieces in a row; compute waits for collectives."""
+        """Run pieces one after the other; compute waits for collectives."""
 
     def collective(self, piece: Piece, during: str) -> int:
-        """Begin a collective in the background: its task."""
+        """Start a collective in the background; gives the number of its task."""
 
     def wait(self, task: int) -> None:
         """What computes next waits for a task."""
 
 
 class Chain:
-    """Pieces in a row whose collectives run in the background leg by leg (`layout.legs`), in the pass `during` ("": the one that runs)."""
+    """A sequence of pieces whose collectives run in the background one after the other (`layout.legs`), counted for the pass `during` ("": the running one)."""
 
     def __init__(self, rank: Starts, pieces: Sequence[Piece], during: str = "") -> None:
         self.rank, self.during = rank, during
@@ -42,7 +42,7 @@ class Chain:
 
     @property
     def scatters(self) -> bool:
-        """Whether the collective that has begun last takes more than it brings."""
+        """Whether the last started collective is a reduce-scatter, whose input is larger than its result."""
         return self._legs[self.begun - 1][-1].kind == "reduce_scatter"
 
     def go_on(self) -> None:
@@ -60,7 +60,7 @@ class Chain:
         self._running = None
 
     def finish(self) -> None:
-        """All that is left."""
+        """Run all that is left, and wait for it."""
         while self.more:
             self.go_on()
         self.wait()
@@ -69,15 +69,15 @@ class Chain:
 
 @dataclass(eq=False)
 class Sums:
-    """A bucket that has begun; `held` are the bytes on the rank in front of each collective. What a last scatter took is let go when it has been waited for
-    (runtime.coalesced)."""
+    """The reduction of a bucket, once started. `held[i]` are the bytes on the rank before collective i. After a reduce-scatter as the last collective it is continued once more, to wait for
+    it and free its input (runtime.coalesced)."""
 
     chain: Chain
     held: Sequence[float]
 
     @property
     def nbytes(self) -> float:
-        """Bytes of what is on its way."""
+        """Bytes of the input of the running collective."""
         return self.held[self.chain.begun - 1] if self.chain.begun else 0.0
 
     @property
@@ -86,7 +86,7 @@ class Sums:
         return self.chain.more
 
     def go_on(self) -> bool:
-        """Begin the next collective if there is one, or wait for the last; whether to go on later."""
+        """Start the next collective, or wait for the last. Returns whether to call `go_on` again."""
         if not self.chain.more:
             self.chain.wait()
             return False
@@ -100,12 +100,12 @@ class Sums:
 
 @dataclass(eq=False)
 class Scatter(Sums):
-    """A gradient on its way to where `then` takes it."""
+    """The reduce-scatter of the gradient of one weight, after which `then` is called."""
 
     then: Callable[[], None]
 
     def go_on(self) -> bool:
-        """Begin the next collective, or hand over what has come."""
+        """Start the next collective, or finish and call `then`. Returns whether to call `go_on` again."""
         if self.chain.more:
             self.chain.go_on()
             return True
@@ -116,8 +116,14 @@ class Scatter(Sums):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are summed together: (parameter, instance) of each, the sums in a row with copies around them, the bytes on the rank in front of each collective; `each`
-    says that they run after every microbatch; `block`: whose backward fills it, None outside of blocks."""
+    """Gradients that are reduced together.
+
+        members  (parameter, instance of its block) of each
+        sums     the collectives, one after the other, and the copies around them
+        held     bytes on the rank before each collective
+        each     whether they run after every microbatch
+        block    the block whose backward fills the bucket; None outside of blocks
+    """
 
     members: tuple[tuple[str, int], ...]
     sums: tuple[Piece, ...]
@@ -128,8 +134,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """Leaves that are gathered together: the collectives in a row with copies around them, which run in the background where they are `behind`, and the blocks
-    that wait for them (None: the model itself)."""
+    """Leaves that are gathered together: the collectives and the copies around them, whether they run in the background (`behind`), and the blocks that wait for them (None: the model
+    itself)."""
 
     pieces: tuple[Piece, ...]
     behind: bool
@@ -138,7 +144,7 @@ class Filling:
 
 @dataclass(frozen=True)
 class Fetch:
-    """A gather that may begin ahead: its pieces, the bytes of its result, and what it belongs to (runtime.prefetch)."""
+    """A gather that can be prefetched: its pieces, the bytes of its result, and its unit (runtime.prefetch)."""
 
     pieces: tuple[Piece, ...]
     nbytes: float
@@ -152,7 +158,7 @@ class Fetch:
 
 @dataclass(eq=False)
 class Ahead:
-    """The gathers of one direction in their order: which have begun, and how far the rank has come."""
+    """Prefetching in one direction: the gathers in order, those that have started, and the number `at` of the next one to be used."""
 
     rank: Starts
     plan: Sequence[Fetch]
@@ -163,14 +169,14 @@ class Ahead:
         self._begun: dict[int, Chain] = {}
 
     def go_on(self) -> None:
-        """Where the next one begins its unit, gathers begin and go on."""
+        """Start the collectives that are due before the next gather is used (runtime.prefetch.timetable)."""
         for number in self._due.pop(self.at, ()):
             if number not in self._begun:
                 self._begun[number] = Chain(self.rank, self.plan[number].pieces)
             self._begun[number].go_on()
 
     def take(self) -> None:
-        """Wait for the next one."""
+        """Use the next gather: wait for its result."""
         self.go_on()
         chain = self._begun.pop(self.at, None)
         (chain or Chain(self.rank, self.plan[self.at].pieces)).finish()
@@ -179,7 +185,7 @@ class Ahead:
 
 @dataclass(eq=False)
 class Leaves:
-    """The gathers of leaves of one step: what has begun, and how many are there."""
+    """The gathers of the leaves of one step: the chains that have started, and the number `done` of fillings that are complete."""
 
     rank: Starts
     fillings: Sequence[Filling]
@@ -187,7 +193,7 @@ class Leaves:
     begun: dict[int, Chain] = field(default_factory=dict)
 
     def go_on(self) -> None:
-        """Begin those that are due."""
+        """Start the collectives that are due (runtime.leaves.due)."""
         takes = [sum(map(_moves, filling.pieces)) if filling.behind else 0 for filling in self.fillings]
         for number in due(takes, [self.begun[i].begun if i in self.begun else 0 for i in range(len(takes))], self.done):
             if number not in self.begun:
@@ -195,7 +201,7 @@ class Leaves:
             self.begun[number].go_on()
 
     def filled(self, upto: int) -> None:
-        """Wait for the gathers up to a number."""
+        """Wait for the fillings up to number `upto`."""
         while self.done <= upto:
             if self.done in self.begun:
                 self.begun[self.done].finish()
@@ -205,7 +211,7 @@ class Leaves:
             self.go_on()
 
     def last(self, reader: Hashable) -> int:
-        """The last one that a reader waits for, -1 for none."""
+        """The number of the last filling that a reader waits for; -1 for none."""
         return max((i for i, filling in enumerate(self.fillings) if reader in filling.readers), default=-1)
 
 

@@ -55,7 +55,7 @@ class Timeline:
 
 
 def run(tasks: Sequence[Task], capacity: Mapping[str, float] | None = None) -> Timeline:
-    """When each task runs; `capacity` of links that carry more than one. Raises PlanError where tasks wait for each other in a circle."""
+    """When each task runs. `capacity`: the capacity of links for which it is not 1. Raises PlanError where tasks wait for each other in a cycle."""
     state = _State(tasks, capacity or {})
     while state.step():
         pass
@@ -68,7 +68,7 @@ def run(tasks: Sequence[Task], capacity: Mapping[str, float] | None = None) -> T
 
 @dataclass(eq=False)
 class _State:
-    """What has ended, what runs, what waits."""
+    """The state of a simulation at time `now_s`: which tasks have ended, run and wait."""
 
     tasks: Sequence[Task]
     capacity: Mapping[str, float]
@@ -91,7 +91,7 @@ class _State:
         self._start(list(self.streams))
 
     def step(self) -> bool:
-        """Go on to the next end of a task; False where nothing runs."""
+        """Advance to the next end of a task; False where nothing runs."""
         first = min(self.sharing, key=lambda i: self.sharing[i] / self.rates[i] if self.rates[i] else math.inf, default=None)
         ends = self.now_s + self.sharing[first] / self.rates[first] if first is not None and self.rates[first] else math.inf
         if self.alone and self.alone[0][0] <= ends:
@@ -120,7 +120,7 @@ class _State:
             self._share()
 
     def _start(self, streams: Sequence[str]) -> bool:
-        """Begin what can begin on some streams; whether something that shares did."""
+        """Start the tasks that can start on `streams`. Returns whether a task that shares links or units was started."""
         found = False
         for stream in streams:
             queue = self.streams[stream]
@@ -139,7 +139,7 @@ class _State:
         return found
 
     def _share(self) -> None:
-        """How fast each of the running tasks that share something is."""
+        """Set `rates`: for each running task that shares something, seconds of work per second."""
         on: dict[str, float] = {}
         taken: dict[str, float] = {}
         for index in self.sharing:

@@ -1,8 +1,8 @@
-"""What operators and changes of layout do on one rank, with the prices of the search: local work, and collectives on mesh axes.
+"""Operators and reshards as pieces of work on one rank, priced as in the search: local work, and collectives on mesh axes.
 
-    operator   the collectives inside it that its work waits for, its local work, what that does not hide of those beside it, and the collectives that
-               wait for it
-    reshard    the collective of each step (`cost.comm`), and the copies that put chunks in order around it
+    operator   in order: its inner collectives that its work waits for; the work; the exposed part of inner collectives that run beside the work; the inner
+               collectives that wait for the work
+    reshard    the collective of each step (`cost.comm`), and the copies around it that reorder chunks
 
 The seconds of all pieces of a step add up to what a Problem charges for it with nothing hidden.
 """
@@ -25,17 +25,17 @@ from autopar.problem.settings import Settings
 from autopar.rules.site import InnerCollective, Site
 
 COMPUTE = -1
-"""The axis of what a rank does on its own."""
+"""The axis of local work."""
 INSIDE = -2
-"""The axis of what shows of collectives inside operators that run beside their work: the compute stream."""
+"""The axis of the exposed part of inner collectives that run beside the work of their operator: it takes the compute stream."""
 COUNTS_S = 1e-15
 """A difference of seconds that is less is a rounding error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`seconds` of one thing in a row: `kind` is "compute", "copy" or that of a collective on mesh axis `axis`, with `nbytes` in a group; `within`
-    says that the collective is one inside an operator; `around` are the kind and the axis of the collective that a copy is made for."""
+    """One piece of work of `seconds`. `kind` is "compute", "copy", "inside", or the kind of a collective on mesh axis `axis`, with `nbytes` in a group. `within`: it is an inner collective of
+    an operator. `around`: of a copy, the kind and axis of the collective that it is made for."""
 
     name: str
     kind: str
@@ -91,7 +91,7 @@ def together(steps: Sequence[Step], full_bytes: Sequence[float], mesh: Mesh, nam
 
 
 def _pieces(op: Op, work_s: float, inside_s: float, waited: Sequence[Wait]) -> tuple[Piece, ...]:
-    """`inside_s` are the seconds of all collectives inside that show, those that are `waited` for among them."""
+    """The pieces of one run of an operator. `inside_s`: exposed seconds of all its inner collectives, of which those in `waited` are not beside its work."""
     name, beside_s = op.name, inside_s - sum(wait.seconds for wait in waited)
     first, last = ([Piece(name, wait.kind, wait.axis, wait.seconds / wait.times, wait.nbytes, within=True)
                     for wait in waited if wait.last == behind for _ in range(wait.times)] for behind in (False, True))

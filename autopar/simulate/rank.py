@@ -1,4 +1,4 @@
-"""One rank: its work as tasks for the event engine, in the order in which the runtime starts it.
+"""A simulated rank: its work as tasks for the event engine, in the order in which the runtime starts it.
 
     blocks run again    what their backward needs again runs before it, in the order of the forward (runtime.rematerialise)
     inside operators    collectives that an operator waits for are on the stream of their mesh axis as reshards are; what shows of others is compute
@@ -34,7 +34,7 @@ from autopar.simulate.work import Turn
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a task is: the pass that it belongs to, its piece, and the block it runs in (-1: none)."""
+    """What a task stands for: the pass that it belongs to ("forward", "backward", "recompute", "sync", ...), its piece, and the number of its block (-1: none)."""
 
     during: str
     piece: Piece
@@ -51,16 +51,16 @@ class Rank:
 
     def __post_init__(self) -> None:
         self.mesh: Mesh = self.pieces.mesh
-        self.shared = self.pieces.prices.overlap == 0.0  # cores that do both
+        self.shared = self.pieces.prices.overlap == 0.0  # compute and communication share the cores
         self.during, self.instance = "forward", -1
-        self._waiting: list[int] = []  # what computes next waits for these
-        self._last: dict[Spot | None, int] = {}  # of each lane
+        self._waiting: list[int] = []  # tasks that the next compute waits for
+        self._last: dict[Spot | None, int] = {}  # the last compute task of each lane
         self._late: Queue[Scatter] = Queue(BUCKETS * BUCKET_BYTES)
         self._sums: Queue[Sums] = Queue(BUCKET_BYTES)
         self._started: dict[int, Chain] = {}
         self._ahead = Ahead(self, [])
         self._leaves = Leaves(self, [])
-        self._left: dict[int, int] = {}  # gradients that buckets wait for
+        self._left: dict[int, int] = {}  # id of a bucket -> how many of its gradients have not arrived
 
     # -- pieces
 
@@ -94,28 +94,28 @@ class Rank:
         self.finish(buckets)
 
     def _arrived(self, buckets: Sequence[Bucket]) -> None:
-        """One more gradient of each of some buckets is there; full ones start."""
+        """One more gradient of each of these buckets has arrived; start the buckets that are full."""
         for bucket in buckets:
             self._left[id(bucket)] -= 1
             if not self._left[id(bucket)]:
                 self.start(bucket)
 
     def _replay(self, turns: Sequence[Turn], last: int, part: str) -> None:
-        """Run again what the backward of the block that ends at `last` needs."""
+        """Recompute what the backward of the block that ends at `last` needs."""
         self.during, self.instance = "recompute", turns[last].instance
         for turn in turns[_first(turns, last):last + 1] if part != "weights" else ():
             self._moved(turn, turn.item.replay)
         self.during = part
 
     def _moved(self, turn: Turn, pieces: Sequence[Piece]) -> None:
-        """What an item does in a forward, or in one that runs again."""
+        """Run the pieces of an item in a forward or a recomputation; a gather that was prefetched is waited for."""
         if turn.item.fetches and pieces:
             self._ahead.take()
         else:
             self._do(pieces, turn.item.lane)
 
     def _back(self, turn: Turn, part: str, buckets: Sequence[Bucket]) -> None:
-        """The backward of an item, behind which gradients for some buckets are there."""
+        """The backward of an item, after which one gradient of each of `buckets` has arrived."""
         item = turn.item
         if part != "weights":
             for _ in item.again:
@@ -134,7 +134,7 @@ class Rank:
         self._late.add(scatter, _unit(turn))
 
     def gather(self, fillings: Sequence[Filling]) -> None:
-        """Begin to gather leaves; those that the model itself reads are there when it runs, those of a block when that does."""
+        """Start to gather leaves, and wait for those that the model itself reads; a block waits for its own when it runs."""
         self._leaves = Leaves(self, fillings)
         self._leaves.go_on()
         self.filled(self._leaves.last(None))
@@ -144,7 +144,7 @@ class Rank:
         self._leaves.filled(upto)
 
     def start(self, bucket: Bucket) -> None:
-        """Start the first sum of a bucket in the background."""
+        """Start the reduction of a bucket in the background."""
         if bucket.sums:
             sums = Sums(Chain(self, bucket.sums, "sync"), bucket.held)
             self._started[id(bucket)] = sums.chain
@@ -152,7 +152,7 @@ class Rank:
                 self._sums.add(sums, bucket.block or bucket)
 
     def finish(self, buckets: Sequence[Bucket]) -> None:
-        """Wait for all sums of some buckets; those that were not started start now."""
+        """Wait for the reductions of `buckets`; those that were not started are started now."""
         for bucket in buckets:
             if id(bucket) not in self._started:
                 self.start(bucket)
@@ -163,25 +163,25 @@ class Rank:
         self.during = "sync"
 
     def local(self, piece: Piece, during: str) -> None:
-        """Something that the rank does on its own, as the optimizer's step."""
+        """Run local work, such as the optimizer's step."""
         self.during, self.instance = during, -1
         self._do((piece,), None)
 
     def do(self, pieces: Sequence[Piece], during: str = "") -> None:
-        """Some pieces in a row, on all lanes; `during` another pass."""
+        """Run pieces one after the other, on all lanes; `during`: the pass that they count for (default: the running one)."""
         before, self.during = self.during, during or self.during
         self._do(pieces, None)
         self.during = before
 
     def collective(self, piece: Piece, during: str = "") -> int:
-        """Begin a collective in the background; `during` another pass."""
+        """Start a collective in the background, for the pass `during` (default: the running one); gives the number of its task."""
         before, self.during = self.during, during or self.during
         task = self._collective(piece, behind=True)
         self.during = before
         return task
 
     def wait(self, task: int) -> None:
-        """What computes next waits for a task."""
+        """Let the next compute wait for a task."""
         self._waiting.append(task)
 
     def _do(self, pieces: Sequence[Piece], lane: Spot | None) -> None:
@@ -220,7 +220,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Ran:
-    """Tasks of one rank with what they are and when they ran."""
+    """The tasks of one rank, what they stand for (`marks`), and when they ran."""
 
     tasks: tuple[Task, ...]
     marks: tuple[Mark, ...]
@@ -238,17 +238,17 @@ class Ran:
 
     @cached_property
     def exposed_s(self) -> float:
-        """Seconds in which it does nothing but communicate."""
+        """Seconds in which the rank communicates and does not compute."""
         return _covered([*self._spans(computing=True), *self._spans(computing=False)]) - self.compute_s
 
     @cached_property
     def communication_s(self) -> float:
-        """Seconds in which it communicates, whatever else it does."""
+        """Seconds in which the rank communicates, beside compute or not."""
         return _covered(self._spans(computing=False))
 
     @cached_property
     def launches(self) -> int:
-        """Operators and copies that are started."""
+        """The number of operators and copies that are launched."""
         return sum(mark.piece.kind in ("compute", "copy") for mark in self.marks)
 
     def _spans(self, *, computing: bool) -> list[tuple[float, float]]:
@@ -257,12 +257,12 @@ class Ran:
 
 
 def _unit(turn: Turn) -> Hashable:
-    """What the gathers of an item belong to: its block, or outside of blocks itself."""
+    """The unit of the gathers of an item (runtime.prefetch): its block, or outside of blocks the item itself."""
     return (turn.unit, turn.instance) if turn.instance >= 0 else id(turn)
 
 
 def _first(turns: Sequence[Turn], last: int) -> int:
-    """Where the block or operator begins that ends at `last`."""
+    """The position of the first item of the block (or operator) whose last item is at `last`."""
     first = last
     while first > 0 and (turns[first - 1].unit, turns[first - 1].instance) == (turns[last].unit, turns[last].instance):
         first -= 1
@@ -270,7 +270,7 @@ def _first(turns: Sequence[Turn], last: int) -> int:
 
 
 def _fetches_back(turns: Sequence[Turn]) -> list[Fetch]:
-    """The gathers of a backward in their order: of blocks that run again, and of weights that are gathered again."""
+    """The gathers of a backward in order: those of recomputed blocks, and weights that are gathered again."""
     found, last = list[Fetch](), len(turns) - 1
     while last >= 0:
         first = _first(turns, last)
@@ -291,7 +291,7 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _arrivals(turns: Sequence[Turn], wanted: Mapping[tuple[str, int], Bucket]) -> dict[int, list[tuple[str, int]]]:
-    """By position in the forward: the gradients that are complete once the backward has come back to it (their first reader)."""
+    """Position in the forward -> the parameters whose gradients are complete after the backward of that position: it has their first reader."""
     first: dict[tuple[str, int], int] = {}
     for index, turn in enumerate(turns):
         for name in turn.item.reads:

@@ -1,7 +1,7 @@
-"""A pipeline: the actions of each place in the order of torch's schedule, and what they send, as tasks for the event engine.
+"""The actions of a pipeline in the order of torch's schedule, and the sends between places, as tasks for the event engine.
 
-An action takes as long as its stage takes alone (simulate.stages). What a stage gives is sent when its action has ended, and the next
-stage's action waits for it; the sends of a place go over its link one after the other, forward and backward.
+An action takes as long as its stage takes alone (simulate.stages). The output of a stage is sent when its action has ended, and the action of the next stage waits for it. The sends
+of a place, of activations and gradients, run one after the other.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from autopar.simulate.engine import Task
 
 Seconds = Callable[[Action], float]
 CORES = "cores"
-"""The link that places share where their ranks outnumber the cores of their machine."""
+"""The link that places share where there are more ranks than cores on the machine."""
 
 
 def tasks(lines: Sequence[Sequence[Action]], places: Sequence[int], action_s: Seconds,
           send_s: Callable[[int, bool], float], alone: float = 1.0) -> tuple[list[Task], list[Action | None]]:
-    """The tasks of a pipeline, and the action of each (None: a send). Where places share cores, so that one is `alone` times as fast while
-    the others wait (Device.alone), the tasks are on the link CORES.
+    """The tasks of a pipeline, and the action of each (None: a send). Where places share cores, so that one is `alone` times as fast while the others wait (Device.alone), tasks take
+    1 / `alone` of their seconds and share the link CORES.
 
     `lines` has the actions of each place, `places` the place of each stage; `action_s` are the seconds of an action, `send_s` those of
     sending what a stage gives to the next one, or with True its gradient back.
@@ -53,7 +53,7 @@ def label(action: Action) -> str:
 
 def _following(action: Action, places: Sequence[int], known: dict[Action, int],
                send_s: Callable[[int, bool], float]) -> list[tuple[Action, float | None, str]]:
-    """The actions that wait for `action`, with the seconds of what is sent to them (None: nothing is)."""
+    """The actions that wait for `action`: each with the seconds of the send between them (None: nothing is sent) and the send's name."""
     kind, stage, micro = action
     found: list[tuple[Action, float | None, str]] = []
     if kind == "F":

@@ -1,4 +1,4 @@
-"""What the stages of a plan do, stage by stage: each distinct one is simulated once, forward and backward."""
+"""The stages of a plan, simulated one by one: equal stages on equal devices once, forward and backward."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Stages:
         self.turns: list[list[Turn]] = [walks[home].stage(view) for home, view in zip(homes, self.views, strict=True)]
         alike = [(home, view.separable, *((turn.item.name, bool(turn.item.replay)) for turn in turns))
                  for home, view, turns in zip(homes, self.views, self.turns, strict=True)]
-        self._first = [alike.index(names) for names in alike]  # the first stage that does the same on the same devices
+        self._first = [alike.index(names) for names in alike]  # for each stage the first one with the same work on the same kind of device
         self.shared: list[Shared] = shared_weights(self.program, plan, self.views, self.places) if plan.places > 1 else []
         syncs = {home: Sync(self.program, plan, self.edges, pieces.prices) for home, pieces in kinds.items()}
         self.syncs = [syncs[home] for home in self.places.homes]  # of each place
@@ -65,7 +65,7 @@ class Stages:
         return self.plan.mode == "train"
 
     def ran(self, stage: int, part: str) -> Ran:
-        """One microbatch through one stage alone: its "forward", "backward", or the backward's parts "inputs" and "weights"."""
+        """One microbatch in one stage, by itself. `part` is "forward", "backward", or a part of a split backward: "inputs" or "weights"."""
         key = (self._first[stage], part)
         if key not in self._ran:
             place = self.plan.stages[stage].place
@@ -81,7 +81,7 @@ class Stages:
         return self._ran[key]
 
     def rank(self, place: int) -> Rank:
-        """A rank of a place that has nothing to do yet."""
+        """A new rank of a place, without tasks."""
         return Rank(self.pieces[place])
 
     def whole(self) -> Ran:
@@ -96,7 +96,7 @@ class Stages:
         return rank.run()
 
     def sums(self, place: int) -> Ran:
-        """The sums of gradients on a place once all microbatches have gone back, one stage after the other; and the gathers before them."""
+        """What a place does once per step, one stage after the other: the gathers of leaves, and the reductions of gradients after the last microbatch."""
         rank = self.rank(place)
         for view, turns, stage in zip(self.views, self.turns, self.plan.stages, strict=True):
             if stage.place == place:
@@ -113,13 +113,13 @@ class Stages:
         return Piece(self.plan.optimizer, "compute", COMPUTE, sum(share * prices.update_s(op, options(nodes[op.name])) for op, share in self._held(here)))
 
     def adding(self, stage: int) -> Piece:
-        """Adding the gradients of a microbatch to those of the others, on average."""
+        """Accumulating the gradients of one microbatch: (n - 1) / n of the additions, as the average over n microbatches, of which the first adds nothing."""
         prices, nodes, count = self.pieces[self.plan.stages[stage].place].prices, self.plan.nodes, self.plan.microbatches
         seconds = sum(share * prices.adding_s(op, options(nodes[op.name])) for op, share in self._held([stage]))
         return Piece("adding gradients up", "compute", COMPUTE, seconds * (count - 1) / count)
 
     def _held(self, stages: Sequence[int]) -> Iterator[tuple[Op, float]]:
-        """The parameters that some stages of one place hold, with the share of their instances."""
+        """The parameters that `stages` of one place hold, each with the share of its instances that they have."""
         blocks: dict[str, int] = {}
         tops: dict[str, None] = {}
         for view in (self.views[i] for i in stages):
@@ -131,7 +131,7 @@ class Stages:
                 yield op, blocks[op.scope] / self.program.runs[op.scope].count if op.scope else 1.0
 
     def send_s(self, stage: int, *, gradients: bool = False) -> float:
-        """Seconds of sending what leaves a stage in one microbatch to the next one, or the gradients of it back."""
+        """Seconds to send the outputs of a stage for one microbatch to the next stage, or with `gradients` their gradients back."""
         ops, refs = self.program.ops, self.views[stage].sends
         if not refs or self.plan.places == 1:
             return 0.0

@@ -1,4 +1,4 @@
-"""One step of a plan: its stages one by one, then the pipeline made of them, then what a step does once."""
+"""The simulation of one step: the stages one by one, the pipeline of their actions, and the work that is done once per step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from autopar.simulate.rank import Ran
 from autopar.simulate.result import Place, Simulation, Span
 from autopar.simulate.stages import Stages
 
-Ending = tuple[int, str, Ran | None]  # a task behind the actions of a place: its position, "sync" or "optimizer", what it is in detail
+Ending = tuple[int, str, Ran | None]  # a task after the last action of a place: its number, "sync" or "optimizer", and its own tasks if there are any
 PARTS = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
-DETAILED = 200_000  # spans: where all actions have more, only the first and the last microbatch are shown operator by operator
+DETAILED = 200_000  # spans of all actions; beyond it only the first and the last microbatch are shown operator by operator
 
 
 def simulate(gm: fx.GraphModule, plan: Plan, progress: Callable[[str], None] | None = None) -> Simulation:
@@ -57,7 +57,7 @@ def _alone(stages: Stages, held: Holding) -> Place:
 
 
 def spans(ran: Ran, at_s: float = 0.0, pace: float = 1.0) -> list[Span]:
-    """What a rank did, `at_s` later, in `pace` times as long."""
+    """The tasks of a rank as spans, shifted by `at_s` and stretched by the factor `pace`."""
     return [Span(task.stream, _named(mark.piece.name, mark.instance), mark.piece.kind, at_s + pace * begin, at_s + pace * end, mark.piece.nbytes)
             for task, mark, begin, end in zip(ran.tasks, ran.marks, ran.timeline.begin_s, ran.timeline.end_s, strict=True)]
 
@@ -79,14 +79,14 @@ class _Pipeline:
     actions: list[Action | None] = field(default_factory=list)
 
     def ran(self, action: Action) -> Ran | None:
-        """What a rank does in an action; None where the whole backward was done with the inputs' part."""
+        """The simulated rank of an action; None for a "W" of a stage whose backward is not split, which has run with its "I"."""
         part, view = PARTS[action.kind], self.stages.views[action.stage]
         if part in ("inputs", "weights") and not view.separable:
             return self.stages.ran(action.stage, "backward") if part == "inputs" else None
         return self.stages.ran(action.stage, part)
 
     def places(self) -> list[Place]:
-        """Run it."""
+        """Simulate the step; one rank of each place."""
         plan = self.stages.plan
         where = [stage.place for stage in plan.stages]
         sends = {(stage, back): self.stages.send_s(stage, gradients=back) for stage in range(len(where)) for back in (False, True)}
@@ -109,7 +109,7 @@ class _Pipeline:
         return self.stages.places.device(place).action_s if self.stages.plan.places > 1 else 0.0
 
     def _endings(self) -> list[list[Ending]]:
-        """Adds what each place does after its last action: (task, what, the sums in detail)."""
+        """Add the tasks of each place after its last action: reductions of gradients, sums of shared weights over places, optimizer."""
         found: list[list[Ending]] = [[] for _ in self.lines]
         for place, ending in enumerate(found):
             sums = self.stages.sums(place)
@@ -146,7 +146,7 @@ class _Pipeline:
                      sum(ran.launches for ran in did), lambda: self._spans(place, timeline, mine, ending, detailed))
 
     def _pace(self, place: int, took_s: float, work_s: float) -> float:
-        """How many times as long as alone something took: less than 1 where cores are free meanwhile, more with the host's work for actions."""
+        """The factor from a place's seconds by itself (`work_s`) to its seconds in the pipeline (`took_s`): below 1 where other places leave cores free, above 1 with the host's work for actions."""
         device = self.stages.places.device(place)
         return took_s / work_s if work_s > 0 and (device.alone > 1 or device.action_s > 0) else 1.0
 
@@ -174,7 +174,7 @@ class _Pipeline:
 
 
 def _flops(op: Op, stages: Stages) -> float:
-    """What all runs of an operator in one microbatch compute."""
+    """FLOPs of all runs of an operator in one microbatch, forward and backward, without recomputation."""
     if not (stages.training and op.graded):
         return op.count * op.flops
     spared = stages.program.first_runs((op.name, 0)) * (1.0 - op.first_share)

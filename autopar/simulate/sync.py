@@ -1,4 +1,4 @@
-"""What a step does once on a place, in buckets: gathers of leaves as it begins (runtime.leaves), sums of gradients (runtime.gradsync)."""
+"""The buckets of a place: gathers of leaves at the beginning of a step (runtime.leaves), and reductions of gradients (runtime.gradsync)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Member = tuple[str, int]  # (name of a parameter's Op, instance)
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What a parameter takes once per step: the steps that sum its gradient, and whether they run after every microbatch."""
+    """One parameter in a bucket: the steps that reduce its gradient, and whether they run after every microbatch."""
 
     member: Member
     sums: tuple[Step, ...]
@@ -30,7 +30,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Sync:
-    """Makes them for one plan on the mesh of a place."""
+    """Makes the buckets of one plan on the mesh of a place."""
 
     program: Program
     plan: Plan
@@ -54,7 +54,7 @@ class Sync:
         return sorted((m for m in held if ops[m[0]].call.outs[0].grad), key=lambda member: first.get(member, 0))
 
     def buckets(self, view: View, turns: Sequence[Turn], limit_bytes: float = BUCKET_BYTES) -> list[Bucket]:
-        """The buckets of a stage, as runtime.gradsync fills them: parameters in reverse order of use, apart by collectives and dtype."""
+        """The gradient buckets of a stage, as in runtime.gradient_buckets: parameters in reverse order of use, those of a bucket with the same collectives and dtype."""
         filling: dict[tuple[object, ...], list[_Entry]] = {}
         found: list[Bucket] = []
         ways = {r.ref: r for r in self.edges.reshards if r.role == "sync"}
@@ -72,7 +72,7 @@ class Sync:
         return found + [self._bucket(entries) for entries in filling.values() if entries]
 
     def _several(self, steps: Sequence[Step]) -> tuple[Step, ...]:
-        """The steps over several ranks."""
+        """The steps on axes of two or more ranks."""
         return tuple(step for step in steps if self.mesh.sizes[step.axis] > 1)
 
     def _bucket(self, entries: Sequence[_Entry]) -> Bucket:
@@ -85,12 +85,12 @@ class Sync:
         return Bucket(tuple(e.member for e in entries), tuple(sums), tuple(held), entries[0].each, block)
 
     def _held_bytes(self, member: Member, step: Step) -> float:
-        """Bytes of a gradient on the rank in front of a step."""
+        """Bytes of a gradient on the rank before a step."""
         op = self.program.ops[member[0]]
         return self.prices.local_bytes(self.prices.gradient_bytes(op, self.program.bytes_of((op.name, 0))), step.before)
 
     def fillings(self, view: View, turns: Sequence[Turn], limit_bytes: float = BUCKET_BYTES) -> list[Filling]:
-        """The gathers of the leaves of a stage, as runtime.leaves fills them: in the order of the blocks, apart by axis and dtype."""
+        """The buckets of the leaves of a stage, as in runtime.leaves: in the order of the blocks, those of a bucket with the same axes and dtype."""
         ways = {r.ref: r for r in self.edges.reshards if r.role == "sync"}
         blocks = list(dict.fromkeys((turn.unit, turn.instance) for turn in turns if turn.instance >= 0))
         first = {member: blocks.index((self.program.ops[member[0]].scope, member[1])) if member[1] >= 0 else -1 for member in self.members(view, turns)}
@@ -108,7 +108,7 @@ class Sync:
         return [self._filling(members, moved, [blocks[first[m]] if first[m] >= 0 else None for m in members]) for members in found]
 
     def _key(self, member: Member, moved: Mapping[Member, tuple[Step, ...]]) -> tuple[tuple[int, ...], str] | None:
-        """What leaves that are gathered together have in common; None where each is moved by itself."""
+        """The key that all leaves of a bucket share: axes and dtype; None for leaves that are resharded by themselves."""
         steps = moved[member]
         return (tuple(step.axis for step in steps), self.program.ops[member[0]].dtype) if all(step.kind == "all_gather" for step in steps) else None
 
@@ -120,8 +120,8 @@ class Sync:
         return Filling(tuple(pieces), False, (*dict.fromkeys(readers),))
 
     def _together(self, members: Sequence[Member], steps: Sequence[Step], *, gradients: bool) -> list[Piece]:
-        """The same step of all members, or of their gradients, at once: one collective, and the copies around it, which compute waits for as the runtime makes them
-        on the stream that computes (runtime.coalesced). One that sends nothing is a copy."""
+        """The same step of all members (or of their gradients) as one collective with the copies around it. The copies run on the compute stream, as in runtime.coalesced. A local step is a
+        copy."""
         ops = [self.program.ops[name] for name, _ in members]
         full = [self.program.bytes_of((op.name, 0)) for op in ops]
         full = [self.prices.gradient_bytes(op, size) for op, size in zip(ops, full, strict=True)] if gradients else full

@@ -1,7 +1,7 @@
-"""What one rank does in the forward and the backward of one stage, in the order of the emitted code.
+"""The work of one rank in the forward and the backward of one stage, in the order of the emitted code.
 
-The walk is that of `codegen.scope`: operators in graph order (placed ones as `codegen.placements` orders them), each reshard in front of
-the first operator that reads its result, blocks instance by instance. Autograd goes the other way round.
+The order is that of `codegen.scope`: operators in graph order (placed ones as `codegen.placements` orders them), each reshard before the first operator that reads its result, blocks
+instance by instance. The backward is in reverse order.
 """
 
 from __future__ import annotations
@@ -26,12 +26,20 @@ from passes import facts
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """One operator or reshard. `again` are weights that its backward gathers first, each with its bytes on the rank, `replay` is what of its
-    forward runs again when its block does; `weights` is the share of its backward that is for
-    weights (1 of a weight's reshard); `lane` says on which coordinate of an axis it runs alone.
+    """One operator or reshard.
 
-    Of a reshard of a weight, `fetches` says that it is a gather that may begin ahead, `later` that its backward runs in the background;
-    `full_bytes` are those of the gathered weight on the rank, `held_bytes` those of its gradient in front of each collective.
+        again       weights that its backward gathers first, each with its bytes on the rank
+        replay      the part of its forward that is recomputed with its block
+        weights     the share of its backward that computes gradients of weights (1 for a reshard of a weight)
+        lane        the (axis, coordinate) on which alone it runs; None where all ranks run it
+        reads       the parameters that it reads, themselves or transposed or cast, by the names of their Ops
+
+    Of a reshard of a weight:
+
+        fetches     it is a gather that can be prefetched
+        later       its backward runs in the background
+        full_bytes  bytes of the gathered weight on the rank
+        held_bytes  bytes of its gradient on the rank before each collective
     """
 
     name: str
@@ -45,13 +53,12 @@ class Item:
     later: bool = False
     full_bytes: float = 0.0
     held_bytes: tuple[float, ...] = ()
-    reads: tuple[str, ...] = ()  # parameters, themselves or turned, by the names of their Ops
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One item where it runs: `unit` is what it belongs to (an operator of the top-level graph or a run of blocks) and `instance` which
-    of the blocks, -1 at the top."""
+    """One run of an item: `unit` is the operator of the top-level graph or the run of blocks that it belongs to, and `instance` the number of the block, -1 outside of blocks."""
 
     item: Item
     unit: str
@@ -60,7 +67,7 @@ class Turn:
 
 @dataclass(eq=False)
 class Walk:
-    """Walks over the stages of a plan whose Ops have the sizes of one microbatch. `splits`: the schedule takes gradients of weights apart."""
+    """Lists the work of the stages of a plan; the Ops of `program` have the sizes of one microbatch. `splits`: the schedule splits backwards (zero bubble)."""
 
     gm: fx.GraphModule
     program: Program
@@ -69,9 +76,9 @@ class Walk:
     pieces: Pieces
     splits: bool = False
     _bodies: dict[tuple[str, bool, bool, bool], list[Item]] = field(default_factory=dict)
-    _again: bool = False  # whether the blocks that are walked now are run again
-    _first: bool = False  # whether the block that is walked now is the first of its run
-    _apart: bool = False  # whether the backward of the stage that is walked now is taken apart
+    _again: bool = False  # whether the present blocks are recomputed
+    _first: bool = False  # whether the present block is the first of its run
+    _apart: bool = False  # whether the backward of the present stage is split
 
     def stage(self, view: View) -> list[Turn]:
         """All that runs in the forward of `view`, in order."""
@@ -109,7 +116,7 @@ class Walk:
         return self.program.ops[self._full(node, scope)]
 
     def _run(self, scope: str, instances: tuple[int, int], resharded: dict[tuple[Ref, str], None], again: int) -> Iterator[Turn]:
-        """The blocks `[first, stop)` of a run, and what is fed to them and carried between them; those before `again` are run again."""
+        """The blocks `instances` = [first, stop) of a run, with the reshards of what is fed to them and carried between them; blocks before number `again` are recomputed."""
         run, (first, stop), unit = self.program.runs[scope], instances, scope
         for index, (port, ref) in enumerate(zip(run.ports, run.feeds, strict=True)):
             if first == 0 or index >= len(run.carried):
@@ -120,7 +127,7 @@ class Walk:
             yield from (Turn(item, unit, instance) for item in self._body(scope, again=instance < again, first=instance == 0))
 
     def _carried(self, scope: str, *, of_first: bool) -> list[Item]:
-        """What lies between two blocks of a run, behind the first one or another."""
+        """The reshards of carried values between two blocks; `of_first`: the values are those of the first block."""
         run, (before, self._first) = self.program.runs[scope], (self._first, of_first)
         found = [item for port, ref in zip(run.ports, run.carried, strict=False)
                  for item in self._asked(ref, in_pair(self.plan, port, 0), "carry", None, {})]
@@ -136,7 +143,7 @@ class Walk:
         return self._bodies[key]
 
     def _inside(self, scope: str) -> Iterator[Item]:
-        """What one block of a run does."""
+        """The items of one block of a run."""
         gm, resharded = self.gm.get_submodule(scope), dict[tuple[Ref, str], None]()
         assert isinstance(gm, fx.GraphModule)
         for node in self._ordered(gm, scope):
@@ -158,7 +165,7 @@ class Walk:
         return [*self._operands(op, scope, resharded), mine]
 
     def _operands(self, op: Op, scope: str, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
-        """The reshards in front of `op` that nothing before it asked for."""
+        """The reshards that `op` needs and no operator before it has needed."""
         return [item for index, ref in enumerate(op.operands)
                 for item in self._asked(ref, in_pair(self.plan, op.name, index), "edge", scope, resharded)]
 
@@ -213,7 +220,7 @@ class Walk:
         return self.pieces.prices.gradient_bytes(self.program.ops[ref[0]], size) if self.program.is_weight(ref) else size
 
     def _gathered_again(self, op: Op) -> list[Reshard]:
-        """Weights whose last reader is `op`: its backward, the first that needs them, gathers them again."""
+        """The gathered weights whose last reader is `op`: its backward is the first that needs them, and gathers them again."""
         found = []
         for index, ref in enumerate(op.operands):
             reshard = self._between(ref, in_pair(self.plan, op.name, index), "edge", op.scope)

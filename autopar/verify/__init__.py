@@ -1,11 +1,11 @@
-"""Is the emitted program right? Compared with one device: outputs, loss, gradients, parameters after an optimizer step; then gradients of another batch
-added to these, a second step of the optimizer, and an evaluation.
+"""Verification of an emitted program against a single device: outputs, loss, gradients, parameters after an optimizer step; then gradients of a second batch accumulated onto
+these, a second optimizer step, and an evaluation.
 
     reference            the captured graph on one device (passes.interpret), all floats lifted to float64
     graph_against_model  the user's own module against that graph, in float32
     ranks                the emitted module on local gloo ranks, the same weights and global batch; each rank compares all that it holds
-    second_step          what follows the first step
-    collectives          every step that ran against every step that was priced
+    second_step          the second batch, the second optimizer step and the evaluation
+    collectives, volume  the collectives that ran, and their bytes, against those that were priced
 
 Where something differs, a second run with probes names the first node whose value differs, or, if all values agree, the
 last one in forward order whose gradient does: the first that the backward got wrong.

@@ -29,10 +29,16 @@ from passes import facts
 
 @dataclass(frozen=True)
 class Case:
-    """What is verified: the graph (all floats lifted to the dtype of the check), its plan and names, the weights by fqn,
-    buffers and constants included, and the global batch by input name. `notes` says what the comparison leaves out; `mutate`
-    changes the emitted text: that is how tests plant errors. `later`: whether a second step and an evaluation are compared too
-    (verify.second_step), which takes two to three times as long."""
+    """What is verified.
+
+        gm         the graph, with all floats in the dtype of the check
+        plan       its plan; `names`: what emission needs beside the graph
+        weights    whole parameters and buffers by original name; `constants`: tensors that no state dict holds
+        batch      the global inputs by name
+        notes      what the comparison leaves out
+        mutate     applied to the emitted text: tests plant errors with it
+        later      whether a second step and an evaluation are compared too (verify.second_step), which takes two to three times as long
+    """
 
     gm: fx.GraphModule
     plan: Plan
@@ -51,7 +57,7 @@ class Case:
 
     @property
     def light(self) -> Light:
-        """What a rank needs of it: no graph."""
+        """The part of the case that ranks need, without the graph."""
         fetches = any(r.fetches(self.plan.mesh) for r in self.edges[1].reshards)
         return Light(self.plan, self.weights, self.constants, self.batch, fetches, self.second)
 
@@ -60,7 +66,7 @@ class Case:
         return self.mutate(emit(self.gm, self.plan, self.names, probes=probes))
 
     def reference(self, *, record: bool = False) -> Results:
-        """What one device computes, in this process; the same for every plan of the same graph, weights and batch."""
+        """The results of one device, computed in this process; the same for every plan of the same graph, weights and batch. With `record` the value and gradient of every node."""
         second = Second(self.second, self.training and not self.names.unevaluated, self.names.changing)
         return train_step(self.gm, {**self.weights, **self.constants}, self.batch, training=self.training, record=record, second=second if self.later and not record else None)
 
@@ -82,7 +88,7 @@ def case_of(captured: Captured, plan: Plan, weights: Mapping[str, Tensor], batch
     original name (`model.state_dict()`), `batch` the global inputs by name. Nothing is dropped at random in a case
     (`verify.randomness`); its notes say so."""
     def to(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {n: t.to(lifted(t.dtype, dtype)).detach().cpu() for n, t in tensors.items() if isinstance(t, Tensor)}  # what modules keep beside tensors (extra state) is none of it
+        return {n: t.to(lifted(t.dtype, dtype)).detach().cpu() for n, t in tensors.items() if isinstance(t, Tensor)}  # extra state of modules is no tensor
 
     check_batch(captured.gm, batch)
     names = Names.of(captured)
@@ -92,13 +98,13 @@ def case_of(captured: Captured, plan: Plan, weights: Mapping[str, Tensor], batch
 
 
 def inputs_of(captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model is given by the names that its graph has for inputs, those in arguments that hold several too. Raises RunError for what the graph does not have."""
+    """The inputs of a call by the graph's names for them, those inside of structured arguments included. Raises RunError for inputs that the graph does not have."""
     names = captured.input_names
     return dict(zip(names, bind(dict.fromkeys(names, ""), args, kwargs, captured.fixed, captured.nested), strict=True))
 
 
 def check_batch(gm: fx.GraphModule, batch: Mapping[str, Tensor]) -> None:
-    """Raise RunError where an input is no tensor of the sizes that the graph is for: those of one name are the same in all inputs."""
+    """Raise RunError where an input is no tensor of the graph's sizes; a symbol must have the same size in all inputs."""
     seen: dict[facts.Size, int] = {}
 
     def unlike(wanted: facts.Size, got: int) -> bool:

@@ -25,7 +25,7 @@ BEHIND = {
     "buffer": "buffer {} is given its new value wrongly behind the last operator",
     "parameter": "parameter {} is updated wrongly",
 }
-"""What went wrong where every operator's value and gradient are right, by the kind of row, most telling first."""
+"""The diagnosis where every operator's value and gradient are right, by the kind of the wrong row; the most specific kind first."""
 
 
 def verify(case: Case, *, tolerance: float = 1e-9, reference: Results | None = None, ranks: Ranks | None = None) -> Report:
@@ -40,7 +40,7 @@ def verify(case: Case, *, tolerance: float = 1e-9, reference: Results | None = N
     rows = {key: _row(*key, gap / scale(wanted[key[0]][key[1]]), tolerance) for key, gap in gaps.items()}
     first, later = ([row for (kind, _), row in rows.items() if (kind in SECOND) is after] for after in (False, True))
     if not all(row.ok for row in first):
-        later = []  # what follows a wrong step says nothing more
+        later = []  # errors of a wrong first step propagate to all later results
     inner = case.plan.ranks // case.plan.places
     seen = {place: results[place * inner][1] for place in range(case.plan.places)}  # the first rank of each place
     uneven: Uneven = {}
@@ -63,7 +63,7 @@ def _row(kind: str, name: str, error: float, tolerance: float) -> Row:
 
 
 def _collectives(case: Case, seen: list[Counted], place: int, uneven: Uneven) -> list[Row]:
-    """How many collectives, and how many of their bytes, ran on a place otherwise than priced. What of the bytes is not compared is added to `uneven`."""
+    """The rows that compare the collectives that ran on a place, and their bytes, with those that are priced. Kinds whose bytes cannot be compared are added to `uneven`."""
     program, found = case.edges
     compared = [("collectives", priced(program, case.plan, found, place), ran(seen))]
     paid, without = priced_bytes(program, case.plan, found, place)
@@ -77,7 +77,7 @@ def _collectives(case: Case, seen: list[Counted], place: int, uneven: Uneven) ->
 
 
 def _first(case: Case, tolerance: float, ranks: Ranks | None, wrong: Sequence[Row]) -> str:
-    """Run both sides again with every value recorded, and name the first node that differs, or what does where no node is to blame."""
+    """Run both sides again with every value recorded, and name the first node that differs; where none does, the diagnosis of the `wrong` rows."""
     kinds = {row.kind: row.name for row in reversed(wrong)}
     if set(kinds) == {"collectives"}:
         return f"no value: {kinds['collectives']}"

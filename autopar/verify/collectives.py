@@ -1,4 +1,4 @@
-"""Every step that ran against every step that was priced."""
+"""The number of collectives that ran, by kind and mesh axis, against the number that was priced."""
 
 from __future__ import annotations
 

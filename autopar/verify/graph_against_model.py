@@ -1,8 +1,8 @@
-"""Is the captured graph the model? The user's own module and its graph on one device, on the same weights and batch, with nothing dropped at random.
+"""The captured graph against the user's own module, on one device, with the same weights and batch and without dropout.
 
-In float32: models cast to it, and not all operators that they call have a float64 kernel outside of a graph. What capture or a pass got wrong (a mask, a
-branch that other sizes take) is far beyond the rounding of that. Where it is not (batch norms divide by variances over few values) the two are compared in
-float64, too, and what is alike in either counts. Emitted programs are compared with the graph in float64 (`verify.check`).
+The comparison is in float32: models may cast to it, and not all operators that they call have a float64 kernel. Errors of capture or of a pass (a wrong mask, a branch of other sizes)
+are far larger than its rounding. Where the results differ (batch norms divide by variances over few values), both are compared in float64 too, and agreement in either dtype
+counts. Emitted programs are compared with the graph in float64 (`verify.check`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ SINGLE, DOUBLE = torch.float32, torch.float64
 
 
 def graph_rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> tuple[list[Row], list[str]]:
-    """Rows of kind "model", outputs, gradients and new values of buffers of `model(*args, **kwargs)` against those of `captured`, and notes on what is not compared: as the model trains, where
-    it draws no random numbers but for dropout, and as it evaluates, where that is another thing. A model that does not run in float32 is not compared. The model has its weights, on
-    the CPU; it and they stay as they are."""
+    """Compare `model(*args, **kwargs)` with `captured`: rows of kind "model" for outputs, gradients and new values of buffers, and notes on what is not compared.
+
+    In training mode, unless the model draws random numbers other than dropout; and in evaluation mode, where that differs. A model that does not run in float32 is not compared. The
+    model has its weights, on the CPU, and is not changed.
+    """
     drawing, evaluates = drawn(captured.gm), training and captured.evaluation.differs and not captured.evaluation.why
     rows: list[Row] = []
     try:
@@ -57,11 +59,11 @@ def graph_rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs
 
 
 class _Stopped(RuntimeError):
-    """The model by itself does not run in some dtype, in its own words."""
+    """The model itself fails in a dtype; the text is the first line of its error."""
 
 
 def _compared(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, still: Callable[[fx.GraphModule], object]) -> list[Row]:
-    """The rows of a comparison in float32, those that are wrong there in float64; `still` makes of the graph, in place, what the model is now."""
+    """The rows of a comparison in float32; where some are wrong, of each row the better one of float32 and float64. `still` brings the graph, in place, into the mode that the model is in."""
     rows = _rows(model, captured, args, kwargs, training, still, SINGLE)
     if all(row.ok for row in rows):
         return rows
@@ -98,13 +100,13 @@ def _rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Map
 
 def _model_step(model: nn.Module, held: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[str],
                 left_out: Sequence[str], dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors that the model gives, in order, but for those that are `left_out`; the gradients of its loss: of the output whose kind says so, if `kinds` are given; and what
-    its buffers hold behind the forward."""
+    """One step of the model: its output tensors in order, without those that are `left_out`; the gradients of its loss, the output whose entry in `kinds` is "loss" (none where `kinds`
+    are empty); and its buffers after the forward."""
     own = dict(model.named_parameters())
     leaves = {name: tensor.requires_grad_(own[name].requires_grad and bool(kinds)) for name, tensor in _cast(own, dtype).items()}
     buffers = _cast({**dict(model.named_buffers()), **held}, dtype)
     with _as_captured(), torch.set_grad_enabled(bool(kinds)):
-        placed = _everywhere(model, {**leaves, **buffers})  # torch puts what is assigned to a buffer in here
+        placed = _everywhere(model, {**leaves, **buffers})  # functional_call writes assigned buffers into this dict
         result = functional_call(model, placed, tuple(_cast(dict(enumerate(args)), dtype).values()), _cast(kwargs, dtype), tie_weights=False)
     result = dict(result) if hasattr(result, "to_tuple") else result
     outputs = [leaf for name, leaf in named_leaves(by_field(result)).items() if isinstance(leaf, Tensor) and not any(f"{name}.".startswith(f"{other}.") for other in left_out)]
@@ -129,7 +131,7 @@ def _cast(tensors: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model evaluates; afterwards each part of it does what it did before."""
+    """A context with the model in evaluation mode; afterwards each module has its own mode again."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -141,6 +143,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _as_captured() -> Iterator[None]:
-    """Re-entrant checkpoints do not run again in the backward: they would, with the weights that the model has then. flex_attention has gradients."""
+    """A context in which re-entrant checkpoints do not recompute (they would use the model's weights after functional_call has put them back), and flex_attention has gradients."""
     with mock.patch.object(CheckpointFunction, "apply", once), plain_flex_attention():
         yield

@@ -1,7 +1,7 @@
-"""Finds the first node that goes wrong, on ranks, from an emitted file with probes.
+"""The first wrong node, found on ranks from an emitted file with probes.
 
-In a pipeline a place sees the nodes of its own stages, microbatch by microbatch: those of one value are put together, and what places have found is brought together. Weights' part of
-a backward is not taken apart there (zero bubble), so that gradients come by every node.
+In a pipeline a place has the nodes of its own stages, microbatch by microbatch: the parts of a value are joined, and the verdicts of all places are gathered. Backwards are not split
+there (zero bubble), so that gradients pass every node.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.verify.compare import difference
 from autopar.verify.step import Light
 
 OUTSIDE = -1
-"""The stage of what is in none: everything where there are no stages, and totals over all microbatches."""
+"""The stage number of nodes outside of stages: all of a model without stages, and totals over all microbatches."""
 
 
 class Node(NamedTuple):
@@ -37,7 +37,7 @@ class Node(NamedTuple):
 
 @dataclass
 class Seen:
-    """What a node gave, whole, by microbatch, and its gradients, None where none has come; no entry where the plan has none."""
+    """The whole value of a node by microbatch, and its gradients: None where none has arrived; no entry where the plan has no gradient for it."""
 
     values: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[int, Tensor | None] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class _Probes:
 
 
 def _places(module: ShardedModule) -> Iterator[tuple[int, tuple[int, int]]]:
-    """By the id of what calls a probe: its stage, and of a block the number that the first one of its run has there; other stages may have those before it."""
+    """(id of the object that calls a probe, (its stage, number in the model of the first block of its run in that stage; 0 outside of blocks))."""
     yield id(module), (OUTSIDE, 0)
     stages = module.stages if isinstance(module, PipelinedModule) else []
     for stage in stages:
@@ -110,13 +110,13 @@ def first_difference(source: str, light: Light, wanted: Mapping[str, list[Any]],
             return f"{node.name} (value{_instance(node.number, wanted[node.name])})"
     runs = Counter(node[1:] for node, *_ in found)
     for node, _, wrong in reversed(found):
-        if wrong and runs[node[1:]] == 1:  # what several stages run for themselves has a part of the gradient in each
+        if wrong and runs[node[1:]] == 1:  # a node that several stages run has a part of its gradient in each
             return f"{node.name} (gradient{_instance(node.number, wanted[node.name])})"
     return ""
 
 
 def _run(module: ShardedModule, light: Light) -> None:
-    """What is verified: a step, or a forward."""
+    """Run a training step, or a forward of a plan for inference."""
     batch = module.shard_batch(**light.batch)
     if light.plan.mode != "train":
         module(*batch)
@@ -127,7 +127,7 @@ def _run(module: ShardedModule, light: Light) -> None:
 
 
 def _together(mine: list[Verdict], module: ShardedModule) -> list[Verdict]:
-    """What all ranks have found, in forward order; a node is wrong where it is on any rank."""
+    """The verdicts of all ranks, in forward order; a node is wrong where it is wrong on any rank. A collective operation."""
     everyone: list[Any] = [mine]
     if module.MESH.ranks > 1:
         everyone = [None] * module.MESH.ranks
@@ -155,11 +155,11 @@ def _verdict(node: Node, seen: Seen, wanted: Mapping[str, list[Any]], plan: Plan
 
 
 GRADIENT = {"P": "R", "R": "P"}
-"""How microbatches share a gradient, by how they share the value, where that is another way: each has the whole gradient of a part of a sum."""
+"""How microbatches share the gradient of a value that they share so, where it differs: each has the whole gradient of a partial sum, and a partial gradient of a common value."""
 
 
 def _joined(values: Sequence[Tensor], entry: str, module: ShardedModule) -> Sequence[Tensor]:
-    """What microbatches have of a value, put together as `entry` says they share it; several that are all to be equal to it, none where they have sections of it."""
+    """The values of all microbatches joined, as `entry` says they share them. Of a common value all are given, each to be compared; of a value cut in sections none."""
     if len(values) == 1 or not isinstance(module, PipelinedModule):
         return values
     if not is_shard(entry):

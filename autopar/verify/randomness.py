@@ -1,4 +1,4 @@
-"""What is drawn at random cannot be compared number by number: verification drops nothing and draws one number always, and says so."""
+"""Random operators, made deterministic for verification: dropout drops nothing, other draws give a constant, and the report's notes say so."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ STILL: dict[Any, tuple[Any, Callable[..., tuple[Any, ...]]]] = {
     aten.geometric.default: (aten.full_like.default, lambda x, p: (x, 1.0)),
     aten.uniform.default: (aten.full_like.default, lambda x, low=0.0, high=1.0: (x, (low + high) / 2)),
 }
-"""Operator that draws -> the one that always gives what may be drawn (of bernoulli: all), and its positional arguments from the other's."""
-INTEGERS = (aten.randint.default, aten.randint.low)  # what `full` makes of a whole number is one as well
-ASIDE = ("generator", "from", "lambd", "mean", "median", "p", "sigma", "std", "to")  # of those that draw, by name
+"""Random operator -> an operator that gives a constant that could be drawn, and a function from the arguments of the first to those of the second."""
+INTEGERS = (aten.randint.default, aten.randint.low)  # their constant must be int64
+ASIDE = ("generator", "from", "lambd", "mean", "median", "p", "sigma", "std", "to")  # keyword arguments of random operators that the constant has no use for
 
 
 def keep_all(gm: fx.GraphModule) -> tuple[str, ...]:
-    """Set every dropout of a captured graph (in place) to drop nothing, and everything that is drawn to one number; what was changed, and
-    which other operators draw random numbers and will therefore differ, as lines for the report."""
+    """Make a captured graph deterministic, in place: dropout drops nothing, and random operators give a constant. Returns notes for the report: what was changed, and which random operators
+    could not be, whose values will differ."""
     silenced: list[str] = []
     stilled: list[str] = []
     others: list[str] = []
@@ -73,7 +73,7 @@ def _draws(target: Any) -> bool:
 
 
 def _still(node: fx.Node) -> None:
-    """Let one node give one number always."""
+    """Replace a random node by its constant."""
     whole = node.target in INTEGERS
     node.target, arguments = STILL[node.target]
     node.args = arguments(*node.args)

@@ -1,4 +1,4 @@
-"""The single device: one training step of the captured graph, with the value and gradient of every node on request; and what follows it (`second_step`)."""
+"""The reference: one training step of the captured graph on a single device, with the value and gradient of every node on request; and the second step (`second_step`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Results = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Second:
-    """What follows the first step: the `batch` of another one, and, where the model `evaluates` then, which buffers that changes."""
+    """The second step: its `batch`; `evaluates`: whether an evaluation follows, and `changing`: the buffers that an evaluation changes."""
 
     batch: Mapping[str, Tensor]
     evaluates: bool = False
@@ -32,8 +32,8 @@ def optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """AdamW with a rate large enough that a wrong gradient shows in one step.
 
     Its first step is nearly the sign of the gradient; epsilon is raised, so that the rounding of a gradient that should be zero (of a bias in front of a batch norm)
-    does not count as a difference of the parameter: it is multiplied by rate / epsilon. Fused: one operator for all parameters, where the loop over
-    them costs each rank seconds in a process that has not met their layouts before.
+    does not count as a difference of the parameter: it is multiplied by rate / epsilon. Fused, one operator for all parameters: a loop over DTensor parameters takes each rank
+    seconds, since DTensor's dispatch has no cached decisions in a new process.
     """
     held = list(parameters)
     exact = all(p.dtype in (torch.float64, torch.complex128) for p in held)
@@ -99,7 +99,7 @@ def train_step(gm: fx.GraphModule, weights: Mapping[str, Tensor], batch: Mapping
 
 def _later(gm: fx.GraphModule, held: Mapping[str, Tensor], batch: Mapping[str, Tensor], second: Second, changed: Mapping[str, Tensor],
            steps: torch.optim.Optimizer | None) -> Results:
-    """What follows the first step, which has `changed` buffers; nothing where it is not finite. In evaluation the model is given the first `batch` again."""
+    """The results of the second step and of an evaluation on the first `batch`; empty where they are not finite. `changed` are the buffers that the first step changed."""
     _take(held, changed)
     runner = Interpret(gm, held)
     found: Results = {"second output": _pass(gm, runner, second.batch, training=steps is not None)}
@@ -120,7 +120,7 @@ def _later(gm: fx.GraphModule, held: Mapping[str, Tensor], batch: Mapping[str, T
 
 
 def _pass(gm: fx.GraphModule, runner: Interpret, batch: Mapping[str, Tensor], *, training: bool) -> dict[str, Tensor]:
-    """The outputs of a forward by name; behind them there was a backward where training."""
+    """Run a forward, and in training a backward; gives the outputs by name."""
     found: dict[str, Tensor] = {}
     loss = None
     for value, about in zip(runner.run_named(batch), gm.meta["outputs"], strict=True):

@@ -29,8 +29,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All comparisons; `first` names the first node that went wrong, or what did where no node of the first step is to blame ("" when nothing did), `collectives` is how many one rank of each place
-    ran in the step, all places together, `notes` what the comparison leaves out (dropout)."""
+    """All comparisons. `first` names the first wrong node, or says what else is wrong where all nodes of the first step are right; empty where nothing is. `collectives` is the number that
+    one rank of each place ran in the step, summed over places. `notes` say what is not compared (dropout)."""
 
     rows: tuple[Row, ...]
     mesh: tuple[int, ...]
@@ -54,7 +54,7 @@ class Report:
         return max((row.error for row in self.rows if row.kind != "collectives"), default=0.0)
 
     def __str__(self) -> str:
-        """Whether all is right, and of what is not the first node and what is farthest off."""
+        """One line: how many values are wrong, the largest difference, and the first wrong node."""
         if not self.rows:
             return "nothing was compared"
         wrong, worst = [row for row in self.rows if not row.ok], self.worst

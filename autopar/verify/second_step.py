@@ -1,5 +1,5 @@
-"""What follows the first step of a verification, on one device and on ranks: gradients of another batch added to those that are there, a second step of
-the optimizer, and an evaluation. A program may be right in its first step and keep something of it that later ones must not have: gathered weights, a batch, a gradient."""
+"""The second step of a verification, on one device and on ranks: gradients of another batch are accumulated onto the first ones, the optimizer steps again, and an evaluation follows.
+It finds state that a right first step leaves behind and later steps must not use: gathered weights, a batch, a gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECOND = {
 
 
 def second_wrong(wrong: Iterable[tuple[str, str]]) -> str:
-    """What to say where the first step is right, and of what follows these (kind, name) are not, in the order of SECOND."""
+    """The diagnosis where the first step is right and these results (kind, name) of the second are `wrong`, in the order of SECOND."""
     kind, name = next(iter(wrong))
     return f"none in the first step: wrong is {SECOND[kind][2]} ({SECOND[kind][0]} {name})"
 

@@ -1,5 +1,5 @@
-"""What one rank does in a verification: a training step (or a forward), and the comparison of all that it holds with its part of
-what one device computed. Nothing is gathered, and every replica is compared."""
+"""The work of one rank in a verification: it runs a training step (or a forward) and compares all that it holds with its part of the reference. Nothing is gathered, and every replica
+is compared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GRADIENTS = ("gradient", "accumulated")
 
 @dataclass(frozen=True)
 class Light:
-    """What a rank needs of a Case: everything is plain and picklable. `gathers`: whether weights are gathered where they are used. `second`: the batch of another step."""
+    """The part of a Case that a rank needs, picklable. `gathers`: whether the plan gathers weights at their use; `second`: the batch of the second step."""
 
     plan: Plan
     weights: Mapping[str, Tensor]
@@ -47,8 +47,8 @@ class Light:
 
 
 def step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted]]:
-    """One rank: every difference from `wanted`, and the collectives of the step. Where weights are gathered where they are used it is the second
-    of two alike steps whose collectives are counted, since gathers begin ahead from then on (`runtime.prefetch`); both are compared."""
+    """On one rank: run the step, and give every difference from `wanted` and the collectives that ran. Where weights are gathered at their use, the step runs twice from the same state:
+    both runs are compared, and the collectives of the second are counted, since gathers are prefetched only from then on (`runtime.prefetch`)."""
     module = light.build(source)
     training = light.plan.mode == "train"
     batch = module.shard_batch(**light.batch)
@@ -72,15 +72,15 @@ def step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted
 
 
 def _updated(module: ShardedModule, steps: torch.optim.Optimizer | None, kind: str, wanted: Results) -> Gaps:
-    """The differences of parameters from those of some kind, behind a step of the optimizer."""
+    """Step the optimizer, then give the differences of the parameters from the results of `kind`."""
     if steps is not None:
         steps.step()
     return dict(_compare(kind, _state(module), wanted, module))
 
 
 def _second(module: ShardedModule, light: Light, steps: torch.optim.Optimizer | None, wanted: Results) -> Gaps:
-    """The differences in what follows the first step (`second_step`). Before each pass the parameters are set to those of one device: the optimizer's step multiplies
-    rounding of gradients, and a second one would multiply it again."""
+    """Run the second step and the evaluation (`second_step`), and give the differences. Before each pass the parameters are set to those of the reference: an optimizer step amplifies the
+    rounding of gradients, and a second one would amplify it again."""
     training = light.plan.mode == "train"
     _reset(module, wanted["parameter"])
     batch = module.shard_batch(**light.second)
@@ -109,7 +109,7 @@ def _reset(module: ShardedModule, parameters: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _as_it_was(module: ShardedModule) -> Iterator[None]:
-    """Buffers, random numbers and gradients are afterwards as they were before."""
+    """A context after which buffers, random state and gradients are as before."""
     before, draws = {name: local_of(buffer).clone() for name, buffer in module.named_buffers()}, module.rng.copy()
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     yield
@@ -121,8 +121,8 @@ def _as_it_was(module: ShardedModule) -> Iterator[None]:
 
 
 def _run(module: ShardedModule, batch: Sequence[Tensor], training: bool) -> Iterator[dict[str, Tensor]]:
-    """The outputs of a forward, behind which there was a backward where training. The forward of a pipeline has no gradient, so
-    there its outputs come from another one, which does not count and leaves no trace in the buffers, and then once more with the loss of the step."""
+    """The outputs of a forward, and in training of a backward after it. A pipeline's forward has no gradient: there the outputs come from a separate forward, which is not counted and whose
+    changes of state are undone, and then again with the loss of the training step."""
     if training and isinstance(module, PipelinedModule):
         with uncounted(), _as_it_was(module):
             outputs: dict[str, Tensor] = module(*batch)

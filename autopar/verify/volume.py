@@ -1,4 +1,4 @@
-"""Bytes that ran against bytes that were priced, of each kind of collective on each axis where every cut is even (prices take uneven cuts as even)."""
+"""The bytes of collectives that ran, by kind and axis, against those that were priced. Kinds with an uneven cut are not compared, since prices assume even cuts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def priced_bytes(program: Program, plan: Plan, edges: Edges, place: int = 0) -> 
 
 
 def _between_places(tally: Tally, found: Counter[Key], uneven: Uneven) -> None:
-    """Add to `found` what one rank of the place sends to other places, and sums with them; to `uneven` what of it is cut unevenly."""
+    """Add to `found` the bytes that one rank of the place sends to other places, and those of gradients summed with them; to `uneven` the kinds with an uneven cut."""
     plan = tally.plan
     sent = [("send", ref, out_pair(plan, ref).value, plan.microbatches, plan.microbatches) for ref in tally.sends()]
     summed = [("all_reduce", (name, 0), out_pair(plan, (name, 0)).rest, 1, 1) for name in tally.shared()]
@@ -59,24 +59,24 @@ def _between_places(tally: Tally, found: Counter[Key], uneven: Uneven) -> None:
 
 
 def _said(program: Program, ref: Ref) -> str:
-    """A value, in a note."""
+    """The name and sizes of a value, for a note."""
     op = program.ops[ref[0]]
     return f"{op.fqn or op.name} of sizes {tuple(op.call.outs[ref[1]].sizes)}"
 
 
 def comparable(of: Counter[Key], uneven: Uneven) -> Counter[Key]:
-    """Without what is not compared."""
+    """`of` without the kinds that are not compared."""
     return Counter({key: count for key, count in of.items() if key not in uneven})
 
 
 def not_compared(uneven: Uneven, plan: Plan) -> str:
-    """The note of what is not compared."""
+    """The note on kinds whose bytes are not compared."""
     kinds = ", ".join(f"{kind} {'between places' if axis == PIPELINE_AXIS else f'on {plan.axes[axis]}'}" for kind, axis in uneven)
     return f"bytes of {kinds} are not compared with their prices, which take cuts as even: {next(iter(uneven.values()))} is not cut evenly. Numbers of collectives are compared"
 
 
 def ran_bytes(seen: Iterable[Counted]) -> Counter[Key]:
-    """The same for what really ran, as one rank counted it."""
+    """The bytes that ran by kind and axis, as one rank counted them."""
     found: Counter[Key] = Counter()
     for item in seen:
         if item.kind in MOVING:

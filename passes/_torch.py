@@ -1,4 +1,4 @@
-"""Every private torch name that the passes use, each with its reason: one place to mend when torch moves."""
+"""Every private torch name that the passes use, each with its reason, so that a change of torch is handled in one place."""
 
 from __future__ import annotations
 

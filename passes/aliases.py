@@ -1,4 +1,4 @@
-"""Operators that torch has under a second name, which graphs keep."""
+"""Operators that torch has under a second name, replaced by the first (exported graphs keep aliases)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""CTC losses as one loss for each sample, of targets that are a row for each sample.
+"""CTC losses as one loss per sample, with targets [samples, length].
 
-torch takes the targets of all samples in one line too, and models make such a line of the places of a mask: nothing there could be cut by samples.
+torch also accepts the concatenated targets of all samples, which models select by a mask: such a tensor cannot be split by samples.
 """
 
 from __future__ import annotations

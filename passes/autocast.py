@@ -1,6 +1,6 @@
-"""Writes the casts of an autocast region out.
+"""Makes the casts of an autocast region explicit.
 
-Export records the values that autocast gave, but not its casts. They follow from the values: an op whose result is
+Export records the values that autocast computed, but not its casts. They follow from the values: an op whose result is
 bfloat16 had its float operands cast to bfloat16, and one whose result is float32 (softmax on CUDA) to float32.
 """
 

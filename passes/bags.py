@@ -1,6 +1,6 @@
-"""Recognises bags of as many rows of a table for each sample and makes one call of `ops.bag` of it.
+"""Recognises `embedding_bag` with the same number of indices per sample, and replaces it by a call of `ops.bag`.
 
-ATen has the numbers of all bags in one row and where each begins: nothing there could be cut by samples.
+ATen takes the indices of all bags concatenated, with offsets: these cannot be split by samples.
 """
 
 from __future__ import annotations

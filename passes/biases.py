@@ -1,7 +1,7 @@
-"""Biases of linear layers into the kernels of their matmuls.
+"""Fuses the biases of linear layers into the kernels of their matmuls.
 
-Up to here a bias is an addition of its own, so that what is made of matmuls (experts, heads, parts of fused weights) is recognised whatever comes behind.
-On its own it reads and writes the whole result once more; `linear` with a bias does it on the way out.
+Earlier passes see a bias as an addition, so that patterns of matmuls (experts, heads, parts of fused weights) are recognised with and without it. A separate addition reads and writes the
+whole result once more, which `linear` with a bias avoids.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`broadcast_tensors` as one `expand` for each tensor that is smaller: each has a gradient of its own, or none. And parts of a dim that was expanded, which
-would need all of a dim that is the same everywhere: of the samples that prompts are made for, the first.
+"""`broadcast_tensors` as one `expand` per smaller tensor, so that each has its own gradient, or none. And slices of an expanded dim are taken from the tensor before it was expanded: the
+slice would need the whole dim on every rank (the first sample of prompts that are the same for all samples).
 """
 
 from __future__ import annotations

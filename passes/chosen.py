@@ -1,4 +1,4 @@
-"""What is known of the numbers of experts that tokens choose: that no token has one twice, that all are numbers of experts."""
+"""Facts about the expert indices that tokens choose: whether they are distinct for each token, and within the number of experts."""
 
 from __future__ import annotations
 

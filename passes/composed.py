@@ -1,4 +1,4 @@
-"""Operators that are little more than several common ones: written with these, each is cut as these are."""
+"""Operators decomposed into common ones, so that they are split by the rules of these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which calls of operators that give a view or a copy, as their operand lies in memory (`reshape`, `contiguous`), gave a copy."""
+"""Marks the calls of `reshape`, `contiguous` and the like that copied; whether they give a view or a copy depends on the strides of the operand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covariances and correlations of rows of observations (`torch.cov`, `torch.corrcoef`), as products of what is left without the mean."""
+"""Covariances and correlations (`torch.cov`, `torch.corrcoef`) as matmuls of the centred observations."""
 
 from __future__ import annotations
 

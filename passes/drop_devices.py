@@ -1,4 +1,4 @@
-"""Drops where tensors are made: the emitted program puts its own device."""
+"""Removes device arguments: the emitted program inserts its own device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Removes what changes nothing: asserts, casts to the same dtype, dropout that drops nothing, copies, whole slices.
+"""Removes operators without effect: asserts, casts to the same dtype, dropout that drops nothing, copies, whole slices.
 
 `clone` and `contiguous` are the identity because ops are functional here, and because every `view` has become a
 `reshape`, which needs no particular strides.

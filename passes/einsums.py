@@ -1,9 +1,9 @@
-"""Einsums of two operands at most, with nothing to sum before they are multiplied.
+"""Einsums of at most two operands, without dims that only one of them has and that are summed.
 
     einsum("btd,dr,re->bte", x, u, v)      einsum("btr,re->bte", einsum("btd,dr->btr", x, u), v)
     einsum("btd,de->be", x, w)             einsum("bd,de->be", x.sum(1), w)
 
-So does torch, inside of one call: each of these products has its own work, and what is between them is kept.
+torch does the same inside of one call. As separate operators each product has its own FLOPs, and intermediate results that are kept for the backward are counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes one of views that are the same: `gates[:, 0]`, cut anew for each expert of a loop."""
+"""Merges equal views (common subexpressions): `gates[:, 0]`, which a loop over experts takes again for each expert."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Evaluates what depends on sizes only, with numbers put in for the symbols and for the constants that positions are compared with.
+"""Evaluates values that depend on sizes only (masks, positions), at small numbers for the symbols.
 
-What holds at small sizes holds at all of them only if no constant makes a difference in between: a window of 4096 hides nothing of 8 positions. So each
-value is tried twice: as it is, and with its constants scaled to the sizes that are tried, in their order among each other and to the greatest size that may be.
+A property seen at small sizes holds at all sizes only if no constant matters in between: a window of 4096 hides nothing of 8 positions. So each value is evaluated twice: as it is, and with
+the constants that positions are compared with scaled down to the tried sizes, keeping their order relative to each other and to the greatest possible size.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What is between the two layers of an expert, written as the function that an emitted file has.
+"""The activation between the two layers of an expert, as source of a function for the emitted file.
 
     silu(first half) * second half                          halves(lambda first, second: F.silu(first) * second)
     clamped, gated by itself, every other column            pairs(lambda even, odd: (torch.clamp(odd, -7.0, 7.0) + 1) * ...)
     relu                                                    lambda x: F.relu(x)
 
-Only pointwise operators of one tensor, of two (addcmul: three), or of a tensor and a number: what they do to a column they do wherever it is, so that layers can be cut
-by width. What is read more than once has a name of its own.
+Only pointwise operators of one or two tensors (addcmul: three), or of a tensor and a number: they act on each column by itself, so that the layers can be split by width. Values that are
+read more than once get a variable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A layer of experts as it was read, in whatever form, and the call of `ops.experts` that takes its place."""
+"""A recognised layer of experts, whatever form the model wrote it in, and the call of `ops.experts` that replaces it."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Recognises a layer of experts that is written as a loop, and makes one call of `ops.experts` of it.
+"""Recognises a layer of experts that is written as a loop, and replaces it by a call of `ops.experts`.
 
     for number, expert in enumerate(experts):
         token, rank = torch.where(chosen == number)
         out[token] += gates[token, rank, None] * expert(hidden[token])
 
-How many rows each expert gets depends on data there, and nothing of it could be priced or cut; the layer as a whole can. The weights of the experts,
-which stay parameters of their own, are stacked where they are used.
+The number of rows of each expert depends on data, so the operators inside can be neither priced nor split; the layer as a whole can. The weights of the experts stay separate
+parameters, and are stacked where they are used.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Rows that are split by how many belong to each expert, and what each expert makes of its own, as operators on all rows.
+"""Rows that are split into one piece per expert, each with its own matmul, as one grouped operator on all rows.
 
     pieces = rows.split(torch.bincount(chosen).tolist())
     torch.cat([F.linear(piece, weight[i]) for i, piece in enumerate(pieces)])
 
-How long a piece is depends on data, and nothing of it could be priced or cut; `ops.grouped_matmul` of all rows could be.
+The length of a piece depends on data, so operators on pieces can be neither priced nor split; `ops.grouped_matmul` of all rows can.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Recognises a layer of experts in its sorted form and makes one call of `ops.experts` of it.
+"""Recognises a layer of experts in its sorted form, and replaces it by a call of `ops.experts`.
 
-Libraries sort the (token, expert) pairs by expert, run grouped matmuls over the sorted rows, undo the sorting and sum up, or add each row to its token. Where a
-row goes depends on data there, so nothing between could be cut by tokens; the layer as a whole can.
+Libraries sort the (token, expert) pairs by expert, run grouped matmuls over the sorted rows, undo the sorting and sum up, or add each row to its token. The
+order of rows depends on data, so the operators in between cannot be split by tokens; the layer as a whole can.
 """
 
 from __future__ import annotations

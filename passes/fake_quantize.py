@@ -1,9 +1,9 @@
-"""Numbers as they are after quantisation, in floats (`torch.fake_quantize_per_tensor_affine` and those beside it), with common operators.
+"""Fake quantisation (`torch.fake_quantize_per_tensor_affine` and its variants), decomposed into common operators.
 
     n = round(x / scale) + zero_point            # of values alone
     y = (clamp(n) - zero_point) * scale          # whose gradient is that of x where n is in range
 
-Torch's kernels take scales of float32 alone, and know no dims that could be cut.
+Torch's kernels accept only float32 scales, and have no rule by which they could be split.
 """
 
 from __future__ import annotations

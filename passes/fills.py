@@ -1,8 +1,7 @@
-"""Recognises image features that are put in the places of image tokens and makes one call of `ops.fill_rows` of it.
+"""Recognises image features that are written over image tokens by `masked_scatter`, and replaces it by a call of `ops.fill_rows`.
 
-`masked_scatter` takes what it puts in from one row of numbers, whatever sample a place is in: nothing in front of it could be cut by samples.
-Where there are as many features for each sample as there are places in it, each sample has its own; whether that is so is data, and is checked
-when it runs.
+`masked_scatter` takes its values from one flat sequence, whatever the sample of a position, so its source could not be split by samples. Where every sample has as many features as image
+tokens, each sample takes its own. That depends on data, and is checked at run time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the rows of one expert of a loop are multiplied with: gates of what a token chose, in the spellings that models use.
+"""The gates with which the rows of one expert of a loop are multiplied, in the spellings that models use.
 
     gates[token, rank],  gates[mask]              # [..., k], as what is chosen
     (gates * (chosen == e)).sum(-1)[token]

@@ -1,6 +1,6 @@
 """What kernels keep for the backward beside operands and results: masks, statistics, indices, counts. In bytes, as formulas in the symbols of the sizes.
 
-An operator with a row here is not left out where a block is run again, although nobody needs its result: its backward needs what running it makes.
+An operator with an entry here always runs in a recomputed block, even if its result is not needed: its backward needs these extras.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Sums and means over the rows that a mask picks, as sums over all rows in which the others count nothing.
+"""Sums and means over the rows that a mask selects, as sums over all rows with zeros for the other rows.
 
     F.cross_entropy(logits[mask], labels[mask]),  ((x - y) ** 2)[mask].mean(),  torch.masked_select(x, mask).sum()
 
-How many rows a mask picks is data, and a graph has the sizes of its inputs. What is computed of each picked row by itself is computed of all rows: of zeros where the mask
-picks nothing, so that whatever stands there has no part in it. Only operators whose gradients are finite for these are known here (no logarithm, no root, no quotient by rows):
-a gradient of nothing times one that is infinite is none.
+The number of selected rows depends on data, and a graph has sizes of its inputs only. So row-wise computation on selected rows is done on all rows, with zeros in the rows that are not
+selected. Only operators with finite derivatives at zero are supported (no logarithm, root or division by rows): a zero gradient times an infinite derivative would be nan.
 """
 
 from __future__ import annotations

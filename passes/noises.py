@@ -1,9 +1,9 @@
-"""Recognises random factors of values, as of stochastic depth and jitter, and makes one call of `ops.noised` of each.
+"""Recognises products with random factors (stochastic depth, jitter), and replaces each by a call of `ops.noised`.
 
     x.div(keep) * (keep + torch.rand(b, 1, 1)).floor()
     x * x.new_empty(b, 1, 1).bernoulli_(keep).div_(keep)
 
-Models have them in training alone: there the operator says what the value is without.
+Models have them in training only; in evaluation `ops.noised` gives the value without the factor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Numbers that are added to a loss, as values.
+"""Constants that are added to a loss, as tensors.
 
-A tensor plus a number is linear in nothing: each rank, and each microbatch, that has a part of a sum would add the number. A value is added like any other: where
-it is the same for all, it counts once.
+A rank (or microbatch) with a partial sum must not add the whole constant, and an addition of a Python number has no operand that could be replicated or partial. As a tensor, the constant
+is an operand like any other, and counts once.
 """
 
 from __future__ import annotations

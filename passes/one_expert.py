@@ -1,4 +1,4 @@
-"""What one expert of a loop does to the rows of tokens that chose it: its two layers."""
+"""Recognises the two layers that one expert of a loop applies to the rows of its tokens."""
 
 from __future__ import annotations
 

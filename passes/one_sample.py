@@ -1,10 +1,10 @@
-"""What is made of sizes and is the same for every sample, made for one of them.
+"""Values computed from sizes that are the same for every sample, computed for one sample and expanded.
 
 Positions and masks are written for the whole batch, `arange(s).expand(b, s)`, and then read with `arange(b)` as one of the indices: a
 batch that is cut by ranks or by microbatches would have to know which of its samples it has. A value that turns out the same for all samples at
 several sizes is computed once more with a batch of one, and expanded: the expansion is cut as any other value. So are values of the heads of all
-samples in one dim, for the heads of one. Random numbers of a batch are drawn like a tensor of its sizes, so that whoever has some samples draws
-for those.
+samples in one dim, for the heads of one. Random numbers for a batch are drawn like a
+tensor of its sizes, so that a rank draws for its own samples.
 """
 
 from __future__ import annotations

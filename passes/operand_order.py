@@ -1,4 +1,4 @@
-"""Products of several dims, which put operands into the order of one batched product: where that is no view, autograd keeps the copy.
+"""Products that permute their operands for one batched matmul: where the permutation is no view, autograd keeps a copy.
 
     einsum("becd,edh->bech", x, w)      x as [e, b c, d] is a copy, w as [e, d, h] is a view
 """

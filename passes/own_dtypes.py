@@ -1,8 +1,7 @@
 """Buffers in their own dtypes, in a graph that was captured with all floating tensors of the model in one narrower dtype (mixed precision).
 
-Export has followed the model with buffers in the dtype of its activations, so operators fit together and activations have the dtypes that they are to have. What
-is computed of buffers alone is then computed in the buffers' own dtypes, tables of angles for example, and what changes a buffer in that one's: counters, averages. Casts
-stand where the results meet activations.
+Export has traced the model with buffers in the dtype of activations, so that operand dtypes agree. Afterwards, values computed from buffers alone (tables of angles) are computed in the
+buffers' own dtypes, and updates of buffers (counters, averages) in that of the buffer. Casts are inserted where such values are combined with activations.
 """
 
 from __future__ import annotations

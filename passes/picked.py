@@ -1,4 +1,4 @@
-"""Which rows a graph picks by what a tensor of numbers holds: `token, rank = torch.where(chosen == 3)` in all its spellings.
+"""Recognises rows that are selected by the values of an index tensor: `token, rank = torch.where(chosen == 3)` in all its spellings.
 
     chosen == 3,  one_hot(chosen, e).permute(2, 1, 0)[3],  (chosen.unsqueeze(-1) == arange(e)).unbind(-1)[3],  (chosen == 3).any(-1)
     torch.where(mask),  mask.nonzero(as_tuple=True),  mask.nonzero()[:, 0],  the mask as an index

@@ -1,4 +1,4 @@
-"""Products that torch has under names of their own, as matmuls and einsums: what is known of those is known of them.
+"""Products that torch has under other names, as matmuls and einsums, so that the rules and formulas of these apply.
 
     tensordot(x, w, 2)               einsum("abcd,cde->abe", x, w)
     linalg.multi_dot([x, u, v])      (x @ u) @ v, or x @ (u @ v) where that is less work

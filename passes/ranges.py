@@ -1,7 +1,6 @@
-"""Removes ranges over whole dims from indices: `x[arange(b), last]`, of each sample what is at its own position.
+"""Replaces indexing with a range over a whole dim by `gather`: `x[arange(b), last]` reads each sample at its own position.
 
-Written so, each position could be of any sample, and neither samples nor positions could be cut. `gather` says that a sample is read at its own
-positions only; where there is nothing but ranges, nothing is read anywhere else than where it is.
+General indexing may read any sample at any position, so neither dim could be split. `gather` states that each sample reads itself only; an index of nothing but ranges is the identity.
 """
 
 from __future__ import annotations

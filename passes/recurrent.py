@@ -1,7 +1,7 @@
-"""Recurrent networks of torch.nn, one operator each: their work, and what CPUs keep of them.
+"""Recurrent networks of torch.nn, one operator each: their FLOPs, and what they keep for the backward on CPUs.
 
-Each layer multiplies what comes in with one matrix, at all positions at once, and its state with another, position by position; both directions of a layer
-do so apart. Results of one layer are what comes in to the next.
+Each layer multiplies its inputs at all positions with one matrix, and its state at each position with another, separately for each direction. The results of a layer are the inputs of the
+next.
 """
 
 from __future__ import annotations

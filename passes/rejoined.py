@@ -1,6 +1,6 @@
-"""Recognises rows that were taken apart and put together again: `torch.cat(list(x))`.
+"""Recognises tensors that are split into rows and concatenated again: `torch.cat(list(x))`.
 
-A list of what each sample has, and then one tensor of all: between the two there is an operator for each sample, and none that a batch could be cut in.
+In between there is one operator per sample, and no batch dim that could be split.
 """
 
 from __future__ import annotations

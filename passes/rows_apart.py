@@ -1,7 +1,7 @@
-"""Takes rows apart in front of pointwise ops instead of behind them, where that undoes how they came together.
+"""Moves a reshape that splits rows from behind pointwise operators to before them, where it undoes an earlier merge.
 
-Experts that all see all tokens are written `(tokens.repeat(e, 1) * gates.reshape(-1, 1)).reshape(e, -1, d)`: in between nothing says that a row is
-of some expert and of some token, and neither could be cut. With `expand` for `repeat` and sizes `[e, n, d]` all along both can.
+Experts that all see all tokens are written `(tokens.repeat(e, 1) * gates.reshape(-1, 1)).reshape(e, -1, d)`: in between, experts and tokens share one dim, and neither can be split. With
+`expand` for `repeat` and sizes `[e, n, d]` throughout, both can.
 """
 
 from __future__ import annotations

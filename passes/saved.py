@@ -1,4 +1,4 @@
-"""What autograd keeps from forward to backward, one row per op.
+"""Which tensors autograd keeps from forward to backward, one table entry per operator.
 
 A row gives positions among (tensor operands..., results...): `OUT` is the first result, `SECOND` the next, `THIRD` the one behind it. Taken from torch's
 derivatives.yaml and checked against `saved_tensors_hooks` in the tests.

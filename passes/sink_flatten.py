@@ -1,7 +1,7 @@
-"""Moves `reshape(x, [-1, h])` from in front of an op to behind it, where it meets its inverse and goes away.
+"""Moves `reshape(x, [-1, h])` from before an operator to after it, where it cancels with its inverse.
 
 A reshape that merges batch and sequence forbids splitting the sequence. Ops that work on the last dim only (a linear, a
-softmax over the last dim, a pointwise op with a bias) do the same with and without it.
+softmax over the last dim, a pointwise op with a bias) give the same with and without it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pairs of a token and one of its choices, sorted by the expert that is chosen: which operators sort them, which rows these are, where experts end.
+"""Recognises (token, choice) pairs sorted by expert: the operators that sort them, the rows of the sorted pairs, and the end of each expert's rows.
 
     numbers, order = chosen.view(-1).sort()          order = chosen.view(-1).argsort(stable=True)
     token = order // k                               back[order] = arange(n * k)

@@ -1,5 +1,5 @@
-"""What does in training what it does not in evaluation: operators with an argument that says so (dropout, random slopes), and those that say what takes their
-place (`ops.statistic` of batch norms, `ops.noised`).
+"""Operators that differ between training and evaluation: those with a training argument (dropout, randomised leaky ReLU), and those that have their value in evaluation as an operand
+(`ops.statistic` of batch norms, `ops.noised`).
 """
 
 from __future__ import annotations

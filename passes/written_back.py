@@ -1,8 +1,8 @@
-"""Picked rows that go back to where they were picked, as all rows where the mask holds, and what is there elsewhere.
+"""Selected rows that are written back to where they were selected, as `where(mask, new rows, old rows)` on all rows.
 
     h[h > 0] *= 2,  x[mask] = f(x[mask]),  x.masked_scatter(mask, f(x[mask]))
 
-Loops over experts are written like that too: they are found before (passes.expert_loops), and what is left here is computed of all rows.
+Loops over experts are also written like this; passes.expert_loops runs before and replaces them.
 """
 
 from __future__ import annotations

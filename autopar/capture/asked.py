@@ -1,4 +1,4 @@
-"""What is to be captured: a model, and the inputs that it is captured for."""
+"""A request to capture: the checked arguments of `capture`, on meta."""
 
 from __future__ import annotations
 
@@ -24,8 +24,13 @@ from autopar.frontend import max_positions
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A model and its inputs on meta, positional `inputs` and `named` ones, whose dims have names; the last `targets` of the positional ones are for `loss_fn`. `rests` is the
-    model as it rests, where `model` is it in the dtype of activations. `notes` say what was found of the dims."""
+    """What is to be captured.
+
+        model    the user's model, in the dtype of activations; `rests`: the model with the dtypes in which it rests, None where these are the same
+        mode     "train" or "inference"
+        inputs   positional inputs, on meta, of which the last `targets` go to `loss_fn`; `named`: keyword inputs
+        dims     the symbolic dims of the inputs; `notes`: what the user should know about them
+    """
 
     model: nn.Module
     loss_fn: Callable[..., torch.Tensor] | None
@@ -40,7 +45,7 @@ class Asked:
     @staticmethod
     def of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor] | None, mode: str,
            dynamic_shapes: Any, rests: nn.Module | None) -> Asked:
-        """As `capture` is asked. Raises CaptureError for models, loss functions and inputs that cannot be."""
+        """The request of the arguments of `capture`. Raises CaptureError for models, loss functions and inputs that cannot be captured."""
         refuse_wrapped(model)
         refuse_trained(loss_fn)
         loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # what it changes when it is traced, the user's own does not
@@ -62,18 +67,18 @@ class Asked:
         return type(self.model).__name__
 
     def stand_ins(self, known: Dims) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Inputs of the model alone, without targets, of sizes that tell the dims apart."""
+        """The inputs of the model, without targets, at stand-in sizes, which differ between symbols."""
         flat, tree = pytree.tree_flatten((self.inputs, self.named))
         args, kwargs = pytree.tree_unflatten(known.stand_ins(flat), tree)
         return tuple(args[:len(args) - self.targets]), kwargs
 
     def with_loss(self, twin: nn.Module) -> nn.Module:
-        """`twin`, a model as this one, with the loss function behind it."""
+        """`twin`, a copy of the model, with the loss function applied to its outputs, if there is one."""
         return twin if self.loss_fn is None else WithLoss(twin, self.loss_fn, self.targets, len(self.inputs) - self.targets)
 
 
 def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: int) -> None:
-    """Raise CaptureError where the inputs are not what forward takes, and the loss function behind it so many `targets`."""
+    """Raise CaptureError where the inputs do not fit the signature of forward, followed by `targets` inputs of the loss function."""
     signature = inspect.signature(model.forward)
     got = f"got {len(args)} positional inputs" + (f" and {', '.join(kwargs)}" if kwargs else "")
     if len(args) < targets:

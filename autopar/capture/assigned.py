@@ -1,7 +1,7 @@
 """Buffers that forward assigns: `self.center = self.center * 0.9 + x.mean(0)`. What is assigned is what the next step reads.
 
-Until forward ends the buffer as it was and the new one are two tensors. Then the buffer takes over the new values, in place. torch.export does so for the buffers of the
-module that it is given, and forgets those of modules inside.
+During forward the old and the new buffer are two tensors. At its end the new values are copied into the old buffer, in place. torch.export does so for buffers of the top-level
+module only, and ignores assignments in inner modules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def buffers_of(model: nn.Module) -> Buffers:
 
 
 def assigned(model: nn.Module, before: Buffers) -> dict[str, Tensor]:
-    """The buffers that are other tensors than `before`."""
+    """The buffers that are other tensors than in `before`."""
     return {name: tensor for name, tensor in buffers_of(model).items() if tensor is not None and tensor is not before.get(name) is not None}
 
 
@@ -31,14 +31,14 @@ def why_unlike(new: Tensor, old: Tensor | None) -> str:
 
 
 def put_back(model: nn.Module, before: Buffers) -> None:
-    """The buffers that were assigned are the tensors that they were."""
+    """Restore the tensors of all assigned buffers."""
     for name in assigned(model, before):
         path, _, key = name.rpartition(".")
         model.get_submodule(path)._buffers[key] = before[name]
 
 
 def write_back(model: nn.Module, before: Buffers) -> None:
-    """As `put_back`, with the new values in the old tensors. Buffers of another size are those that a model makes for longer inputs, and stay."""
+    """Restore the tensors of assigned buffers, with the new values copied into them. Buffers of another size, which models make for longer inputs, stay assigned."""
     for name, new in assigned(model, before).items():
         old, (path, _, key) = before[name], name.rpartition(".")
         if old is not None and not why_unlike(new, old):

@@ -1,6 +1,6 @@
-"""Bags of as many rows for each sample (`F.embedding_bag` of a matrix of numbers), traced with one bag for each sample.
+"""`F.embedding_bag` of a matrix of indices (one bag of n rows per sample), traced so that its result visibly has b rows.
 
-torch makes the ends of the bags `arange(0, b * n, n)`, of which nobody can tell that they are b.
+torch makes the offsets `arange(0, b * n, n)`, whose symbolic length does not simplify to b.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 @contextmanager
 def bags_of_samples() -> Iterator[None]:
-    """Inside, the bags that a matrix of numbers is begin at multiples of its width, one for each row."""
+    """A context in which the offsets of such bags are computed as `arange(b) * n`."""
     original = F.embedding_bag
 
     def embedding_bag(input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, norm_type: float = 2, scale_grad_by_freq: bool = False,  # torch's names

@@ -1,7 +1,7 @@
 """Functions of single samples (`torch.vmap`), traced as operators on batches.
 
-torch.export traces them as what they say: a dim is taken away, the operators of one sample, the dim is put back. No operator then has its real sizes. While a model
-is traced such a function is therefore traced by itself, below the transform, and its operators are run once more in its place.
+torch.export records such a function literally: remove the batch dim, the operators of one sample, add the batch dim. No recorded operator then has its batched sizes. So while a model
+is traced, such a function is traced separately, below the vmap transform, and the resulting batched operators are recorded in its place.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from autopar.errors import CaptureError
 
 @contextmanager
 def batched(*, training: bool) -> Iterator[None]:
-    """Inside, `torch.vmap` is traced as the operators on batches that it makes. Raises CaptureError, inside, where a function with a backward of its own is
-    mapped in a model that trains: of that only the forward would be left."""
+    """A context in which `torch.vmap` is recorded as operators on batches. Where a torch.autograd.Function is mapped in a model that trains, CaptureError is raised inside: only its forward
+    would be recorded."""
     tracing = threading.current_thread()
 
     def run(original: Callable[..., Any], func: Callable[..., Any], *settings: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -49,14 +49,13 @@ class AlikeRun:
         return self.start + self.period * self.count
 
     def shown_as(self, number: int) -> int:
-        """The child of the first two groups that child `number` is like, seen from outside: only the first group may be fed
-        differently."""
+        """The child of the first two groups for which child `number` may be taken by outer code: only the first group may get other inputs."""
         group, kind = divmod(number - self.start, self.period)
         return self.start + min(group, 1) * self.period + kind
 
 
 def meant(runs: Sequence[AlikeRun], name: str) -> list[str]:
-    """The names of the whole model that `name`, of something in a shortened one, stands for."""
+    """The names in the whole model for which `name`, in the shortened model, stands."""
     for run in runs:
         number, _, rest = name.removeprefix(f"{run.path}.").partition(".")
         if name.startswith(f"{run.path}.") and number.isdecimal() and int(number) in run.kept:
@@ -67,14 +66,14 @@ def meant(runs: Sequence[AlikeRun], name: str) -> list[str]:
 
 
 def kept(runs: Sequence[AlikeRun], path: str, children: int) -> dict[int, int]:
-    """All that is kept of container `path`: number shown -> number in the model. Children in no run keep their number."""
+    """The children that are kept of container `path`: number in the shortened model -> number in the model. Children in no run keep their number."""
     here = [run for run in runs if run.path == path]
     alone = {n: n for n in range(children) if not any(run.start <= n < run.stop for run in here)}
     return dict(sorted((alone | {k: v for run in here for k, v in run.kept.items()}).items()))
 
 
 def find(model: nn.Module) -> list[AlikeRun]:
-    """All runs worth shortening: more groups than are kept, in containers that are in no other such container's children."""
+    """All runs of more than KEPT groups, in containers that are not inside of another such run."""
     found: list[AlikeRun] = []
     shared = _shared(model)
     for path, module in model.named_modules():

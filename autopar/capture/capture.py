@@ -53,7 +53,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
 
 
 class _Shortened(Exception):
-    """Passes refuse a graph of shortened runs of blocks, maybe for want of what is left out: the model is captured whole instead."""
+    """Passes refused the graph of a shortened model, maybe since blocks are missing: the whole model is captured instead."""
 
 
 def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock) -> Captured:
@@ -122,7 +122,7 @@ def _buffer_dtypes(twin: nn.Module) -> dict[str, torch.dtype]:
 
 
 def _evaluation(asked: Asked, twin: nn.Module, runs: list[block_runs.AlikeRun], known: dims.Dims) -> Evaluation:
-    """How the model of which `twin` is the short shadow evaluates. Raises CaptureError where a training step differs from the first one."""
+    """How the model evaluates; `twin` is its shortened shadow. Raises CaptureError where a second training step would differ from the first."""
     args, kwargs = asked.stand_ins(known)
     step = one_step(lambda: shadow(twin), asked.name, args, kwargs)
     if asked.mode != "train":
@@ -132,7 +132,7 @@ def _evaluation(asked: Asked, twin: nn.Module, runs: list[block_runs.AlikeRun], 
 
 
 def _in_mode(twin: nn.Module, mode: str) -> nn.Module:
-    """Training flags for `mode`. A model that trains keeps the parts that its user has set to evaluate (frozen norms)."""
+    """`twin` with the training flags of `mode`. In "train", modules that the user has set to evaluation (frozen norms) keep that."""
     return twin.train(mode == "train") if mode != "train" or not twin.training else twin
 
 

@@ -1,9 +1,8 @@
-"""One device while a model is traced: the shadow is on meta, and so is what its code makes on the way.
+"""Tracing on one device: the shadow is on meta, and so are the tensors that its code makes.
 
-Model code makes tensors without naming a device (`torch.arange(n)`), or on a device of its own. Factories go to meta here, literals
-(`torch.tensor([0.5])`) keep their values, and a tensor of another device that meets one on meta goes there first. Captured graphs
-name no device in the end (passes.drop_devices). Lists that index a tensor are literals too. What is read as `x.data`, which torch.export
-takes for a tensor from elsewhere, is detached; what is assigned to it, which torch.export forgets, is written in place.
+Model code makes tensors without naming a device (`torch.arange(n)`), or on a device of its own. Here factory functions make meta tensors, literals (`torch.tensor([0.5])`) and lists used
+as indices keep their values, and a tensor of another device is moved to meta where it is combined with one on meta. Captured graphs name no device in the end (passes.drop_devices).
+`x.data`, which torch.export takes for an unrelated tensor, is read as `x.detach()`; assignments to it, which torch.export ignores, become in-place copies.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
 class _Meeting(TorchFunctionMode):
-    """Moves tensors to meta where they meet tensors on meta; never the one that an operator changes in place."""
+    """Moves operands to meta where another operand is on meta; never the operand that an operator changes in place."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -80,14 +79,14 @@ _BEGIN: Callable[..., None] = torch.amp.autocast.__init__
 
 
 def _of_cpu(self: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
-    """Autocast knows no meta: `autocast(x.device.type)` of a tensor there is that of the CPU."""
+    """Autocast for the CPU where "meta" is asked for, which autocast does not know: `autocast(x.device.type)`."""
     _BEGIN(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
 
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Everything that is made or met inside is on meta. Batch norms have the statistics of all ranks as they are: those that would ask for them do not, for they want ranks on
-    GPUs to ask. What torch.compile was asked to compile runs as it is written."""
+    """A context in which all tensors are on meta (see the module docstring). SyncBatchNorm computes as BatchNorm, since captured programs take statistics over all ranks anyway and it
+    requires GPUs. Code compiled by torch.compile runs uncompiled."""
     with (torch.device("meta"), _Meeting(), mock.patch.object(torch.amp.autocast, "__init__", _of_cpu),
           mock.patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm2d.forward), plain_flex_attention()):
         yield

@@ -2,7 +2,7 @@
 
 Dim 0 of every input that shares the leading size is the batch; dim 1 of integer inputs that share it is the sequence, but for
 the classes [b, h, w] of the places of images [b, c, h, w]. Where floating inputs have the same size there (weights of tokens, log-probabilities, embeddings),
-that may be the sequence too, or chance: who exports tries both.
+that may be the sequence too, or a coincidence: export tries both.
 Export runs on stand-in sizes where the user's own would be specialised (1, or batch equal to sequence).
 """
 
@@ -44,16 +44,16 @@ class Dims:
         return {dims[0] for dims in self.of.values() if 0 in dims}
 
     def loosened(self, name: str, *, own: bool) -> Dims:
-        """The same with the sizes of `name` left to the model's conditions, exported at the user's `own` one or at a stand-in."""
+        """These dims with the range of symbol `name` left to the model's own conditions (torch's Dim.AUTO), exported at the user's size (`own`) or at a stand-in."""
         return replace(self, loose=name, own=own)
 
     def widened(self) -> list[Dims]:
-        """The same with floating inputs that have positions, too; nothing where none look like that."""
+        """These dims with the sequence also in floating inputs of a matching size, as a list of one; empty where there are no such inputs."""
         of = {i: {**self.of.get(i, {}), **self.also.get(i, {})} for i in {**self.of, **self.also}}
         return [replace(self, of=of, also={}, wide=True)] if self.also else []
 
     def without(self, name: str) -> Dims:
-        """The same with symbol `name` static."""
+        """These dims with symbol `name` static."""
         of = {i: {d: n for d, n in dims.items() if n != name} for i, dims in self.of.items()}
         return Dims(of, {n: v for n, v in self.hints.items() if n != name}, self.limits)
 

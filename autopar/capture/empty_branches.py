@@ -1,11 +1,11 @@
-"""Is the branch of masks that pick nothing the one of masks that pick something, with no rows?
+"""A check whether the branch for masks that select nothing equals the branch for masks that select something, applied to no rows.
 
     if mask.any(): out[token] += ...            # yes: nothing is added
-    if len(token) < 8: continue                 # nobody knows: a size is compared with something else than none
+    if len(token) < 8: continue                 # unknown: a size is compared with another number than 0
     out /= sum(mask.any() for mask in masks)    # no: it counts
 
-The model runs without values, once with some masks empty, and once with all of them full, but without what these masks write. Its results are compared as expressions
-(`capture.tape`). The sets of masks are such that of any two masks there is one that has the first and not the second, so that no mask asks for another.
+The model runs without values twice: with some masks empty, and with all masks full but the writes to rows of these masks left out. The results are compared as expressions
+(`capture.tape`). This is done for several sets of masks, chosen such that for any two masks some set has the first and not the second: so no mask can depend on another unnoticed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from autopar.capture.valueless import UNTOLD
 
 
 def nothing_of_nothing(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `model`, which is on meta and stays as it is, gives with masks that pick nothing what it gives without what they write; not where it picks nothing at all, or
-    does not run without values."""
+    """Whether `model`, which is on meta and is not changed, gives the same with empty masks as with full masks whose writes are left out. False where it selects by no mask, or does not run
+    without values."""
     numbers: dict[Hashable, int] = {}
 
     def run(picking: Picking) -> Tape:
@@ -44,7 +44,7 @@ def _same(one: Tape, other: Tape) -> bool:
 
 
 def _apart(masks: int) -> Iterator[set[int]]:
-    """Few sets of masks 0, 1, ..., of which for any two masks one has the first and not the second: each is in another half of them."""
+    """A small family of sets of the masks 0, 1, ..., such that for any two masks some set has the first and not the second."""
     sets = next(n for n in count(2) if math.comb(n, n // 2) >= masks)
     members = list(zip(range(masks), combinations(range(sets), sets // 2), strict=False))
     for number in range(sets):

@@ -1,11 +1,11 @@
-"""What `model.eval()` changes: does the graph of a training step say how the model evaluates, too?
+"""A check whether the graph of a training step can also evaluate: what `model.eval()` changes.
 
     y = F.dropout(x, 0.1, self.training)      # one flag: the graph has the operator, and evaluation leaves it out
     if self.training: y = y * torch.rand(b)   # a random factor, which evaluation leaves out, too (stochastic depth)
     if self.training: y = y + z               # other operators: evaluation is another graph
 
-The model runs once in each mode on tensors without values. Every value has a number by what it is computed of, flags aside, so that equal numbers are equal
-expressions; where all results have those of training, evaluation is the graph with its flags off, and without changes of buffers that evaluation does not make.
+The model runs once in each mode on tensors without values. Every value is numbered by the expression that computes it, training flags ignored (value numbering, `capture.tape`). Where
+all results have the same numbers in both modes, evaluation is the graph with its flags off, and without the changes of buffers that only training makes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from autopar.text import first_line
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a captured model evaluates: with the flags of its functions off, if `why` is empty; else why not. `changing` are the buffers that evaluation
-    changes, too, `noises` counts the products with random factors that it leaves out (`passes.noises`), and `differs` says whether it is another thing than training at all."""
+    """How a captured model evaluates. `why`: why the graph cannot evaluate; empty where it can, with its flags off. `changing`: the buffers that evaluation changes too. `noises`: the
+    number of products with random factors that evaluation leaves out (`passes.noises`). `differs`: whether evaluation differs from training at all."""
 
     why: str = ""
     changing: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Evaluation:
 
 
 def evaluation(model: nn.Module, step: Tape | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Evaluation:
-    """How `model`, a shadow that is in training, evaluates inputs on meta; it stays as it is. `step` is the tape of its training step on them, where there is one."""
+    """How `model`, a shadow in training mode, evaluates on inputs on meta; it is not changed. `step` is the tape of its training step on them; None where that did not run."""
     inputs, numbers = (args, dict(kwargs)), step.numbers if step is not None else dict[Hashable, int]()
     try:
         evaluated = played(shadow(model).eval(), inputs, numbers)

@@ -1,4 +1,4 @@
-"""torch.export on the shadow, and what it says turned into the contract: roles, names, symbols, outputs."""
+"""torch.export of the shadow, and the conversion of the exported program to the captured graph: roles, names, symbols, outputs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[s
 
 @dataclass(eq=False)
 class _Trial:
-    """One attempt: the dims, the inputs with stand-ins for them, the model that is traced, and what tracing tells of it."""
+    """One attempt to export: the dims, the inputs at stand-in sizes, the traced model, and what tracing reports."""
 
     dims: Dims
     model: nn.Module
@@ -77,7 +77,7 @@ class _Trial:
 
 @dataclass(eq=False)
 class _Exporting:
-    """A model on its way through attempts with weaker and weaker dims, and what those before have shown."""
+    """The export of one model by attempts with fewer and fewer symbolic dims, and what earlier attempts have shown."""
 
     fresh: Callable[[], nn.Module]
     args: tuple[Any, ...]
@@ -90,7 +90,7 @@ class _Exporting:
     least: int | None = None  # so many rows, at least, are taken to be picked by any mask
 
     def exported(self) -> tuple[ExportedProgram, Dims, list[str], dict[str, str]]:
-        """The first attempt that goes through. Raises CaptureError where none does."""
+        """The first attempt that succeeds. Raises CaptureError where none does."""
         attempts, model = deque(_weaker(self.dims)), None
         while attempts:
             dims = attempts.popleft()
@@ -170,7 +170,7 @@ class _Exporting:
         return True
 
     def _noted(self, trial: _Trial) -> list[str]:
-        """All that a user should know."""
+        """The notes for the user."""
         picked = [UNPICKED] if self.least and self.training else []
         fixed = [name for name in self.dims.hints if name not in trial.dims.hints]
         static = [why_static(self.failures.get(trial.dims.wide), fixed, self.dims, trial.model)] if fixed else []
@@ -191,7 +191,7 @@ def _refuse_what_does_not_run(fresh: Callable[[], nn.Module], sizes: Iterable[tu
 
 
 def _refuse_draws(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
-    """Raise CaptureError, with the line where a model draws random numbers that its graph would repeat."""
+    """Raise CaptureError, with the user's line, where a model draws Python or numpy random numbers: the graph would have them as constants."""
     raise CaptureError(f"{_class(model)} cannot be captured: it draws random numbers of Python's or of numpy's generator, and its graph would have the same ones in every step\n"
                        f"{where_drawn(model, args, kwargs) or 'where it is traced'}; draw them with torch (torch.rand), turn that off in its config, or pass what is drawn as an input")
 
@@ -213,13 +213,13 @@ def _plain_outputs(model: nn.Module, left_out: dict[str, str]) -> None:
 
 
 def _cache(model: nn.Module) -> AbstractContextManager[None]:
-    """With torch's cache of fake tensors or without it, whichever takes less time for this model."""
+    """A context with torch's cache of fake tensors on or off, whichever is faster for this model."""
     return nullcontext() if sum(1 for _ in model.modules()) > MANY else without_fake_cache()
 
 
 @contextmanager
 def _as_differentiated(notes: list[str]) -> Iterator[None]:
-    """The graph that is traced has the gradients of the model."""
+    """A context in which the traced graph gets the gradients of the model."""
     with refusing_hooks(), own_backwards(notes):
         yield
 
@@ -230,7 +230,7 @@ def _class(model: nn.Module) -> str:
 
 
 def _spell(model: nn.Module, shapes: Any) -> Any:
-    """`dynamic_shapes` as torch.export wants them: by the names of forward's parameters."""
+    """`dynamic_shapes` in the form of torch.export: by the names of forward's parameters."""
     if shapes is None:
         return None
     positional, named = shapes
@@ -239,7 +239,7 @@ def _spell(model: nn.Module, shapes: Any) -> Any:
 
 
 def _listed(shapes: Any) -> Any:
-    """The same with a list for each structure that is a class of the user's own (a registered dataclass), as torch.export wants it."""
+    """`dynamic_shapes` with a list for each registered dataclass of the user, as torch.export requires."""
     if isinstance(shapes, dict):
         return {key: _listed(item) for key, item in shapes.items()}
     if type(shapes) in (list, tuple):
@@ -290,7 +290,7 @@ def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], st
 
 
 def _role(node: fx.Node, spec: Any) -> str:
-    """What a placeholder is. Raises CaptureError for what no graph can hold."""
+    """The role of a placeholder. Raises CaptureError for kinds that a captured graph cannot have."""
     if spec.kind in ROLES:
         return ROLES[spec.kind]
     readers = ", ".join(str(user.target) for user in node.users)

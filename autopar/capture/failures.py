@@ -1,4 +1,4 @@
-"""What torch.export says when it fails, in the words of the user: sizes by their names, and the user's own line."""
+"""Errors of torch.export, rewritten for the user: sizes by their names, and the user's own source line."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def says(error: BaseException | None, dims: Dims, size: str = "") -> str:
 
 
 def of_values(error: BaseException) -> bool:
-    """Whether a model goes one way or another by what tensors hold."""
+    """Whether an error says that control flow depends on values of tensors."""
     return _FROM_VALUES in str(error)
 
 

@@ -1,9 +1,9 @@
-"""Questions whether values are finite, while a model runs without values: they are.
+"""Checks whether values are finite, while a model runs without values: they are answered as if all values were finite.
 
     if not torch.isfinite(hidden).all(): hidden = torch.clamp(hidden, -most, most)      # transformers' DETR and what is made of it
     if torch.isnan(loss): ...
 
-A graph has one branch: that of finite values, which all values of a run are that works. Not of float16, where models clamp what goes beyond 65504 in steps that work.
+A graph has one branch; the one of finite values is right for every run without overflow. Not answered in float16, where models clamp values beyond 65504 in ordinary steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Finite(TorchFunctionMode):
         self._known: dict[int, tuple[Tensor, bool]] = {}  # by id, with the tensor: the id of a freed one would be used again
 
     def of(self, tensor: Tensor) -> bool | None:
-        """What `tensor` is everywhere; None where it is not made of questions whether values are finite."""
+        """The value that `tensor` has in all elements (True or False); None where it is not derived from such a check."""
         return self._known.get(id(tensor), (tensor, None))[1]
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:

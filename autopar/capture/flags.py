@@ -1,6 +1,4 @@
-"""Functions of torch with a flag that says whether they do what they do in training: dropout, batch norms, random slopes.
-
-Those of models, as they call them; of captured graphs it is `passes.switches`.
+"""Torch functions with a training flag (dropout, batch norms, randomised leaky ReLU), as models call them. `passes.switches` has the operators of captured graphs.
 """
 
 from __future__ import annotations
@@ -24,16 +22,16 @@ class Flag:
     drops: bool = False  # without it, the first argument is the result
 
     def is_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call does what it does in training alone."""
+        """Whether the flag of a call is on, so that it computes as in training."""
         needed = True if self.of is None else _given(*self.of, args, kwargs)
         return bool(_given(self.name, self.place, args, kwargs)) and needed is not None and (isinstance(needed, torch.Tensor) or bool(needed))
 
     def without(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call but the flag."""
+        """The arguments of a call without the flag."""
         return (*args[:self.place], *args[self.place + 1:]), {name: value for name, value in kwargs.items() if name != self.name}
 
     def off(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call, the flag off."""
+        """The arguments of a call with the flag off."""
         if self.place < len(args):
             return (*args[:self.place], type(args[self.place])(), *args[self.place + 1:]), dict(kwargs)
         return args, {**kwargs, self.name: type(kwargs.get(self.name, False))()}
@@ -64,7 +62,7 @@ class _Undropped(TorchFunctionMode):
 
 @contextmanager
 def undropped() -> Iterator[None]:
-    """Inside, nothing is dropped."""
+    """A context without dropout."""
     with _Undropped():
         yield
 

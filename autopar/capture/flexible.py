@@ -1,8 +1,8 @@
-"""flex_attention, wherever it is called, as the operators that it says.
+"""flex_attention, traced as plain operators.
 
-torch compiles it to kernels of its own, has no gradient of it on CPUs, and refuses tensors without values. Its checks stay; what it computes is scaled dot product
-attention behind a mask, which a pass may find to be causal, or, where scores are changed, two products with a softmax between them. A block mask is what its
-`mask_mod` says; blocks that say more are refused.
+torch compiles it to kernels of its own, has no gradient of it on CPUs, and refuses fake tensors. Its argument checks are kept. It becomes scaled dot product attention with a mask (which a
+pass may recognise as causal), or, with a `score_mod`, two matmuls with a softmax between them. A block mask is evaluated as its `mask_mod`; a block mask that hides more than that is
+refused.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ HAND_MADE = "let create_block_mask make it, of a mask_mod that says all that is 
 
 @contextmanager
 def plain_flex_attention() -> Iterator[None]:
-    """Inside, flex_attention gives what its functions say by operators that have gradients and need no kernels, and block masks are made of sizes alone. What torch.compile
-    was asked to compile, as it mostly is, runs as it is written.
+    """A context in which flex_attention runs as plain differentiable operators, block masks are computed from sizes alone, and code compiled by torch.compile (as flex_attention mostly is)
+    runs uncompiled.
     Raises CaptureError, inside, for a block mask whose blocks leave out what its `mask_mod` does not, or of which that cannot be told."""
     if _inside:
         yield

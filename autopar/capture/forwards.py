@@ -1,4 +1,4 @@
-"""What the forward of a model is turned into, before torch.export sees it."""
+"""Changes to the forward of a model before torch.export traces it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def one_size(model: nn.Module, dims: Dims) -> None:
 
 
 def assigned_buffers(model: nn.Module) -> None:
-    """Let `forward` end by writing what it assigned to buffers into them."""
+    """At the end of `forward`, copy assigned buffers into the old ones (capture.assigned)."""
     forward, functions = model.forward, [function for function in functions_of(model) if isinstance(function, nn.Module)]
 
     def written(*args: Any, **kwargs: Any) -> Any:
@@ -89,5 +89,5 @@ def no_new_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def functions_of(model: nn.Module) -> list[Callable[..., Any]]:
-    """The loss function, where one was added."""
+    """The loss function that was added to `model`, if any."""
     return [vars(model)["loss_fn"]] if isinstance(model, WithLoss) else []

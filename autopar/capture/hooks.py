@@ -1,4 +1,4 @@
-"""Hooks of the backward, which no graph has: a model that trains with them is refused, for its gradients would be others and nothing would say so."""
+"""Refusal of backward hooks in models that train: a captured graph does not have them, so gradients would differ without an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models do in forward that no graph of operators has: they look at values to complain of them, take gradients, seed generators, and read objects."""
+"""Things that forward does and that a graph of operators cannot have: argument checks of values, gradients, seeding of generators, objects among the inputs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`len(tensor)`, `list(tensor)`, `int(size)` and `float(size)` while a model is traced: sizes and rows, as symbolic as they are.
 
-What Python's own `len` and `int` give is an int, and its own `list` has as many tensors, so that a batch whose length a model asks for would be fixed. The names are set in the
-files that the model's classes and its loss function are written in, for the time of the trace, as torch.fx's own tracer does; a file with such a name of its own keeps it,
-and so does one that hands `int` or `float` on (`dtype=float`, `type(x) is int`), for which torch and Python take their own alone.
+Python's `len` and `int` return an int, and `list` a fixed number of tensors, so a model that uses them would fix its batch size. While tracing, these names are replaced in the modules
+(files) of the model's classes and of its loss function, as torch.fx's tracer does. A file that defines such a name keeps its own, and so does one that uses `int` or `float` as a value
+(`dtype=float`, `type(x) is int`), where torch and Python accept only the real ones.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _length(item: Any) -> Any:
 
 
 class Rows:
-    """The rows of `whole`, nobody knows how many: they can be put together again, and are no list for anything else (TypeError)."""
+    """`list(whole)` for a tensor of symbolic length: it can be stacked or concatenated again; any other use raises TypeError."""
 
     def __init__(self, whole: Tensor) -> None:
         self.whole = whole
@@ -86,7 +86,7 @@ class _Also(type):
 
 
 class _List(list, metaclass=_Also):
-    """`list`, but for tensors of symbolic lengths."""
+    """`list`; of a tensor of symbolic length Rows."""
 
     OWN, BESIDE = builtins.list, Rows
 
@@ -96,12 +96,12 @@ class _List(list, metaclass=_Also):
 
 
 def _of_sizes(arguments: tuple[Any, ...]) -> bool:
-    """Whether a number is asked of a size, or of what is computed of sizes."""
+    """Whether the argument of `int` or `float` is a symbolic size, or computed from such."""
     return len(arguments) == 1 and isinstance(arguments[0], (torch.SymInt, torch.SymFloat))
 
 
 class _Int(int, metaclass=_Also):
-    """`int`, but for sizes, which stay symbolic, and for what is computed of them, which is rounded towards zero as symbolically."""
+    """`int`; sizes stay symbolic, and numbers computed from them are rounded towards zero symbolically."""
 
     OWN, BESIDE = builtins.int, torch.SymInt
 
@@ -112,7 +112,7 @@ class _Int(int, metaclass=_Also):
 
 
 class _Float(float, metaclass=_Also):
-    """`float`, but for sizes, which stay symbolic."""
+    """`float`; sizes stay symbolic."""
 
     OWN, BESIDE = builtins.float, torch.SymFloat
 

@@ -1,10 +1,10 @@
-"""Questions whether a mask picks anything, answered while a model runs without values.
+"""Control flow on whether a mask selects anything, answered while a model runs without values.
 
     token, rank = torch.where(chosen == 3)
     if token.numel() == 0: continue               # or (chosen == 3).any(), its sum, bincount(chosen)[3]
 
-Loops over experts ask them of every expert, to leave out those that no token chose. A graph has one branch: that of masks that pick something, which is right where
-the other one is the same with no rows (`capture.empty_branches`).
+Loops over experts skip the experts that no token chose. A graph has one branch: the one of masks that select something, which is right if the other branch equals it with no rows
+(`capture.empty_branches`).
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ TAKEN = ("eq", "getitem", "ne")
 
 @dataclass(frozen=True)
 class Column:
-    """One known number in a tensor of one dim."""
+    """A one-element tensor whose value is known."""
 
     number: int
 
 
 class Picking(TorchFunctionMode):
-    """Answers for each mask as if it picked something, but for those that are `empty`, by their number: the first that picks or is asked is 0. Writes into rows that
-    `dropped` masks pick are left out. Where `check` is given, sizes stay symbolic, and it is called with what holds for masks that pick so many rows at `least`; where that
-    may be none, nothing is answered. `seen` has the masks, by keys that equal ones share, with their numbers."""
+    """Answers conditions on masks as if each mask selected something, except the masks numbered in `empty`; masks are numbered from 0 in the order of their first use. Writes to rows
+    selected by masks in `dropped` are left out. With `check`, sizes stay symbolic: `check` is called with conditions that hold where a mask selects at least `least` rows, and nothing is
+    answered where that is 0. `seen`: key of a mask, equal for equal masks -> its number."""
 
     def __init__(self, empty: Container[int] = (), dropped: Container[int] = (), *, check: Callable[[Any], None] | None = None, least: int = 1) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is known of masks, and of what is made of them, whatever their values: which rows a tensor names, and what is zero where a mask picks nothing.
+"""Facts about masks and tensors derived from them that hold whatever their values: which mask a tensor of indices comes from, and what is zero where a mask selects nothing.
 
     mask = chosen == 3                          # Mask
     token, rank = torch.where(mask)             # Rows

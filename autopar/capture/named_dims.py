@@ -1,4 +1,4 @@
-"""The user's own dynamic_shapes against the inputs: which dims each flat input was given, by name and place.
+"""The user's dynamic_shapes matched to the flat inputs.
 
 Three forms, as torch.export has them: `(args, kwargs)`; a dict by the names of forward's parameters, targets of a loss function included; a tuple of
 positional ones. Inputs that hold several have the same structure in each.

@@ -1,4 +1,4 @@
-"""What arguments look like that hold several inputs: dicts, tuples and dataclasses of tensors, as plain dicts and tuples of names."""
+"""The structure of arguments that hold several inputs (dicts, tuples and dataclasses of tensors), as plain dicts and tuples of input names."""
 
 from __future__ import annotations
 

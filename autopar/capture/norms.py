@@ -1,4 +1,4 @@
-"""Batch norms of a model: what is told of them beside the graph, where they are operators on statistics."""
+"""The momenta of a model's batch norms, which the emitted module needs beside the graph (runtime.norms)."""
 
 from __future__ import annotations
 

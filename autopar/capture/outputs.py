@@ -1,4 +1,4 @@
-"""What a captured model gives: which output is its loss, and what of its outputs an emitted program can say."""
+"""The outputs of a captured model: which one is the loss, and which of them an emitted program can give."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
 """Functions with a backward of their own (`torch.autograd.Function`), in models that train.
 
 torch.export traces their forward and differentiates that: a rounding whose backward hands the gradient on would train with zeros, and nothing would
-say so. While a model is traced such a function is therefore tried first, on random numbers of the sizes that it is called with. Where autograd makes of
-its forward what its own backward gives, nothing is to be done. Otherwise its backward b is kept: it is linear in the gradient g, so there is a matrix J
-of which b is the transpose, and J x, which is what b is differentiated by g with x coming in, has just that backward. The result y becomes
-`y + (J x - J x)` with all but the first J x detached: y as before, with the gradient b(g). These are operators like all others, and are cut like them.
-What neither is right for (a backward that clips, or adds something of its own) is refused.
+say so. So while a model is traced, such a function is first tried on random tensors of the sizes of the call. Where autograd of its forward gives the same gradients as its own backward,
+nothing is done. Otherwise its backward b is kept: where b is linear in the gradient g, b(g) = J^T g for a matrix J, and x -> J x, the derivative of b with respect to g in
+direction x, has b as its backward. The result y becomes `y + (J x - J x)` with everything but the first J x detached: the value y, with the gradient b(g). These are ordinary operators,
+and are split like others. A function for which neither is right (a backward that clips, or adds a constant) is refused.
 
-A forward is traced as plain code, not by `apply`: that runs it without gradients, which a trace sees only where the forward says so itself, and then until
-somebody says otherwise. What a re-entrant checkpoint runs is traced as if it were not there; the search says what runs again.
+A forward is traced as plain code, not by `apply`: that runs it under no_grad, which the trace would record only partly. Re-entrant checkpoints are traced as if they were not there,
+since the search decides what is recomputed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Values of what a model computes when it is made (rope tables, position ids), for a model on the meta device.
 
-A module says in three ways how its tensors are made: its `reset_parameters`, the `_init_weights(module)` of a Hugging Face model that it
-is in, and its constructor, run again with the arguments that it has kept as attributes. All of them are run on copies whose weights
-stay on meta, so nothing of their size is made. The values of a way count only where it gives the same ones for two different contents
-of the tensor before: then it has written all of it, and not at random. Where several ways give values, they must agree.
+There are three ways to compute a module's tensors: its `reset_parameters`, the `_init_weights(module)` of the Hugging Face model that it is in, and its constructor, called again with the
+arguments that it kept as attributes. All run on copies whose weights stay on meta, so no memory of their size is used. The values of a way are used only if it gives the same ones for
+two different previous contents of the tensor, which shows that it writes all of it, deterministically. Where several ways give values, they must agree.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def recompute(model: nn.Module, names: list[str]) -> tuple[Values, dict[str, str
 
 
 def _answers(model: nn.Module, path: str, keys: list[str]) -> tuple[dict[str, Values], list[str]]:
-    """What each way gives for the tensors `keys` of the module at `path`; and what each that gives nothing says."""
+    """The values that each way gives for the tensors `keys` of the module at `path`, and the reasons of those that give none."""
     answers: dict[str, Values] = {}
     said: list[str] = []
     for way, give in (("reset_parameters", _reset), ("_init_weights", _init_weights), ("its constructor", _again)):
@@ -148,7 +147,7 @@ def _like(copy: nn.Module, owner: nn.Module, keys: list[str]) -> Values:
 
 
 def _poison(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    """A tensor on the CPU that says that it was not written: its content differs between number 0 and 1."""
+    """A CPU tensor filled with a marker that differs between `number` 0 and 1, to see which elements are written."""
     return torch.full(tensor.shape, bool(number) if tensor.dtype == torch.bool else 3 + 8 * number, dtype=tensor.dtype, device="cpu")
 
 

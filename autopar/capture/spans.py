@@ -1,7 +1,7 @@
-"""Sizes that a captured graph is for, where the model's own conditions are met by many: a span of sizes, or of their multiples.
+"""The range of sizes for which a captured graph is valid, where the model has conditions on a size: consecutive sizes, or multiples of a step.
 
-torch proves conditions of sizes (`min(2048, s) <= s`, `s + (64 - s % 64) % 64 == 64 * (...)`) by rules of algebra, or refuses the dim. Here they are tried: all sizes up to a
-limit, each. Emitted models refuse what is beyond it.
+torch proves conditions on sizes (`min(2048, s) <= s`, `s + (64 - s % 64) % 64 == 64 * (...)`) by algebra, or refuses the dim. Here each condition is evaluated for every size up to a
+limit. Emitted models refuse larger sizes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LARGE = 2**13
 
 
 class Fixed(Exception):
-    """The model makes a size a number: no other size, and no other example of it, would change that."""
+    """The program has a size as a constant: another example size would not change that."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Span:
 
 
 def span(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]], name: str, size: int, limit: int | None) -> Span | None:
-    """The sizes of dim `name` around `size` that all conditions of `program` are true of, whatever the others are; None where there is no other one, or a
-    condition cannot be tried. Narrows what torch takes the size for to it.
+    """The longest range of sizes of symbol `name` around `size` for which all conditions of `program` hold, whatever the other symbols are; None where it has `size` alone, or a condition
+    cannot be evaluated. Narrows torch's own range of the symbol to it.
 
     `dims` are the names of the dims of each input, `limit` the greatest size that is asked for. Raises Fixed where the dim is a number in the program.
     """
@@ -68,7 +68,7 @@ def span(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]], name: 
 
 
 def unkept(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]]) -> str:
-    """A condition of several sizes that `program` takes for true and that is not true of all sizes it is for; "" where there is none.
+    """A condition on several sizes that `program` assumes and that does not hold for all sizes in their ranges; "" where there is none.
 
     torch compares conditions of one size with what was asked for, and says nothing of those of several (`int(1.5 * b * s / 4) == 22`).
     """

@@ -1,12 +1,12 @@
-"""Is every step of a model the same one? A graph has one.
+"""A check that every step of a model is the same computation, since a graph has one step.
 
     self.steps += 1; y = y * min(1.0, self.steps / 1000)     # a count, wherever it is kept
     y = y + self.last; self.last = y.detach()                # what the step before computed
     if not self.ready: ...; self.ready = True                # what only the first step does
 
-The model runs twice without values, and what it gives is compared as expressions of weights and inputs (`capture.tape`). What it keeps of the first run (a mask that
-is made once) is the expression that it was. Where that makes another step of the second one, buffers that forward assigned have new values and are no expressions: a fresh model
-runs twice, and each step begins with what is in its buffers.
+The model runs twice without values, and the results are compared as expressions of weights and inputs (`capture.tape`). Tensors that it keeps from the first run (a mask that is made once)
+keep their expressions. Where the second step then differs and forward assigned buffers, a fresh model runs twice again, with these buffers restored before the second step: both
+steps then begin with the same tensors, and only what they compute from them is compared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model computes when it runs without values, as numbers: equal ones are equal expressions of weights and inputs."""
+"""Value numbering of a model that runs without values: equal numbers are equal expressions of weights and inputs."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def target_names(loss_fn: Callable[..., Any]) -> list[str]:
 
 
 def count_targets(loss_fn: Callable[..., torch.Tensor] | None, model: nn.Module, given: int, kwargs: Mapping[str, Any]) -> int:
-    """How many of so many `given` positional inputs go to the loss function. Where it may take some or none (defaults, `*targets`), those that the model does not take."""
+    """How many of the `given` positional inputs go to the loss function: all its targets, or, where their number is open (defaults, `*targets`), the inputs that the model does not take."""
     if loss_fn is None:
         return 0
     taken = _parameters(loss_fn)
@@ -50,7 +50,7 @@ def _parameters(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def refuse_untrained(gm: fx.GraphModule, model: nn.Module) -> None:
-    """Raise CaptureError where no weight of `model` has a gradient of the loss of its graph: a step would end in an error of autograd, on every rank."""
+    """Raise CaptureError where the loss depends on no trained weight of `model`: a training step would fail in autograd on every rank."""
     (output,) = [n for n in gm.graph.nodes if n.op == "output"]
     losses: list[Any] = [node for node, entry in zip(output.args[0], gm.meta["outputs"], strict=True) if entry["kind"] == "loss"]
     if any(needs_grad(gm)[loss] for loss in losses):

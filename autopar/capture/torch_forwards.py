@@ -1,6 +1,6 @@
-"""Forwards of torch's own modules that read values of tensors, as operators that give the same without reading any.
+"""Replacements for forwards of torch's modules that read values of tensors, by operators with the same results.
 
-A graph has no values: it cannot take a number off a counter, nor leave out the clusters of words that no target is in.
+Tracing has no values: it cannot read a counter as a number (batch norms without momentum), nor skip the clusters that no target is in (adaptive softmax).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Code of a model that is traced by itself, below autograd, and whose operators are run once more in the trace of the model."""
+"""Code of a model that is traced separately, below autograd, and whose operators are then run in the trace of the model."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Checks of values, `if condition: raise ...`, while a model runs without values: they pass.
+"""Argument checks on values, `if condition: raise ...`, while a model runs without values: they are taken to pass.
 
     if labels.max() >= vocab_size: raise ValueError(...)     # or elif, `not`, and, or; the other side of an else; an assert
 
-A graph has no such branch. One side of it only raises, so that the model is what the other side says, for every batch that it takes at all; which checks are left out
-is told. A check whose error the model itself may catch decides what it computes, and is none of these. What asks whether values are finite is answered
-too (`capture.finite_checks`), whatever comes of it.
+A graph has no such branch. One side only raises, so for every batch that the model accepts it computes the other side; the notes list the checks that are left out. A check whose error
+the model itself may catch decides what is computed, and is not left out. Conditions on finite values are answered too (`capture.finite_checks`), whatever depends on them.
 """
 
 from __future__ import annotations

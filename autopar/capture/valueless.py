@@ -1,6 +1,6 @@
-"""Runs of a model without values: tensors have shapes, and where a shape depends on values (which rows a mask picks) it is made up.
+"""Runs of a model without values: tensors have only shapes, and data-dependent shapes (rows selected by a mask) are a fixed number.
 
-What is compared of such runs is which operators they are, of what; how many rows there would be makes no difference to that.
+Such runs are compared by their operators and operands, which do not depend on the number of rows.
 """
 
 from __future__ import annotations

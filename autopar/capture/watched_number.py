@@ -1,4 +1,4 @@
-"""A number that tells when it is read: how capture sees that no block depends on its own place."""
+"""An int that raises when it is used: with it capture proves that no block depends on its own position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are already made for several devices, or are no Python any more, or not made yet: what autopar does is not done on top of it."""
+"""Refusal of models that are already distributed (DDP, FSDP, DTensor), compiled to something other than Python (TorchScript), or not initialised (lazy modules)."""
 
 from __future__ import annotations
 

@@ -18,11 +18,10 @@ from torch import fx
 
 from passes import edit, facts, ops
 from passes.expert_layer import together
-from passes.tables import BINARY, UNARY
+from passes.tables import BINARY, CONTRACTIONS, UNARY
 
 aten = torch.ops.aten
 
-CONTRACTIONS = (aten.linear.default, aten.matmul.default)
 COLUMNS = (aten.chunk.default, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
 """What takes columns of rows, along the last dim."""
 

@@ -15,11 +15,9 @@ import torch
 from torch import fx
 
 from passes import edit, facts
-from passes.tables import BINARY, LAST_DIM, UNARY
+from passes.tables import BINARY, CONTRACTIONS, LAST_DIM, UNARY
 
 aten = torch.ops.aten
-
-CONTRACTIONS = (aten.linear.default, aten.matmul.default)
 
 
 def sink_flatten(gm: fx.GraphModule) -> fx.GraphModule:

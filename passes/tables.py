@@ -24,6 +24,9 @@ BINARY = (
 )  # fmt: skip
 """Pointwise ops of two operands that broadcast; the second may be a number."""
 
+CONTRACTIONS = (aten.linear.default, aten.matmul.default)
+"""Products with a matrix, as normalised graphs have them."""
+
 LAST_DIM = (aten.gather.default, aten.softmax.int, aten.log_softmax.int)
 """Ops whose second argument is the one dim that they work along, and that keep all others."""
 

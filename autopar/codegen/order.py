@@ -10,7 +10,7 @@ from autopar.codegen.context import Context
 from autopar.problem.graph import Op
 from autopar.problem.original_names import Naming, namings
 
-WIDTH = 100  # columns of a line of names
+LINE_COLUMNS = 100  # columns of a line of names
 
 
 def ranked(ops: Sequence[Op], order: Sequence[str]) -> list[Op]:
@@ -47,7 +47,7 @@ def _wrapped(parts: Sequence[str]) -> Iterator[str]:
     column = 0
     for number, part in enumerate(parts):
         text = f"{part}," if number < len(parts) - 1 or len(parts) == 1 else part
-        if number and column + len(text) > WIDTH:
+        if number and column + len(text) > LINE_COLUMNS:
             yield "\n" + " " * 13
             column = 0
         yield f"{' ' if column else ''}{text}"

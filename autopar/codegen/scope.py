@@ -32,7 +32,7 @@ from autopar.rules.tiles import tiled
 from autopar.text import quoted
 from passes import facts
 
-WIDTH = 88  # column at which comments start
+COMMENT_COLUMN = 88  # column at which comments start
 
 
 class ScopeWriter:
@@ -129,7 +129,7 @@ class ScopeWriter:
 
     def fresh(self, name: str) -> str:
         """A variable name that is unused in this scope: `name` if it is free, else with a number."""
-        taken = (*RESERVED, *self.context.symbols, *self.context.function_names)
+        taken = (*USED_IN_SCOPES, *self.context.symbols, *self.context.function_names)
         name = f"{name}_" if keyword.iskeyword(name) or name in taken else name
         self.taken[name] = self.taken.get(name, 0) + 1
         return name if self.taken[name] == 1 else self.fresh(f"{name}_{self.taken[name]}")
@@ -137,9 +137,9 @@ class ScopeWriter:
     def say(self, code: str, comment: str = "") -> None:
         """Add one statement; its comment is on the same line, or above it where the statement is long."""
         code = self.indent + code
-        if comment and len(code) >= WIDTH:
+        if comment and len(code) >= COMMENT_COLUMN:
             self.lines.append(f"{code[:len(code) - len(code.lstrip())]}# {comment}")
-        self.lines.append(f"{code.ljust(WIDTH)}# {comment}" if comment and len(code) < WIDTH else code)
+        self.lines.append(f"{code.ljust(COMMENT_COLUMN)}# {comment}" if comment and len(code) < COMMENT_COLUMN else code)
 
     def _placeholder(self, node: fx.Node) -> None:
         op = self.context.program.ops[self._full(node.name)]
@@ -347,7 +347,7 @@ class ScopeWriter:
 
 
 _REPLAYED = {"kept": "keep", "skipped": "skip"}
-RESERVED = ("self", "F", "torch", "MESH", "reshard", "gather", "remat", "keep", "skip", "enough", "block", "changed", "i", *IMPORTED)
+USED_IN_SCOPES = ("self", "F", "torch", "MESH", "reshard", "gather", "remat", "keep", "skip", "enough", "block", "changed", "i", *IMPORTED)
 
 
 def _atom(text: str) -> str:

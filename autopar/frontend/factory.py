@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import CaptureError
+from autopar.frontend.inputs import Inputs
 
 Factory = Callable[..., Any]
-Inputs = tuple[tuple[object, ...], dict[str, object]]
 FORMS = "hf:FILE_OR_FOLDER, path/to/file.py:factory or package.module:factory"
 
 SIZES = ("batch", "seq")

@@ -20,10 +20,9 @@ from autopar.memory.operators import copies, forward_bytes
 from autopar.memory.shares import Shares, named
 from autopar.memory.storages import Book, Storage
 from autopar.pipeline.stage_views import RESULTS
-from autopar.problem.graph import CAST, Op, Program, Ref, Run
+from autopar.problem.graph import CAST, HOLDERS, Op, Program, Ref, Run
 from autopar.problem.op_algorithms import sites
 from autopar.problem.pairs import LayoutPair
-from autopar.problem.saved import HOLDERS
 from autopar.problem.view_ops import makes_view
 from autopar.rules.tiles import weight_of
 from passes.annotate_memory import joins_heads

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from autopar.layout import is_placed, parse, steps
 from autopar.pipeline.microbatches import ancestors
 from autopar.plan import Plan, Stage
-from autopar.problem.graph import Op, Program, Ref
-from autopar.problem.saved import HOLDERS
+from autopar.problem.graph import HOLDERS, Op, Program, Ref
 from autopar.problem.tiling import tiled
 
 RESULTS = ("loss", "output", "mutation")

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from autopar.errors import PlanError
 from autopar.pipeline.schedules import Schedule
 from autopar.plan import Stage
-from autopar.problem.graph import Program, Ref
-from autopar.problem.saved import HOLDERS
+from autopar.problem.graph import HOLDERS, Program, Ref
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,11 @@ import networkx as nx
 
 from autopar.layout import NO_GRAD
 from autopar.problem.clusters import Cluster
-from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.graph import HOLDERS, Op, Program, Ref
 from autopar.rules.language import Option, Tensor, Use
 
 LEAST_DENSE = 2  # dense operators that a branch must have
 _EXIT = -1
-_STILL = ("param", "buffer", "constant", "input")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ def find(program: Program, clusters: Sequence[Cluster]) -> Branches:
 def _graph(program: Program, clusters: Sequence[Cluster]) -> nx.DiGraph:
     """Which cluster feeds which, and the exit that all of them reach; what lies still is no part of it."""
     home = {op.name: i for i, c in enumerate(clusters) for op in c.members}
-    moving = [i for i, c in enumerate(clusters) if c.members[0].role not in _STILL]
+    moving = [i for i, c in enumerate(clusters) if c.members[0].role not in HOLDERS]
     graph = nx.DiGraph()
     graph.add_nodes_from([*moving, _EXIT])
     reads = [(ref, op.name) for op in program.ops.values() for ref in op.operands]
@@ -140,7 +139,7 @@ def _placeable(members: Sequence[int], clusters: Sequence[Cluster], program: Pro
     if any(op.role not in ("op", "port") or not all(t.shape for t in op.call.outs) for op in ops):
         return False
     scopes = dict.fromkeys(op.scope for op in ops if op.scope)
-    if any(c.scope in scopes and c.members[0].role not in _STILL and i not in members for i, c in enumerate(clusters)):
+    if any(c.scope in scopes and c.members[0].role not in HOLDERS and i not in members for i, c in enumerate(clusters)):
         return False  # half of a block
     names = dict.fromkeys(op.name for op in ops)
     for run in (program.runs[scope] for scope in scopes):

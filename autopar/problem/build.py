@@ -23,12 +23,12 @@ from autopar.problem.at_rest import Resting, one_cadence
 from autopar.problem.branches import Branches, coordinate_of
 from autopar.problem.cluster_members import Choice, Member, members_of
 from autopar.problem.clusters import Cluster, Joint
-from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.graph import HOLDERS, Op, Program, Ref
 from autopar.problem.kept_bytes import counted
 from autopar.problem.lanes import in_lanes, whole
 from autopar.problem.nets import Link, bytes_alone, links_of, net_bytes, node_bytes, passing_bytes, shown, step_s
 from autopar.problem.prices import Prices
-from autopar.problem.saved import HOLDERS, Kept, kept
+from autopar.problem.saved import Kept, kept
 from autopar.problem.types import Net, Node, Problem
 from autopar.rules.algorithms import agree
 from autopar.rules.language import Option

@@ -26,6 +26,8 @@ TURNS = (torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops
 """Operators that reorder or cast elements: each shard of their result needs one shard of their operand only."""
 
 Ref = tuple[str, int]  # (name of the producing op, index of its output)
+HOLDERS = ("param", "buffer", "constant", "input")
+"""Roles of values that are in memory for the whole step."""
 
 
 @dataclass(eq=False, slots=True)

@@ -8,10 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.problem.branches import Branches, coordinate_of
-from autopar.problem.clusters import Cluster, Joint
+from autopar.problem.cluster_members import Choice
+from autopar.problem.clusters import Cluster
 from autopar.problem.types import Net, Node
-
-Choice = tuple[Joint, ...]  # one joint option per axis
 
 
 def in_lanes(nodes: Sequence[Node], clusters: Sequence[Cluster], choices: Sequence[Sequence[Choice]],

@@ -15,10 +15,10 @@ from autopar.layout import NO_GRAD, Layout
 from autopar.problem.at_rest import Resting
 from autopar.problem.cluster_members import Choice, Member
 from autopar.problem.clusters import Cluster
-from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.graph import HOLDERS, Op, Program, Ref
 from autopar.problem.pairs import LayoutPair
 from autopar.problem.prices import Prices
-from autopar.problem.saved import HOLDERS, Kept, NetKey
+from autopar.problem.saved import Kept, NetKey
 from autopar.problem.types import Net, Use
 from autopar.rules.experts import INSIDE
 

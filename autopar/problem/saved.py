@@ -27,13 +27,11 @@ from dataclasses import dataclass, field
 import torch
 
 from autopar.problem.clusters import Cluster
-from autopar.problem.graph import Op, Program, Ref
+from autopar.problem.graph import HOLDERS, Op, Program, Ref
 from autopar.problem.rerun import Rerun
 from autopar.problem.view_ops import makes_view
 
 aten = torch.ops.aten
-HOLDERS = ("param", "buffer", "constant", "input")
-"""Roles of values that are in memory for the whole step anyway."""
 
 Edge = tuple[str, int]  # (op name, operand)
 

@@ -13,7 +13,7 @@ from torch import fx
 from autopar.errors import PlanError
 from autopar.problem.at_rest import EACH, is_gathered
 from autopar.problem.clusters import Allow
-from autopar.problem.graph import Op, Program
+from autopar.problem.graph import HOLDERS, Op, Program
 from autopar.recipes import attention
 from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, SAMPLE, cuts_sequence, kind
 from autopar.rules import rule_for
@@ -31,7 +31,7 @@ OVER_VOCABULARY = (aten.embedding.default, ops.bag, ops.cross_entropy_sum)
 LOCAL = ("", "own_heads")
 """What tensor parallelism by hand does with operators: shards of them, and the key heads of a rank's query heads."""
 
-_STILL = ("param", "buffer", "constant", "input", "output", "loss", "mutation")
+_NO_OPERATORS = (*HOLDERS, "output", "loss", "mutation")
 
 
 def anything(ways: int) -> Allow:
@@ -205,7 +205,7 @@ def _cuts_first(op: Op, option: Option, index: int) -> bool:
 def _samples(op: Op, option: Option, ways: int) -> bool:
     if op.role == "input" and 0 in op.batch[0] and op.call.outs[0].sizes[0] % ways == 0:
         return option.split
-    if op.role in _STILL:
+    if op.role in _NO_OPERATORS:
         return True
     batch = any(t.sizes[d] % ways == 0 for t, dims in zip(op.tensors, op.batch, strict=True) for d in dims)
     if batch:  # a sum may pass through (a reduction's views), but no weight is masked to make one
@@ -224,7 +224,7 @@ def _model(op: Op, option: Option, ways: int) -> bool:
         return attention.cuts_heads(op, option)
     if not op.head and _dense(op, ways):
         return kind(op, option) == PARAMETER or (not option.split and attention.makes_few_heads(op.node, ways))
-    return op.role in _STILL or kind(op, option) in (PARAMETER, ATTRIBUTE, REPLICATE, PARTIAL)
+    return op.role in _NO_OPERATORS or kind(op, option) in (PARAMETER, ATTRIBUTE, REPLICATE, PARTIAL)
 
 
 def _dense(op: Op, ways: int) -> bool:

@@ -1,4 +1,4 @@
-'''What emitted files import: meshes, resharding, sharded modules, split algorithms. Imports torch and autopar.layout.
+'''What emitted files import: meshes, resharding, sharded modules, split algorithms. What it may import itself is in docs/internals.md.
 
 An emitted file looks like this (tests/helpers/emitted.py is a whole one, written by hand):
 

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from autopar.errors import RunError
 from autopar.layout import Layout, local_shape, pieces
-
-Range = tuple[int, int]
+from autopar.window_rows import Range
 
 
 @dataclass(frozen=True, slots=True)

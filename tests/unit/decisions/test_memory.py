@@ -9,7 +9,7 @@ from torch import nn
 from autopar.cluster import Cluster
 from autopar.planner import Planner
 from autopar.problem.build import Model
-from autopar.problem.saved import HOLDERS
+from autopar.problem.graph import HOLDERS
 from autopar.problem.settings import Settings
 from autopar.recipes import RECIPES
 from autopar.request import Request

@@ -15,7 +15,8 @@ NAMES = {
     "special_gammainc": "igamma", "special_gammaincc": "igammac", "special_gammaln": "lgamma", "special_logit": "logit", "special_multigammaln": "mvlgamma",
     "special_polygamma": "polygamma", "special_psi": "digamma", "special_sinc": "sinc", "subtract": "sub", "trapz": "trapezoid",
 }  # fmt: skip
-"""The second name of an operator, and the one that the tables of this project have; overloads have the same name, and take the same arguments."""
+"""The second name of an operator, and the one that the tables of this project have; overloads have the same name, and take the same
+arguments."""
 
 ALIASES: dict[Any, Any] = {
     getattr(getattr(aten, second), overload): getattr(getattr(aten, first), overload)

@@ -19,7 +19,8 @@ _NONE, _MEAN = 0, 1  # the reduction argument
 
 def alignments(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops with values, one spelling of casts.
-    does: CTC losses of batches become `ops.ctc_each`, a mean over each sample's targets and over samples; targets that a mask picks of a matrix become the first ones of its rows.
+    does: CTC losses of batches become `ops.ctc_each`, a mean over each sample's targets and over samples; targets that a mask picks of a
+    matrix become the first ones of its rows.
     gives: losses that can be cut by samples; those of targets in a line that is made in other ways stay as they are.
     """
     return edit.rewrite(gm, {aten.ctc_loss.Tensor: _by_samples})
@@ -42,7 +43,8 @@ def _by_samples(node: fx.Node) -> fx.Node | None:
 
 
 def _rows(node: fx.Node, targets: fx.Node, lengths: fx.Node) -> fx.Node | None:
-    """`targets` as a row for each sample, [b, s]: as they are, or where each row of a mask picks as many as `lengths` says of a matrix, with those in front."""
+    """`targets` as a row for each sample, [b, s]: as they are, or where each row of a mask picks as many as `lengths` says of a matrix,
+    with those in front."""
     if len(facts.shape(targets)) == 2:
         return targets
     if (picked := edit.call_of(targets, aten.masked_select.default)) is None:

@@ -118,8 +118,8 @@ def _attention(node: fx.Node, grads: list[bool]) -> Saved | None:
 
 
 def _rms_norm(node: fx.Node, grads: list[bool]) -> Saved:
-    """Plain operators on the CPU (layer_norm.cpp, rms_norm_composite), in float32 at least: rows, wider ones as a copy, and the root of each for their gradient; what the weight
-    is multiplied with for its."""
+    """Plain operators on the CPU (layer_norm.cpp, rms_norm_composite), in float32 at least: rows, wider ones as a copy, and the root of
+    each for their gradient; what the weight is multiplied with for its."""
     rows, weight = grads[0], any(grads[1:])
     itemsize = facts.dtype(node).itemsize
     wide = max(itemsize, torch.float32.itemsize)

@@ -1,4 +1,5 @@
-"""Batch norm as sums, so that a split of the batch gives partial sums and the statistics stay those of the whole batch; the running statistics of instance norms."""
+"""Batch norm as sums, so that a split of the batch gives partial sums and the statistics stay those of the whole batch; the running
+statistics of instance norms."""
 
 from __future__ import annotations
 
@@ -16,10 +17,12 @@ aten = torch.ops.aten
 
 def batch_norm(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: buffers as placeholders, provenance.
-    does: writes batch norm as sums, a reciprocal square root, products; running statistics become mutated outputs, of a norm that is called again those that it left.
+    does: writes batch norm as sums, a reciprocal square root, products; running statistics become mutated outputs, of a norm that is called
+    again those that it left.
           Statistics have at least the bits of float32, as those of torch's kernels. Instance norms that train keep their operator, and what it does to running
           statistics, which its schema does not say, is written behind it.
-    gives: no batch_norm; in evaluation a product and a sum with broadcast [c, 1, 1] statistics. In training the means are `ops.statistic`, which says what they are
+    gives: no batch_norm; in evaluation a product and a sum with broadcast [c, 1, 1] statistics. In training the means are `ops.statistic`,
+    which says what they are
            in evaluation.
     """
     written: set[object] = set()
@@ -39,12 +42,14 @@ def batch_norm(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _check_once(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any], written: set[object]) -> None:
-    """Raise ValueError where two norms that train have the same view of a buffer: in evaluation the second one would have what the first one wrote, which is not done then."""
+    """Raise ValueError where two norms that train have the same view of a buffer: in evaluation the second one would have what the first
+    one wrote, which is not done then."""
     view = given["running_mean"]
     if not given["training"] or view is None or _is_buffer(gm, view) or not any(result.alias_info for result in view.target._schema.returns):
         return
     if (key := (view.target, view.args)) in written:
-        raise ValueError(f"{facts.where(node)} is the second norm whose running statistics are this part of a buffer ({view.name}); give each norm buffers of its own")
+        raise ValueError(f"{facts.where(node)} is the second norm whose running statistics are this part of a buffer ({view.name}); give "
+                         "each norm buffers of its own")
     written.add(key)
 
 
@@ -59,12 +64,15 @@ def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.No
     count = edit.product(node.graph, [edit.size(x, dim) for dim in dims], like=node)
     mean = _mean(gm, node, _sum(node, x, dims), count, given, "running_mean")
     centred = _op(node, aten.sub.Tensor, x, _as(node, mean, x))
-    spread = _op(node, aten.to.dtype, centred, torch.float32) if facts.dtype(x) == torch.float16 else centred  # its squares may leave float16's range
+    # its squares may leave float16's range
+    spread = _op(node, aten.to.dtype, centred, torch.float32) if facts.dtype(x) == torch.float16 else centred
     squares = _sum(node, _op(node, aten.mul.Tensor, spread, spread), dims)
     variance = _mean(gm, node, squares, count, given, "running_var")
-    if given["running_mean"] is not None and given["training"]:  # here, since stages of pipelines cannot begin between what reads a buffer and its new value
+    # here, since stages of pipelines cannot begin between what reads a buffer and its new value
+    if given["running_mean"] is not None and given["training"]:
         fewer = count - 1 if isinstance(count, int) else _op(node, operator.sub, count, 1)
-        unbiased = _op(node, aten.div.Tensor, _op(node, aten.mul.Tensor, _op(node, aten.detach.default, variance), count), fewer)  # of what is summed over ranks already
+        # of what is summed over ranks already
+        unbiased = _op(node, aten.div.Tensor, _op(node, aten.mul.Tensor, _op(node, aten.detach.default, variance), count), fewer)
         _track(gm, node, given["running_mean"], mean, given["momentum"])
         _track(gm, node, given["running_var"], unbiased, given["momentum"])
     scale = _op(node, aten.rsqrt.default, _op(node, aten.add.Tensor, variance, given["eps"]))
@@ -97,14 +105,16 @@ def _as(node: fx.Node, value: fx.Node, other: fx.Node) -> fx.Node:
 
 
 def _mean(gm: fx.GraphModule, node: fx.Node, total: fx.Node, count: Any, given: dict[str, Any], running: str) -> fx.Node:
-    """`total / count`, by the operator that knows what takes its place in evaluation, where something does: the buffer, which does not change then."""
+    """`total / count`, by the operator that knows what takes its place in evaluation, where something does: the buffer, which does not
+    change then."""
     if given[running] is None or not given["training"]:
         return _op(node, aten.div.Tensor, total, count)
     return _op(node, ops.statistic, total, count, edit.buffer_of(gm, given[running]) if _is_buffer(gm, given[running]) else given[running])
 
 
 def _is_buffer(gm: fx.GraphModule, running: fx.Node) -> bool:
-    """Whether running statistics are a buffer, or what one holds since a norm before this one changed it, and not made or cut of one in forward."""
+    """Whether running statistics are a buffer, or what one holds since a norm before this one changed it, and not made or cut of one in
+    forward."""
     held = edit.same_memory(running)[-1]
     return held.op == "placeholder" or held in edit.mutated(gm)
 
@@ -133,7 +143,8 @@ def _per_channel(node: fx.Node, value: fx.Node, given: dict[str, Any]) -> fx.Nod
 
 
 def _track(gm: fx.GraphModule, node: fx.Node, running: fx.Node, batch: fx.Node, momentum: float) -> None:
-    """running <- (1 - momentum) * running + momentum * batch, without gradient; what is no buffer of its own (`stats[domain]`, `mean.repeat(b)`) as any other change in place."""
+    """running <- (1 - momentum) * running + momentum * batch, without gradient; what is no buffer of its own (`stats[domain]`,
+    `mean.repeat(b)`) as any other change in place."""
     fresh = _op(node, aten.detach.default, _op(node, aten.reshape.default, batch, [-1]))
     old = _op(node, aten.mul.Tensor, running, 1.0 - momentum)
     new = _as(node, _op(node, aten.add.Tensor, old, _op(node, aten.mul.Tensor, fresh, momentum)), running)

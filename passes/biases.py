@@ -1,7 +1,7 @@
 """Fuses the biases of linear layers into the kernels of their matmuls.
 
-Earlier passes see a bias as an addition, so that patterns of matmuls (experts, heads, parts of fused weights) are recognised with and without it. A separate addition reads and writes the
-whole result once more, which `linear` with a bias avoids.
+Earlier passes see a bias as an addition, so that patterns of matmuls (experts, heads, parts of fused weights) are recognised with and
+without it. A separate addition reads and writes the whole result once more, which `linear` with a bias avoids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ JOINED: dict[Any, Any] = {aten.linear.default: aten.linear.default, aten.matmul.
 
 def biases(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: contractions without bias; nothing behind it looks for these.
-    does: `linear(x, w) + b` becomes `linear(x, w, b)`, and `x @ w + b` with a matrix w `affine(x, w, b)`, where b is a vector and nobody else reads the product.
+    does: `linear(x, w) + b` becomes `linear(x, w, b)`, and `x @ w + b` with a matrix w `affine(x, w, b)`, where b is a vector and nobody
+    else reads the product.
     gives: linear layers as torch runs them fastest. A rank that has a part of their sum adds a part of the bias (autopar.rules).
     """
     for node in edit.calls(gm, aten.add.Tensor):

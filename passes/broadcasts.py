@@ -1,5 +1,6 @@
-"""`broadcast_tensors` as one `expand` per smaller tensor, so that each has its own gradient, or none. And slices of an expanded dim are taken from the tensor before it was expanded: the
-slice would need the whole dim on every rank (the first sample of prompts that are the same for all samples).
+"""`broadcast_tensors` as one `expand` per smaller tensor, so that each has its own gradient, or none. And slices of an expanded dim are
+taken from the tensor before it was expanded: the slice would need the whole dim on every rank (the first sample of prompts that are the
+same for all samples).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ aten = torch.ops.aten
 
 def broadcasts(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops, casts to what is there already removed.
-    does: broadcast_tensors becomes expands of those of its tensors that are smaller than the others make them; slices of expanded dims are expansions to fewer.
+    does: broadcast_tensors becomes expands of those of its tensors that are smaller than the others make them; slices of expanded dims are
+    expansions to fewer.
     gives: no broadcast_tensors; a tensor that has the sizes already stays as it is (losses broadcast predictions to targets alike).
     """
     for node in edit.calls(gm, aten.broadcast_tensors.default):

@@ -28,7 +28,8 @@ def in_range(chosen: Any, count: int) -> bool:
 
 
 def _ranked(chosen: Any) -> fx.Node | None:
-    """The operator that says for each token which numbers are its first, of all of which `chosen` is a part; None where something else says it."""
+    """The operator that says for each token which numbers are its first, of all of which `chosen` is a part; None where something else says
+    it."""
     part: Any = chosen
     while (seen := edit.call_of(part, aten.reshape.default, aten.slice.Tensor, aten.select.int)) is not None and (seen.target is not aten.reshape.default or _last(seen) == _last(seen.args[0])):
         part = seen.args[0]

@@ -1,4 +1,5 @@
-"""Marks the calls of `reshape`, `contiguous` and the like that copied; whether they give a view or a copy depends on the strides of the operand."""
+"""Marks the calls of `reshape`, `contiguous` and the like that copied; whether they give a view or a copy depends on the strides of the
+operand."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ EITHER = (aten.contiguous.default, aten.flatten.using_ints, aten.ravel.default, 
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """needs: values as torch.export left them, whose memory is that of the model: passes that write operators with others give values that may lie otherwise.
-    does: marks the calls of EITHER whose result lies in another memory than their operand. Of a graph inside (a `no_grad` region) what reads a placeholder is left out.
+    """needs: values as torch.export left them, whose memory is that of the model: passes that write operators with others give values that
+    may lie otherwise.
+    does: marks the calls of EITHER whose result lies in another memory than their operand. Of a graph inside (a `no_grad` region) what
+    reads a placeholder is left out.
     gives: COPIED, for `inplace`.
     """
     for module in gm.modules():

@@ -30,7 +30,8 @@ ASSERTS = (
 
 
 def drop_what_gives_itself(gm: fx.GraphModule) -> None:
-    """Removes calls that give the very tensor that they got: what is done to one of the two is done to the other, and it has its gradient wherever it is asked for."""
+    """Removes calls that give the very tensor that they got: what is done to one of the two is done to the other, and it has its gradient
+    wherever it is asked for."""
     for node in edit.calls(gm, *ITSELF):
         if ITSELF[node.target](node):
             edit.replace(node, node.args[0])  # type: ignore[arg-type]  # a tensor

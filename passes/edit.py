@@ -178,7 +178,8 @@ def drop_dead(gm: fx.GraphModule) -> None:
 
 
 def rewrite(gm: fx.GraphModule, table: Mapping[Any, Callable[[fx.Node], fx.Node | None]]) -> fx.GraphModule:
-    """Replaces each call of an operator in `table` by what its function makes of it, in front of it, and returns `gm`, finished. A call of which it makes None stays."""
+    """Replaces each call of an operator in `table` by what its function makes of it, in front of it, and returns `gm`, finished. A call of
+    which it makes None stays."""
     for node in calls(gm):
         if node.target in table:
             with before(node):
@@ -198,7 +199,8 @@ def finish(gm: fx.GraphModule) -> fx.GraphModule:
 def mutate_buffer(gm: fx.GraphModule, buffer: fx.Node, value: fx.Node, *, behind: fx.Node) -> None:
     """Says that `buffer` (a placeholder) holds `value` from `behind` on: later reads see it, and it becomes an output.
 
-    `gm.meta["outputs"]` gets `{"name", "kind": "mutation", "target": fqn}`; of two mutations the later one stays, which is made of the other one's value if it reads the buffer.
+    `gm.meta["outputs"]` gets `{"name", "kind": "mutation", "target": fqn}`; of two mutations the later one stays, which is made of the
+    other one's value if it reads the buffer.
     """
     redirect_later(buffer, value, behind=behind)
     fqn = buffer.meta["fqn"]

@@ -3,7 +3,8 @@
     einsum("btd,dr,re->bte", x, u, v)      einsum("btr,re->bte", einsum("btd,dr->btr", x, u), v)
     einsum("btd,de->be", x, w)             einsum("bd,de->be", x.sum(1), w)
 
-torch does the same inside of one call. As separate operators each product has its own FLOPs, and intermediate results that are kept for the backward are counted.
+torch does the same inside of one call. As separate operators each product has its own FLOPs, and intermediate results that are kept for the
+backward are counted.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ Term = tuple[fx.Node, str]
 
 def einsums(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
-    does: multiplies more than two operands of an einsum pair by pair in torch's own order (from the left, or along the path that the call names), and
-    sums letters that one operand alone has, and the result lacks, before that.
+    does: multiplies more than two operands of an einsum pair by pair in torch's own order (from the left, or along the path that the call
+    names), and sums letters that one operand alone has, and the result lacks, before that.
     gives: einsums of one operand, or of two that share each letter that is summed.
     """
     for node in edit.calls(gm, aten.einsum.default):

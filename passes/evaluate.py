@@ -1,7 +1,8 @@
 """Evaluates values that depend on sizes only (masks, positions), at small numbers for the symbols.
 
-A property seen at small sizes holds at all sizes only if no constant matters in between: a window of 4096 hides nothing of 8 positions. So each value is evaluated twice: as it is, and with
-the constants that positions are compared with scaled down to the tried sizes, keeping their order relative to each other and to the greatest possible size.
+A property seen at small sizes holds at all sizes only if no constant matters in between: a window of 4096 hides nothing of 8 positions. So
+each value is evaluated twice: as it is, and with the constants that positions are compared with scaled down to the tried sizes, keeping
+their order relative to each other and to the greatest possible size.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def _of_values(node: fx.Node) -> bool:
 
 
 def trials(nodes: list[fx.Node], along: Collection[sympy.Symbol]) -> Iterator[Trial]:
-    """What is tried of these nodes: all combinations of SIZES, within what each symbol may be; and once more with constants scaled, where there are
-    any that could be compared with positions `along` these symbols."""
+    """What is tried of these nodes: all combinations of SIZES, within what each symbol may be; and once more with constants scaled, where
+    there are any that could be compared with positions `along` these symbols."""
     symbols = free_symbols(nodes)
     yield from (Trial(sizes) for sizes in _combinations(symbols, SIZES))
     most = max((upper for symbol, (_, upper) in symbols.items() if symbol in along), default=0)
@@ -147,7 +148,8 @@ def _constants(node: fx.Node) -> Iterator[float]:
 
 
 def _compared(arg: Any, node: fx.Node) -> TypeGuard[float]:
-    """Whether this argument could be what positions are compared with: a number that is no size, which makes nothing symbolic, and does not hide."""
+    """Whether this argument could be what positions are compared with: a number that is no size, which makes nothing symbolic, and does not
+    hide."""
     if not isinstance(arg, (int, float)) or isinstance(arg, bool) or not SMALL < abs(arg) < math.inf:
         return False
     if node.target is aten.slice.Tensor:

@@ -4,8 +4,8 @@
     clamped, gated by itself, every other column            pairs(lambda even, odd: (torch.clamp(odd, -7.0, 7.0) + 1) * ...)
     relu                                                    lambda x: F.relu(x)
 
-Only pointwise operators of one or two tensors (addcmul: three), or of a tensor and a number: they act on each column by itself, so that the layers can be split by width. Values that are
-read more than once get a variable.
+Only pointwise operators of one or two tensors (addcmul: three), or of a tensor and a number: they act on each column by itself, so that the
+layers can be split by width. Values that are read more than once get a variable.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ FUNCTIONS: dict[Any, str] = {aten.addcmul.default: "torch.addcmul", aten.clamp.d
 
 
 def written(result: Any, *sources: Any) -> str | None:
-    """The function that makes `result` of the columns of one source `[n, u]`, or of two that are the halves of one; None where it is not one of those
-    columns and pointwise operators."""
+    """The function that makes `result` of the columns of one source `[n, u]`, or of two that are the halves of one; None where it is not
+    one of those columns and pointwise operators."""
     found = _Text(sources)
     try:
         body = found.of(result)

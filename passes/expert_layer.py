@@ -19,8 +19,8 @@ SPREAD = (aten.expand.default, aten.reshape.default, aten.to.dtype, aten.unsquee
 
 @dataclass(frozen=True)
 class Layer:
-    """The operands of `ops.experts`; `hidden [n, d]`, `chosen` and `gates [n, k]` still flattened. `bias` is that of the second layer, which is added outside:
-    the experts that are cut by width each have a part of a sum."""
+    """The operands of `ops.experts`; `hidden [n, d]`, `chosen` and `gates [n, k]` still flattened. `bias` is that of the second layer,
+    which is added outside: the experts that are cut by width each have a part of a sum."""
 
     hidden: fx.Node
     chosen: fx.Node
@@ -63,7 +63,8 @@ def flat(node: fx.Node) -> fx.Node:
 
 
 def in_front(target: Any, node: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
-    """`target(node, ...)` of flattened tokens `[n, d]`, at the insertion point: of those in front of the flattening where there is one, and flattened then."""
+    """`target(node, ...)` of flattened tokens `[n, d]`, at the insertion point: of those in front of the flattening where there is one, and
+    flattened then."""
     return flat(edit.call(node.graph, target, (flattened(node) or node, *args), kwargs, like=node))
 
 
@@ -81,7 +82,8 @@ def is_zeros(node: Any) -> bool:
 
 
 def together(tensors: list[fx.Node], each: int, like: fx.Node) -> fx.Node:
-    """The tensors in a new first dim, so many for `each` expert behind each other in the second; what they are all cut from where there is such a one."""
+    """The tensors in a new first dim, so many for `each` expert behind each other in the second; what they are all cut from where there is
+    such a one."""
     cuts = [cut for tensor in tensors if (cut := edit.call_of(tensor, aten.select.int)) is not None]
     if len(cuts) == len(tensors) == facts.shape(cuts[0].args[0])[0] and each == 1 and all(cut.args == (cuts[0].args[0], 0, number) for number, cut in enumerate(cuts)):  # type: ignore[arg-type]
         return cuts[0].args[0]  # type: ignore[return-value]

@@ -4,8 +4,8 @@
         token, rank = torch.where(chosen == number)
         out[token] += gates[token, rank, None] * expert(hidden[token])
 
-The number of rows of each expert depends on data, so the operators inside can be neither priced nor split; the layer as a whole can. The weights of the experts stay separate
-parameters, and are stacked where they are used.
+The number of rows of each expert depends on data, so the operators inside can be neither priced nor split; the layer as a whole can. The
+weights of the experts stay separate parameters, and are stacked where they are used.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def _one_layer(terms: list[_Term]) -> Gates | None:
 
 
 def _parts(terms: list[_Term], gates: Gates, like: fx.Node) -> Iterator[fx.Node]:
-    """The sum that the terms, by number, are, at the insertion point. Where dropout is behind each expert's layers, by what tokens choose first, second, ..."""
+    """The sum that the terms, by number, are, at the insertion point. Where dropout is behind each expert's layers, by what tokens choose
+    first, second, ..."""
     graph, dropped = like.graph, terms[0].expert.dropped
     layer = _layer(terms, gates, like)
     choices = facts.shape(layer.chosen)[-1]
@@ -180,7 +181,8 @@ def _layer(terms: list[_Term], gates: Gates, like: fx.Node) -> Layer:
 
 
 def _stacked(weights: list[fx.Node], each: int, *, turned: bool, like: fx.Node) -> fx.Node:
-    """`[experts, i, o]` of matrices `[o, i]`, or `[i, o]` where they are `turned`; of so many for `each` expert, their results one behind the other."""
+    """`[experts, i, o]` of matrices `[o, i]`, or `[i, o]` where they are `turned`; of so many for `each` expert, their results one behind
+    the other."""
     if not turned or each == 1:
         found = together(weights, each, like)
         return found if turned else edit.call(like.graph, aten.transpose.int, (found, 1, 2), like=like)

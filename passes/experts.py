@@ -1,7 +1,7 @@
 """Recognises a layer of experts in its sorted form, and replaces it by a call of `ops.experts`.
 
-Libraries sort the (token, expert) pairs by expert, run grouped matmuls over the sorted rows, undo the sorting and sum up, or add each row to its token. The
-order of rows depends on data, so the operators in between cannot be split by tokens; the layer as a whole can.
+Libraries sort the (token, expert) pairs by expert, run grouped matmuls over the sorted rows, undo the sorting and sum up, or add each row
+to its token. The order of rows depends on data, so the operators in between cannot be split by tokens; the layer as a whole can.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from passes.sorted_rows import (
 aten = torch.ops.aten
 
 SUMS = {aten.scatter_add.default: (1, 2, 3), "torchtitan.deterministic_scatter_add.default": (None, 1, 2)}
-"""What adds rows where each column of an index says: its arguments for the dim (None: the first), the index and the rows. By name what exists only where a library is imported."""
+"""What adds rows where each column of an index says: its arguments for the dim (None: the first), the index and the rows. By name what
+exists only where a library is imported."""
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,8 @@ def _plain(expression: sympy.Expr) -> sympy.Expr:
 
 
 def _before_rounding(number: sympy.Expr) -> sympy.Expr:
-    """What becomes a whole number. `ceil(1.1 * (b * s) / 6)` is 55 of 300 tokens, and `ceil(0.18333333333333335 * b * s)` 56: floats that have a fraction in powers of two are
-    exact whatever the order, all others are multiplied and divided in the order of the model."""
+    """What becomes a whole number. `ceil(1.1 * (b * s) / 6)` is 55 of 300 tokens, and `ceil(0.18333333333333335 * b * s)` 56: floats that
+    have a fraction in powers of two are exact whatever the order, all others are multiplied and divided in the order of the model."""
     ratios = {held: float(held).as_integer_ratio() for held in number.atoms(sympy.Float)}
     if all(by <= EXACT for _, by in ratios.values()):
         return _plain(number.xreplace({held: sympy.Rational(*ratio) for held, ratio in ratios.items()}))
@@ -138,13 +138,15 @@ def example(node: fx.Node, size: int | torch.SymInt) -> int:
     """A number for a size: itself, or the value that it had when the graph was traced."""
     known = size if isinstance(size, int) else size.node.hint
     if known is None:
-        raise ValueError(f"{where(node)}: the size {size} depends on what tensors hold, not on the sizes of the inputs; what a plan costs and where it is cut "
+        raise ValueError(f"{where(node)}: the size {size} depends on what tensors hold, not on the sizes of the inputs; what a plan costs "
+                         "and where it is cut "
                          "must be known before anything runs: compute with a mask over all positions instead of picking some of them")
     return int(known)
 
 
 def spans(gm: torch.nn.Module | None) -> dict[str, tuple[int, int | None, int]]:
-    """Friendly name of a size that inputs have -> the least and the greatest one that the graph is for (0 and None where any is), and what it is a multiple of."""
+    """Friendly name of a size that inputs have -> the least and the greatest one that the graph is for (0 and None where any is), and what
+    it is a multiple of."""
     steps: Mapping[str, int] = getattr(gm, "meta", {}).get("steps", {})
     nodes = gm.graph.find_nodes(op="placeholder") if isinstance(gm, fx.GraphModule) else ()
     sizes = [(friendly, traced) for node in nodes if node.meta.get("role") == "input" for friendly, traced in zip(shape(node), value(node).shape, strict=True)]

@@ -93,7 +93,8 @@ def _idle(gm: fx.GraphModule, run: Run, total: int) -> list[list[fx.Node]]:
             if all(value is not None for value in values):
                 found.append([value for value in values if value is not None])
             elif total != len(run.instances):
-                raise ValueError(f"{prefixes[0]}{rest} is read by no operator, and its like is in other blocks of {run.container}: cannot name all {total}")
+                raise ValueError(f"{prefixes[0]}{rest} is read by no operator, and its like is in other blocks of {run.container}: cannot "
+                                 f"name all {total}")
     return found
 
 
@@ -142,9 +143,9 @@ def _body(
 
 
 def _weight_names(run: Run, values: list[fx.Node], total: int) -> dict[str, Any]:
-    """`fqns` of all instances of a weight, checked against `values`, those in the graph; and `fqn`, the name in the block: relative to its module,
-    `up.weight`; in a period of several modules with the number of its module in front, `1.up.weight`; the whole name of the first instance,
-    with underscores, where the weight is elsewhere."""
+    """`fqns` of all instances of a weight, checked against `values`, those in the graph; and `fqn`, the name in the block: relative to its
+    module, `up.weight`; in a period of several modules with the number of its module in front, `1.up.weight`; the whole name of the first
+    instance, with underscores, where the weight is elsewhere."""
     known = [value.meta["fqn"] for value in values]
     elsewhere = known[0].replace(".", "_")
     start = run.instances[0].start

@@ -25,8 +25,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Gates:
-    """What an expert's rows are multiplied with: `node [..., k]`, or `[...]` where a token chooses one, or `[..., e]` of `all` experts; one where it is None. `summed`: over
-    the choices of a token that are this expert."""
+    """What an expert's rows are multiplied with: `node [..., k]`, or `[...]` where a token chooses one, or `[..., e]` of `all` experts; one
+    where it is None. `summed`: over the choices of a token that are this expert."""
 
     node: fx.Node | None
     all: bool = False
@@ -54,7 +54,8 @@ def gates_of(node: Any, mask: Mask) -> list[Gates]:
 def _of_tokens(gates: fx.Node, mask: Mask, dims: int) -> list[Gates]:
     """What gates of single tokens `[...]`, of so many `dims`, or `[..., 1]`, are, as an expert of `mask` reads them."""
     rank, merged = len(facts.shape(gates)), edit.call_of(gates, aten.reshape.default)
-    total = edit.call_of(gates if merged is None else merged.args[0], aten.sum.dim_IntList)  # one number for each token, in their order, in whatever shape
+    # one number for each token, in their order, in whatever shape
+    total = edit.call_of(gates if merged is None else merged.args[0], aten.sum.dim_IntList)
     if total is not None and facts.shape(gates)[dims:] in ((), (1,)) and (summed := _summed(total, mask)) is not None:
         return [Gates(summed, summed=True)]
     found = [] if mask.ranked or rank != dims else [Gates(gates)]

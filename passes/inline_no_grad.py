@@ -54,7 +54,8 @@ def _flatten(gm: fx.GraphModule, *, grad: bool) -> None:
             _mark(body)
         results = _copy(body, node, operands)
         if grad and not enabled:
-            results = [result if result in operands else _detached(result, node) for result in results]  # a tensor from outside is what it was
+            # a tensor from outside is what it was
+            results = [result if result in operands else _detached(result, node) for result in results]
         _hand_out(node, results)
         gm.graph.erase_node(node)
         if not body_node.users:

@@ -1,4 +1,5 @@
-"""What kernels keep for the backward beside operands and results: masks, statistics, indices, counts. In bytes, as formulas in the symbols of the sizes.
+"""What kernels keep for the backward beside operands and results: masks, statistics, indices, counts. In bytes, as formulas in the symbols
+of the sizes.
 
 An operator with an entry here always runs in a recomputed block, even if its result is not needed: its backward needs these extras.
 """
@@ -117,7 +118,8 @@ def _singular_vectors(node: fx.Node) -> Size:
 
 
 def _condition(node: fx.Node) -> Size:
-    """Singular vectors and values; where these are summed, their reciprocals and both sums too. Of other norms torch has no gradient: nothing."""
+    """Singular vectors and values; where these are summed, their reciprocals and both sums too. Of other norms torch has no gradient:
+    nothing."""
     order = edit.args_of(node)["p"]
     if order is not None and order not in SPECTRAL:
         return 0
@@ -139,7 +141,8 @@ SPECTRAL = (2, -2, "nuc")
 
 
 def _matrix_norm(node: fx.Node) -> Size:
-    """The result, which is kept by all but the sum of singular values; of matrices sums of rows or columns, or singular values with their vectors."""
+    """The result, which is kept by all but the sum of singular values; of matrices sums of rows or columns, or singular values with their
+    vectors."""
     given, operand = edit.args_of(node), edit.tensor_operands(node)[0]
     sizes, order, result = facts.shape(operand), given["ord"], facts.nbytes(node)
     dims = matrix_dims(given, len(sizes))
@@ -209,9 +212,11 @@ BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
     aten.log_sigmoid.default: facts.nbytes,
     aten.lstm.input: _recurrent(6),
     aten.lstm_cell.default: _gates(5),
-    aten.hinge_embedding_loss.default: lambda node: _first(node) + 2 * facts.numel(edit.tensor_operands(node)[0]),  # of what is clamped, and two masks
+    # of what is clamped, and two masks
+    aten.hinge_embedding_loss.default: lambda node: _first(node) + 2 * facts.numel(edit.tensor_operands(node)[0]),
     aten.l1_loss.default: _first,  # the differences
-    aten.margin_ranking_loss.default: lambda node: 2 * _first(node),  # the differences, before it clamps them in place, and the targets' signs turned
+    # the differences, before it clamps them in place, and the targets' signs turned
+    aten.margin_ranking_loss.default: lambda node: 2 * _first(node),
     aten.max_pool1d.default: _elements(COUNT_BYTES),
     aten.max_pool2d.default: _elements(COUNT_BYTES),
     aten.max_pool3d.default: _elements(COUNT_BYTES),

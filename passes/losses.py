@@ -22,9 +22,10 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 def losses(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops, every change of sizes spelled `reshape`.
-    does: cross-entropies become `ops.cross_entropy_sum` over `ops.count_valid`, or over `ops.weigh_valid` where classes have weights; those against
-    probabilities become plain operators; other mean losses sum over number.
-    gives: losses without a mean, on unflattened logits and labels; of float16 means of terms or sums in float32, for a sum, or a number of labels, may leave float16's range.
+    does: cross-entropies become `ops.cross_entropy_sum` over `ops.count_valid`, or over `ops.weigh_valid` where classes have weights; those
+    against probabilities become plain operators; other mean losses sum over number.
+    gives: losses without a mean, on unflattened logits and labels; of float16 means of terms or sums in float32, for a sum, or a number of
+    labels, may leave float16's range.
     """
     return edit.rewrite(gm, LOSSES)
 
@@ -82,7 +83,8 @@ def _cast(x: fx.Node, dtype: torch.dtype, node: fx.Node) -> fx.Node:
 
 
 def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
-    """A cross-entropy against probabilities of classes: plain operators, as torch has it; its mean is over positions, with weights of classes or without."""
+    """A cross-entropy against probabilities of classes: plain operators, as torch has it; its mean is over positions, with weights of
+    classes or without."""
     logits, wanted, weight, graph = given["self"], given["target"], given["weight"], node.graph
     dim = min(1, len(facts.shape(logits)) - 1)
     classes = facts.shape(logits)[dim]
@@ -112,7 +114,8 @@ def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
 
 
 def _unflattened(logits: fx.Node, labels: fx.Node, beside: int = 1) -> tuple[fx.Node, fx.Node]:
-    """Both without the reshapes that merge batch and sequence, when their sizes then still agree; labels lack as many dims as `beside` says."""
+    """Both without the reshapes that merge batch and sequence, when their sizes then still agree; labels lack as many dims as `beside`
+    says."""
     wide = flattened(logits)
     source = labels.args[0] if labels.target is aten.reshape.default else None
     if wide is not None and isinstance(source, fx.Node) and facts.shape(wide)[:len(facts.shape(wide)) - beside] == facts.shape(source):
@@ -130,7 +133,8 @@ def _mean(node: fx.Node) -> fx.Node | None:
     shape = facts.shape(terms)
     other = shape != facts.shape(operand)[:len(shape)]  # the other operands are larger
     if facts.dtype(terms) == torch.float16 and not other:
-        return edit.call(node.graph, aten.mean.default, (terms,), like=node)  # their sum would be in float16: the pass `means` takes it in float32
+        # their sum would be in float16: the pass `means` takes it in float32
+        return edit.call(node.graph, aten.mean.default, (terms,), like=node)
     node.graph.erase_node(terms)
     if other:
         return None

@@ -2,8 +2,9 @@
 
     F.cross_entropy(logits[mask], labels[mask]),  ((x - y) ** 2)[mask].mean(),  torch.masked_select(x, mask).sum()
 
-The number of selected rows depends on data, and a graph has sizes of its inputs only. So row-wise computation on selected rows is done on all rows, with zeros in the rows that are not
-selected. Only operators with finite derivatives at zero are supported (no logarithm, root or division by rows): a zero gradient times an infinite derivative would be nan.
+The number of selected rows depends on data, and a graph has sizes of its inputs only. So row-wise computation on selected rows is done on
+all rows, with zeros in the rows that are not selected. Only operators with finite derivatives at zero are supported (no logarithm, root or
+division by rows): a zero gradient times an infinite derivative would be nan.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ def widened(mask: fx.Node, rows: fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _operands(node: fx.Node, known: Known, given: Sequence[Any]) -> tuple[list[Any], fx.Node] | None:
-    """`given`, arguments of `node`, with all rows of what is picked by one mask, and the mask; None where that is not known. What is not picked is as it was."""
+    """`given`, arguments of `node`, with all rows of what is picked by one mask, and the mask; None where that is not known. What is not
+    picked is as it was."""
     found = [whole(item, known) if isinstance(item, fx.Node) and is_picked(item) else item for item in given]
     masks = dict.fromkeys(item.mask for item in found if isinstance(item, Whole))
     if None in [new for new, item in zip(found, given, strict=True) if item is not None] or len(masks) != 1:
@@ -245,7 +247,8 @@ def _over(node: fx.Node, known: Known, *, mean: bool) -> fx.Node | None:
 
 
 def _together(node: fx.Node, found: Whole, dims: list[int] | None, *, mean: bool) -> fx.Node:
-    """The sum of all rows over `dims` of the picked ones, the first one among them, or over all; or its quotient by how many the mask picks. Added up in float32 where rows have 16 bits."""
+    """The sum of all rows over `dims` of the picked ones, the first one among them, or over all; or its quotient by how many the mask
+    picks. Added up in float32 where rows have 16 bits."""
     graph, rank, result = node.graph, len(facts.shape(found.rows)), facts.dtype(node)
     rest = [dim + found.more for dim in dims[1:]] if dims is not None else list(range(found.more + 1, rank))
     over = [*range(found.more + 1), *rest]
@@ -271,7 +274,8 @@ FINITE_AT_ZERO = (
     aten.neg.default, aten.relu.default, aten.rsub.Scalar, aten.sigmoid.default, aten.silu.default, aten.sin.default, aten.softplus.default, aten.square.default, aten.sub.Tensor,
     aten.tanh.default, aten.to.dtype,
 )  # fmt: skip
-"""Pointwise operators whose derivatives are finite where the operands are zero: rows that were not picked may be set to zero before them."""
+"""Pointwise operators whose derivatives are finite where the operands are zero: rows that were not picked may be set to zero before
+them."""
 ELEMENTS = (aten.binary_cross_entropy_with_logits.default, aten.huber_loss.default, aten.l1_loss.default, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default)
 """Losses with a term for each element."""
 

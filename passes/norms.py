@@ -1,4 +1,5 @@
-"""Recognises RMSNorm written with elementary operators, and replaces it by torch's: one kernel for six, and less memory kept for the backward.
+"""Recognises RMSNorm written with elementary operators, and replaces it by torch's: one kernel for six, and less memory kept for the
+backward.
 
     x * rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)          # also x * x; 1 / sqrt, division by sqrt, ** -0.5
     (...x.to(float32)...).to(x.dtype)                         # with all of it in a wider dtype
@@ -31,8 +32,10 @@ COMPUTED = 32
 
 def norms(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: every cast spelled `to`; means not yet taken apart.
-    does: finds rows, of a width that is a number, that are divided by the root of the mean of their squares, with casts around and a weight behind.
-    gives: `rms_norm`, which computes in float32 where rows have fewer bits; with a weight it rounds once, where models round before they multiply, too.
+    does: finds rows, of a width that is a number, that are divided by the root of the mean of their squares, with casts around and a weight
+    behind.
+    gives: `rms_norm`, which computes in float32 where rows have fewer bits; with a weight it rounds once, where models round before they
+    multiply, too.
     """
     for node in edit.calls(gm, aten.mul.Tensor, aten.div.Tensor):
         found = _norm(node)
@@ -119,7 +122,8 @@ def _bits(node: fx.Node) -> int:
 
 
 def _replace(found: _Norm) -> None:
-    """The norm as one operator, with the weight, if one comes next: of what is there before the casts, if it is cast back and computed in no fewer bits."""
+    """The norm as one operator, with the weight, if one comes next: of what is there before the casts, if it is cast back and computed in
+    no fewer bits."""
     rows, last = found.rows, found.node
     cast, source = _only_user(last, aten.to.dtype), _source(rows)
     if source is not rows and cast is not None and facts.dtype(cast) == facts.dtype(source) and max(_bits(source), COMPUTED) >= _bits(rows):

@@ -1,7 +1,7 @@
 """Constants that are added to a loss, as tensors.
 
-A rank (or microbatch) with a partial sum must not add the whole constant, and an addition of a Python number has no operand that could be replicated or partial. As a tensor, the constant
-is an operand like any other, and counts once.
+A rank (or microbatch) with a partial sum must not add the whole constant, and an addition of a Python number has no operand that could be
+replicated or partial. As a tensor, the constant is an operand like any other, and counts once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SPELLED: dict[Any, tuple[Any, bool]] = {
 
 def numbers(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: means as quotients.
-    does: a number that is added to a value of one element on the way to the loss, or subtracted, or from which one is, becomes a value of its own.
+    does: a number that is added to a value of one element on the way to the loss, or subtracted, or from which one is, becomes a value of
+    its own.
     gives: sums of values, which let parts of sums through; what is not on the way to the loss stays as it is.
     """
     for node in _above_loss(gm):

@@ -33,7 +33,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class Expert:
-    """Layers that read `hidden [..., d]`, the layer behind them, and what is pointwise between, as a text. `dropped` is the dropout behind all."""
+    """Layers that read `hidden [..., d]`, the layer behind them, and what is pointwise between, as a text. `dropped` is the dropout behind
+    all."""
 
     hidden: fx.Node
     first: tuple[Linear, ...]
@@ -49,7 +50,8 @@ class Expert:
 
 
 def rows_of(node: Any, mask: Mask) -> fx.Node | None:
-    """What `node` has the rows of tokens `[..., d]` of, those that `mask` picks: `hidden[token]`, `hidden[mask]` or `hidden[None, token]`."""
+    """What `node` has the rows of tokens `[..., d]` of, those that `mask` picks: `hidden[token]`, `hidden[mask]` or `hidden[None,
+    token]`."""
     rows = taken(_flat(node))
     if rows is None:
         return None

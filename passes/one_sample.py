@@ -1,10 +1,10 @@
 """Values computed from sizes that are the same for every sample, computed for one sample and expanded.
 
-Positions and masks are written for the whole batch, `arange(s).expand(b, s)`, and then read with `arange(b)` as one of the indices: a
-batch that is cut by ranks or by microbatches would have to know which of its samples it has. A value that turns out the same for all samples at
-several sizes is computed once more with a batch of one, and expanded: the expansion is cut as any other value. So are values of the heads of all
-samples in one dim, for the heads of one. Random numbers for a batch are drawn like a
-tensor of its sizes, so that a rank draws for its own samples.
+Positions and masks are written for the whole batch, `arange(s).expand(b, s)`, and then read with `arange(b)` as one of the indices: a batch
+that is cut by ranks or by microbatches would have to know which of its samples it has. A value that turns out the same for all samples at
+several sizes is computed once more with a batch of one, and expanded: the expansion is cut as any other value. So are values of the heads
+of all samples in one dim, for the heads of one. Random numbers for a batch are drawn like a tensor of its sizes, so that a rank draws for
+its own samples.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Batches = dict[sympy.Symbol, fx.Node]
 
 def one_sample(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops with devices dropped.
-    does: makes values that depend on sizes only, and are the same for each sample, for one sample, and expands them; random numbers are drawn
+    does: makes values that depend on sizes only, and are the same for each sample, for one sample, and expands them; random numbers are
+    drawn
           like an expanded tensor.
     gives: no values of sizes that differ by their sample only in name.
     """
@@ -65,7 +66,8 @@ def _batches(gm: fx.GraphModule) -> Batches:
 
 
 def _batch_of(node: fx.Node, batches: Batches) -> sympy.Symbol | None:
-    """The symbol of a batch that is the size of a dim of the one tensor that `node` gives, or divides the size of just one (samples by heads, flattened)."""
+    """The symbol of a batch that is the size of a dim of the one tensor that `node` gives, or divides the size of just one (samples by
+    heads, flattened)."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None
@@ -98,7 +100,8 @@ def _of_sizes(gm: fx.GraphModule) -> dict[fx.Node, None]:
 
 
 def _can(node: fx.Node, symbol: sympy.Symbol) -> bool:
-    """Whether `node`, if it is a size, can be had for a batch of one: it has nothing of the batch, is the batch, or follows from such sizes."""
+    """Whether `node`, if it is a size, can be had for a batch of one: it has nothing of the batch, is the batch, or follows from such
+    sizes."""
     if not is_size(node) or (expr := _expression(node.meta["val"])) is None or expr == symbol or symbol not in expr.free_symbols:
         return True
     return node.target is not aten.sym_size.int and all(_can(operand, symbol) for operand in node.all_input_nodes)

@@ -27,7 +27,8 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int, label_s
 
 
 def cross_entropy_each(logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, weight: Tensor | None = None) -> Tensor:
-    """Cross-entropy of every position of `logits [..., v]` against `labels [...]`, as in `cross_entropy_sum`: [...], 0 where the label is ignored."""
+    """Cross-entropy of every position of `logits [..., v]` against `labels [...]`, as in `cross_entropy_sum`: [...], 0 where the label is
+    ignored."""
     return _cross_entropy(logits, labels, ignore_index, label_smoothing, weight, "none").reshape(labels.shape)
 
 
@@ -43,17 +44,20 @@ def _cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, label_smoo
 
 
 def ctc_each(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
-    """CTC loss of every sample of `log_probs [t, b, c]` against the first of its `targets [b, s]`, as many as `target_lengths [b]` says, in the first `input_lengths [b]` steps: [b]."""
+    """CTC loss of every sample of `log_probs [t, b, c]` against the first of its `targets [b, s]`, as many as `target_lengths [b]` says, in
+    the first `input_lengths [b]` steps: [b]."""
     return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity)
 
 
 def noised(x: Tensor, noise: Tensor, keep: float) -> Tensor:
-    """`x / keep * noise` in training, `noise` of sizes that broadcast to those of `x`; a model that evaluates has `x` instead. Result: as `x`."""
+    """`x / keep * noise` in training, `noise` of sizes that broadcast to those of `x`; a model that evaluates has `x` instead. Result: as
+    `x`."""
     return x / keep * noise
 
 
 def statistic(total: Tensor, count: int, running: Tensor) -> Tensor:
-    """A mean over a batch: `total [1, c, 1, ...]` over `count`, in training; a model that evaluates has `running [c]` instead. Result: as `total`."""
+    """A mean over a batch: `total [1, c, 1, ...]` over `count`, in training; a model that evaluates has `running [c]` instead. Result: as
+    `total`."""
     return total / count
 
 
@@ -153,8 +157,8 @@ def experts(hidden: Tensor, chosen: Tensor, gates: Tensor, up: Tensor, down: Ten
 
 
 def bag(table: Tensor, chosen: Tensor, gates: Tensor | None = None, mode: str = "sum", padding: int = -1) -> Tensor:
-    """Of each bag of rows of `table [v, d]`, `chosen [..., n]`, their sum, mean or max by `mode`; in sums each `gates [..., n]` times. Row `padding`
-    (-1: none) counts nothing. Result: `[..., d]`, of the dtype that table and gates promote to.
+    """Of each bag of rows of `table [v, d]`, `chosen [..., n]`, their sum, mean or max by `mode`; in sums each `gates [..., n]` times. Row
+    `padding` (-1: none) counts nothing. Result: `[..., d]`, of the dtype that table and gates promote to.
     """
     dtype = table.dtype if gates is None else torch.promote_types(table.dtype, gates.dtype)
     if chosen.is_meta or isinstance(chosen, FakeTensor):
@@ -165,8 +169,8 @@ def bag(table: Tensor, chosen: Tensor, gates: Tensor | None = None, mode: str = 
 
 
 def ragged_bags(table: Tensor, chosen: Tensor, starts: Tensor, gates: Tensor | None = None, mode: str = "sum", padding: int = -1, last: bool = False) -> Tensor:
-    """As `bag`, of bags of several lengths: one behind the other in `chosen [n]`, and `gates [n]`, from `starts [b]` on (with `last` also the end of
-    the last one, `[b + 1]`). Result: `[b, d]`.
+    """As `bag`, of bags of several lengths: one behind the other in `chosen [n]`, and `gates [n]`, from `starts [b]` on (with `last` also
+    the end of the last one, `[b + 1]`). Result: `[b, d]`.
     """
     if chosen.is_meta or isinstance(chosen, FakeTensor):
         return table.new_empty((starts.shape[0] - last, table.shape[1]))
@@ -176,15 +180,16 @@ def ragged_bags(table: Tensor, chosen: Tensor, starts: Tensor, gates: Tensor | N
 def fill_rows(x: Tensor, places: Tensor, rows: Tensor) -> Tensor:
     """`x [b, s, d]` with `rows [b, n, d]`, one after the other, in the rows where `places [b, s]` is true: image features for image tokens.
 
-    There are as many places as rows, in each part that samples are cut into, or a ValueError is raised (on a GPU, which is not waited for, its
-    own assertion fails).
+    There are as many places as rows, in each part that samples are cut into, or a ValueError is raised (on a GPU, which is not waited for,
+    its own assertion fails).
     """
     if x.is_meta or isinstance(x, FakeTensor):  # sizes only: how many places there are is data
         return torch.empty_like(x)
     wanted, found = rows.shape[0] * rows.shape[1], places.sum()
     said = f"wanted {wanted} places for as many rows, {rows.shape[1]} for each of {rows.shape[0]} samples"
     if found.device.type == "cpu" and int(found) != wanted:
-        raise ValueError(f"{said}; got {int(found)} places, {places.sum(1).tolist()} in these samples. A batch that is cut by samples needs as many "
+        raise ValueError(f"{said}; got {int(found)} places, {places.sum(1).tolist()} in these samples. A batch that is cut by samples "
+                         "needs as many "
                          "image tokens in each part as there are features of its images: put as many images into each sample")
     assert_async(found == wanted, f"{said}: image tokens and image features of this part of the batch do not match")
     return x.masked_scatter(places.unsqueeze(-1), rows)

@@ -1,7 +1,8 @@
 """Buffers in their own dtypes, in a graph that was captured with all floating tensors of the model in one narrower dtype (mixed precision).
 
-Export has traced the model with buffers in the dtype of activations, so that operand dtypes agree. Afterwards, values computed from buffers alone (tables of angles) are computed in the
-buffers' own dtypes, and updates of buffers (counters, averages) in that of the buffer. Casts are inserted where such values are combined with activations.
+Export has traced the model with buffers in the dtype of activations, so that operand dtypes agree. Afterwards, values computed from buffers
+alone (tables of angles) are computed in the buffers' own dtypes, and updates of buffers (counters, averages) in that of the buffer. Casts
+are inserted where such values are combined with activations.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ TAKES_NUMBERS = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, at
 
 def own_dtypes(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops, every cast spelled `to`, no asserts.
-    does: gives the buffers that `gm.meta["own_dtypes"]` names (fqn -> dtype) that dtype, and what is computed of them; casts what meets activations.
+    does: gives the buffers that `gm.meta["own_dtypes"]` names (fqn -> dtype) that dtype, and what is computed of them; casts what meets
+    activations.
     gives: activations in the dtypes that they had; new values of buffers in those of the buffers.
     """
     wanted: Mapping[str, torch.dtype] = gm.meta.get("own_dtypes", {})
@@ -42,8 +44,8 @@ def own_dtypes(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Own:
-    """One run. `active`: what depends on parameters or floating inputs; `ways`: what lies between a buffer and its new value, and the dtype that it is computed in;
-    `wide`: what has other dtypes than it was captured with, since it is made of buffers."""
+    """One run. `active`: what depends on parameters or floating inputs; `ways`: what lies between a buffer and its new value, and the dtype
+    that it is computed in; `wide`: what has other dtypes than it was captured with, since it is made of buffers."""
 
     def __init__(self, gm: fx.GraphModule, own: dict[fx.Node, torch.dtype]) -> None:
         self.gm, self.own = gm, own
@@ -94,7 +96,8 @@ class _Own:
                 node.replace_input_with(operand, self._cast(operand, dtype, node))
 
     def _lifted(self, value: fx.Node, dtype: torch.dtype, user: fx.Node) -> fx.Node:
-        """`value` in the wider `dtype` for `user`: before it was made narrower, or computed in `dtype` all along where it is made of neither activations nor chance."""
+        """`value` in the wider `dtype` for `user`: before it was made narrower, or computed in `dtype` all along where it is made of
+        neither activations nor chance."""
         if _dtype(value) == dtype:
             return value
         if value.target is aten.to.dtype and facts.dtype(value) == self.narrow and facts.is_float(value.args[0]) and facts.dtype(value.args[0]) != self.narrow:  # type: ignore[arg-type]  # a tensor
@@ -145,8 +148,8 @@ def _active(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def _ways(gm: fx.GraphModule, own: Mapping[fx.Node, torch.dtype], active: set[fx.Node]) -> dict[fx.Node, torch.dtype]:
-    """What lies between one of the buffers `own` and its new value, without activations (what depends on inputs and is larger than the buffer), products of them,
-    and what goes through these."""
+    """What lies between one of the buffers `own` and its new value, without activations (what depends on inputs and is larger than the
+    buffer), products of them, and what goes through these."""
     place = {node: number for number, node in enumerate(gm.graph.nodes)}
     named = {node.meta["fqn"]: node for node in own}
     fed = _fed(gm)

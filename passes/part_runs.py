@@ -48,7 +48,8 @@ def _part(gm: fx.GraphModule, call: fx.Node, begins: Mapping[str, int]) -> None:
     whole, body = int(call.meta["repeat"]), body_of(call)
     edges = [0, *begins.values(), whole]
     if any(a >= b for a, b in itertools.pairwise(edges)):
-        raise ValueError(f"{call.target} has {whole} instances and cannot be parted in front of {list(begins.values())}: every part needs one")
+        raise ValueError(f"{call.target} has {whole} instances and cannot be parted in front of {list(begins.values())}: every part needs "
+                         "one")
     taken = [name for name in begins if hasattr(gm, name)]
     if taken:
         raise ValueError(f"a part of {call.target} cannot be called {taken[0]!r}: the graph has that already")

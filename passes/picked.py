@@ -25,8 +25,8 @@ TOKEN, RANK, NUMBER = "token", "rank", "number"
 
 @dataclass(frozen=True)
 class Mask:
-    """Where `chosen [..., k]`, or `[...]`, holds `number` (None where all numbers are a dim); `dims` says what the dims of the mask are, dims of tokens that
-    are not merged by their position. `over`: where any of the k is the number."""
+    """Where `chosen [..., k]`, or `[...]`, holds `number` (None where all numbers are a dim); `dims` says what the dims of the mask are,
+    dims of tokens that are not merged by their position. `over`: where any of the k is the number."""
 
     chosen: fx.Node
     number: int | None
@@ -55,7 +55,8 @@ def picked(index: Any) -> tuple[Mask, str] | None:
 
 
 def tokens(indices: Sequence[Any]) -> tuple[Mask, int] | None:
-    """The mask whose tokens the first one of `indices` names, in their order, and how many dims of tokens that index is for; None where it names anything else."""
+    """The mask whose tokens the first one of `indices` names, in their order, and how many dims of tokens that index is for; None where it
+    names anything else."""
     if (found := picked(indices[0])) is not None:
         return (found[0], 1) if found[1] == TOKEN else None
     mask = mask_of(indices[0])

@@ -94,7 +94,8 @@ def _chain(node: fx.Node) -> fx.Node:
 
 @cache
 def least(bounds: tuple[int, ...], first: int, stop: int) -> tuple[int, int]:
-    """The fewest products of numbers that multiply matrices `first` to `stop`, matrix i being `bounds[i]` x `bounds[i + 1]`; and where the last product has its left operand end."""
+    """The fewest products of numbers that multiply matrices `first` to `stop`, matrix i being `bounds[i]` x `bounds[i + 1]`; and where the
+    last product has its left operand end."""
     if stop - first == 1:
         return 0, stop
     return min((least(bounds, first, middle)[0] + least(bounds, middle, stop)[0] + bounds[first] * bounds[middle] * bounds[stop], middle) for middle in range(first + 1, stop))

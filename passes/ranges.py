@@ -1,6 +1,7 @@
 """Replaces indexing with a range over a whole dim by `gather`: `x[arange(b), last]` reads each sample at its own position.
 
-General indexing may read any sample at any position, so neither dim could be split. `gather` states that each sample reads itself only; an index of nothing but ranges is the identity.
+General indexing may read any sample at any position, so neither dim could be split. `gather` states that each sample reads itself only; an
+index of nothing but ranges is the identity.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ SEEN = (aten.reshape.default, aten.select.int, aten.slice.Tensor, aten.squeeze.d
 
 @dataclass(frozen=True)
 class _Indexed:
-    """`index(x, indices)` whose indices are of neighbouring dims from `first` on; `own[i]` is the dim of the block that index i is a range along, or
-    None, and `rank` the number of dims of the block."""
+    """`index(x, indices)` whose indices are of neighbouring dims from `first` on; `own[i]` is the dim of the block that index i is a range
+    along, or None, and `rank` the number of dims of the block."""
 
     x: fx.Node
     first: int
@@ -43,7 +44,8 @@ class _Indexed:
 
 def ranges(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops, every change of sizes spelled `reshape`.
-    does: of `index` with ranges over whole dims among its indices makes permutations, where there is nothing else, or `gather` or `index_select`
+    does: of `index` with ranges over whole dims among its indices makes permutations, where there is nothing else, or `gather` or
+    `index_select`
           along the one dim that has other positions.
     gives: no index that is a range over a whole dim; with two other indices all stay as they are.
     """
@@ -101,7 +103,8 @@ def _turned(found: _Indexed, x: fx.Node, dims: list[int], node: fx.Node) -> fx.N
 
 
 def _taken(found: _Indexed, number: int, node: fx.Node) -> fx.Node | None:
-    """`x` read along the one dim whose index, the `number`-th, is no range; None where that has more than one dim that no range goes along."""
+    """`x` read along the one dim whose index, the `number`-th, is no range; None where that has more than one dim that no range goes
+    along."""
     index = found.indices[number]
     missing = found.rank - len(facts.shape(index))
     shape = (1,) * missing + facts.shape(index)
@@ -134,7 +137,8 @@ def _from_front(index: fx.Node, size: int | fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _counts(index: Any) -> bool:
-    """Whether it is known that no number of `index` is below 0: it says which is the largest, the first, ..., or is left over by a division."""
+    """Whether it is known that no number of `index` is below 0: it says which is the largest, the first, ..., or is left over by a
+    division."""
     while (source := edit.call_of(index, *SEEN)) is not None and not facts.is_float(source.args[0]):  # type: ignore[arg-type]  # a tensor
         index = source.args[0]
     if edit.call_of(edit.part_of(index, 1), *PLACED) is not None or edit.call_of(index, *PLACES) is not None:

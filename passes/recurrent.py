@@ -1,7 +1,7 @@
 """Recurrent networks of torch.nn, one operator each: their FLOPs, and what they keep for the backward on CPUs.
 
-Each layer multiplies its inputs at all positions with one matrix, and its state at each position with another, separately for each direction. The results of a layer are the inputs of the
-next.
+Each layer multiplies its inputs at all positions with one matrix, and its state at each position with another, separately for each
+direction. The results of a layer are the inputs of the next.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Network:
         return self.steps * self.samples
 
     def sizes(self, weights: tuple[fx.Node, ...]) -> tuple[Size, Size, Size]:
-        """Numbers that come in to one direction of a layer, that it computes with, and that it gives, which are fewer where these are projected."""
+        """Numbers that come in to one direction of a layer, that it computes with, and that it gives, which are fewer where these are
+        projected."""
         (_, wide), (rows, given) = (facts.shape(matrix) for matrix in matrices(weights)[:2])
         return wide, rows // GATES[self.node.target], given
 
@@ -84,8 +85,8 @@ def flops(node: fx.Node) -> Size:
 
 
 def backward_flops(node: fx.Node, carries: Mapping[fx.Node, bool]) -> Size:
-    """As much again for the gradients of weights, and for those of what comes in where it has any, as it has above a layer that trains. States have gradients from the
-    second position on, the first one only where it is given as a trained tensor."""
+    """As much again for the gradients of weights, and for those of what comes in where it has any, as it has above a layer that trains.
+    States have gradients from the second position on, the first one only where it is given as a trained tensor."""
     found = network(node)
     inward, first = carries[found.data], any(carries[state] for state in found.states)
     total: Size = 0
@@ -129,7 +130,8 @@ def saved_on_cpu(node: fx.Node, grads: list[bool]) -> Saved:
     projects = any(len(matrices(weights)) > 2 for layer in found.layers for weights in layer)
     fused = node.target is aten.lstm.input and facts.dtype(found.data) in ONEDNN and not projects
     positions, extra = (_kept_by_onednn if fused else _kept_by_positions)(found, grads[0])
-    between = (1 + _drops(found)) * sum(found.nbytes(found.sizes(layer[0])[0]) for layer in found.layers[1:])  # what comes in there, and what it was multiplied with if some is dropped
+    # what comes in there, and what it was multiplied with if some is dropped
+    between = (1 + _drops(found)) * sum(found.nbytes(found.sizes(layer[0])[0]) for layer in found.layers[1:])
     copied = _turned(found)
     if copied and not fused:
         extra = extra + (len(found.layers[0]) - 1) * facts.nbytes(found.data)  # each direction makes its own
@@ -137,7 +139,8 @@ def saved_on_cpu(node: fx.Node, grads: list[bool]) -> Saved:
 
 
 def _kept_by_positions(found: Network, inward: bool) -> tuple[tuple[int, ...], Size]:
-    """Of operands all but biases, and but for the matrices of what comes in where that has no gradient; gates and states of each position."""
+    """Of operands all but biases, and but for the matrices of what comes in where that has no gradient; gates and states of each
+    position."""
     kept = [matrix for depth, layer in enumerate(found.layers) for weights in layer for matrix in matrices(weights)[0 if depth or inward else 1 :]]
     operands = edit.tensor_operands(found.node)
     positions = tuple(place for place, operand in enumerate(operands) if place <= len(found.states) or operand in kept)
@@ -145,8 +148,9 @@ def _kept_by_positions(found: Network, inward: bool) -> tuple[tuple[int, ...], S
 
 
 def _kept_by_onednn(found: Network, inward: bool) -> tuple[tuple[int, ...], Size]:
-    """All operands, a workspace for each direction of each layer, and what that gives: that of the last layer is the result, where the result is not that of both directions
-    side by side; that of another one comes in to the next, unless it is side by side too, or some of it is dropped."""
+    """All operands, a workspace for each direction of each layer, and what that gives: that of the last layer is the result, where the
+    result is not that of both directions side by side; that of another one comes in to the next, unless it is side by side too, or some of
+    it is dropped."""
     operands = tuple(range(len(edit.tensor_operands(found.node))))
     extra = sum(_workspace(found, weights) for layer in found.layers for weights in layer)
     if len(found.layers[0]) > 1:
@@ -179,8 +183,8 @@ def _position_by_position(found: Network, weights: tuple[fx.Node, ...]) -> Size:
 
 
 def _workspace(found: Network, weights: tuple[fx.Node, ...]) -> Size:
-    """Gates and outputs of each position; states, of which there is one more than positions, in front of the layer and behind it, and room for their gradients in float32. And
-    the last states, which are results of their own. As oneDNN 3 lays it out, but for its pages."""
+    """Gates and outputs of each position; states, of which there is one more than positions, in front of the layer and behind it, and room
+    for their gradients in float32. And the last states, which are results of their own. As oneDNN 3 lays it out, but for its pages."""
     itemsize = facts.dtype(found.data).itemsize
     wide, hidden, _ = found.sizes(weights)
     assert isinstance(wide, int) and isinstance(hidden, int)  # as those of weights are

@@ -1,7 +1,7 @@
 """Finds runs of alike blocks in a flat graph.
 
-Candidates are the children of a container by module path (`model.layers.0`, `.1`, ...). Two are alike when their calls,
-static arguments and sizes agree node by node, and the same of their weights train; a run is a chain when every outside value of instance i+1 is either the
+Candidates are the children of a container by module path (`model.layers.0`, `.1`, ...). Two are alike when their calls, static arguments
+and sizes agree node by node, and the same of their weights train; a run is a chain when every outside value of instance i+1 is either the
 same as that of instance i (invariant) or one fixed result of instance i (carried). Each may give new values to buffers of its own.
 """
 

@@ -1,7 +1,7 @@
 """Moves a reshape that splits rows from behind pointwise operators to before them, where it undoes an earlier merge.
 
-Experts that all see all tokens are written `(tokens.repeat(e, 1) * gates.reshape(-1, 1)).reshape(e, -1, d)`: in between, experts and tokens share one dim, and neither can be split. With
-`expand` for `repeat` and sizes `[e, n, d]` throughout, both can.
+Experts that all see all tokens are written `(tokens.repeat(e, 1) * gates.reshape(-1, 1)).reshape(e, -1, d)`: in between, experts and tokens
+share one dim, and neither can be split. With `expand` for `repeat` and sizes `[e, n, d]` throughout, both can.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ aten = torch.ops.aten
 
 def rows_apart(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: every change of sizes spelled `reshape`.
-    does: of `reshape(x, [e, n, ...])`, where `x [e * n, ...]` is pointwise ops of what was `[e, n, ...]` or is `[n, ...]` e times over, makes these ops of that.
+    does: of `reshape(x, [e, n, ...])`, where `x [e * n, ...]` is pointwise ops of what was `[e, n, ...]` or is `[n, ...]` e times over,
+    makes these ops of that.
     gives: no rows that are merged for pointwise ops alone.
     """
     for node in edit.calls(gm, aten.reshape.default):

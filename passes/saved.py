@@ -1,7 +1,7 @@
 """Which tensors autograd keeps from forward to backward, one table entry per operator.
 
-A row gives positions among (tensor operands..., results...): `OUT` is the first result, `SECOND` the next, `THIRD` the one behind it. Taken from torch's
-derivatives.yaml and checked against `saved_tensors_hooks` in the tests.
+A row gives positions among (tensor operands..., results...): `OUT` is the first result, `SECOND` the next, `THIRD` the one behind it. Taken
+from torch's derivatives.yaml and checked against `saved_tensors_hooks` in the tests.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def _bags(grads: Sequence[bool]) -> tuple[int, ...]:
 
 
 def _recurrent(states: int) -> Row:
-    """The input, the states and, of one layer, both weights; the first of them, which the input is multiplied with, for the gradient of the input."""
+    """The input, the states and, of one layer, both weights; the first of them, which the input is multiplied with, for the gradient of the
+    input."""
     return lambda grads: (*range(1 + states), *([1 + states] if grads[0] else []), *range(2 + states, len(grads)))
 
 
@@ -277,7 +278,8 @@ SAVED: dict[Any, Row] = {
     ops.cross_entropy_each: _fixed(0, 1),
     ops.cross_entropy_sum: _fixed(0, 1),
     ops.ctc_each: _fixed(0, 1, 2, 3, OUT),
-    ops.experts: lambda grads: (3, 4) if grads[0] else (4,),  # the first layer for the gradient of tokens; and what autopar.rules.experts says
+    # the first layer for the gradient of tokens; and what autopar.rules.experts says
+    ops.experts: lambda grads: (3, 4) if grads[0] else (4,),
     ops.fill_rows: _fixed(1),
     ops.grouped_matmul: _crosswise,
     ops.noised: _fixed(1),

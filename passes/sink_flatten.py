@@ -51,7 +51,8 @@ def flattened(node: Any) -> fx.Node | None:
 
 
 def _in_two_steps(node: fx.Node) -> None:
-    """A reshape of [..., heads, h] or of [..., samples x heads, h] to [-1, heads x h] makes heads one dim with h first, and flattens then."""
+    """A reshape of [..., heads, h] or of [..., samples x heads, h] to [-1, heads x h] makes heads one dim with h first, and flattens
+    then."""
     operand = node.args[0]
     assert isinstance(operand, fx.Node)
     before, after = facts.shape(operand), facts.shape(node)
@@ -65,7 +66,8 @@ def _in_two_steps(node: fx.Node) -> None:
 
 
 def _with_last(operand: fx.Node, last: facts.Size) -> list[int | fx.Node] | None:
-    """Sizes, three or more, to which `operand` can be reshaped so that its last dim has size `last` and all in front of the one before stay."""
+    """Sizes, three or more, to which `operand` can be reshaped so that its last dim has size `last` and all in front of the one before
+    stay."""
     before = facts.shape(operand)
     for rank in range(len(before) - 1, 1, -1):
         inner = before[rank:]

@@ -1,4 +1,5 @@
-"""Recognises (token, choice) pairs sorted by expert: the operators that sort them, the rows of the sorted pairs, and the end of each expert's rows.
+"""Recognises (token, choice) pairs sorted by expert: the operators that sort them, the rows of the sorted pairs, and the end of each
+expert's rows.
 
     numbers, order = chosen.view(-1).sort()          order = chosen.view(-1).argsort(stable=True)
     token = order // k                               back[order] = arange(n * k)

@@ -76,7 +76,8 @@ def _unflattened(node: fx.Node) -> fx.Node:
 
 
 def reshape_sizes(operand: fx.Node, node: fx.Node, given: Callable[[int], int | fx.Node] | None = None) -> list[int | fx.Node]:
-    """Sizes of `node` as reshape arguments; symbolic ones are read off equal dims of `operand`, at most one is -1, others are what is `given` for the dim.
+    """Sizes of `node` as reshape arguments; symbolic ones are read off equal dims of `operand`, at most one is -1, others are what is
+    `given` for the dim.
 
     Raises ValueError when two symbolic sizes of the result are no sizes of the operand, and none are given.
     """
@@ -189,7 +190,8 @@ def _full(node: fx.Node) -> fx.Node:
 
 
 def _repeat(node: fx.Node) -> fx.Node | None:
-    """Copies of dims of size 1 are an expansion, which every rank makes of its own; so are as many copies as there are samples, say, of any dim."""
+    """Copies of dims of size 1 are an expansion, which every rank makes of its own; so are as many copies as there are samples, say, of any
+    dim."""
     operand, counts = node.args
     assert isinstance(operand, fx.Node) and isinstance(counts, (list, tuple))
     sizes = [1] * (len(counts) - len(facts.shape(operand))) + list(facts.shape(operand))
@@ -217,7 +219,8 @@ def _copies(node: fx.Node, operand: fx.Node, counts: Sequence[Any]) -> fx.Node:
 
 
 def _repeated(node: fx.Node) -> fx.Node:
-    """Each index several times in a row: a new dim behind the repeated one, expanded and made one with it. Without a dim, of all elements in line."""
+    """Each index several times in a row: a new dim behind the repeated one, expanded and made one with it. Without a dim, of all elements
+    in line."""
     given = edit.args_of(node)
     operand, dim = given["self"], given["dim"]
     assert isinstance(operand, fx.Node)

@@ -1,5 +1,5 @@
-"""Operators that differ between training and evaluation: those with a training argument (dropout, randomised leaky ReLU), and those that have their value in evaluation as an operand
-(`ops.statistic` of batch norms, `ops.noised`).
+"""Operators that differ between training and evaluation: those with a training argument (dropout, randomised leaky ReLU), and those that
+have their value in evaluation as an operand (`ops.statistic` of batch norms, `ops.noised`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ EVALUATED: dict[Any, Any] = {
 
 
 def evaluate(gm: fx.GraphModule) -> fx.GraphModule:
-    """Make of a captured training step, in place, what it is in evaluation. It is for an interpreter: no other pass knows what it is made of."""
+    """Make of a captured training step, in place, what it is in evaluation. It is for an interpreter: no other pass knows what it is made
+    of."""
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             if node.target in SWITCHES:

@@ -39,7 +39,8 @@ def _scattered(node: fx.Node, known: Known) -> fx.Node | None:
 
 
 def _back(node: fx.Node, base: fx.Node, mask: fx.Node, values: fx.Node, known: Known, *, added: bool = False) -> fx.Node | None:
-    """`base` with `values`, which were picked by `mask`, at the true places of `mask`; None where they were not, or have fewer dims than a row and a broadcast."""
+    """`base` with `values`, which were picked by `mask`, at the true places of `mask`; None where they were not, or have fewer dims than a
+    row and a broadcast."""
     found = whole(values, known) if is_picked(values) else None
     if found is None or found.mask is not mask or facts.shape(found.rows) != facts.shape(base) or facts.dtype(values) != facts.dtype(base):
         return None

@@ -48,7 +48,8 @@ class Asked:
         """The request of the arguments of `capture`. Raises CaptureError for models, loss functions and inputs that cannot be captured."""
         refuse_wrapped(model)
         refuse_trained(loss_fn)
-        loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn  # what it changes when it is traced, the user's own does not
+        # what it changes when it is traced, the user's own does not
+        loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
         targets = count_targets(loss_fn, model, len(args), kwargs)
         _check_inputs(model, args, kwargs, targets)
         if mode == "train":

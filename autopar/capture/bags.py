@@ -20,7 +20,8 @@ def bags_of_samples() -> Iterator[None]:
     """A context in which the offsets of such bags are computed as `arange(b) * n`."""
     original = F.embedding_bag
 
-    def embedding_bag(input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, norm_type: float = 2, scale_grad_by_freq: bool = False,  # torch's names
+    # torch's names
+    def embedding_bag(input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, norm_type: float = 2, scale_grad_by_freq: bool = False,
                       mode: str = "mean", sparse: bool = False, per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
                       padding_idx: int | None = None) -> Any:
         if input.dim() == 2 and offsets is None:

@@ -49,7 +49,8 @@ class AlikeRun:
         return self.start + self.period * self.count
 
     def shown_as(self, number: int) -> int:
-        """The child of the first two groups for which child `number` may be taken by outer code: only the first group may get other inputs."""
+        """The child of the first two groups for which child `number` may be taken by outer code: only the first group may get other
+        inputs."""
         group, kind = divmod(number - self.start, self.period)
         return self.start + min(group, 1) * self.period + kind
 
@@ -66,7 +67,8 @@ def meant(runs: Sequence[AlikeRun], name: str) -> list[str]:
 
 
 def kept(runs: Sequence[AlikeRun], path: str, children: int) -> dict[int, int]:
-    """The children that are kept of container `path`: number in the shortened model -> number in the model. Children in no run keep their number."""
+    """The children that are kept of container `path`: number in the shortened model -> number in the model. Children in no run keep their
+    number."""
     here = [run for run in runs if run.path == path]
     alone = {n: n for n in range(children) if not any(run.start <= n < run.stop for run in here)}
     return dict(sorted((alone | {k: v for run in here for k, v in run.kept.items()}).items()))
@@ -137,7 +139,8 @@ def _tensor(tensor: torch.Tensor | None, shared: Mapping[int, None]) -> Any:
 
 
 def _comparable(value: Any) -> Any:
-    """A plain value as it is, a part of a function by what it is made of; anything else by identity, so that only a shared object counts as alike."""
+    """A plain value as it is, a part of a function by what it is made of; anything else by identity, so that only a shared object counts as
+    alike."""
     if type(value) is partial:
         return ("partial", _comparable(value.func), _comparable(value.args), _comparable(value.keywords))
     if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):

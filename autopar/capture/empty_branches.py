@@ -4,8 +4,9 @@
     if len(token) < 8: continue                 # unknown: a size is compared with another number than 0
     out /= sum(mask.any() for mask in masks)    # no: it counts
 
-The model runs without values twice: with some masks empty, and with all masks full but the writes to rows of these masks left out. The results are compared as expressions
-(`capture.tape`). This is done for several sets of masks, chosen such that for any two masks some set has the first and not the second: so no mask can depend on another unnoticed.
+The model runs without values twice: with some masks empty, and with all masks full but the writes to rows of these masks left out. The
+results are compared as expressions (`capture.tape`). This is done for several sets of masks, chosen such that for any two masks some set
+has the first and not the second: so no mask can depend on another unnoticed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from autopar.capture.valueless import UNTOLD
 
 
 def nothing_of_nothing(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `model`, which is on meta and is not changed, gives the same with empty masks as with full masks whose writes are left out. False where it selects by no mask, or does not run
-    without values."""
+    """Whether `model`, which is on meta and is not changed, gives the same with empty masks as with full masks whose writes are left out.
+    False where it selects by no mask, or does not run without values."""
     numbers: dict[Hashable, int] = {}
 
     def run(picking: Picking) -> Tape:

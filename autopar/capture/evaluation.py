@@ -4,8 +4,9 @@
     if self.training: y = y * torch.rand(b)   # a random factor, which evaluation leaves out, too (stochastic depth)
     if self.training: y = y + z               # other operators: evaluation is another graph
 
-The model runs once in each mode on tensors without values. Every value is numbered by the expression that computes it, training flags ignored (value numbering, `capture.tape`). Where
-all results have the same numbers in both modes, evaluation is the graph with its flags off, and without the changes of buffers that only training makes.
+The model runs once in each mode on tensors without values. Every value is numbered by the expression that computes it, training flags
+ignored (value numbering, `capture.tape`). Where all results have the same numbers in both modes, evaluation is the graph with its flags
+off, and without the changes of buffers that only training makes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from autopar.text import first_line
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a captured model evaluates. `why`: why the graph cannot evaluate; empty where it can, with its flags off. `changing`: the buffers that evaluation changes too. `noises`: the
-    number of products with random factors that evaluation leaves out (`passes.noises`). `differs`: whether evaluation differs from training at all."""
+    """How a captured model evaluates. `why`: why the graph cannot evaluate; empty where it can, with its flags off. `changing`: the buffers
+    that evaluation changes too. `noises`: the number of products with random factors that evaluation leaves out (`passes.noises`).
+    `differs`: whether evaluation differs from training at all."""
 
     why: str = ""
     changing: tuple[str, ...] = ()
@@ -34,7 +36,8 @@ class Evaluation:
 
 
 def evaluation(model: nn.Module, step: Tape | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Evaluation:
-    """How `model`, a shadow in training mode, evaluates on inputs on meta; it is not changed. `step` is the tape of its training step on them; None where that did not run."""
+    """How `model`, a shadow in training mode, evaluates on inputs on meta; it is not changed. `step` is the tape of its training step on
+    them; None where that did not run."""
     inputs, numbers = (args, dict(kwargs)), step.numbers if step is not None else dict[Hashable, int]()
     try:
         evaluated = played(shadow(model).eval(), inputs, numbers)

@@ -33,7 +33,8 @@ _WHOLE = "compute all rows and take those with torch.where or a product with the
 _SAID = "say how many rows there are in all, repeat_interleave(..., output_size=number), where they are as many in every step"
 _SPECIAL = (
     (re.compile(r"PackedSequence|pack_padded"), "packed sequences have as many rows as their lengths say, and a graph has the sizes of its inputs: give the recurrent layer the padded "
-     "sequences and leave out of the loss what is behind each end; its backward direction is a layer of its own on sequences that are reversed within their lengths (gather)"),
+     "sequences and leave out of the loss what is behind each end; its backward direction is a layer of its own on sequences that are "
+     "reversed within their lengths (gather)"),
     (re.compile(r"nested_tensor|NestedTensor"), "nested tensors have as many rows as their offsets say, and a graph has the sizes of its inputs: use padded tensors and a mask"),
 )
 """What torch says of kinds of tensors whose sizes depend on values, or the line that makes them; and what to write in their place."""
@@ -42,7 +43,8 @@ _ADVICE = "another size needs a capture of its own, with example inputs of that 
 
 
 def says(error: BaseException | None, dims: Dims, size: str = "") -> str:
-    """The error's first line. Of violated constraints what the model wants of the sizes, of `size` if it wants anything of that, `(4*b) == (8*(b // 2))`."""
+    """The error's first line. Of violated constraints what the model wants of the sizes, of `size` if it wants anything of that, `(4*b) ==
+    (8*(b // 2))`."""
     text = str(error)
     names = {place: name for name, place in _SIZE.findall(text)}
     guards = [_named(guard, names) for guard in _GUARD.findall(text)]
@@ -71,21 +73,27 @@ def made_numbers(error: BaseException) -> set[str]:
 
 
 def advice(error: BaseException, place: str = "") -> str:
-    """What to do. Errors of plain Python are of the model's own code, which may take another path when it is traced; `place` is the line."""
+    """What to do. Errors of plain Python are of the model's own code, which may take another path when it is traced; `place` is the
+    line."""
     if _BY_CHANCE.search(place):
-        return ("that leaves blocks out at random, and a graph has the same blocks in every step: set it to 0 (the config's layerdrop, encoder_layerdrop, "
+        return ("that leaves blocks out at random, and a graph has the same blocks in every step: set it to 0 (the config's layerdrop, "
+                "encoder_layerdrop, "
                 "decoder_layerdrop), or scale what the blocks add (stochastic depth by multiplication)")
     if (special := next((what for pattern, what in _SPECIAL if pattern.search(f"{error} {place}")), None)) is not None:
         return special
     if isinstance(error, (AttributeError, LookupError, TypeError)):
-        return ("the model's own code fails there while it is traced: torch.compiler.is_compiling() is true then, and some models do not make what they are "
+        return ("the model's own code fails there while it is traced: torch.compiler.is_compiling() is true then, and some models do not "
+                "make what they are "
                 "not given (masks, positions, caches); pass it as an input, or rewrite that line")
     if (operator := _AN_OPERATOR.fullmatch(str(error).strip().splitlines()[0] if str(error).strip() else "")) is not None:
-        return (f"torch has no rule for what sizes {operator[1]} gives without the values of its operands, which a graph does not have: put the call behind a "
-                "torch.library.custom_op with a register_fake and a backward of its own (then a rule in rules= says how it is split), or compile the model up to there "
+        return (f"torch has no rule for what sizes {operator[1]} gives without the values of its operands, which a graph does not have: "
+                "put the call behind a "
+                "torch.library.custom_op with a register_fake and a backward of its own (then a rule in rules= says how it is split), or "
+                "compile the model up to there "
                 "and compute that of its outputs")
     if _TO_NUMBER in str(error):
-        return ("a number that is read off a tensor (int(), item(), a slice by one) changes from step to step, and a graph has none that do: keep it as a tensor and "
+        return ("a number that is read off a tensor (int(), item(), a slice by one) changes from step to step, and a graph has none that "
+                "do: keep it as a tensor and "
                 "work with it as one (index_copy_ at positions (self.pointer + torch.arange(n)) % size writes a queue, "
                 "torch.where with a mask takes a part); an int of Python would stay what it is now")
     return ("rewrite that line without control flow on tensor values (torch.where for an if; a fixed size for one that "
@@ -105,7 +113,8 @@ def as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def _of_no_values(error: Exception) -> bool:
-    """Whether an error says nothing of the model: it is of torch's own tensors without values, where a value is asked for or an operator has no rule for them."""
+    """Whether an error says nothing of the model: it is of torch's own tensors without values, where a value is asked for or an operator
+    has no rule for them."""
     return isinstance(error, NotImplementedError) or type(error).__module__.startswith("torch.") or _NO_VALUES in str(error)
 
 
@@ -128,8 +137,10 @@ def refuse_sizes_of_values(gm: fx.GraphModule, model: str) -> None:
         for node in (node for node in module.graph.nodes if "val" in node.meta):
             sizes = [facts.as_size(size, module) for tensor in facts.tensors(node) for size in tensor.shape]
             if other := {name for size in sizes for name in getattr(size, "free_symbols", ())} - known:
-                raise CaptureError(f"{model} cannot be captured: {facts.where(node)}: {node.name} has a size that depends on the values of a tensor ({', '.join(map(str, other))}: what a mask picks, "
-                                   f"nonzero, unique, repeats), and a graph has the sizes of its inputs: {_SAID if node.target in REPEATS else _WHOLE}")
+                raise CaptureError(f"{model} cannot be captured: {facts.where(node)}: {node.name} has a size that depends on the values of "
+                                   f"a tensor ({', '.join(map(str, other))}: what a mask picks, "
+                                   "nonzero, unique, repeats), and a graph has the sizes of its inputs: "
+                                   f"{_SAID if node.target in REPEATS else _WHOLE}")
 
 
 def why_static(error: BaseException | None, names: list[str], dims: Dims, model: nn.Module) -> str:

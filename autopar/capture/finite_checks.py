@@ -3,7 +3,8 @@
     if not torch.isfinite(hidden).all(): hidden = torch.clamp(hidden, -most, most)      # transformers' DETR and what is made of it
     if torch.isnan(loss): ...
 
-A graph has one branch; the one of finite values is right for every run without overflow. Not answered in float16, where models clamp values beyond 65504 in ordinary steps.
+A graph has one branch; the one of finite values is right for every run without overflow. Not answered in float16, where models clamp values
+beyond 65504 in ordinary steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Torch functions with a training flag (dropout, batch norms, randomised leaky ReLU), as models call them. `passes.switches` has the operators of captured graphs.
+"""Torch functions with a training flag (dropout, batch norms, randomised leaky ReLU), as models call them. `passes.switches` has the
+operators of captured graphs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """flex_attention, traced as plain operators.
 
-torch compiles it to kernels of its own, has no gradient of it on CPUs, and refuses fake tensors. Its argument checks are kept. It becomes scaled dot product attention with a mask (which a
-pass may recognise as causal), or, with a `score_mod`, two matmuls with a softmax between them. A block mask is evaluated as its `mask_mod`; a block mask that hides more than that is
-refused.
+torch compiles it to kernels of its own, has no gradient of it on CPUs, and refuses fake tensors. Its argument checks are kept. It becomes
+scaled dot product attention with a mask (which a pass may recognise as causal), or, with a `score_mod`, two matmuls with a softmax between
+them. A block mask is evaluated as its `mask_mod`; a block mask that hides more than that is refused.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ HAND_MADE = "let create_block_mask make it, of a mask_mod that says all that is 
 
 @contextmanager
 def plain_flex_attention() -> Iterator[None]:
-    """A context in which flex_attention runs as plain differentiable operators, block masks are computed from sizes alone, and code compiled by torch.compile (as flex_attention mostly is)
-    runs uncompiled.
-    Raises CaptureError, inside, for a block mask whose blocks leave out what its `mask_mod` does not, or of which that cannot be told."""
+    """A context in which flex_attention runs as plain differentiable operators, block masks are computed from sizes alone, and code
+    compiled by torch.compile (as flex_attention mostly is) runs uncompiled. Raises CaptureError, inside, for a block mask whose blocks
+    leave out what its `mask_mod` does not, or of which that cannot be told."""
     if _inside:
         yield
         return
@@ -52,7 +52,8 @@ class _Plain:
 
     attention_before: Callable[..., Any]
     made_before: Callable[..., Any]
-    told: WeakKeyDictionary[Any, None] = field(default_factory=WeakKeyDictionary)  # block masks of elsewhere that are what their mask_mod says
+    # block masks of elsewhere that are what their mask_mod says
+    told: WeakKeyDictionary[Any, None] = field(default_factory=WeakKeyDictionary)
 
     def made(self, mask_mod: Mod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None, *_: Any, **__: Any) -> Said:
         """As create_block_mask."""
@@ -75,7 +76,8 @@ class _Plain:
             if score_mod is not None and not _gives_scores(score_mod, query):
                 return _in_full(query, key, value, score_mod, seen, scale)
             given = scaled_dot_product_attention(query, key, value, seen, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
-            return given, *(_in_full(query, key, value, None, seen, scale)[1:] if asked else (None, None))  # no operators are left of what nobody reads
+            # no operators are left of what nobody reads
+            return given, *(_in_full(query, key, value, None, seen, scale)[1:] if asked else (None, None))
 
         return flex_attention_by(self.attention_before, attend)(query, key, value, score_mod, mask, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux)
 
@@ -101,7 +103,8 @@ def _of_one_block(mask_mod: Mod, shape: Any, like: Tensor) -> Said:
 def _refuse_hand_made(mask: flex.BlockMask, make: Callable[..., flex.BlockMask]) -> None:
     """Raise CaptureError unless the blocks of `mask`, which was made elsewhere, say what those do that `make` gives for its `mask_mod`."""
     if type(mask.kv_indices) is not Tensor or mask.kv_indices.device.type == "meta":
-        raise CaptureError(f"{caller()} gives flex_attention a block mask whose blocks have no values that could be compared with its mask_mod; {HAND_MADE}")
+        raise CaptureError(f"{caller()} gives flex_attention a block mask whose blocks have no values that could be compared with its "
+                           f"mask_mod; {HAND_MADE}")
     with ThreadPoolExecutor(1) as outside:  # of what traces, which is a thread's
         if outside.submit(_leaves_out, mask, make).result():
             raise CaptureError(f"{caller()} gives flex_attention a block mask whose blocks say more than its mask_mod; {HAND_MADE}")
@@ -122,7 +125,8 @@ def _full(mask: flex.BlockMask) -> Tensor:
 
 
 def _over(mod: Mod, query: Tensor, key: Tensor, *scores: Tensor) -> Tensor:
-    """What `mod` gives for all samples, heads, queries and keys, or of the `scores` [b, h, queries, keys] at them; a mask has the size 1 where it does not look."""
+    """What `mod` gives for all samples, heads, queries and keys, or of the `scores` [b, h, queries, keys] at them; a mask has the size 1
+    where it does not look."""
     looked_at = INDICES if scores else _looked_at(mod, query.device)
     sizes = (*query.shape[:-1], key.shape[-2])
     at = [torch.arange(sizes[dim], device=query.device) if dim in looked_at else torch.zeros((), dtype=torch.int64, device=query.device) for dim in INDICES]
@@ -157,8 +161,8 @@ def _mapped(mod: Mod, dims: Sequence[int], scores: int) -> Mod:
 
 def _in_full(query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None, seen: Tensor | None,
              scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention [b, h, queries, dims], and of its scores the logarithm of the sum and the largest, to the base 2, as torch's kernels give them. Where a query sees
-    no key it is zero."""
+    """Attention [b, h, queries, dims], and of its scores the logarithm of the sum and the largest, to the base 2, as torch's kernels give
+    them. Where a query sees no key it is zero."""
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) if query.shape[1] != key.shape[1] else x for x in (key, value))
     scores = (query @ key.transpose(-2, -1)).to(torch.promote_types(query.dtype, torch.float32)) * scale
     scores = scores if score_mod is None else _over(score_mod, query, key, scores)

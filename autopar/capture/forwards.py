@@ -38,8 +38,8 @@ def becomes(model: nn.Module, forward: Callable[..., Any], signature: inspect.Si
 
 
 def one_size(model: nn.Module, dims: Dims) -> None:
-    """Let `forward` begin by saying that all dims of one name have one size: where nothing else compares them, two inputs one behind the other would have
-    a size of two symbols."""
+    """Let `forward` begin by saying that all dims of one name have one size: where nothing else compares them, two inputs one behind the
+    other would have a size of two symbols."""
     forward = model.forward
 
     def same(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,8 @@ def assigned_buffers(model: nn.Module) -> None:
         for function, buffers in zip(functions, of_functions, strict=True):
             if names := list(assigned(function, buffers)):
                 put_back(function, buffers)
-                raise CaptureError(f"loss_fn {type(function).__name__} changes its buffer {names[0]}, and buffers are the model's: make it a part of the model, which then gives the loss")
+                raise CaptureError(f"loss_fn {type(function).__name__} changes its buffer {names[0]}, and buffers are the model's: make it "
+                                   "a part of the model, which then gives the loss")
         write_back(model, before)
         return result
 

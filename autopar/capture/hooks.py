@@ -25,13 +25,15 @@ def refuse_hooks(model: nn.Module) -> None:
                if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)]
     if found := modules + weights:
         others = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        raise CaptureError(f"{type(model).__name__}: {found[0]}{others} has a backward hook, which would not run in the sharded module; {ADVICE}")
+        raise CaptureError(f"{type(model).__name__}: {found[0]}{others} has a backward hook, which would not run in the sharded module; "
+                           f"{ADVICE}")
 
 
 class _Refusing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func in REGISTERED:
-            raise CaptureError(f"{caller()} gives a tensor a backward hook ({func.__name__}), which would not run in the sharded module; {ADVICE}")
+            raise CaptureError(f"{caller()} gives a tensor a backward hook ({func.__name__}), which would not run in the sharded module; "
+                               f"{ADVICE}")
         return func(*args, **(kwargs or {}))
 
 

@@ -1,8 +1,9 @@
 """`len(tensor)`, `list(tensor)`, `int(size)` and `float(size)` while a model is traced: sizes and rows, as symbolic as they are.
 
-Python's `len` and `int` return an int, and `list` a fixed number of tensors, so a model that uses them would fix its batch size. While tracing, these names are replaced in the modules
-(files) of the model's classes and of its loss function, as torch.fx's tracer does. A file that defines such a name keeps its own, and so does one that uses `int` or `float` as a value
-(`dtype=float`, `type(x) is int`), where torch and Python accept only the real ones.
+Python's `len` and `int` return an int, and `list` a fixed number of tensors, so a model that uses them would fix its batch size. While
+tracing, these names are replaced in the modules (files) of the model's classes and of its loss function, as torch.fx's tracer does. A file
+that defines such a name keeps its own, and so does one that uses `int` or `float` as a value (`dtype=float`, `type(x) is int`), where torch
+and Python accept only the real ones.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def _files(model: nn.Module, functions: tuple[Callable[..., Any], ...]) -> list[
 
 @cache
 def _handed_on(file: ModuleType) -> frozenset[str]:
-    """Those of NUMBERS that `file` uses in another way than to call them, to ask with isinstance, to map them or to annotate; all where it has no text."""
+    """Those of NUMBERS that `file` uses in another way than to call them, to ask with isinstance, to map them or to annotate; all where it
+    has no text."""
     try:
         tree = ast.parse(inspect.getsource(file))
     except (OSError, TypeError, SyntaxError):
@@ -108,7 +110,8 @@ class _Int(int, metaclass=_Also):
     def __new__(cls, *number: Any, **settings: Any) -> Any:
         if not _of_sizes(number):
             return builtins.int(*number, **settings)
-        return math.floor(*number) if number[0] >= 0 else math.ceil(*number)  # torch.sym_int rounds by a function that emitted sizes do not have
+        # torch.sym_int rounds by a function that emitted sizes do not have
+        return math.floor(*number) if number[0] >= 0 else math.ceil(*number)
 
 
 class _Float(float, metaclass=_Also):

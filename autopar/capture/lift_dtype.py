@@ -57,7 +57,8 @@ def _lift(item: Any, dtype: torch.dtype) -> Any:
 
 
 def _value(value: Any, dtype: torch.dtype) -> Any:
-    """The same sizes in the same order of memory: a cast would give what is expanded memory of its own, and whether a reshape copies says what can be kept."""
+    """The same sizes in the same order of memory: a cast would give what is expanded memory of its own, and whether a reshape copies says
+    what can be kept."""
     if not isinstance(value, torch.Tensor) or (wanted := lifted(value.dtype, dtype)) == value.dtype:
         return value
     return value.new_empty_strided(value.shape, value.stride(), dtype=wanted).requires_grad_(value.requires_grad)

@@ -3,8 +3,8 @@
     token, rank = torch.where(chosen == 3)
     if token.numel() == 0: continue               # or (chosen == 3).any(), its sum, bincount(chosen)[3]
 
-Loops over experts skip the experts that no token chose. A graph has one branch: the one of masks that select something, which is right if the other branch equals it with no rows
-(`capture.empty_branches`).
+Loops over experts skip the experts that no token chose. A graph has one branch: the one of masks that select something, which is right if
+the other branch equals it with no rows (`capture.empty_branches`).
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class Column:
 
 
 class Picking(TorchFunctionMode):
-    """Answers conditions on masks as if each mask selected something, except the masks numbered in `empty`; masks are numbered from 0 in the order of their first use. Writes to rows
-    selected by masks in `dropped` are left out. With `check`, sizes stay symbolic: `check` is called with conditions that hold where a mask selects at least `least` rows, and nothing is
-    answered where that is 0. `seen`: key of a mask, equal for equal masks -> its number."""
+    """Answers conditions on masks as if each mask selected something, except the masks numbered in `empty`; masks are numbered from 0 in
+    the order of their first use. Writes to rows selected by masks in `dropped` are left out. With `check`, sizes stay symbolic: `check` is
+    called with conditions that hold where a mask selects at least `least` rows, and nothing is answered where that is 0. `seen`: key of a
+    mask, equal for equal masks -> its number."""
 
     def __init__(self, empty: Container[int] = (), dropped: Container[int] = (), *, check: Callable[[Any], None] | None = None, least: int = 1) -> None:
         super().__init__()
@@ -135,7 +136,8 @@ class Picking(TorchFunctionMode):
         return size
 
     def _share(self, counts: Counts, key: Key) -> int:
-        """How many of all numbers are one of them: as many as the others, of those that are there, and the last one all that are left; one where that is none."""
+        """How many of all numbers are one of them: as many as the others, of those that are there, and the last one all that are left; one
+        where that is none."""
         there = [each for number in range(counts.count) if not self._empty(each := is_number(counts.numbers, number))]
         share = counts.total // len(there)
         return max(1, int(counts.total - share * (len(there) - 1) if key == there[-1] else share))

@@ -1,4 +1,5 @@
-"""Facts about masks and tensors derived from them that hold whatever their values: which mask a tensor of indices comes from, and what is zero where a mask selects nothing.
+"""Facts about masks and tensors derived from them that hold whatever their values: which mask a tensor of indices comes from, and what is
+zero where a mask selects nothing.
 
     mask = chosen == 3                          # Mask
     token, rank = torch.where(mask)             # Rows
@@ -37,7 +38,8 @@ PARTS = ("getitem", "select", "split", "unbind")
 REDUCED = ("any", "count_nonzero", "sum")
 """What they give of a mask is true, or above zero, where it picks something."""
 RANKED = {"argmax": (0, 0, None), "max": (1, 0, None), "sort": (1, 0, -1), "topk": (1, 1, -1)}
-"""What names places along a dim: which of its results does, which argument behind the first one is the dim, and the dim where it is not given."""
+"""What names places along a dim: which of its results does, which argument behind the first one is the dim, and the dim where it is not
+given."""
 COMPARED = {"eq": operator.eq, "ge": operator.ge, "greater": operator.gt, "gt": operator.gt, "le": operator.le, "less": operator.lt, "lt": operator.lt, "ne": operator.ne}
 ZEROS = ("new_zeros", "zeros", "zeros_like")
 MANY = 2**62
@@ -64,7 +66,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Size:
-    """A number, zero where a mask picks nothing and positive where it picks something; how often the numbers of `counts` have one of them."""
+    """A number, zero where a mask picks nothing and positive where it picks something; how often the numbers of `counts` have one of
+    them."""
 
     key: Key
     counts: Counts | None = None

@@ -1,7 +1,7 @@
 """The user's dynamic_shapes matched to the flat inputs.
 
-Three forms, as torch.export has them: `(args, kwargs)`; a dict by the names of forward's parameters, targets of a loss function included; a tuple of
-positional ones. Inputs that hold several have the same structure in each.
+Three forms, as torch.export has them: `(args, kwargs)`; a dict by the names of forward's parameters, targets of a loss function included; a
+tuple of positional ones. Inputs that hold several have the same structure in each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ Found = dict[int, Mapping[int, Any]]  # dims by the number of the flat input
 
 
 def assigned(given: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], signature: inspect.Signature) -> Found:
-    """What `given` says of each of the flat inputs `(args, kwargs)` of a forward of this `signature`. Raises ValueError, with what is wanted, where it does not fit them."""
+    """What `given` says of each of the flat inputs `(args, kwargs)` of a forward of this `signature`. Raises ValueError, with what is
+    wanted, where it does not fit them."""
     flat, tree = pytree.tree_flatten((args, dict(kwargs)))
     places, named = pytree.tree_unflatten(list(range(len(flat))), tree)
     if isinstance(given, Mapping):

@@ -1,7 +1,7 @@
 """The outer code of a model as a list of events: every operator outside of blocks, and every call of a block.
 
-Blocks are replaced by stubs, and the model runs on fake tensors while a tape records. Tensors are labelled by their origin, so the lists of two models can be compared: equal lists are
-the same straight-line program.
+Blocks are replaced by stubs, and the model runs on fake tensors while a tape records. Tensors are labelled by their origin, so the lists of
+two models can be compared: equal lists are the same straight-line program.
 """
 
 from __future__ import annotations

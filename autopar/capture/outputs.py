@@ -28,7 +28,8 @@ def check_loss(gm: fx.GraphModule, mode: str, model: nn.Module, left_out: Mappin
     if mode == "train" and not any(entry["kind"] == "loss" for entry in gm.meta["outputs"]):
         others = "".join(f"; {name} {what}, into which nobody looks (return a dict, a tuple or a dataclass)" for name, what in left_out.items())
         raise CaptureError(f"{type(model).__name__} gives no scalar loss in train mode, got outputs "
-                           f"{[entry['name'] for entry in gm.meta['outputs']]}{others}: pass labels among the inputs, or loss_fn=, or mode='inference' "
+                           f"{[entry['name'] for entry in gm.meta['outputs']]}{others}: pass labels among the inputs, or loss_fn=, or "
+                           "mode='inference' "
                            "(on the command line: a factory whose model gives the loss, or --mode inference)")
 
 
@@ -39,13 +40,15 @@ def other_outputs(left_out: Mapping[str, str], structure: Any) -> Iterator[str]:
 
 
 def plain(structure: Any) -> Any:
-    """The user's pytree as plain dicts, lists and numbers: what an emitted file can say. Raises CaptureError on nodes that are none of these."""
+    """The user's pytree as plain dicts, lists and numbers: what an emitted file can say. Raises CaptureError on nodes that are none of
+    these."""
     if isinstance(structure, Mapping):
         return {k if type(k) is int else str(k): plain(v) for k, v in structure.items()}
     if isinstance(structure, (tuple, list)):
         return tuple(plain(v) for v in structure)
     if structure is not None and not isinstance(structure, (bool, int, str)):
-        raise CaptureError(f"the model returns a {type(structure).__name__}, which torch flattens and an emitted program cannot make again: return its tensors in a dict, a tuple or a dataclass")
+        raise CaptureError(f"the model returns a {type(structure).__name__}, which torch flattens and an emitted program cannot make "
+                           "again: return its tensors in a dict, a tuple or a dataclass")
     return structure
 
 

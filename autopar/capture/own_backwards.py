@@ -1,13 +1,14 @@
 """Functions with a backward of their own (`torch.autograd.Function`), in models that train.
 
-torch.export traces their forward and differentiates that: a rounding whose backward hands the gradient on would train with zeros, and nothing would
-say so. So while a model is traced, such a function is first tried on random tensors of the sizes of the call. Where autograd of its forward gives the same gradients as its own backward,
-nothing is done. Otherwise its backward b is kept: where b is linear in the gradient g, b(g) = J^T g for a matrix J, and x -> J x, the derivative of b with respect to g in
-direction x, has b as its backward. The result y becomes `y + (J x - J x)` with everything but the first J x detached: the value y, with the gradient b(g). These are ordinary operators,
-and are split like others. A function for which neither is right (a backward that clips, or adds a constant) is refused.
+torch.export traces their forward and differentiates that: a rounding whose backward hands the gradient on would train with zeros, and
+nothing would say so. So while a model is traced, such a function is first tried on random tensors of the sizes of the call. Where autograd
+of its forward gives the same gradients as its own backward, nothing is done. Otherwise its backward b is kept: where b is linear in the
+gradient g, b(g) = J^T g for a matrix J, and x -> J x, the derivative of b with respect to g in direction x, has b as its backward. The
+result y becomes `y + (J x - J x)` with everything but the first J x detached: the value y, with the gradient b(g). These are ordinary
+operators, and are split like others. A function for which neither is right (a backward that clips, or adds a constant) is refused.
 
-A forward is traced as plain code, not by `apply`: that runs it under no_grad, which the trace would record only partly. Re-entrant checkpoints are traced as if they were not there,
-since the search decides what is recomputed.
+A forward is traced as plain code, not by `apply`: that runs it under no_grad, which the trace would record only partly. Re-entrant
+checkpoints are traced as if they were not there, since the search decides what is recomputed.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ Draw = tuple[Callable[..., Tensor], int]
 DRAWS: tuple[Draw, ...] = tuple((floating, whole) for whole in (2, 1) for floating in (torch.randn, torch.rand, lambda shape: torch.randn(shape) / 100))
 """What trials run on: how floating values are drawn, and how many different whole numbers there are (indices may have to be small)."""
 ENOUGH = 2
-"""Trials that count. A function need not take every kind of number (logarithms, angles of short vectors): those with finite gradients that are not all
-zero count."""
+"""Trials that count. A function need not take every kind of number (logarithms, angles of short vectors): those with finite gradients that
+are not all zero count."""
 Call = Callable[[type[Function], Sequence[Any]], Any]
 """A way to call a function."""
 
@@ -78,7 +79,8 @@ def own_backwards(notes: list[str]) -> Iterator[None]:
 
 
 def once(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-    """What a re-entrant checkpoint gives (`CheckpointFunction.apply`), without running again. As there, nothing has a gradient where no input has one."""
+    """What a re-entrant checkpoint gives (`CheckpointFunction.apply`), without running again. As there, nothing has a gradient where no
+    input has one."""
     with nullcontext() if any(map(_wants_gradient, args)) else torch.no_grad():
         return run(*args)
 
@@ -105,7 +107,8 @@ def _spec(arg: Any) -> Any:
 
 
 def _tried(cls: type[Function], args: Sequence[Any], original: Callable[..., Any]) -> Call | None:
-    """Which way is right for arguments like `args`: as torch.export has it (None), or `_kept`. Raises CaptureError where neither is right."""
+    """Which way is right for arguments like `args`: as torch.export has it (None), or `_kept`. Raises CaptureError where neither is
+    right."""
     said: list[str] = []
     ways: dict[Call | None, list[float]] = {None: [], _kept: []}
     like = pytree.tree_map(_like, list(args))
@@ -128,7 +131,8 @@ def _tried(cls: type[Function], args: Sequence[Any], original: Callable[..., Any
     else:
         why = f"it does not run on random numbers of the sizes that it is called with: {'; '.join(dict.fromkeys(said))}"
     raise CaptureError(f"{cls.__module__}.{cls.__qualname__} ({caller()}) has a backward of its own that cannot be kept: {why}\n"
-                       "write its forward with operators that autograd differentiates as you want, or make it an operator with torch.library.custom_op "
+                       "write its forward with operators that autograd differentiates as you want, or make it an operator with "
+                       "torch.library.custom_op "
                        "and register_autograd, which every rank then runs whole")
 
 
@@ -211,8 +215,8 @@ def _kept(cls: type[Function], args: Sequence[Any]) -> Any:
 
 
 def _traced(cls: type[Function], args: Sequence[Any]) -> Any:
-    """`_kept` while a model is traced. Results and products are traced by themselves, below autograd, whose inner values are seen by no trace of a model;
-    what was traced is run once more."""
+    """`_kept` while a model is traced. Results and products are traced by themselves, below autograd, whose inner values are seen by no
+    trace of a model; what was traced is run once more."""
     plain, needs, comes = _apart(args)
     return _joined(*aside(lambda filled, xs: _parts(cls, filled, needs, xs), (plain, comes), detaching=False))
 
@@ -224,8 +228,8 @@ def _apart(args: Sequence[Any]) -> tuple[list[Any], tuple[bool, ...], list[Tenso
 
 
 def _parts(cls: type[Function], args: Sequence[Any], needs: Sequence[bool], comes: Sequence[Tensor]) -> tuple[list[Any], list[Tensor | None], Any]:
-    """The results of the function, flat and without gradients; for each what the matrix of its backward makes of the arguments `comes`, if anything; and how
-    results are nested."""
+    """The results of the function, flat and without gradients; for each what the matrix of its backward makes of the arguments `comes`, if
+    anything; and how results are nested."""
     context = _Context(needs)
     with torch.no_grad():
         leaves, tree = pytree.tree_flatten(context.forward(cls, args))

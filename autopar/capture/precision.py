@@ -24,7 +24,8 @@ def computation(precision: str, mode: str) -> tuple[torch.dtype, str]:
     is neither a policy nor a floating dtype."""
     found = getattr(torch, computes_in(precision), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise PlanError(f"precision {precision!r} is neither mixed precision ({', '.join(POLICIES)}) nor a floating dtype of torch (as float32, "
+        raise PlanError(f"precision {precision!r} is neither mixed precision ({', '.join(POLICIES)}) nor a floating dtype of torch (as "
+                        "float32, "
                         "bfloat16, float16), which all of the model gets")
     return found, precision if precision in POLICIES and mode == "train" else str(found).removeprefix("torch.")
 
@@ -45,10 +46,11 @@ def resting(precision: str, mode: str) -> torch.dtype:
 
 
 def capture_in(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, precision: str | None, mode: str, **options: Any) -> tuple[Captured, str]:
-    """`capture(model, args, kwargs, mode=mode, **options)` in `precision`, in the model's own where that is None, and the precision that a plan states.
+    """`capture(model, args, kwargs, mode=mode, **options)` in `precision`, in the model's own where that is None, and the precision that a
+    plan states.
 
-    Under a policy of mixed precision buffers keep their dtypes, and what is computed of them alone has these, too; a dtype is that of buffers as well. Raises CaptureError as `capture`, and
-    where a training step would train nothing.
+    Under a policy of mixed precision buffers keep their dtypes, and what is computed of them alone has these, too; a dtype is that of
+    buffers as well. Raises CaptureError as `capture`, and where a training step would train nothing.
     """
     refuse_wrapped(model)
     captured, stated = _captured_in(model, args, kwargs, precision, mode, options)

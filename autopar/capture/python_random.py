@@ -1,4 +1,5 @@
-"""Random numbers of Python's and of numpy's own generators: they are drawn while a model is traced, and a graph would have the same ones in every step."""
+"""Random numbers of Python's and of numpy's own generators: they are drawn while a model is traced, and a graph would have the same ones in
+every step."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def _user(frame: FrameType | None) -> FrameType | None:
 
 
 def where_drawn(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The user's line that draws first when a model on meta is called and not traced, `at model.py:12: x = random.random()`; "" where none does."""
+    """The user's line that draws first when a model on meta is called and not traced, `at model.py:12: x = random.random()`; "" where none
+    does."""
     found: list[str] = []
     with draws() as drawn:
         last = ""

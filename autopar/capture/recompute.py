@@ -1,8 +1,9 @@
 """Values of what a model computes when it is made (rope tables, position ids), for a model on the meta device.
 
-There are three ways to compute a module's tensors: its `reset_parameters`, the `_init_weights(module)` of the Hugging Face model that it is in, and its constructor, called again with the
-arguments that it kept as attributes. All run on copies whose weights stay on meta, so no memory of their size is used. The values of a way are used only if it gives the same ones for
-two different previous contents of the tensor, which shows that it writes all of it, deterministically. Where several ways give values, they must agree.
+There are three ways to compute a module's tensors: its `reset_parameters`, the `_init_weights(module)` of the Hugging Face model that it is
+in, and its constructor, called again with the arguments that it kept as attributes. All run on copies whose weights stay on meta, so no
+memory of their size is used. The values of a way are used only if it gives the same ones for two different previous contents of the tensor,
+which shows that it writes all of it, deterministically. Where several ways give values, they must agree.
 """
 
 from __future__ import annotations

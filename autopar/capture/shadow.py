@@ -30,7 +30,8 @@ def shadow(model: nn.Module, keep: Mapping[str, Mapping[int, int]] | None = None
     try:
         return _shadow(model, keep)
     except TypeError as error:
-        raise CaptureError(f"{type(model).__name__} cannot be copied: {first_line(error)}. It is captured as a copy without weights: keep what has no copies (a lock, an open file, "
+        raise CaptureError(f"{type(model).__name__} cannot be copied: {first_line(error)}. It is captured as a copy without weights: keep "
+                           "what has no copies (a lock, an open file, "
                            "a connection, a generator) outside of the model, or give its class a __deepcopy__") from error
 
 

@@ -1,7 +1,8 @@
-"""The range of sizes for which a captured graph is valid, where the model has conditions on a size: consecutive sizes, or multiples of a step.
+"""The range of sizes for which a captured graph is valid, where the model has conditions on a size: consecutive sizes, or multiples of a
+step.
 
-torch proves conditions on sizes (`min(2048, s) <= s`, `s + (64 - s % 64) % 64 == 64 * (...)`) by algebra, or refuses the dim. Here each condition is evaluated for every size up to a
-limit. Emitted models refuse larger sizes.
+torch proves conditions on sizes (`min(2048, s) <= s`, `s + (64 - s % 64) % 64 == 64 * (...)`) by algebra, or refuses the dim. Here each
+condition is evaluated for every size up to a limit. Emitted models refuse larger sizes.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ class Span:
 
 
 def span(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]], name: str, size: int, limit: int | None) -> Span | None:
-    """The longest range of sizes of symbol `name` around `size` for which all conditions of `program` hold, whatever the other symbols are; None where it has `size` alone, or a condition
-    cannot be evaluated. Narrows torch's own range of the symbol to it.
+    """The longest range of sizes of symbol `name` around `size` for which all conditions of `program` hold, whatever the other symbols are;
+    None where it has `size` alone, or a condition cannot be evaluated. Narrows torch's own range of the symbol to it.
 
-    `dims` are the names of the dims of each input, `limit` the greatest size that is asked for. Raises Fixed where the dim is a number in the program.
+    `dims` are the names of the dims of each input, `limit` the greatest size that is asked for. Raises Fixed where the dim is a number in
+    the program.
     """
     found = conditions(program, dims)
     if found is None or name not in found.names:

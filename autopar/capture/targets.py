@@ -1,4 +1,5 @@
-"""What a loss function takes beside the outputs of a model: its targets, the last positional inputs; and whether the loss trains anything."""
+"""What a loss function takes beside the outputs of a model: its targets, the last positional inputs; and whether the loss trains
+anything."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 
 
 def target_names(loss_fn: Callable[..., Any]) -> list[str]:
-    """The names of what a loss function may take behind the outputs, `*targets` as one; none where it is a built-in one that does not say."""
+    """The names of what a loss function may take behind the outputs, `*targets` as one; none where it is a built-in one that does not
+    say."""
     return [p.name for p in _parameters(loss_fn) if p.kind in (*PLACED, inspect.Parameter.VAR_POSITIONAL)][1:]
 
 
 def count_targets(loss_fn: Callable[..., torch.Tensor] | None, model: nn.Module, given: int, kwargs: Mapping[str, Any]) -> int:
-    """How many of the `given` positional inputs go to the loss function: all its targets, or, where their number is open (defaults, `*targets`), the inputs that the model does not take."""
+    """How many of the `given` positional inputs go to the loss function: all its targets, or, where their number is open (defaults,
+    `*targets`), the inputs that the model does not take."""
     if loss_fn is None:
         return 0
     taken = _parameters(loss_fn)
@@ -38,7 +41,8 @@ def refuse_trained(loss_fn: Callable[..., Any] | None) -> None:
     """Raise CaptureError where a loss function has weights of its own that train: they would be constants."""
     names = [name for name, weight in loss_fn.named_parameters() if weight.requires_grad] if isinstance(loss_fn, nn.Module) else []
     if names:
-        raise CaptureError(f"loss_fn {type(loss_fn).__name__} has parameters that train ({', '.join(names[:3])}), and parameters are the model's: make it a part of the model, which then gives the loss, "
+        raise CaptureError(f"loss_fn {type(loss_fn).__name__} has parameters that train ({', '.join(names[:3])}), and parameters are the "
+                           "model's: make it a part of the model, which then gives the loss, "
                            "or let them have requires_grad=False")
 
 
@@ -58,4 +62,5 @@ def refuse_untrained(gm: fx.GraphModule, model: nn.Module) -> None:
     wanting = [name for name, p in model.named_parameters() if p.requires_grad]
     why = (f"it is computed of none of those that want one ({', '.join(wanting[:3])}{', ...' if wanting[3:] else ''}), or through detach() or whole numbers alone" if wanting else
            "none wants one (requires_grad); thaw what is to be trained before the model is compiled" if list(model.parameters()) else "it has none")
-    raise CaptureError(f"no weight of {type(model).__name__} has a gradient of its loss: {why}. There is nothing to train; for a forward alone plan it with mode='inference'")
+    raise CaptureError(f"no weight of {type(model).__name__} has a gradient of its loss: {why}. There is nothing to train; for a forward "
+                       "alone plan it with mode='inference'")

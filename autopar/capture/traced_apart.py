@@ -19,8 +19,9 @@ cast = torch.ops.aten._to_copy.default
 
 
 def aside(call: Callable[..., Any], args: Sequence[Any], modes: Sequence[AbstractContextManager[Any]] = (), *, detaching: bool = True) -> Any:
-    """What `call(*args)` gives, for any pytrees of traced values. `modes` are entered for it, as those of the trace are not there. Where it runs without
-    gradients, or detaches, no gradient comes back; without `detaching` it does: then `args` alone say whose gradients count."""
+    """What `call(*args)` gives, for any pytrees of traced values. `modes` are entered for it, as those of the trace are not there. Where it
+    runs without gradients, or detaches, no gradient comes back; without `detaching` it does: then `args` alone say whose gradients
+    count."""
     leaves, tree = pytree.tree_flatten(list(args))
     inputs = [x for x in leaves if _traced(x)]
     said: list[Any] = []

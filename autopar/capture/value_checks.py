@@ -2,8 +2,9 @@
 
     if labels.max() >= vocab_size: raise ValueError(...)     # or elif, `not`, and, or; the other side of an else; an assert
 
-A graph has no such branch. One side only raises, so for every batch that the model accepts it computes the other side; the notes list the checks that are left out. A check whose error
-the model itself may catch decides what is computed, and is not left out. Conditions on finite values are answered too (`capture.finite_checks`), whatever depends on them.
+A graph has no such branch. One side only raises, so for every batch that the model accepts it computes the other side; the notes list the
+checks that are left out. A check whose error the model itself may catch decides what is computed, and is not left out. Conditions on finite
+values are answered too (`capture.finite_checks`), whatever depends on them.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def _raises(body: list[ast.stmt]) -> bool:
 
 
 def _check(statement: ast.stmt, test: ast.expr, wanted: bool, found: dict[Span, bool]) -> None:
-    """Note what the conditions of a check have to be. Python says which of them asks by its place, or (3.11) by that of the whole statement, which tells as much where
-    all have to be the same."""
+    """Note what the conditions of a check have to be. Python says which of them asks by its place, or (3.11) by that of the whole
+    statement, which tells as much where all have to be the same."""
     conditions = _conditions(test, wanted)
     if any(isinstance(condition, ast.IfExp) for condition, _ in conditions):
         return  # what chooses between conditions is none of them

@@ -1,4 +1,5 @@
-"""Refusal of models that are already distributed (DDP, FSDP, DTensor), compiled to something other than Python (TorchScript), or not initialised (lazy modules)."""
+"""Refusal of models that are already distributed (DDP, FSDP, DTensor), compiled to something other than Python (TorchScript), or not
+initialised (lazy modules)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def refuse_wrapped(model: nn.Module) -> None:
                 raise CaptureError(f"{f'module {name}' if name else type(model).__name__} is a {kind.__name__}; {advice}")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            raise CaptureError(f"parameter {name} is a DTensor on {parameter.device_mesh}: give autopar the model before it is distributed; the plan says how its weights lie")
+            raise CaptureError(f"parameter {name} is a DTensor on {parameter.device_mesh}: give autopar the model before it is "
+                               "distributed; the plan says how its weights lie")
     if lazy := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]:
-        raise CaptureError(f"{', '.join(lazy[:3])}{', ...' if lazy[3:] else ''} of {type(model).__name__} {'has' if len(lazy) == 1 else 'have'} no size yet (a lazy module): "
+        raise CaptureError(f"{', '.join(lazy[:3])}{', ...' if lazy[3:] else ''} of {type(model).__name__} "
+                           f"{'has' if len(lazy) == 1 else 'have'} no size yet (a lazy module): "
                            "call the model once on a batch before it is compiled")

@@ -1,7 +1,7 @@
 """Operators whose split form is not the plain operator on shards: calls of runtime algorithms.
 
-A row per algorithm of `autopar.rules.algorithms`, and one per operator that is written in its own way: dropout (its mask must agree on replicas and
-differ between shards), layers of experts (of which an argument is a function).
+A row per algorithm of `autopar.rules.algorithms`, and one per operator that is written in its own way: dropout (its mask must agree on
+replicas and differ between shards), layers of experts (of which an argument is a function).
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def _experts(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], conte
     context.use(ops.expert_rows)
     hidden, chosen, gates, up, down, _, *bias = call.args
     dispatch = tuple(a for a in axes if node.runs[a] == "expert_dispatch")
-    return (f"experts_on_ranks(lambda rows, ends: expert_rows({', '.join(['rows', up, down, 'ends', _inner(op, context), *bias])}), {hidden}, {chosen}, {gates}, "
+    return (f"experts_on_ranks(lambda rows, ends: expert_rows({', '.join(['rows', up, down, 'ends', _inner(op, context), *bias])}), "
+            f"{hidden}, {chosen}, {gates}, "
             f"experts={op.call.ins[3].shape[0]}, axes={axes}, dispatch={dispatch}, mesh=MESH)")
 
 
@@ -183,7 +184,8 @@ def _dropout(op: Op, node: NodePlan, call: Written, context: Context) -> str:
 
 
 def _draw(op: Op, node: NodePlan, context: Context) -> str:
-    """Arguments of a random operator (runtime.rng): the layout, which says which ranks draw the same; a key that does not depend on the plan; and `once` where all microbatches draw the same."""
+    """Arguments of a random operator (runtime.rng): the layout, which says which ranks draw the same; a key that does not depend on the
+    plan; and `once` where all microbatches draw the same."""
     run = context.program.runs.get(op.scope)
     name = f"{run.whole}/{op.node.name}" if run is not None and run.whole else op.name
     once = context.plan.microbatches > 1 and not is_shard(context.micro((op.name, 0)))
@@ -196,7 +198,8 @@ def _statistic(op: Op, node: NodePlan, call: Written, context: Context) -> str:
     own, other = op.out_dtypes[0], facts.dtype(op.node.args[2])  # type: ignore[arg-type]  # a buffer, which is a node
     cast = f".to({own})" if own != other else ""
     parts = math.prod(size for size, entry in zip(context.sizes, LayoutPair.of(node.outs[0]).value, strict=True) if entry == "P")
-    share = f" / {parts}" if parts > 1 else ""  # in evaluation each rank takes its share of the running statistic, so that the sum over ranks is right
+    # in evaluation each rank takes its share of the running statistic, so that the sum over ranks is right
+    share = f" / {parts}" if parts > 1 else ""
     return f"in_training({total} / {count}, {running}.reshape({', '.join(call.outs[0])}){cast}{share})"
 
 

@@ -67,7 +67,8 @@ class Context:
         return entries[ref[1]] if entries else "R"
 
     def shared(self, name: str, operand: int, text: str) -> str:
-        """The text of an operand. One that is the same for all microbatches and is added to a partial sum is divided by their number (`Plan.shared`)."""
+        """The text of an operand. One that is the same for all microbatches and is added to a partial sum is divided by their number
+        (`Plan.shared`)."""
         return f"({text} / {self.plan.microbatches})" if self.plan.microbatches > 1 and f"{name}:{operand}" in self._shared else text
 
     @cached_property
@@ -125,7 +126,8 @@ class Context:
         return "; ".join(parts)
 
     def tiles(self, op: Op) -> str:
-        """What gathering the weight of an operator in tiles costs, each way: `8 tiles, all-gather on gpu: 8 x 3.36 GB, 65 ms; backward ...`."""
+        """What gathering the weight of an operator in tiles costs, each way: `8 tiles, all-gather on gpu: 8 x 3.36 GB, 65 ms; backward
+        ...`."""
         parts = []
         for algorithm, site in sites(op, options(self.plan.nodes[op.name]), self.sizes, self.plan.precision):
             for direction, inner in (("", algorithm.forward), ("backward ", algorithm.backward if self.plan.mode == "train" and op.graded else ())):

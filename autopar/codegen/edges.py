@@ -1,8 +1,9 @@
 """The reshards that a plan implies: one list, from which they are emitted, counted, explained and priced.
 
-For every value and every distinct layout pair that its readers ask for there is one `Reshard`, shared by these readers. Where a parameter rests whole on an axis and its readers leave
-partial gradients on it, the gradient is not reduced at each use: such axes are the parameter's `sync` axes, reduced in buckets in the backward. On axes on which a parameter rests cut
-and its readers see it whole (`problem.at_rest`), the leaf is gathered once per step, and its gradient is partial until it is reduce-scattered.
+For every value and every distinct layout pair that its readers ask for there is one `Reshard`, shared by these readers. Where a parameter
+rests whole on an axis and its readers leave partial gradients on it, the gradient is not reduced at each use: such axes are the parameter's
+`sync` axes, reduced in buckets in the backward. On axes on which a parameter rests cut and its readers see it whole (`problem.at_rest`),
+the leaf is gathered once per step, and its gradient is partial until it is reduce-scattered.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ class Edges:
         return op.scope in self.reruns and op.name in self.reruns[op.scope].again
 
     def mark(self, op: Op) -> str:
-        """The mark of an operator in a block that is run again: "keep" where its result is stored in the layout in which it is made, "skip" where it is not needed again (or only after a
-        reshard, whose result is stored); "" where it runs again, or the block does not."""
+        """The mark of an operator in a block that is run again: "keep" where its result is stored in the layout in which it is made, "skip"
+        where it is not needed again (or only after a reshard, whose result is stored); "" where it runs again, or the block does not."""
         about = self.reruns.get(op.scope)
         if about is None or op.name not in {**about.kept, **about.skipped}:
             return ""
@@ -120,8 +121,8 @@ class Edges:
         return "keep" if op.name in self.as_made or saves_results(op) else "skip"
 
     def behind(self, plan: Plan) -> tuple[int, ...]:
-        """The mesh axes that need a second process group: on them some collectives run in the background (gathers of weights, sums and scatters of
-        gradients), and compute waits for others."""
+        """The mesh axes that need a second process group: on them some collectives run in the background (gathers of weights, sums and
+        scatters of gradients), and compute waits for others."""
         sizes, behind, waited = tuple(plan.mesh), set[int](), set[int]()
         for reshard in self.reshards:
             moved = {step.axis for step in (*reshard.forward(sizes), *reshard.backward(sizes)) if crosses(step, sizes)}
@@ -180,7 +181,8 @@ def edges(program: Program, plan: Plan) -> Edges:
 
 
 def _fed(program: Program, plan: Plan, sync: Mapping[Ref, tuple[int, ...]]) -> list[Reshard]:
-    """The reshards of values that are fed to runs of blocks; runs that want the same layout share one. A weight is fed in the layout that its other readers get."""
+    """The reshards of values that are fed to runs of blocks; runs that want the same layout share one. A weight is fed in the layout that
+    its other readers get."""
     asked: dict[tuple[Ref, LayoutPair], list[str]] = {}
     for feed, ports in program.fed.items():
         for port in ports:
@@ -196,7 +198,8 @@ def _fed(program: Program, plan: Plan, sync: Mapping[Ref, tuple[int, ...]]) -> l
 
 
 def reruns_of(program: Program, plan: Plan) -> dict[str, Rerun]:
-    """For each scope of `plan.remat`, which operators run again, are kept or are skipped (problem.rerun). Raises PlanError for blocks that cannot be run again."""
+    """For each scope of `plan.remat`, which operators run again, are kept or are skipped (problem.rerun). Raises PlanError for blocks that
+    cannot be run again."""
     check(program, plan.remat)
     for scope in plan.remat:
         placed = [op.name for op in program.ops.values() if op.scope == scope and beside(plan, op.name)]
@@ -212,12 +215,14 @@ def spot_of(node: NodePlan) -> Spot | None:
 
 
 def beside(plan: Plan, name: str) -> bool:
-    """Whether an operator reads or makes a value that only one coordinate of an axis has. What its backward needs is then kept, since only some ranks would take part in gathering it again."""
+    """Whether an operator reads or makes a value that only one coordinate of an axis has. What its backward needs is then kept, since only
+    some ranks would take part in gathering it again."""
     return any(is_placed(e) for text in (*plan.nodes[name].ins, *plan.nodes[name].outs) for e in parse(text.split("|")[0]))
 
 
 def _replay(about: Rerun, readers: list[tuple[Op, int]], ref: Ref, *, moves: bool) -> str:
-    """`Reshard.replay` of the reshard of `ref` for these `readers`, in a block that is run again; `moves`: whether the value changes its layout."""
+    """`Reshard.replay` of the reshard of `ref` for these `readers`, in a block that is run again; `moves`: whether the value changes its
+    layout."""
     if any((op.name, operand) in about.reads for op, operand in readers):
         return "kept" if moves and ref[0] in about.kept else "again"
     return "skipped" if any(about.reached(op.name) for op, _ in readers) else ""
@@ -229,7 +234,8 @@ def out_pair(plan: Plan, ref: Ref) -> LayoutPair:
 
 
 def given(program: Program, plan: Plan, ref: Ref) -> LayoutPair:
-    """The layout pair in which readers get the value `ref` and leave its gradient; of a weight that is gathered once per step, the gradient is partial on the gathered axes."""
+    """The layout pair in which readers get the value `ref` and leave its gradient; of a weight that is gathered once per step, the gradient
+    is partial on the gathered axes."""
     pair = out_pair(plan, ref)
     return pair.partial(pair.gathered) if program.is_weight(ref) else pair
 
@@ -256,7 +262,8 @@ def needed(src: LayoutPair, dst: LayoutPair) -> bool:
 
 
 def _in_the_end(program: Program, plan: Plan, ref: Ref) -> list[LayoutPair]:
-    """The layout pairs asked of the weight `ref` by its final readers: through permutations and casts, and by runs of blocks that it is fed to."""
+    """The layout pairs asked of the weight `ref` by its final readers: through permutations and casts, and by runs of blocks that it is fed
+    to."""
     read = [pair for op, operand in program.readers.get(ref, ())
             for pair in (_in_the_end(program, plan, (op.name, 0)) if op.name in program.following else [in_pair(plan, op.name, operand)])]
     return read + [in_pair(plan, port, 0) for port in program.fed.get(ref, ())]

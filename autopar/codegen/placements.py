@@ -7,7 +7,8 @@ Statements that stand together and run on the same coordinate become one local f
         return x
     x = placed(0, 0, user, (self.w["user.weight"],), (ids, (b, 64)), mesh=MESH)
 
-Placed operators are written as early as their inputs allow: otherwise a rank would wait in the collective for the result of the other branch before it has started its own.
+Placed operators are written as early as their inputs allow: otherwise a rank would wait in the collective for the result of the other
+branch before it has started its own.
 """
 
 from __future__ import annotations

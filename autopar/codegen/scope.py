@@ -67,7 +67,8 @@ class ScopeWriter:
         return self.lines
 
     def _enough(self, op: Op | None) -> None:
-        """Write `enough()` where `op` is the last operator of the block that saves something for the backward (None: the block begins, and no operator does)."""
+        """Write `enough()` where `op` is the last operator of the block that saves something for the backward (None: the block begins, and
+        no operator does)."""
         about = self.context.edges.reruns.get(self.scope)
         if about is not None and about.last == (-1 if op is None else about.order[op.name]):
             self.context.marks["enough"] = None
@@ -108,7 +109,8 @@ class ScopeWriter:
         return spot_of(self.context.plan.nodes[op.name]) if op is not None and op.role == "op" else None
 
     def _moves(self, op: Op | None, together: Sequence[Op]) -> bool:
-        """Whether `op` needs a reshard of a value made in `together`: all ranks run reshards, so that these are outside of local functions."""
+        """Whether `op` needs a reshard of a value made in `together`: all ranks run reshards, so that these are outside of local
+        functions."""
         inside = {other.name: other for other in together}
         return op is not None and any(ref[0] in inside and needed(out_pair(self.context.plan, ref), in_pair(self.context.plan, op.name, i))
                                       for i, ref in enumerate(op.operands))
@@ -179,7 +181,8 @@ class ScopeWriter:
         return self.names.get(ref) or str(op.node.name)
 
     def reshard_text(self, reshard: Reshard, name: str) -> str:
-        """The call of `reshard` for a value called `name`; of `gather` for weights, which permutes and casts them, is prefetched, and gathers again in the backward where needed."""
+        """The call of `reshard` for a value called `name`; of `gather` for weights, which permutes and casts them, is prefetched, and
+        gathers again in the backward where needed."""
         shape, turn = self.context.whole_sizes(reshard.ref), ""
         grad = f'"{show(reshard.dst.grad)} -> {show(reshard.src.grad)}"' if reshard.gradient else "None"
         fetches, gathers = reshard.fetches(self.context.sizes), reshard.gathers(self.context.sizes)
@@ -212,14 +215,16 @@ class ScopeWriter:
                 self.say(probes.probe(name, self.names[op.name, i], self._given((op.name, i)), self.context.whole_sizes((op.name, i))))
 
     def _given(self, ref: Ref) -> LayoutPair:
-        """The layout pair of a value for its probe: as readers get it and leave its gradient. The gradient of a weight is partial on its sync axes."""
+        """The layout pair of a value for its probe: as readers get it and leave its gradient. The gradient of a weight is partial on its
+        sync axes."""
         program, pair = self.context.program, given(self.context.program, self.context.plan, ref)
         if self._passed_by(ref):
             return LayoutPair(pair.value, (NO_GRAD,) * len(pair.value))
         return pair.partial(self.context.edges.sync.get((program.source(ref), 0), ())) if program.is_weight(ref) else pair
 
     def _passed_by(self, ref: Ref) -> bool:
-        """Whether a value is a permuted or cast weight that is then gathered: the gather reads the parameter itself, so that no gradient passes this value."""
+        """Whether a value is a permuted or cast weight that is then gathered: the gather reads the parameter itself, so that no gradient
+        passes this value."""
         context = self.context
         return ref[0] in context.program.following and (
             any(reshard.ref == ref and reshard.fetches(context.sizes) for reshard in context.edges.reshards)
@@ -270,7 +275,8 @@ class ScopeWriter:
         """A number argument of `op`, as a formula of the sizes of the inputs. Raises PlanError where it depends on values of tensors."""
         number = facts.as_number(held, self.gm)
         if isinstance(number, sympy.Expr) and (unknown := number.free_symbols - set(facts.symbols(self.gm).values())):
-            raise PlanError(f"{op.name} at {op.where} computes with {number}, and {', '.join(map(str, unknown))} is a number read off a tensor (item(), int(), float()): each rank would "
+            raise PlanError(f"{op.name} at {op.where} computes with {number}, and {', '.join(map(str, unknown))} is a number read off a "
+                            "tensor (item(), int(), float()): each rank would "
                             "read it off its part; leave it a tensor of no dims, which operators take like a number")
         return number
 

@@ -24,7 +24,8 @@ BATCH = facts.symbol("b")
 
 @cache
 def text(size: float | sympy.Expr) -> str:
-    """A global size, or a number computed from sizes, as Python source in the names of the symbolic dims. Raises PlanError where it has no source form."""
+    """A global size, or a number computed from sizes, as Python source in the names of the symbolic dims. Raises PlanError where it has no
+    source form."""
     if isinstance(size, (int, float)):
         return str(size)
     return _Plain().doprint(sympy.factor_terms(size))
@@ -54,18 +55,20 @@ class _Plain(PythonCodePrinter):
         return str(super()._print_Pow(expr, rational=rational))
 
     def _print_Function(self, expr: sympy.Expr) -> str:
-        raise PlanError(f"a number that the model makes of its sizes, {expr}, has no source form: {expr.func} is none of +, -, *, /, //, %, **, min, max, math.floor and "
+        raise PlanError(f"a number that the model makes of its sizes, {expr}, has no source form: {expr.func} is none of +, -, *, /, //, "
+                        "%, **, min, max, math.floor and "
                         "math.ceil; make it of those, or pass it as an input")
 
 
 def _whole(expr: sympy.Expr, text: str) -> str:
-    """`text`, the source of the floor or ceiling `expr`, converted to int where its argument may be a float (a root, or a decimal fraction)."""
+    """`text`, the source of the floor or ceiling `expr`, converted to int where its argument may be a float (a root, or a decimal
+    fraction)."""
     return text if expr.args[0].is_rational_function() and not expr.has(sympy.Float) else f"int{text}"
 
 
 def local(size: Size, layout: Layout, dim: int, mesh: Sequence[int], exact: Collection[int] = (), parts: int = 1) -> str:
-    """The size of tensor dim `dim` on this rank, as Python source. `exact`: the axes that cut the inputs' batch, which therefore divides by them; other symbolic sizes may be cut
-    unevenly. `parts`: the number of microbatches that share the dim, evenly."""
+    """The size of tensor dim `dim` on this rank, as Python source. `exact`: the axes that cut the inputs' batch, which therefore divides by
+    them; other symbolic sizes may be cut unevenly. `parts`: the number of microbatches that share the dim, evenly."""
     axes = cutters(layout, dim)
     if not axes and parts == 1:
         return text(size)
@@ -96,8 +99,8 @@ def _quotient(size: sympy.Expr, ways: int) -> str:
 
 def must_divide(before: Sequence[Size], src: Layout, after: Sequence[Size], dst: Layout, mesh: Sequence[int],
                 exact: Collection[int] = ()) -> list[tuple[Size, tuple[int, ...]]]:
-    """The sizes, each with the axes that cut it, that must divide evenly so that reshaping the local parts gives the local parts of the reshaped tensor. Where the batch is merged with
-    heads, uneven chunks of `b` rows are not the uneven chunks of `b * h` rows."""
+    """The sizes, each with the axes that cut it, that must divide evenly so that reshaping the local parts gives the local parts of the
+    reshaped tensor. Where the batch is merged with heads, uneven chunks of `b` rows are not the uneven chunks of `b * h` rows."""
     found = []
     for i, size in enumerate(before):
         for j, other in enumerate(after):

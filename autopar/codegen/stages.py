@@ -54,20 +54,24 @@ def _check_buffers(program: Program, found: Sequence[View]) -> None:
         giving = {view.index for view in found if (number, op) in view.results}
         holding = {view.index for view in found if program.buffers.get(op.fqn) in view.held}
         if op.role == "mutation" and holding - giving:
-            raise PlanError(f"stage {min(giving)} makes the new value of buffer {op.fqn}, which stage {min(holding - giving)} reads ({program.ops[op.operands[0][0]].where}): "
+            raise PlanError(f"stage {min(giving)} makes the new value of buffer {op.fqn}, which stage {min(holding - giving)} reads "
+                            f"({program.ops[op.operands[0][0]].where}): "
                             "cut the model in front of what reads the buffer or behind what changes it, or take one stage")
 
 
 def _check_draws(context: Context, found: Sequence[View]) -> None:
-    """Raise PlanError where stages on different kinds of devices each draw the same value: their generators give different numbers for one seed."""
+    """Raise PlanError where stages on different kinds of devices each draw the same value: their generators give different numbers for one
+    seed."""
     plan = context.plan
     places = Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
     for op in context.program.ops.values():
         on = {view.index: places.device(plan.stages[view.index].place) for view in found if op.draws and view.runs(op.name)}
         others = [index for index, device in on.items() if device != next(iter(on.values()))]
         if others:
-            raise PlanError(f"{op.name} ({op.where}) draws random numbers that stages {min(on)} and {others[0]} read, each for itself, and these run on devices of two kinds, which would not "
-                            "draw the same: cut the model so that devices of one kind read them, draw them outside and make them an input, or take a cluster of one kind")
+            raise PlanError(f"{op.name} ({op.where}) draws random numbers that stages {min(on)} and {others[0]} read, each for itself, and "
+                            "these run on devices of two kinds, which would not "
+                            "draw the same: cut the model so that devices of one kind read them, draw them outside and make them an input, "
+                            "or take a cluster of one kind")
 
 
 class StageWriter(ScopeWriter):

@@ -140,7 +140,8 @@ def _evaluation(context: Context, names: Names) -> list[str]:
 
 
 def _ungraded(context: Context, gm: fx.GraphModule) -> tuple[int, ...]:
-    """The numbers of outputs, other than the loss, that have a gradient on one device; none in a pipeline, whose forward has no gradients."""
+    """The numbers of outputs, other than the loss, that have a gradient on one device; none in a pipeline, whose forward has no
+    gradients."""
     if context.plan.mode != "train" or context.plan.pipelined:
         return ()
     graded, kinds = needs_grad(gm), [entry["kind"] for entry in gm.meta["outputs"] if entry["kind"] != "mutation"]
@@ -167,8 +168,8 @@ def _spans(context: Context, inputs: Sequence[Op]) -> dict[str, tuple[int, int |
 
 
 def run_table(context: Context, blocks: Mapping[str, tuple[int, int]]) -> str:
-    """The table RUNS: for each run of blocks its class and the names of the instances `[first, stop)`. And FIRST: the numbers with which runs that draw
-    random numbers begin, so that each block draws as itself."""
+    """The table RUNS: for each run of blocks its class and the names of the instances `[first, stop)`. And FIRST: the numbers with which
+    runs that draw random numbers begin, so that each block draws as itself."""
     rows = [f"{scope!r}: ({context.class_of(scope)}, {compact(namings(context.program, context.program.runs[scope])[slice(*span)])})"
             for scope, span in blocks.items()]
     drawing = dict.fromkeys(op.scope for op in context.program.ops.values() if op.draws)

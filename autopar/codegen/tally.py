@@ -17,8 +17,8 @@ from autopar.problem.graph import Program, Ref, Run
 
 
 class Moved(NamedTuple):
-    """A reshard as a place runs it: `runs` times per step, `first` of them on values that the first block of a run makes. Each run is on one of
-    the `parts` microbatches that the batch falls into, or on the whole batch (1)."""
+    """A reshard as a place runs it: `runs` times per step, `first` of them on values that the first block of a run makes. Each run is on
+    one of the `parts` microbatches that the batch falls into, or on the whole batch (1)."""
 
     reshard: Reshard
     runs: int
@@ -27,7 +27,8 @@ class Moved(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """Runs of one operator per step, whether they are in blocks that are run again (`again`), and in the first block of its run (`first`); `parts` as of Moved."""
+    """Runs of one operator per step, whether they are in blocks that are run again (`again`), and in the first block of its run (`first`);
+    `parts` as of Moved."""
 
     runs: int
     again: bool
@@ -63,7 +64,8 @@ class Tally:
         return self.plan.microbatches * sum(name in view.ops and name not in self._given(view) for view in self.stages)
 
     def operators(self, name: str, *, again: bool) -> list[Ran]:
-        """The runs of one operator per step, grouped by `Ran.again` and `Ran.first`. `again`: whether the operator runs again in blocks that do, which are the first ones of a run."""
+        """The runs of one operator per step, grouped by `Ran.again` and `Ran.first`. `again`: whether the operator runs again in blocks
+        that do, which are the first ones of a run."""
         parts, twice, first = self.plan.microbatches, self.again(name) if again else 0, self._firsts(name)
         both = min(twice, first)
         return [Ran(both, True, True, parts), Ran(twice - both, True, False, parts), Ran(first - both, False, True, parts),
@@ -150,7 +152,8 @@ class Tally:
         return replace(reshard, readers=readers, saved=saved)
 
     def sends(self) -> list[Ref]:
-        """The values that this place sends to others for each microbatch: outputs to next stages, and gradients of received values, listed as these values."""
+        """The values that this place sends to others for each microbatch: outputs to next stages, and gradients of received values, listed
+        as these values."""
         places, ops = [stage.place for stage in self.plan.stages], self.program.ops
         found: list[Ref] = []
         for view in self.stages:

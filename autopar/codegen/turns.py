@@ -13,7 +13,8 @@ aten = torch.ops.aten
 
 
 def turned(ops: Sequence[Op]) -> tuple[tuple[int, ...], tuple[torch.dtype, ...]]:
-    """The combined effect of a chain of operators of `problem.graph.TURNS`: the permutation of dims (() for none), and the dtypes of casts in order."""
+    """The combined effect of a chain of operators of `problem.graph.TURNS`: the permutation of dims (() for none), and the dtypes of casts
+    in order."""
     count = len(ops[0].call.ins[0].shape) if ops else 0
     dims, casts = list(range(count)), list[torch.dtype]()
     for op in ops:

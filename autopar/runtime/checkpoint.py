@@ -1,4 +1,5 @@
-"""State in and out of a sharded module, as whole tensors or as DTensor state dicts, always under original names and with rows in original order (also where a parameter rests in sections)."""
+"""State in and out of a sharded module, as whole tensors or as DTensor state dicts, always under original names and with rows in original
+order (also where a parameter rests in sections)."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ EXTRA = "_extra_state"
 @torch.no_grad()
 def load_full(held: Iterable[Held], aliases: Mapping[str, str], state: Mapping[str, Tensor], mesh: Mesh, *, strict: bool,
               held_already: Container[str] = (), elsewhere: Iterable[str] = ()) -> None:
-    """Copy this rank's part of each whole tensor in `state` into `held`; no communication. Sparse tensors are made dense. Names in `held_already` may be missing from `state`;
-    `elsewhere` names what other places of a pipeline hold. Values that are no tensors (extra state of modules) are ignored.
+    """Copy this rank's part of each whole tensor in `state` into `held`; no communication. Sparse tensors are made dense. Names in
+    `held_already` may be missing from `state`; `elsewhere` names what other places of a pipeline hold. Values that are no tensors (extra
+    state of modules) are ignored.
 
-    Raises RunError when a name is missing, a shape differs or a tensor has no values, and with `strict` when a name is unknown; then nothing was copied.
+    Raises RunError when a name is missing, a shape differs or a tensor has no values, and with `strict` when a name is unknown; then
+    nothing was copied.
     """
     if not isinstance(state, Mapping):
         raise RunError(f"state is a {type(state).__name__}; wanted a state dict of the model, whole tensors by name")
@@ -65,7 +68,8 @@ def full_state_dict(held: Iterable[Held], aliases: Mapping[str, str], mesh: Mesh
 
 
 def whole(local: Tensor, h: Held, mesh: Mesh) -> Tensor:
-    """The whole tensor of which `local` is this rank's part, cut as `h` is (the parameter, its gradient, a moment of the optimizer); a collective operation."""
+    """The whole tensor of which `local` is this rank's part, cut as `h` is (the parameter, its gradient, a moment of the optimizer); a
+    collective operation."""
     out = relayout(local.detach().to(mesh.device), h.info.entries, ("R",) * len(mesh.sizes), h.info.shape, mesh, h.name)
     return out.clone() if out.data_ptr() == local.data_ptr() else out
 
@@ -76,14 +80,15 @@ def plain(layout: Layout) -> Layout:
 
 
 def unsection(local: Tensor, h: Held, mesh: Mesh) -> Tensor:
-    """`local`, this rank's part of a parameter that rests in sections, as a DTensor with its rows in original order; a collective operation."""
+    """`local`, this rank's part of a parameter that rests in sections, as a DTensor with its rows in original order; a collective
+    operation."""
     moved = relayout(local.detach().to(mesh.device), h.info.entries, plain(h.info.entries), h.info.shape, mesh, h.name)
     return distribute(moved.contiguous(), h.info.shape, plain(h.info.entries), mesh)
 
 
 def install(module: nn.Module, held: Mapping[str, Held], aliases: Mapping[str, str], mesh: Mesh, elsewhere: Iterable[str] = ()) -> None:
-    """Add hooks to `module` so that `state_dict` and `load_state_dict` have rows in original order, and loading takes whole tensors as well. On loading, extra state of the user's
-    modules and entries of other places (`elsewhere`) are ignored."""
+    """Add hooks to `module` so that `state_dict` and `load_state_dict` have rows in original order, and loading takes whole tensors as
+    well. On loading, extra state of the user's modules and entries of other places (`elsewhere`) are ignored."""
     table = dict(held) | {alias: held[name] for alias, name in aliases.items()}
     others = [name for name in dict.fromkeys(elsewhere) if name not in table]
 

@@ -25,11 +25,11 @@ KINDS = ("all_gather", "all_reduce", "reduce_scatter")
 
 
 class Together:
-    """A bucket on its way. `tensors[i]` is this rank's part of a tensor of global `shapes[i]` and takes the steps `ways[i]`. All ways have the same kinds of steps on the same
-    axes (of two or more ranks), and all tensors one dtype.
+    """A bucket on its way. `tensors[i]` is this rank's part of a tensor of global `shapes[i]` and takes the steps `ways[i]`. All ways have
+    the same kinds of steps on the same axes (of two or more ranks), and all tensors one dtype.
 
-    The constructor starts the first collective. `go_on` waits for the running one and starts the next; after the last one it frees that one's input. The tensors are copied,
-    so they may change. `names` are for runtime.count."""
+    The constructor starts the first collective. `go_on` waits for the running one and starts the next; after the last one it frees that
+    one's input. The tensors are copied, so they may change. `names` are for runtime.count."""
 
     def __init__(self, ways: Sequence[Sequence[Step]], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh, names: Sequence[str]) -> None:
         self.shapes, self.mesh, self.names = shapes, mesh, names
@@ -43,7 +43,8 @@ class Together:
 
     @property
     def later(self) -> bool:
-        """Whether `go_on` is to be called again: a collective is yet to start, or the running one has an input that is larger than its result (reduce-scatter) and is to be freed."""
+        """Whether `go_on` is to be called again: a collective is yet to start, or the running one has an input that is larger than its
+        result (reduce-scatter) and is to be freed."""
         return self.more or self._scatters
 
     def go_on(self) -> bool:

@@ -1,6 +1,7 @@
 """Raw collectives along one mesh axis, on tensors whose cut dim is the first. No autograd, no layouts.
 
-With `behind`, a collective uses the axis's second process group, where there is one (Mesh.behind), so that it and those of the first group do not wait for each other.
+With `behind`, a collective uses the axis's second process group, where there is one (Mesh.behind), so that it and those of the first group
+do not wait for each other.
 
 All are exact for every dtype: booleans, which backends reduce differently, are sent as integers.
 """

@@ -16,8 +16,9 @@ _active: list[list[Counted]] = []
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """One executed step on one mesh axis. `bytes` is the size of the tensor that one group of the axis holds together, without the cut on this axis: the output of a gather, the
-    input of a reduction, the whole tensor of an all-to-all. Of a send it is what this rank sends; of a halo exchange what the rank sends that sends most."""
+    """One executed step on one mesh axis. `bytes` is the size of the tensor that one group of the axis holds together, without the cut on
+    this axis: the output of a gather, the input of a reduction, the whole tensor of an all-to-all. Of a send it is what this rank sends; of
+    a halo exchange what the rank sends that sends most."""
 
     kind: str
     axis: int

@@ -113,7 +113,8 @@ class Declarations:
         return list(dict.fromkeys([*found, *self.found, *aliases]))
 
     def register(self, root: nn.Module, aliases: Mapping[str, str], names: Sequence[str], mesh: Mesh) -> dict[str, Held]:
-        """Make every tensor, without values yet (nan), and register it in `root` under all its names; the state dict then has their order."""
+        """Make every tensor, without values yet (nan), and register it in `root` under all its names; the state dict then has their
+        order."""
         tensors: dict[str, Tensor] = {}
         held: dict[str, Held] = {}
         for name in names:

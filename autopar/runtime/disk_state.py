@@ -21,8 +21,9 @@ from autopar.errors import RunError
 
 
 def keep_on_disk(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """From its next step on, hold the state of `optimizer` (tensors shaped as their parameter) in files in `folder`, which is made if missing and may be shared by optimizers and
-    ranks. A file is unlinked once it is mapped: it disappears with its last tensor, however the process ends, so checkpoints are needed as usual.
+    """From its next step on, hold the state of `optimizer` (tensors shaped as their parameter) in files in `folder`, which is made if
+    missing and may be shared by optimizers and ranks. A file is unlinked once it is mapped: it disappears with its last tensor, however the
+    process ends, so checkpoints are needed as usual.
 
     Raises RunError in that step where state is not on the CPU: no file can be mapped into the memory of an accelerator.
     """
@@ -49,7 +50,8 @@ def _on_disk(value: Tensor, folder: Path) -> Tensor:
     """`value` with its local part in a new file of its own: tensors of a state dict that was saved or loaded may still use older files."""
     local = local_of(value)
     if local.device.type != "cpu":
-        raise RunError(f"optimizer state of shape {tuple(value.shape)} is on {local.device}: only state in the memory of the host can be kept on disk; "
+        raise RunError(f"optimizer state of shape {tuple(value.shape)} is on {local.device}: only state in the memory of the host can be "
+                       "kept on disk; "
                        "let the optimizer step on CPU parameters")
     if not local.numel():
         return value

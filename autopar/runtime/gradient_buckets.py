@@ -15,8 +15,9 @@ from autopar.runtime.params import Held
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters whose gradients are reduced together. `moves` are the collectives, (kind, axis) in order; `block` is the number of the block whose backward completes the bucket, None
-    outside of blocks; `ready` are the members whose gradient has arrived; `sums` is the reduction once it has started."""
+    """Parameters whose gradients are reduced together. `moves` are the collectives, (kind, axis) in order; `block` is the number of the
+    block whose backward completes the bucket, None outside of blocks; `ready` are the members whose gradient has arrived; `sums` is the
+    reduction once it has started."""
 
     moves: tuple[tuple[str, int], ...]
     members: tuple[Held, ...]
@@ -31,7 +32,8 @@ def sync_steps(held: Held, mesh: Mesh) -> tuple[Step, ...]:
 
 
 def buckets_of(held: Sequence[Held], mesh: Mesh, limit_bytes: int) -> list[Bucket]:
-    """Buckets in the order in which a backward fills them: parameters in reverse, those of a bucket with the same collectives, dtype and `each`."""
+    """Buckets in the order in which a backward fills them: parameters in reverse, those of a bucket with the same collectives, dtype and
+    `each`."""
     filling: dict[tuple[tuple[tuple[str, int], ...], torch.dtype, bool], list[Held]] = {}
     buckets: list[Bucket] = []
     for h in reversed(held):

@@ -5,9 +5,11 @@ reduce-scattered where it rests cut (ZeRO-1 and 2), in flat buckets, in reverse 
 
 * A bucket starts as soon as its last gradient is there, while the backward goes on. If it takes several collectives, the next one begins
   when buckets of a later block have begun behind it (`autopar.deferred_waits`). All are finished when the backward ends, whoever called it.
-* Where branches run on different ranks at the same time (`placed`), gradients come in a different order on each rank. Collectives then begin
+* Where branches run on different ranks at the same time (`placed`), gradients come in a different order on each rank. Collectives then
+begin
   in the order of the buckets, so that it is the same on all ranks.
-* Gradients of weights that were gathered at their use (`gather`) come here whole (`sink`). They are scattered in the background, then summed
+* Gradients of weights that were gathered at their use (`gather`) come here whole (`sink`). They are scattered in the background, then
+summed
   in buckets where they are partial on other axes.
 * Only the gradient of *this* backward is summed, and then added to `param.grad`, so accumulation over several backwards is exact.
 * A parameter that a backward did not reach keeps its `grad` (None at first), as on one device.
@@ -71,7 +73,8 @@ class Scatter:
 
 
 class GradSync:
-    """Reduces the gradients of the parameters `held` over ranks and adds them to `param.grad`, in any `loss.backward()`; `blocks` are the blocks that read them.
+    """Reduces the gradients of the parameters `held` over ranks and adds them to `param.grad`, in any `loss.backward()`; `blocks` are the
+    blocks that read them.
 
         deferred     gradients of several backwards accumulate in the leaves until `flush` (pipelines)
         scattering   gradients of gathered weights leave autograd (`sink`)
@@ -131,7 +134,8 @@ class GradSync:
             bucket.block = min((self.owners[id(table)] for table, _ in bucket.members[-1].readers if id(table) in self.owners), default=None)
         self.bucket_of = {h.name: bucket for bucket in self.buckets for h in bucket.members}
         self.turns = turns_of(held, self.buckets)
-        self.order = {h.name: number for number, h in enumerate(reversed(held))}  # in which gradients are added to `param.grad`: the same on all ranks, since hooks of users may run collectives
+        # in which gradients are added to `param.grad`: the same on all ranks, since hooks of users may run collectives
+        self.order = {h.name: number for number, h in enumerate(reversed(held))}
 
     def attach(self, held: Held) -> None:
         """Register the hook of the leaf of `held`; call it again whenever the leaf was renewed."""
@@ -142,15 +146,18 @@ class GradSync:
             held.leaf.register_post_accumulate_grad_hook(weakly(self._arrived))
 
     def renew(self, held: Iterable[Held]) -> None:
-        """Begin a step: forget a failed backward, and renew the leaves of parameters that the user cast, moved, froze or assigned. Raises RunError where a parameter is unfrozen that was
-        frozen when the model was compiled, and where one has a gradient hook in a pipeline."""
+        """Begin a step: forget a failed backward, and renew the leaves of parameters that the user cast, moved, froze or assigned. Raises
+        RunError where a parameter is unfrozen that was frozen when the model was compiled, and where one has a gradient hook in a
+        pipeline."""
         self.reset()
         for one in held:
             if one.tensor.requires_grad and not one.info.trainable:
-                raise RunError(f"parameter {one.name} was frozen when the model was compiled, and the plan has no way for its gradient: compile the model with all that will ever train "
+                raise RunError(f"parameter {one.name} was frozen when the model was compiled, and the plan has no way for its gradient: "
+                               "compile the model with all that will ever train "
                                "unfrozen, and freeze then (`requires_grad_(False)`)")
             if self.deferred and any(gradient_hooks(one.tensor)):
-                raise RunError(f"parameter {one.name} has a hook for its gradient, which in a pipeline is there only when all microbatches are through: remove it (`handle.remove()`) and do "
+                raise RunError(f"parameter {one.name} has a hook for its gradient, which in a pipeline is there only when all microbatches "
+                               "are through: remove it (`handle.remove()`) and do "
                                "what it does between train_step and optimizer.step")
             if one.stale():
                 one.renew(self.mesh)
@@ -182,7 +189,8 @@ class GradSync:
         return held if held is not None and held.leaf is leaf else None
 
     def sink(self, shard: Tensor, gathered: Gathered, unit: Any) -> Callable[[Tensor, Layout, str], None] | None:
-        """The function that takes the whole gradient of a weight that `unit` gathered from `shard`; None where autograd accumulates it in the leaf."""
+        """The function that takes the whole gradient of a weight that `unit` gathered from `shard`; None where autograd accumulates it in
+        the leaf."""
         held = self.of(shard)
         if held is None or not self.scattering:
             return None
@@ -230,8 +238,8 @@ class GradSync:
 
     @torch.no_grad()
     def flush(self, *, each: bool = False) -> None:
-        """Reduce the gradients that the backwards of a step accumulated in the leaves, and add them to `param.grad`; with `each`, only those that are reduced after every
-        microbatch."""
+        """Reduce the gradients that the backwards of a step accumulated in the leaves, and add them to `param.grad`; with `each`, only
+        those that are reduced after every microbatch."""
         for held in self.held_of.values():
             if held.leaf.grad is not None and (held.info.each or not each):
                 self.reached[held.name] = held
@@ -244,7 +252,8 @@ class GradSync:
     def _arrived(self, leaf: Tensor) -> None:
         held = self.of(leaf)
         if held is None:
-            raise RunError(f"the gradient of a parameter of shape {tuple(leaf.shape)} came after it was moved, cast, frozen or replaced: run the backward of a loss before the next forward")
+            raise RunError(f"the gradient of a parameter of shape {tuple(leaf.shape)} came after it was moved, cast, frozen or replaced: "
+                           "run the backward of a loss before the next forward")
         only_first_order(held.name)
         if (self.deferred and not held.info.each) or not self._accumulated(held):
             return
@@ -259,13 +268,15 @@ class GradSync:
         self._move(held)
 
     def _accumulated(self, held: Held) -> bool:
-        """Whether autograd has accumulated something in a leaf. torch 2.13 also calls the hook where all gradients of the leaf went to `sink`."""
+        """Whether autograd has accumulated something in a leaf. torch 2.13 also calls the hook where all gradients of the leaf went to
+        `sink`."""
         part, version = self.partial_sums.get(held.name, (lambda: None, 0))
         return held.leaf.grad is not None and (held.leaf.grad is not part() or held.leaf.grad._version != version)
 
     @torch.no_grad()
     def _move(self, held: Held) -> None:
-        """Start the reduction of the gradient of a leaf: of its bucket once that is full, else by itself. With branches, in the order of `turns`."""
+        """Start the reduction of the gradient of a leaf: of its bucket once that is full, else by itself. With branches, in the order of
+        `turns`."""
         self.moved[held.name] = None
         bucket = self.bucket_of.get(held.name)
         if bucket is not None:
@@ -307,7 +318,8 @@ class GradSync:
 
     @torch.no_grad()
     def _finish(self, *, more: bool | None = None) -> None:
-        """End a backward: finish all reductions and add to `param.grad`. `more`: further microbatches follow in this step (None: as `deferred` says)."""
+        """End a backward: finish all reductions and add to `param.grad`. `more`: further microbatches follow in this step (None: as
+        `deferred` says)."""
         self.scatters.drain()
         for held in list(self.reached.values()):
             if held.name not in self.moved:
@@ -335,7 +347,8 @@ class GradSync:
         self._clear()
 
     def _wait(self, held: Held, grads: Sequence[Tensor]) -> None:
-        """Accumulate gradients of a parameter on the host, on the device: they are copied to the host once per step, not after every microbatch."""
+        """Accumulate gradients of a parameter on the host, on the device: they are copied to the host once per step, not after every
+        microbatch."""
         for grad in grads:
             before = self.waiting.get(held.name)
             self.waiting[held.name] = (held, grad if before is None else before[1].add_(grad))
@@ -353,8 +366,9 @@ def _grad(held: Held) -> Tensor:
 
 
 def _deposit(held: Held, grads: Sequence[Tensor]) -> None:
-    """Add `grads` to `param.grad`, with the strides of the parameter: fused optimizers read both as flat arrays and ignore strides. Hooks of the parameter are called as autograd calls
-    them: gradient hooks before, which may change the gradient, and post-accumulate hooks after."""
+    """Add `grads` to `param.grad`, with the strides of the parameter: fused optimizers read both as flat arrays and ignore strides. Hooks
+    of the parameter are called as autograd calls them: gradient hooks before, which may change the gradient, and post-accumulate hooks
+    after."""
     param, local = held.tensor, held.local
     changing, noting = gradient_hooks(param)
     if changing and grads:

@@ -1,12 +1,13 @@
-"""Optimizer state in host memory (offload). Parameters and gradients stay on the device; for each parameter in turn, its state is copied to the device, the optimizer steps
-that parameter, and the state is copied back.
+"""Optimizer state in host memory (offload). Parameters and gradients stay on the device; for each parameter in turn, its state is copied to
+the device, the optimizer steps that parameter, and the state is copied back.
 
-It is automatic: models whose plan offloads state (`Param.host_state`) register here when they are built, and a global pre-hook of torch's optimizers steps their parameters
-before the optimizer's own step. For that step their gradients are set to None, and restored after it. torch's optimizers update each parameter by itself and skip those without
-a gradient, so the result equals one step for all parameters, bit by bit.
+It is automatic: models whose plan offloads state (`Param.host_state`) register here when they are built, and a global pre-hook of torch's
+optimizers steps their parameters before the optimizer's own step. For that step their gradients are set to None, and restored after it.
+torch's optimizers update each parameter by itself and skip those without a gradient, so the result equals one step for all parameters, bit
+by bit.
 
-Each of these steps is taken by a stand-in: an optimizer of the same class that shares the state and has one parameter. So counters in the groups, or of the optimizer itself,
-advance once, in the optimizer's own step.
+Each of these steps is taken by a stand-in: an optimizer of the same class that shares the state and has one parameter. So counters in the
+groups, or of the optimizer itself, advance once, in the optimizer's own step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ HOST = torch.device("cpu")
 
 @dataclass
 class _Aside:
-    """The gradients of parameters that were already stepped, while the optimizer's own step runs; `inner`: how many nested calls of `step` (of a base class) are running in it."""
+    """The gradients of parameters that were already stepped, while the optimizer's own step runs; `inner`: how many nested calls of `step`
+    (of a base class) are running in it."""
 
     gradients: Mapping[Tensor, Tensor]
     inner: int = 0
@@ -57,7 +59,8 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dic
             _aside[optimizer].inner += 1
         return
     if any(value is not None for value in (*args[1:], *kwargs.values())):  # the first is the optimizer
-        raise RunError("optimizer.step(closure) with optimizer state on the host: the closure would run once for every parameter; call step() without "
+        raise RunError("optimizer.step(closure) with optimizer state on the host: the closure would run once for every parameter; call "
+                       "step() without "
                        "one, behind train_step")
     for number, group in enumerate(optimizer.param_groups):
         _step_each([param for param in group["params"] if param in gradients], optimizer, number)
@@ -79,8 +82,8 @@ def _after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict
 
 
 def _step_each(params: Sequence[Tensor], optimizer: torch.optim.Optimizer, number: int) -> None:
-    """Step `params`, of group `number`, one after the other. Raises RunError where the steps leave different numbers in the group's options: such an optimizer computes an option from all
-    parameters together, and would compute it from each alone here."""
+    """Step `params`, of group `number`, one after the other. Raises RunError where the steps leave different numbers in the group's
+    options: such an optimizer computes an option from all parameters together, and would compute it from each alone here."""
     step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without hooks, which are those of the whole step
     first: dict[str, float] = {}
     for param in params:
@@ -92,7 +95,8 @@ def _step_each(params: Sequence[Tensor], optimizer: torch.optim.Optimizer, numbe
         first = first or now
         torn = [key for key, value in now.items() if value != first.get(key)]
         if torn:
-            raise RunError(f"optimizer {type(optimizer).__name__} makes its {torn[0]!r} of all parameters together, and with optimizer state on the host they are stepped one after the other: "
+            raise RunError(f"optimizer {type(optimizer).__name__} makes its {torn[0]!r} of all parameters together, and with optimizer "
+                           "state on the host they are stepped one after the other: "
                            'use one that steps each by itself, as those of torch.optim do, or plan without (recipe="zero1")')
 
 

@@ -6,9 +6,10 @@
         ranks.run(fn, x)
         ranks.run(other, y)
 
-Ranks are forked where that is safe (half a second for four) and spawned otherwise, as for GPUs. They rendezvous through a file, so no port is taken. Where there are more ranks than
-GPUs, ranks share GPUs and use gloo, since NCCL does not allow two ranks on one GPU. The first rank that fails stops all, and its traceback is raised. No rank outlives the caller, even if
-that is killed; the temporary folder of a killed caller is removed at the next start (autopar.runtime.scratch).
+Ranks are forked where that is safe (half a second for four) and spawned otherwise, as for GPUs. They rendezvous through a file, so no port
+is taken. Where there are more ranks than GPUs, ranks share GPUs and use gloo, since NCCL does not allow two ranks on one GPU. The first
+rank that fails stops all, and its traceback is raised. No rank outlives the caller, even if that is killed; the temporary folder of a
+killed caller is removed at the next start (autopar.runtime.scratch).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ import torch.distributed as dist
 from autopar.errors import RunError
 from autopar.runtime.scratch import Scratch
 
-GRACE_S = 0.5  # how long to wait for reports of other ranks after the first failure (one may be the cause), and for the stacks of late ranks
+# how long to wait for reports of other ranks after the first failure (one may be the cause), and for the stacks of late ranks
+GRACE_S = 0.5
 FRAMES = 12  # how many of the innermost stack frames of a late rank are shown
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -57,11 +59,13 @@ class _Report:
 def launch(fn: Callable[..., Any], nprocs: int, *args: Any, timeout_s: float = 600.0, device_type: str = "cpu") -> list[Any]:
     """`fn(*args)` on `nprocs` local ranks, one thread each; their results, which must be picklable, in rank order.
 
-    `fn` finds torch.distributed initialised (gloo on "cpu", nccl on "cuda" where each rank has one). Raises RunError with the traceback of the first rank
-    that failed, with the ranks that were not done within `timeout_s` (all other ranks are stopped then), or where the system does not give as many processes.
+    `fn` finds torch.distributed initialised (gloo on "cpu", nccl on "cuda" where each rank has one). Raises RunError with the traceback of
+    the first rank that failed, with the ranks that were not done within `timeout_s` (all other ranks are stopped then), or where the system
+    does not give as many processes.
     """
     fork = _can_fork(device_type)
-    job = partial(fn, *args) if fork else partial(_call, pickle.dumps((fn, args)))  # multiprocessing itself would keep a file open for each tensor
+    # multiprocessing itself would keep a file open for each tensor
+    job = partial(fn, *args) if fork else partial(_call, pickle.dumps((fn, args)))
     team = _Team.start(nprocs, lambda rank: (job,), timeout_s, device_type, fork)
     try:
         return _collect(team, timeout_s)
@@ -70,8 +74,8 @@ def launch(fn: Callable[..., Any], nprocs: int, *args: Any, timeout_s: float = 6
 
 
 class Ranks:
-    """`nprocs` local ranks that are kept for many jobs, and started with the first one. After a failed job they are stopped and the next job starts new ones, so no state of a
-    failed job remains. Use it as a context manager, or call `stop` in the end."""
+    """`nprocs` local ranks that are kept for many jobs, and started with the first one. After a failed job they are stopped and the next
+    job starts new ones, so no state of a failed job remains. Use it as a context manager, or call `stop` in the end."""
 
     def __init__(self, nprocs: int, *, timeout_s: float = 600.0, device_type: str = "cpu") -> None:
         self.nprocs, self.timeout_s, self.device_type = nprocs, timeout_s, device_type
@@ -205,7 +209,8 @@ def _possible(nprocs: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(f"cannot start {nprocs} ranks on this machine: {error.strerror or error}. Each rank is a process with open files of its own: ask for fewer ranks, "
+        raise RunError(f"cannot start {nprocs} ranks on this machine: {error.strerror or error}. Each rank is a process with open files of "
+                       "its own: ask for fewer ranks, "
                        "or raise the limits of open files and processes (ulimit -n, ulimit -u)") from error
 
 
@@ -215,8 +220,8 @@ def _stack_file(folder: str, rank: int) -> Path:
 
 
 def _can_fork(device_type: str) -> bool:
-    """Whether ranks can be forked. Not once the CUDA driver or torch.distributed is initialised here; and builds of torch with CUDA may have an autograd that does not work in a
-    fork, which a child process tries."""
+    """Whether ranks can be forked. Not once the CUDA driver or torch.distributed is initialised here; and builds of torch with CUDA may
+    have an autograd that does not work in a fork, which a child process tries."""
     if device_type != "cpu" or sys.platform != "linux" or torch.cuda.is_initialized() or dist.is_initialized():
         return False
     child = os.fork()
@@ -316,7 +321,8 @@ def _collect(team: _Team, timeout_s: float) -> list[Any]:
 
 
 def _receive(end: Connection, child: Any) -> _Report:
-    """The report of a rank. One that died without a report gets time 0, so that it counts as the first failure: errors of other ranks follow from it."""
+    """The report of a rank. One that died without a report gets time 0, so that it counts as the first failure: errors of other ranks
+    follow from it."""
     try:
         report: _Report = end.recv()
         return report

@@ -1,4 +1,5 @@
-"""What `torchrun sharded.py` does: train the emitted model for some steps and print the loss; run its forward where it was planned for inference.
+"""What `torchrun sharded.py` does: train the emitted model for some steps and print the loss; run its forward where it was planned for
+inference.
 
     torchrun --nproc-per-node=4 sharded.py --weights full_state.pt --batch batch.pt --steps 10
 
@@ -28,7 +29,8 @@ from autopar.runtime.scaling import scaler_for
 
 
 def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = None) -> float:
-    """Run AdamW steps on one global batch and print the loss of each on rank 0; gives the last loss. Of a plan for inference: run forwards, which have none (nan).
+    """Run AdamW steps on one global batch and print the loss of each on rank 0; gives the last loss. Of a plan for inference: run forwards,
+    which have none (nan).
 
     Raises RunError where the number of ranks, the weights or the batch do not fit the plan.
     """

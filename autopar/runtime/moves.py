@@ -43,15 +43,17 @@ def settled(x: Tensor) -> Tensor:
 
 
 class Chain:
-    """`relayout` whose collectives run in the background, one after the other (`layout.legs`): `go_on` waits for the running one and starts the next, `finish` does all that is
-    left. `x` must not change until the first collective is over. `behind`: use the second process groups of the axes (Mesh.behind)."""
+    """`relayout` whose collectives run in the background, one after the other (`layout.legs`): `go_on` waits for the running one and starts
+    the next, `finish` does all that is left. `x` must not change until the first collective is over. `behind`: use the second process
+    groups of the axes (Mesh.behind)."""
 
     def __init__(self, x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name: str = "", *, behind: bool = False) -> None:
         x = settled(x)
         check_shape(x, src, shape, mesh.sizes, mesh.coord, f"reshard {name}".rstrip())
         self.shape, self.mesh, self.name, self.behind = shape, mesh, name, behind
         self.nbytes = most_elements(shape, src, mesh.sizes) * x.element_size()
-        """Bytes of the input of the running collective (before the first: of `x`), on the rank whose part is largest, so that all ranks have the same number."""
+        """Bytes of the input of the running collective (before the first: of `x`), on the rank whose part is largest, so that all ranks
+        have the same number."""
         *self._legs, self._rest = legs(steps(src, dst, mesh.sizes), lambda step: crosses(step, mesh.sizes))
         self._legs.reverse()
         self._come: Later = lambda: x  # gives the present tensor, waiting for the running collective

@@ -20,8 +20,8 @@ Parcel = tuple[int, Tensor]  # (coordinate of the other rank on the axis, tensor
 def start_transfers(sends: Sequence[Parcel], receives: Sequence[Parcel], axis: int, mesh: Mesh) -> Callable[[], None]:
     """Start to send `sends` and to fill `receives`; call the result to wait for both.
 
-    Between two ranks tensors arrive in the order of the lists. What is sent must not change, and what is received must not be
-    read, until then. A rank's parcels for itself are copied. Where ranks share GPUs (gloo), what is sent goes through the memory of the host.
+    Between two ranks tensors arrive in the order of the lists. What is sent must not change, and what is received must not be read, until
+    then. A rank's parcels for itself are copied. Where ranks share GPUs (gloo), what is sent goes through the memory of the host.
     """
     me, group = mesh.coord[axis], mesh.group(axis)
     own = iter([x for peer, x in receives if peer == me])

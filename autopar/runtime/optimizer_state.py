@@ -29,7 +29,8 @@ State = dict[str, Any]
 
 
 def optimizer_of(name: str, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
-    """The optimizer that a plan names, with the options with which it is priced: fused on GPUs where it has that (one pass over memory, where the default takes one per operator)."""
+    """The optimizer that a plan names, with the options with which it is priced: fused on GPUs where it has that (one pass over memory,
+    where the default takes one per operator)."""
     held, kind = list(parameters), OPTIMIZERS[name]
     fused = kind.fused and bool(held) and all(p.is_cuda and p.is_floating_point() for p in held)
     make: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, kind.torch_name)
@@ -37,8 +38,9 @@ def optimizer_of(name: str, parameters: Iterable[Tensor], lr: float) -> torch.op
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, Held], mesh: Mesh) -> State:
-    """As torch's get_optimizer_state_dict, with rows in original order. Parameters that have no state yet (no gradient has reached them, or there was no step) get the state with which
-    their first step begins, so that the checkpoint is complete for an optimizer that has not stepped. The optimizer is not changed.
+    """As torch's get_optimizer_state_dict, with rows in original order. Parameters that have no state yet (no gradient has reached them, or
+    there was no step) get the state with which their first step begins, so that the checkpoint is complete for an optimizer that has not
+    stepped. The optimizer is not changed.
 
     Raises RunError where it does not step the parameters of `model`."""
     _check_optimizer(model, optimizer)
@@ -54,17 +56,20 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, hel
 
 
 def _steps_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer has state for each parameter by itself. One whose step needs a closure (LBFGS) has state of all parameters together."""
+    """Whether the optimizer has state for each parameter by itself. One whose step needs a closure (LBFGS) has state of all parameters
+    together."""
     needed = [one for one in inspect.signature(type(optimizer).step).parameters.values() if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
     return len(needed) < 2
 
 
 @contextmanager
 def _unstepped(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], options: Iterable[Mapping[str, Any]]) -> Iterator[None]:
-    """A context in which the optimizer has only `params`, without state or gradients, in groups with these `options`. There torch's get_optimizer_state_dict makes their state, by a step on
-    zero gradients. Step hooks (averages of weights) are not called. Afterwards the optimizer is as before."""
+    """A context in which the optimizer has only `params`, without state or gradients, in groups with these `options`. There torch's
+    get_optimizer_state_dict makes their state, by a step on zero gradients. Step hooks (averages of weights) are not called. Afterwards the
+    optimizer is as before."""
     own = vars(optimizer).pop("step", None)  # that of a scheduler
-    vars(optimizer)["step"] = partial(getattr(type(optimizer).step, "__wrapped__", type(optimizer).step), optimizer)  # torch calls hooks around it
+    # torch calls hooks around it
+    vars(optimizer)["step"] = partial(getattr(type(optimizer).step, "__wrapped__", type(optimizer).step), optimizer)
     state, groups, gradients = dict(optimizer.state), optimizer.param_groups, {param: param.grad for param in params}
     optimizer.state.clear()
     optimizer.param_groups = [{**option, "params": [param for param in group["params"] if param in gradients]} for group, option in zip(groups, options, strict=True)]
@@ -99,12 +104,13 @@ NUMBERS = (*FIRST, "mu")
 
 
 NONE_YET = "momentum_buffer"
-"""A tensor that SGD does not have before the first step, which sets it to the whole gradient; with dampening, later steps add a part of theirs."""
+"""A tensor that SGD does not have before the first step, which sets it to the whole gradient; with dampening, later steps add a part of
+theirs."""
 
 
 def _first(made: Mapping[str, Any]) -> State:
-    """The state that one step on zero gradients `made`, as it is before that step. Where there is no tensor before the first step, it is nan, which `_begin` removes after loading; another
-    loader would train to nan."""
+    """The state that one step on zero gradients `made`, as it is before that step. Where there is no tensor before the first step, it is
+    nan, which `_begin` removes after loading; another loader would train to nan."""
     groups = {name: group for group in made["param_groups"] for name in group["params"]}
     first = {name: {**FIRST, **({NONE_YET: lambda group: math.nan} if _dampens(group) else {})} for name, group in groups.items()}
     return {**made, "state": {name: {key: _as(value, first[name][key](groups[name])) if key in first[name] else value for key, value in values.items()}
@@ -129,22 +135,25 @@ def _as(value: Any, number: float) -> Any:
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: State, held: Mapping[str, Held],
                               mesh: Mesh, *, strict: bool = True) -> None:
-    """The inverse of `optimizer_state_dict`. A checkpoint has the groups of parameters as one rank had them, and on another place of a pipeline,
-    or under another plan, they have other members: options are taken of them, members are this optimizer's own. What of them is frozen has its state too, for when it trains again. Tensors
-    may be whole, as one device has them.
+    """The inverse of `optimizer_state_dict`. A checkpoint has the groups of parameters as one rank had them, and on another place of a
+    pipeline, or under another plan, they have other members: options are taken of them, members are this optimizer's own. What of them is
+    frozen has its state too, for when it trains again. Tensors may be whole, as one device has them.
 
-    Raises RunError where the optimizer is none of the model's, the state is not what `optimizer_state_dict` gave or of another kind of optimizer, where the numbers of groups differ, and with `strict` where
-    parameters that train have no state in it and would begin anew; then nothing was loaded.
+    Raises RunError where the optimizer is none of the model's, the state is not what `optimizer_state_dict` gave or of another kind of
+    optimizer, where the numbers of groups differ, and with `strict` where parameters that train have no state in it and would begin anew;
+    then nothing was loaded.
     """
     _check_optimizer(model, optimizer)
     _check_state(state)
     own = [{**group, "params": named} for group, named in zip(optimizer.param_groups, _names(model, optimizer), strict=True)]
     if len(own) != len(state["param_groups"]):
-        raise RunError(f"the optimizer has {len(own)} groups of parameters, the saved state {len(state['param_groups'])}; make the same groups before loading")
+        raise RunError(f"the optimizer has {len(own)} groups of parameters, the saved state {len(state['param_groups'])}; make the same "
+                       "groups before loading")
     for number, (saved, mine) in enumerate(zip(state["param_groups"], own, strict=True)):
         lacks, more = [[key for key in one if key not in other and key not in MEMBERS] for one, other in ((mine, saved), (saved, mine))]
         if lacks and more:  # only one of them: another version of torch
-            raise RunError(f"the saved state is of another kind of optimizer than {type(optimizer).__name__}: group {number} has {', '.join(more)} and no {', '.join(lacks)}; make the optimizer that was saved")
+            raise RunError(f"the saved state is of another kind of optimizer than {type(optimizer).__name__}: group {number} has "
+                           f"{', '.join(more)} and no {', '.join(lacks)}; make the optimizer that was saved")
     groups = [{**mine, **saved, **{key: mine[key] for key in MEMBERS if key in mine}} for saved, mine in zip(state["param_groups"], own, strict=True)]
     if strict:
         _check_complete(model, optimizer, state["state"], groups)
@@ -181,7 +190,8 @@ def _check_complete(model: nn.Module, optimizer: torch.optim.Optimizer, saved: M
             made: Any = get_optimizer_state_dict(model, optimizer)["state"]
         bare = [name for name in bare if made.get(name)]
     if bare:
-        raise RunError(f"the saved state has nothing of {len(bare)} of the {len(trained)} parameters that the optimizer steps, which would begin anew: {', '.join(bare[:5])}{' ...' if len(bare) > 5 else ''}. "
+        raise RunError(f"the saved state has nothing of {len(bare)} of the {len(trained)} parameters that the optimizer steps, which would "
+                       f"begin anew: {', '.join(bare[:5])}{' ...' if len(bare) > 5 else ''}. "
                        "Load what was saved of all of them, or let these begin anew with load_optimizer_state_dict(..., strict=False)")
 
 
@@ -192,7 +202,8 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
     own = {id(parameter) for parameter in model.parameters()}
     others = sum(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"])
     if others:
-        raise RunError(f"{others} of the tensors that the optimizer steps are no parameters of the compiled model, whose gradients never reach them (those of the model that was compiled are others): "
+        raise RunError(f"{others} of the tensors that the optimizer steps are no parameters of the compiled model, whose gradients never "
+                       "reach them (those of the model that was compiled are others): "
                        "make the optimizer of the compiled model's parameters()")
 
 
@@ -200,15 +211,19 @@ def _check_state(state: Any) -> None:
     """Raise RunError unless it has the form that `optimizer_state_dict` gives."""
     wanted = "wanted what optimizer_state_dict(optimizer) of the compiled model gave"
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping) or not isinstance(state.get("param_groups"), list):
-        raise RunError(f"the optimizer's state is a {type(state).__name__}{f' of {list(state)[:5]}' if isinstance(state, Mapping) else ''}; {wanted}, with state and param_groups")
+        raise RunError("the optimizer's state is a "
+                       f"{type(state).__name__}{f' of {list(state)[:5]}' if isinstance(state, Mapping) else ''}; {wanted}, with state and "
+                       "param_groups")
     if numbers := [name for name in state["state"] if not isinstance(name, str)]:
-        raise RunError(f"the optimizer's state is by number ({', '.join(map(str, numbers[:3]))}{', ...' if numbers[3:] else ''}), as optimizer.state_dict() gives it: what has which number "
+        raise RunError(f"the optimizer's state is by number ({', '.join(map(str, numbers[:3]))}{', ...' if numbers[3:] else ''}), as "
+                       "optimizer.state_dict() gives it: what has which number "
                        f"depends on the plan and the place; {wanted}, by name")
 
 
 @torch.no_grad()
 def _mapped(state: Mapping[str, Any], held: Mapping[str, Held], change: Callable[[Tensor, Held], Tensor]) -> State:
-    """`state` with what `change` makes of its tensors that are shaped as their parameter is. Of a parameter of no dims (the scale of logits) numbers that count are too, and stay."""
+    """`state` with what `change` makes of its tensors that are shaped as their parameter is. Of a parameter of no dims (the scale of
+    logits) numbers that count are too, and stay."""
     counts = {*NUMBERS, *(key for name, values in state["state"].items() if name in held and held[name].info.shape for key, value in values.items() if not getattr(value, "shape", True))}
     found = {}
     for name, values in state["state"].items():

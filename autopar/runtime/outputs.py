@@ -71,8 +71,10 @@ class _Ungraded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        raise RunError(f"a gradient came back to output {ctx.name!r}, and a plan has ways for the gradient of its loss alone: through other outputs ranks would give their weights parts of a gradient, or none. "
-                       "Compute what you make of outputs in the model's forward, as part of the loss that it returns, or in loss_fn=, and compile it so; where it is only looked at, "
+        raise RunError(f"a gradient came back to output {ctx.name!r}, and a plan has ways for the gradient of its loss alone: through "
+                       "other outputs ranks would give their weights parts of a gradient, or none. "
+                       "Compute what you make of outputs in the model's forward, as part of the loss that it returns, or in loss_fn=, and "
+                       "compile it so; where it is only looked at, "
                        "detach() it")
 
 

@@ -167,16 +167,16 @@ class Held:
 
 
 def grad_at_rest(param: Tensor) -> Tensor | None:
-    """The gradient of a parameter, with the placements of the parameter. What users compute from a gradient (minus its mean, projected) may have got other placements from DTensor: it is
-    redistributed, which may be a collective operation."""
+    """The gradient of a parameter, with the placements of the parameter. What users compute from a gradient (minus its mean, projected) may
+    have got other placements from DTensor: it is redistributed, which may be a collective operation."""
     if isinstance(param.grad, DTensor) and isinstance(param, DTensor) and param.grad.placements != param.placements:
         param.grad = param.grad.redistribute(placements=param.placements)
     return param.grad
 
 
 def fill(held: Sequence[Held], wholes: Sequence[Tensor]) -> None:
-    """Copy `wholes` into the leaves of `held`. Where a registered tensor is unchanged since the last time, the leaf keeps its version counter, so that autograd graphs that saved it can
-    still run their backward, as on one device; else autograd raises an error there."""
+    """Copy `wholes` into the leaves of `held`. Where a registered tensor is unchanged since the last time, the leaf keeps its version
+    counter, so that autograd graphs that saved it can still run their backward, as on one device; else autograd raises an error there."""
     if not held:
         return
     states = [one.state() for one in held]
@@ -218,8 +218,9 @@ def distribute(local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Mesh
 
 
 def empty(name: str, info: Param, mesh: Mesh, *, buffer: bool) -> Tensor:
-    """A parameter or buffer without values: filled with nan where its dtype has nan, so that a step before weights are loaded is seen to be wrong (fresh memory is often zeros, which
-    would train). Buffers that rest whole are plain tensors. Raises RunError where the layout has more axes than the mesh."""
+    """A parameter or buffer without values: filled with nan where its dtype has nan, so that a step before weights are loaded is seen to be
+    wrong (fresh memory is often zeros, which would train). Buffers that rest whole are plain tensors. Raises RunError where the layout has
+    more axes than the mesh."""
     try:
         local = torch.empty(info.local_shape(mesh), dtype=info.torch_dtype, device="cpu" if info.host else mesh.device,
                             pin_memory=info.host and mesh.device.type == "cuda")
@@ -233,10 +234,12 @@ def empty(name: str, info: Param, mesh: Mesh, *, buffer: bool) -> Tensor:
 
 
 class Branch(nn.Module):
-    """An inner module of the tree of original names. It holds parameters and never runs, so calling it and registering forward or backward hooks on it raise RunError."""
+    """An inner module of the tree of original names. It holds parameters and never runs, so calling it and registering forward or backward
+    hooks on it raise RunError."""
 
     def _refused(self, *_: Any, **__: Any) -> Any:
-        raise RunError("the parts of a sharded model hold parameters and do not run by themselves, so they cannot be called and hooks of theirs would never be; let the model give what you need among "
+        raise RunError("the parts of a sharded model hold parameters and do not run by themselves, so they cannot be called and hooks of "
+                       "theirs would never be; let the model give what you need among "
                        "its outputs before it is compiled (hooks of parameters are called)")
 
     forward = _refused
@@ -246,8 +249,10 @@ class Branch(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """The mode of the whole model, which sets it for its parts; raises RunError on another one, also by `eval()`."""
         if mode != self.training:
-            raise RunError(f"{'train' if mode else 'eval'}() of a part of a sharded model would change nothing: parts hold parameters, and what drops or takes statistics of the batch is in the emitted "
-                           f"program, for all of the model alike. Call {'train' if mode else 'eval'}() of the whole model; for a batch norm that trains on the statistics it has, or a part without "
+            raise RunError(f"{'train' if mode else 'eval'}() of a part of a sharded model would change nothing: parts hold parameters, and "
+                           "what drops or takes statistics of the batch is in the emitted "
+                           f"program, for all of the model alike. Call {'train' if mode else 'eval'}() of the whole model; for a batch "
+                           "norm that trains on the statistics it has, or a part without "
                            "dropout, call eval() of that part before the model is compiled")
         return self
 

@@ -1,4 +1,5 @@
-"""Communication between the places of a pipeline: results are broadcast, and gradients of parameters that several places hold are summed."""
+"""Communication between the places of a pipeline: results are broadcast, and gradients of parameters that several places hold are
+summed."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ PIPELINE_AXIS = -1
 
 @dataclass(frozen=True)
 class Shared:
-    """Parameters `names` that stages on several places read, so that each of these places has a copy. `group` has the ranks of these places with the coordinates of this one; `mine`:
-    whether this rank's place is one of them; `device`: where collectives run."""
+    """Parameters `names` that stages on several places read, so that each of these places has a copy. `group` has the ranks of these places
+    with the coordinates of this one; `mine`: whether this rank's place is one of them; `device`: where collectives run."""
 
     names: tuple[str, ...]
     group: dist.ProcessGroup
@@ -37,9 +38,9 @@ class Shared:
 
     @contextmanager
     def summing(self, held: Mapping[str, Held]) -> Iterator[None]:
-        """All-reduce the gradients that the step inside computes over the copies, so that the copies stay bit-equal. Gradients that earlier steps left in `param.grad` are already summed:
-        they are taken out before the step and added after it. Frozen parameters, and those without a gradient on any place, are unchanged. Raises RunError where a parameter is frozen on
-        some places only."""
+        """All-reduce the gradients that the step inside computes over the copies, so that the copies stay bit-equal. Gradients that earlier
+        steps left in `param.grad` are already summed: they are taken out before the step and added after it. Frozen parameters, and those
+        without a gradient on any place, are unchanged. Raises RunError where a parameter is frozen on some places only."""
         params = {name: held[name].tensor for name in self.names} if self.mine else {}
         earlier = {name: grad_at_rest(param) for name, param in params.items()}
         for param in params.values():
@@ -59,7 +60,8 @@ class Shared:
                     param.grad = earlier[name]
         torn = [name for name, (trains, rests, _) in given.items() if trains and rests]
         if torn:
-            raise RunError(f"parameter {torn[0]}, of which several places of the pipeline have a copy, is frozen on some of them and trains on others, where the copies would part: "
+            raise RunError(f"parameter {torn[0]}, of which several places of the pipeline have a copy, is frozen on some of them and "
+                           "trains on others, where the copies would part: "
                            "call requires_grad_ for it alike on all ranks")
 
     def _given(self, params: Mapping[str, Tensor]) -> dict[str, tuple[bool, ...]]:
@@ -99,8 +101,8 @@ def shared_gradients(stages: Sequence[type[Stage]], places: Sequence[int], mesh:
 
 
 class Everywhere:
-    """Broadcasts a tensor of constant shape and dtype from one place to all, once per step. Shape and dtype are sent in the first step only: sending Python objects blocks the host and
-    takes two more broadcasts."""
+    """Broadcasts a tensor of constant shape and dtype from one place to all, once per step. Shape and dtype are sent in the first step
+    only: sending Python objects blocks the host and takes two more broadcasts."""
 
     def __init__(self, place: int, mesh: Mesh) -> None:
         self.place, self.mesh = place, mesh

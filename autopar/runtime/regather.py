@@ -1,10 +1,10 @@
 """Weights that are gathered for the forward and gathered again for the backward (ZeRO-3), their gradients scattered behind it.
 
-`gather` is `reshard` for weights. Inside `regathering()` autograd does not keep what `gather` returned, nor views of it: it
-keeps a handle to the shard, and the backward gathers again when it first needs the weight, once for all who saved it. The
-copy is dropped after its last use. The gradient of a parameter's shard goes to its *sink* where it has one, which scatters it
-while the backward goes on. In both directions gathers begin ahead of their use (`runtime.prefetch`). Outside compiled code only: a compiled
-block gathers when it needs a weight and keeps what its partitioner decides. Its gradients are summed in the dtype of all others, and then rounded to that of the weight.
+`gather` is `reshard` for weights. Inside `regathering()` autograd does not keep what `gather` returned, nor views of it: it keeps a handle
+to the shard, and the backward gathers again when it first needs the weight, once for all who saved it. The copy is dropped after its last
+use. The gradient of a parameter's shard goes to its *sink* where it has one, which scatters it while the backward goes on. In both
+directions gathers begin ahead of their use (`runtime.prefetch`). Outside compiled code only: a compiled block gathers when it needs a
+weight and keeps what its partitioner decides. Its gradients are summed in the dtype of all others, and then rounded to that of the weight.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Sinks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward, or (with `back` None) blocks that are recomputed in a backward. `take` gathers in it and `back` in its backward, `sinks` take gradients, and `sums` maps dtypes of
-    leaves to those in which their gradients are reduced, where these differ."""
+    """A forward, or (with `back` None) blocks that are recomputed in a backward. `take` gathers in it and `back` in its backward, `sinks`
+    take gradients, and `sums` maps dtypes of leaves to those in which their gradients are reduced, where these differ."""
 
     take: Callable[..., Tensor]
     sinks: Sinks | None = None
@@ -95,8 +95,8 @@ class Saved:
 
 def gather(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], mesh: Mesh, name: str = "", again: bool = True,
            dims: tuple[int, ...] = (), casts: tuple[torch.dtype, ...] = ()) -> Tensor:
-    """As `reshard` of `x` with its `dims` in another order, then cast; inside `regathering()` it begins ahead, and the result is not kept for the
-    backward but gathered `again`."""
+    """As `reshard` of `x` with its `dims` in another order, then cast; inside `regathering()` it begins ahead, and the result is not kept
+    for the backward but gathered `again`."""
     turn = Turn(dims, casts)
     if torch.compiler.is_compiling() or not _open:
         sums = _open[-1].sums.get(x.dtype) if _open and not casts else None
@@ -140,8 +140,9 @@ class _Gather(torch.autograd.Function):
 
 @contextmanager
 def regathering(sinks: Sinks | None = None) -> Iterator[Callable[[], None]]:
-    """The context of a forward: autograd does not save weights from `gather`, `sinks` take their gradients, and gathers are prefetched in the orders of `sinks`. Where gradients are not
-    recorded, it only prefetches. Gives a function; call it if the backward follows at once, to start that one's first gathers."""
+    """The context of a forward: autograd does not save weights from `gather`, `sinks` take their gradients, and gathers are prefetched in
+    the orders of `sinks`. Where gradients are not recorded, it only prefetches. Gives a function; call it if the backward follows at once,
+    to start that one's first gathers."""
     training = torch.is_grad_enabled()
     going = sinks.orders.going("forward" if training else "evaluation") if sinks is not None else None
     back = sinks.orders.going("backward") if sinks is not None and training else None
@@ -172,7 +173,8 @@ def rerunning() -> Callable[[], AbstractContextManager[None]]:
 def _pack(tensor: Tensor) -> tuple[Tensor, int] | Saved:
     handle = _registry.get(tensor.untyped_storage().data_ptr()) if _registry else None
     if handle is None or tensor.dtype != handle.dtype:
-        return tensor.detach(), tensor._version  # detached: a saved result would hold its own graph, a cycle that is never freed without a backward
+        # detached: a saved result would hold its own graph, a cycle that is never freed without a backward
+        return tensor.detach(), tensor._version
     handle.saved += 1
     return Saved(handle, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
@@ -181,7 +183,9 @@ def _unpack(kept: Any) -> Tensor:
     if isinstance(kept, tuple):
         tensor, version = kept
         if tensor._version != version:  # autograd leaves this check to hooks
-            raise RunError(f"a tensor of shape {tuple(tensor.shape)} that the backward needs was modified by an in-place operation between forward "
-                           f"and backward: version {tensor._version}, wanted {version}; step the optimizer and run the model again after the backward")
+            raise RunError(f"a tensor of shape {tuple(tensor.shape)} that the backward needs was modified by an in-place operation between "
+                           "forward "
+                           f"and backward: version {tensor._version}, wanted {version}; step the optimizer and run the model again after "
+                           "the backward")
         return tensor
     return kept.handle.again().as_strided(kept.size, kept.stride, kept.offset)

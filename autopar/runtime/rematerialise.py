@@ -3,11 +3,12 @@
     for block in self.runs["layers"]:
         h = remat(block, h, b=b, s=s)
 
-The backward runs the block again by torch.utils.checkpoint, with the random state of that call and the buffers before they were changed. Results that the block marks (replay.keep) are
-stored instead. The second run begins when the first gradient of the block's results arrives, and ends at `enough()` (replay.enough). Both are points of the program, so that all ranks run
-the same collectives in the same order, although ranks with other shards (empty ones) may save fewer tensors. torch by itself begins when the first saved tensor is asked for and ends
-when the last one has been recomputed, which depends on the rank.
-In a compiled block the compiler decides what is recomputed, and marks have no effect.
+The backward runs the block again by torch.utils.checkpoint, with the random state of that call and the buffers before they were changed.
+Results that the block marks (replay.keep) are stored instead. The second run begins when the first gradient of the block's results arrives,
+and ends at `enough()` (replay.enough). Both are points of the program, so that all ranks run the same collectives in the same order,
+although ranks with other shards (empty ones) may save fewer tensors. torch by itself begins when the first saved tensor is asked for and
+ends when the last one has been recomputed, which depends on the rank. In a compiled block the compiler decides what is recomputed, and
+marks have no effect.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def remat(block: Block, *args: Any, **kwargs: Any) -> Any:
 
 
 def _beginning(anchor: Tensor) -> Callable[[Tensor], None]:
-    """The hook that begins the second run, by asking for the saved tensor of `anchor`. It lives as long as the nodes of the graph. It drops the anchor once the run has begun, since
-    the anchor keeps the inputs of the block alive through torch's checkpoint; but not where the backward retains its graph, which may run again.
+    """The hook that begins the second run, by asking for the saved tensor of `anchor`. It lives as long as the nodes of the graph. It drops
+    the anchor once the run has begun, since the anchor keeps the inputs of the block alive through torch's checkpoint; but not where the
+    backward retains its graph, which may run again.
 
     A function and no callable object, since torch copies the attributes of an object into another one (functools.wraps).
     """
@@ -68,7 +70,8 @@ def _beginning(anchor: Tensor) -> Callable[[Tensor], None]:
 
 
 def _graded(block: Block, args: Any, kwargs: Any) -> bool:
-    """Whether anything that `block` reads requires a gradient. Without, nothing is saved, and torch refuses to compile a checkpoint with operators that may draw random numbers."""
+    """Whether anything that `block` reads requires a gradient. Without, nothing is saved, and torch refuses to compile a checkpoint with
+    operators that may draw random numbers."""
     return any(isinstance(x, Tensor) and x.requires_grad for x in (*pytree.tree_leaves((args, kwargs)), *block.w.values()))
 
 
@@ -95,7 +98,8 @@ class _Call:
         self.versions = {name: (tensor, tensor._version) for name, tensor in self._fixed().items()}
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """First run: the anchor's result, and the results of the block. Second run: the block up to `enough`, only for the tensors that autograd saves."""
+        """First run: the anchor's result, and the results of the block. Second run: the block up to `enough`, only for the tensors that
+        autograd saves."""
         anchor = _Anchor.apply(torch.zeros((), device="cpu", requires_grad=True))
         if not running_again():
             return anchor, self.block(*args, **kwargs)
@@ -116,7 +120,8 @@ class _Call:
         for name, now in self._fixed().items():
             tensor, version = self.versions[name]
             if now is not tensor or now._version != version:
-                raise RunError(f"{full_name(self.block.naming, name)} was modified between the forward and the backward of a block that is run again for it: "
+                raise RunError(f"{full_name(self.block.naming, name)} was modified between the forward and the backward of a block that is "
+                               "run again for it: "
                                f"version {now._version}, wanted {version}; step the optimizer after the backward")
 
 

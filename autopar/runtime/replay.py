@@ -4,9 +4,10 @@
     summed = skip(lambda: x @ self.w["down.weight"])    not needed: the second run gets uninitialised memory of the same shape
     enough()                                            the second run ends here: the backward needs nothing of what follows
 
-They act in a block that runs under `rematerialise.remat`; anywhere else, and in compiled code, `keep` and `skip` just call and `enough` does nothing. In the second run the operators
-still pass through autograd, so that it saves what their backward needs; only their kernels do not run. Of several kernels inside of `skip` only the last is left out: a batched
-matmul first copies its operands into contiguous memory, and autograd saves the copies. Views always run: a stored view would keep its whole base alive.
+They act in a block that runs under `rematerialise.remat`; anywhere else, and in compiled code, `keep` and `skip` just call and `enough`
+does nothing. In the second run the operators still pass through autograd, so that it saves what their backward needs; only their kernels do
+not run. Of several kernels inside of `skip` only the last is left out: a batched matmul first copies its operands into contiguous memory,
+and autograd saves the copies. Views always run: a stored view would keep its whole base alive.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ _regions: list[_Region] = []  # `keep` and `skip` that are running
 
 
 def keep(run: Callable[[], T]) -> T:
-    """`run()`, whose results are stored for the second run, which then computes and sends nothing here. Raises RunError where the result is a view, which is not stored: its base
-    would not be recomputed."""
+    """`run()`, whose results are stored for the second run, which then computes and sends nothing here. Raises RunError where the result is
+    a view, which is not stored: its base would not be recomputed."""
     return _marked(run, stores=True)
 
 
@@ -67,7 +68,8 @@ def _marked(run: Callable[[], T], *, stores: bool) -> T:
         with region:
             result = run()
         if stores and not region.part and any(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)):
-            raise RunError("an operator whose result is to be kept for the backward gave a view, which is not stored; please report this plan")
+            raise RunError("an operator whose result is to be kept for the backward gave a view, which is not stored; please report this "
+                           "plan")
         return result
     finally:
         _regions.pop()
@@ -78,8 +80,8 @@ class Enough(Exception):
 
 
 def enough() -> None:
-    """End a second run. A point of the program, the same on all ranks: when all saved tensors have been recomputed depends on a rank's shards (attention saves nothing of an
-    empty one)."""
+    """End a second run. A point of the program, the same on all ranks: when all saved tensors have been recomputed depends on a rank's
+    shards (attention saves nothing of an empty one)."""
     if not torch.compiler.is_compiling() and running_again():
         raise Enough
 
@@ -116,7 +118,8 @@ class _Region(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """One kernel. Raises RunError for communication outside of `once`: its buffers would be taken for results."""
         if func.namespace == "c10d" and not self.inside:
-            raise RunError(f"{func} was called inside of {'keep' if self.stores else 'skip'}, which stores results of kernels: an operator that communicates "
+            raise RunError(f"{func} was called inside of {'keep' if self.stores else 'skip'}, which stores results of kernels: an operator "
+                           "that communicates "
                            "runs again; please report this plan")
         run = lambda: func(*args, **(kwargs or {}))  # noqa: E731
         return run() if self.inside or _is_view(func) else self._result(run)

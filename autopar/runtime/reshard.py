@@ -25,9 +25,9 @@ from autopar.runtime.replay import once
 def reshard(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], mesh: Mesh, name: str = "", sums: torch.dtype | None = None) -> Tensor:
     """This rank's part of a tensor of global `shape`, moved as `change` says: `"S0,R -> S0,S1"`.
 
-    `grad` is the same for gradients, `"consumer's -> producer's"`, or None where none flows (integers, inference).
-    In compiled code the gradient is moved in the dtype `sums`, where given; else in the leaf's `grad_dtype`. Exact for uneven and empty shards, sections, every dtype.
-    Raises RunError where `x` is not shaped as its layout says.
+    `grad` is the same for gradients, `"consumer's -> producer's"`, or None where none flows (integers, inference). In compiled code the
+    gradient is moved in the dtype `sums`, where given; else in the leaf's `grad_dtype`. Exact for uneven and empty shards, sections, every
+    dtype. Raises RunError where `x` is not shaped as its layout says.
     """
     if torch.compiler.is_compiling():
         moved: Tensor = torch.ops.autopar.reshard(x, change, grad, list(shape), mesh.number, name, sums)

@@ -1,8 +1,9 @@
 """Random numbers of sharded programs, and whether a step trains. Draws are equal on replicas, and differ between shards, steps and calls.
 
-A draw is seeded by (seed, step, name of the operator, number of the block in the model, microbatch, number of its call there, shard). So it needs no communication, does not depend on
-other draws nor on what else runs on a rank, and is reproducible. It does not depend on how the model is cut into stages; stages that each compute a value draw the same, and so do
-microbatches where the value is the same for all (`once`).
+A draw is seeded by (seed, step, name of the operator, number of the block in the model, microbatch, number of its call there, shard). So it
+needs no communication, does not depend on other draws nor on what else runs on a rank, and is reproducible. It does not depend on how the
+model is cut into stages; stages that each compute a value draw the same, and so do microbatches where the value is the same for all
+(`once`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ T = TypeVar("T")
 
 @dataclass
 class Rng:
-    """The random state of one module: `seed`; `step`, the number of steps so far; `calls`, (operator, block) -> its calls in this step (of one microbatch in one stage, in a pipeline);
-    `training`, whether this step trains. `microbatch` and `block` say where it draws now."""
+    """The random state of one module: `seed`; `step`, the number of steps so far; `calls`, (operator, block) -> its calls in this step (of
+    one microbatch in one stage, in a pipeline); `training`, whether this step trains. `microbatch` and `block` say where it draws now."""
 
     seed: int = 0
     step: int = 0
@@ -62,7 +63,8 @@ class Rng:
         return replace(self, seed=state["seed"], step=state["step"], calls={})
 
     def generator(self, key: str, layout: Layout, coord: tuple[int, ...], device: torch.device, *, once: bool = False) -> torch.Generator:
-        """The generator of one draw of operator `key` for the shard that the rank at `coord` holds under `layout`; the same in all microbatches with `once`."""
+        """The generator of one draw of operator `key` for the shard that the rank at `coord` holds under `layout`; the same in all
+        microbatches with `once`."""
         call = self.calls.get((key, self.block), 0)
         self.calls[key, self.block] = call + 1
         shard = [(axis, coord[axis]) for axis, entry in enumerate(layout) if is_shard(entry)]
@@ -101,10 +103,12 @@ def in_block(number: int) -> AbstractContextManager[None]:
 
 
 def new_seed() -> int:
-    """A seed for one module, drawn from torch's generator as a DataLoader draws its own: reproducible by `torch.manual_seed`, and another one for the next module."""
+    """A seed for one module, drawn from torch's generator as a DataLoader draws its own: reproducible by `torch.manual_seed`, and another
+    one for the next module."""
     return int(torch.randint(1 << 53, (), device="cpu"))
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the random operators that run outside any module; a module has its own, of `torch.manual_seed` before it was built or of `set_rng_state`."""
+    """Seed the random operators that run outside any module; a module has its own, of `torch.manual_seed` before it was built or of
+    `set_rng_state`."""
     _current[0] = Rng(seed)

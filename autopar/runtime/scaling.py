@@ -1,7 +1,8 @@
 """Loss scaling for float16, for modules whose gradients are sharded over ranks.
 
-float16 has no numbers below 6e-8, which most gradients of a trained model are: the loss is multiplied by a scale before the backward, gradients are divided by it
-in the optimizer's dtype, and a step in which one of them overflowed is left out, on all ranks, and the scale halved (Micikevicius et al. 2018, section 3.2).
+float16 has no numbers below 6e-8, which most gradients of a trained model are: the loss is multiplied by a scale before the backward,
+gradients are divided by it in the optimizer's dtype, and a step in which one of them overflowed is left out, on all ranks, and the scale
+halved (Micikevicius et al. 2018, section 3.2).
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ NARROW = "float16"
 
 
 class GradScaler(LocalScaler):
-    """As `torch.amp.GradScaler`, for the parameters of a sharded module: `model.train_step(*batch, scaler=scaler)`, `scaler.step(optimizer)`, `scaler.update()`;
-    `scaler.unscale_(optimizer)` in front of clipping. All ranks take a step or none does.
+    """As `torch.amp.GradScaler`, for the parameters of a sharded module: `model.train_step(*batch, scaler=scaler)`,
+    `scaler.step(optimizer)`, `scaler.update()`; `scaler.unscale_(optimizer)` in front of clipping. All ranks take a step or none does.
 
-    torch's own decides for each rank by itself: it looks for overflows on the ranks of the first gradient alone, and its FSDP one not at all with fused
-    optimizers (tests/dist/test_loss_scale.py). `device` is the kind of device of the ranks; the options are those of torch.amp.GradScaler.
+    torch's own decides for each rank by itself: it looks for overflows on the ranks of the first gradient alone, and its FSDP one not at
+    all with fused optimizers (tests/dist/test_loss_scale.py). `device` is the kind of device of the ranks; the options are those of
+    torch.amp.GradScaler.
     """
 
     def __init__(self, device: str = "cuda", **options: Any) -> None:
@@ -65,16 +67,20 @@ def scaler_for(module: ShardedModule) -> GradScaler:
 
 
 def scale_of(scaler: Any, device: torch.device, *, needed: bool, weight: float = 1.0) -> Tensor | None:
-    """The factor of the loss in the backward: the scale of `scaler` times `weight`, a tensor on `device`; None for 1. Raises RunError where gradients are not recorded, `weight` is no
-    finite number, a scale is `needed` and there is no scaler, and where the scaler is no autopar.GradScaler."""
+    """The factor of the loss in the backward: the scale of `scaler` times `weight`, a tensor on `device`; None for 1. Raises RunError where
+    gradients are not recorded, `weight` is no finite number, a scale is `needed` and there is no scaler, and where the scaler is no
+    autopar.GradScaler."""
     check_gradients_on()
     if not _is_weight(weight):
-        raise RunError(f"loss_weight is {weight!r}; wanted a finite number, the part that the loss of this step has: 1/k in each of k steps whose gradients add up")
+        raise RunError(f"loss_weight is {weight!r}; wanted a finite number, the part that the loss of this step has: 1/k in each of k "
+                       "steps whose gradients add up")
     if scaler is None and needed:
-        raise RunError("this plan computes in float16, whose gradients underflow without a scale of the loss: call train_step(*batch, scaler=scaler) with scaler = "
+        raise RunError("this plan computes in float16, whose gradients underflow without a scale of the loss: call train_step(*batch, "
+                       "scaler=scaler) with scaler = "
                        f'autopar.GradScaler("{device.type}"), then scaler.step(optimizer) and scaler.update(); GradScaler(enabled=False) does without')
     if scaler is not None and not isinstance(scaler, GradScaler):
-        raise RunError(f"scaler is a {type(scaler).__module__}.{type(scaler).__name__}, under which some ranks step and others do not when a gradient overflows; "
+        raise RunError(f"scaler is a {type(scaler).__module__}.{type(scaler).__name__}, under which some ranks step and others do not when "
+                       "a gradient overflows; "
                        "wanted an autopar.GradScaler")
     share = torch.full((), weight, dtype=torch.float64, device=device)
     if scaler is None or not scaler.is_enabled():

@@ -1,7 +1,8 @@
 """Temporary folders that do not pile up: making one removes those of processes that were killed.
 
-The process that makes a folder holds a lock on a file in it, and so do ranks that are forked from it; the system releases the lock when the last of them ends, however that happens.
-A folder whose lock is free is left over. One without that file is just being made, or is not ours, and stays.
+The process that makes a folder holds a lock on a file in it, and so do ranks that are forked from it; the system releases the lock when the
+last of them ends, however that happens. A folder whose lock is free is left over. One without that file is just being made, or is not ours,
+and stays.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """The split backward of zero-bubble schedules, for weights that a stage uses more than once.
 
-torch (torch.distributed.pipelining._backward) puts weights into groups by their *intermediates*, the first nodes on the way from a weight that lie on the way
-from an input too, records the gradients that arrive there while the backward for the inputs runs, and later runs the backward from there to the weights, group by group. That is wrong for
-a weight with several intermediates:
+torch (torch.distributed.pipelining._backward) puts weights into groups by their *intermediates*, the first nodes on the way from a weight
+that lie on the way from an input too, records the gradients that arrive there while the backward for the inputs runs, and later runs the
+backward from there to the weights, group by group. That is wrong for a weight with several intermediates:
 
     * the path from one intermediate may lead through nodes of other weights to the next one, and these nodes are freed with their own group
     * the weight joins only one of the groups of its intermediates, and may stay in a group of its own as well (it depends on the order of a set): its gradient is counted twice
     * before torch 2.13, gradients that pass from one intermediate to another are counted twice
 
-So groups that share an intermediate are merged (`disjoint`), and merged groups are run here, node by node (`add_gradients`): each intermediate computes the gradients of its own
-inputs only, and only those on the side of the weights are followed. Nothing between two intermediates runs twice, collectives included. torch runs the other groups.
+So groups that share an intermediate are merged (`disjoint`), and merged groups are run here, node by node (`add_gradients`): each
+intermediate computes the gradients of its own inputs only, and only those on the side of the weights are followed. Nothing between two
+intermediates runs twice, collectives included. torch runs the other groups.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ Group = dict[str, Any]
 
 
 def disjoint(groups: Sequence[Group]) -> list[Group]:
-    """`groups`, as torch has them after the backward for the inputs, with those merged that share an intermediate. Intermediates that got no gradient are left out."""
+    """`groups`, as torch has them after the backward for the inputs, with those merged that share an intermediate. Intermediates that got
+    no gradient are left out."""
     found: list[tuple[dict[Any, Any], dict[Any, None]]] = []
     for group in groups:
         came = {node: grads for node, grads in zip(group["intermediates"], group.get("grads") or (), strict=False) if grads is not None}
@@ -42,7 +44,8 @@ def disjoint(groups: Sequence[Group]) -> list[Group]:
 
 @torch.no_grad()
 def add_gradients(group: Group, inputs: Sequence[Tensor]) -> None:
-    """Add to the `grad` of the leaves of one group the gradients that reach them from its intermediates; `inputs` are those of the stage. The graph is kept."""
+    """Add to the `grad` of the leaves of one group the gradients that reach them from its intermediates; `inputs` are those of the stage.
+    The graph is kept."""
     inside = _leading_to(inputs)
     sums: dict[tuple[Any, int], Tensor] = {}
     for node, came in zip(group["intermediates"], group["grads"], strict=True):

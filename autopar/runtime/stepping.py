@@ -28,7 +28,8 @@ Micro = Sequence[Mapping[str, Any]]  # inputs and totals of each microbatch, by 
 
 def run_stage(model: PipelinedModule, stage: Stage, received: Sequence[Tensor], micro: Micro, number: int,
               sizes: Mapping[str, int]) -> tuple[tuple[Tensor, ...], dict[int, Tensor]]:
-    """Run microbatch `number` of `micro` through one stage. Gives what it sends, and its results by number; new values of buffers are kept for the end of the step."""
+    """Run microbatch `number` of `micro` through one stage. Gives what it sends, and its results by number; new values of buffers are kept
+    for the end of the step."""
     stage.spreads.clear()
     given = micro[number]
     with rng.using(model.rng.of(number)):
@@ -50,7 +51,8 @@ class _Arrive(torch.autograd.Function):
 
 
 class Runner(nn.Module):
-    """A stage as the module that torch's schedules expect: activations in, activations or the loss out, and the leaves as its parameters."""
+    """A stage as the module that torch's schedules expect: activations in, activations or the loss out, and the leaves as its
+    parameters."""
 
     def __init__(self, engine: Engine, stage: Stage) -> None:
         super().__init__()
@@ -107,7 +109,8 @@ class Engine:
             try:
                 self.schedule = kind(wrapped[0] if single else wrapped, self.count, loss_fn=self._seen, scale_grads=False)
             except ValueError as error:
-                raise RunError(f"{model.PIPELINE.torch_name} cannot run {self.count} microbatches in {len(model.STAGES)} stages: {error}") from error
+                raise RunError(f"{model.PIPELINE.torch_name} cannot run {self.count} microbatches in {len(model.STAGES)} stages: "
+                               f"{error}") from error
 
     def _wrap(self, model: PipelinedModule, stage: Stage) -> OwnStage:
         following = model.STAGES[stage.index + 1].receives(**self.sizes) if stage.index < self.last else [((), "float32", True)]
@@ -195,6 +198,7 @@ def _metas(values: Sequence[tuple[Sequence[int], str, bool]]) -> tuple[Tensor, .
 
 
 def _sendable(tensor: Tensor, grad: bool) -> Tensor:
-    """`tensor` as it can be sent: contiguous, detached where no gradient comes back, and no view, since schedules with split backwards detach sent tensors in place."""
+    """`tensor` as it can be sent: contiguous, detached where no gradient comes back, and no view, since schedules with split backwards
+    detach sent tensors in place."""
     tensor = tensor.contiguous() if grad else tensor.detach().contiguous()
     return tensor.clone() if is_view(tensor) else tensor

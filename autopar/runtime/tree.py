@@ -1,4 +1,5 @@
-"""A check that users have not replaced modules, parameters or ties of a built model: emitted programs do not run these modules, so a replacement would be ignored without an error."""
+"""A check that users have not replaced modules, parameters or ties of a built model: emitted programs do not run these modules, so a
+replacement would be ignored without an error."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from autopar.errors import RunError
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import Held
 
-INSTEAD = ("What a sharded model computes is in its emitted program, which takes what was registered under this name when the model was compiled. Change the model before compile (new heads, adapters, "
+INSTEAD = ("What a sharded model computes is in its emitted program, which takes what was registered under this name when the model was "
+           "compiled. Change the model before compile (new heads, adapters, "
            "parametrizations, other ties), or write values into what is there: load_full(state_dict), or in place under no_grad")
 
 
@@ -28,7 +30,8 @@ class _Part:
 
 
 class Tree:
-    """A record of what is registered in `module` when it is built: its modules, the tensors `held`, and `aliases` (second name of a parameter -> its first)."""
+    """A record of what is registered in `module` when it is built: its modules, the tensors `held`, and `aliases` (second name of a
+    parameter -> its first)."""
 
     def __init__(self, module: nn.Module, held: Mapping[str, Held], aliases: Mapping[str, str], mesh: Mesh) -> None:
         self._parts = [_Part(f"{path}.{key}" if path else key, parent._modules, key, part) for path, parent in module.named_modules() for key, part in parent.named_children()]
@@ -46,7 +49,9 @@ class Tree:
             if found is None:
                 raise RunError(f"{held.name} was deleted since the model was compiled (or made part of a parametrization). {INSTEAD}")
             if local_of(found).shape != shape:
-                raise RunError(f"{held.name} was replaced by a tensor of which this rank has {tuple(local_of(found).shape)}, wanted {shape}, its part of {held.info.shape} under layout {held.info.layout}. {INSTEAD}")
+                raise RunError(f"{held.name} was replaced by a tensor of which this rank has {tuple(local_of(found).shape)}, wanted "
+                               f"{shape}, its part of {held.info.shape} under layout {held.info.layout}. {INSTEAD}")
         for alias, table, key, held in self._tied:
             if table.get(key) is not held.owner[held.key]:
-                raise RunError(f"{alias} and {held.name} were one parameter when the model was compiled, and are two now, of which one would have no gradient. {INSTEAD}")
+                raise RunError(f"{alias} and {held.name} were one parameter when the model was compiled, and are two now, of which one "
+                               f"would have no gradient. {INSTEAD}")

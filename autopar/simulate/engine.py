@@ -7,9 +7,9 @@ waits for has ended. Running tasks slow each other down where they share somethi
             (1 if nothing else is said), all of them are slower by the same factor. A task that needs several is as fast as the fullest one lets it be
     units   tasks that take a share of a device's compute units leave the rest to the task that computes on it
 
-The engine does not know what tasks stand for. The end is never before the longest chain of tasks that wait for each other; and never after the sum of
-all tasks, if tasks that compute need no links. Without shared links and units, making a task longer never makes the end earlier. With them it may
-(Graham's anomaly): a task that comes later leaves a link to another one.
+The engine does not know what tasks stand for. The end is never before the longest chain of tasks that wait for each other; and never after
+the sum of all tasks, if tasks that compute need no links. Without shared links and units, making a task longer never makes the end earlier.
+With them it may (Graham's anomaly): a task that comes later leaves a link to another one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from autopar.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task. `work_s` are its seconds if it shares nothing with others; `after` are the positions of tasks that must have ended before it begins.
+    """One task. `work_s` are its seconds if it shares nothing with others; `after` are the positions of tasks that must have ended before
+    it begins.
 
-    `uses` are the shares of its `links` that it takes when nothing slows it (empty: all of each). `units` names the device whose compute units it
-    uses: the share `takes` of them, or with 0 what the others leave (it is the one that computes).
+    `uses` are the shares of its `links` that it takes when nothing slows it (empty: all of each). `units` names the device whose compute
+    units it uses: the share `takes` of them, or with 0 what the others leave (it is the one that computes).
     """
 
     name: str
@@ -55,7 +56,8 @@ class Timeline:
 
 
 def run(tasks: Sequence[Task], capacity: Mapping[str, float] | None = None) -> Timeline:
-    """When each task runs. `capacity`: the capacity of links for which it is not 1. Raises PlanError where tasks wait for each other in a cycle."""
+    """When each task runs. `capacity`: the capacity of links for which it is not 1. Raises PlanError where tasks wait for each other in a
+    cycle."""
     state = _State(tasks, capacity or {})
     while state.step():
         pass

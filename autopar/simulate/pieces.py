@@ -34,8 +34,9 @@ COUNTS_S = 1e-15
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One piece of work of `seconds`. `kind` is "compute", "copy", "inside", or the kind of a collective on mesh axis `axis`, with `nbytes` in a group. `within`: it is an inner collective of
-    an operator. `around`: of a copy, the kind and axis of the collective that it is made for."""
+    """One piece of work of `seconds`. `kind` is "compute", "copy", "inside", or the kind of a collective on mesh axis `axis`, with `nbytes`
+    in a group. `within`: it is an inner collective of an operator. `around`: of a copy, the kind and axis of the collective that it is made
+    for."""
 
     name: str
     kind: str
@@ -77,8 +78,8 @@ class Pieces:
 
 
 def together(steps: Sequence[Step], full_bytes: Sequence[float], mesh: Mesh, name: str) -> list[Piece]:
-    """The pieces of one step of each of some tensors, of `full_bytes` in all: one collective, with the copies that put the chunks of each in order behind a gather,
-    or in front of anything else. `steps` are of one kind on one axis."""
+    """The pieces of one step of each of some tensors, of `full_bytes` in all: one collective, with the copies that put the chunks of each
+    in order behind a gather, or in front of anything else. `steps` are of one kind on one axis."""
     kind, axis = steps[0].kind, steps[0].axis
     each = list(zip(steps, full_bytes, strict=True))
     nbytes, whole_s = sum(group_bytes(step, size, mesh.sizes) for step, size in each), sum(step_s(step, size, mesh) for step, size in each)
@@ -91,7 +92,8 @@ def together(steps: Sequence[Step], full_bytes: Sequence[float], mesh: Mesh, nam
 
 
 def _pieces(op: Op, work_s: float, inside_s: float, waited: Sequence[Wait]) -> tuple[Piece, ...]:
-    """The pieces of one run of an operator. `inside_s`: exposed seconds of all its inner collectives, of which those in `waited` are not beside its work."""
+    """The pieces of one run of an operator. `inside_s`: exposed seconds of all its inner collectives, of which those in `waited` are not
+    beside its work."""
     name, beside_s = op.name, inside_s - sum(wait.seconds for wait in waited)
     first, last = ([Piece(name, wait.kind, wait.axis, wait.seconds / wait.times, wait.nbytes, within=True)
                     for wait in waited if wait.last == behind for _ in range(wait.times)] for behind in (False, True))

@@ -34,7 +34,8 @@ from autopar.simulate.work import Turn
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a task stands for: the pass that it belongs to ("forward", "backward", "recompute", "sync", ...), its piece, and the number of its block (-1: none)."""
+    """What a task stands for: the pass that it belongs to ("forward", "backward", "recompute", "sync", ...), its piece, and the number of
+    its block (-1: none)."""
 
     during: str
     piece: Piece
@@ -76,8 +77,8 @@ class Rank:
 
     def backward(self, turns: Sequence[Turn], buckets: Sequence[Bucket] = (), part: str = "backward", *,
                  at_once: bool = False) -> None:
-        """The backward of a stage, or its `part` for "inputs" or "weights"; `buckets` start as it goes on. `at_once`: it follows its forward,
-        so that its first gathers begin with it."""
+        """The backward of a stage, or its `part` for "inputs" or "weights"; `buckets` start as it goes on. `at_once`: it follows its
+        forward, so that its first gathers begin with it."""
         self.during, self._ahead = part, Ahead(self, _fetches_back(turns) if part != "weights" else [])
         if at_once:
             self._ahead.go_on()
@@ -291,7 +292,8 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _arrivals(turns: Sequence[Turn], wanted: Mapping[tuple[str, int], Bucket]) -> dict[int, list[tuple[str, int]]]:
-    """Position in the forward -> the parameters whose gradients are complete after the backward of that position: it has their first reader."""
+    """Position in the forward -> the parameters whose gradients are complete after the backward of that position: it has their first
+    reader."""
     first: dict[tuple[str, int], int] = {}
     for index, turn in enumerate(turns):
         for name in turn.item.reads:

@@ -1,7 +1,7 @@
 """The actions of a pipeline in the order of torch's schedule, and the sends between places, as tasks for the event engine.
 
-An action takes as long as its stage takes alone (simulate.stages). The output of a stage is sent when its action has ended, and the action of the next stage waits for it. The sends
-of a place, of activations and gradients, run one after the other.
+An action takes as long as its stage takes alone (simulate.stages). The output of a stage is sent when its action has ended, and the action
+of the next stage waits for it. The sends of a place, of activations and gradients, run one after the other.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ CORES = "cores"
 
 def tasks(lines: Sequence[Sequence[Action]], places: Sequence[int], action_s: Seconds,
           send_s: Callable[[int, bool], float], alone: float = 1.0) -> tuple[list[Task], list[Action | None]]:
-    """The tasks of a pipeline, and the action of each (None: a send). Where places share cores, so that one is `alone` times as fast while the others wait (Device.alone), tasks take
-    1 / `alone` of their seconds and share the link CORES.
+    """The tasks of a pipeline, and the action of each (None: a send). Where places share cores, so that one is `alone` times as fast while
+    the others wait (Device.alone), tasks take 1 / `alone` of their seconds and share the link CORES.
 
     `lines` has the actions of each place, `places` the place of each stage; `action_s` are the seconds of an action, `send_s` those of
     sending what a stage gives to the next one, or with True its gradient back.

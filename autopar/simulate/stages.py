@@ -96,7 +96,8 @@ class Stages:
         return rank.run()
 
     def sums(self, place: int) -> Ran:
-        """What a place does once per step, one stage after the other: the gathers of leaves, and the reductions of gradients after the last microbatch."""
+        """What a place does once per step, one stage after the other: the gathers of leaves, and the reductions of gradients after the last
+        microbatch."""
         rank = self.rank(place)
         for view, turns, stage in zip(self.views, self.turns, self.plan.stages, strict=True):
             if stage.place == place:
@@ -113,7 +114,8 @@ class Stages:
         return Piece(self.plan.optimizer, "compute", COMPUTE, sum(share * prices.update_s(op, options(nodes[op.name])) for op, share in self._held(here)))
 
     def adding(self, stage: int) -> Piece:
-        """Accumulating the gradients of one microbatch: (n - 1) / n of the additions, as the average over n microbatches, of which the first adds nothing."""
+        """Accumulating the gradients of one microbatch: (n - 1) / n of the additions, as the average over n microbatches, of which the
+        first adds nothing."""
         prices, nodes, count = self.pieces[self.plan.stages[stage].place].prices, self.plan.nodes, self.plan.microbatches
         seconds = sum(share * prices.adding_s(op, options(nodes[op.name])) for op, share in self._held([stage]))
         return Piece("adding gradients up", "compute", COMPUTE, seconds * (count - 1) / count)

@@ -22,7 +22,8 @@ from autopar.simulate.rank import Ran
 from autopar.simulate.result import Place, Simulation, Span
 from autopar.simulate.stages import Stages
 
-Ending = tuple[int, str, Ran | None]  # a task after the last action of a place: its number, "sync" or "optimizer", and its own tasks if there are any
+# a task after the last action of a place: its number, "sync" or "optimizer", and its own tasks if there are any
+Ending = tuple[int, str, Ran | None]
 PARTS = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
 DETAILED = 200_000  # spans of all actions; beyond it only the first and the last microbatch are shown operator by operator
 
@@ -146,7 +147,8 @@ class _Pipeline:
                      sum(ran.launches for ran in did), lambda: self._spans(place, timeline, mine, ending, detailed))
 
     def _pace(self, place: int, took_s: float, work_s: float) -> float:
-        """The factor from a place's seconds by itself (`work_s`) to its seconds in the pipeline (`took_s`): below 1 where other places leave cores free, above 1 with the host's work for actions."""
+        """The factor from a place's seconds by itself (`work_s`) to its seconds in the pipeline (`took_s`): below 1 where other places
+        leave cores free, above 1 with the host's work for actions."""
         device = self.stages.places.device(place)
         return took_s / work_s if work_s > 0 and (device.alone > 1 or device.action_s > 0) else 1.0
 

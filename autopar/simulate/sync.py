@@ -54,7 +54,8 @@ class Sync:
         return sorted((m for m in held if ops[m[0]].call.outs[0].grad), key=lambda member: first.get(member, 0))
 
     def buckets(self, view: View, turns: Sequence[Turn], limit_bytes: float = BUCKET_BYTES) -> list[Bucket]:
-        """The gradient buckets of a stage, as in runtime.gradient_buckets: parameters in reverse order of use, those of a bucket with the same collectives and dtype."""
+        """The gradient buckets of a stage, as in runtime.gradient_buckets: parameters in reverse order of use, those of a bucket with the
+        same collectives and dtype."""
         filling: dict[tuple[object, ...], list[_Entry]] = {}
         found: list[Bucket] = []
         ways = {r.ref: r for r in self.edges.reshards if r.role == "sync"}
@@ -90,7 +91,8 @@ class Sync:
         return self.prices.local_bytes(self.prices.gradient_bytes(op, self.program.bytes_of((op.name, 0))), step.before)
 
     def fillings(self, view: View, turns: Sequence[Turn], limit_bytes: float = BUCKET_BYTES) -> list[Filling]:
-        """The buckets of the leaves of a stage, as in runtime.leaves: in the order of the blocks, those of a bucket with the same axes and dtype."""
+        """The buckets of the leaves of a stage, as in runtime.leaves: in the order of the blocks, those of a bucket with the same axes and
+        dtype."""
         ways = {r.ref: r for r in self.edges.reshards if r.role == "sync"}
         blocks = list(dict.fromkeys((turn.unit, turn.instance) for turn in turns if turn.instance >= 0))
         first = {member: blocks.index((self.program.ops[member[0]].scope, member[1])) if member[1] >= 0 else -1 for member in self.members(view, turns)}
@@ -120,8 +122,8 @@ class Sync:
         return Filling(tuple(pieces), False, (*dict.fromkeys(readers),))
 
     def _together(self, members: Sequence[Member], steps: Sequence[Step], *, gradients: bool) -> list[Piece]:
-        """The same step of all members (or of their gradients) as one collective with the copies around it. The copies run on the compute stream, as in runtime.coalesced. A local step is a
-        copy."""
+        """The same step of all members (or of their gradients) as one collective with the copies around it. The copies run on the compute
+        stream, as in runtime.coalesced. A local step is a copy."""
         ops = [self.program.ops[name] for name, _ in members]
         full = [self.program.bytes_of((op.name, 0)) for op in ops]
         full = [self.prices.gradient_bytes(op, size) for op, size in zip(ops, full, strict=True)] if gradients else full

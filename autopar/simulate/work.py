@@ -1,7 +1,7 @@
 """The work of one rank in the forward and the backward of one stage, in the order of the emitted code.
 
-The order is that of `codegen.scope`: operators in graph order (placed ones as `codegen.placements` orders them), each reshard before the first operator that reads its result, blocks
-instance by instance. The backward is in reverse order.
+The order is that of `codegen.scope`: operators in graph order (placed ones as `codegen.placements` orders them), each reshard before the
+first operator that reads its result, blocks instance by instance. The backward is in reverse order.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One run of an item: `unit` is the operator of the top-level graph or the run of blocks that it belongs to, and `instance` the number of the block, -1 outside of blocks."""
+    """One run of an item: `unit` is the operator of the top-level graph or the run of blocks that it belongs to, and `instance` the number
+    of the block, -1 outside of blocks."""
 
     item: Item
     unit: str
@@ -67,7 +68,8 @@ class Turn:
 
 @dataclass(eq=False)
 class Walk:
-    """Lists the work of the stages of a plan; the Ops of `program` have the sizes of one microbatch. `splits`: the schedule splits backwards (zero bubble)."""
+    """Lists the work of the stages of a plan; the Ops of `program` have the sizes of one microbatch. `splits`: the schedule splits
+    backwards (zero bubble)."""
 
     gm: fx.GraphModule
     program: Program
@@ -116,7 +118,8 @@ class Walk:
         return self.program.ops[self._full(node, scope)]
 
     def _run(self, scope: str, instances: tuple[int, int], resharded: dict[tuple[Ref, str], None], again: int) -> Iterator[Turn]:
-        """The blocks `instances` = [first, stop) of a run, with the reshards of what is fed to them and carried between them; blocks before number `again` are recomputed."""
+        """The blocks `instances` = [first, stop) of a run, with the reshards of what is fed to them and carried between them; blocks before
+        number `again` are recomputed."""
         run, (first, stop), unit = self.program.runs[scope], instances, scope
         for index, (port, ref) in enumerate(zip(run.ports, run.feeds, strict=True)):
             if first == 0 or index >= len(run.carried):

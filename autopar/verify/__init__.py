@@ -1,5 +1,5 @@
-"""Verification of an emitted program against a single device: outputs, loss, gradients, parameters after an optimizer step; then gradients of a second batch accumulated onto
-these, a second optimizer step, and an evaluation.
+"""Verification of an emitted program against a single device: outputs, loss, gradients, parameters after an optimizer step; then gradients
+of a second batch accumulated onto these, a second optimizer step, and an evaluation.
 
     reference            the captured graph on one device (passes.interpret), all floats lifted to float64
     graph_against_model  the user's own module against that graph, in float32

@@ -63,7 +63,8 @@ def _row(kind: str, name: str, error: float, tolerance: float) -> Row:
 
 
 def _collectives(case: Case, seen: list[Counted], place: int, uneven: Uneven) -> list[Row]:
-    """The rows that compare the collectives that ran on a place, and their bytes, with those that are priced. Kinds whose bytes cannot be compared are added to `uneven`."""
+    """The rows that compare the collectives that ran on a place, and their bytes, with those that are priced. Kinds whose bytes cannot be
+    compared are added to `uneven`."""
     program, found = case.edges
     compared = [("collectives", priced(program, case.plan, found, place), ran(seen))]
     paid, without = priced_bytes(program, case.plan, found, place)
@@ -77,7 +78,8 @@ def _collectives(case: Case, seen: list[Counted], place: int, uneven: Uneven) ->
 
 
 def _first(case: Case, tolerance: float, ranks: Ranks | None, wrong: Sequence[Row]) -> str:
-    """Run both sides again with every value recorded, and name the first node that differs; where none does, the diagnosis of the `wrong` rows."""
+    """Run both sides again with every value recorded, and name the first node that differs; where none does, the diagnosis of the `wrong`
+    rows."""
     kinds = {row.kind: row.name for row in reversed(wrong)}
     if set(kinds) == {"collectives"}:
         return f"no value: {kinds['collectives']}"

@@ -40,8 +40,8 @@ def priced(program: Program, plan: Plan, edges: Edges, place: int = 0) -> Counte
 
 
 def inside(op: Op, node: NodePlan, sizes: tuple[int, ...], *, again: bool, first: bool) -> list[tuple[Site, InnerCollective]]:
-    """The collectives that runtime algorithms run inside `op`, as planned; those of the forward twice where it is run `again`. `first`: in the
-    first block of a run, where some operands may have no gradients."""
+    """The collectives that runtime algorithms run inside `op`, as planned; those of the forward twice where it is run `again`. `first`: in
+    the first block of a run, where some operands may have no gradients."""
     training = op.graded and not (first and op.late)
     return [(site, each) for algorithm, site in sites(op, options(node), sizes, first=first)
             for each in (*algorithm.inner(training=training), *(algorithm.forward if again else ()))]

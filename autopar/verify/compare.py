@@ -27,8 +27,8 @@ def scale(wanted: Tensor) -> float:
 
 
 def gap(got: Tensor | None, wanted: Tensor) -> float:
-    """Largest absolute difference, found on the device of `got`, none between infinities of one sign (logits that are masked); infinity where shapes differ, `got` is missing, one is complex
-    and the other is not, or a difference is not a number."""
+    """Largest absolute difference, found on the device of `got`, none between infinities of one sign (logits that are masked); infinity
+    where shapes differ, `got` is missing, one is complex and the other is not, or a difference is not a number."""
     if got is None or got.shape != wanted.shape or got.is_complex() != wanted.is_complex():
         return math.inf
     if wanted.numel() == 0:

@@ -1,7 +1,7 @@
 """The first wrong node, found on ranks from an emitted file with probes.
 
-In a pipeline a place has the nodes of its own stages, microbatch by microbatch: the parts of a value are joined, and the verdicts of all places are gathered. Backwards are not split
-there (zero bubble), so that gradients pass every node.
+In a pipeline a place has the nodes of its own stages, microbatch by microbatch: the parts of a value are joined, and the verdicts of all
+places are gathered. Backwards are not split there (zero bubble), so that gradients pass every node.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ OUTSIDE = -1
 
 
 class Node(NamedTuple):
-    """A node as the ranks run it: `number` is that of its block in the run of blocks, in the order in which they run, 0 outside of blocks."""
+    """A node as the ranks run it: `number` is that of its block in the run of blocks, in the order in which they run, 0 outside of
+    blocks."""
 
     stage: int
     name: str
@@ -37,7 +38,8 @@ class Node(NamedTuple):
 
 @dataclass
 class Seen:
-    """The whole value of a node by microbatch, and its gradients: None where none has arrived; no entry where the plan has no gradient for it."""
+    """The whole value of a node by microbatch, and its gradients: None where none has arrived; no entry where the plan has no gradient for
+    it."""
 
     values: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[int, Tensor | None] = field(default_factory=dict)
@@ -81,7 +83,8 @@ class _Probes:
 
 
 def _places(module: ShardedModule) -> Iterator[tuple[int, tuple[int, int]]]:
-    """(id of the object that calls a probe, (its stage, number in the model of the first block of its run in that stage; 0 outside of blocks))."""
+    """(id of the object that calls a probe, (its stage, number in the model of the first block of its run in that stage; 0 outside of
+    blocks))."""
     yield id(module), (OUTSIDE, 0)
     stages = module.stages if isinstance(module, PipelinedModule) else []
     for stage in stages:
@@ -93,8 +96,8 @@ def _places(module: ShardedModule) -> Iterator[tuple[int, tuple[int, int]]]:
 
 
 def first_difference(source: str, light: Light, wanted: Mapping[str, list[Any]], tolerance: float) -> str:
-    """One rank: run with probes and name the first node whose value differs, or the last whose gradient does; "" where none does; the same on all ranks.
-    `wanted` has the value and the gradient of every node, one pair per instance of its block."""
+    """One rank: run with probes and name the first node whose value differs, or the last whose gradient does; "" where none does; the same
+    on all ranks. `wanted` has the value and the gradient of every node, one pair per instance of its block."""
     module = light.build(source)
     probes = _Probes(module)
     stages = module.STAGES if isinstance(module, PipelinedModule) else ()
@@ -155,11 +158,13 @@ def _verdict(node: Node, seen: Seen, wanted: Mapping[str, list[Any]], plan: Plan
 
 
 GRADIENT = {"P": "R", "R": "P"}
-"""How microbatches share the gradient of a value that they share so, where it differs: each has the whole gradient of a partial sum, and a partial gradient of a common value."""
+"""How microbatches share the gradient of a value that they share so, where it differs: each has the whole gradient of a partial sum, and a
+partial gradient of a common value."""
 
 
 def _joined(values: Sequence[Tensor], entry: str, module: ShardedModule) -> Sequence[Tensor]:
-    """The values of all microbatches joined, as `entry` says they share them. Of a common value all are given, each to be compared; of a value cut in sections none."""
+    """The values of all microbatches joined, as `entry` says they share them. Of a common value all are given, each to be compared; of a
+    value cut in sections none."""
     if len(values) == 1 or not isinstance(module, PipelinedModule):
         return values
     if not is_shard(entry):

@@ -1,4 +1,5 @@
-"""Random operators, made deterministic for verification: dropout drops nothing, other draws give a constant, and the report's notes say so."""
+"""Random operators, made deterministic for verification: dropout drops nothing, other draws give a constant, and the report's notes say
+so."""
 
 from __future__ import annotations
 
@@ -32,14 +33,16 @@ STILL: dict[Any, tuple[Any, Callable[..., tuple[Any, ...]]]] = {
     aten.geometric.default: (aten.full_like.default, lambda x, p: (x, 1.0)),
     aten.uniform.default: (aten.full_like.default, lambda x, low=0.0, high=1.0: (x, (low + high) / 2)),
 }
-"""Random operator -> an operator that gives a constant that could be drawn, and a function from the arguments of the first to those of the second."""
+"""Random operator -> an operator that gives a constant that could be drawn, and a function from the arguments of the first to those of the
+second."""
 INTEGERS = (aten.randint.default, aten.randint.low)  # their constant must be int64
-ASIDE = ("generator", "from", "lambd", "mean", "median", "p", "sigma", "std", "to")  # keyword arguments of random operators that the constant has no use for
+# keyword arguments of random operators that the constant has no use for
+ASIDE = ("generator", "from", "lambd", "mean", "median", "p", "sigma", "std", "to")
 
 
 def keep_all(gm: fx.GraphModule) -> tuple[str, ...]:
-    """Make a captured graph deterministic, in place: dropout drops nothing, and random operators give a constant. Returns notes for the report: what was changed, and which random operators
-    could not be, whose values will differ."""
+    """Make a captured graph deterministic, in place: dropout drops nothing, and random operators give a constant. Returns notes for the
+    report: what was changed, and which random operators could not be, whose values will differ."""
     silenced: list[str] = []
     stilled: list[str] = []
     others: list[str] = []

@@ -1,4 +1,5 @@
-"""The reference: one training step of the captured graph on a single device, with the value and gradient of every node on request; and the second step (`second_step`)."""
+"""The reference: one training step of the captured graph on a single device, with the value and gradient of every node on request; and the
+second step (`second_step`)."""
 
 from __future__ import annotations
 
@@ -31,9 +32,10 @@ class Second:
 def optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """AdamW with a rate large enough that a wrong gradient shows in one step.
 
-    Its first step is nearly the sign of the gradient; epsilon is raised, so that the rounding of a gradient that should be zero (of a bias in front of a batch norm)
-    does not count as a difference of the parameter: it is multiplied by rate / epsilon. Fused, one operator for all parameters: a loop over DTensor parameters takes each rank
-    seconds, since DTensor's dispatch has no cached decisions in a new process.
+    Its first step is nearly the sign of the gradient; epsilon is raised, so that the rounding of a gradient that should be zero (of a bias
+    in front of a batch norm) does not count as a difference of the parameter: it is multiplied by rate / epsilon. Fused, one operator for
+    all parameters: a loop over DTensor parameters takes each rank seconds, since DTensor's dispatch has no cached decisions in a new
+    process.
     """
     held = list(parameters)
     exact = all(p.dtype in (torch.float64, torch.complex128) for p in held)
@@ -72,8 +74,8 @@ class Recorder(Interpret):
 
 def train_step(gm: fx.GraphModule, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor], *, training: bool,
                record: bool = False, second: Second | None = None) -> Results:
-    """Results by kind: output (by name), gradient and parameter (by fqn), buffer; with `record`, `values` and no optimizer step. With `second`, the kinds of
-    `second_step.SECOND`, too, where they are finite.
+    """Results by kind: output (by name), gradient and parameter (by fqn), buffer; with `record`, `values` and no optimizer step. With
+    `second`, the kinds of `second_step.SECOND`, too, where they are finite.
 
     `weights` are copied. Parameters are those that the graph reads and that may be trained.
     """
@@ -82,7 +84,8 @@ def train_step(gm: fx.GraphModule, weights: Mapping[str, Tensor], batch: Mapping
     runner = Recorder(gm, held) if record else Interpret(gm, held)
     outputs = _pass(gm, runner, batch, training=training)
     found: Results = {"output": outputs, "gradient": {}, "parameter": {}, "buffer": {}}
-    found["buffer"] = {name: value.detach().clone() for name, value in runner.changed.items()}  # parameters, and views of them, change in the optimizer's step
+    # parameters, and views of them, change in the optimizer's step
+    found["buffer"] = {name: value.detach().clone() for name, value in runner.changed.items()}
     if training:
         found["gradient"] = _gradients(held, trained)
         steps = optimizer([held[name] for name in trained])
@@ -92,14 +95,16 @@ def train_step(gm: fx.GraphModule, weights: Mapping[str, Tensor], batch: Mapping
     if isinstance(runner, Recorder):
         found["values"] = runner.values
     if second is not None:
-        found["gradient"], found["parameter"] = ({name: value.clone() for name, value in found[kind].items()} for kind in ("gradient", "parameter"))  # which go on
+        # which go on
+        found["gradient"], found["parameter"] = ({name: value.clone() for name, value in found[kind].items()} for kind in ("gradient", "parameter"))
         found |= _later(gm, held, batch, second, found["buffer"], steps if training else None)
     return found
 
 
 def _later(gm: fx.GraphModule, held: Mapping[str, Tensor], batch: Mapping[str, Tensor], second: Second, changed: Mapping[str, Tensor],
            steps: torch.optim.Optimizer | None) -> Results:
-    """The results of the second step and of an evaluation on the first `batch`; empty where they are not finite. `changed` are the buffers that the first step changed."""
+    """The results of the second step and of an evaluation on the first `batch`; empty where they are not finite. `changed` are the buffers
+    that the first step changed."""
     _take(held, changed)
     runner = Interpret(gm, held)
     found: Results = {"second output": _pass(gm, runner, second.batch, training=steps is not None)}

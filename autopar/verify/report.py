@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison. `kind` is output, loss, gradient, parameter, buffer, collectives, or model (its graph against it); `error` is the largest absolute
-    difference relative to max(1, largest absolute value), for collectives the number (or the bytes) that differ. `when` is empty in the first step."""
+    """One comparison. `kind` is output, loss, gradient, parameter, buffer, collectives, or model (its graph against it); `error` is the
+    largest absolute difference relative to max(1, largest absolute value), for collectives the number (or the bytes) that differ. `when` is
+    empty in the first step."""
 
     name: str
     kind: str
@@ -29,8 +30,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All comparisons. `first` names the first wrong node, or says what else is wrong where all nodes of the first step are right; empty where nothing is. `collectives` is the number that
-    one rank of each place ran in the step, summed over places. `notes` say what is not compared (dropout)."""
+    """All comparisons. `first` names the first wrong node, or says what else is wrong where all nodes of the first step are right; empty
+    where nothing is. `collectives` is the number that one rank of each place ran in the step, summed over places. `notes` say what is not
+    compared (dropout)."""
 
     rows: tuple[Row, ...]
     mesh: tuple[int, ...]

@@ -1,5 +1,6 @@
-"""The second step of a verification, on one device and on ranks: gradients of another batch are accumulated onto the first ones, the optimizer steps again, and an evaluation follows.
-It finds state that a right first step leaves behind and later steps must not use: gathered weights, a batch, a gradient."""
+"""The second step of a verification, on one device and on ranks: gradients of another batch are accumulated onto the first ones, the
+optimizer steps again, and an evaluation follows. It finds state that a right first step leaves behind and later steps must not use:
+gathered weights, a batch, a gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ SECOND = {
     "evaluated": ("output", "in evaluation after the steps", "evaluation after the steps"),
     "second buffer": ("buffer", "in the end", "the change of buffers in later steps or in evaluation"),
 }
-"""Kinds of results, in the order in which they are made -> kind and time of their rows, and what is wrong where it is the first kind with differences."""
+"""Kinds of results, in the order in which they are made -> kind and time of their rows, and what is wrong where it is the first kind with
+differences."""
 
 
 def second_wrong(wrong: Iterable[tuple[str, str]]) -> str:
@@ -30,8 +32,8 @@ NOT_FINITE = "the first step alone is compared: on one device the second one, at
 
 
 def second_batch(gm: fx.GraphModule, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A batch of the same sizes with other samples: the first half of them, each twice. It is the same batch where an input has a size that none with samples
-    has (pieces of images): which of them belong to a sample is not known."""
+    """A batch of the same sizes with other samples: the first half of them, each twice. It is the same batch where an input has a size that
+    none with samples has (pieces of images): which of them belong to a sample is not known."""
     symbol = facts.symbol("b")
     shapes = {node.meta["input"]: facts.shape(node) for node in gm.graph.nodes if node.meta.get("role") == "input"}
     dims = {name: shape.index(symbol) for name, shape in shapes.items() if symbol in shape}

@@ -1,5 +1,5 @@
-"""The work of one rank in a verification: it runs a training step (or a forward) and compares all that it holds with its part of the reference. Nothing is gathered, and every replica
-is compared."""
+"""The work of one rank in a verification: it runs a training step (or a forward) and compares all that it holds with its part of the
+reference. Nothing is gathered, and every replica is compared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ GRADIENTS = ("gradient", "accumulated")
 
 @dataclass(frozen=True)
 class Light:
-    """The part of a Case that a rank needs, picklable. `gathers`: whether the plan gathers weights at their use; `second`: the batch of the second step."""
+    """The part of a Case that a rank needs, picklable. `gathers`: whether the plan gathers weights at their use; `second`: the batch of the
+    second step."""
 
     plan: Plan
     weights: Mapping[str, Tensor]
@@ -47,8 +48,9 @@ class Light:
 
 
 def step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted]]:
-    """On one rank: run the step, and give every difference from `wanted` and the collectives that ran. Where weights are gathered at their use, the step runs twice from the same state:
-    both runs are compared, and the collectives of the second are counted, since gathers are prefetched only from then on (`runtime.prefetch`)."""
+    """On one rank: run the step, and give every difference from `wanted` and the collectives that ran. Where weights are gathered at their
+    use, the step runs twice from the same state: both runs are compared, and the collectives of the second are counted, since gathers are
+    prefetched only from then on (`runtime.prefetch`)."""
     module = light.build(source)
     training = light.plan.mode == "train"
     batch = module.shard_batch(**light.batch)
@@ -79,8 +81,8 @@ def _updated(module: ShardedModule, steps: torch.optim.Optimizer | None, kind: s
 
 
 def _second(module: ShardedModule, light: Light, steps: torch.optim.Optimizer | None, wanted: Results) -> Gaps:
-    """Run the second step and the evaluation (`second_step`), and give the differences. Before each pass the parameters are set to those of the reference: an optimizer step amplifies the
-    rounding of gradients, and a second one would amplify it again."""
+    """Run the second step and the evaluation (`second_step`), and give the differences. Before each pass the parameters are set to those of
+    the reference: an optimizer step amplifies the rounding of gradients, and a second one would amplify it again."""
     training = light.plan.mode == "train"
     _reset(module, wanted["parameter"])
     batch = module.shard_batch(**light.second)
@@ -121,8 +123,8 @@ def _as_it_was(module: ShardedModule) -> Iterator[None]:
 
 
 def _run(module: ShardedModule, batch: Sequence[Tensor], training: bool) -> Iterator[dict[str, Tensor]]:
-    """The outputs of a forward, and in training of a backward after it. A pipeline's forward has no gradient: there the outputs come from a separate forward, which is not counted and whose
-    changes of state are undone, and then again with the loss of the training step."""
+    """The outputs of a forward, and in training of a backward after it. A pipeline's forward has no gradient: there the outputs come from a
+    separate forward, which is not counted and whose changes of state are undone, and then again with the loss of the training step."""
     if training and isinstance(module, PipelinedModule):
         with uncounted(), _as_it_was(module):
             outputs: dict[str, Tensor] = module(*batch)

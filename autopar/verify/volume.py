@@ -1,4 +1,5 @@
-"""The bytes of collectives that ran, by kind and axis, against those that were priced. Kinds with an uneven cut are not compared, since prices assume even cuts."""
+"""The bytes of collectives that ran, by kind and axis, against those that were priced. Kinds with an uneven cut are not compared, since
+prices assume even cuts."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ Uneven = dict[Key, str]
 
 
 def priced_bytes(program: Program, plan: Plan, edges: Edges, place: int = 0) -> tuple[Counter[Key], Uneven]:
-    """Bytes of all collectives of each kind on each axis on the ranks of a place, as the cost model counts them, at the sizes of `program`; transfers between
-    places, as one rank sends them, on PIPELINE_AXIS. And those that cannot be compared with what runs."""
+    """Bytes of all collectives of each kind on each axis on the ranks of a place, as the cost model counts them, at the sizes of `program`;
+    transfers between places, as one rank sends them, on PIPELINE_AXIS. And those that cannot be compared with what runs."""
     found, uneven = Counter[Key](), Uneven()
     tally = Tally(program, plan, place)
     for moved in tally.reshards(edges.reshards):
@@ -48,7 +49,8 @@ def priced_bytes(program: Program, plan: Plan, edges: Edges, place: int = 0) -> 
 
 
 def _between_places(tally: Tally, found: Counter[Key], uneven: Uneven) -> None:
-    """Add to `found` the bytes that one rank of the place sends to other places, and those of gradients summed with them; to `uneven` the kinds with an uneven cut."""
+    """Add to `found` the bytes that one rank of the place sends to other places, and those of gradients summed with them; to `uneven` the
+    kinds with an uneven cut."""
     plan = tally.plan
     sent = [("send", ref, out_pair(plan, ref).value, plan.microbatches, plan.microbatches) for ref in tally.sends()]
     summed = [("all_reduce", (name, 0), out_pair(plan, (name, 0)).rest, 1, 1) for name in tally.shared()]

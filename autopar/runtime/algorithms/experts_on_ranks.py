@@ -1,16 +1,17 @@
 """Layers of experts on ranks that each have some of the experts: tokens go to their experts, and results come back.
 
-Along an axis of *owners* all ranks have the same tokens, and each computes those of its own experts: its result is a part of a sum. Along an axis of
-*dispatch* each rank has tokens of its own:
+Along an axis of *owners* all ranks have the same tokens, and each computes those of its own experts: its result is a part of a sum. Along
+an axis of *dispatch* each rank has tokens of its own:
 
     all to all   how many tokens go where
     all to all   the tokens, each with the numbers of its experts and their gates
     compute      what the experts there make of them, summed up by token
     all to all   the sums, back to where the tokens are
 
-and in the backward the last two go the other way (GShard, https://arxiv.org/abs/2006.16668). Along each axis a token goes once to a coordinate, however many of
-its experts are there, and one result comes back: with nodes on the first axis, once to each node, and from there to its ranks (as DeepEP does,
-https://github.com/deepseek-ai/DeepEP). Who goes where is data, so sizes differ from rank to rank and from step to step; no token is dropped and none is padded.
+and in the backward the last two go the other way (GShard, https://arxiv.org/abs/2006.16668). Along each axis a token goes once to a
+coordinate, however many of its experts are there, and one result comes back: with nodes on the first axis, once to each node, and from
+there to its ranks (as DeepEP does, https://github.com/deepseek-ai/DeepEP). Who goes where is data, so sizes differ from rank to rank and
+from step to step; no token is dropped and none is padded.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 def experts_on_ranks(compute: Compute, hidden: Tensor, chosen: Tensor, gates: Tensor, *, experts: int,
                      axes: Sequence[int], dispatch: Sequence[int], mesh: Mesh) -> Tensor:
-    """`hidden [..., d]`, `chosen [..., k]` in `range(experts)`, `gates [..., k]` -> `[..., o]`, of the dtype that tokens and gates promote to.
+    """`hidden [..., d]`, `chosen [..., k]` in `range(experts)`, `gates [..., k]` -> `[..., o]`, of the dtype that tokens and gates promote
+    to.
 
-    `axes` cut the experts, major first; those of them in `dispatch` cut the tokens too, on the others the tokens are whole and the
-    result is a partial sum. `compute(rows [n, d], ends [e_local]) -> [n, o]` is this rank's experts on rows sorted by
-    expert; those of expert i end before `ends[i]`. Any number of rows, none included, may come to a rank. Sums are of float32 at least; they travel in
-    the dtype of the tokens.
+    `axes` cut the experts, major first; those of them in `dispatch` cut the tokens too, on the others the tokens are whole and the result
+    is a partial sum. `compute(rows [n, d], ends [e_local]) -> [n, o]` is this rank's experts on rows sorted by expert; those of expert i
+    end before `ends[i]`. Any number of rows, none included, may come to a rank. Sums are of float32 at least; they travel in the dtype of
+    the tokens.
     """
     flat, numbers, weights = (tensor.flatten(0, -2) for tensor in (hidden, chosen, gates))
     layer = _Layer(compute, experts, mesh, mesh.span(experts, axes), _places(experts, axes, mesh, chosen.device))
@@ -118,7 +120,8 @@ def _summed(rows: Tensor, token: Tensor, tokens: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Trip:
-    """`leave[i]` rows go to coordinate i of the axis, `arrive[i]` come from it. Counted with the rows of balanced routing, as it is priced."""
+    """`leave[i]` rows go to coordinate i of the axis, `arrive[i]` come from it. Counted with the rows of balanced routing, as it is
+    priced."""
 
     leave: list[int]
     arrive: list[int]
@@ -141,8 +144,8 @@ class _Trip:
         return replace(self, leave=self.arrive, arrive=self.leave)
 
     def go(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The rows that come where these leave: side by side as bytes, in one exchange. Copied out of it, because a view of another dtype needs a place of its own even
-        where there are no rows."""
+        """The rows that come where these leave: side by side as bytes, in one exchange. Copied out of it, because a view of another dtype
+        needs a place of its own even where there are no rows."""
         rows = torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors], 1)
         record("all_to_all", self.axis, round(self.mesh.sizes[self.axis] * self.nominal * rows.shape[1]), NAME)
         came = torch.cat(all_to_all(list(rows.split(self.leave)), [(n, rows.shape[1]) for n in self.arrive], self.axis, self.mesh))

@@ -37,7 +37,8 @@ def halo(x: Tensor, *, dim: int, axis: int, size: int, outs: int, reach: int, me
         raise RunError(f"halo: the image has {x.shape[dim]} rows along dim {dim}, wanted {stop - start}: chunk {rank} of {ways} of {size}")
     first, last = chunk(outs, ways, rank)
     if first == last:
-        raise RunError(f"halo: rank {rank} of {ways} has none of {outs} outputs along dim {dim} of an image of {size}, and convolutions and pools "
+        raise RunError(f"halo: rank {rank} of {ways} has none of {outs} outputs along dim {dim} of an image of {size}, and convolutions "
+                       "and pools "
                        f"of nothing are refused; cut another dim, or use larger images")
     if window.most_sent(ways):
         x = _Borders.apply(x, dim, axis, window, mesh)

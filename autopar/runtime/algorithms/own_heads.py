@@ -1,4 +1,5 @@
-"""Grouped-query attention with more ranks than key heads: the query heads are cut, and each rank takes the key and value heads of its own queries."""
+"""Grouped-query attention with more ranks than key heads: the query heads are cut, and each rank takes the key and value heads of its own
+queries."""
 
 from __future__ import annotations
 

@@ -20,9 +20,10 @@ Like = tuple[Tensor | torch.dtype, tuple[int, ...]]  # where an output's dtype c
 def placed(axis: int, coordinate: int, compute: Callable[[], Any], operands: Sequence[Tensor], *outs: Like, mesh: Mesh) -> Any:
     """`compute()`, a tensor or a tuple of tensors, on the ranks at `coordinate` of `axis`; as many empty ones on the others.
 
-    `outs` has for each output a tensor of the same dtype (or the dtype) and the shape that it has at `coordinate`. Elsewhere the
-    gradient of every operand is zero: a part of a sum for operands that all ranks hold, empty for placed ones. There all these gradients arrive at once, but one after the other on
-    the ranks that compute; it sets `mesh.branches`, so that runtime.gradsync starts reductions in a fixed order.
+    `outs` has for each output a tensor of the same dtype (or the dtype) and the shape that it has at `coordinate`. Elsewhere the gradient
+    of every operand is zero: a part of a sum for operands that all ranks hold, empty for placed ones. There all these gradients arrive at
+    once, but one after the other on the ranks that compute; it sets `mesh.branches`, so that runtime.gradsync starts reductions in a fixed
+    order.
     """
     mesh.branches = True
     if mesh.coord[axis] == coordinate:

@@ -35,7 +35,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = N
     order = Order(rows, axes[0], mesh, is_causal)
     local = order.length(order.rank)
     if {q.shape[-2], k.shape[-2], v.shape[-2]} != {local}:
-        raise RunError(f"ring attention: q, k, v have {q.shape[-2]}, {k.shape[-2]}, {v.shape[-2]} rows, wanted {local}: chunk {order.rank} of "
+        raise RunError(f"ring attention: q, k, v have {q.shape[-2]}, {k.shape[-2]}, {v.shape[-2]} rows, wanted {local}: chunk {order.rank} "
+                       "of "
                        f"{order.ways} of a sequence of {rows}")
     out: Tensor = _Ring.apply(q, k, v, attn_mask, order, 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
     return out

@@ -27,10 +27,12 @@ from autopar.runtime.mesh import Mesh
 
 def vocab_cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, *,
                             vocab: int, axes: Sequence[int], mesh: Mesh) -> Tensor:
-    """`logits [..., v_local]`, `labels [...]` in `range(vocab)` or `ignore_index` -> `[]`, a partial sum over `axes`; nan where a label is neither, for which one device has an error.
+    """`logits [..., v_local]`, `labels [...]` in `range(vocab)` or `ignore_index` -> `[]`, a partial sum over `axes`; nan where a label is
+    neither, for which one device has an error.
 
-    Its gradient must come back whole on `axes`. Uneven and empty shards are exact. As F.cross_entropy(reduction="sum"), whose
-    dtype rules it follows: the result has the dtype of the logits. The backward keeps the logits, not their exponentials, which are wider than 16-bit ones.
+    Its gradient must come back whole on `axes`. Uneven and empty shards are exact. As F.cross_entropy(reduction="sum"), whose dtype rules
+    it follows: the result has the dtype of the logits. The backward keeps the logits, not their exponentials, which are wider than 16-bit
+    ones.
     """
     out: Tensor = _CrossEntropy.apply(logits, labels, ignore_index, float(label_smoothing), mesh.span(vocab, axes)[0], vocab,
                                       tuple(axes), mesh)

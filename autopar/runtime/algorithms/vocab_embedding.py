@@ -12,7 +12,8 @@ from autopar.runtime.mesh import Mesh
 
 
 def vocab_embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1, *, vocab: int, axes: Sequence[int], mesh: Mesh) -> Tensor:
-    """`ids [...]` of all `vocab` rows, `weight [v_local, h]` this rank's rows -> `[..., h]`, a partial sum over `axes`; nan for ids of no row, for which one device has an error.
+    """`ids [...]` of all `vocab` rows, `weight [v_local, h]` this rank's rows -> `[..., h]`, a partial sum over `axes`; nan for ids of no
+    row, for which one device has an error.
 
     Row `padding_idx` (-1: none) gets no gradient. The gradient that comes back must be whole on `axes`. Uneven and empty shards
     are exact. No communication.

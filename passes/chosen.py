@@ -31,7 +31,9 @@ def _ranked(chosen: Any) -> fx.Node | None:
     """The operator that says for each token which numbers are its first, of all of which `chosen` is a part; None where something else says
     it."""
     part: Any = chosen
-    while (seen := edit.call_of(part, aten.reshape.default, aten.slice.Tensor, aten.select.int)) is not None and (seen.target is not aten.reshape.default or _last(seen) == _last(seen.args[0])):
+    while (seen := edit.call_of(part, aten.reshape.default, aten.slice.Tensor, aten.select.int)) is not None:
+        if seen.target is aten.reshape.default and _last(seen) != _last(seen.args[0]):
+            break
         part = seen.args[0]
     best = edit.call_of(part, aten.argmax.default) or edit.call_of(edit.part_of(part, 1), aten.max.dim)
     if best is not None:

@@ -85,8 +85,10 @@ def together(tensors: list[fx.Node], each: int, like: fx.Node) -> fx.Node:
     """The tensors in a new first dim, so many for `each` expert behind each other in the second; what they are all cut from where there is
     such a one."""
     cuts = [cut for tensor in tensors if (cut := edit.call_of(tensor, aten.select.int)) is not None]
-    if len(cuts) == len(tensors) == facts.shape(cuts[0].args[0])[0] and each == 1 and all(cut.args == (cuts[0].args[0], 0, number) for number, cut in enumerate(cuts)):  # type: ignore[arg-type]
-        return cuts[0].args[0]  # type: ignore[return-value]
+    if each == 1 and len(cuts) == len(tensors):
+        whole: Any = cuts[0].args[0]
+        if facts.shape(whole)[0] == len(cuts) and all(cut.args == (whole, 0, number) for number, cut in enumerate(cuts)):
+            return whole
     stacked = edit.call(like.graph, aten.stack.default, (tensors,), like=like)
     sizes = [edit.size(stacked, dim) for dim in range(1, len(facts.shape(stacked)))]
     return stacked if each == 1 else edit.call(like.graph, aten.reshape.default, (stacked, [len(tensors) // each, each * sizes[0], *sizes[1:]]), like=like)  # type: ignore[operator]

@@ -70,10 +70,14 @@ def _summed(total: fx.Node, mask: Mask) -> fx.Node | None:
     if list(dims) not in ([-1], [len(facts.shape(source)) - 1]):  # type: ignore[arg-type]
         return None
     flat = edit.call_of(source, aten.reshape.default)
-    product = edit.call_of(flat.args[0] if flat is not None and facts.shape(flat)[-1] == facts.shape(flat.args[0])[-1] else source, aten.mul.Tensor)  # type: ignore[arg-type]
+    if flat is not None and facts.shape(flat)[-1] == facts.shape(flat.args[0])[-1]:  # type: ignore[arg-type]
+        source = flat.args[0]
+    product = edit.call_of(source, aten.mul.Tensor)
     for one, other in () if product is None else (product.args, product.args[::-1]):
         there = mask_of(other)
-        if there is not None and there.ordered and not there.over and (there.chosen, there.number) == (mask.chosen, mask.number) and facts.shape(one) == facts.shape(there.chosen):  # type: ignore[arg-type]
+        if there is None or not there.ordered or there.over or (there.chosen, there.number) != (mask.chosen, mask.number):
+            continue
+        if facts.shape(one) == facts.shape(there.chosen):  # type: ignore[arg-type]
             return one  # type: ignore[return-value]
     return None
 

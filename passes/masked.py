@@ -109,8 +109,9 @@ def mask_of_places(given: Sequence[Any]) -> fx.Node | None:
 def zeroed(rows: fx.Node, mask: fx.Node, node: fx.Node, zero: float = 0) -> fx.Node:
     """`rows`, and `zero` where the mask picks nothing."""
     wide = widened(mask, rows, node)
-    value = False if facts.dtype(rows) == torch.bool else zero
-    return edit.call(node.graph, aten.where.ScalarOther, (wide, rows, value), like=node) if value is not False else edit.call(node.graph, aten.logical_and.default, (wide, rows), like=node)
+    if facts.dtype(rows) == torch.bool:
+        return edit.call(node.graph, aten.logical_and.default, (wide, rows), like=node)
+    return edit.call(node.graph, aten.where.ScalarOther, (wide, rows, zero), like=node)
 
 
 def widened(mask: fx.Node, rows: fx.Node, node: fx.Node) -> fx.Node:

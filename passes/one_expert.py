@@ -97,8 +97,10 @@ def _firsts(node: Any, mask: Mask, seen: dict[Any, None]) -> list[fx.Node]:
 def _flat(node: Any) -> Any:
     """What is behind a reshape from `[1, n, d]` to `[n, d]` or back."""
     shaped = edit.call_of(node, aten.reshape.default, aten.squeeze.dim, aten.unsqueeze.default)
-    alike = shaped is not None and [size for size in facts.shape(shaped) if size != 1] == [size for size in facts.shape(shaped.args[0]) if size != 1]  # type: ignore[arg-type]
-    return shaped.args[0] if shaped is not None and alike else node
+    if shaped is None:
+        return node
+    before, after = ([size for size in facts.shape(value) if size != 1] for value in (shaped.args[0], shaped))  # type: ignore[arg-type]
+    return shaped.args[0] if before == after else node
 
 
 def _linear(node: Any) -> tuple[fx.Node, fx.Node | None] | None:
@@ -106,9 +108,15 @@ def _linear(node: Any) -> tuple[fx.Node, fx.Node | None] | None:
     total = edit.call_of(node, aten.add.Tensor)
     for one, other in ((node, None), *(() if total is None or total.kwargs else (total.args, total.args[::-1]))):
         linear = edit.call_of(one, aten.linear.default, aten.matmul.default)
-        if linear is not None and len(linear.args) == 2 and len(facts.shape(linear.args[1])) == 2 and (other is None or (isinstance(other, fx.Node) and len(facts.shape(other)) == 1)):  # type: ignore[arg-type]
+        if linear is None or len(linear.args) != 2 or _rank(linear.args[1]) != 2:
+            continue
+        if other is None or (isinstance(other, fx.Node) and _rank(other) == 1):
             return linear, other
     return None
+
+
+def _rank(node: Any) -> int:
+    return len(facts.shape(node))
 
 
 def _weights(linear: tuple[fx.Node, fx.Node | None]) -> Linear:

@@ -100,9 +100,10 @@ class _Own:
         neither activations nor chance."""
         if _dtype(value) == dtype:
             return value
-        if value.target is aten.to.dtype and facts.dtype(value) == self.narrow and facts.is_float(value.args[0]) and facts.dtype(value.args[0]) != self.narrow:  # type: ignore[arg-type]  # a tensor
+        if value.target is aten.to.dtype and facts.dtype(value) == self.narrow:
             source: fx.Node = value.args[0]  # type: ignore[assignment]  # a tensor
-            return source if facts.dtype(source) == dtype else self._cast(source, dtype, user)
+            if facts.is_float(source) and facts.dtype(source) != self.narrow:
+                return source if facts.dtype(source) == dtype else self._cast(source, dtype, user)
         if value.op != "call_function" or value in self.active or value in self.wide or _draws(value):
             return self._cast(value, dtype, user)
         if (value, dtype) not in self.casts:

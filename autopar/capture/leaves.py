@@ -1,4 +1,4 @@
-"""The tensors among the arguments and the results of functions, and dataclasses of them."""
+"""The tensors in pytrees of arguments and results, and dataclasses in these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's lines: which one runs, and where an error comes from."""
+"""The user's source lines: the one that is running, and the one that an error comes from."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def caller() -> str:
 
 
 def users(path: str) -> bool:
-    """Whether a file is neither torch's, nor ours, nor of Python's own library, some of which is no file (`<frozen abc>`)."""
+    """Whether a file belongs to the user: not to torch, autopar, or Python's standard library (which has names such as `<frozen abc>` too)."""
     return not path.startswith("<frozen ") and "/torch/" not in path and "/autopar/" not in path and ("/site-packages/" in path or not path.startswith(LIBRARY))
 
 

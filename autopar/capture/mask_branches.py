@@ -39,10 +39,10 @@ from autopar.capture.valueless import PICKED
 PICKS = ("argwhere", "nonzero", "where")
 SPLITS = ("split", "split_with_sizes")
 WRITES = {"setitem": 1, "index_add": 2, "index_copy": 2, "index_put": 1, "scatter_add": 2}
-"""What writes into rows, and which argument says into which."""
+"""Functions that write into rows -> the position of the argument with the indices of the rows."""
 ASKED = ("bool", "index", "int", "item")
 TAKEN = ("eq", "getitem", "ne")
-"""What may be given a known number as a tensor."""
+"""Functions whose arguments after the first may be a tensor with a known number, which is then passed as a number."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Picking(TorchFunctionMode):
         return result
 
     def _instead(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a function where it is another one here; None where it is not."""
+        """The result of a function that is answered or replaced here; None where it runs as it is."""
         own = args[0]
         if name in ASKED:
             return self._answer(name, own, self.marks.of(own))
@@ -114,7 +114,7 @@ class Picking(TorchFunctionMode):
         return self._picked(self.marks.mask(mask), func(*args, **kwargs))
 
     def _answer(self, name: str, own: Tensor, known: Mark | None) -> Any:
-        """What is asked of a tensor; None where nothing is known."""
+        """The Python value of a tensor (bool, int, item, index); None where it is not known."""
         if isinstance(known, Numbers) and len(known.values) == 1:
             return known.values[0]
         whether = name == "bool" or own.dtype is torch.bool
@@ -136,14 +136,14 @@ class Picking(TorchFunctionMode):
         return size
 
     def _share(self, counts: Counts, key: Key) -> int:
-        """How many of all numbers are one of them: as many as the others, of those that are there, and the last one all that are left; one
-        where that is none."""
+        """The assumed count of number `key` in `counts`: the total is divided evenly among the numbers that occur, and the last one gets the
+        remainder; at least 1."""
         there = [each for number in range(counts.count) if not self._empty(each := is_number(counts.numbers, number))]
         share = counts.total // len(there)
         return max(1, int(counts.total - share * (len(there) - 1) if key == there[-1] else share))
 
     def _fill(self, own: Tensor, sizes: Any = (), dim: int = 0) -> None:
-        """What is split into pieces is as long as they are together."""
+        """State to `check` that the sizes of a split are not negative and add up to the size of the dim."""
         if self._check is None or not isinstance(sizes, list | tuple) or not any(isinstance(size, torch.SymInt) for size in sizes):
             return
         for size in sizes:
@@ -151,7 +151,7 @@ class Picking(TorchFunctionMode):
         self._check(sum(sizes) == own.shape[dim])
 
     def _picked(self, key: Key, result: Any) -> Any:
-        """`result` as what a mask picks."""
+        """`result`, the rows or indices that mask `key` selects; without rows where the mask is empty."""
         if self._empty(key):
             result = pytree.tree_map(lambda rows: rows[:0], result)
         picked = tensors_of(result)
@@ -161,7 +161,7 @@ class Picking(TorchFunctionMode):
         return result
 
     def _hit(self, known: Hits, like: Tensor, *, flat: bool) -> Tensor:
-        """The numbers that there are, in a tensor of one dim where it is `flat`, else in a column."""
+        """The numbers that occur (`torch.nonzero` or `unique`), as a vector where `flat`, else as a column."""
         keys = {number: is_number(known.numbers, number) for number in range(known.count)}
         values = tuple(number for number, key in keys.items() if not self._empty(key))
         result = like.new_empty((len(values),) if flat else (len(values), 1), dtype=torch.int64)
@@ -169,7 +169,7 @@ class Picking(TorchFunctionMode):
         return result
 
     def _plain(self, item: Any) -> Any:
-        """A known number instead of a tensor of it."""
+        """The number that a tensor is known to have, or a Column for a tensor with a dim; other arguments unchanged."""
         known = self.marks.of(item) if isinstance(item, Tensor) else None
         if not isinstance(known, Numbers) or len(known.values) != 1:
             return item
@@ -181,7 +181,7 @@ class Picking(TorchFunctionMode):
 
 
 def _picking(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The mask whose true places a function finds, or whose rows it gives."""
+    """The mask of a call that returns the indices of its true elements, or indexes with it; None for other calls."""
     if name in PICKS:
         return args[0] if len(args) == 1 and kwargs.keys() <= {"as_tuple"} else None
     if name != "getitem":

@@ -26,20 +26,20 @@ from autopar._torch import memory_of
 from autopar.capture.leaves import tensors_of
 
 Key = Hashable
-"""Of masks that pick something or nothing together."""
+"""Identifies masks: two masks with equal keys select something in the same cases."""
 
 SAME = ("clone", "contiguous", "cpu", "detach", "int", "long")
 SHAPED = (*SAME, "flatten", "permute", "ravel", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view")
-"""They give the same numbers, in another shape or order."""
+"""Functions whose result has the same elements, in another shape or order."""
 WIDENED = ("double", "float")
-"""They give the same whole numbers."""
+"""Casts that keep integers exact."""
 CAST = ("bool", "float", "to", "type")
 PARTS = ("getitem", "select", "split", "unbind")
 REDUCED = ("any", "count_nonzero", "sum")
-"""What they give of a mask is true, or above zero, where it picks something."""
+"""Reductions whose result of a mask is true, or above zero, where it selects something."""
 RANKED = {"argmax": (0, 0, None), "max": (1, 0, None), "sort": (1, 0, -1), "topk": (1, 1, -1)}
-"""What names places along a dim: which of its results does, which argument behind the first one is the dim, and the dim where it is not
-given."""
+"""Functions that return positions along a dim -> (which of their results has the positions, the position of `dim` among the arguments after
+the first, the default of `dim`)."""
 COMPARED = {"eq": operator.eq, "ge": operator.ge, "greater": operator.gt, "gt": operator.gt, "le": operator.le, "less": operator.lt, "lt": operator.lt, "ne": operator.ne}
 ZEROS = ("new_zeros", "zeros", "zeros_like")
 MANY = 2**62
@@ -52,22 +52,21 @@ def is_number(numbers: Key, number: int) -> Key:
 
 @dataclass(frozen=True)
 class Mask:
-    """True or positive where something is picked, false or zero elsewhere."""
+    """A tensor that is true or positive at selected elements, and false or zero elsewhere."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Indices of what a mask picks, or as many other things."""
+    """Indices of the elements that a mask selects, or another tensor with one row for each of them."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class Size:
-    """A number, zero where a mask picks nothing and positive where it picks something; how often the numbers of `counts` have one of
-    them."""
+    """A number that is zero where a mask selects nothing and positive where it selects something. With `counts`, it is one of these counts."""
 
     key: Key
     counts: Counts | None = None
@@ -75,7 +74,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A condition, and what it is where a mask picks nothing, and where it picks something."""
+    """A condition that has the value `nothing` where a mask selects nothing, and `something` where it selects something."""
 
     key: Key
     nothing: bool
@@ -84,7 +83,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Masks:
-    """`numbers == n`, of which there are `total`, for n = 0, 1, ... `count` - 1, along `dim`."""
+    """The masks `numbers == n` for n in range(count), stacked along `dim`; `numbers` has `total` elements."""
 
     numbers: Key
     count: int
@@ -94,12 +93,12 @@ class Masks:
 
 @dataclass(frozen=True)
 class Zeros:
-    """Nothing else."""
+    """A tensor of zeros."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How often `numbers`, of which there are `total`, has 0, 1, ... `count` - 1."""
+    """How often each n in range(count) occurs in `numbers`, which has `total` elements."""
 
     numbers: Key
     count: int
@@ -108,7 +107,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Hits:
-    """Whether `numbers` has 0, 1, ... `count` - 1."""
+    """Whether each n in range(count) occurs in `numbers`."""
 
     numbers: Key
     count: int
@@ -116,14 +115,14 @@ class Hits:
 
 @dataclass(frozen=True)
 class Numbers:
-    """They are known."""
+    """A tensor whose elements are known."""
 
     values: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Below:
-    """Any of 0, 1, ... `count` - 1."""
+    """A tensor with elements in range(count)."""
 
     count: int
 
@@ -132,17 +131,17 @@ Mark = Mask | Rows | Size | Verdict | Masks | Zeros | Counts | Hits | Numbers | 
 
 
 class Marks:
-    """The marks of the tensors of one run; `number` says what is equal for equal tensors."""
+    """What is known of the tensors of one run, by tensor; `number` gives equal keys for equal tensors."""
 
     def __init__(self) -> None:
         self.number: Callable[[Tensor], Key] = id
         self._marks: dict[int, Mark] = {}
-        self._numbers: dict[int, Key] = {}  # of what has the numbers of another tensor in another shape
-        self._sharing: dict[int, list[int]] = {}  # by memory
-        self._alive: list[Tensor] = []  # the id of a freed tensor would be used again
+        self._numbers: dict[int, Key] = {}  # id of a tensor -> key of the tensor whose elements it has, in another shape
+        self._sharing: dict[int, list[int]] = {}  # memory -> ids of the tensors that are views of it
+        self._alive: list[Tensor] = []  # keeps ids valid: the id of a freed tensor would be reused
 
     def of(self, tensor: Tensor) -> Mark | None:
-        """What is known of a tensor; of any one of booleans that it is a mask."""
+        """What is known of a tensor; any boolean tensor is a mask."""
         found = self._marks.get(id(tensor))
         return Mask(self.number(tensor)) if found is None and tensor.dtype is torch.bool else found
 
@@ -152,7 +151,7 @@ class Marks:
         return found.key if isinstance(found, Mask) else self.number(tensor)
 
     def base(self, tensor: Tensor) -> Key:
-        """What tensors of the same numbers share, whatever their shapes."""
+        """A key that tensors with the same elements share, whatever their shapes."""
         return self._numbers.get(id(tensor), self.number(tensor))
 
     def keep(self, tensors: Sequence[Tensor], mark: Mark) -> None:
@@ -166,19 +165,20 @@ class Marks:
         self._sharing.setdefault(memory_of(tensor), []).append(id(tensor))
 
     def forget(self, tensor: Tensor) -> None:
-        """What was known of what is changed in place, through whichever view."""
+        """Drop what is known of a tensor that is changed in place, and of all views of its memory."""
         for one in self._sharing.pop(memory_of(tensor), ()):
             self._marks.pop(one, None)
             self._numbers.pop(one, None)
 
     def made(self, name: str, result: Any) -> Any:
-        """The `result` of a function `name` that is given no tensor."""
+        """Note and return the `result` of a function `name` without tensor arguments."""
         if name in ZEROS:
             self.keep(tensors_of(result), Zeros())
         return result
 
     def note(self, name: str, own: Tensor, known: Mark | None, more: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """What follows for the `result` of a function `name` of `own`, of which so much was `known`, and `more`."""
+        """Note what follows for `result`, of the function `name` applied to `own`, of which `known` is known, and to the further arguments
+        `more` and `kwargs`."""
         if name in (*SHAPED, *WIDENED):
             self._hold(result)
             self._numbers[id(result)] = self.base(own)
@@ -225,7 +225,7 @@ class Marks:
 
 
 def _part(known: Mark | None, part: Tensor, number: Any, name: Callable[[Tensor], Key]) -> Mark | None:
-    """Of one of the parts of a tensor along its first dim."""
+    """What is known of part number `number` along the first dim of a tensor of which `known` is known."""
     if isinstance(known, Counts | Masks | Hits):
         if not isinstance(number, int) or getattr(known, "dim", 0) != 0:
             return None
@@ -237,14 +237,14 @@ def _part(known: Mark | None, part: Tensor, number: Any, name: Callable[[Tensor]
 
 
 def _whole_bins(more: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """How many bins a histogram of 0, 1, ... has, one for each; 0 for any other."""
+    """The number of bins of a `histc` with one bin for each integer from 0; 0 for any other histogram."""
     given = dict(zip(("bins", "min", "max"), more, strict=False)) | kwargs
     bins = given.get("bins", 100)
     return bins if isinstance(bins, int) and given.get("min", 0) == 0 and given.get("max", 0) == bins - 1 else 0
 
 
 def _below(name: str, number: int, own: Tensor, more: Sequence[Any], kwargs: dict[str, Any]) -> Below | None:
-    """Of places along the last dim, where that has a size."""
+    """What is known of positions along the last dim, where its size is an int."""
     place, position, default = RANKED[name]
     dim = kwargs.get("dim", more[position] if len(more) > position else default)
     count = own.shape[-1] if own.dim() else 0
@@ -252,7 +252,7 @@ def _below(name: str, number: int, own: Tensor, more: Sequence[Any], kwargs: dic
 
 
 def _of_masks(known: Masks, name: str, own: Tensor, more: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> Mark | None:
-    """Of masks whose dims are moved, or are summed up but for that of the number."""
+    """What is known of stacked masks whose dims are permuted, or reduced except for the stacking dim."""
     if name == "permute":
         order = [dim % own.dim() for dim in (more[0] if isinstance(more[0], tuple | list) else more)]
         return replace(known, dim=order.index(known.dim))

@@ -50,7 +50,8 @@ Call = Callable[[type[Function], Sequence[Any]], Any]
 
 @contextmanager
 def own_backwards(notes: list[str]) -> Iterator[None]:
-    """Every torch.autograd.Function that is not torch's own is traced with its own backward. `notes` takes what was kept.
+    """A context in which every torch.autograd.Function that is not torch's own is traced with its own backward. Notes on functions whose
+    backward was kept are added to `notes`.
 
     Raises CaptureError, inside, where a backward cannot be kept, or the function does not run on random numbers.
     """
@@ -93,7 +94,7 @@ def _by_position(cls: type[Function], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def is_torchs(cls: type[Function]) -> bool:
-    """Whether a function is one of torch's own."""
+    """Whether a torch.autograd.Function is defined by torch."""
     return cls.__module__.partition(".")[0] == "torch"
 
 
@@ -102,13 +103,13 @@ def _wants_gradient(arg: Any) -> bool:
 
 
 def _spec(arg: Any) -> Any:
-    """What of an argument a trial depends on."""
+    """The properties of an argument that a trial depends on, as a key."""
     return (tuple(map(str, arg.shape)), arg.dtype, arg.requires_grad) if isinstance(arg, Tensor) else repr(arg)
 
 
 def _tried(cls: type[Function], args: Sequence[Any], original: Callable[..., Any]) -> Call | None:
-    """Which way is right for arguments like `args`: as torch.export has it (None), or `_kept`. Raises CaptureError where neither is
-    right."""
+    """How to trace the function for arguments like `args`: None, by its differentiated forward, or `_kept`. Raises CaptureError where
+    neither gives its gradients."""
     said: list[str] = []
     ways: dict[Call | None, list[float]] = {None: [], _kept: []}
     like = pytree.tree_map(_like, list(args))
@@ -153,14 +154,14 @@ class _Like:
 
 
 def _like(item: Any) -> Any:
-    """What a trial needs to know of an argument. A traced size is the number that it has."""
+    """An argument for a trial: tensors by shape and dtype, symbolic sizes as numbers."""
     if isinstance(item, torch.SymInt):
         return int(item.node.hint)
     return _Like(tuple(map(_like, item.shape)), item.dtype, item.requires_grad) if isinstance(item, Tensor) else item
 
 
 def _trial(cls: type[Function], like: Sequence[Any], draw: Draw, original: Callable[..., Any], ways: Iterable[Call | None]) -> dict[Call | None, float]:
-    """How far results and gradients of each way are from those of the function itself."""
+    """For each way of tracing, the largest error of results and gradients against those of the function itself."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         args = pytree.tree_map(lambda x: x.drawn(draw) if isinstance(x, _Like) else x, like)
@@ -173,7 +174,7 @@ def _trial(cls: type[Function], like: Sequence[Any], draw: Draw, original: Calla
 
 
 def _way(way: Call | None, cls: type[Function], args: Sequence[Any], truth: Sequence[Tensor]) -> float:
-    """How far one way is from `truth`; infinitely where it does not run."""
+    """The largest error of one way against `truth`; infinity where it does not run."""
     try:
         got = _gradients(lambda *given: (_plain if way is None else way)(cls, given), args)
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError):
@@ -190,7 +191,7 @@ def _gap(got: Tensor, wanted: Tensor, least: float) -> float:
 
 
 def _gradients(call: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
-    """What `call(*args)` gives, and the gradients of `args` for random ones of that, the same for every call."""
+    """The results of `call(*args)`, and the gradients of `args` for random gradients of the results, which are the same in every call."""
     with torch.enable_grad():
         given = [arg.clone() if _wants_gradient(arg) else arg for arg in args]  # a leaf could not be changed in place
         outs = tensors_of(call(*given))
@@ -205,7 +206,7 @@ def _gradients(call: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
 
 
 def _plain(cls: type[Function], args: Sequence[Any]) -> Any:
-    """What torch.export makes of the function: its forward, differentiated."""
+    """The function as torch.export traces it: its forward, differentiated by autograd."""
     return _Context([_wants_gradient(arg) for arg in args]).forward(cls, args)
 
 
@@ -222,7 +223,7 @@ def _traced(cls: type[Function], args: Sequence[Any]) -> Any:
 
 
 def _apart(args: Sequence[Any]) -> tuple[list[Any], tuple[bool, ...], list[Tensor]]:
-    """The arguments without gradients, which of them want one, and those as they came."""
+    """The arguments detached, which of them require a gradient, and these as they were given."""
     needs = tuple(map(_wants_gradient, args))
     return [arg.detach() if isinstance(arg, Tensor) else arg for arg in args], needs, [arg for arg, wanted in zip(args, needs, strict=True) if wanted]
 

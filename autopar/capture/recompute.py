@@ -78,7 +78,7 @@ def _init_weights(model: nn.Module, path: str, keys: list[str]) -> Values:
 
 
 def _written(owner: nn.Module, keys: list[str], write: Callable[[Any], object]) -> Values:
-    """The tensors that `write` fills in a copy of `owner`, whatever was in them."""
+    """The tensors that `write` fills completely in a copy of `owner`, whatever they contained before."""
     runs: list[Values] = []
     for number in (0, 1):
         copy = shadow(owner)
@@ -96,7 +96,7 @@ def _written(owner: nn.Module, keys: list[str], write: Callable[[Any], object]) 
 
 
 def _again(model: nn.Module, path: str, keys: list[str]) -> Values:
-    """The tensors of a second module, made with what the first was made with. It must be like the first in all that can be seen."""
+    """The tensors of a second module, constructed with the arguments of the first; its plain attributes must equal those of the first."""
     owner = model.get_submodule(path)
     given = _kept_arguments(owner)
     runs: list[Values] = []
@@ -112,8 +112,8 @@ def _again(model: nn.Module, path: str, keys: list[str]) -> Values:
 
 
 def _kept_arguments(owner: nn.Module) -> dict[str, Any]:
-    """The constructor's arguments, from attributes of the same names. Raises ValueError where one is not kept: not even a default is
-    taken on trust."""
+    """The constructor's arguments, from attributes of the same names. Raises ValueError where one has no such attribute, even if it has a
+    default."""
     found: dict[str, Any] = {}
     for name, parameter in inspect.signature(type(owner).__init__).parameters.items():
         if name == "self" or (name in FACTORY and parameter.default is None):
@@ -125,7 +125,7 @@ def _kept_arguments(owner: nn.Module) -> dict[str, Any]:
 
 
 def _shape_of(module: nn.Module) -> dict[Any, str]:
-    """All that is plain below a module and does not depend on the dtype that it was cast to, comparable."""
+    """All plain attributes below a module, as a comparable value, without what depends on the dtype that it was cast to."""
     table: dict[Any, str] = {}
     for path, part in module.named_modules():
         table[path, ":class"] = type(part).__qualname__

@@ -64,12 +64,12 @@ def _passes(frame: FrameType) -> bool | None:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Whether what asks is no part of a model."""
+    """Whether the code that asks for a value is no part of a model."""
     return str(frame.f_globals.get("__name__")).startswith(("autopar.", "passes."))
 
 
 def _is_caught(frame: FrameType | None) -> bool:
-    """Whether the model goes on after an error in `frame`; what traces it catches some, too."""
+    """Whether the model itself catches errors raised in `frame` (the tracer catches some too, which do not count)."""
     while frame is not None and not _is_ours(frame):
         if users(frame.f_code.co_filename) and any(first <= frame.f_lineno <= last for first, last in _catching(frame.f_code.co_filename)):
             return True

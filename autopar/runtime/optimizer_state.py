@@ -222,12 +222,24 @@ def _check_state(state: Any) -> None:
 
 @torch.no_grad()
 def _mapped(state: Mapping[str, Any], held: Mapping[str, Held], change: Callable[[Tensor, Held], Tensor]) -> State:
-    """`state` with what `change` makes of its tensors that are shaped as their parameter is. Of a parameter of no dims (the scale of
-    logits) numbers that count are too, and stay."""
-    counts = {*NUMBERS, *(key for name, values in state["state"].items() if name in held and held[name].info.shape for key, value in values.items() if not getattr(value, "shape", True))}
-    found = {}
-    for name, values in state["state"].items():
-        h = held.get(name)
-        found[name] = values if h is None else {key: change(value, h) if isinstance(value, Tensor) and tuple(value.shape) == h.info.shape and (value.dim() or key not in counts) else value
-                                                for key, value in values.items()}
+    """`state` with `change` applied to its tensors that are shaped as their parameter. Counters (`_counters`) of a parameter without dims
+    (the scale of logits) have that shape too, and are not changed."""
+    counters = _counters(state, held)
+
+    def changed(key: str, value: Any, h: Held) -> Any:
+        like_parameter = isinstance(value, Tensor) and tuple(value.shape) == h.info.shape and (value.dim() or key not in counters)
+        return change(value, h) if like_parameter else value
+
+    found = {name: {key: changed(key, value, held[name]) for key, value in values.items()} if name in held else values
+             for name, values in state["state"].items()}
     return {**state, "state": found}
+
+
+def _counters(state: Mapping[str, Any], held: Mapping[str, Held]) -> set[str]:
+    """The keys of an optimizer's state that hold numbers: those of torch's optimizers, and those that hold a tensor without dims for some
+    parameter that has dims."""
+    found = set(NUMBERS)
+    for name, values in state["state"].items():
+        if name in held and held[name].info.shape:
+            found.update(key for key, value in values.items() if not getattr(value, "shape", True))
+    return found

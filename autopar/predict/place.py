@@ -42,7 +42,8 @@ class UnitTime:
         forward_comm_s, backward_comm_s     collectives of activations
         attention_s, mlp_s, experts_s       of forward_s: the parts of a block that can run again whole (setup.WHOLE)
         kept_s                              of forward_s: operators that are kept where blocks are rerun operator by operator (axes.kept_operators)
-        last_s                              of forward_s: operators after the last one that saves a tensor for the backward
+        last_s                              of forward_s: operators that do not run again where recomputation ends once every tensor is saved (Rerun.stops_before)
+        last_kept_s                         of both last_s and kept_s
         weights_s                           of backward_s: gradients of weights
         routed_s, routed_back_s             of forward_s and of backward_s: all-to-alls of tokens to experts and back
         operators                           operators in the forward, views included: calls of the host
@@ -61,6 +62,7 @@ class UnitTime:
     experts_s: float = 0.0
     kept_s: float = 0.0
     last_s: float = 0.0
+    last_kept_s: float = 0.0
     weights_s: float = 0.0
     routed_s: float = 0.0
     routed_back_s: float = 0.0
@@ -175,10 +177,10 @@ class _Reader:
         for part, inside in self.parts.items():
             if inside(op):
                 setattr(here, f"{part}_s", getattr(here, f"{part}_s") + forward)
-        if op.name in self.kept:
-            here.kept_s += forward
-        if op.scope and not self._reruns(op.scope).reached(op.name):
-            here.last_s += forward
+        last = op.scope != "" and self._reruns(op.scope).stops_before(op.name)
+        here.kept_s += forward * (op.name in self.kept)
+        here.last_s += forward * last
+        here.last_kept_s += forward * (last and op.name in self.kept)
 
     def _reruns(self, scope: str) -> Rerun:
         if scope not in self.reruns:

@@ -42,7 +42,7 @@ class Software:
     tensor_share         bytes of tensor-parallel collectives over those in the dtype of the model, where some are quantised
     shard_bytes          bytes that copies into and out of flat buffers read and write, per element of a sharded weight and microbatch
     gathers_once         pipeline stages gather sharded weights once per step and reduce-scatter their gradients once, not per microbatch
-    stops_early          recomputation of a block ends after the last operator that saves a tensor
+    stops_early          recomputation of a block ends once the last tensor is saved (torch.utils.checkpoint without reentrance, since torch 2.1)
     tokens_in_parts      each tensor-parallel rank sends a part of the tokens to the experts, and the parts are all-gathered there
     rows_once            a token is sent once to each node that has experts for it, and from there to these
     in_a_row             the experts of a token have consecutive numbers, as forced balanced gates of benchmarks choose them

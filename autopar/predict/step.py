@@ -177,7 +177,7 @@ class _Step:
             whole = forward - self.slowest * unit.last_s * software.stops_early
             again_s, again_comm, again_host = (x * again for x in (whole, forward_comm, host))
         elif setup.recompute == "selective" and "operators" in setup.parts:
-            again_s = self.slowest * max(0.0, unit.forward_s - unit.kept_s - unit.last_s * software.stops_early) * again
+            again_s = self.slowest * max(0.0, unit.forward_s - unit.kept_s - (unit.last_s - unit.last_kept_s) * software.stops_early) * again
             again_comm, again_host = KEPT_COMM * forward_comm * again, host * again
         elif setup.recompute == "selective":
             again_s, again_comm, again_host = (x * again for x in self._parts_again(unit, forward_comm, host))

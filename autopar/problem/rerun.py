@@ -55,6 +55,11 @@ class Rerun:
         """Whether the line of an operator is come to again; behind it nothing runs."""
         return self.order[name] <= self.last
 
+    def stops_before(self, name: str) -> bool:
+        """Whether a second forward that ends as soon as everything is saved (torch.utils.checkpoint without reentrance) ends before this operator. An operator that saves operands
+        alone saves them before its kernel starts, so that the last one to save anything does not run then."""
+        return not self.reached(name) or (self.order[name] == self.last and name in self.skipped)
+
 
 def rerun(program: Program, scope: str, kept: Collection[str], split: Collection[str] = ()) -> Rerun:
     """What becomes of the operators of `scope` where the results of `kept` are kept; those of `split` have algorithms."""

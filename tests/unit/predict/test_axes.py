@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 
 import pytest
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
@@ -16,20 +21,64 @@ from autopar.predict.axes import PARTS, in_attention, kept_operators, rerun_leve
 from autopar.predict.setup import Setup, Software
 from autopar.problem.kernels import multiplies
 from autopar.problem.read_graph import read
+from autopar.problem.rerun import rerun
 from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.predictions import captured
+from benchmarks.costmodel.transformer import Block
 from passes import ops
+
+SMALL = Config(vocab=512, positions=256, layers=3, heads=4, kv_heads=4, head_dim=64, hidden=256, ffn=512)
+GATED = replace(SMALL, rms=True, gated=True, rotary=True, bias=False)
+
+
+@cache
+def graph(sizes: Config) -> fx.GraphModule:
+    return captured(sizes, "bfloat16")
+
+
+class _Products(TorchDispatchMode):
+    """Counts matmuls."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
 
 
 def test_by_operators_attention_and_every_other_matmul_are_kept() -> None:
-    sizes = Config(vocab=512, positions=256, layers=3, heads=4, kv_heads=4, head_dim=64, hidden=256, ffn=512, rms=True, gated=True, rotary=True)
-    program = read(captured(sizes, "bfloat16"), {"b": 2, "s": 256}, training=True, device="cuda")
+    program = read(graph(GATED), {"b": 2, "s": 256}, training=True, device="cuda")
     kept = kept_operators(program)
     matmuls = [op.name for op in program.ops.values() if op.role == "op" and op.scope and multiplies(op) and any(op.weight)]
     assert [name in kept for name in matmuls] == [True, False, True, False, True]  # q k v, out, gate, up, down
     assert all(op.name in kept for op in program.ops.values() if op.role == "op" and in_attention(op))
     (levels,) = rerun_levels(program, Setup(2, 1, 256, recompute="selective", parts=("operators",))).values()
     assert set(matmuls[::2]) & set(levels) == set(levels) & set(matmuls)
+
+
+@pytest.mark.parametrize("sizes, again", [(SMALL, 3), (GATED, 4), (replace(GATED, dropout=0.1), 5)])
+def test_what_a_checkpoint_runs_again_is_what_torch_runs_again(sizes: Config, again: int) -> None:
+    """The last product of a block saves its operands before it runs, so that it does not run again; a dropout behind it needs it."""
+    block, x = Block(sizes, 0), torch.randn(1, 8, sizes.hidden, requires_grad=True)
+    given = (torch.ones(8, sizes.head_dim // 2), torch.zeros(8, sizes.head_dim // 2), None)
+    products = []
+    for run in (block, lambda *inputs: checkpoint(block, *inputs, use_reentrant=False)):
+        loss = run(x, *given).sum()
+        with _Products() as counted:
+            loss.backward()
+        products.append(counted.count)
+    assert products[1] - products[0] == again
+    program = read(graph(sizes), {"b": 2, "s": 256}, training=True, device="cuda")
+    (scope,) = program.runs
+    inside = [op for op in program.ops.values() if op.scope == scope and op.role == "op" and multiplies(op) and any(op.weight)]
+    assert sum(not rerun(program, scope, ()).stops_before(op.name) for op in inside) == again
+
+
+def test_what_checkpoints_leave_out_is_priced_once() -> None:
+    """Where blocks run again by operators, the last product is kept, and it is also behind the end of the second run."""
+    times = price(graph(GATED), Setup(2, 1, 256), Cluster.parse("h100:1x8"), "bfloat16").times
+    (block,) = (time for time in times.values() if time.attention_s)
+    assert 0 < block.last_kept_s < block.last_s < block.kept_s < block.forward_s
 
 
 def test_parts_of_blocks_are_told_apart() -> None:

@@ -118,6 +118,9 @@ def test_all_but_some_operators_may_run_again() -> None:
     some, whole = (predict(kept, 8, replace(SETUP, recompute=how, parts=("operators",)), CLUSTER) for how in ("selective", "full"))
     assert some.recompute_s == pytest.approx(0.6 * whole.recompute_s)
     assert some.tensor_s - step().tensor_s == pytest.approx((whole.tensor_s - step().tensor_s) / 2)
+    both = replace(kept, times={**kept.times, "blocks": replace(kept.times["blocks"], last_kept_s=2e-4)})  # of the 0.3 ms behind the end of a second run
+    early = predict(both, 8, replace(SETUP, recompute="selective", parts=("operators",), software=Software(stops_early=True)), CLUSTER)
+    assert early.recompute_s == pytest.approx(0.5 * whole.recompute_s)
 
 
 def test_fewer_bits_take_less_of_the_links_and_copies_take_memory() -> None:

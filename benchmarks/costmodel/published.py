@@ -64,7 +64,7 @@ def _row(line: Line, name: str) -> Row:
     tp, dp = ranks.tp, ranks.dp
     sharding = Sharding.of(line["zero_fsdp"], dp, max(1, count(line, "gpus_per_node", 8) // (tp * ranks.cp)))
     notes, sequence = f"{line['notes']} {line['checks']}", _sequence(line["sp"], tp)
-    known = facts(line["source_id"], f"{notes} {line['model']}", sharding.zero, sequence and tp > 1)
+    known = facts(line["source_id"], f"{notes} {line['model']}", sharding.zero, sequence and tp > 1, f"{line.get('source_table', '')} {line['model']}")
     zero = sharding.zero if line["zero_fsdp"] else known.zero
     model = _model(line, known, tp)
     precision, matmul = _precision(line)

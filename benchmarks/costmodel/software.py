@@ -84,8 +84,13 @@ MEGATRON_2021 = Facts(Software(overlap_gradients=False, gradient_bytes=2, habits
 FSDP = Facts(Software(fused=False, overlap_gradients=True, shard_bytes=SHARD_BYTES, stops_early=True, habits=PYTORCH), why="FSDP in eager mode, gathers and scatters on their own stream")
 TITAN = replace(FSDP, norm_in_parts=True, as_many_microbatches=True, software=replace(FSDP.software, gathers_once=True), why=f"{FSDP.why}; RMS norms of several operators, as torch had them until 2.9 (pytorch/pytorch#153666, #157345); "
                 "stages of a pipeline gather weights once per step (fsdp_reshard_after_forward = default) and sum gradients behind the last microbatch (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync), and run as many microbatches as there are places where nothing else is said (build_pipeline_schedule, n_microbatches = pipeline_parallel_degree)")
-FSDP_2023 = Facts(Software(fused=False, overlap_gradients=True, attention=0.57, shard_bytes=SHARD_BYTES, stops_early=True, habits=PYTORCH), why="as FSDP, with the first FlashAttention: 0.57 of the rate of "
-                  "the second (https://arxiv.org/abs/2307.08691, figure 4)")
+COMPOSER_BYTES = 88.0
+"""What the optimizer of Composer reads and writes per element: DecoupledAdamW is eight operators in float32 (80; composer/optim/decoupled_weight_decay.py), and clipping multiplies each gradient (8;
+clip_grad_norm_ of torch/distributed/fsdp/fully_sharded_data_parallel.py)."""
+
+COMPOSER = Facts(Software(fused=False, overlap_gradients=True, attention=0.57, shard_bytes=SHARD_BYTES, stops_early=True, optimizer_bytes=COMPOSER_BYTES, habits=PYTORCH), why="as FSDP, under torch 2.1 "
+                 "(mosaicml/llm-foundry b2a43a147, scripts/train/benchmarking/sweep.sh), with the first FlashAttention (attn_impl = triton, submit_benchmarks.py): 0.57 of the rate of "
+                 "the second (https://arxiv.org/abs/2307.08691, figure 4)")
 NANOTRON = Facts(Software(fused=False, habits=replace(PYTORCH, standing=True, regathers=True)), why="eager, FlashAttention-2, gates multiplied by an operator of their own (nanotron/models/llama.py), gradients that add up and are summed in buffers "
                  "of 32 bits (optim/gradient_accumulator.py), what is gathered along the sequence gathered again, collectives by themselves (parallel/tensor_parallel/nn.py), a loss that keeps the exponentials (functional.py)")
 XLA = Facts(Software(captured=True, overlap_gradients=False, gradient_bytes=2, habits=replace(PYTORCH, fused=True, loss_in_place=True)), flash=False, dropout=0.0,
@@ -96,7 +101,7 @@ SOURCES = (
     ("bigscience", MEGATRON_2021),
     ("dgxc", NEMO),
     ("korthikanti", MEGATRON_2021),
-    ("llm-foundry", FSDP_2023),
+    ("llm-foundry", COMPOSER),
     ("megatron-bridge", BRIDGE),
     ("megatron-lm", MEGATRON_LM),
     ("megatron-readme-2020", MEGATRON_2021),
@@ -149,11 +154,21 @@ recipes/moonlight)."""
 
 NOTED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("CUDA graphs", {"expert_calls": 0}),  # of routers at least, and of what sorts tokens
-    ("mode PURE", {"gradient_bytes": 2, "optimizer_bytes": 16.0}),
+    ("mode PURE", {"gradient_bytes": 2}),  # gradients are summed in 16 bits; what FSDP shards stays in float32 (torch.distributed.fsdp.MixedPrecision)
     (r"\bTE\b(?!.*(SDPA|FlexAttn))", {"attention": MEGATRON.software.attention}),  # DotProductAttention of Transformer Engine, which is cuDNN's
     ("(?i)fake balanced gate", {"in_a_row": True}),  # NeMo AutoModel's (autopar.routing.parts_of_run)
 )
 """What notes say of software, and what that is."""
+
+
+BY_TABLE: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("llm-foundry", "A100 40GB", {"stops_early": False}),  # of May 2023 (300cc5c58), under torch 1.13.1, whose checkpoints run all of a block again (pytorch/pytorch#96866 came with 2.1)
+    ("llm-foundry", r"Large Scale.* MPT-[137]b$", {"attention": 1.0}),  # of January 2024 (5e85bd62d, sweep.py): attn_impl = flash for these, of flash-attn 2.4.2
+)
+"""Source, what its table and model are called, and what was other software there."""
+
+OF_OTHERS = ((r"\bmethod megatron\b", MEGATRON_2021),)
+"""How notes say that a row is of other software than its source's, and which: Alpa's tables have runs of Megatron-LM beside its own (alpa-projects/alpa, benchmark/megatron)."""
 
 
 def in_one_graph(source: str, table: str, dtype: str) -> bool:
@@ -163,10 +178,15 @@ def in_one_graph(source: str, table: str, dtype: str) -> bool:
     return source.startswith("megatron-bridge") and dtype == "mxfp8" and (release is None or release[1] >= "26.06")
 
 
-def facts(source: str, notes: str, zero: int, sequence_parallel: bool) -> Facts:
-    """The facts about one row: those of its source, corrected by what its notes say. Software of a source that is not listed is torch's own where it cuts weights at rest or is compiled, else Megatron-Core."""
-    found = next((facts for start, facts in SOURCES if source.startswith(start)), FSDP if zero == 3 or "torch.compile" in notes else MEGATRON)
+def facts(source: str, notes: str, zero: int, sequence_parallel: bool, table: str = "") -> Facts:
+    """The facts about one row: those of its source, corrected by what its notes say and what is known of its `table`, whose name has that of the model behind it. Software of a source that is not
+    listed is torch's own where it cuts weights at rest or is compiled, else Megatron-Core."""
+    listed = (*(facts for pattern, facts in OF_OTHERS if re.search(pattern, notes)), *(facts for start, facts in SOURCES if source.startswith(start)))
+    found = next(iter(listed), FSDP if zero == 3 or "torch.compile" in notes else MEGATRON)
     software = found.software
+    for start, pattern, known in BY_TABLE:
+        if source.startswith(start) and re.search(pattern, table):
+            software = replace(software, **known)
     if "torch.compile" in notes:
         software, found = replace(software, fused=True, captured=True, habits=replace(software.habits, fused=True)), replace(found, norm_in_parts=False)
     if re.search("async ?tp", notes.lower()):

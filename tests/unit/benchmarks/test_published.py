@@ -210,6 +210,23 @@ def test_eager_software_that_cuts_tensors_is_not_taken_for_megatron_core() -> No
     assert core.fused and core.hidden_tensor and mine.habits.standing and mine.habits.regathers and not mine.habits.fused
 
 
+@pytest.mark.parametrize("table, mode, model, early, attention, gradient_bytes", [
+    ("A100 40GB with 1600 Gbps", "PURE", "MPT-7b", False, 0.57, 2), ("A100 80GB with 1600 Gbps", "DEFAULT", "MPT-7b", True, 0.57, 4), ("H100 80GB BF16", "DEFAULT", "MPT-13b", True, 0.57, 4),
+    ("H100 80GB BF16 (Large Scale, >= 128 GPUs)", "PURE", "MPT-7b", True, 1.0, 2), ("H100 80GB BF16 (Large Scale, >= 128 GPUs)", "PURE", "MPT-13b", True, 0.57, 2),
+])
+def test_tables_of_one_source_are_of_several_releases(table: str, mode: str, model: str, early: bool, attention: float, gradient_bytes: int) -> None:
+    """llm-foundry's ran under torch 1.13, whose checkpoints run all again, and 2.1; on the largest clusters with another attention. The optimizer is eight operators in 32 bits in all of them."""
+    found = facts("llm-foundry", f"mixed-precision mode {mode} {model}", 3, False, f"{table} {model}").software
+    assert (found.stops_early, found.attention, found.gradient_bytes, found.optimizer_bytes) == (early, attention, gradient_bytes, 88.0)
+
+
+def test_rows_of_other_software_than_their_sources() -> None:
+    """Alpa's tables have runs of Megatron-LM, which is no program of XLA and drops out."""
+    core, own, beside = (facts("alpa-osdi22-e2e", notes, 0, False) for notes in ("method megatron; untied", "method parax.auto; untied", "README says Megatron gets 38 TFLOPS"))
+    assert not core.software.captured and core.dropout == 0.1 and core.bias_apart
+    assert own.software.captured and own == beside and own.dropout == 0.0
+
+
 @pytest.mark.parametrize("detail, again, share", [
     ("block, num_layers=3", 3, 1.0), ("recompute_method block, recompute_num_layers 3", 3, 1.0), ("block 3 layers", 3, 1.0), ("3 layers per stage", 3, 1.0), ("uniform, recompute-num-layers 1", 0, 1.0),
     ("whole block", 0, 1.0), ("block, 8 of 32 layers", 0, 0.25), ("every 2 blocks", 0, 0.5),

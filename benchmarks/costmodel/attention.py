@@ -10,7 +10,7 @@ from benchmarks.costmodel.linear import linear, norm
 
 
 class Attention(nn.Module):
-    """`heads` queries over `kv_heads` keys and values: [b, s, d] -> [b, s, d]; `window` > 0: of so many tokens."""
+    """`heads` queries over `kv_heads` keys and values: [b, s, d] -> [b, s, d]; `window` > 0: of so many tokens; where samples are packed, inside each."""
 
     def __init__(self, config, window=0):
         super().__init__()
@@ -26,7 +26,9 @@ class Attention(nn.Module):
         if c.rotary:
             q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         if self.window:
-            y = in_window(q, k, v, self.window)
+            y = in_pieces(q, k, v, self.window)
+        elif c.packed:
+            y = in_pieces(q, k, v, c.packed, causal=True)
         elif c.fused_attention:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=c.kv_heads != c.heads)
         else:
@@ -80,11 +82,11 @@ def rotated(x, cos, sin):
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
-def in_window(q, k, v, window):
-    """Attention of the work of a causal window: of pieces of as many tokens, each token to all of its piece. All [b, h, s, d]; s is a multiple of a piece."""
+def in_pieces(q, k, v, tokens, causal=False):
+    """Attention inside pieces of so many tokens. Each token to all of its piece is the work of a causal window as long. All [b, h, s, d]; s is a multiple of a piece."""
     b, _, s, d = q.shape
-    pieces = [t.transpose(1, 2).reshape(b * (s // window), window, t.shape[1], d).transpose(1, 2) for t in (q, k, v)]
-    y = F.scaled_dot_product_attention(*pieces, enable_gqa=k.shape[1] != q.shape[1])
+    pieces = [t.transpose(1, 2).reshape(b * (s // tokens), tokens, t.shape[1], d).transpose(1, 2) for t in (q, k, v)]
+    y = F.scaled_dot_product_attention(*pieces, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1])
     return y.transpose(1, 2).reshape(b, s, q.shape[1], d).transpose(1, 2)
 
 

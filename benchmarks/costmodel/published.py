@@ -49,6 +49,10 @@ NOT_OFFLOADED = r"(?i)\b(?:no|without|w/o)[ _-](?:\w+[ _-])?offload\w*"
 
 OTHER_ADAPTERS = r"(?i)\b(?:dora|lora\+|rslora|adalora|ia3)(?!\w)"
 
+PACKED = ((r"(?i)\bsquad packed\b", 256),)
+"""How notes say that sequences are packed with samples of a data set, and how many tokens a sample has: of SQuAD a paragraph of about 120 words with a question and an answer, some 200 tokens (an
+assumption), rounded to what divides sequences. NeMo attends inside samples (user guide 24.07, Sequence Packing)."""
+
 YES, NO = ("y", "yes", "true", "1"), ("n", "no", "false", "0")
 
 
@@ -131,7 +135,7 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
     return Config(vocab=vocab, positions=POSITIONS, layers=layers, heads=heads, kv_heads=_kv_heads(count(line, "n_kv_heads", heads), heads, tp), head_dim=head_dim,
                   hidden=hidden, ffn=ffn, rms=not gpt, norm_in_parts=known.norm_in_parts, bias_apart=known.bias_apart, gated=not gpt, squared_relu=squared,
                   bias=gpt and not squared and "no bias" not in notes, rotary=not gpt or squared, tied=tied, dropout=known.dropout,
-                  fused_attention=known.flash, window=_window(about, count(line, "seq_len")), latent=_latent(about, heads, hidden),
+                  fused_attention=known.flash, window=_window(about, count(line, "seq_len")), packed=_packed(line), latent=_latent(about, heads, hidden),
                   adapters=adapters.rank, adapted=adapters.layers, **(_experts(line, known) if moe else {}))
 
 
@@ -157,6 +161,12 @@ def _window(about: str, seq: int) -> int:
     if window and seq % window:
         raise Refused(f"a sequence of {seq} is no multiple of its window of {window}, in pieces of which attention is priced")
     return window
+
+
+def _packed(line: Line) -> int:
+    """Tokens of a sample where sequences are packed with samples that do not attend to each other, and it is known of which data set these are; else 0."""
+    tokens = next((tokens for pattern, tokens in PACKED if re.search(pattern, line["notes"])), 0)
+    return tokens if tokens and count(line, "seq_len") % tokens == 0 else 0
 
 
 def _number(pattern: str, text: str) -> int:

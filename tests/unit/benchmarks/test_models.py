@@ -52,6 +52,7 @@ def test_a_window_multiplies_as_much_as_it_has_tokens() -> None:
     dense = replace(SMALL, latent=None, experts=0, dense=0, ahead=False, layers=2)
     more = [flops(config, 1024) - 2 * flops(config, 512) for config in (dense, replace(dense, window=64))]
     assert more[1] == pytest.approx(more[0] / 2)  # half of the layers see the whole sequence, what the others do grows with it alone
+    assert flops(replace(dense, packed=64), 1024) == 2 * flops(replace(dense, packed=64), 512) < flops(dense, 1024)
 
 
 @pytest.mark.parametrize("config, layers, shown", [(DEEPSEEK, (61, 3, 1), 2 * CAPTURED), (GPT_OSS, (36, 0, 2), 2 * CAPTURED), (replace(SMALL, experts=0), (4, 0, 1), CAPTURED)])

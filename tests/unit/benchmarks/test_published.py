@@ -227,6 +227,12 @@ def test_rows_of_other_software_than_their_sources() -> None:
     assert own.software.captured and own == beside and own.dropout == 0.0
 
 
+@pytest.mark.parametrize("notes, seq, tokens", [("SFT finetune, SQuAD packed to 4096; CP not published", "4096", 256), ("SQuAD packed to 4000", "4000", 0), ("packed 2048, compile", "2048", 0), ("", "4096", 0)])
+def test_packed_samples_do_not_attend_to_each_other(tmp_path: Path, notes: str, seq: str, tokens: int) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"notes": notes, "seq_len": seq}])).rows
+    assert row.model.packed == tokens
+
+
 @pytest.mark.parametrize("detail, again, share", [
     ("block, num_layers=3", 3, 1.0), ("recompute_method block, recompute_num_layers 3", 3, 1.0), ("block 3 layers", 3, 1.0), ("3 layers per stage", 3, 1.0), ("uniform, recompute-num-layers 1", 0, 1.0),
     ("whole block", 0, 1.0), ("block, 8 of 32 layers", 0, 0.25), ("every 2 blocks", 0, 0.5),

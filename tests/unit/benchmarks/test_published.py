@@ -233,6 +233,13 @@ def test_packed_samples_do_not_attend_to_each_other(tmp_path: Path, notes: str, 
     assert row.model.packed == tokens
 
 
+@pytest.mark.parametrize("said, complete", [("full", True), ("full-except:n_params", True), ("full-except:n_params+recompute", False), ("full-except:recompute", False), ("partial", False)])
+def test_what_follows_from_sizes_is_not_missing(tmp_path: Path, said: str, complete: bool) -> None:
+    row, latent = published.load(write(tmp_path / "published_runs.csv", [RUN | {"config_complete": said, "notes": notes} for notes in ("", "swiglu; MLA attention")])).rows
+    assert row.complete == complete and latent.complete == (said == "full")
+    assert row.model.latent is None and latent.model.latent is not None
+
+
 @pytest.mark.parametrize("detail, again, share", [
     ("block, num_layers=3", 3, 1.0), ("recompute_method block, recompute_num_layers 3", 3, 1.0), ("block 3 layers", 3, 1.0), ("3 layers per stage", 3, 1.0), ("uniform, recompute-num-layers 1", 0, 1.0),
     ("whole block", 0, 1.0), ("block, 8 of 32 layers", 0, 0.25), ("every 2 blocks", 0, 0.5),

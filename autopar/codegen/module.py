@@ -40,7 +40,7 @@ RESERVED = ("Block", "Mesh", "Model", "Param", "Pipeline", "PipelinedModule", "S
 
 def emit(gm: fx.GraphModule, plan: Plan, names: Names, *, probes: bool = False) -> str:
     """The source of the sharded module for `plan`; with `probes`, every value is reported (see `codegen.probes`)."""
-    program = read(gm, plan.hints, training=plan.mode == "train")
+    program = read(gm, plan.hints, training=plan.mode == "train", device=plan.device_kind)
     context = Context(program, plan, _class_names(program, plan), probes, names.fleeting, names.order)
     bodies = [_block(context, gm, run) for run in program.runs.values()]
     model = pipelined_model(context, gm, names) if plan.pipelined else _model(context, gm, names)

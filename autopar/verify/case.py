@@ -78,7 +78,7 @@ class Case:
     @cached_property
     def edges(self) -> tuple[Program, Edges]:
         """The program at the sizes of this batch, and its edges under the plan: what is priced."""
-        program = read(self.gm, sizes(self), training=self.training)
+        program = read(self.gm, sizes(self), training=self.training, device=self.plan.device_kind)
         return program, edges(program, self.plan)
 
 

@@ -80,6 +80,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "attention with weights": lambda: First(nn.MultiheadAttention(WIDTH, 4, batch_first=True), lambda layer, x: layer(x, x, x)[0]),
     "lstm": lambda: First(nn.LSTM(WIDTH, 8, 2, batch_first=True, bidirectional=True), lambda layer, x: layer(x)[0]),
     "gru": lambda: First(nn.GRU(WIDTH, 8), lambda layer, x: layer(x.transpose(0, 1))[0].transpose(0, 1), 8),
+    "gru both ways, no gradient of what comes in": lambda: First(nn.GRU(WIDTH, 8, batch_first=True, bidirectional=True), lambda layer, x: layer(x.detach())[0] + x),
     "rnn": lambda: First(nn.RNN(WIDTH, 8, batch_first=True), lambda layer, x: layer(x)[0], 8),
     "fourier": lambda: First(nn.Linear(WIDTH, WIDTH), lambda layer, x: torch.fft.fftn(layer(x), dim=(1, 2)).real),
     "filter": lambda: First(nn.Linear(WIDTH, WIDTH), lambda layer, x: torch.fft.irfft(torch.fft.rfft(layer(x), dim=1) * torch.fft.rfft(x, dim=1).conj(), n=x.shape[1], dim=1)),
@@ -108,7 +109,7 @@ def subject(name: str) -> Subject:
 
 
 @pytest.mark.parametrize(("name", "how"), [
-    ("encoder", "tp"), ("positions first", "1f1b"), ("attention with weights", "1f1b"), ("lstm", "1f1b"), ("gru", "zero3"), ("spectral norm", "random 2"), ("fourier", "1f1b"), ("einsums", "tp"), ("products", "tp"), ("quantized", "tp"),
+    ("encoder", "tp"), ("positions first", "1f1b"), ("attention with weights", "1f1b"), ("lstm", "1f1b"), ("gru", "zero3"), ("gru both ways, no gradient of what comes in", "zero3"), ("spectral norm", "random 2"), ("fourier", "1f1b"), ("einsums", "tp"), ("products", "tp"), ("quantized", "tp"),
     ("mean of all batches", "random 1"), ("mean of all batches, twice", "zero3"), ("adaptive softmax", "tp"),
     *(pytest.param(name, how, marks=pytest.mark.slow) for name in LAYERS for how in ("tp", "zero3", "random 0", "random 1", "1f1b", "zbv_zero_bubble")
       if name not in ("quantized", "mean of all batches", "mean of all batches, twice") or not how.endswith(("1f1b", "bubble")) if (name, how) != ("spectral norm", "zbv_zero_bubble")),

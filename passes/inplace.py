@@ -139,6 +139,8 @@ def _is_view(node: fx.Node) -> bool:
 
 def _check_root(node: fx.Node, root: fx.Node) -> None:
     role = root.meta.get("role")
+    if role == "param" and not root.meta.get("requires_grad", True):  # no optimizer trains it: an average of other weights (momentum encoders), which forward keeps as it does buffers
+        role = root.meta["role"] = "buffer"
     if role in ("param", "input", "constant"):
         name = root.meta.get("fqn") or root.meta.get("input")
         what = {"param": "use a changed copy, for example w = self.w.clamp(-1, 1), or change it behind the optimizer's step", "input": "work on a copy, for example x = x.clone()",

@@ -74,7 +74,7 @@ def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock) -> C
     refuse_sizes_of_values(gm, asked.name)
     with clock("constants"):
         values, valueless = constants(asked.rests or model, gm)
-    notes = (*asked.notes, *_of_capture(why, found, differs=evaluating.differs and not model.training), *valueless.values(), *other_outputs(left_out, structure), *_other_state(model))
+    notes = (*asked.notes, *_of_capture(why, found, differs=evaluating.differs and not model.training), *valueless.values(), *other_outputs(left_out, structure), *_changed_weights(model, gm), *_other_state(model))
     if gm.meta.get("noises", 0) != evaluating.noises:
         evaluating = Evaluation("what training multiplies by random numbers is not found in its graph")
     leaves = [n.meta["input"] for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("role") == "input"]
@@ -92,6 +92,14 @@ def _of_capture(why: str, found: Sequence[str], *, differs: bool) -> Iterator[st
     yield from found
     if differs:
         yield "the model is in evaluation, and planned as it trains: with dropout, statistics of the batch and whatever else it does in training alone"
+
+
+def _changed_weights(model: nn.Module, gm: fx.GraphModule) -> Iterator[str]:
+    """A note of the parameters of the model that are buffers in the graph, since forward changes them."""
+    graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    buffers = {name for graph in graphs for node in graph.graph.find_nodes(op="placeholder") if node.meta.get("role") == "buffer" for name in node.meta.get("fqns") or [node.meta["fqn"]]}
+    if changed := [name for name, _ in model.named_parameters() if name in buffers]:
+        yield f"{', '.join(changed[:3])}{', ...' if len(changed) > 3 else ''} do not train, and forward changes them: buffers of the sharded module, and none of its parameters()"
 
 
 def _other_state(model: nn.Module) -> Iterator[str]:
@@ -118,7 +126,9 @@ def _kept(model: nn.Module, runs: list[block_runs.AlikeRun]) -> dict[str, Mappin
 
 
 def _buffer_dtypes(twin: nn.Module) -> dict[str, torch.dtype]:
-    return {name: buffer.dtype for name, buffer in twin.named_buffers(remove_duplicate=False)}
+    """Of buffers, and of weights that do not train, which are buffers in the graph where forward changes them."""
+    held = (*twin.named_buffers(remove_duplicate=False), *twin.named_parameters(remove_duplicate=False))
+    return {name: tensor.dtype for name, tensor in held if not tensor.requires_grad}
 
 
 def _evaluation(asked: Asked, twin: nn.Module, runs: list[block_runs.AlikeRun], known: dims.Dims) -> Evaluation:

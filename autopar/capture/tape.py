@@ -47,13 +47,15 @@ def played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: M
             if isinstance(leaf, torch.Tensor):
                 tape.begin(leaf, ("attribute", name, i))
     with torch.no_grad(), valueless(), tracing(), on_meta():
+        tape.held()
         args, kwargs = fake(inputs)
         for i, leaf in enumerate(tensors_of((args, kwargs))):
             tape.begin(leaf, ("input", i))
         with tape, picking, vmap_replaced(tape.mapped):
             result = model(*args, **kwargs)
     tape.result = [tape.number(leaf) for leaf in tensors_of(by_field(result))]
-    tape.states = {name: state for name, buffer in model.named_buffers() if name in named and (state := tape.state(named[name])) is not None}
+    untrained = {name: None for name, weight in (*model.named_parameters(), *model.named_buffers()) if name in named and not weight.requires_grad}
+    tape.states = {name: state for name in untrained if (state := tape.state(named[name])) is not None}
     new = assigned(model, before)
     tape.assigned = {name: tape.number(buffer) for name, buffer in new.items()}
     tape.unlike = {name: why for name, buffer in new.items() if (why := why_unlike(buffer, before[name]))}
@@ -72,7 +74,7 @@ class Tape(TorchFunctionMode):
 
     numbers  of all expressions so far, on other tapes too
     result   the numbers of the tensors that the model gives
-    states   the buffers that change in place, and a number for what they become
+    states   the buffers, and weights that do not train, that change in place, and a number for what they become
     assigned the buffers that are other tensors behind the run, and their numbers
     unlike   those of them that are of another size or dtype, in words
     made     the numbers of all that functions gave
@@ -95,6 +97,8 @@ class Tape(TorchFunctionMode):
         self._whole: dict[int, int] = {}  # quotients by plain numbers -> what they are of
         self._of: dict[int, int] = {}
         self._changed: dict[int, int] = {}  # by storage: what was done in place, through whichever view
+        self._before: list[torch.Tensor] = []
+        self._storages: dict[int, int] = {}  # of views of weights and buffers, inside the run -> of these
         self._depth = 0  # of functions of single samples, one in the other
         self._alive: list[torch.Tensor] = []  # the id of a freed tensor would be used again
 
@@ -105,8 +109,16 @@ class Tape(TorchFunctionMode):
 
     def begin(self, tensor: torch.Tensor, key: Hashable) -> None:
         """Number what is there before anything runs, and has no number by another name or from a run before."""
+        self._before.append(tensor)
         if self._had(tensor) is None:
             self._note(tensor, self._number(key))
+
+    def held(self) -> None:
+        """Views of what there was before are views of that, also inside a mode of fake tensors, which has storages of its own for them."""
+        for tensor in self._before:
+            view = tensor.detach()
+            self._alive.append(view)
+            self._storages[memory_of(view)] = memory_of(tensor)
 
     def number(self, tensor: torch.Tensor) -> int:
         """The number of what `tensor` holds."""
@@ -148,7 +160,11 @@ class Tape(TorchFunctionMode):
 
     def state(self, tensor: torch.Tensor) -> int | None:
         """What was done in place to the memory of `tensor`; None for nothing."""
-        return self._changed.get(memory_of(tensor))
+        return self._changed.get(self._memory(tensor))
+
+    def _memory(self, tensor: torch.Tensor) -> int:
+        memory = memory_of(tensor)
+        return self._storages.get(memory, memory)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -168,7 +184,7 @@ class Tape(TorchFunctionMode):
         in_place = changes(func) or kwargs.get("inplace") or kwargs.get("out") is not None
         if in_place and before is None:
             target = kwargs.get("out", args[0])
-            self._changed[memory_of(target)] = self._made(("in place", self.state(target), made), (made,))
+            self._changed[self._memory(target)] = self._made(("in place", self.state(target), made), (made,))
         if name in QUOTIENTS and len(args) == 2 and isinstance(args[1], (int, float)):
             self._whole[made] = read[0]
         tensors = tensors_of(result)

@@ -100,8 +100,8 @@ def _rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Map
 
 def _model_step(model: nn.Module, held: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[str],
                 left_out: Sequence[str], dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """One step of the model: its output tensors in order, without those that are `left_out`; the gradients of its loss, the output whose entry in `kinds` is "loss" (none where `kinds`
-    are empty); and its buffers after the forward."""
+    """One step of the model: its output tensors in order, without those that are `left_out`; the gradients of its loss, the output whose entry in
+    `kinds` is "loss" (none where `kinds` are empty); and after the forward, its buffers and the weights that do not train."""
     own = dict(model.named_parameters())
     leaves = {name: tensor.requires_grad_(own[name].requires_grad and bool(kinds)) for name, tensor in _cast(own, dtype).items()}
     buffers = _cast({**dict(model.named_buffers()), **held}, dtype)
@@ -112,7 +112,7 @@ def _model_step(model: nn.Module, held: Mapping[str, Tensor], args: Sequence[Any
     outputs = [leaf for name, leaf in named_leaves(by_field(result)).items() if isinstance(leaf, Tensor) and not any(f"{name}.".startswith(f"{other}.") for other in left_out)]
     if "loss" in kinds and len(kinds) == len(outputs):
         outputs[kinds.index("loss")].backward()
-    after = {name: placed[name].detach() for name in dict(model.named_buffers()) if name in placed}
+    after = {name: placed[name].detach() for name in {**{name: None for name, tensor in own.items() if not tensor.requires_grad}, **dict(model.named_buffers())} if name in placed}
     return [output.detach() for output in outputs], {name: leaf.grad.to_dense() for name, leaf in leaves.items() if leaf.grad is not None}, after
 
 

@@ -6,11 +6,13 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autopar.capture import capture, lift
+from autopar.capture.precision import capture_in
 from autopar.errors import CaptureError
 from autopar.verify.reference import train_step
+from passes import facts
 
 WIDTH = 4
 
@@ -59,7 +61,7 @@ def same(model: nn.Module) -> None:
         loss = model(x)
         loss.backward()
         torch.testing.assert_close(got["output"]["loss"], loss.detach())
-        for kind, wanted in (("gradient", {name: p.grad for name, p in model.named_parameters()}), ("buffer", dict(model.named_buffers()))):
+        for kind, wanted in (("gradient", {name: p.grad for name, p in model.named_parameters() if p.requires_grad}), ("buffer", {name: value for name, value in (*model.named_parameters(), *model.named_buffers()) if not value.requires_grad})):
             for name, value in wanted.items():
                 torch.testing.assert_close(got[kind].get(name, before[name]), value, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -219,8 +221,46 @@ class Momentum(Centred):
         return y
 
 
-def test_parameters_that_are_assigned_are_refused() -> None:
-    refused(Momentum, r"changes param blocks.0.follower.weight in place .*; only buffers may change in forward")
+class ReadsFollower(Momentum):
+    def change(self, y):
+        super().change(y)
+        return y + self.follower(y)
+
+
+class FollowsInTraining(Momentum):
+    def change(self, y):
+        if self.training:
+            super().change(y)
+        return y
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+@pytest.mark.parametrize("kind", [Momentum, ReadsFollower])
+def test_weights_that_do_not_train_are_changed_as_buffers_are(kind: type[Centred], count: int) -> None:
+    same(made(kind, count))
+
+
+def test_it_is_said_that_changed_weights_are_buffers() -> None:
+    notes = capture(Blocks(Momentum, 4), (torch.randn(8, WIDTH),)).notes
+    assert any(note.startswith("blocks.0.follower.weight, blocks.0.follower.bias, blocks.1.follower.weight, ... do not train, and forward changes them: buffers") for note in notes), notes
+
+
+def test_changed_weights_keep_their_dtype_under_mixed_precision() -> None:
+    captured, _ = capture_in(Blocks(Momentum, 4), (torch.randn(8, WIDTH),), {}, precision="bf16", mode="train")
+    (body,) = (module for module in captured.gm.children() if isinstance(module, fx.GraphModule))
+    assert {node.meta["fqn"]: facts.dtype(node) for node in body.graph.nodes if node.meta.get("role") == "buffer" and "follower" in node.meta["fqn"]} == {
+        "follower.weight": torch.float32, "follower.bias": torch.float32}
+
+
+class AssignsTrained(Momentum):
+    @torch.no_grad()
+    def change(self, y):
+        self.linear.weight.data = self.linear.weight.data * 0.9
+        return y
+
+
+def test_parameters_that_train_and_are_assigned_are_refused() -> None:
+    refused(AssignsTrained, r"changes param blocks.0.linear.weight in place .*; only buffers may change in forward")
 
 
 class Grows(Centred):
@@ -273,7 +313,36 @@ class AssignsInTraining(Centred):
         return y
 
 
-@pytest.mark.parametrize(("kind", "changing"), [(AssignsInTraining, ()), (AssignsUnread, ("blocks.0.centre",))])
+class AddsToPart(Centred):
+    def change(self, y):
+        self.centre[1:3].add_(y.detach().mean(0)[1:3])
+        return y
+
+
+class AddsToView(Centred):
+    def change(self, y):
+        self.centre.view(2, 2).add_(y.detach().mean(0).view(2, 2))
+        return y
+
+
+class AddsToData(Centred):
+    def change(self, y):
+        self.centre.data.add_(y.detach().mean(0))
+        return y
+
+
+class AddsToDataInTraining(Centred):
+    def change(self, y):
+        if self.training:
+            self.centre.data.add_(y.detach().mean(0))
+        return y
+
+
+FOLLOWER = ("blocks.0.follower.weight", "blocks.0.follower.bias")
+
+
+@pytest.mark.parametrize(("kind", "changing"), [(AssignsInTraining, ()), (AddsToDataInTraining, ()), (FollowsInTraining, ()), (Momentum, FOLLOWER),
+                                                *((kind, ("blocks.0.centre",)) for kind in (AssignsUnread, AddsToPart, AddsToView, AddsToData))])
 def test_evaluation_changes_what_it_assigns(kind: type[Centred], changing: tuple[str, ...]) -> None:
     evaluation = capture(Blocks(kind, 1), (torch.randn(8, WIDTH),)).evaluation
     assert evaluation.why == "" and evaluation.changing == changing and evaluation.differs == (not changing)

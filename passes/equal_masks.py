@@ -1,0 +1,60 @@
+"""Makes one of masks that are computed twice: `F.cross_entropy(logits[labels >= 0], labels[labels >= 0])`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from passes import edit, facts
+
+aten = torch.ops.aten
+
+MASK = {aten.masked_scatter.default: 1, aten.masked_select.default: 1, aten.nonzero.default: 0, aten.nonzero_numpy.default: 0, aten.where.default: 0}
+"""What picks by a mask, and which argument the mask is."""
+INDEXED = (aten.index.Tensor, aten.index_put.default)
+"""Masks are among their indices."""
+
+
+def equal_masks(gm: fx.GraphModule) -> fx.GraphModule:
+    """needs: functional operators.
+    does: of masks that rows are picked by, and that are the same expression, keeps the first.
+    gives: rows that are picked by equal masks are picked by one node.
+    """
+    masks = {mask for node in edit.calls(gm, *MASK, *INDEXED) for mask in _masks(node) if mask.op == "call_function"}
+    if len(masks) < 2:
+        return gm
+    numbers, first = _numbers(gm), dict[int, fx.Node]()
+    for node in edit.calls(gm):
+        if node in masks and first.setdefault(numbers[node], node) is not node:
+            edit.replace(node, first[numbers[node]])
+    return edit.finish(gm)
+
+
+def _masks(node: fx.Node) -> Iterator[fx.Node]:
+    given = node.args[1] if node.target in INDEXED else [node.args[MASK[node.target]]]
+    for index in given:  # type: ignore[union-attr]
+        if isinstance(index, fx.Node) and facts.is_tensor(index) and facts.dtype(index) == torch.bool:
+            yield index
+
+
+def _numbers(gm: fx.GraphModule) -> dict[fx.Node, int]:
+    """A number for each node; equal ones are equal expressions. What is drawn at random equals nothing else."""
+    known: dict[Any, int] = {}
+    found: dict[fx.Node, int] = {}
+    for node in gm.graph.nodes:
+        drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        named = map_arg((node.args, node.kwargs), lambda operand: _Number(found[operand]))
+        key = (node.target, repr(named)) if node.op == "call_function" and not drawn else node
+        found[node] = known.setdefault(key, len(known))
+    return found
+
+
+class _Number(int):
+    """The number of an operand, which is no number among the arguments."""
+
+    def __repr__(self) -> str:
+        return f"#{int(self)}"

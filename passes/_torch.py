@@ -85,6 +85,16 @@ def _covariance(operand: torch.Tensor, *, correction: int = 1, fweights: torch.T
 torch.ops.aten.cov.default.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(_covariance)
 
 
+def _distances(one: torch.Tensor, other: torch.Tensor, p: float = 2.0, compute_mode: int | None = None) -> torch.Tensor:
+    """`torch.cdist`, of rows of any number."""
+    return torch.ops.aten._cdist_forward.default(one, other, p, compute_mode or 0)
+
+
+# torch's own asks whether there are more than 25 rows, to compute the same with a product then, so that a batch would have to stay on one side of that. A graph keeps the operator, which
+# asks again when it runs.
+torch.ops.aten.cdist.default.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(_distances)
+
+
 @contextmanager
 def unasked_layouts() -> Iterator[None]:
     """Inside, how results lie in memory is told of sizes as they are, and is no condition of them: `mask[:s, :s]` of 16 rows lies otherwise where s is 16, and a graph of

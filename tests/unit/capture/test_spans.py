@@ -139,3 +139,26 @@ def test_how_a_part_of_a_buffer_lies_in_memory_is_no_condition(length):
     for sizes in ((3, 16), (3, 5), (4, length)):
         rows, notes = graph_rows(model, captured, (torch.randint(chunked.VOCAB, sizes),), {}, training=True)
         assert not notes and all(row.ok for row in rows), (sizes, rows)
+
+
+class Nearest(nn.Module):
+    """Distances of rows from each other, and from the rows of a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table = nn.Linear(6, 4), nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x):
+        rows = self.linear(x)
+        return torch.cdist(rows, self.table).min(1).values.mean() + torch.cdist(rows, rows.detach() + 1).mean() + torch.cdist(rows, self.table, p=1.0).mean()
+
+
+def test_how_distances_are_computed_is_no_condition():
+    """`b may be 2 to 25` was said: torch computes them with a product from 26 rows on."""
+    torch.manual_seed(0)
+    model = Nearest()
+    captured = capture(model, (torch.randn(8, 6),))
+    assert captured.hints == {"b": 8} and not captured.notes
+    for batch in (3, 25, 26, 60):
+        rows, notes = graph_rows(model, captured, (torch.randn(batch, 6),), {}, training=True)
+        assert not notes and all(row.ok for row in rows), (batch, rows)

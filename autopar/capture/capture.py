@@ -23,6 +23,7 @@ from autopar.capture.evaluation import Evaluation, evaluation
 from autopar.capture.export import export, to_graph
 from autopar.capture.export import structure as outputs_of
 from autopar.capture.failures import refuse_sizes_of_values
+from autopar.capture.known_masks import KnownMasks
 from autopar.capture.nested import nested
 from autopar.capture.norms import momenta
 from autopar.capture.outputs import check_loss, mark_loss, other_outputs, plain
@@ -46,24 +47,35 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     Raises CaptureError where the model cannot be exported, has no loss in train mode, or gradients that its graph would not have.
     """
     asked = Asked.of(model, args, kwargs or {}, loss_fn, mode, dynamic_shapes, rests)
+    masks = KnownMasks(counting=False)
     try:
-        return _captured(asked, block_runs.find(model) if fold else [], _Clock(progress))
+        return _folded(asked, block_runs.find(model) if fold else [], _Clock(progress), masks)
+    except CaptureError:
+        if not masks.left:
+            raise
+    return _folded(asked, block_runs.find(model) if fold else [], _Clock(progress), KnownMasks(counting=True))
+
+
+def _folded(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, masks: KnownMasks) -> Captured:
+    """The model with `runs` of blocks shortened, or whole where that cannot be."""
+    try:
+        return _captured(asked, runs, clock, masks)
     except _Shortened:
-        return _captured(asked, [], _Clock(progress))
+        return _captured(asked, [], clock, masks)
 
 
 class _Shortened(Exception):
     """Passes refused the graph of a shortened model, maybe since blocks are missing: the whole model is captured instead."""
 
 
-def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock) -> Captured:
+def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, masks: KnownMasks) -> Captured:
     """The model with `runs` of blocks shortened, where they are proven chains. Raises CaptureError, or _Shortened where it is to be captured whole."""
     model, mode = asked.model, asked.mode
     with clock("shadow"):
         twin, runs, why = _shadow(asked, runs)
         resting = {} if asked.rests is None else _buffer_dtypes(shadow(asked.rests, _kept(asked.rests, runs)))
     with clock("export"), code_when_asked():
-        program, known, found, left_out = export(lambda: asked.with_loss(shadow(twin)), asked.inputs, dict(asked.named), asked.dims, training=mode == "train")
+        program, known, found, left_out = export(lambda: asked.with_loss(shadow(twin)), asked.inputs, dict(asked.named), asked.dims, training=mode == "train", masks=masks)
     with clock("evaluation"):
         evaluating = _evaluation(asked, twin, runs, known)
     with clock("passes"), code_when_asked():

@@ -29,6 +29,7 @@ from autopar.capture.failures import advice, as_it_is, described, made_numbers, 
 from autopar.capture.forwards import assigned_buffers, becomes, functions_of, name_keywords, no_new_buffers, one_size
 from autopar.capture.hooks import refusing_hooks
 from autopar.capture.inside import DERIVED, traced_forward, why_untraced
+from autopar.capture.known_masks import KnownMasks
 from autopar.capture.leaves import by_field
 from autopar.capture.lengths import Rows, symbolic_lengths
 from autopar.capture.lines import source
@@ -52,13 +53,13 @@ UNPICKED = ("branches on whether a mask picks anything are taken as if it did: w
 INNER = f"{WithLoss.INNER}."  # what stands before original names where a loss function was added
 
 
-def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, *, training: bool) -> tuple[ExportedProgram, Dims, list[str], dict[str, str]]:
+def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, *, training: bool, masks: KnownMasks) -> tuple[ExportedProgram, Dims, list[str], dict[str, str]]:
     """Export what `fresh` makes, anew for each attempt, for models keep what they computed, with as many symbolic dims as it allows: a dim that it fixes becomes
-    static, with a note. `training`: gradients are to be right. Gives the notes, and what outputs are that leave the graph, by name.
+    static, with a note. `training`: gradients are to be right. `masks` counts what masks pick that follow from sizes. Gives the notes, and what outputs are that leave the graph, by name.
 
     Raises CaptureError with the model's source line when it cannot be exported at all, and says so where that is because the model does not run.
     """
-    return _Exporting(fresh, args, kwargs, dims, training).exported()
+    return _Exporting(fresh, args, kwargs, dims, training, masks).exported()
 
 
 @dataclass(eq=False)
@@ -84,6 +85,7 @@ class _Exporting:
     kwargs: dict[str, Any]
     dims: Dims
     training: bool
+    masks: KnownMasks
     failures: dict[bool, BaseException] = field(default_factory=dict)  # the first one, and the first one with floating inputs that have positions
     notes: list[str] = field(default_factory=list)
     numbers: set[tuple[bool, str]] = field(default_factory=set)  # sizes that the model makes numbers: it is not traced with them once more, least of all with a loop over positions at the user's own size
@@ -129,7 +131,7 @@ class _Exporting:
         model = trial.model
         picks = nullcontext() if self.least is None else Picking(check=shape_check, least=self.least)
         with (quietly(), on_meta(), passing_guards(trial.notes), no_new_buffers(model), _cache(model), symbolic_lengths(model, *functions_of(model)), bags_of_samples(),
-              unasked_layouts(), batched(training=self.training), traced_forward() as trial.taken, _as_differentiated(trial.notes) if self.training else nullcontext(), draws() as drawn, picks):
+              unasked_layouts(), batched(training=self.training), traced_forward() as trial.taken, _as_differentiated(trial.notes) if self.training else nullcontext(), draws() as drawn, picks, self.masks):
             program = torch_export(model, trial.args, trial.kwargs, dynamic_shapes=_spell(model, trial.shapes), strict=False)
             if drawn:
                 _refuse_draws(self.fresh(), trial.args, trial.kwargs)

@@ -12,6 +12,7 @@ from torch import fx, nn
 from autopar._torch import export_errors
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
+from autopar.capture.known_masks import KnownMasks
 from autopar.capture.lines import source
 from autopar.capture.mask_branches import Picking
 from autopar.capture.outer_code import fake
@@ -103,7 +104,7 @@ def advice(error: BaseException, place: str = "") -> str:
 def as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
     """What a model on meta itself raises when it is called and not traced; None where it runs, or wants values, which are not there.
     Its tensors are fake, so that code which asks for values only where these are known does not."""
-    with torch.no_grad(), valueless(), on_meta(), Picking():
+    with torch.no_grad(), valueless(), on_meta(), Picking(), KnownMasks(counting=True):
         args, kwargs = fake((args, kwargs))
         try:
             model(*args, **kwargs)

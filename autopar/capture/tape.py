@@ -14,6 +14,7 @@ from autopar.capture.assigned import assigned, buffers_of, why_unlike
 from autopar.capture.block_runs import INNER
 from autopar.capture.devices import changes, on_meta
 from autopar.capture.flags import FLAGS
+from autopar.capture.known_masks import KnownMasks
 from autopar.capture.leaves import by_field, tensors_of
 from autopar.capture.lines import caller
 from autopar.capture.mask_branches import Picking
@@ -51,7 +52,7 @@ def played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: M
         args, kwargs = fake(inputs)
         for i, leaf in enumerate(tensors_of((args, kwargs))):
             tape.begin(leaf, ("input", i))
-        with tape, picking, vmap_replaced(tape.mapped):
+        with tape, picking, vmap_replaced(tape.mapped), KnownMasks(counting=True):
             result = model(*args, **kwargs)
     tape.result = [tape.number(leaf) for leaf in tensors_of(by_field(result))]
     untrained = {name: None for name, weight in (*model.named_parameters(), *model.named_buffers()) if name in named and not weight.requires_grad}

@@ -1,0 +1,181 @@
+"""Rows that a mask picks whose values follow from sizes alone, while a model runs without values: how many there are is known.
+
+    mask = torch.eye(2 * b, dtype=torch.bool)
+    negatives = similarity[~mask].view(2 * b, -1)          # SimCLR: all but the diagonal
+
+What is made of numbers and sizes (`torch.eye`, `arange`, comparisons, changes in place) is made again with values where something is picked by it. Where each row of the mask picks as
+many, as many columns of each row are gathered, which ranks that have some of the rows do for these; else places in one line are taken. Both are found by sorting the mask, in
+the graph. The sizes that the mask has are numbers then, and the plan is for them alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autopar._torch import memory_of, pytree
+from autopar.capture.devices import changes
+from autopar.capture.leaves import tensors_of
+
+FILLED: dict[str, float] = {"new_ones": 1, "new_zeros": 0, "ones_like": 1, "zeros_like": 0}
+"""What reads the sizes of its operand only, and what it gives is full of."""
+UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+"""What they give holds anything."""
+MOST = 2**27
+"""Elements of the largest mask that is made to count what it picks."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """How a tensor was made: by a call, whose tensors are `_Made` too; with `changed`, the first one is what the call changes in place."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    changed: bool = False
+
+
+class KnownMasks(TorchFunctionMode):
+    """Inside, what such a mask picks has a known size, if `counting`; `left` counts those whose size was not asked for, since it follows from sizes that are symbolic."""
+
+    def __init__(self, *, counting: bool) -> None:
+        super().__init__()
+        self.counting, self.left = counting, 0
+        self._made: dict[int, _Made] = {}
+        self._sharing: dict[int, list[int]] = {}
+        self._alive: list[Tensor] = []  # the id of a freed tensor would be used again
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in ("__getitem__", "masked_select") and len(args) == 2 and not kwargs and (picked := self._picked(*args)) is not None:
+            self._keep(picked, self._how(func, name, args, kwargs))
+            return picked
+        made = None if name in UNFILLED else self._how(func, name, args, kwargs)
+        result = func(*args, **kwargs)
+        if changes(func) and args and isinstance(args[0], Tensor):
+            self._forget(args[0])
+            self._keep(args[0], made)
+        elif isinstance(result, Tensor) and made is not None:
+            if name in FILLED:
+                made = _Made(torch.full, (tuple(result.shape), FILLED[name]), {"dtype": result.dtype})
+            self._keep(result, made)
+        return result
+
+    def _how(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Made | None:
+        """How a call makes its result, where all that it reads is known."""
+        if name not in FILLED and any(id(tensor) not in self._made for tensor in tensors_of((args, kwargs))):
+            return None
+        known_args, known_kwargs = pytree.tree_map(lambda item: self._made.get(id(item)) if isinstance(item, Tensor) else item, (args, kwargs))
+        return _Made(func, known_args, known_kwargs, changes(func))
+
+    def _keep(self, tensor: Tensor, made: _Made | None) -> None:
+        if made is None:
+            return
+        self._alive.append(tensor)
+        self._made[id(tensor)] = made
+        self._sharing.setdefault(memory_of(tensor), []).append(id(tensor))
+
+    def _forget(self, tensor: Tensor) -> None:
+        for one in self._sharing.pop(memory_of(tensor), ()):
+            self._made.pop(one, None)
+
+    def _picked(self, rows: Tensor, index: Any) -> Tensor | None:
+        """`rows[index]`, made without a size that depends on values; None where that is not known, or not to be."""
+        if (found := _masked(rows, index)) is None or (made := self._made.get(id(found[0]))) is None:
+            return None
+        mask, first = found
+        if any(isinstance(size, torch.SymInt) for size in mask.shape) and not self.counting:
+            self.left += 1
+            return None
+        if mask.numel() > MOST or (counts := _counts(made)) is None:
+            return None
+        return _rows(rows, mask, first, counts)
+
+
+def _masked(rows: Tensor, index: Any) -> tuple[Tensor, int] | None:
+    """The mask among `index`, all whose other parts are whole dims, and the first dim of `rows` that it is of."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    masks = [place for place, part in enumerate(parts) if isinstance(part, Tensor)]
+    if len(masks) != 1 or parts[masks[0]].dtype is not torch.bool or not parts[masks[0]].dim():
+        return None
+    mask, before, behind = parts[masks[0]], parts[: masks[0]], parts[masks[0] + 1 :]
+    first = rows.dim() - mask.dim() - len(behind) if Ellipsis in before else len(before)
+    whole = all(part is Ellipsis or part == slice(None) for part in (*before, *behind))
+    return (mask, first) if whole and 0 <= first <= rows.dim() - mask.dim() else None
+
+
+def _rows(rows: Tensor, mask: Tensor, first: int, counts: list[int]) -> Tensor:
+    """What `mask`, of the dims of `rows` from `first` on, picks, with `counts` along its last dim."""
+    last = first + mask.dim() - 1
+    if mask.dim() == 1 or len(set(counts)) > 1:
+        places = mask.flatten().int().argsort(dim=-1, descending=True, stable=True)[: sum(counts)]
+        return rows.flatten(first, last).index_select(first, places)
+    places = mask.int().argsort(dim=-1, descending=True, stable=True)[..., : counts[0]]
+    wide = places.reshape(*[1] * first, *places.shape, *[1] * (rows.dim() - last - 1)).expand(*rows.shape[:first], *places.shape, *rows.shape[last + 1 :])
+    return rows.gather(last, wide).flatten(first, last)
+
+
+def _counts(made: _Made) -> list[int] | None:
+    """How many each row of a mask picks, along its last dim; None where it cannot be made here, or is drawn at random. Made in a thread of its own: modes are a thread's."""
+    steps = _steps(made)
+    plain = [pytree.tree_map(_plain, (step.args, step.kwargs)) for step in steps]
+
+    def counted() -> list[int] | None:
+        before = torch.get_rng_state()
+        found = _value(steps, plain).sum(-1).flatten().tolist()
+        if torch.equal(before, torch.get_rng_state()):
+            return list(found)
+        torch.set_rng_state(before)
+        return None
+
+    with ThreadPoolExecutor(1) as outside:
+        try:
+            return outside.submit(counted).result()
+        except (RuntimeError, TypeError, ValueError):
+            return None
+
+
+def _steps(made: _Made) -> list[_Made]:
+    """All that `made` is made of, and itself, each once and behind what it reads."""
+    found: dict[_Made, None] = {}
+    waiting = [made]
+    while waiting:
+        missing = [read for read in _reads(waiting[-1]) if read not in found]
+        waiting += missing
+        if not missing:
+            found[waiting.pop()] = None
+    return list(found)
+
+
+def _reads(made: _Made) -> list[_Made]:
+    return [leaf for leaf in pytree.tree_leaves((made.args, made.kwargs)) if isinstance(leaf, _Made)]
+
+
+def _plain(item: Any) -> Any:
+    """Sizes as numbers, which fixes them; devices as the CPU."""
+    return int(item) if isinstance(item, torch.SymInt) else torch.device("cpu") if isinstance(item, torch.device) else item
+
+
+def _value(steps: list[_Made], plain: list[Any]) -> Any:
+    """The tensor that the last one of `steps` makes, with `plain` arguments. Others are let go behind their last reader."""
+    readers = Counter(read for step in steps for read in _reads(step))
+    values: dict[_Made, Any] = {}
+    for step, arguments in zip(steps, plain, strict=True):
+        args, kwargs = pytree.tree_map(lambda item: values[item] if isinstance(item, _Made) else item, arguments)
+        kwargs = {name: "cpu" if name == "device" else item for name, item in kwargs.items()}
+        if step.changed:
+            args = (args[0].clone(), *args[1:])
+        result = step.func(*args, **kwargs)
+        values[step] = args[0] if step.changed else result
+        for read in _reads(step):
+            readers[read] -= 1
+            if not readers[read]:
+                values.pop(read, None)
+    return values[steps[-1]]

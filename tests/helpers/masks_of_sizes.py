@@ -1,0 +1,72 @@
+"""Losses of pairs of rows that masks pick whose values follow from sizes: SimCLR's, and products of all pairs of features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WIDTH, FEATURES = 8, 4
+
+
+class Pairs(nn.Module):
+    """A loss of mapped rows [2 b, WIDTH], of two views of b samples."""
+
+    def __init__(self, loss: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.loss = nn.Linear(WIDTH, WIDTH), loss
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        return self.loss(self.linear(torch.cat([one, other])))
+
+
+def _similarity(rows: Tensor) -> Tensor:
+    rows = F.normalize(rows, dim=1)
+    return rows @ rows.T
+
+
+def simclr(rows: Tensor) -> Tensor:
+    similarity, n = _similarity(rows), len(rows)
+    negatives = similarity[~torch.eye(n, dtype=torch.bool, device=rows.device)].view(n, -1)
+    return negatives.logsumexp(1).mean() - similarity.diagonal(n // 2).mean()
+
+
+def simclr_with_labels(rows: Tensor) -> Tensor:
+    """As it is often written: masks of what masks have picked."""
+    n = len(rows)
+    labels = torch.cat([torch.arange(n // 2), torch.arange(n // 2)])
+    labels, mask, similarity = (labels[None] == labels[:, None]).float(), torch.eye(n, dtype=torch.bool), _similarity(rows)
+    labels, similarity = labels[~mask].view(n, -1), similarity[~mask].view(n, -1)
+    logits = torch.cat([similarity[labels.bool()].view(n, -1), similarity[~labels.bool()].view(n, -1)], 1)
+    return F.cross_entropy(logits / 0.1, torch.zeros(n, dtype=torch.long))
+
+
+def changed_in_place(rows: Tensor) -> Tensor:
+    n = len(rows)
+    mask = torch.ones(n, n, dtype=torch.bool).fill_diagonal_(False)
+    for i in range(n // 2):
+        mask[i, n // 2 + i] = mask[n // 2 + i, i] = False
+    return torch.masked_select(_similarity(rows), mask).reshape(n, -1).logsumexp(1).mean()
+
+
+def upper_triangle(rows: Tensor) -> Tensor:
+    """As many in no two rows."""
+    similarity = _similarity(rows)
+    return similarity[torch.ones_like(similarity).triu(1) > 0].var()
+
+
+def of_features(rows: Tensor) -> Tensor:
+    """All pairs of features of each sample, in front of other dims and behind them (DLRM): the mask is the same for any batch."""
+    parts = rows.unflatten(1, (FEATURES, -1))
+    pairs, mask = parts @ parts.mT, torch.triu(torch.ones(FEATURES, FEATURES), 1).bool()
+    return (pairs[:, mask].cumsum(1) * pairs[..., mask]).square().mean() + pairs.permute(1, 2, 0)[mask.T.T].T.cumsum(1).mean()
+
+
+LOSSES = {loss.__name__: loss for loss in (simclr, simclr_with_labels, changed_in_place, upper_triangle, of_features)}
+
+
+def batch(samples: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(samples, WIDTH, generator=generator), torch.randn(samples, WIDTH, generator=generator)

@@ -7,6 +7,7 @@ counts per element (below) only rank them. A matmul's backward is one matmul of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -101,13 +102,12 @@ def _transposed_convolution(node: fx.Node) -> Size:
 
 
 def _attention(node: fx.Node) -> Size:
-    """Two matmuls over [q, k] for each row of the result, which queries are broadcast to; half of it when causal, as fused kernels skip what is hidden."""
+    """Scores of the rows of queries, for all that queries and keys are broadcast to, and as many products with values for each row of the result, which values may be broadcast further to; half
+    of it when causal, as fused kernels skip what is hidden."""
     given = edit.args_of(node)
     query, key, value = (facts.shape(given[name]) for name in ("query", "key", "value"))
-    rows: Size = 1
-    for size in facts.shape(node)[:-1]:
-        rows = rows * size
-    total = 2 * rows * key[-2] * (query[-1] + value[-1])
+    lead = [one if one != 1 else other for one, other in zip_longest(query[-3::-1], key[-3::-1], fillvalue=1)]
+    total = 2 * key[-2] * (prod(lead) * query[-2] * query[-1] + prod(facts.shape(node)[:-1]) * value[-1])
     return total * sympy.Rational(1, 2) if given["is_causal"] else total
 
 

@@ -125,9 +125,9 @@ def _convolution(call: Call, weight: str) -> str:
 def attention(call: Call) -> str:
     """Samples, heads and the value's features split; keys stay whole; query rows split with `causal_rows`, or plainly where
     nothing depends on the position (or, with the keys, by `ring`). Grouped query heads (enable_gqa) split with their key heads. Nothing splits where queries, keys and
-    values have different numbers of dims, which torch broadcasts."""
+    values have different numbers of dims, or values alone have more samples or heads than 1, which torch broadcasts."""
     arguments = given(call)
-    if len({len(t.shape) for t in call.ins[:3]}) > 1:
+    if len({len(t.shape) for t in call.ins[:3]}) > 1 or _stretched_by_values(call):
         return replicated(call)
     rows = "q!" if arguments["dropout_p"] and arguments["is_causal"] else "q@causal_rows" if arguments["is_causal"] else "q"
     return _attention(call, "(h r!)" if _grouped(call) else "h", rows, "v")
@@ -158,7 +158,7 @@ def _attention(call: Call, heads: str, rows: str, features: str) -> str:
     ins = [names, *pairs]
     if len(call.ins) > 3:
         ins.append([*names[:-1], "c!"][rank - len(call.ins[3].shape):])
-    full = _full_sizes(call, rank)
+    full = _full_sizes(call)
     texts = [" ".join("1" if n == 1 and full[rank - len(t.shape) + i] != 1 and i < len(t.shape) - 1 else
                       "1" if n == 1 and index == 3 and full[-1] != 1 else w
                       for i, (w, n) in enumerate(zip(word, t.shape, strict=True)))
@@ -166,11 +166,17 @@ def _attention(call: Call, heads: str, rows: str, features: str) -> str:
     return rule(texts, [" ".join(out)])
 
 
-def _full_sizes(call: Call, rank: int) -> list[Any]:
-    """Sizes that the lead dims, rows and keys broadcast to."""
+def _stretched_by_values(call: Call) -> bool:
+    """Whether only the second product has a dim of samples or heads: a cut of it would not divide the first one."""
+    query, key, value = (t.shape[:-2] for t in call.ins[:3])
+    return any(q == 1 and k == 1 and v != 1 for q, k, v in zip(query, key, value, strict=True))
+
+
+def _full_sizes(call: Call) -> list[Any]:
+    """Sizes that the lead dims of queries and keys broadcast to, then rows and keys."""
     query, key = call.ins[0].shape, call.ins[1].shape
     lead = [q if q != 1 else k for q, k in zip(query[:-2], key[:-2], strict=True)]
-    return [*lead, query[-2] if rank else 1, key[-2]]
+    return [*lead, query[-2], key[-2]]
 
 
 def embedding(call: Call) -> str:

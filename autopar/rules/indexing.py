@@ -140,13 +140,11 @@ def part_write(call: Call) -> str:
 
 
 def searchsorted(call: Call) -> str:
-    """Boundaries are whole along their last dim; what is searched can be cut, with the boundaries' own rows when they have."""
-    bounds = call.ins[0].shape
-    if len(call.ins) > 2:
-        return replicated(call)
-    if len(call.ins) < 2:
-        return f"{line(len(bounds), {len(bounds) - 1: 'n!'})} -> "
-    return "n!, ... -> ..." if len(bounds) == 1 else "... n!, ... m -> ... m"
+    """Boundaries, and their order where one is given, are whole along their last dim; what is searched can be cut, with the boundaries' own rows when they have."""
+    ordered = len(call.ins) > 2
+    if len(call.ins[0].shape) == 1:
+        return f"n!, ...{', n!' * ordered} -> ..."
+    return f"... n!, ... m{', ... n!' * ordered} -> ... m"
 
 
 def isin(call: Call) -> str:

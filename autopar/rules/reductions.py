@@ -49,10 +49,11 @@ def group_norm(call: Call) -> str:
 
 
 def instance_norm(call: Call) -> str:
-    """Samples and channels split when statistics are the sample's own."""
-    rank = rank_of(call)
-    own = given(call)["use_input_stats"] and given(call)["running_mean"] is None
-    left = " ".join(["a" if own else "a!", "c", *(f"d{i}!" for i in range(2, rank))])
+    """Channels split. With statistics of the sample's own samples do too, unless running ones are made of all of them; with running ones positions as well."""
+    arguments, rank = given(call), rank_of(call)
+    own = arguments["use_input_stats"]
+    sample, mark = "a!" if own and arguments["running_mean"] is not None else "a", "!" if own else ""
+    left = " ".join([sample, "c", *(f"d{i}{mark}" for i in range(2, rank))])
     return rule([left, *("c" for _ in call.ins[1:])], [left])
 
 

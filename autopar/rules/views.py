@@ -61,9 +61,10 @@ def unsqueeze(call: Call) -> str:
 
 
 def squeeze(call: Call) -> str:
-    """Listed dims of size 1 go. A listed dim of another size must stay whole: its shard may be of size 1."""
+    """Listed dims of size 1 go, of none listed none, without a list all. A listed dim of another size must stay whole: its shard may be of size 1."""
     shape = call.ins[0].shape
-    listed = dims(given(call)["dim"], len(shape)) if "dim" in given(call) else range(len(shape))
+    asked = given(call).get("dim")
+    listed = () if asked == [] else dims(asked, len(shape))
     left = words(len(shape), {d: "1" if shape[d] == 1 else f"d{d}!" for d in listed})
     return rule([" ".join(left)], [" ".join(w for d, w in enumerate(left) if not (d in listed and shape[d] == 1))])
 

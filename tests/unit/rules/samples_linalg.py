@@ -34,7 +34,7 @@ LINALG: Samples = {
     aten.linalg_householder_product.default: [case(f(5, 4, 3), T((5, 3), "sig"))],
     aten.linalg_lu.default: [case(f(5, 4, 6)), case(d(4, 4))],
     aten.linalg_lu_solve.default: [case(d(5, 4, 4), PIVOTS, f(5, 4, 6)), case(d(5, 4, 4), PIVOTS, f(5, 6, 4), left=False), case(d(4, 4), PIVOTS[0], f(4, 6), adjoint=True)],
-    aten.linalg_matrix_rank.default: [case(f(5, 4, 3), 1e-9)],
+    aten.linalg_matrix_rank.default: [case(f(5, 4, 3), 1e-9), case(f(4, 6), 1e-9)],
     aten.lu_unpack.default: [case(f(5, 4, 4), PIVOTS)],
     aten.ormqr.default: [case(f(5, 4, 3), T((5, 3), "sig"), f(5, 4, 6)), case(f(5, 4, 3), T((5, 3), "sig"), f(5, 6, 4), False), case(f(4, 3), T((3,), "sig"), f(4, 6), True, True)],
     aten.linalg_eigh.default: [case(d(5, 4, 4)), case(d(4, 4), "U")],

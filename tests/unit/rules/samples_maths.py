@@ -67,7 +67,10 @@ CONTRACTIONS: Samples = {
         case(f(4, 8, 5, 3), f(4, 4, 5, 3), f(4, 4, 5, 3), f(4, 1, 5, 5), enable_gqa=True),
         case(f(4, 6, 5, 3), f(4, 2, 5, 3), f(4, 2, 5, 3), is_causal=True, enable_gqa=True),
         case(f(4, 8, 5, 3), f(4, 1, 5, 3), f(4, 1, 5, 3), f(4, 8, 5, 5), enable_gqa=True), case(f(5, 3), f(4, 3), f(4, 2)),
-        case(f(2, 4, 6, 3), f(4, 6, 3), f(4, 6, 3)), case(f(4, 6, 3), f(2, 4, 6, 3), f(2, 4, 6, 3))],
+        case(f(2, 4, 6, 3), f(4, 6, 3), f(4, 6, 3)), case(f(4, 6, 3), f(2, 4, 6, 3), f(2, 4, 6, 3)),
+        case(f(1, 6, 5, 3), f(1, 6, 5, 3), f(4, 6, 5, 2)), case(f(4, 1, 5, 3), f(1, 6, 7, 3), f(1, 1, 7, 2)), case(f(4, 6, 5, 3), f(4, 6, 1, 3), f(4, 6, 1, 2)),
+        case(f(4, 6, 1, 3), f(4, 6, 7, 3), f(4, 6, 7, 2), f(7)), case(f(4, 6, 5, 3), f(4, 6, 7, 3), f(4, 6, 7, 2), f(6, 5, 1)),
+        case(f(2, 3, 4, 5, 3), f(2, 3, 4, 5, 3), f(2, 3, 4, 5, 3), is_causal=True), case(f(4, 6, 5, 3), f(4, 6, 7, 3), f(4, 6, 7, 2), is_causal=True)],
     aten.embedding_bag.padding_idx: [case(f(7, 4), i(7, 9), torch.tensor([0, 2, 5]), False, mode, False, None, False, None) for mode in (0, 1, 2)],
     ops.ragged_bags: [case(f(7, 4), i(7, 9), torch.tensor([0, 2, 5]), None, mode) for mode in ("sum", "mean", "max")]
     + [case(f(7, 4), i(7, 9), torch.tensor([0, 2, 5, 9]), f(9), "sum", 1, True)],
@@ -88,15 +91,16 @@ LOSSES: Samples = {
     aten.binary_cross_entropy_with_logits.default: [case(f(5, 4), U, None, None, r) for r in (0, 1, 2)]
     + [case(f(5, 4), U, T((5, 1), "c"), T((4,), "c"), r) for r in (0, 2)],
     aten.cross_entropy_loss.default: [case(f(5, 7), i(7, 5), None, 2), case(f(5, 7, 4), i(7, 5, 4), None, 1), case(f(5, 7, 4), i(7, 5, 4), None, 0),
-                                      case(f(5, 7), T((5, 7), "t"), None, 2)],
-    aten.cosine_embedding_loss.default: [case(f(5, 4), f(5, 4), T((5,), "t"), 0.1, r) for r in (0, 1, 2)],
+                                      case(f(5, 7), T((5, 7), "t"), None, 2), case(f(7), i(7), None, 2)],
+    aten.cosine_embedding_loss.default: [case(f(5, 4), f(5, 4), T((5,), "t"), 0.1, r) for r in (0, 1, 2)]
+    + [case(f(4), f(4), T((), "t"), 0.1, 2), case(f(5, 4), f(1, 4), T((5,), "t"), 0.1, 0)],
     aten.hinge_embedding_loss.default: [case(f(5, 4), U, 1.0, r) for r in (0, 1, 2)],
     aten.margin_ranking_loss.default: [case(f(5, 4), f(5, 4), U, 0.1, r) for r in (0, 1, 2)],
     aten.multi_margin_loss.default: [case(f(5, 4), i(4, 5), 1, 1.0, T((4,), "c"), 2), *(case(f(5, 5), i(5, 5), 1, 1.0, w, r) for r in (0, 1, 2) for w in (None, T((5,), "c")))],
-    aten.multilabel_margin_loss.default: [case(f(5, 4), i(4, 5, 4), r) for r in (0, 1, 2)],
+    aten.multilabel_margin_loss.default: [*(case(f(5, 4), i(4, 5, 4), r) for r in (0, 1, 2)), case(f(4), i(4, 4), 2)],
     aten.poisson_nll_loss.default: [case(f(5, 4), T((5, 4), "t"), True, False, 1e-8, r) for r in (0, 1, 2)],
     aten.triplet_margin_loss.default: [case(f(5, 4), f(5, 4), f(5, 4), 1.0, 2.0, 1e-6, swap, r) for r in (0, 1, 2) for swap in (False, True)]
-    + [case(f(3, 5, 4), f(3, 5, 4), f(3, 5, 4), 1.0, 2.0, 1e-6, False, r) for r in (0, 2)],
+    + [case(f(3, 5, 4), f(3, 5, 4), f(3, 5, 4), 1.0, 2.0, 1e-6, False, r) for r in (0, 2)] + [case(f(5, 4), f(1, 4), f(5, 1), 1.0, 2.0, 1e-6, False, 0)],
     aten.huber_loss.default: [case(f(5, 4), f(5, 4), r) for r in (0, 1, 2)],
     aten.kl_div.default: [case(f(5, 4), P, r) for r in (0, 1, 2)],
     aten.l1_loss.default: [case(f(5, 4), f(5, 4), r) for r in (0, 1, 2)],
@@ -114,8 +118,10 @@ LOSSES: Samples = {
 
 AXIS = [case(f(5, 4, 6), -1), case(f(5, 4), 0)]
 DIM = [case(f(5, 4, 6), 1), case(f(5, 4, 6), -1, True)]
-DIMS = [case(f(5, 4, 6), [1]), case(f(5, 4, 6), [-1, 0], True), case(f(5, 4, 6), [])]
+DIMS = [case(f(5, 4, 6), [1]), case(f(5, 4, 6), [-1, 0], True), case(f(5, 4, 6), []), case(f(5, 4, 6), [], True)]
 ALL = [case(f(5, 4)), case(f())]
+MOST = torch.arange(120).reshape(5, 4, 6) > 0
+"""True but for the first one."""
 
 
 def _ops(names: str, cases: list) -> Samples:
@@ -127,16 +133,18 @@ def _ops(names: str, cases: list) -> Samples:
 
 
 REDUCTIONS: Samples = {
-    **_ops("all.dim any.dim prod.dim_int max.dim min.dim median.dim nanmedian.dim mode.default var_mean.dim std_mean.dim", DIM),
+    **_ops("any.dim prod.dim_int max.dim min.dim median.dim nanmedian.dim mode.default var_mean.dim std_mean.dim", DIM),
+    aten.all.default: [case(f()), case(MOST)], aten.all.dim: [case(MOST, 1), case(MOST, -1, True)],
+    aten.all.dims: [*(case(MOST, dims, keep) for dims in ([1], [-1, 0], []) for keep in (False, True))],
     **_ops("std.dim var.dim", [case(f(5, 4, 6), [1]), case(f(5, 4, 6), [-1, 0], False, True)]),
     **_ops("var_mean.dim std_mean.dim", [case(f(5, 4, 6), [1])]),
-    **_ops("amax.default amin.default all.dims any.dims", DIMS),
+    **_ops("amax.default amin.default any.dims", DIMS),
     **_ops("logsumexp.default special_logsumexp.default", DIMS[:2]),
     **_ops("mean.dim sum.dim_IntList", [*DIMS, case(f(5, 4), None), case(f(5, 4), [0], dtype=torch.float32), case(f(), [0])]),
     **_ops("argmax.default argmin.default", [*DIM, case(f(5, 4))]),
     **_ops("std.correction var.correction std_mean.correction var_mean.correction",
            [case(f(5, 4, 6), [1]), case(f(5, 4, 6), [-1], correction=0, keepdim=True), case(f(5, 4))]),
-    **_ops("all.default any.default max.default min.default median.default prod.default mean.default sum.default nansum.default "
+    **_ops("any.default max.default min.default median.default prod.default mean.default sum.default nansum.default "
            "count_nonzero.default", ALL),
     **_ops("std.default var.default norm.Scalar", [case(f(5, 4))]),
     **_ops("linalg_vector_norm.default", [case(f(5, 4, 6), 2, [1], True), case(f(5, 4)), case(f(5, 4), 1, [-1])]),
@@ -162,10 +170,11 @@ REDUCTIONS: Samples = {
     **_ops("fft_fftshift.default fft_ifftshift.default", [case(f(5, 4, 6), [1]), case(f(5, 4))]),
     **_ops("layer_norm.default", [case(f(3, 5, 4), [4], f(4), f(4)), case(f(5, 4), [4]), case(f(5, 4, 6), [4, 6], f(4, 6))]),
     **_ops("native_layer_norm.default", [case(f(3, 5, 4), [4], f(4), f(4), 1e-5)]),
-    **_ops("_weight_norm.default", [case(f(6, 4, 5), f(1, 1, 5), 2), case(f(6, 4, 5), f(6, 1, 1), 0), case(f(6, 4), f(6, 1))]),
+    **_ops("_weight_norm.default", [case(f(6, 4, 5), f(1, 1, 5), 2), case(f(6, 4, 5), f(6, 1, 1), 0), case(f(6, 4), f(6, 1)), case(f(6, 4), f(), -1)]),
     **_ops("rms_norm.default", [case(f(3, 5, 4), [4], f(4)), case(f(5, 4), [4])]),
     **_ops("group_norm.default", [case(f(5, 4, 6), 2, f(4), f(4)), case(f(5, 4), 2)]),
-    **_ops("instance_norm.default", [case(f(5, 4, 6), f(4), f(4), None, None, True, 0.1, 1e-5, False)]),
+    **_ops("instance_norm.default", [case(f(5, 4, 6), f(4), f(4), None, None, True, 0.1, 1e-5, False),
+                                      *(case(f(5, 4, 6), f(4), f(4), T((4,), "c"), torch.ones(4).double(), own, 0.1, 1e-5, False) for own in (False, True))]),
     **_ops("batch_norm.default", [case(f(5, 4, 3), f(4), f(4), T((4,), "c"), torch.ones(4).double(), False, 0.1, 1e-5, False),
                                   case(f(5, 4), f(4), f(4), None, None, True, 0.1, 1e-5, False)]),
     **_ops("linalg_norm.default", [case(f(5, 4, 6), None, [1], True), case(f(5, 4, 6), 1, [-1]), case(f(5, 4, 6), 2, [-2, -1]), case(f(5, 4))]),

@@ -213,7 +213,8 @@ def test_ring_splits_rows_and_keys_of_every_kind_of_attention():
         for option in here:
             assert [use.value for use in option.ins[:3]] == [use.grad for use in option.outs] * 3 == [f"S{rank - 2}"] * 3
         found.append(bool(here))
-    assert found == [len(args[0].shape) == len(args[1].shape) and args[0].shape[-2] == args[1].shape[-2] for args in (one.args for one in SAMPLES[target])]
+    assert found == [query.shape[:-3] == key.shape[:-3] and key.shape[:-2] == value.shape[:-2] and query.shape[-2] == key.shape[-2]
+                     for query, key, value in (one.args[:3] for one in SAMPLES[target])]
     args, kwargs = fill(([f(4, 6, 5, 3)] * 3, {"dropout_p": 0.1}))
     assert not [o for o in RULES[target].options(call_of(target, args, kwargs), 2) if o.run]
 

@@ -48,12 +48,15 @@ def _groups(node: fx.Node) -> Size:
 
 
 def _channels(node: fx.Node) -> Size:
-    """Mean and deviation of each channel."""
-    return 2 * STATISTIC_BYTES * _shape(node)[1]
+    """Mean and deviation of each channel, where they are those of the batch."""
+    return 2 * STATISTIC_BYTES * _shape(node)[1] if edit.args_of(node)["training"] else 0
 
 
 def _channels_of_samples(node: fx.Node) -> Size:
-    return _channels(node) * _shape(node)[0]
+    """The same of each sample, whose channels are normalized as those of one: with the weight and running statistics of each sample beside, as copies."""
+    given = edit.args_of(node)
+    copies = sum(given[name] is not None for name in ("weight", "running_mean", "running_var"))
+    return (2 * bool(given["use_input_stats"]) + copies) * STATISTIC_BYTES * _shape(node)[0] * _shape(node)[1]
 
 
 def _attention(node: fx.Node) -> Size:

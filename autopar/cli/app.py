@@ -29,6 +29,8 @@ class Mode(StrEnum):
 
 ModelSpec = Annotated[str, typer.Argument(metavar="MODEL", help="hf:FILE_OR_FOLDER, path/to/file.py:factory or package.module:factory")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a file that `autopar plan -o` wrote")]
+Batch = Annotated[int | None, typer.Option(min=1, help="global samples per step; else the default of the factory's batch=, or 8")]
+Seq = Annotated[int | None, typer.Option(min=1, help="tokens per sample; else the default of the factory's seq=, or 128")]
 RulesFile = Annotated[str, typer.Option("--rules", metavar="FILE.py[:NAME]", help="rules of your own operators: a dict RULES, or NAME, as rules= of autopar.compile takes it")]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", callback=lambda where: writable("--json", where), help="write the result as JSON; - is stdout")]
 
@@ -40,11 +42,10 @@ def root(debug: Annotated[bool, typer.Option("--debug", help="show the traceback
 
 @app.command()
 def plan(
-    context: typer.Context,
     model: ModelSpec,
     cluster: Annotated[str, typer.Option(help="PRESET:NODESxDEVICES, a .toml file, or here; see `autopar clusters`")] = "here",
-    batch: Annotated[int, typer.Option(min=1, help="global samples per step")] = 8,
-    seq: Annotated[int, typer.Option(min=1, help="tokens per sample")] = 128,
+    batch: Batch = None,
+    seq: Seq = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="write the plan here; - is stdout")] = None,
     recipe: Annotated[str | None, typer.Option(help="force a named strategy; see `autopar recipes`")] = None,
     mesh: Annotated[str | None, typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2; of a pipeline, those of each place")] = None,
@@ -63,7 +64,7 @@ def plan(
     """Plan MODEL for a cluster and print the plan."""
     from autopar.cli.planning import Asked, plan_command
 
-    plan_command(Asked(model, cluster, batch, seq, recipe, mesh, search, precision, mode.value, optimizer, time_limit, seed, pareto, remat, prove, rules, _sizes(_given(context))),
+    plan_command(Asked(model, cluster, batch, seq, recipe, mesh, search, precision, mode.value, optimizer, time_limit, seed, pareto, remat, prove, rules),
                  output, json)
 
 
@@ -137,8 +138,8 @@ def memory(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help="a MODEL as `autopar plan` takes it, or a plan file (plan.json)")],
     cluster: Annotated[str, typer.Option(help="PRESET:NODESxDEVICES, a .toml file, or here; see `autopar clusters`")] = "here",
-    batch: Annotated[int, typer.Option(min=1, help="global samples per step")] = 8,
-    seq: Annotated[int, typer.Option(min=1, help="tokens per sample")] = 128,
+    batch: Batch = None,
+    seq: Seq = None,
     recipe: Annotated[list[str] | None, typer.Option(help="only this strategy; may be given more than once")] = None,
     mesh: Annotated[str | None, typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2; of a pipeline, those of each place")] = None,
     precision: Annotated[str, typer.Option(help="float32, bf16 or fp16 (mixed, float32 masters), a dtype that everything has (bfloat16), or auto: what the model's config says")] = "auto",
@@ -152,19 +153,13 @@ def memory(
     from autopar.cli.fitting import memory_command
     from autopar.cli.planning import Asked
 
-    given = _given(context)
-    memory_command(Asked(model, cluster, batch, seq, None, mesh, "ilp", precision, mode.value, optimizer, rules=rules, given=_sizes(given)), recipe or [], shown, json, given)
+    memory_command(Asked(model, cluster, batch, seq, None, mesh, "ilp", precision, mode.value, optimizer, rules=rules), recipe or [], shown, json, _given(context))
 
 
 def _given(context: typer.Context) -> list[str]:
     """The options that stand on the command line."""
     sources = {each.opts[0]: context.get_parameter_source(each.name or "") for each in context.command.params}
     return [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE" and option.startswith("-")]
-
-
-def _sizes(given: list[str]) -> tuple[str, ...]:
-    """Those of the options that are sizes, as factories call them."""
-    return tuple(option.removeprefix("--") for option in given if option in ("--batch", "--seq"))
 
 
 @app.command()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar import frontend
-from autopar.capture.precision import capture_in, resting
+from autopar.capture.precision import capture_in
 from autopar.cli.console import progress, show, write_json
 from autopar.cli.planning import Asked
 from autopar.cli.rebuild import rebuild
@@ -55,9 +55,7 @@ def plan_memory(where: Path, shown: int, json: str | None) -> None:
 
 
 def _survey(asked: Asked, tell: Any) -> Survey:
-    training = asked.mode == "train"
-    loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, dtype=resting(asked.dtype, asked.mode), train=training, labels=training)
-    loaded.check_sizes(asked.given)
+    loaded = asked.load()
     rules = frontend.load_rules(asked.rules)
     captured, precision = capture_in(loaded.model, loaded.args, loaded.kwargs, precision=asked.dtype, mode=asked.mode, progress=tell)
     request = Request(Cluster.parse(asked.cluster), Settings(asked.mode, asked.optimizer, precision), mesh=asked.sizes, progress=tell, rules=rules)

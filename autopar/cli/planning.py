@@ -28,12 +28,12 @@ PRECISIONS = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of `autopar plan`."""
+    """The arguments of `autopar plan`; a size that is None is that of the model's factory, or the usual one."""
 
     model: str
     cluster: str
-    batch: int = 8
-    seq: int = 128
+    batch: int | None = None
+    seq: int | None = None
     recipe: str | None = None
     mesh: str | None = None
     search: str = "ilp"
@@ -46,8 +46,13 @@ class Asked:
     remat: str = "auto"
     prove: bool = False
     rules: str = ""
-    given: tuple[str, ...] = ()
-    """Which of batch and seq stand on the command line."""
+
+    def load(self) -> frontend.Loaded:
+        """The model, on meta, with one batch. Raises CaptureError where it leads nowhere, or its factory cannot be told a size that is asked for."""
+        training = self.mode == "train"
+        loaded = frontend.load(self.model, batch=self.batch, seq=self.seq, dtype=resting(self.dtype, self.mode), train=training, labels=training, seed=self.seed)
+        loaded.check_sizes(size for size, value in (("batch", self.batch), ("seq", self.seq)) if value is not None)
+        return loaded
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
@@ -75,18 +80,15 @@ def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
     if str(output) == json == "-":
         raise PlanError("--output and --json are both -, stdout; wanted the name of a file for one of them")
     sizes, began = asked.sizes, time.perf_counter()
-    source = Source(asked.model, asked.batch, asked.seq, asked.seed, asked.rules)
-    training = asked.mode == "train"
     with progress(f"planning {asked.model}") as tell:
-        loaded = frontend.load(asked.model, batch=asked.batch, seq=asked.seq, dtype=resting(asked.dtype, asked.mode), train=training,
-                               labels=training, seed=asked.seed)
-        loaded.check_sizes(asked.given)
+        loaded = asked.load()
+        source = Source(asked.model, loaded.batch, loaded.seq, asked.seed, asked.rules)
         compiled = compile(loaded.model, asked.cluster, (loaded.args, loaded.kwargs), search=asked.search, recipe=asked.recipe,
-                           mesh=sizes, mode=asked.mode, precision=asked.dtype, optimizer=asked.optimizer, batch=asked.batch,
-                           seq=asked.seq, time_limit_s=asked.time_limit_s, seed=asked.seed, progress=tell, source=as_source(source),
+                           mesh=sizes, mode=asked.mode, precision=asked.dtype, optimizer=asked.optimizer, batch=loaded.batch,
+                           seq=loaded.seq, time_limit_s=asked.time_limit_s, seed=asked.seed, progress=tell, source=as_source(source),
                            pareto=asked.pareto, remat=asked.remat, prove=asked.prove, rules=frontend.load_rules(asked.rules) or None)
         assert compiled.captured is not None  # compile always captures
-        program = read(compiled.captured.gm, compiled.plan.hints, training=training)
+        program = read(compiled.captured.gm, compiled.plan.hints, training=asked.mode == "train")
     took_s = time.perf_counter() - began
     if str(output) == "-":
         write_out(compiled.plan.to_json())

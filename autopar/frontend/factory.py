@@ -21,8 +21,8 @@ from autopar.frontend.inputs import Inputs
 Factory = Callable[..., Any]
 FORMS = "hf:FILE_OR_FOLDER, path/to/file.py:factory or package.module:factory"
 
-SIZES = ("batch", "seq")
-"""What a factory may have parameters for."""
+SIZES = {"batch": 8, "seq": 128}
+"""What a factory may have parameters for, and the sizes where neither the caller nor the factory says one."""
 
 RAN_AS = "autopar_model_"
 """What the names of modules that were run from a file begin with."""
@@ -49,7 +49,7 @@ def call_factory(factory: Factory, spec: str, *, batch: int, seq: int) -> tuple[
     It may give a model, (model, args) or (model, args, kwargs). Raises CaptureError if it gives something else or has
     other parameters without a default.
     """
-    known = dict(zip(SIZES, (batch, seq), strict=True))
+    known = {"batch": batch, "seq": seq}
     parameters = inspect.signature(factory).parameters
     needed = [
         p.name for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
@@ -87,6 +87,19 @@ def own_frames(error: BaseException) -> traceback.StackSummary | None:
         return None
     frames = traceback.extract_tb(trace.tb_next)
     return traceback.StackSummary.from_list([frame for frame in frames if not frame.filename.startswith("<frozen importlib") and frame.filename != importlib.__file__])
+
+
+def sizes_of(factory: Factory | None, *, batch: int | None, seq: int | None) -> dict[str, int]:
+    """The sizes to make inputs of: what is asked for, else the factory's own default where that is a whole number above 0, else that of SIZES."""
+    parameters = inspect.signature(factory).parameters if factory is not None else {}
+    asked = {"batch": batch, "seq": seq}
+    return {size: asked[size] or _default(parameters.get(size)) or usual for size, usual in SIZES.items()}
+
+
+def _default(parameter: inspect.Parameter | None) -> int:
+    """The default of a parameter where it can be a size, else 0."""
+    value = parameter.default if parameter is not None else 0
+    return max(0, value) if type(value) is int else 0
 
 
 def sizes_without_parameter(factory: Factory) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autopar.errors import CaptureError
-from autopar.frontend.factory import call_factory, find_factory, sizes_without_parameter
+from autopar.frontend.factory import call_factory, find_factory, sizes_of, sizes_without_parameter
 from autopar.frontend.huggingface import build_model, stated_dtype
 from autopar.frontend.inputs import inputs_for
 
@@ -25,7 +25,7 @@ HF = "hf:"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model with one batch: `model(*args, **kwargs)` gives the loss, alone or first, unless made with labels=False.
+    """A model with one batch of `batch` samples of `seq` tokens: `model(*args, **kwargs)` gives the loss, alone or first, unless made with labels=False.
     `fixed`: which of batch and seq its factory cannot be told, because it makes the inputs itself and has no such parameter."""
 
     model: nn.Module
@@ -33,6 +33,8 @@ class Loaded:
     kwargs: dict[str, object]
     name: str
     spec: str
+    batch: int
+    seq: int
     fixed: tuple[str, ...] = ()
 
     def check_sizes(self, asked: Iterable[str]) -> None:
@@ -45,15 +47,15 @@ class Loaded:
 def load(
     spec: str,
     *,
-    batch: int,
-    seq: int,
+    batch: int | None,
+    seq: int | None,
     device: str = "meta",
     dtype: torch.dtype = torch.float32,
     train: bool = True,
     labels: bool = True,
     seed: int = 0,
 ) -> Loaded:
-    """Build the model that `spec` names, on `device` and in `dtype`, with inputs of `batch` samples of `seq` tokens.
+    """Build the model that `spec` names, on `device` and in `dtype`, with inputs of `batch` samples of `seq` tokens (None: the factory's default, or that of `factory.SIZES`).
 
     On "meta" nothing is allocated and the values mean nothing. Elsewhere weights and inputs follow from `seed`; the
     caller's random state stays as it was. Integer inputs keep their type. `labels` is for Hugging Face models: a
@@ -62,13 +64,15 @@ def load(
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         if spec.startswith(HF):
-            factory, (model, made) = None, (build_model(spec.removeprefix(HF)), None)
+            factory, sizes = None, sizes_of(None, batch=batch, seq=seq)
+            model, made = build_model(spec.removeprefix(HF)), None
         else:
             factory = find_factory(spec)
-            model, made = call_factory(factory, spec, batch=batch, seq=seq)
+            sizes = sizes_of(factory, batch=batch, seq=seq)
+            model, made = call_factory(factory, spec, **sizes)
     model = in_dtype(model, dtype).train(train)
-    args, kwargs = made or inputs_for(model, batch=batch, seq=seq, device=device, seed=seed, labels=labels)
-    return Loaded(model, cast(args, dtype), cast(kwargs, dtype), short_name(spec), spec, sizes_without_parameter(factory) if factory and made else ())
+    args, kwargs = made or inputs_for(model, **sizes, device=device, seed=seed, labels=labels)
+    return Loaded(model, cast(args, dtype), cast(kwargs, dtype), short_name(spec), spec, **sizes, fixed=sizes_without_parameter(factory) if factory and made else ())
 
 
 def stated_precision(spec: str, *, train: bool) -> str:

@@ -67,9 +67,12 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: bar.update(task, description=f"{title}: {text}")
 
 
-def writable(option: str, where: str | Path | None, what: str = "the result", *, folders: bool = True, error: type[AutoparError] = PlanError) -> str | Path | None:
-    """`where` as it is. Raises `error` where `what` cannot be written to a file of that name, before anything is done for it. Folders above it are made, where `folders`; - is stdout."""
-    why = "" if where is None or str(where) == "-" else _unwritable(Path(where).absolute(), folders)
+def writable(option: str, where: str | Path | None, what: str = "the result", *, folders: bool = True, stdout: bool = True, error: type[AutoparError] = PlanError) -> str | Path | None:
+    """`where` as it is. Raises `error` where `what` cannot be written to a file of that name, before anything is done for it. Folders above it are made, where `folders`; - is stdout,
+    which takes what is text for people or other programs (`stdout`)."""
+    if where is None or (stdout and str(where) == "-"):
+        return where
+    why = "it would go to stdout, where the tables go" if str(where) == "-" else _unwritable(Path(where).absolute(), folders)
     if why:
         raise error(f"cannot write {what} to {where}: {why}; {option} wants the name of a file that can be written")
     return where

@@ -23,7 +23,7 @@ from autopar.runtime.scratch import Scratch
 
 def profile_command(where: Path, steps: int, trace: Path | None, output: Path | None, rows: int, json: str | None) -> None:
     """Run, compare, print, and write what was asked for. Raises PlanError where the trace cannot be written, ClusterError where the cluster cannot."""
-    writable("--trace", trace, "the trace", folders=False)
+    writable("--trace", trace, "the trace", folders=False, stdout=False)
     if output is not None:
         check_output(output)
     with progress(f"profiling {where}") as tell, Scratch() as beside:

@@ -14,7 +14,7 @@ from autopar.simulate.trace import write_trace
 
 def simulate_command(where: Path, trace: Path | None, json: str | None) -> None:
     """Simulate, print, and write what was asked for. Raises PlanError where the trace cannot be written."""
-    writable("--trace", trace, "the trace", folders=False)
+    writable("--trace", trace, "the trace", folders=False, stdout=False)
     with progress(f"simulating {where}") as tell:
         rebuilt = rebuild(where, tell)
         began = time.perf_counter()

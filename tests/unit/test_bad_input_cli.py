@@ -283,6 +283,7 @@ def test_a_place_that_cannot_be_written_is_said_before_the_search(here, monkeypa
 
 @pytest.mark.parametrize(("command", "where", "said"), [
     (("simulate", "no.json", "--trace"), "folder", "cannot write the trace to folder: it is a folder; --trace wants"), (("profile", "no.json", "--trace"), "folder", "cannot write the trace to folder: it is a folder; --trace wants"),
+    (("simulate", "no.json", "--trace"), "-", "cannot write the trace to -: it would go to stdout"), (("profile", "no.json", "--trace"), "-", "cannot write the trace to -"),
     (("profile", "no.json", "--trace"), "gone/trace.json", "there is no folder"), (("profile", "no.json", "-o"), "net.py/c.toml", "net.py is no folder"), (("profile", "no.json", "-o"), "c.json", "ends in .toml"),
     (("calibrate", "-o"), "folder.toml", "cannot write the cluster to folder.toml: it is a folder"), (("calibrate", "-o"), "net.py/c.toml", "net.py is no folder"),
 ])

@@ -44,7 +44,7 @@ def some(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()]
     if tensors and not any(value.numel() for value in tensors):
         raise CaptureError(f"example_inputs have no elements (shapes {', '.join(str(tuple(value.shape)) for value in tensors)}): their sizes are what is planned for; "
-                           "give a batch of the size that a step has")
+                           "give a batch of the size that a step has (on the command line: in what the factory returns, which --batch and --seq are handed to)")
 
 
 def fail(name: str, got: object, wanted: str, kind: type[AutoparError] = PlanError) -> NoReturn:

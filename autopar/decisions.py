@@ -41,6 +41,10 @@ def tiling_notes(program: Program, plan: Plan) -> list[str]:
     return [f"too large to be gathered whole, gathered and used in tiles: {', '.join(dict.fromkeys(found))}"] if found else []
 
 
+RULES_OPTION = "rules={op: 'b d -> b d'} (--rules FILE.py)"
+"""How users give rules, in Python and on the command line."""
+
+
 def rule_notes(program: Program, rules: Mapping[Any, Rule] | None) -> list[str]:
     """What the user should know about operators without a rule, each once, with its first place in the model; and which rules no operator had."""
     ops = [op for op in program.ops.values() if op.role == "op"]
@@ -57,6 +61,6 @@ def rule_notes(program: Program, rules: Mapping[Any, Rule] | None) -> list[str]:
 def _without_rule(text: str | None, *, asked: bool) -> str:
     """What is done with an operator that has no rule, or the one that was derived."""
     if text is not None:
-        return f"split by the rule {text!r}, derived: it held in trials on random tensors, which is no proof; rules={{op: 'b d -> b d'}} gives another"
-    said = "computed whole on every rank; give it a rule with rules={op: 'b d -> b d'}"
+        return f"split by the rule {text!r}, derived: it held in trials on random tensors, which is no proof; {RULES_OPTION} gives another"
+    said = f"computed whole on every rank; give it a rule with {RULES_OPTION}"
     return f"{said} (none held in trials)" if asked else f"{said}, or \"derive\" to have one that holds in trials on random tensors (docs/writing-rules.md)"

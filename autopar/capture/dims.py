@@ -114,7 +114,8 @@ def unshared(flat: list[Any]) -> str:
     if len(dict.fromkeys(leading)) < 2:
         return ""
     return (f"the first sizes of the inputs differ ({', '.join(map(str, leading))}), so none is taken for the batch: the plan is for these sizes alone, and no pipeline cuts "
-            "it into microbatches; name the batch in dynamic_shapes, 'b' for dim 0 of each input that has the samples")
+            "it into microbatches; name the batch in dynamic_shapes, 'b' for dim 0 of each input that has the samples "
+            "(on the command line: let the factory give inputs of one first size)")
 
 
 def explicit(flat: list[Any], given: Any, inputs: tuple[Any, ...], named: Mapping[str, Any], signature: inspect.Signature) -> Dims:

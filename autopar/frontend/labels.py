@@ -27,8 +27,8 @@ def labels_for(model: nn.Module, accepted: Mapping[str, object], draw: Draw) -> 
     if made and made.keys() <= accepted.keys():
         return made
     raise CaptureError(
-        f"labels for {name} cannot be made: wanted a class named *{', *'.join(LABELS)} whose forward takes {' and '.join(made) or 'labels'}. Ask "
-        f"for no labels and give the loss as loss_fn=, or {PASS_THEM}"
+        f"labels for {name} cannot be made: wanted a class named *{', *'.join(LABELS)} whose forward takes {' and '.join(made) or 'labels'}. To "
+        f"train it, {PASS_THEM}, where args hold what its loss takes (in Python the loss may be loss_fn= of compile instead); without a loss, plan for inference: mode=\"inference\", --mode inference"
     )
 
 

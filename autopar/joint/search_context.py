@@ -323,7 +323,7 @@ class SearchContext:
     def _why_not_sharable(self) -> str:
         if "b" not in self.hints:
             return ("no size of the inputs is the batch: none is dim 0 of all of them, or the model fixes it (a note of a plan without a pipeline says which); "
-                    "name it in dynamic_shapes, 'b' for dim 0 of each input that has the samples")
+                    "name it in dynamic_shapes, 'b' for dim 0 of each input that has the samples (on the command line: let the factory give inputs of one first size)")
         if self.batch < 2:
             return "a batch of one sample has no microbatches"
         try:

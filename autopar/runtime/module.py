@@ -198,7 +198,7 @@ class ShardedModule(Scope):
         """Which of `outputs` is the loss. Raises RunError where none is."""
         roles = [role for role, _ in outputs]
         if "loss" not in roles:
-            raise RunError("the model returns no loss, so there is no training step: plan it with labels among its inputs, or with loss_fn=")
+            raise RunError("the model returns no loss, so there is no training step: plan it with labels among its inputs, or with loss_fn= (on the command line: with a factory whose model gives the loss)")
         return roles.index("loss")
 
     def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

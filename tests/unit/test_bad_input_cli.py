@@ -148,6 +148,7 @@ def test_an_error_of_the_users_own_code_is_shown_with_the_frames_of_that_code_al
 @pytest.mark.parametrize(("gives", "wanted"), [
     ("nn.Linear(8, 8), (torch.zeros(8, 8),)", "on the command line: a factory whose model gives the loss, or --mode inference"),
     ("nn.Linear(8, 8)", "name a factory that gives (model, args) on the command line"),
+    ("nn.Linear(8, 8), (torch.zeros(0, 8),)", "on the command line: in what the factory returns"),
 ])
 def test_what_is_asked_for_is_said_in_words_of_the_command_line_too(here, monkeypatch, capsys, gives, wanted) -> None:
     (here / "lacking.py").write_text(f"import torch\nfrom torch import nn\n\n\ndef made():\n    return {gives}\n")
@@ -164,7 +165,7 @@ def test_an_error_of_autopar_itself_is_shown_whole(here, monkeypatch) -> None:
 def test_an_operator_without_a_rule_is_said_with_its_line_and_planned_whole(here, monkeypatch, capsys) -> None:
     planned(here, monkeypatch, model="net.py:unknown_op")
     said = " ".join(capsys.readouterr().out.split())
-    assert "no sharding rule for autopar_test_cli.shuffle.default" in said and f"net.py:{line_of('h = shuffle(h)')}" in said and "rules=" in said
+    assert "no sharding rule for autopar_test_cli.shuffle.default" in said and f"net.py:{line_of('h = shuffle(h)')}" in said and "rules=" in said and "--rules FILE.py" in said
 
 
 def test_a_batch_that_does_not_divide_is_refused_before_ranks_start(here, monkeypatch, capsys) -> None:

@@ -351,9 +351,9 @@ def test_inputs_without_a_common_batch_say_so() -> None:
     inputs = (torch.zeros(20, dtype=torch.long), torch.arange(0, 16, 2), torch.zeros(8, dtype=torch.long))
     captured = capture(Pooled(), inputs)
     assert captured.hints == {} and len(captured.notes) == 1
-    assert "first sizes of the inputs differ (20, 8, 8)" in captured.notes[0] and "name the batch in dynamic_shapes" in captured.notes[0]
+    assert "first sizes of the inputs differ (20, 8, 8)" in captured.notes[0] and "name the batch in dynamic_shapes" in captured.notes[0] and "on the command line" in captured.notes[0]
     assert not capture(Pooled(), inputs, dynamic_shapes=((None, {0: "b"}, {0: "b"}), {})).notes
-    with pytest.raises(InfeasibleError, match=r"no size of the inputs is the batch: .* name it in dynamic_shapes"):
+    with pytest.raises(InfeasibleError, match=r"no size of the inputs is the batch: .* name it in dynamic_shapes.*\(on the command line: let the factory"):
         autopar.compile(Pooled(), "cpu:1x2", inputs, recipe="1f1b")
 
 

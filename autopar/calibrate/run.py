@@ -20,9 +20,10 @@ from autopar.calibrate.clock import Clock
 from autopar.calibrate.fits import Fits
 from autopar.calibrate.samples import Sample
 from autopar.cluster import Cluster, Device
-from autopar.cluster.this_machine import match
+from autopar.cluster.this_machine import machine_bytes, match
 from autopar.errors import ClusterError
 from autopar.runtime.launch import Ranks
+from autopar.text import gibibytes
 
 DTYPES = {"cpu": ("float32", "bfloat16", "float16", "float64"), "cuda": ("float32", "bfloat16", "float16", "float64")}
 SECONDS = 60.0
@@ -30,6 +31,9 @@ SECONDS = 60.0
 
 LEAST_S, MOST_S = 1.0, 3600.0
 """How long it may take. Longer windows give the same means, and ranks that need more than ten minutes for one job are taken to hang."""
+
+RANK_BYTES = 450 << 20
+"""Memory that one CPU rank takes at its peak and shares with no other: torch, and what the measurements hold (VmHWM less shared pages on 1, 2 and 4 ranks: 330 to 424 MiB)."""
 
 WINDOW = 1e-3
 """The window of one measurement, as a share of the whole."""
@@ -52,7 +56,7 @@ def calibrate(device: str = "cpu", ranks: int = 4, *, seconds: float = SECONDS, 
     """Measure this machine with `ranks` local ranks (gloo on "cpu", NCCL on "cuda") of one thread each, in about `seconds`.
 
     With torch.distributed initialised it runs on the ranks that there are instead, on each of them. Raises ClusterError for a
-    device without a preset, too few ranks or `seconds` out of range, RunError where a rank fails.
+    device without a preset, too few ranks, more than the memory or the GPUs of the machine are for, or `seconds` out of range, RunError where a rank fails.
     """
     if not LEAST_S <= seconds <= MOST_S:
         raise ClusterError(f"a calibration of {seconds:g} seconds; wanted {LEAST_S:g} to {MOST_S:g}, about as long as it takes in all")
@@ -63,6 +67,9 @@ def calibrate(device: str = "cpu", ranks: int = 4, *, seconds: float = SECONDS, 
         raise ClusterError(f"a calibration on {ranks} ranks; wanted 1 or more")
     if device == "cuda" and ranks > torch.cuda.device_count():
         raise ClusterError(f"a calibration on {ranks} GPUs, but this machine has {torch.cuda.device_count()}")
+    if device == "cpu" and ranks * RANK_BYTES > machine_bytes():
+        raise ClusterError(f"a calibration on {ranks} ranks takes {gibibytes(ranks * RANK_BYTES)} of memory, and this machine has {gibibytes(machine_bytes())}: "
+                           f"wanted at most {machine_bytes() // RANK_BYTES} (--ranks)")
     with Ranks(ranks, device_type=device) as team:
         base = here(device)
         return measure(lambda job, clock: team.run(job, clock)[0], base, (1, ranks), seconds, say)
@@ -150,7 +157,7 @@ ALIAS = {"cache_bytes": "memory_bandwidth_bytes_s", "cache_bandwidth_bytes_s": "
 def _memory(device: Device, sizes: tuple[int, int]) -> dict[str, Any]:
     if device.kind == "cuda":
         return {"memory_bytes": torch.cuda.get_device_properties(0).total_memory} if torch.cuda.is_available() else {}
-    return {"memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // sizes[1]}
+    return {"memory_bytes": machine_bytes() // sizes[1]}
 
 
 def cores_here() -> int:

@@ -14,6 +14,7 @@ from autopar import frontend
 from autopar.capture import Captured, own_state
 from autopar.capture.precision import capture_in, resting
 from autopar.cluster import Cluster
+from autopar.cluster.this_machine import machine_bytes
 from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.plan_schema import record, text, whole
@@ -103,11 +104,6 @@ def check_room(loaded: frontend.Loaded, where: Path) -> None:
         raise PlanError(f"plan {where}: the weights of {loaded.name} take {gibibytes(wanted)}{f' in {processes} processes' if processes > 1 else ''}, and this machine has {gibibytes(there)} of memory. "
                         "verify, run and profile make the whole model on each machine: plan a smaller one of its kind (fewer layers) with the same --recipe and --mesh and try that, "
                         "or start one on a machine with more memory. explain, simulate, memory and emit need no weights")
-
-
-def machine_bytes() -> int:
-    """The memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def met(plan: Plan, source: Source, captured: Captured, rules: Mapping[Any, Rule] | None = None) -> Captured:

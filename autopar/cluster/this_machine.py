@@ -58,6 +58,11 @@ def match(name: str, memory_bytes: int) -> str:
                        f"preset that is nearest, or a .toml file with base = \"...\" and what differs")
 
 
+def machine_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _sizes(local: int) -> str:
     world, per_node = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     if not world:

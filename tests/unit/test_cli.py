@@ -49,6 +49,13 @@ def test_a_calibration_that_would_not_end_is_refused_before_it_begins(tmp_path: 
         calibrate("cpu", 1, seconds=seconds)
 
 
+def test_a_calibration_on_more_ranks_than_memory_holds_is_refused_before_it_begins(tmp_path: Path) -> None:
+    """Each rank loads torch: they were all started, and the machine swapped or ended some."""
+    done = autopar("calibrate", "-o", str(tmp_path / "c.toml"), "--device", "cpu", "--ranks", "100000")
+    assert done.returncode == 1 and "a calibration on 100000 ranks takes 43945 GiB of memory" in done.stderr and "wanted at most" in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
 def test_lists(tmp_path: Path) -> None:
     done = autopar("clusters", "--json", "-")
     names = [cluster["name"] for cluster in json.loads(done.stdout)]

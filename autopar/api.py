@@ -85,6 +85,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     from autopar.codegen.tables import Names
     from autopar.joint import plan
     from autopar.joint.pareto import frontier
+    from autopar.problem.read_graph import laid_out
     from autopar.problem.settings import Settings
     from autopar.request import Request
     from autopar.rules import as_rules
@@ -102,7 +103,7 @@ def compile(model: nn.Module, cluster: Cluster | str, example_inputs: Any = None
     made = _agree(lambda: frontier(captured.gm, captured.hints, request, **about) if pareto else
                   [plan(captured.gm, captured.hints, request, **about)])
     chosen = made[0]
-    chosen.check(captured.graph_hash, captured.nodes)
+    chosen.check(captured.graph_hash, laid_out(captured.gm, captured.hints, training=mode == "train"))
     captured = captured.parted(chosen.parted)
     bundle = Bundle(chosen, emit(captured.gm, chosen, Names.of(captured)), captured.constants)
     weights = None if any(p.is_meta for p in model.parameters()) else own_state(model)

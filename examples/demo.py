@@ -22,6 +22,7 @@ from autopar.cli.planning import Asked, plan_command
 from autopar.cli.rebuild import rebuild
 from autopar.cli.verifying import case
 from autopar.plan import Plan
+from autopar.problem.read_graph import laid_out
 from autopar.report.checks import checked
 from autopar.verify import verify
 
@@ -55,7 +56,7 @@ def compare(plans: dict[str, Path]) -> bool:
     right = True
     for name, path in plans.items():
         plan = Plan.load(path)
-        plan.check(rebuilt.captured.graph_hash, rebuilt.captured.nodes)
+        plan.check(rebuilt.captured.graph_hash, laid_out(rebuilt.captured.gm, plan.hints, training=plan.mode == "train"))
         report = verify(dataclasses.replace(base, plan=plan), tolerance=TOLERANCE, reference=reference)
         say(f"one training step on {plan.ranks} gloo ranks: {name}")
         show("", checked(report), "")

@@ -70,8 +70,3 @@ class Captured:
         except ValueError as error:
             raise PlanError(f"the plan does not fit the graph: {error}") from error
 
-    @property
-    def nodes(self) -> list[str]:
-        """Names of what a plan lays out: tensors of the graph, those of blocks as `scope/name`."""
-        return [f"{prefix}{node.name}" for prefix, module in (("", self.gm), *((f"{n}/", m) for n, m in self.gm.named_children()))
-                if isinstance(module, fx.GraphModule) for node in module.graph.nodes if node.op != "output"]

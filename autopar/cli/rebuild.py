@@ -21,6 +21,7 @@ from autopar.plan_schema import record, text, whole
 from autopar.plan_suits_graph import suits
 from autopar.planner import Planner
 from autopar.problem.build import Model
+from autopar.problem.read_graph import laid_out
 from autopar.problem.settings import Settings
 from autopar.recipes import roles
 from autopar.request import Request
@@ -108,7 +109,7 @@ def check_room(loaded: frontend.Loaded, where: Path) -> None:
 
 def met(plan: Plan, source: Source, captured: Captured, rules: Mapping[Any, Rule] | None = None) -> Captured:
     """The graph as `plan` parts it. Raises PlanError where it is another graph than was planned, or the plan is none of it; see autopar.plan_suits_graph."""
-    plan.check(captured.graph_hash, captured.nodes, source.model)
+    plan.check(captured.graph_hash, laid_out(captured.gm, captured.hints, training=plan.mode == "train"), source.model)
     if dict(captured.hints) != dict(plan.hints):
         raise PlanError(f"hints are {dict(plan.hints)}, but {source.model} at batch {source.batch} and sequence {source.seq} (source) has "
                         f"{dict(captured.hints)}: plan the model again")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,11 @@ def read(gm: fx.GraphModule, hints: Mapping[str, int], *, training: bool, device
             program.ops[op.operands[0][0]].head = True
     annotate(program)
     return program
+
+
+def laid_out(gm: fx.GraphModule, hints: Mapping[str, int], *, training: bool) -> Iterator[str]:
+    """Names of what a plan of this graph lays out (`Plan.nodes`); the graph is read when the first one is asked for."""
+    yield from read(gm, hints, training=training).ops
 
 
 @dataclass(frozen=True, slots=True)

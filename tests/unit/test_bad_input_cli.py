@@ -225,6 +225,7 @@ def test_a_plan_for_another_model_or_schema(here, monkeypatch, capsys) -> None:
     for command in (("emit", str(path), "-o", "out"), ("run", str(path)), ("verify", str(path)), ("explain", str(path))):
         said = refused(here, monkeypatch, capsys, *command)
         assert "is for another graph than net.py:good gives now" in said and "plan the model again" in said
+        assert "(12 nodes planned, 11 now; gone: p_linear_bias, linear_default; new: linear; hash" in said  # outputs, sizes and blocks were always said to be gone or new
     data = json.loads(path.read_text())
     path.write_text(json.dumps(data | {"schema": 99}))
     assert "plan has schema 99, this version of autopar reads" in refused(here, monkeypatch, capsys, "emit", str(path), "-o", "out")

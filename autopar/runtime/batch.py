@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import RunError
-from autopar.layout import Layout, chunk, cutters, divisible, is_shard, parse, pieces, ways_of
+from autopar.layout import Layout, divisible, is_shard, parse, pieces, ways_of
 from autopar.runtime.cuts import own
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.nested import Nested, flat
@@ -89,15 +89,12 @@ def as_computed(sample: Mapping[str, tuple[Sequence[int], str]], names: Iterable
     return [value.to(getattr(torch, sample[name][1])) if isinstance(value, Tensor) and value.is_floating_point() else value for name, value in zip(names, values, strict=True)]
 
 
-def cut_batch(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh, uneven: Sequence[str] = ()) -> list[Any]:
-    """This rank's part of each global input, on this rank's device.
-
-    Raises RunError where a dim does not divide by the ranks that cut it, unless the input is named in `uneven`.
-    """
-    return [_part(name, layout, value, mesh, name in uneven) for (name, layout), value in zip(inputs.items(), values, strict=True)]
+def cut_batch(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh) -> list[Any]:
+    """This rank's part of each global input, on this rank's device. Raises RunError where a dim does not divide by the ranks that cut it."""
+    return [_part(name, layout, value, mesh) for (name, layout), value in zip(inputs.items(), values, strict=True)]
 
 
-def _part(name: str, layout: str, value: Any, mesh: Mesh, uneven: bool) -> Any:
+def _part(name: str, layout: str, value: Any, mesh: Mesh) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.is_meta:
@@ -105,7 +102,7 @@ def _part(name: str, layout: str, value: Any, mesh: Mesh, uneven: bool) -> Any:
     entries = parse(layout)
     for dim, size in enumerate(value.shape):
         ways = ways_of(entries, dim, mesh.sizes)
-        if size % ways and not uneven:
+        if size % ways:
             raise RunError(f"input {name!r}: dim {dim} of size {size} does not divide by the {ways} ranks that cut it "
                            f"(layout {layout} on {mesh}); use {divisible(size, ways)}, or plan for another mesh")
     return own(value, entries, mesh.sizes, mesh.coord).contiguous().to(mesh.device)
@@ -188,35 +185,15 @@ def check_agreement(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh
 
 
 def check_shapes(inputs: Mapping[str, str], everyone: Sequence[Sequence[tuple[int, ...] | None]], mesh: Mesh) -> None:
-    """Raise RunError where the shapes of inputs on all ranks (None for what is no tensor) are not those of parts of one batch."""
-    coords = _coords(mesh)
+    """Raise RunError unless each input has the same shape on all ranks (None for what is no tensor). A rank takes its own part of a dim, times the ranks that cut it, for the size of the whole,
+    so that parts of which the last is smaller, though they are those of one tensor, would be divided by a number of samples that is none."""
     for index, (name, layout) in enumerate(inputs.items()):
-        given = list(zip(coords, (each[index] for each in everyone), strict=True))
-        shapes = dict(given)
-        if any(shapes[coord] != shape for coord, shape in given) or not fit(shapes, parse(layout), mesh.sizes):
-            got = "; ".join(f"rank {rank}: {everyone[rank][index]}" for rank in range(mesh.ranks))
-            raise RunError(f"input {name!r}: the ranks' parts do not fit together under layout {layout} on {mesh}: {got}. "
-                           "Give every rank its part of one global batch, as model.shard_batch(*global_batch) does")
+        if any(each[index] != everyone[0][index] for each in everyone):
+            got = "; ".join(f"rank {rank}: {each[index]}" for rank, each in enumerate(everyone))
+            raise RunError(f"input {name!r}: the ranks' parts do not fit together under layout {layout} on {mesh}: {got}. All parts have the same sizes: "
+                           "give every rank its part of one global batch, as model.shard_batch(*global_batch) does, and cut, pad or leave out a last batch that is smaller")
 
 
 def _coords(mesh: Mesh) -> list[tuple[int, ...]]:
     """The coordinates of all ranks, place by place."""
     return list(itertools.product(*map(range, mesh.sizes))) * mesh.places
-
-
-def fit(shapes: Mapping[tuple[int, ...], Any], layout: tuple[str, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether `shapes` (mesh coordinate -> shape; None for a value that is no tensor) are those of the parts of one tensor under `layout`."""
-    first = next(iter(shapes.values()))
-    if any((s is None) != (first is None) or (s is not None and len(s) != len(first)) for s in shapes.values()):
-        return False
-    for dim in range(len(first or ())):
-        axes = cutters(layout, dim)
-        total = sum(s[dim] for coord, s in shapes.items() if all(c == 0 for a, c in enumerate(coord) if a not in axes))
-        for coord, shape in shapes.items():
-            start, stop = 0, total
-            for axis in axes:
-                lo, hi = chunk(stop - start, sizes[axis], coord[axis])
-                start, stop = start + lo, start + hi
-            if shape[dim] != stop - start:
-                return False
-    return True

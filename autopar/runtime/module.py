@@ -112,7 +112,6 @@ class ShardedModule(Scope):
     MIXED: ClassVar[bool] = False  # mixed precision: floating inputs are cast to what is computed with
     DIMS: ClassVar[batch.Dims] = {}
     SIZES: ClassVar[Mapping[str, tuple[int, int | None, int]]] = {}
-    UNEVEN: ClassVar[Sequence[str]] = ()
     OUTPUTS: ClassVar[Sequence[tuple[str, str]]] = ()
     UNGRADED: ClassVar[Sequence[int]] = ()  # numbers of outputs that have a gradient on one device, and none here
     STRUCTURE: ClassVar[Any] = None
@@ -295,7 +294,7 @@ class ShardedModule(Scope):
 
     def shard_batch(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """This rank's part of a global batch, in the order of the inputs. Raises RunError where a dim does not divide."""
-        return tuple(batch.cut_batch(self.INPUTS, batch.bind(self.INPUTS, args, kwargs, self.FIXED, self.NESTED), self.MESH, self.UNEVEN))
+        return tuple(batch.cut_batch(self.INPUTS, batch.bind(self.INPUTS, args, kwargs, self.FIXED, self.NESTED), self.MESH))
 
     @property
     def data_parallel_size(self) -> int:
@@ -311,7 +310,7 @@ class ShardedModule(Scope):
         """This rank's part of what its loader gave, the samples of `data_parallel_rank`, in the order of the inputs; what has no samples is given whole. Raises RunError
         where a dim does not divide."""
         inputs = loaders.loaded(self.INPUTS, self.DIMS)
-        return tuple(batch.cut_batch(inputs, batch.bind(self.INPUTS, args, kwargs, self.FIXED, self.NESTED), self.MESH, self.UNEVEN))
+        return tuple(batch.cut_batch(inputs, batch.bind(self.INPUTS, args, kwargs, self.FIXED, self.NESTED), self.MESH))
 
     def update_bn(self, batches: Iterable[Any]) -> Self:
         """Make the running statistics of batch norms those of `batches`, of equal weight, with the weights as they are, as torch.optim.swa_utils.update_bn does: averaged weights

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import RunError
-from autopar.layout import local_shape
-from autopar.runtime.batch import bind, check_sizes, cut_batch, fit
+from autopar.layout import local_shape, ways_of
+from autopar.runtime.batch import bind, check_shapes, check_sizes, cut_batch
 from autopar.runtime.mesh import Mesh
 
 INPUTS = {"ids": "S0", "labels": "S0"}
@@ -130,16 +130,16 @@ def test_sizes_that_are_one_of_the_program_are_compared(layouts, shapes, message
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple), st.lists(st.integers(1, 9), min_size=1, max_size=3), st.data())
-def test_parts_of_one_tensor_fit_and_others_do_not(sizes, shape, data):
+def test_parts_of_one_tensor_fit_where_they_are_equal_and_no_others_do(sizes, shape, data):
+    """From a part follows the size of the whole: parts of a tensor that does not divide say different ones."""
     layout = tuple(data.draw(st.sampled_from(["R", *(f"S{d}" for d in range(len(shape)))])) for _ in sizes)
-    coords = list(itertools.product(*map(range, sizes)))
-    shapes = {c: local_shape(shape, layout, sizes, c) for c in coords}
-    assert fit(shapes, layout, sizes)
-    if len(coords) > 1:
-        last = coords[-1]
-        assert not fit({**shapes, last: None}, layout, sizes)
-        assert not fit({**shapes, last: (*shapes[last], 1)}, layout, sizes)
-        assert not fit({**shapes, last: (shapes[last][0] + sum(shape) + 9, *shapes[last][1:])}, layout, sizes)
+    shapes = [local_shape(shape, layout, sizes, coord) for coord in itertools.product(*map(range, sizes))]
+    wholes = [tuple(size * ways_of(layout, dim, sizes) for dim, size in enumerate(part)) for part in shapes]
+    last = shapes[-1]
+    others = (None, (*last, 1), (last[0] + sum(shape) + 9, *last[1:]))
+    for parts, right in ((shapes, len({*wholes}) == 1), *(([*shapes[:-1], other], False) for other in others if len(shapes) > 1)):
+        with nullcontext() if right else pytest.raises(RunError, match="the ranks' parts do not fit together"):
+            check_shapes({"x": ",".join(layout)}, [[part] for part in parts], SimpleNamespace(sizes=sizes, ranks=len(shapes), places=1))
 
 
 def test_a_mesh_of_one_takes_the_whole_batch():

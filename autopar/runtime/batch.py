@@ -84,6 +84,13 @@ def without_gradient(names: Iterable[str], values: Sequence[Any]) -> None:
                            f"{name}.detach() where nobody needs it. Else compile as one model what it comes from and what it goes into, or make it a parameter of the model")
 
 
+def without_autocast(mesh: Mesh) -> None:
+    """Raise RunError where autocast is on: it knows nothing of what a program sends."""
+    if torch.is_autocast_enabled(mesh.device.type):
+        raise RunError("autocast is on, and would change in which dtypes a program computes and sends that was planned without it: call the model outside of it, and plan it with "
+                       'compile(model, ..., precision="bf16") for mixed precision')
+
+
 def as_computed(sample: Mapping[str, tuple[Sequence[int], str]], names: Iterable[str], values: Sequence[Any]) -> list[Any]:
     """Floating inputs cast to the dtypes in which the model was captured (`sample`: input -> shape, dtype), as cast_forward_inputs of FSDP's MixedPrecisionPolicy does."""
     return [value.to(getattr(torch, sample[name][1])) if isinstance(value, Tensor) and value.is_floating_point() else value for name, value in zip(names, values, strict=True)]

@@ -1,14 +1,17 @@
-"""A check in every step that all ranks have consistent parts of the batch and train the same parameters.
+"""A check in every step that all ranks have consistent parts of the batch, train the same parameters and are in the same state of the step.
 
 A rank infers the global batch size from its own part. If one rank has a smaller part than the others (the last batch of its loader), every rank computes another mean and
 other gradients than the model, without an error. If ranks have frozen different parameters, they reduce gradients of different tensors: they deadlock or get wrong sums. In a
-pipeline, a place also needs to know whether any other place still trains parameters.
+pipeline, a place also needs to know whether any other place still trains parameters. If one rank weights its loss otherwise, evaluates, or draws other numbers (`SAME`),
+gradients of different losses are summed.
 
-So each rank sends its sizes and a checksum of which parameters train: one small all-gather, which is started with the forward and read after it, when every rank has started.
+So each rank sends its sizes, a checksum of which parameters train, and the state of the step: one small all-gather, which is started with the forward and read after it, when
+every rank has started.
 """
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +27,22 @@ from autopar.runtime import batch
 from autopar.runtime.collectives import start_all_gather_from_all
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import Held
+from autopar.runtime.rng import Rng
+
+SAME: Mapping[str, str] = {
+    "model.training": "call train() or eval() on every rank",
+    "torch.is_grad_enabled()": "call train_step on every rank, or the model in no_grad on every rank",
+    "rng_state()['seed']": "replicas would draw other numbers: give set_rng_state() the same state on every rank",
+    "rng_state()['step']": "replicas would draw other numbers: give set_rng_state() the same state on every rank",
+    "loss_weight": "it is the weight of the loss of the whole batch: give train_step the same one on every rank",
+}
+"""What all ranks of a step have alike, and what to do where they do not; what differs first is named."""
+
+
+def step_state(rng: Rng | None, *, training: bool, loss_weight: float) -> dict[str, float]:
+    """The values of SAME on this rank; without those of `rng` where ranks may run forwards by themselves, which count as steps."""
+    drawn = {} if rng is None else {f"rng_state()[{key!r}]": number for key, number in rng.state().items()}
+    return {"model.training": training, "torch.is_grad_enabled()": torch.is_grad_enabled(), **drawn, "loss_weight": float(loss_weight)}
 
 
 class BatchSizes:
@@ -37,6 +56,7 @@ class BatchSizes:
         self._right: list[list[int]] = []  # the sizes of all ranks when they were last checked and found consistent
         self.trains = True
         self._held: Mapping[str, Held] = {}
+        self._state: Mapping[str, float] = {}
         self._coming: Callable[[], Tensor] | None = None
         self._stream = None if mesh.device_type == "cpu" or mesh.ranks == 1 else torch.Stream(mesh.device)
 
@@ -50,31 +70,41 @@ class BatchSizes:
         batch.check_agreement(self.inputs, values, self.mesh)
         self._dims = [value.dim() if isinstance(value, Tensor) else 0 for value in values]
 
-    def tell(self, values: Sequence[Any], held: Mapping[str, Held]) -> bool:
-        """Start to send the sizes of this rank's part, and which of `held` train. Returns whether the sizes differ from those of the last step."""
+    def tell(self, values: Sequence[Any], held: Mapping[str, Held], state: Mapping[str, float]) -> bool:
+        """Start to send the sizes of this rank's part, which of `held` train, and the `step_state`. Returns whether the sizes differ from those of the last step."""
         sizes = [size for value, dims in zip(values, self._dims or (), strict=True) for size in (value.shape if isinstance(value, Tensor) and value.dim() == dims else (-1,) * dims)]
-        self._held, training = held, bytes(one.tensor.requires_grad for one in held.values())
+        self._held, self._state, training = held, state, bytes(one.tensor.requires_grad for one in held.values())
         self.trains = any(training)
         if self.mesh.ranks > 1:
             with self._beside():
-                self._coming = start_all_gather_from_all(torch.tensor([zlib.crc32(training) + 1 if self.trains else 0, *sizes], dtype=torch.int64, device=self.mesh.device), self.mesh)
+                self._coming = start_all_gather_from_all(torch.tensor([zlib.crc32(training) + 1 if self.trains else 0, *map(_bits, state.values()), *sizes], dtype=torch.int64, device=self.mesh.device), self.mesh)
         changed, self._mine = sizes != self._mine, sizes
         return changed
 
     def look(self) -> None:
-        """Read what the ranks sent. Raises RunError, on every rank, where their parts are not parts of one batch, or, where gradients are recorded, ranks of one place have frozen
-        different parameters."""
+        """Read what the ranks sent. Raises RunError, on every rank, where their parts are not parts of one batch, the step has another state on some ranks, or, where gradients
+        are recorded, ranks of one place have frozen different parameters."""
         if self._coming is None:
             return
         with self._beside():
             told, self._coming = self._coming().tolist(), None
-        training, everyone = [number for number, *_ in told], [sizes for _, *sizes in told]
+        count = 1 + len(self._state)
+        training, states, everyone = [each[0] for each in told], [each[1:count] for each in told], [each[count:] for each in told]
         self.trains = any(training)
+        self._same(states)
         if torch.is_grad_enabled():
             self._alike(training)
         if everyone != self._right:
             batch.check_shapes(self.inputs, [self._shapes(sizes) for sizes in everyone], self.mesh)
             self._right = everyone
+
+    def _same(self, states: Sequence[Sequence[int]]) -> None:
+        """Raise RunError, on every rank, unless all have the same `states`."""
+        for index, (name, own) in enumerate(self._state.items()):
+            for rank, each in enumerate(states):
+                if each[index] != states[0][index]:
+                    here, first = (_number(state[index], own) for state in (each, states[0]))
+                    raise RunError(f"{name} is {here} on rank {rank} and {first} on rank 0, which are in one step together: {SAME[name]}")
 
     def _alike(self, training: Sequence[int]) -> None:
         """Raise RunError, on every rank, unless the ranks of each place train the same parameters; `training` has each rank's checksum of these."""
@@ -97,3 +127,13 @@ class BatchSizes:
     def _beside(self) -> AbstractContextManager[Any]:
         """On accelerators, a stream of its own: reading the result then does not wait for the forward that is queued on the main stream."""
         return nullcontext() if self._stream is None else self._stream
+
+
+def _bits(value: float) -> int:
+    """A number as an int64: of a float its bits, so that ranks compare it exactly."""
+    return struct.unpack("q", struct.pack("d", value))[0] if isinstance(value, float) else int(value)
+
+
+def _number(bits: int, like: float) -> float:
+    """The inverse, of the type of `like`."""
+    return struct.unpack("d", struct.pack("q", bits))[0] if isinstance(like, float) else type(like)(bits)

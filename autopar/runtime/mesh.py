@@ -115,6 +115,12 @@ class Mesh:
             self.forget()
         return self.device_mesh
 
+    def check_met(self, met: DeviceMesh | None) -> None:
+        """Raise RunError unless `meet` still gives `met`, on whose ranks the parameters of a module lie."""
+        if self.ranks > 1 and self.meet() is not met:
+            raise RunError("torch.distributed was shut down and started again since this module was made, and its parameters lie on ranks that are gone: make another one of the plan "
+                           "(autopar.load, or autopar.compile) and fill it with what was saved before (load_full, or torch.distributed.checkpoint)")
+
     def _again(self, sizes: tuple[int, ...], names: tuple[str, ...], first: DeviceMesh) -> dict[int, dist.ProcessGroup]:
         """The second groups of the axes `behind`. All ranks make them here, in the same order, whatever each of them runs later."""
         if not self.behind:

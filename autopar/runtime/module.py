@@ -20,7 +20,7 @@ from autopar._torch import local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
 from autopar.runtime import all_at_once, batch, checkpoint, host_state, loaders, norms, optimizer_state, regather, rng
-from autopar.runtime.batch_sizes import BatchSizes
+from autopar.runtime.batch_sizes import BatchSizes, step_state
 from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.declare import Declarations
 from autopar.runtime.first_order import check_trains
@@ -187,7 +187,7 @@ class ShardedModule(Scope):
         precision in float16 needs. Gives the global loss, the same on all ranks, detached and without either. Raises RunError where the plan has no loss, or needs a scaler, without gradients
         (no_grad), and where all parameters are frozen."""
         scale = scale_of(scaler, self.MESH.device, needed=self._narrow, weight=loss_weight)
-        loss = self._run(args, kwargs)[self._loss_number(self._results())]  # other results (logits) need not outlive the forward
+        loss = self._run(args, kwargs, loss_weight)[self._loss_number(self._results())]  # other results (logits) need not outlive the forward
         check_trains(loss.requires_grad)
         self._turn()
         loss.backward(None if scale is None else scale.to(loss.dtype))
@@ -200,14 +200,11 @@ class ShardedModule(Scope):
             raise RunError("the model returns no loss, so there is no training step: plan it with labels among its inputs, or with loss_fn= (on the command line: with a factory whose model gives the loss)")
         return roles.index("loss")
 
-    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The inputs of a call in the order of the plan, checked against the program's sizes. In the first call the ranks compare their contents, in later ones their sizes."""
-        if torch.is_autocast_enabled(self.MESH.device.type):
-            raise RunError("autocast is on, and would change in which dtypes a program computes and sends that was planned without it: call the model outside of it, and plan it with "
-                           'compile(model, ..., precision="bf16") for mixed precision')
-        if self.MESH.ranks > 1 and self.MESH.meet() is not self._met:
-            raise RunError("torch.distributed was shut down and started again since this module was made, and its parameters lie on ranks that are gone: make another one of the plan "
-                           "(autopar.load, or autopar.compile) and fill it with what was saved before (load_full, or torch.distributed.checkpoint)")
+    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_weight: float = 1.0) -> list[Any]:
+        """The inputs of a call in the order of the plan, checked against the program's sizes. In the first call the ranks compare their contents, in later ones their sizes and
+        the state of the step, with the weight of its loss."""
+        batch.without_autocast(self.MESH)
+        self.MESH.check_met(self._met)
         self._tree.check()
         inputs = batch.bind(self.INPUTS, args, kwargs, self.FIXED, self.NESTED)
         if torch.is_grad_enabled():
@@ -218,16 +215,20 @@ class ShardedModule(Scope):
         if not self._told.begun:
             self._told.first(inputs)
             check_replicas(self._held.values(), self.rng.seed, self.MESH, self._copies())
-        if self._in_step() and self._told.tell(inputs, self._held) and self.data_parallel_size < self.MESH.ranks:
+        state = step_state(self.rng if self._has_loss() else None, training=self.training, loss_weight=loss_weight)
+        if self._in_step() and self._told.tell(inputs, self._held, state) and self.data_parallel_size < self.MESH.ranks:
             self._told.look()  # checked now: ranks that share samples exchange tensors of these sizes in the forward
         return inputs
 
     def _in_step(self) -> bool:
         """Whether this forward needs all ranks: a loss and gradients are reduced over all of them. A forward without either may be run by some ranks only."""
-        return any(role == "loss" for role, _ in self.OUTPUTS) or (self.TRAINS and torch.is_grad_enabled())
+        return self._has_loss() or (self.TRAINS and torch.is_grad_enabled())
 
-    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        inputs = self._bound(args, kwargs)
+    def _has_loss(self) -> bool:
+        return any(role == "loss" for role, _ in self.OUTPUTS)
+
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_weight: float = 1.0) -> list[Tensor]:
+        inputs = self._bound(args, kwargs, loss_weight)
         self._sync.renew(self._held.values())
         self._leaves.refresh()
         self._spread.clear()

@@ -154,7 +154,7 @@ class PipelinedModule(ShardedModule):
         `scaler`, as ShardedModule has it. Gives the global loss, the same on all ranks. Raises RunError where the plan has no loss, or needs a scaler, where the batch
         does not divide into the microbatches, and where all parameters of all stages are frozen."""
         number, scale = self._loss_number(self.OUTPUTS), scale_of(scaler, self.MESH.device, needed=self._narrow, weight=loss_weight)
-        sizes, micro = self._begin(args, kwargs)
+        sizes, micro = self._begin(args, kwargs, loss_weight)
         key = tuple(sizes.items())
         if key not in self._engines:
             self._engines = {key: Engine(self, self.stages, sizes, number)}  # one at a time: its buffers are large
@@ -209,10 +209,10 @@ class PipelinedModule(ShardedModule):
             self._mutate(held, value)
         self._changed.clear()
 
-    def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_weight: float = 1.0) -> tuple[dict[str, int], list[dict[str, Any]]]:
         """Bind and check a batch, and refresh the leaves. Returns the global sizes, and for each microbatch its inputs and totals by name."""
         self._check_dtypes()
-        inputs = self._bound(args, kwargs)
+        inputs = self._bound(args, kwargs, loss_weight)
         self._told.look()  # before anything is sent: ranks with parts of other sizes would wait for each other
         if torch.is_grad_enabled():
             check_trains(self._told.trains)

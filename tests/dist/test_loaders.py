@@ -112,6 +112,37 @@ def test_unlike_sizes_are_refused_in_every_step(recipe: str, who: int) -> None:
         assert len(set(losses)) == 1 and apart < 1e-9
 
 
+def _in_another_step(made: Compiled, weights: dict[str, Tensor], name: str) -> str:
+    """One rank: what is said of a step that the last rank takes in another state than the others."""
+    model = made.bundle.build(weights)
+    batch, other = model.shard_batch(*dataset()[:BATCH]), torch.distributed.get_rank() == 3
+    model.train_step(*batch)
+    if name == "model.training":
+        model.train(not other)
+    if name.startswith("rng_state()"):
+        key = "seed" if "seed" in name else "step"
+        model.set_rng_state({**model.rng_state(), key: 7 if other else 5})
+    with pytest.raises(RunError) as error, torch.set_grad_enabled(name != "torch.is_grad_enabled()" or not other):
+        if torch.is_grad_enabled():
+            model.train_step(*batch, loss_weight=0.7 if other and name == "loss_weight" else 0.5)
+        else:
+            model(*batch)
+    model.train()
+    model.set_rng_state({"seed": 1, "step": 1})
+    model.train_step(*batch)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("recipe", "name", "said"), [
+    ("ddp", "loss_weight", "0.7 on rank 3 and 0.5 on rank 0"), ("1f1b", "loss_weight", "0.7 on rank 3 and 0.5 on rank 0"), ("zero3", "model.training", "False on rank 3 and True on rank 0"),
+    ("ddp", "torch.is_grad_enabled()", "False on rank 3 and True on rank 0"), ("tp_sp", "rng_state()['seed']", "7 on rank 3 and 5 on rank 0"), ("1f1b", "rng_state()['step']", "7 on rank 3 and 5 on rank 0")])
+def test_a_step_that_ranks_take_in_unlike_states_is_refused(recipe: str, name: str, said: str) -> None:
+    made = compiled(recipe)
+    weights = dict(Model().double().state_dict())
+    for text in living(4).run(_in_another_step, Compiled(made.bundle), weights, name):
+        assert text.startswith(f"{name} is {said}")
+
+
 def _own_turn() -> list[Tensor]:
     """One rank: forwards without a loss, one more of rank 0 alone."""
     torch.manual_seed(0)

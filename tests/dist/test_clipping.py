@@ -31,7 +31,7 @@ def _clipped(source: str, light: Light) -> dict[float, tuple[float, dict[str, Te
     for kind in KINDS:
         module.zero_grad()
         module.train_step(*module.shard_batch(**light.batch))
-        norm = module.clip_grad_norm_(NORM, norm_type=kind)
+        norm = module.clip_grad_norm_(NORM, norm_type=kind, error_if_nonfinite=True)  # which a finite one is not
         found[kind] = float(norm), {name: grad for name, grad in module.full_grads().items() if grad is not None}
     return found
 
@@ -103,13 +103,22 @@ def test_a_norm_that_is_not_finite_is_an_error_on_every_rank(plan: str, kind: fl
         assert math.isnan(norm) and same
 
 
-def _unknown(source: str, light: Light) -> str:
-    with pytest.raises(RunError) as said:
-        light.build(source).clip_grad_norm_(NORM, norm_type=0)
-    return str(said.value)
+UNKNOWN = (0, -1.0, math.nan, "2", None)
+"""What is no kind of norm."""
+
+
+def _unknown(source: str, light: Light) -> list[str]:
+    """One rank: what is said of each."""
+    module, said = light.build(source), []
+    for kind in UNKNOWN:
+        with pytest.raises(RunError) as error:
+            module.clip_grad_norm_(NORM, norm_type=kind)  # type: ignore[arg-type]
+        said.append(str(error.value))
+    return said
 
 
 def test_other_norms_are_refused() -> None:
     who = subject("hf-gpt2")
     case = who.case(by_recipe(who, (1,), "single"))
-    assert "norm_type is 0; wanted a number above 0, or math.inf" in living(1).run(_unknown, case.source(), case.light)[0]
+    for kind, said in zip(UNKNOWN, living(1).run(_unknown, case.source(), case.light)[0], strict=True):
+        assert f"norm_type is {kind!r}; wanted a number above 0, or math.inf" in said

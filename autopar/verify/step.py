@@ -18,6 +18,7 @@ from autopar.plan import Plan
 from autopar.runtime import PipelinedModule, ShardedModule, count
 from autopar.runtime.count import Counted, uncounted
 from autopar.runtime.cuts import own
+from autopar.runtime.outputs import Spread
 from autopar.verify.compare import gap
 from autopar.verify.reference import Results, optimizer
 from autopar.verify.second_step import SECOND
@@ -59,7 +60,7 @@ def step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted
         with _as_it_was(module) if light.gathers and not again else nullcontext(), count() as seen:
             now: Gaps = {}
             for outputs in _run(module, batch, training):
-                now |= {key: max(gap, now.get(key, 0.0)) for key, gap in _compare("output", _outputs(module, outputs), wanted, module)}
+                now |= {key: max(gap, now.get(key, 0.0)) for key, gap in _compare("output", _outputs(module, outputs, wanted["output"]), wanted, module)}
                 del outputs
             if wanted["buffer"]:
                 now |= _compare("buffer", _state(module), wanted, module)
@@ -87,7 +88,7 @@ def _second(module: ShardedModule, light: Light, steps: torch.optim.Optimizer | 
     _reset(module, wanted["parameter"])
     batch = module.shard_batch(**light.second)
     *_, outputs = _run(module, batch, training)
-    found = dict(_compare("second output", _outputs(module, outputs), wanted, module))
+    found = dict(_compare("second output", _outputs(module, outputs, wanted["second output"]), wanted, module))
     del outputs
     if training:
         found |= _compare("accumulated", _gradients(module), wanted, module)
@@ -97,7 +98,7 @@ def _second(module: ShardedModule, light: Light, steps: torch.optim.Optimizer | 
         module.eval()
         with torch.no_grad():
             outputs = module(*module.shard_batch(**light.batch))
-        found |= _compare("evaluated", _outputs(module, outputs), wanted, module)
+        found |= _compare("evaluated", _outputs(module, outputs, wanted["evaluated"]), wanted, module)
     return found | dict(_compare("second buffer", _state(module), wanted, module))
 
 
@@ -140,10 +141,13 @@ def _run(module: ShardedModule, batch: Sequence[Tensor], training: bool) -> Iter
 Part = tuple[Tensor | None, Layout]
 
 
-def _outputs(module: ShardedModule, outputs: Mapping[str, Tensor]) -> dict[str, Part]:
+def _outputs(module: ShardedModule, outputs: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Part]:
+    """This rank's part of each output; None where the program says that the whole one, which `full` makes of the parts, has another shape than `wanted`."""
     cut = module.spreads()
-    whole: Layout = ("R",) * len(module.MESH.sizes)
-    return {name: (value.detach(), cut[i].layout if i in cut else whole) for i, (name, value) in enumerate(outputs.items())}
+    whole = Spread(("R",) * len(module.MESH.sizes), ())
+    lies = {name: cut.get(i, whole) for i, name in enumerate(outputs)}
+    wrong = [name for name, spread in lies.items() if spread is not whole and name in wanted and spread.shape != wanted[name].shape]
+    return {name: (None if name in wrong else value.detach(), lies[name].layout) for name, value in outputs.items()}
 
 
 def _state(module: ShardedModule) -> dict[str, Part]:

@@ -221,10 +221,11 @@ def test_outputs_that_are_parameters_are_those_of_the_forward() -> None:
     assert report.ok, (report.first, [row for row in report.rows if not row.ok])
 
 
-def test_an_output_that_is_wrong_behind_all_operators_is_named() -> None:
+@pytest.mark.parametrize(("old", "new"), [(r"(return .*self\.spread\(linear\w*)(,)", r"\1 * 0.5\2"), (r'(return .*self\.spread\(linear\w*, "\w+", \(\w+, )8\b', r"\g<1>9")])
+def test_an_output_that_is_wrong_behind_all_operators_is_named(old: str, new: str) -> None:
+    """Its values, or what is said of the shape of the whole."""
     who = tasks()
-    halved = _swap(r"(return .*self\.spread\(linear\w*)(,)", r"\1 * 0.5\2")
-    report = who.verified(by_recipe(who, (2,), "ddp"), 8, mutate=halved)
+    report = who.verified(by_recipe(who, (2,), "ddp"), 8, mutate=_swap(old, new))
     assert [row.name for row in report.rows if not row.ok] == ["h"] and report.first == "no operator: output h is put together wrongly behind the last operator"
 
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import RunError
+from autopar.problem.read_graph import read
 from autopar.recipes import RECIPES
 from autopar.verify import Report, verify
-from tests.helpers.matrix import MESHES, Entry, entries
+from tests.helpers.matrix import EXPERTS, MESHES, Entry, entries
 from tests.helpers.ranks import living
 from tests.helpers.tiny import TINY
 from tests.helpers.verify import Sizes, kinds, planned, subject
@@ -50,6 +51,14 @@ def test_the_searched_plans_mix_kinds_of_splits() -> None:
 @pytest.mark.parametrize("entry", SLOW, ids=str)
 def test_the_full_matrix(entry: Entry) -> None:
     _right(entry.run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
+def test_the_full_matrix_has_recipes_of_experts_where_there_are_some(name: str) -> None:
+    captured = subject(name).captured
+    program = read(captured.gm, captured.hints, training=True, device="cpu")
+    assert (not RECIPES["ep"].lacking(program)) == (name in EXPERTS)
 
 
 def test_the_fast_matrix_covers_everything() -> None:

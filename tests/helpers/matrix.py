@@ -18,6 +18,8 @@ MESHES: tuple[Sizes, ...] = ((4,), (2, 2), (2, 2, 2))
 EXTRA = ("searched", "few", "thrifty", *(f"random {seed}" for seed in range(4)))
 OTHER = (16, 11)
 """Batch and sequence that no plan was made for: 11 over 2 or 4 ranks is uneven."""
+EXPERTS = ("hf-mixtral", "hf-gpt-oss", "hf-llama4", "moe")
+"""Models that have what the recipe of experts needs; others refuse it."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,10 @@ class Entry:
 
 
 def entries(models: tuple[str, ...] = tuple(TINY), meshes: tuple[Sizes, ...] = MESHES) -> list[Entry]:
-    """The full matrix: every recipe that can be on the mesh, and the EXTRA plans; searched, thrifty and random ones also at
+    """The full matrix: every recipe that can be on the mesh and has what it needs in the model, and the EXTRA plans; searched, thrifty and random ones also at
     OTHER sizes than planned."""
     found = [Entry(model, mesh, how) for model in models for mesh in meshes
-             for how in (*(r.name for r in RECIPES.values() if r.roles_on(len(mesh))), *EXTRA)]
+             for how in (*(r.name for r in RECIPES.values() if r.roles_on(len(mesh)) and (not r.needs or model in EXPERTS)), *EXTRA)]
     others = [replace(entry, batch=OTHER[0], seq=OTHER[1]) for entry in found if entry.how in ("searched", "thrifty", "random 0")]
     return found + others
 

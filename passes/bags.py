@@ -48,7 +48,7 @@ def _only_bags(node: fx.Node) -> fx.Node | None:
 
 
 def _even(given: dict[str, Any]) -> tuple[fx.Node, fx.Node | None] | None:
-    """The matrices of numbers and of weights that bags of one length are the rows of; None where they are of several, or nobody knows."""
+    """The matrices of indices and of weights whose rows are the bags; None where bags have different lengths, or it is not known."""
     chosen, gates = _rows(given["indices"]), given["per_sample_weights"]
     rows = None if gates is None else _rows(gates)
     if chosen is None or given["include_last_offset"] or not _begins(given["offsets"], *facts.shape(chosen)):
@@ -59,7 +59,7 @@ def _even(given: dict[str, Any]) -> tuple[fx.Node, fx.Node | None] | None:
 
 
 def _rows(flat: Any) -> fx.Node | None:
-    """The matrix that `flat` has the rows of, one behind the other."""
+    """The matrix whose concatenated rows are `flat`."""
     shaped = edit.call_of(flat, aten.reshape.default)
     source = None if shaped is None else shaped.args[0]
     return source if isinstance(source, fx.Node) and len(facts.shape(source)) == 2 and len(facts.shape(flat)) == 1 else None

@@ -85,7 +85,7 @@ def _without(letters: str, dims: Sequence[int]) -> str:
 
 
 def _lone(terms: Sequence[Term], term: Term, out: str) -> str:
-    """Letters of `term` that no other has, and the result lacks."""
+    """The letters that only `term` has, among the operands and the result."""
     held = [set(_without(letters, _stretched(terms, (operand, letters)))) for operand, letters in terms]
     return "".join(letter for letter in dict.fromkeys(term[1]) if letter not in out and sum(letter in letters for letters in held) == 1)
 
@@ -95,7 +95,7 @@ def _lonely(terms: Sequence[Term], out: str) -> bool:
 
 
 def _narrowed(node: fx.Node, terms: Sequence[Term], term: Term, out: str) -> Term:
-    """`term` without dims that are broadcast and without letters that are its alone, which are summed."""
+    """`term` with broadcast dims removed and the letters that only it has summed."""
     operand, letters = term
     lone = _lone(terms, term, out)
     gone = _stretched(terms, term)

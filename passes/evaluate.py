@@ -50,12 +50,12 @@ class Trial:
     constants: Mapping[float, int] = field(default_factory=dict)
 
     def number(self, held: float) -> float:
-        """What a constant is in this trial."""
+        """The value of a constant in this trial."""
         scaled = self.constants.get(abs(held))
         return held if scaled is None else type(held)(math.copysign(scaled, held))
 
     def size(self, held: int | torch.SymInt) -> int:
-        """What a size is in this trial."""
+        """The value of a size in this trial."""
         if isinstance(held, int):
             return held
         scaled = {atom: sympy.Integer(self.number(int(atom))) for atom in held.node.expr.atoms(sympy.Integer)}
@@ -82,7 +82,7 @@ def depends_on_sizes_only(node: fx.Node, *, limit: int = 500) -> list[fx.Node] |
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the values of a call are others each time."""
+    """Whether a call draws random numbers."""
     return node.target in UNFILLED or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
@@ -92,15 +92,15 @@ def is_size(node: fx.Node) -> bool:
 
 
 def _of_values(node: fx.Node) -> bool:
-    """Whether the sizes or the number that `node` gives follow from the values of a tensor."""
+    """Whether the number, or the sizes of the tensor, that `node` gives depend on values of a tensor."""
     held = node.meta.get("val")
     return any(bool(free_unbacked_symbols(item)) for item in (held if isinstance(held, (tuple, list)) else (held,))
                if isinstance(item, (torch.Tensor, torch.SymInt, torch.SymFloat)))
 
 
 def trials(nodes: list[fx.Node], along: Collection[sympy.Symbol]) -> Iterator[Trial]:
-    """What is tried of these nodes: all combinations of SIZES, within what each symbol may be; and once more with constants scaled, where
-    there are any that could be compared with positions `along` these symbols."""
+    """The trials for these nodes: all combinations of SIZES within the range of each symbol, and these again with scaled constants where
+    some constant could be compared with positions along the symbols `along`."""
     symbols = free_symbols(nodes)
     yield from (Trial(sizes) for sizes in _combinations(symbols, SIZES))
     most = max((upper for symbol, (_, upper) in symbols.items() if symbol in along), default=0)
@@ -139,7 +139,8 @@ def _bounds(size: torch.SymInt, symbol: sympy.Symbol) -> tuple[int, int]:
 
 
 def _constants(node: fx.Node) -> Iterator[float]:
-    """Magnitudes that positions could be compared with: of the numbers of an operator, and in the formula of a size."""
+    """Magnitudes of the constants that positions could be compared with: number arguments of operators, and constants in formulas of
+    sizes."""
     if is_size(node):
         size = node.meta["val"]
         yield from (abs(int(atom)) for atom in size.node.expr.atoms(sympy.Integer) if abs(int(atom)) > SMALL) if isinstance(size, torch.SymInt) else ()

@@ -51,7 +51,7 @@ def put(node: fx.Node, new: fx.Node) -> None:
 
 
 def _apart(*flat: fx.Node) -> tuple[fx.Node, ...]:
-    """The operands before batch and sequence were merged, where that was done to all of them alike."""
+    """The operands before batch and sequence were merged, where all of them were merged in the same way."""
     found = [source for node in flat if (source := flattened(node)) is not None]
     alike = len(found) == len(flat) and len({facts.shape(source)[:-1] for source in found}) == 1
     return tuple(found) if alike else flat
@@ -69,21 +69,21 @@ def in_front(target: Any, node: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
 
 
 def uncast(node: Any) -> Any:
-    """What `node` casts to a dtype, or `node`."""
+    """The operand of `node` where that is a cast; else `node`."""
     cast = edit.call_of(node, aten.to.dtype)
     return node if cast is None else cast.args[0]
 
 
 def is_zeros(node: Any) -> bool:
-    """Whether `node` is made of zeros, in whatever shape."""
+    """Whether all elements of `node` are zeros of a factory function, reshaped or expanded."""
     while (source := edit.call_of(node, *SPREAD)) is not None:
         node = source.args[0]
     return edit.call_of(node, *ZEROS) is not None
 
 
 def together(tensors: list[fx.Node], each: int, like: fx.Node) -> fx.Node:
-    """The tensors in a new first dim, so many for `each` expert behind each other in the second; what they are all cut from where there is
-    such a one."""
+    """The tensors stacked along a new first dim; with `each` > 1, groups of `each` are concatenated along the second. Where the tensors are
+    all slices of one tensor, that one."""
     cuts = [cut for tensor in tensors if (cut := edit.call_of(tensor, aten.select.int)) is not None]
     if each == 1 and len(cuts) == len(tensors):
         whole: Any = cuts[0].args[0]

@@ -37,7 +37,7 @@ def fills(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _fill(node: fx.Node, target: Any, places: fx.Node, source: Any) -> None:
-    """Puts `ops.fill_rows` for `node` where `source` has rows for each sample."""
+    """Replaces `node` by `ops.fill_rows` where `source` has the same number of rows for each sample."""
     rows = _by_samples(source, facts.shape(node))
     if rows is not None:
         edit.replace(node, edit.call(node.graph, ops.fill_rows, (target, places, rows), like=node))

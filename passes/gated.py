@@ -34,7 +34,7 @@ class Gates:
 
 
 def gates_of(node: Any, mask: Mask) -> list[Gates]:
-    """What `node`, the gates of the rows of `mask`, may be cut from."""
+    """The possible sources of `node`, the gates of the rows that `mask` selects."""
     node = uncast(node)
     if edit.call_of(node, aten.unsqueeze.default, aten.reshape.default) is not None and facts.shape(node)[1:] == (1,):
         node = node.args[0]
@@ -65,7 +65,7 @@ def _of_tokens(gates: fx.Node, mask: Mask, dims: int) -> list[Gates]:
 
 
 def _summed(total: fx.Node, mask: Mask) -> fx.Node | None:
-    """Of `(gates * (chosen == e)).sum(-1)` the gates."""
+    """The gates in `(gates * (chosen == e)).sum(-1)`; None for other sums."""
     source, dims = total.args[:2]
     if list(dims) not in ([-1], [len(facts.shape(source)) - 1]):  # type: ignore[arg-type]
         return None
@@ -83,14 +83,14 @@ def _summed(total: fx.Node, mask: Mask) -> fx.Node | None:
 
 
 def _by_places(indices: list[Any], mask: Mask, gates: fx.Node) -> bool:
-    """Whether `indices` are the places of the mask in `gates`, by token and by rank, or the mask itself."""
+    """Whether `indices` select from `gates` what the mask selects: by token and rank, or by the mask itself."""
     if [picked(index) for index in indices] == [(mask, TOKEN), (mask, RANK)]:
         return len(facts.shape(gates)) == 2
     return len(indices) == 1 and mask.ordered and mask_of(indices[0]) == mask and facts.shape(gates) == facts.shape(indices[0])
 
 
 def _without_last(node: Any, dims: int) -> fx.Node:
-    """What is behind a last dim of one."""
+    """The operand of an operator that adds a last dim of size 1; else `node`."""
     apart = edit.call_of(node, aten.unsqueeze.default)
     return apart.args[0] if apart is not None and facts.shape(apart)[-1] == 1 and len(facts.shape(apart)) > dims else node  # type: ignore[return-value]
 

@@ -30,14 +30,14 @@ Known = dict[fx.Node, "Whole | None"]
 
 @dataclass(frozen=True)
 class Whole:
-    """What is picked of by `mask [m, ...]`: `rows [m, ..., r, ...]`, of which the picked ones are `[n, r, ...]`."""
+    """A value on all rows, `rows [m, ..., r, ...]`, that stands for the value on the rows selected by `mask [m, ...]`, `[n, r, ...]`."""
 
     rows: fx.Node
     mask: fx.Node
 
     @property
     def more(self) -> int:
-        """How many dims all rows have more than the picked ones."""
+        """The number of dims of `rows` beyond those of the selected rows."""
         return len(facts.shape(self.mask)) - 1
 
 
@@ -50,7 +50,8 @@ def masked(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def taken(gm: fx.GraphModule, table: Mapping[Any, Callable[[fx.Node, Known], fx.Node | None]]) -> fx.GraphModule:
-    """`gm` with what `table` makes of the operators in it that take picked rows, by target; None leaves one as it is."""
+    """`gm` with operators on selected rows replaced by what the function of `table` for their target returns; where it returns None, the
+    operator stays."""
     known: Known = {}
     for node in edit.calls(gm):
         if node.target in table and any(map(is_picked, node.all_input_nodes)) and not is_picked(node):
@@ -62,13 +63,13 @@ def taken(gm: fx.GraphModule, table: Mapping[Any, Callable[[fx.Node, Known], fx.
 
 
 def is_picked(node: fx.Node) -> bool:
-    """Whether the first size of what `node` gives depends on what tensors hold, and no other one."""
+    """Whether the first size of the result of `node` depends on values of tensors, and no other size does."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dim() > 0 and bool(free_unbacked_symbols(value.shape[0])) and not free_unbacked_symbols(list(value.shape[1:]))
 
 
 def whole(node: fx.Node, known: Known) -> Whole | None:
-    """All rows of what `node` gives of picked ones, made in front of where the graph grows; None where nobody knows how."""
+    """`node`, a value on selected rows, computed on all rows at the insertion point; None where it is not a supported row-wise operator."""
     if node not in known:
         known[node] = None
         mask, source = _source(node)
@@ -80,7 +81,7 @@ def whole(node: fx.Node, known: Known) -> Whole | None:
 
 
 def _source(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """The mask that `node` picks by, and what it picks of."""
+    """The mask by which `node` selects rows, and the tensor that it selects from; (None, None) for other nodes."""
     if (chosen := edit.call_of(node, aten.masked_select.default)) is not None:
         source, mask = chosen.args
         return (mask, source) if facts.shape(source) == facts.shape(mask) else (None, None)  # type: ignore[arg-type, return-value]
@@ -91,7 +92,8 @@ def _source(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
 
 
 def mask_of_places(given: Sequence[Any]) -> fx.Node | None:
-    """The mask that `given`, the indices of leading dims, are the true places of: itself, or the coordinates of its places."""
+    """The mask that `given`, indices of the leading dims, stand for: the mask itself, or the coordinates of its true elements; None for
+    other indices."""
     indices = list(given)
     while indices and indices[-1] is None:
         indices.pop()
@@ -107,7 +109,7 @@ def mask_of_places(given: Sequence[Any]) -> fx.Node | None:
 
 
 def zeroed(rows: fx.Node, mask: fx.Node, node: fx.Node, zero: float = 0) -> fx.Node:
-    """`rows`, and `zero` where the mask picks nothing."""
+    """`rows`, with `zero` in the rows that the mask does not select."""
     wide = widened(mask, rows, node)
     if facts.dtype(rows) == torch.bool:
         return edit.call(node.graph, aten.logical_and.default, (wide, rows), like=node)
@@ -122,8 +124,8 @@ def widened(mask: fx.Node, rows: fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _operands(node: fx.Node, known: Known, given: Sequence[Any]) -> tuple[list[Any], fx.Node] | None:
-    """`given`, arguments of `node`, with all rows of what is picked by one mask, and the mask; None where that is not known. What is not
-    picked is as it was."""
+    """The arguments `given` of `node` with values on selected rows replaced by those on all rows, and their mask; other arguments are
+    unchanged. None unless all are supported and have one mask."""
     found = [whole(item, known) if isinstance(item, fx.Node) and is_picked(item) else item for item in given]
     masks = dict.fromkeys(item.mask for item in found if isinstance(item, Whole))
     if None in [new for new, item in zip(found, given, strict=True) if item is not None] or len(masks) != 1:
@@ -132,7 +134,8 @@ def _operands(node: fx.Node, known: Known, given: Sequence[Any]) -> tuple[list[A
 
 
 def _pointwise(node: fx.Node, known: Known) -> Whole | None:
-    """An operator on the elements of rows of one rank, and of what is the same for all rows."""
+    """A pointwise operator whose operands are selected rows of the same rank, or values of a lower rank, which are the same for all
+    rows."""
     rank = len(facts.shape(node))
     for operand in edit.tensor_operands(node):
         if (len(facts.shape(operand)) == rank) != is_picked(operand):
@@ -151,7 +154,7 @@ def _power(node: fx.Node, known: Known) -> Whole | None:
 
 
 def _first(node: fx.Node, known: Known) -> Whole | None:
-    """An operator on the last dims of its first operand, with others that are not picked."""
+    """An operator on the last dims of its first operand, whose other operands do not depend on the mask."""
     if _rank(node.args[0]) < 2 or any(is_picked(other) for other in node.all_input_nodes if other is not node.args[0]):
         return None
     if node.target is aten.matmul.default and _rank(node.args[1]) > 2:
@@ -162,7 +165,7 @@ def _first(node: fx.Node, known: Known) -> Whole | None:
 
 
 def _along(node: fx.Node, known: Known, *, new: int = 0) -> Whole | None:
-    """An operator along dims that are none of rows; `new` is 1 where its dim is one of the result."""
+    """An operator along other dims than that of rows; `new` is 1 where its `dim` argument counts dims of the result."""
     given = edit.args_of(node)
     asked = given["dim"]
     dims = asked if isinstance(asked, (list, tuple)) else [asked]
@@ -191,7 +194,7 @@ def _spelled(node: fx.Node, values: dict[str, Any]) -> tuple[tuple[Any, ...], di
 
 
 def _terms(node: fx.Node, known: Known) -> Whole | None:
-    """The terms of a loss of which it is the sum or the mean, or that it gives one by one."""
+    """A loss with one term per element, without its reduction."""
     given = edit.args_of(node)
     tensors = edit.tensor_operands(node)
     if given.get("weight") is not None or given.get("pos_weight") is not None or not all(map(is_picked, tensors)) or len({facts.shape(x) for x in tensors}) > 1:
@@ -204,13 +207,13 @@ def _terms(node: fx.Node, known: Known) -> Whole | None:
 
 
 def _loss(node: fx.Node, known: Known) -> fx.Node | None:
-    """A loss that is the sum or the mean of one term for each element of picked rows."""
+    """A loss that is the sum or the mean of one term per element of the selected rows."""
     found = _terms(node, known)
     return None if found is None else _together(node, found, None, mean=edit.args_of(node)["reduction"] == _MEAN)
 
 
 def _of_classes(node: fx.Node, known: Known) -> fx.Node | None:
-    """A loss of picked rows of classes against picked labels: labels that are not picked are none."""
+    """A classification loss of selected rows and labels: labels that are not selected become `ignore_index`."""
     given, graph = edit.args_of(node), node.graph
     logits, labels = given["self"], given["target"]
     if facts.is_float(labels) or (_rank(logits), _rank(labels)) != (2, 1) or (given.get("weight") is not None and is_picked(given["weight"])):
@@ -236,7 +239,7 @@ def _mean(node: fx.Node, known: Known) -> fx.Node | None:
 
 
 def _over(node: fx.Node, known: Known, *, mean: bool) -> fx.Node | None:
-    """The sum or the mean over picked rows, and over other dims too where these are asked for."""
+    """The sum or the mean over the selected rows, and over further dims."""
     given = edit.args_of(node)
     found = whole(given["self"], known)
     if found is None or given.get("keepdim"):
@@ -248,8 +251,8 @@ def _over(node: fx.Node, known: Known, *, mean: bool) -> fx.Node | None:
 
 
 def _together(node: fx.Node, found: Whole, dims: list[int] | None, *, mean: bool) -> fx.Node:
-    """The sum of all rows over `dims` of the picked ones, the first one among them, or over all; or its quotient by how many the mask
-    picks. Added up in float32 where rows have 16 bits."""
+    """The sum over all rows, along `dims` of the selected rows (which include the first; None: all dims); with `mean` divided by the number
+    of selected elements. 16-bit rows are summed in float32."""
     graph, rank, result = node.graph, len(facts.shape(found.rows)), facts.dtype(node)
     rest = [dim + found.more for dim in dims[1:]] if dims is not None else list(range(found.more + 1, rank))
     over = [*range(found.more + 1), *rest]

@@ -27,14 +27,14 @@ class Linear:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What the layers of all experts have alike."""
+        """The properties that this layer must have in common with those of all experts."""
         return facts.shape(self.weight), self.bias is None, self.turned
 
 
 @dataclass(frozen=True)
 class Expert:
-    """Layers that read `hidden [..., d]`, the layer behind them, and what is pointwise between, as a text. `dropped` is the dropout behind
-    all."""
+    """One expert: the layers that read `hidden [..., d]`, the last layer, and the pointwise function between them, as source. `dropped` is
+    a dropout after the last layer."""
 
     hidden: fx.Node
     first: tuple[Linear, ...]
@@ -44,13 +44,13 @@ class Expert:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What all experts of a layer have alike."""
+        """The properties that all experts of a layer must have in common."""
         dropout = None if self.dropped is None else (self.dropped.target, self.dropped.args[1:], self.dropped.kwargs)
         return self.hidden, self.inner, dropout, [linear.form for linear in (*self.first, self.second)]
 
 
 def rows_of(node: Any, mask: Mask) -> fx.Node | None:
-    """What `node` has the rows of tokens `[..., d]` of, those that `mask` picks: `hidden[token]`, `hidden[mask]` or `hidden[None,
+    """The tokens `[..., d]` from which `node` takes the rows that `mask` selects: of `hidden[token]`, `hidden[mask]` or `hidden[None,
     token]`."""
     rows = taken(_flat(node))
     if rows is None:
@@ -63,7 +63,7 @@ def rows_of(node: Any, mask: Mask) -> fx.Node | None:
 
 
 def expert_of(node: Any, mask: Mask) -> Expert | None:
-    """What gives `node`, rows of the tokens of a mask; None where that are no two layers."""
+    """The expert that computes `node`, on the rows of a mask's tokens; None where it is not two layers."""
     dropped = edit.call_of(_flat(_widened(node)), aten.dropout.default)
     second = _linear(_flat(_widened(node)) if dropped is None else _flat(dropped.args[0]))
     if second is None:
@@ -78,13 +78,13 @@ def expert_of(node: Any, mask: Mask) -> Expert | None:
 
 
 def _widened(node: Any) -> Any:
-    """What `node` casts to a dtype that has all its numbers, or `node`."""
+    """The operand of `node` where that is a cast to a dtype that represents all its values; else `node`."""
     source = uncast(node)
     return source if source is not node and torch.promote_types(facts.dtype(source), facts.dtype(node)) == facts.dtype(node) else node
 
 
 def _firsts(node: Any, mask: Mask, seen: dict[Any, None]) -> list[fx.Node]:
-    """The results of the layers that read tokens, on the way from `node` to them."""
+    """The results of the first layers (those that read tokens) on which `node` depends."""
     if node in seen or not isinstance(node, fx.Node):
         return []
     seen[node] = None
@@ -95,7 +95,7 @@ def _firsts(node: Any, mask: Mask, seen: dict[Any, None]) -> list[fx.Node]:
 
 
 def _flat(node: Any) -> Any:
-    """What is behind a reshape from `[1, n, d]` to `[n, d]` or back."""
+    """The operand of a reshape that only adds or removes dims of size 1; else `node`."""
     shaped = edit.call_of(node, aten.reshape.default, aten.squeeze.dim, aten.unsqueeze.default)
     if shaped is None:
         return node
@@ -104,7 +104,7 @@ def _flat(node: Any) -> Any:
 
 
 def _linear(node: Any) -> tuple[fx.Node, fx.Node | None] | None:
-    """The contraction that `node` is, or is the sum of with a bias, and that bias."""
+    """The contraction that computes `node`, and the bias that is added to it, if any; None for other nodes."""
     total = edit.call_of(node, aten.add.Tensor)
     for one, other in ((node, None), *(() if total is None or total.kwargs else (total.args, total.args[::-1]))):
         linear = edit.call_of(one, aten.linear.default, aten.matmul.default)

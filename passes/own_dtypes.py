@@ -89,7 +89,7 @@ class _Own:
         return map_aggregate(args, lambda item: dtype if item is self.narrow else item)
 
     def _meet(self, node: fx.Node, dtype: torch.dtype) -> None:
-        """Let what would lift activations of `dtype` have that one."""
+        """Cast operands that would promote activations of `dtype` to a wider dtype back to `dtype`."""
         for operand in dict.fromkeys(_floats(node)):
             number = facts.is_tensor(operand) and not facts.shape(operand) and node.target in TAKES_NUMBERS and facts.shape(node)
             if operand in self.wide and _promoted((_dtype(operand), dtype)) != dtype and not number:
@@ -125,7 +125,7 @@ class _Own:
         return self.casts[value, dtype]
 
     def _hold(self) -> None:
-        """New values of buffers have the dtypes of the buffers."""
+        """Cast the new values of buffers to the dtypes of the buffers."""
         held = {node.meta["fqn"]: node for node in self.gm.graph.find_nodes(op="placeholder") if node.meta.get("role") == "buffer"}
         last = edit.output_node(self.gm)
         values = list(last.args[0])  # type: ignore[arg-type]  # what a graph returns
@@ -136,7 +136,7 @@ class _Own:
 
 
 def _active(gm: fx.GraphModule) -> set[fx.Node]:
-    """What depends on parameters or floating inputs, other than by whole numbers."""
+    """The nodes that depend on parameters or floating inputs through floating values."""
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if node.op == "placeholder":
@@ -173,7 +173,7 @@ def _ways(gm: fx.GraphModule, own: Mapping[fx.Node, torch.dtype], active: set[fx
 
 
 def _fed(gm: fx.GraphModule) -> set[fx.Node]:
-    """What depends on inputs."""
+    """The nodes that depend on inputs."""
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if node.meta.get("role") == "input" or not found.isdisjoint(node.all_input_nodes):
@@ -182,7 +182,7 @@ def _fed(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def _sizes(node: fx.Node) -> Iterator[facts.Size]:
-    """Elements of each tensor that `node` gives."""
+    """The number of elements of each tensor that `node` gives."""
     return (prod(facts.as_size(size, node.graph.owning_module) for size in tensor.shape) for tensor in facts.tensors(node))
 
 
@@ -210,5 +210,5 @@ def _promoted(dtypes: Any) -> torch.dtype:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether `node` draws random numbers: others, if it is called again."""
+    """Whether `node` draws random numbers, so that a second call would give other values."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -35,18 +35,18 @@ class Mask:
 
     @property
     def ranked(self) -> bool:
-        """Whether tokens choose k numbers, and not one."""
+        """Whether each token chooses k numbers, rather than one."""
         return self.over or RANK in self.dims
 
     @property
     def ordered(self) -> bool:
-        """Whether its dims are those of what is chosen, in their order."""
+        """Whether its dims are those of `chosen`, in the same order."""
         natural = _natural(self.chosen)
         return self.dims == natural if not self.over else self.dims in (natural[:-1], (TOKEN,))
 
 
 def picked(index: Any) -> tuple[Mask, str] | None:
-    """The mask whose true places `index` is made of, and along which dim; None for any other index."""
+    """The mask whose true elements `index` gives the coordinates of, and along which dim; None for any other index."""
     found = places(index)
     mask = mask_of(found[0]) if found is not None else None
     if found is None or mask is None or mask.number is None or not {TOKEN} <= {*mask.dims} <= {TOKEN, RANK}:
@@ -66,7 +66,7 @@ def tokens(indices: Sequence[Any]) -> tuple[Mask, int] | None:
 
 
 def taken(node: Any) -> tuple[fx.Node, list[Any]] | None:
-    """What `node` takes rows of, and by which indices."""
+    """The tensor that `node` indexes, and the indices."""
     if (rows := edit.call_of(node, aten.index_select.default)) is not None and rows.args[1] == 0:
         return rows.args[0], [rows.args[2]]  # type: ignore[return-value]
     rows = edit.call_of(node, aten.index.Tensor)
@@ -74,7 +74,7 @@ def taken(node: Any) -> tuple[fx.Node, list[Any]] | None:
 
 
 def places(index: Any) -> tuple[Any, int] | None:
-    """The tensor of whose true places `index` has one coordinate, and which."""
+    """The tensor whose nonzero elements `index` gives one coordinate of, and which coordinate."""
     if (part := edit.call_of(index, operator.getitem)) is not None:
         source, dim = part.args
         if edit.call_of(source, aten.where.default, aten.nonzero_numpy.default) is not None:
@@ -91,7 +91,7 @@ def places(index: Any) -> tuple[Any, int] | None:
 
 
 def mask_of(node: Any) -> Mask | None:
-    """What mask `node` is; None for anything else."""
+    """The Mask that `node` computes; None for other nodes."""
     node = uncast(node)
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None

@@ -25,22 +25,22 @@ def written_back(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _written(node: fx.Node, known: Known) -> fx.Node | None:
-    """`index_put` of picked rows at the places of the mask that they were picked by: all rows where it holds, or added to what is there."""
+    """`index_put` of selected rows at the positions of their mask, as `where` on all rows; with accumulate the selected rows are added."""
     given = edit.args_of(node)
     mask = mask_of_places(given["indices"])
     return None if mask is None else _back(node, given["self"], mask, given["values"], known, added=bool(given.get("accumulate")))
 
 
 def _scattered(node: fx.Node, known: Known) -> fx.Node | None:
-    """`masked_scatter` of picked elements at the places that they were picked from."""
+    """`masked_scatter` of selected elements at the positions that they were selected from."""
     given = edit.args_of(node)
     same = facts.shape(given["mask"]) == facts.shape(given["self"])
     return _back(node, given["self"], given["mask"], given["source"], known) if same else None
 
 
 def _back(node: fx.Node, base: fx.Node, mask: fx.Node, values: fx.Node, known: Known, *, added: bool = False) -> fx.Node | None:
-    """`base` with `values`, which were picked by `mask`, at the true places of `mask`; None where they were not, or have fewer dims than a
-    row and a broadcast."""
+    """`base` with `values`, which were selected by `mask`, at the true elements of `mask`. None where `values` were selected otherwise, or
+    are broadcast with fewer dims than a row."""
     found = whole(values, known) if is_picked(values) else None
     if found is None or found.mask is not mask or facts.shape(found.rows) != facts.shape(base) or facts.dtype(values) != facts.dtype(base):
         return None

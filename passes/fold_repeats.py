@@ -40,7 +40,7 @@ def fold_repeats(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _total(run: Run, declared: dict[str, list[tuple[int, int, int, int]]]) -> int:
-    """How many instances the run stands for; takes the entries of `declared` that it answers for."""
+    """The number of instances that the run stands for; removes from `declared` the entries that belong to it."""
     here = len(run.instances)
     first, last = run.instances[0].start, run.instances[-1].start + run.period
     total = here

@@ -64,7 +64,7 @@ def _split_cross_entropy(node: fx.Node, logits: fx.Node, given: dict[str, Any], 
 
 
 def _over_valid(node: fx.Node, total: fx.Node, labels: fx.Node, given: dict[str, Any]) -> fx.Node:
-    """A sum over the number of labels that count, or of their weights."""
+    """`total` divided by the number of valid labels, or by the sum of their weights."""
     graph, ignored, weight = node.graph, given["ignore_index"], given["weight"]
     if weight is None:
         count = edit.call(graph, ops.count_valid, (labels, ignored), {"dtype": facts.dtype(total)}, like=node)
@@ -144,7 +144,7 @@ def _mean(node: fx.Node) -> fx.Node | None:
 
 
 def _reduced(node: fx.Node, given: dict[str, Any], reduction: int) -> fx.Node:
-    """The same loss, its terms put together otherwise."""
+    """The loss `node` with another reduction."""
     values = {**given, "reduction": reduction}
     named = {argument.name for argument in node.target._schema.arguments if argument.kwarg_only}  # type: ignore[union-attr]
     args = tuple(value for name, value in values.items() if name not in named)

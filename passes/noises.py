@@ -52,7 +52,7 @@ def noises(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _factors(node: fx.Node, kinds: dict[fx.Node, int]) -> tuple[fx.Node, fx.Node] | None:
-    """The value and the random factor of a product of them that is like the value; notes of which kind `node` is."""
+    """The value and the random factor where `node` is their product and shaped as the value; records the kind of `node`."""
     kinds[node] = _kind(node, kinds)
     operands = edit.tensor_operands(node) if node.target is aten.mul.Tensor else []
     if len(operands) != 2 or sorted(kinds[x] for x in operands) != [VALUE, DRAWN]:
@@ -71,7 +71,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, int]) -> int:
 
 
 def _share(x: fx.Node) -> tuple[Any, fx.Node]:
-    """The number that `x` is over, and what it is of: 1 and itself where it is no quotient."""
+    """(divisor, dividend) where `x` is a quotient by a number; else (1, `x`)."""
     if x.target is aten.div.Tensor and isinstance(x.args[1], (int, float)) and isinstance(x.args[0], fx.Node) and facts.dtype(x.args[0]) == facts.dtype(x):
         return x.args[1], x.args[0]
     return 1.0, x

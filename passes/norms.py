@@ -46,7 +46,7 @@ def norms(gm: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(frozen=True)
 class _Norm:
-    """`node` is `rows`, each divided by the root of the mean of its squares and `eps`."""
+    """A recognised RMSNorm without weight: `node` is `rows / sqrt(mean(rows ** 2, -1) + eps)`."""
 
     node: fx.Node
     rows: fx.Node
@@ -65,7 +65,7 @@ def _norm(node: fx.Node) -> _Norm | None:
 
 
 def _quotients(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
-    """What may be rows, what may be the root, and whether that is one over it already."""
+    """The candidates (rows, root, whether `root` is already the reciprocal) of a product or quotient."""
     left, right = node.args[0], node.args[1]
     if not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
         return
@@ -77,7 +77,7 @@ def _quotients(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
 
 
 def _inside(root: fx.Node, inverse: bool) -> tuple[Any, float] | None:
-    """m and eps, where `root` is the root of m + eps, or one over it."""
+    """m and eps where `root` is sqrt(m + eps), or its reciprocal; None for other nodes."""
     if inverse and edit.call_of(root, aten.reciprocal.default) is not None:
         root, inverse = root.args[0], False  # type: ignore[assignment]  # what is inverted
     power = edit.call_of(root, aten.pow.Tensor_Scalar)
@@ -90,7 +90,7 @@ def _inside(root: fx.Node, inverse: bool) -> tuple[Any, float] | None:
 
 
 def _mean_of_last(node: Any) -> Any:
-    """What `node` is the mean of over its last dim, which stays as one of size 1."""
+    """The operand where `node` is its mean over the last dim, kept as size 1; None for other nodes."""
     mean = edit.call_of(node, aten.mean.dim)
     if mean is None:
         return None
@@ -101,13 +101,13 @@ def _mean_of_last(node: Any) -> Any:
 
 
 def _squared(node: Any) -> fx.Node | None:
-    """What `node` is the square of."""
+    """The operand where `node` is its square; None for other nodes."""
     one = edit.call_of(node, *SQUARES)
     return one.args[0] if one is not None and SQUARES[one.target](*one.args) else None  # type: ignore[return-value]  # a tensor
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """`node` before it was made wider."""
+    """The operand of `node` where that is a cast to a wider dtype; else `node`."""
     cast = edit.call_of(node, aten.to.dtype)
     if cast is None:
         return node
@@ -116,14 +116,14 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _bits(node: fx.Node) -> int:
-    """Of each number, 0 where they are no real ones."""
+    """Bits per element of a real floating dtype; 0 for others."""
     dtype = facts.dtype(node)
     return torch.finfo(dtype).bits if dtype.is_floating_point else 0
 
 
 def _replace(found: _Norm) -> None:
-    """The norm as one operator, with the weight, if one comes next: of what is there before the casts, if it is cast back and computed in
-    no fewer bits."""
+    """Replace the norm by one operator, with the weight if it is multiplied next. Where the result is cast back to the dtype before the
+    casts, and the norm was computed in at least its bits, the operator takes the uncast rows."""
     rows, last = found.rows, found.node
     cast, source = _only_user(last, aten.to.dtype), _source(rows)
     if source is not rows and cast is not None and facts.dtype(cast) == facts.dtype(source) and max(_bits(source), COMPUTED) >= _bits(rows):
@@ -139,6 +139,6 @@ def _replace(found: _Norm) -> None:
 
 
 def _only_user(node: fx.Node, target: Any) -> fx.Node | None:
-    """The one that reads `node`, if it is alone and a call of `target`."""
+    """The only user of `node`, where that is a call of `target`; else None."""
     users = list(node.users)
     return users[0] if len(users) == 1 and users[0].target is target else None

@@ -66,8 +66,8 @@ def _batches(gm: fx.GraphModule) -> Batches:
 
 
 def _batch_of(node: fx.Node, batches: Batches) -> sympy.Symbol | None:
-    """The symbol of a batch that is the size of a dim of the one tensor that `node` gives, or divides the size of just one (samples by
-    heads, flattened)."""
+    """The batch symbol of the tensor that `node` gives: it is the size of a dim, or divides the size of exactly one dim (samples and heads
+    merged). None where there is none."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None
@@ -80,7 +80,7 @@ def _batch_of(node: fx.Node, batches: Batches) -> sympy.Symbol | None:
 
 
 def _per_sample(size: int | torch.SymInt, symbol: sympy.Symbol) -> sympy.Expr | None:
-    """What there is of a dim of `size` for each sample, 1 if it is that of samples; None where it is not so many times something."""
+    """`size / batch`: 1 for the dim of samples itself; None where the batch does not divide `size`."""
     expr = _expression(size)
     each = None if expr is None else sympy.cancel(expr / symbol)
     return None if each is None or symbol in each.free_symbols or sympy.fraction(each)[1] != 1 else each
@@ -91,7 +91,7 @@ def _expression(size: int | torch.SymInt) -> sympy.Expr | None:
 
 
 def _of_sizes(gm: fx.GraphModule) -> dict[fx.Node, None]:
-    """The calls that give sizes, or are made of nothing else."""
+    """The calls that give sizes, or depend on sizes only."""
     found: dict[fx.Node, None] = {}
     for node in edit.calls(gm):
         if is_size(node) or (not is_random(node) and all(operand in found for operand in node.all_input_nodes)):
@@ -100,15 +100,15 @@ def _of_sizes(gm: fx.GraphModule) -> dict[fx.Node, None]:
 
 
 def _can(node: fx.Node, symbol: sympy.Symbol) -> bool:
-    """Whether `node`, if it is a size, can be had for a batch of one: it has nothing of the batch, is the batch, or follows from such
-    sizes."""
+    """Whether the size `node` can be computed for a batch of one: it does not depend on the batch, is the batch, or is computed from such
+    sizes. True for nodes that are no sizes."""
     if not is_size(node) or (expr := _expression(node.meta["val"])) is None or expr == symbol or symbol not in expr.free_symbols:
         return True
     return node.target is not aten.sym_size.int and all(_can(operand, symbol) for operand in node.all_input_nodes)
 
 
 def _same(cone: list[fx.Node], symbol: sympy.Symbol) -> bool:
-    """Whether the last of `cone` is that of a batch of one for each sample, at every combination of sizes that is tried."""
+    """Whether the last node of `cone` equals, for every sample, its value for a batch of one, in all trials."""
     for trial in trials(cone, (symbol,)):
         try:
             whole, one = evaluate(cone, trial), evaluate(cone, replace(trial, sizes={**trial.sizes, symbol: 1}))
@@ -122,7 +122,7 @@ def _same(cone: list[fx.Node], symbol: sympy.Symbol) -> bool:
 
 
 def _make(node: fx.Node, symbol: sympy.Symbol, made: dict[fx.Node, fx.Node | int]) -> None:
-    """`node` for a batch of one, right before it; what has nothing of the batch stays as it is."""
+    """`node` computed for a batch of one, inserted before it; nodes that do not depend on the batch are reused."""
     if node in made:
         return
     expr = _expression(node.meta["val"]) if is_size(node) else None
@@ -142,7 +142,7 @@ def _make(node: fx.Node, symbol: sympy.Symbol, made: dict[fx.Node, fx.Node | int
 
 
 def _expand(one: fx.Node | int, node: fx.Node, symbol: sympy.Symbol, owner: fx.Node) -> fx.Node:
-    """`one` for as many samples as `node`, before it. A dim of samples by something else is made of two."""
+    """`one` expanded to the batch of `node`, inserted before it; for a merged dim of samples and heads, expanded and reshaped."""
     count, shape = edit.size(owner, 0), facts.value(node).shape
     each = [_per_sample(size, symbol) for size in shape]
     sizes: list[fx.Node | int] = [count if n == 1 else -1 for n in each]

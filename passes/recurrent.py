@@ -103,7 +103,7 @@ def backward_flops(node: fx.Node, carries: Mapping[fx.Node, bool]) -> Size:
 
 
 def _cell(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The two products: what is multiplied with which matrix."""
+    """The two products of a cell: (operand, matrix) of each."""
     given = edit.args_of(node)
     state = given["hx"]
     yield given["input"], given["w_ih"]
@@ -159,7 +159,7 @@ def _kept_by_onednn(found: Network, inward: bool) -> tuple[tuple[int, ...], Size
 
 
 def _turned(found: Network) -> bool:
-    """Whether positions do not come first in memory, so that what comes in is copied."""
+    """Whether the input is not contiguous with positions first, so that the kernel copies it."""
     held = facts.value(found.data)
     sizes, strides = ([facts.example(found.node, size) for size in numbers] for numbers in (held.shape, held.stride()))
     tensor = torch.empty_strided(sizes, strides, device="meta")
@@ -195,7 +195,8 @@ def _workspace(found: Network, weights: tuple[fx.Node, ...]) -> Size:
 
 
 def line(numbers: int, itemsize: int) -> int:
-    """Numbers of a row in oneDNN's memory: whole lines of the cache, and not all at the same place in it."""
+    """Elements per row in oneDNN's memory: padded to whole cache lines, and by one line more where they are a multiple of 256, so that rows
+    do not start in the same cache set."""
     line = 64 // itemsize
     rounded = -(-numbers // line) * line
     return rounded + line if rounded % 256 == 0 else rounded

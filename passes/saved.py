@@ -36,7 +36,7 @@ def _fixed(*positions: int) -> Row:
 
 
 def _crosswise(grads: Sequence[bool]) -> tuple[int, ...]:
-    """A product keeps, for each factor that wants a gradient, the other one."""
+    """Of a product: for each factor that requires a gradient, the other factor."""
     if len(grads) < 2:
         return ()
     return tuple(position for position, other in ((0, 1), (1, 0)) if grads[other])
@@ -50,17 +50,17 @@ def _quotient(grads: Sequence[bool]) -> tuple[int, ...]:
 
 
 def _added(grads: Sequence[bool]) -> tuple[int, ...]:
-    """A product that is added to something: for each factor that wants a gradient, the other one."""
+    """Of a product that is added to the first operand: for each factor that requires a gradient, the other factor."""
     return tuple(position + 1 for position in _crosswise(grads[1:]))
 
 
 def _graded(grads: Sequence[bool]) -> tuple[int, ...]:
-    """The operands that want a gradient."""
+    """The operands that require a gradient."""
     return tuple(position for position, grad in enumerate(grads) if grad)
 
 
 def _last(*positions: int) -> Row:
-    """What the gradient of the last operand needs."""
+    """The operands that the gradient of the last operand needs."""
     return lambda grads: positions if grads[-1] else ()
 
 
@@ -70,7 +70,7 @@ def _indices(grads: Sequence[bool]) -> tuple[int, ...]:
 
 
 def _put(grads: Sequence[bool]) -> tuple[int, ...]:
-    """The indices, which are between what is written to and what is written."""
+    """The indices: the operands between the tensor that is written to and the values."""
     return tuple(range(1, len(grads) - 1))
 
 
@@ -80,7 +80,7 @@ def _attention(grads: Sequence[bool]) -> tuple[int, ...]:
 
 
 def _bags(grads: Sequence[bool]) -> tuple[int, ...]:
-    """All but the table, which is kept for the gradient of the weights of sums alone."""
+    """All operands but the table, which is kept only for the gradient of per-sample weights."""
     return (0, *_indices(grads)) if any(grads[1:]) else _indices(grads)
 
 

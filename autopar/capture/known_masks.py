@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._torch import memory_of, pytree
 from autopar.capture.devices import changes
 from autopar.capture.leaves import tensors_of
+from autopar.capture.shadow import ATTRIBUTES
 
 FILLED: dict[str, float] = {"new_ones": 1, "new_zeros": 0, "ones_like": 1, "zeros_like": 0}
 """What reads the sizes of its operand only, and what it gives is full of."""
@@ -70,10 +71,16 @@ class KnownMasks(TorchFunctionMode):
 
     def _how(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Made | None:
         """How a call makes its result, where all that it reads is known."""
-        if name not in FILLED and any(id(tensor) not in self._made for tensor in tensors_of((args, kwargs))):
+        if name not in FILLED and any(self._of(tensor) is None for tensor in tensors_of((args, kwargs))):
             return None
-        known_args, known_kwargs = pytree.tree_map(lambda item: self._made.get(id(item)) if isinstance(item, Tensor) else item, (args, kwargs))
+        known_args, known_kwargs = pytree.tree_map(lambda item: self._of(item) if isinstance(item, Tensor) else item, (args, kwargs))
         return _Made(func, known_args, known_kwargs, changes(func))
+
+    def _of(self, tensor: Tensor) -> _Made | None:
+        """How a tensor was made, as far as that is known; a plain attribute of the model is there."""
+        if id(tensor) not in self._made and (held := ATTRIBUTES.get(tensor)) is not None:
+            self._keep(tensor, _Made(held.cpu, (), {}))
+        return self._made.get(id(tensor))
 
     def _keep(self, tensor: Tensor, made: _Made | None) -> None:
         if made is None:
@@ -88,11 +95,13 @@ class KnownMasks(TorchFunctionMode):
 
     def _picked(self, rows: Tensor, index: Any) -> Tensor | None:
         """`rows[index]`, made without a size that depends on values; None where that is not known, or not to be."""
-        if (found := _masked(rows, index)) is None or (made := self._made.get(id(found[0]))) is None:
+        if (found := _masked(rows, index)) is None or (made := self._of(found[0])) is None:
             return None
         mask, first = found
         if any(isinstance(size, torch.SymInt) for size in mask.shape) and not self.counting:
             self.left += 1
+            return None
+        if any(size != wanted for size, wanted in zip(rows.shape[first:], mask.shape, strict=False)):  # asked of symbolic sizes, too: they are those of the mask then
             return None
         if mask.numel() > MOST or (counts := _counts(made)) is None:
             return None

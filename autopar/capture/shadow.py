@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.capture.targets import target_names
 from autopar.capture.torch_forwards import without_values
 from autopar.errors import CaptureError
 from autopar.text import first_line
+
+ATTRIBUTES: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+"""Plain attributes of modules, which no checkpoint changes: those of a shadow, and what they are in the model."""
 
 
 def shadow(model: nn.Module, keep: Mapping[str, Mapping[int, int]] | None = None) -> nn.Module:
@@ -62,7 +66,9 @@ def _remember(root: nn.Module, memo: dict[int, Any], skip: Sequence[nn.Module] =
                 memo[id(tensor)] = _on_meta(tensor)
     for value in vars(root).values():
         if isinstance(value, torch.Tensor) and id(value) not in memo:
-            memo[id(value)] = _on_meta(value)
+            twin = memo[id(value)] = _on_meta(value)
+            if (held := ATTRIBUTES.get(value, None if value.is_meta else value)) is not None:
+                ATTRIBUTES[twin] = held
         elif isinstance(value, ModuleType):
             memo[id(value)] = value  # `self.backend = torch`: a module of Python is there once
     if not any(root is other for other in skip):

@@ -9,7 +9,7 @@ import torch
 
 from autopar.capture import capture
 from autopar.verify import case_of, verify
-from tests.helpers.masks_of_sizes import LOSSES, Pairs, batch
+from tests.helpers.masks_of_sizes import MODELS, batch
 from tests.helpers.ranks import living
 from tests.helpers.verify import Subject, planned
 
@@ -17,13 +17,13 @@ from tests.helpers.verify import Subject, planned
 @cache
 def subject(name: str) -> Subject:
     torch.manual_seed(0)
-    model = Pairs(LOSSES[name])
+    model = MODELS[name]()
     return Subject(name, "train", capture(model, batch()), model.state_dict())
 
 
 @pytest.mark.parametrize(("name", "how"), [
     ("simclr", "searched"), ("simclr_with_labels", "ddp"), ("of_features", "random 0"),
-    *(pytest.param(name, how, marks=pytest.mark.slow) for name in LOSSES for how in ("ddp", "zero3", "tp", "random 1", "random 2"))])
+    *(pytest.param(name, how, marks=pytest.mark.slow) for name in MODELS for how in ("ddp", "zero3", "tp", "random 1", "random 2"))])
 def test_equals_one_device(name: str, how: str) -> None:
     who = subject(name)
     made = planned(who, (2,), how)

@@ -85,6 +85,7 @@ def _about_what_is_made(argument: Any) -> bool:
 
 
 def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
+    _check_changed(node)
     base = node.args[0]
     assert isinstance(base, fx.Node)
     if node.target in TURNED:
@@ -104,6 +105,14 @@ def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
     if root.meta.get("role") == "buffer":
         edit.mutate_buffer(gm, root, whole, behind=node)
     gm.graph.erase_node(node)
+
+
+def _check_changed(node: fx.Node) -> None:
+    """An operator in place changes its first operand; what changes others beside its result (fake quantisation that observes) has no twin."""
+    changed = [argument.name for argument in node.target._schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]  # type: ignore[union-attr]
+    if changed != [node.target._schema.arguments[0].name]:  # type: ignore[union-attr]
+        raise ValueError(f"{facts.where(node)}: {node.target} changes {', '.join(changed)} beside what it gives, and has no functional twin: write it with operators that give new values and copy these "
+                         "into buffers (of modules for quantisation: torch.aminmax, then torch.fake_quantize_per_tensor_affine with scale and zero point in buffers)")
 
 
 def _turned(node: fx.Node, base: fx.Node) -> None:

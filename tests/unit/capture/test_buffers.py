@@ -346,3 +346,18 @@ FOLLOWER = ("blocks.0.follower.weight", "blocks.0.follower.bias")
 def test_evaluation_changes_what_it_assigns(kind: type[Centred], changing: tuple[str, ...]) -> None:
     evaluation = capture(Blocks(kind, 1), (torch.randn(8, WIDTH),)).evaluation
     assert evaluation.why == "" and evaluation.changing == changing and evaluation.differs == (not changing)
+
+
+class Observes(Centred):
+    """An operator in place whose first operand is not what it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantized = torch.ao.quantization.FusedMovingAvgObsFakeQuantize()
+
+    def change(self, y):
+        return self.quantized(y)
+
+
+def test_operators_that_change_others_beside_their_result_are_refused() -> None:
+    refused(Observes, r"\S+ changes running_min, running_max, scale, zero_point beside what it gives, .*copy these into buffers")

@@ -244,7 +244,7 @@ SAVED: dict[Any, Row] = {
     aten.mv.default: _crosswise,
     aten.neg.default: NOTHING,
     aten.outer.default: _crosswise,
-    aten.pad.default: NOTHING,
+    aten.pad.default: NOTHING,  # of zeros or circular; `spellings` gives what reflects or replicates its own operator, which keeps its operand
     aten.pow.Tensor_Scalar: OPERAND,
     aten.reciprocal.default: RESULT,
     aten.relu.default: RESULT,

@@ -257,6 +257,17 @@ def _all_dims_mean(node: fx.Node) -> fx.Node | None:
     return _as(aten.mean.dim, node, (node.args[0], [-2, -1], True))
 
 
+PADS = {"reflect": "reflection_pad", "replicate": "replication_pad"}
+"""Ways to pad that have operators of their own, by `mode`."""
+
+
+def _padded(node: fx.Node) -> fx.Node | None:
+    """What keeps its operand for the backward is another operator than what keeps nothing: zeros, and copies of the other end."""
+    given = edit.args_of(node)
+    name = PADS.get(given["mode"])
+    return _as(getattr(aten, f"{name}{len(given['pad']) // 2}d").default, node, (given["self"], given["pad"])) if name else None
+
+
 def _squeezed(node: fx.Node) -> fx.Node | None:
     """The dims that go are named: a dim of another size stays, and a rank whose part of the batch is one sample must not lose it."""
     given = edit.args_of(node)
@@ -305,6 +316,7 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.new_ones.default: _made(aten.ones.default, 1),
     aten.new_zeros.default: _made(aten.zeros.default, 1),
     aten.numpy_T.default: _turned,
+    aten.pad.default: _padded,
     aten.positive.default: _operand,
     aten.ravel.default: _reshape,
     aten.repeat.default: _repeat,

@@ -147,6 +147,11 @@ def _not_summed(formula: str) -> Bytes:
     return lambda local: 0.0 if local.given("reduce") == "sum" else taken(formula)(local)
 
 
+def _truths(local: Local) -> float:
+    """Which numbers are not 0, unless they are truth values themselves."""
+    return taken("m")(local) if local.op.call.ins[0].itemsize > 1 else 0.0
+
+
 def _counts(local: Local) -> float:
     """Of a mean the number of sources of each index: ones that are added up, then a mask of the zeros."""
     return local.ins[0] + max(local.ins[2], local.ins[0] / local.op.call.ins[0].itemsize) if local.given("reduce") == "mean" else 0.0
@@ -203,10 +208,10 @@ def _of_mean(rest: Bytes) -> Bytes:
 FORWARD: dict[Any, Bytes] = {
     **rows({
         "w": "isinf native_dropout normal.Tensor_float median histc trapezoid.dx",
-        "m": "all any all.dim any.dim all.dims any.dims",
         "w+m": "count_nonzero.dim_IntList", "w+2m": "isfinite", "2w+3m": "isclose", "w+8m": "kthvalue",
         "w+o": "logsumexp special_logsumexp", "a": "argsort argsort.stable", "b": "cholesky_solve",
     }),
+    **dict.fromkeys(named("all.default all.dim all.dims any.default any.dim any.dims"), _truths),
     **dict.fromkeys((aten.median.dim, aten.nanmedian.dim), _along("", "w")),
     **dict.fromkeys((aten.fft_fftshift.default, aten.fft_ifftshift.default), _turns("dim")),
     **dict.fromkeys(named("fft_fft2.default fft_fftn.default fft_ifft2.default fft_ifftn.default"), _transform("o", "2o")),

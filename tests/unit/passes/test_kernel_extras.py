@@ -18,7 +18,7 @@ from passes import ops
 from passes.kernel_extras import BESIDE, BY_GRADIENTS, beside
 from passes.saved import saved_positions
 from tests.unit.passes.test_saved import SAMPLES
-from tests.unit.rules.samples import case, f, fill
+from tests.unit.rules.samples import T, case, f, fill
 from tests.unit.rules.table import SAMPLES as PROVEN
 
 
@@ -83,6 +83,10 @@ OTHERWISE: dict[Any, str] = {
 """Operators of which the tables say something else than what the CPU keeps, and why."""
 
 
+FURTHER = {aten.kl_div.default: [case(f(5, 4), f(5, 4), 2, log_target=True)], aten.linalg_matrix_power.default: [case(T((5, 4, 4), "d"), power) for power in (-3, 0, 1, 6)]}
+"""Calls that are no samples of rules."""
+
+
 def in_float32(value: Any) -> Any:
     """As models compute: statistics are of float32, too."""
     narrow = {torch.float64: torch.float32, torch.complex128: torch.complex64}
@@ -107,8 +111,7 @@ def counted_bytes(target: Any, args: Any, kwargs: Any, made: Any) -> float:
 @pytest.mark.parametrize("graded", [1, 9])
 def test_all_that_autograd_keeps_is_counted(target: Any, graded: int) -> None:
     """Up to a few numbers, with a gradient of the first operand alone and of all."""
-    logarithms = [partial(proven, case(f(5, 4), f(5, 4), 2, log_target=True))] if target is aten.kl_div.default else []
-    for arguments in [*CALLS[target], *logarithms]:
+    for arguments in [*CALLS[target], *(partial(proven, one) for one in FURTHER.get(target, ()))]:
         torch.manual_seed(0)
         args, kwargs = pytree.tree_map(in_float32, arguments())
         for operand in [x for x in tensors((args, kwargs)) if x.requires_grad][graded:]:

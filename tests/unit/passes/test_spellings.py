@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from passes.aliases import ALIASES
 from passes.composed import COMPOSED
+from passes.saved import saved_positions
 from tests.unit.passes.test_small import B, data, normalized, targets
 
 aten = torch.ops.aten
@@ -78,3 +79,16 @@ def test_covariances_with_weights_or_of_one_variable_stay():
     gm = normalized(lambda m, x, y: torch.cov(m.w, fweights=torch.arange(6)) + torch.cov(m.w, correction=2, fweights=torch.arange(6), aweights=torch.arange(6) / 7) * x.sum()
                     + torch.cov(m.w[0], aweights=torch.arange(6) / 7, correction=0) + torch.corrcoef(x[0, 0] * m.w[0]), data(4, 5, 6))
     assert targets(gm).count("aten.cov.default") == 3
+
+
+@pytest.mark.parametrize("mode, name", [("reflect", "reflection_pad"), ("replicate", "replication_pad"), ("constant", "pad"), ("circular", "pad")])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_pads_that_keep_their_operand_are_operators_of_their_own(mode, name, dims):
+    amounts = [2, 1, 1, 0, 1, 2][:2 * dims]
+    gm = normalized(lambda m, x, y: F.pad((x @ m.w).reshape(4, 5, *[1] * (dims - 1), 6).expand(4, 5, *[4] * (dims - 1), 6), amounts, mode), data(4, 5, 6))
+    target = getattr(aten, name if name == "pad" else f"{name}{dims}d").default
+    (node,) = [n for n in gm.graph.nodes if n.target is target]
+    operand, kept = torch.rand(4, 5, *[4] * (dims - 1), 6, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        F.pad(operand, amounts, mode)
+    assert saved_positions(node.target, [True]) == ((0,) if kept else ())

@@ -69,7 +69,7 @@ def _tensor(wanted: T) -> torch.Tensor:
     if kind == "t":
         return (torch.rand(shape) > 0.5).double()
     if kind == "z":
-        return torch.randn(shape, dtype=torch.complex128)
+        return torch.randn(shape, dtype=torch.complex128).requires_grad_()
     data = torch.randn(shape, dtype=torch.float64)
     if kind == "d":
         return (data @ data.mT + torch.eye(shape[-1], dtype=torch.float64)).requires_grad_()

@@ -64,6 +64,14 @@ def test_a_batch_of_matmuls_fills_the_device_better() -> None:
     assert many > 5 * one
 
 
+@pytest.mark.parametrize("batch", [2, 3, 4])
+def test_small_matmuls_beside_each_other_take_no_longer_than_one(batch: int) -> None:
+    """Each leaves most of the device idle."""
+    device = Cluster.parse("h100").device
+    one = matmul_efficiency(2.0 * 128**3, (128, 128, 128), device)
+    assert matmul_efficiency(2.0 * 128**3 * batch, (128, 128, 128), device) == pytest.approx(batch * one)
+
+
 def test_a_view_costs_nothing_and_a_tiny_op_its_launch() -> None:
     device = Cluster.parse("h100").device
     assert op_s(0, 0, "float32", device) == 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from functools import partial
 
 import pytest
@@ -237,3 +238,17 @@ def test_what_is_sent_once_to_each_part_is_counted_over_all_choices_of_experts(c
     assert once.spans[0].bandwidth_bytes_s / axis.spans[0].bandwidth_bytes_s == pytest.approx(counted(8) / counted(4))
     assert once.spans[-1] == axis.spans[-1]
     assert collective_s("all_to_all", 1e9, once) <= collective_s("all_to_all", 1e9, axis)
+
+
+@given(st.lists(st.integers(2, 6), min_size=1, max_size=4), st.data())
+def test_each_level_but_the_innermost_carries_a_row_once_for_each_part_that_it_is_for(sizes: list[int], data: st.DataObject) -> None:
+    """Of 12 ranks in 2 parts of 3 nodes of 2, a row for r(12) ranks goes over the outermost level r(2) times and over the next one r(6) times."""
+    span = axis_of("h100:1x8", 8).spans[0]
+    axis = dataclasses.replace(axis_of("h100:1x8", 8), size=math.prod(sizes), spans=tuple(dataclasses.replace(span, size=size) for size in sizes))
+    readers = {count: data.draw(st.floats(1, count)) for count in itertools.accumulate(sizes, operator.mul)}
+    once = sent_once(axis, readers.__getitem__)
+    assert [part.size for part in once.spans] == sizes
+    for level, part in enumerate(once.spans[:-1]):
+        times = readers[math.prod(sizes)] / readers[math.prod(sizes[:level + 1])]
+        assert part.bandwidth_bytes_s == pytest.approx(axis.spans[level].bandwidth_bytes_s * times)
+    assert once.spans[-1] == axis.spans[-1]

@@ -1,7 +1,7 @@
 """The plan: the plain-data result of a search.
 
 Strings, numbers and tuples only: node names, layouts as `"S0,R"`, never live objects. `Plan.to_json` is the whole file
-format; the same input gives the same bytes. Loading refuses another schema; using a plan refuses another graph.
+format; the same input gives the same bytes where the search met no limit of time. Loading refuses another schema; using a plan refuses another graph.
 """
 
 from __future__ import annotations

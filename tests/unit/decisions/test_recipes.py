@@ -7,10 +7,13 @@ from functools import partial
 import pytest
 import torch
 
+import autopar
 from autopar.errors import InfeasibleError
 from autopar.layout import is_shard
-from autopar.recipes import RECIPES
+from autopar.problem.clusters import Allow
+from autopar.recipes import RECIPES, Recipe, roles
 from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, SAMPLE
+from models import mlp
 from tests.unit.decisions.planning import Planned, Work, planned
 
 LLAMA, GPT2 = Work("llama3-8b", 64, 4096, torch.bfloat16), Work("gpt2", 16, 1024)
@@ -31,6 +34,20 @@ def rests(made: Planned, axis: int = 0) -> dict[str, bool]:
 
 def largest(made: Planned) -> dict[str, bool]:
     return {name: cut for name, cut in rests(made).items() if len(made.weights[name].shape) > 1}
+
+
+def _out_of_matrices(ways: int) -> Allow:
+    whole, cut = roles.data(ways), roles.zero3(ways)
+    return lambda op, option: (cut if op.role == "param" and len(op.call.outs[0].sizes) == 2 else whole)(op, option)
+
+
+def test_a_recipe_of_ones_own_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, and among all others where none is asked for; as docs/planning.md has it."""
+    monkeypatch.setitem(RECIPES, "own", Recipe("own", (_out_of_matrices,), "data parallel, matrices rest cut"))
+    model, batch = mlp.tiny()
+    named, free = (autopar.compile(model, "cpu:1x2", batch, recipe=recipe).plan for recipe in ("own", None))
+    assert named.strategy == "own" and (named.nodes["p_head_weight"].outs, named.nodes["p_head_bias"].outs) == (("S0|S0",), ("R|R",))
+    assert [row.step_s for row in free.alternatives if row.name == "own"] == [pytest.approx(named.predicted.step_s)]
 
 
 @each()

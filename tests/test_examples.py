@@ -74,6 +74,24 @@ def test_the_demo_runs_on_a_small_model() -> None:
     assert done.stdout.count("gloo ranks: ") == 2 and "strategy         ddp" in done.stdout
 
 
+@pytest.mark.slow
+def test_the_plan_and_the_program_that_the_readme_shows_are_what_comes_out(tmp_path: Path) -> None:
+    """All lines but the dots. Its memory was that of an earlier version."""
+    (asked,) = re.findall(r"From `autopar (plan [^`]+)`", (ROOT / "README.md").read_text())
+    shown = [block for block in indented(ROOT / "README.md") if block.lstrip().startswith(("GPT2LMHeadModel on", "# backward all-reduce"))]
+    printed = _done(*shlex.split(asked), "--time-limit", "300", "-o", str(tmp_path / "plan.json"))
+    _done("emit", str(tmp_path / "plan.json"), "-o", str(tmp_path / "out"))
+    for block, text in zip(shown, (printed, (tmp_path / "out" / "sharded.py").read_text()), strict=True):
+        there = {" ".join(line.split()) for line in text.splitlines()}
+        assert not [line for line in block.splitlines() if line.strip() not in ("", "...") and " ".join(line.split()) not in there]
+
+
+def _done(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "autopar", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_the_tests_that_hold_the_traps_exist() -> None:
     """docs/torch-traps.md names files under tests/, and tests in them by the beginning of their name."""
     for entry in re.findall(r"`((?:dist|unit)/[^`]+)`(?:, `(::[^`]+)`)?", (ROOT / "docs" / "torch-traps.md").read_text()):

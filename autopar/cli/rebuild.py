@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from autopar.capture import Captured, own_state
 from autopar.capture.precision import capture_in, resting
 from autopar.cluster import Cluster
 from autopar.cluster.this_machine import machine_bytes
-from autopar.errors import PlanError
+from autopar.errors import CaptureError, PlanError, RuleError
 from autopar.plan import Plan
 from autopar.plan_schema import record, text, whole
 from autopar.plan_suits_graph import suits
@@ -87,14 +88,25 @@ def rebuild(where: Path, progress: Callable[[str], None] | None = None, *, weigh
     """Read a plan and capture its model again. Raises PlanError when the graph is not the one that was planned."""
     plan = Plan.load(where)
     source = Source.of(plan, where)
-    if weights:
-        check_room(source.load(plan), where)
-    loaded = source.load(plan, device="cpu" if weights else "meta")
-    rules = frontend.load_rules(source.rules)
+    with _read_again(where):
+        if weights:
+            check_room(source.load(plan), where)
+        loaded = source.load(plan, device="cpu" if weights else "meta")
+        rules = frontend.load_rules(source.rules)
     captured, _ = capture_in(loaded.model, loaded.args, loaded.kwargs, precision=plan.precision, mode=plan.mode, progress=progress)
     if not weights and captured.valueless:
         return rebuild(where, progress, weights=True)  # buffers that only the making of the whole model computes
     return Rebuilt(plan, source, loaded, met(plan, source, captured, rules), rules)
+
+
+@contextlib.contextmanager
+def _read_again(where: Path) -> Iterator[None]:
+    """Errors of what a plan names, its model and rules, say that they are those, and from where paths are looked for."""
+    try:
+        yield
+    except (CaptureError, RuleError) as error:
+        raise type(error)(f"plan {where}: its model and rules are read again, by the names that `autopar plan` was given, from the folder {Path.cwd()}; start the command in the folder "
+                          f"in which the plan was made, with the files as they were there. {error}") from error
 
 
 def check_room(loaded: frontend.Loaded, where: Path) -> None:

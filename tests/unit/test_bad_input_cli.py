@@ -231,6 +231,15 @@ def test_a_plan_for_another_model_or_schema(here, monkeypatch, capsys) -> None:
     assert "plan has schema 99, this version of autopar reads" in refused(here, monkeypatch, capsys, "emit", str(path), "-o", "out")
 
 
+@pytest.mark.parametrize("command", [("explain",), ("run",), ("emit", "-o", "out")])
+def test_a_plan_that_is_used_in_another_folder_says_where_its_model_is_looked_for(here, monkeypatch, capsys, command: tuple[str, ...]) -> None:
+    path = planned(here, monkeypatch).resolve()
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    said = refused(here, monkeypatch, capsys, command[0], str(path), *command[1:])
+    assert said.startswith(f"plan {path}: its model and rules are read again") and "start the command in the folder in which the plan was made" in said and "no file net.py" in said
+
+
 def test_a_wrong_number_of_ranks(here, monkeypatch, capsys) -> None:
     path = planned(here, monkeypatch)
     for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",

@@ -59,6 +59,8 @@ def fit_row(place: Place, limit_bytes: float, *, fits: bool) -> list[str]:
 
 def fit_table(title: str, symbols: Sequence[str]) -> Table:
     """The empty table of strategies; `symbols` are those whose largest sizes are shown."""
-    return grid(title, "strategy", "mesh", "weights", "gradients", "optimizer", "activations", "transient", "peak", "of usable", "on host", "fits",
-                *(f"largest {s}" for s in symbols))
+    table = grid(title, "strategy", "mesh", "weights", "gradients", "optimizer", "activations", "transient", "peak", "of usable", "on host", "fits",
+                 *(f"largest {s}" for s in symbols))
+    table.columns[0].no_wrap = True  # names are looked for by people and by grep
+    return table
 

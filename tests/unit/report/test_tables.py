@@ -13,6 +13,7 @@ from autopar.cluster import Cluster
 from autopar.recipes import RECIPES
 from autopar.recipes.pipelines import PIPELINES
 from autopar.report.checks import checked
+from autopar.report.memory import fit_table
 from autopar.report.tables import kinds, overview, report
 from autopar.request import Request
 from autopar.verify import Report, Row
@@ -63,3 +64,10 @@ def test_a_check_that_is_right_and_one_that_is_wrong() -> None:
     wrong = text(checked(Report((right, Row("up.weight", "gradient", 0.25, 1e-9)), (4,), "layers/linear (gradient)")))
     assert "WRONG" in wrong and "0.25" in wrong and "first node that differs: layers/linear (gradient)" in wrong
     assert "1 of 2 values are wrong" in wrong
+
+
+def test_names_of_strategies_are_not_broken() -> None:
+    """As wide as what goes to files and pipes: optimizer_offload was on two lines."""
+    table = fit_table("will it fit", ["batch", "sequence"])
+    table.add_row("optimizer_offload", "2x2x2", *["22.5 GiB"] * 8, "yes", "120", "8192 (all positions)")
+    assert "\noptimizer_offload  2x2x2" in text(table)

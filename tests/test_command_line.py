@@ -102,11 +102,11 @@ def test_a_plan_made_in_python_is_refused(plan: Path, tmp_path: Path) -> None:
     assert result.returncode == 1 and "does not say which model it is for" in result.stderr
 
 
-@pytest.mark.parametrize("model", [pytest.param(model, marks=pytest.mark.slow) for model in ("models/mlp.py:tiny", "hf:models/hf/tiny/gpt2.json")])
-def test_a_plan_whose_blocks_are_in_parts(tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize("model", [pytest.param(model, marks=pytest.mark.slow) for model in (("models/mlp.py:tiny",), ("hf:models/hf/tiny/gpt2.json", "--seq", "16"))])
+def test_a_plan_whose_blocks_are_in_parts(tmp_path: Path, model: tuple[str, ...]) -> None:
     """What every command that captures the model again makes of it: the same as of the plan before."""
     whole, path = tmp_path / "whole.json", tmp_path / "parts.json"
-    done("plan", model, "--cluster", "cpu:1x2", "--recipe", "1f1b", "--seq", "16", "-o", str(whole))
+    done("plan", *model, "--cluster", "cpu:1x2", "--recipe", "1f1b", "-o", str(whole))
     made = Plan.load(whole)
     (scope,) = {scope for stage in made.stages for scope in stage.blocks}
     in_parts(made, {scope: {"later": 1}}).save(path)

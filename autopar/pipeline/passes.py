@@ -274,18 +274,18 @@ class Passes:
         together = self.buckets.summed_bytes(made, leaf)
         sums = routes.loads(leaf, made.back, grad_bytes, self.prices.grad_bucket_bytes(link.size_bytes, grad_bytes, together))
         local, moving = split(sums)
-        bucket = min(1.0, BUCKET_BYTES / max(1.0, together))  # the share of all gradients that one bucket is
+        ratio = grad_bytes / link.size_bytes if link.size_bytes else 0.0
+        bucket = min(1.0, BUCKET_BYTES / max(1.0, ratio * together))  # the share of all gradients that one bucket is
         # by collective, the share in the background: the last bucket is half full on average; each further collective begins one bucket later
         hidden = [max(0.0, 1.0 - max(exposed, (number + 0.5) * bucket)) if bucket < 1.0 else 0.0 for number in range(len(moving))]
-        kinds, leaf_bytes = routes.kinds(leaf, made.back), self.buckets.leaf_bytes(link, made)
+        kinds, whole_bytes = routes.kinds(leaf, made.back), ratio * self.buckets.leaf_bytes(link, made)
         if self.sums_at_end:  # places may have less than a full bucket (once_per_step)
-            ratio = grad_bytes / link.size_bytes if link.size_bytes else 0.0
             (did.each if made.each else did.sums).append(Sums(
-                kinds, (ratio * leaf_bytes,), ratio * min(self.prices.bucket_bytes, together),
+                kinds, (whole_bytes,), self.prices.grad_bucket_bytes(link.size_bytes, grad_bytes, together),
                 tuple([(load.kind, self.prices.mesh.axes[load.axis], load.seconds) for load in moving]),
                 sum(load.seconds * share for load, share in zip(moving, hidden, strict=True))))
         if made.each or not self.sums_at_end:
-            self.line.add_sum(self._first_reader(link), Sum((made.each, *kinds), Sent(moving, leaf_bytes, routes.held_bytes(leaf, made.back, grad_bytes)), first), link.count, hidden)
+            self.line.add_sum(self._first_reader(link), Sum((made.each, *kinds), Sent(moving, whole_bytes, routes.held_bytes(leaf, made.back, grad_bytes)), first), link.count, hidden)
             for way in (BACKWARD, WEIGHTS, BOTH):
                 did.passes[way].after.add(local, link.count)
                 for load, share in zip(moving, hidden, strict=True):

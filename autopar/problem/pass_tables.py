@@ -305,14 +305,15 @@ class PassTables:
         The last bucket, half full on average, is exposed, and one more for later collectives. Its share of all gradients is least if all weights, not sharded,
         are in buckets of one kind.
         """
-        bucket = BUCKET_BYTES / max(1.0, self._weights_bytes)
+        bucket = BUCKET_BYTES / max(1.0, self._gradients_bytes)
         hidden = np.maximum(0.0, 1.0 - bucket * np.array((0.5, 1.5))) if bucket < 1.0 and not link.opening else np.zeros(2)
         return np.repeat(hidden[:, None], len(link.rows), 1)
 
     @cached_property
-    def _weights_bytes(self) -> float:
-        """Bytes of all weights, not sharded."""
-        return sum(link.size_bytes * link.count for link in map(self.model.links.__getitem__, self.model.weights.values()))
+    def _gradients_bytes(self) -> float:
+        """Bytes of the gradients of all weights, not sharded, in the dtypes in which they are summed."""
+        weights = map(self.model.links.__getitem__, self.model.weights.values())
+        return sum(self.model.prices.gradient_bytes(link.program.ops[link.ref[0]], link.size_bytes) * link.count for link in weights)
 
     def _moved(self, table: RouteTable, size_bytes: float, bucket_bytes: float = 0.0) -> NetSeconds:
         return NetSeconds(self.model.prices.routes.seconds_by_axis(table, size_bytes, bucket_bytes), table.at, self.axes)

@@ -177,8 +177,9 @@ class Prices:
 
     def grad_bucket_bytes(self, size_bytes: float, grad_bytes: float, together_bytes: float = math.inf) -> float:
         """Bytes of the gradients that go in one bucket with those of a weight of `size_bytes`, whose gradient has `grad_bytes`, where weights of
-        `together_bytes` are summed in all; 0 for a weight without elements."""
-        return min(self.bucket_bytes, together_bytes) * grad_bytes / size_bytes if size_bytes else 0.0
+        `together_bytes` are summed in all; 0 for a weight without elements. A bucket is full at BUCKET_BYTES of gradients, in the dtype in which
+        they are summed (runtime.gradsync)."""
+        return min(BUCKET_BYTES, min(self.bucket_bytes, together_bytes) * grad_bytes / size_bytes) if size_bytes else 0.0
 
     def made_bytes(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float) -> tuple[np.ndarray, np.ndarray]:
         """For each row and column whether the reshard's result has memory of its own, and how many bytes per device that is."""

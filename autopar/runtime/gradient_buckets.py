@@ -42,7 +42,7 @@ def buckets_of(held: Sequence[Held], mesh: Mesh, limit_bytes: int) -> list[Bucke
             continue
         members = filling.setdefault((moves, h.local.dtype, h.info.each), [])
         members.append(h)
-        if sum(m.leaf_bytes(mesh) for m in members) >= limit_bytes:
+        if sum(m.gradient_bytes(mesh) for m in members) >= limit_bytes:
             buckets.append(Bucket(moves, tuple(members)))
             members.clear()
     return buckets + [Bucket(moves, tuple(members)) for (moves, *_), members in filling.items() if members]

@@ -134,6 +134,10 @@ class Held:
         """Bytes of the leaf on the rank that has most of it: what all ranks go by where they decide which collectives follow each other."""
         return most_elements(self.info.shape, self.info.leaf_entries, mesh.sizes) * self.leaf.element_size()
 
+    def gradient_bytes(self, mesh: Mesh) -> int:
+        """Bytes of the whole gradient of the leaf on the rank that has most of it, in the dtype of what rests, in which it is summed."""
+        return most_elements(self.info.shape, self.info.leaf_entries, mesh.sizes) * self.local.element_size()
+
     def stale(self) -> bool:
         """Whether the registered tensor no longer is the one that `leaf` is made of (moved, cast, frozen, replaced)."""
         local, leaf = self.local, self.leaf

@@ -67,7 +67,7 @@ class Sync:
             key = tuple((step.kind, step.axis) for step in entry.sums)
             entries = filling.setdefault((key, op.dtype, way.each), [])
             entries.append(entry)
-            if sum(self.local_bytes(self.program.ops[e.member[0]]) for e in entries) >= limit_bytes:
+            if sum(self._gradient_bytes(e.member) for e in entries) >= limit_bytes:
                 found.append(self._bucket(entries))
                 entries.clear()
         return found + [self._bucket(entries) for entries in filling.values() if entries]
@@ -84,6 +84,11 @@ class Sync:
         name, instance = entries[-1].member
         block = (self.program.ops[name].scope, instance) if instance >= 0 else None
         return Bucket(tuple(e.member for e in entries), tuple(sums), tuple(held), entries[0].each, block)
+
+    def _gradient_bytes(self, member: Member) -> float:
+        """Bytes of the gradient of a leaf on the rank that has most of it, in the dtype in which it is summed."""
+        op = self.program.ops[member[0]]
+        return self.prices.gradient_bytes(op, self.local_bytes(op))
 
     def _held_bytes(self, member: Member, step: Step) -> float:
         """Bytes of a gradient on the rank before a step."""

@@ -13,18 +13,22 @@ from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import autopar
 from autopar._torch import local_of
+from autopar.bundle import Bundle
 from autopar.compiled import Compiled
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
 from autopar.errors import PlanError
 from autopar.frontend import load
 from autopar.frontend.loading import cast
+from autopar.layout import BUCKET_BYTES
+from autopar.problem.prices import Prices
 from autopar.runtime import count
 from autopar.runtime.scaling import scaler_for
+from autopar.simulate.stages import Stages
 from autopar.verify import case_of, verify
 from autopar.verify.reference import trainable
 from autopar.verify.step import Light
@@ -225,3 +229,22 @@ def _in_tiles(source: str, light: Light) -> Counter[str]:
     for item in seen:
         found[item.kind] += item.bytes if item.name.startswith("tiled") else 0
     return found
+
+
+def _members(bundle: Bundle, weights: dict[str, Tensor]) -> list[int]:
+    return [len(bucket.members) for bucket in bundle.build(weights)._sync.buckets]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_buckets_are_full_by_what_is_summed(precision: str) -> None:
+    """At as many gradients in float32 whatever is computed in: on ranks, in the simulator and in prices, where 16 bits made buckets of twice the bytes."""
+    layers, x = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(14)), nn.Flatten(0)), torch.randn(8, 1024)
+    made = autopar.compile(layers, "cpu:1x2", (x,), precision=precision, recipe="ddp", loss_fn=torch.mean, time_limit_s=5.0)
+    stages = Stages.of(made.captured.gm, made.plan)
+    simulated = stages.syncs[0].buckets(stages.views[0], stages.turns[0])
+    assert [len(bucket.members) for bucket in simulated] == [6, 6, 2]
+    assert living(2).run(_members, made.bundle, dict(layers.state_dict()))[0] == [6, 6, 2]
+    leaf_bytes = 1024 * 1024 * COMPUTES.get(precision, torch.float32).itemsize
+    alone = stages.syncs[0].prices
+    prices = Prices(alone.mesh, alone.device, alone.settings, bucket_bytes=BUCKET_BYTES)
+    assert prices.grad_bucket_bytes(leaf_bytes, 4 * 1024 * 1024) == BUCKET_BYTES

@@ -22,7 +22,7 @@ from autopar.memory.shares import Shares
 from autopar.memory.stage import Profile
 from autopar.memory.types import Entry, Place
 from autopar.optimizers import OPTIMIZERS
-from autopar.pipeline.orders import Action
+from autopar.pipeline.orders import Action, changed
 from autopar.pipeline.stage_views import View
 from autopar.pipeline.transit import Kind, Transit
 from autopar.problem.at_rest import EACH
@@ -144,15 +144,13 @@ class Holding:
         """Each action with the microbatches of each stage that are kept meanwhile, beside its own: all of them, and those that wait for
         the weights' part of their backward; and with what is in transit."""
         kept, halfway = dict.fromkeys(self.profiles, 0), dict.fromkeys(self.profiles, 0)
-        split = {(a.stage, a.microbatch): None for a in self.actions if a.kind == "W"}
-        for action, transit in zip(self.actions, self.transits or itertools.repeat({}), strict=False):
-            stage = action.stage
-            kept[stage] -= action.kind != "F"
-            halfway[stage] -= action.kind == "W"
+        for action, (stage, more), transit in zip(self.actions, changed(self.actions), self.transits or itertools.repeat({}), strict=False):
+            own, own_halfway = action.kind != "F", action.kind == "W"
+            kept[stage] -= own
+            halfway[stage] -= own_halfway
             yield action, dict(kept), dict(halfway), transit
-            later = action.kind in "BI" and (stage, action.microbatch) in split
-            kept[stage] += action.kind == "F" or later
-            halfway[stage] += later
+            kept[stage] += more.kept + own
+            halfway[stage] += more.halfway + own_halfway
 
     def _moments(self, base: float, held: float) -> Iterator[Moment]:
         """One per distinct situation; gradients are there in full from the first backward on where several microbatches add to them."""

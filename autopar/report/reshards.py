@@ -10,7 +10,7 @@ from autopar.cluster import Cluster
 from autopar.codegen.context import Context
 from autopar.codegen.edges import Reshard
 from autopar.codegen.tally import Tally
-from autopar.layout import fraction
+from autopar.layout import BUCKET_BYTES, fraction
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
 from autopar.problem.prices import Prices
@@ -59,9 +59,15 @@ def reshards(program: Program, plan: Plan) -> list[Row]:
     prices, tallies = [prices_of(plan, place) for place in kinds], [Tally(program, plan, place) for place in range(plan.places)]
     found, together = [(reshard, _keys(reshard, context.sizes)) for reshard in context.edges.reshards], dict[object, float]()
     for reshard, keys in found:
-        for key in keys:
-            together[key] = together.get(key, 0.0) + program.bytes_of(reshard.ref) * fraction(reshard.dst.value, context.sizes) * reshard.count
-    return [_row(reshard, context, prices, tallies, tuple([min(program.bucket_bytes, together[key]) for key in keys])) for reshard, keys in found]
+        for key, wider in zip(keys, (1.0, _wider(reshard, context, prices[0])), strict=False):
+            together[key] = together.get(key, 0.0) + wider * program.bytes_of(reshard.ref) * fraction(reshard.dst.value, context.sizes) * reshard.count
+    return [_row(reshard, context, prices, tallies, tuple([min(full, together[key]) for full, key in zip((program.bucket_bytes, BUCKET_BYTES), keys, strict=False)]))
+            for reshard, keys in found]
+
+
+def _wider(reshard: Reshard, context: Context, prices: Prices) -> float:
+    """Bytes of the gradient of what is resharded per byte of that: those of parameters are summed in the dtype in which these rest."""
+    return prices.gradient_bytes(context.program.ops[reshard.ref[0]], 1.0) if reshard.role == "sync" else 1.0
 
 
 def _keys(reshard: Reshard, sizes: tuple[int, ...]) -> Sequence[object]:
@@ -87,16 +93,16 @@ def _row(reshard: Reshard, context: Context, prices: Sequence[Prices], tallies: 
 def _once_s(reshard: Reshard, size_bytes: float, context: Context, prices: Sequence[Prices], buckets: Buckets) -> float:
     """Seconds of one run on a value of so many bytes, forward and backward, on the slowest of the places that `prices` are of; where its block is run again, forward twice."""
     twice = [reshard, reshard.onward] if reshard.replay == "again" else [reshard]
-    return max(sum(seconds(each, size_bytes, one, context.sizes, buckets) for each in twice) for one in prices)
+    return max(sum(seconds(each, size_bytes, one, context.sizes, buckets, _wider(each, context, one)) for each in twice) for one in prices)
 
 
-def seconds(reshard: Reshard, size_bytes: float, prices: Prices, sizes: tuple[int, ...], buckets: Buckets = ()) -> float:
+def seconds(reshard: Reshard, size_bytes: float, prices: Prices, sizes: tuple[int, ...], buckets: Buckets = (), wider: float = 1.0) -> float:
     """Seconds of one run of a reshard of a tensor of `size_bytes`, forward and backward, with nothing hidden; of what goes in
-    `buckets` its share."""
+    `buckets` its share, where the gradient has `wider` bytes per byte of the tensor."""
     src, dst = reshard.src, reshard.dst
     if any(buckets):
-        ways = [(src.value, dst.value, buckets[0]), *([(dst.back, src.back, buckets[1])] if reshard.gradient else [])]
-        return sum(load.seconds for here, there, bytes_ in ways for load in prices.routes.loads(here, there, size_bytes, bytes_))
+        ways = [(src.value, dst.value, 1.0, buckets[0]), *([(dst.back, src.back, wider, buckets[1])] if reshard.gradient else [])]
+        return sum(load.seconds for here, there, times, bytes_ in ways for load in prices.routes.loads(here, there, times * size_bytes, bytes_))
     return float(prices.table_s([src], [dst], size_bytes, [reshard.regathers(sizes)])[0, 0])
 
 

@@ -26,6 +26,7 @@ from autopar.frontend import load
 from autopar.frontend.loading import cast
 from autopar.layout import BUCKET_BYTES
 from autopar.problem.prices import Prices
+from autopar.report.reshards import reshards
 from autopar.runtime import count
 from autopar.runtime.scaling import scaler_for
 from autopar.simulate.stages import Stages
@@ -248,3 +249,5 @@ def test_buckets_are_full_by_what_is_summed(precision: str) -> None:
     alone = stages.syncs[0].prices
     prices = Prices(alone.mesh, alone.device, alone.settings, bucket_bytes=BUCKET_BYTES)
     assert prices.grad_bucket_bytes(leaf_bytes, 4 * 1024 * 1024) == BUCKET_BYTES
+    explained_s = sum(row.step_s for row in reshards(stages.syncs[0].program, made.plan) if row.role == "sync")
+    assert explained_s == pytest.approx(sum(piece.seconds for bucket in simulated for piece in bucket.sums), rel=0.02)

@@ -1,13 +1,15 @@
-"""How far ahead of their use gathers of weights begin (prefetching), counted in units: a block, or a weight outside of blocks.
+"""How far ahead of their use gathers of weights begin (prefetching), counted in units: a block, or a weight outside of blocks; and those of leaves
+(runtime.leaves), counted in buckets.
 
-One rule, shared by what runs (runtime.prefetch), its simulation (simulate.chains), its memory (memory.ahead) and its price (pipeline.pass_ends).
+One rule, shared by what runs (runtime.prefetch), its simulation (simulate.chains), its memory (memory.ahead) and its price (pipeline.pass_clock, pipeline.pass_ends).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
-from autopar.layout import BUCKET_BYTES, SOON
+from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, SOON
 
 
 def ends(nbytes: Sequence[float], at: int, legs: int, ahead_bytes: float = BUCKET_BYTES) -> tuple[int, ...]:
@@ -30,3 +32,48 @@ def _reach(nbytes: Sequence[float], at: int, ahead_bytes: float) -> int:
         ahead += nbytes[end]
         end += 1
     return end
+
+
+class Part(Protocol):
+    """What is to know of a gather in a plan."""
+
+    @property
+    def unit(self) -> Any:
+        """What it belongs to."""
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of the result on the fullest rank."""
+
+    @property
+    def legs(self) -> int:
+        """Collectives, one after the other."""
+
+
+def timetable(plan: Sequence[Part], ahead_bytes: float) -> dict[int, tuple[int, ...]]:
+    """By the number of each gather of `plan` that begins a unit: the gathers that go on then, each by one collective, in this order (`ends`).
+
+    What the unit itself needs has begun all of its collectives before others begin, which would be in front of it on an axis of theirs.
+    """
+    starts = [at for at, part in enumerate(plan) if not at or plan[at - 1].unit != part.unit]
+    stops = [*starts, len(plan)][1:]  # where each unit ends
+    nbytes = [sum(part.nbytes for part in plan[at:stop]) for at, stop in zip(starts, stops, strict=True)]
+    ways = {part.legs for part in plan}
+    begun, found = [0] * len(plan), dict[int, tuple[int, ...]]()
+    for unit, at in enumerate(starts):
+        until = {legs: [stops[end - 1] for end in ends(nbytes, unit, legs, ahead_bytes)] for legs in ways}
+        reached = max(stop for each in until.values() for stop in (at, *each))
+        wanted = {number: sum(number < stop for stop in until[plan[number].legs]) for number in range(at, reached)}
+        rounds = [[number for number, legs in wanted.items() if (number < stops[unit]) == own and begun[number] <= leg < legs] for own in (True, False) for leg in range(max(ways))]
+        found[at] = tuple(number for here in rounds for number in here)
+        for number in found[at]:
+            begun[number] += 1
+    return found
+
+
+def due(legs: Sequence[int], begun: Sequence[int], done: int) -> list[int]:
+    """Which buckets of leaves go on, each by one collective, in this order, when `done` of them are filled: they take so many `legs`, of which so many have `begun`."""
+    deepest = max(legs, default=0)
+    wanted = {number: legs[number] - max(0, number + 1 - done - LEAVES_AHEAD)
+              for number in range(done, min(len(legs), done + LEAVES_AHEAD + max(0, deepest - 1)))}
+    return [number for leg in range(deepest) for number, upto in wanted.items() if begun[number] <= leg < upto]

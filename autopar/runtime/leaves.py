@@ -5,7 +5,7 @@ of it, then gathered. This is done at the beginning of every step, and of every 
 leaves that are read outside of blocks before the model runs, those of a block when it is called, while later gathers go on.
 
 A leaf that is cut over several axes takes one collective for each, one after the other. The last collective of a bucket begins LEAVES_AHEAD buckets
-before it is needed, each of the others one bucket earlier (`due`).
+before it is needed, each of the others one bucket earlier (`prefetching.due`).
 
 Nothing is kept from one step to the next, so a leaf is never stale, whatever has changed the parameter in between: an optimizer, a checkpoint, or an
 in-place edit that no version counter shows.
@@ -20,7 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, Step, crosses, steps
+from autopar.layout import BUCKET_BYTES, Step, crosses, steps
+from autopar.prefetching import due
 from autopar.runtime.coalesced import Together
 from autopar.runtime.lifetimes import weakly
 from autopar.runtime.mesh import Mesh
@@ -153,12 +154,3 @@ def gathered_by(held: Held, mesh: Mesh) -> tuple[Step, ...]:
     """The all-gathers that fill the leaf of `held`; none where its way has other steps too."""
     way = steps(held.info.entries, held.info.leaf_entries, mesh.sizes)
     return way if all(step.kind == "all_gather" and crosses(step, mesh.sizes) for step in way) else ()
-
-
-def due(legs: Sequence[int], begun: Sequence[int], done: int) -> list[int]:
-    """The numbers of the buckets that start their next collective, in this order, when the first `done` buckets are filled. Bucket i takes `legs[i]` collectives, of which `begun[i]` have
-    started. The last collective of a bucket starts LEAVES_AHEAD buckets before it is needed, each earlier one a bucket earlier."""
-    deepest = max(legs, default=0)
-    wanted = {number: legs[number] - max(0, number + 1 - done - LEAVES_AHEAD)
-              for number in range(done, min(len(legs), done + LEAVES_AHEAD + max(0, deepest - 1)))}
-    return [number for leg in range(deepest) for number, upto in wanted.items() if begun[number] <= leg < upto]

@@ -5,7 +5,7 @@ followed from then on. A *unit* is all that one block gathers, or one weight tha
 of further units until BUCKET_BYTES are on their way, since small gathers hide nothing. So memory holds one unit more than is in use.
 
 A gather over several axes is a chain of collectives, each on the result of the one before. The last one starts one unit before the weight is needed, each earlier one a unit
-before its successor, so that each has the time of a unit to run (`prefetching.ends`, `timetable`). Until the last one, only a fraction of the weight is in memory.
+before its successor, so that each has the time of a unit to run (`prefetching.timetable`). Until the last one, only a fraction of the weight is in memory.
 
 A pass that deviates from the recorded order (a parameter was frozen) gathers the rest on demand, and the order is recorded again. What starts when depends only on which gathers
 run, not on values or on one rank's shards, so it is the same on all ranks.
@@ -13,10 +13,10 @@ run, not on values or on one rank's shards, so it is the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from weakref import proxy
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from autopar._torch import at_end_of_backward
 from autopar.layout import BUCKET_BYTES, Layout, most_elements, moving, steps
-from autopar.prefetching import ends
+from autopar.prefetching import timetable
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import Chain, relayout
 from autopar.runtime.params import Held
@@ -48,25 +48,10 @@ class Call:
     unit: Any = field(compare=False)
 
 
-class Part(Protocol):
-    """What `timetable` needs to know of a gather."""
-
-    @property
-    def unit(self) -> Any:
-        """The unit that it belongs to."""
-
-    @property
-    def nbytes(self) -> float:
-        """Bytes of the result on the fullest rank."""
-
-    @property
-    def legs(self) -> int:
-        """Collectives, one after the other."""
-
-
 @dataclass(frozen=True)
 class Learned:
-    """The recorded gathers of one kind of pass, in order, and by number of a gather those that start a collective before it (`timetable`)."""
+    """The recorded gathers of one kind of pass, in order, and by number of a gather those that start a collective before it
+    (`prefetching.timetable`)."""
 
     calls: tuple[Call, ...]
     due: Mapping[int, tuple[int, ...]]
@@ -181,27 +166,6 @@ class Going:
         if held.ready is not None:
             held.ready()
         return Chain(call.turn.of(held.leaf.detach()), call.src, call.dst, call.shape, self.orders.mesh, call.name, behind=True), held.leaf._version
-
-
-def timetable(plan: Sequence[Part], ahead_bytes: float) -> dict[int, tuple[int, ...]]:
-    """For the number of each gather of `plan` that is the first of its unit: the numbers of the gathers that start their next collective then, in this order (`prefetching.ends`).
-
-    All collectives of the unit itself come first: others on the same axis would otherwise delay it.
-    """
-    starts = [at for at, part in enumerate(plan) if not at or plan[at - 1].unit != part.unit]
-    stops = [*starts, len(plan)][1:]  # where each unit ends
-    nbytes = [sum(part.nbytes for part in plan[at:stop]) for at, stop in zip(starts, stops, strict=True)]
-    ways = {part.legs for part in plan}
-    begun, due = [0] * len(plan), {}
-    for unit, at in enumerate(starts):
-        until = {legs: [stops[end - 1] for end in ends(nbytes, unit, legs, ahead_bytes)] for legs in ways}
-        reached = max(stop for each in until.values() for stop in (at, *each))
-        wanted = {number: sum(number < stop for stop in until[plan[number].legs]) for number in range(at, reached)}
-        rounds = [[number for number, legs in wanted.items() if (number < stops[unit]) == own and begun[number] <= leg < legs] for own in (True, False) for leg in range(max(ways))]
-        due[at] = tuple(number for here in rounds for number in here)
-        for number in due[at]:
-            begun[number] += 1
-    return due
 
 
 _units: list[Any] = []  # blocks that are running, innermost last

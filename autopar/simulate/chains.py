@@ -8,8 +8,7 @@ from functools import cached_property
 from typing import Protocol
 
 from autopar.layout import BUCKET_BYTES, legs
-from autopar.runtime.leaves import due
-from autopar.runtime.prefetch import timetable
+from autopar.prefetching import due, timetable
 from autopar.simulate.pieces import Piece
 
 

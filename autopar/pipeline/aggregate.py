@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from autopar.layout import BUCKET_BYTES
 from autopar.pipeline.clock import Timeline
+from autopar.pipeline.pass_ends import AHEAD
 from autopar.pipeline.work import BACKWARD, FORWARD, PASSES, Did, Pass, shown_s, shows
 from autopar.problem.graph import Program
 from autopar.problem.hiding import Loads
@@ -87,9 +88,9 @@ class Aggregate:
                 before_s[way] += part.compute_s
 
     def _moved_s(self, name: str, way: int) -> float:
-        """Seconds of the collectives of an operator outside of blocks that compute does not wait for; 0 for blocks."""
+        """Seconds of the collectives of a piece that compute does not wait for."""
         part = self.did[name].passes[way]
-        return 0.0 if name in self.program.runs else part.background_s + part.after.all_s
+        return part.background_s + part.after.all_s
 
     def _overlap_first_gathers(self, scopes: Mapping[str, Sequence[Pass]], exposed: Mapping[str, list[float]], contention: float) -> None:
         """A backward that follows its forward begins with the gathers of the block whose backward comes first (runtime.regather). They overlap what the model
@@ -114,7 +115,7 @@ class Aggregate:
         if last is None or not outside.background_s:
             return share
         blocks, count = scopes[last][FORWARD], self.program.runs[last].count
-        block_bytes = sum(sent.nbytes for stop in self.line.stops.of(last, back=False) for _, sent in stop.takes)
+        block_bytes = sum(sent.nbytes for stop in self.line.stops.of(last, AHEAD) for _, sent in stop.takes)
         reached = min(count, math.ceil(BUCKET_BYTES / max(1.0, block_bytes)))
         hidden_s = min(outside.background_s, max(0.0, blocks.work_s - blocks.background_s) * reached / count)
         return 1.0 - (1.0 - contention) * hidden_s / outside.background_s

@@ -1,35 +1,38 @@
-"""Collectives of operators outside of blocks, priced in program order: by how much a pass is longer than its aggregate price says.
+"""The collectives of a program in program order: by how much a pass is longer than its aggregate price says.
 
 The aggregate price of a pass (pipeline.passes) overlaps all of its background collectives with all of its compute. In program order
 less may overlap: a gather can only run between the gather before it and its use, and the sum of a gradient only after that gradient.
 
-    forward    a gather begins with the gather before it (runtime.prefetch); gathers after a run of blocks begin with its last blocks
-    backward   the same in reverse order; the scatter of a gradient to the layout of its leaf is waited for when enough bytes are
-               queued behind it (autopar.deferred_waits); then the gradient is summed over ranks in buckets (runtime.gradsync)
+    forward    a gather begins with the block or the gather before it (runtime.prefetch), as gathers of leaves begin with buckets (runtime.leaves)
+    backward   the same in reverse order, what runs again of a block first; the scatter of a gradient to the layout of its leaf is waited for when enough
+               bytes are queued behind it (autopar.deferred_waits); then the gradient is summed over ranks in buckets (runtime.gradsync)
 
-Blocks are priced in aggregate also here (pass_clock.BlockRun).
+Of a long run of blocks MOST are run through; those in the middle take as long as these do there.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
-from autopar.pipeline.pass_clock import BlockRun, Clock, Prefetched
-from autopar.pipeline.pass_ends import Stop, Stops, Sum
+from autopar.layout import BUCKET_BYTES
+from autopar.pipeline.pass_clock import OUTSIDE, Clock, LeafBucket, Turn
+from autopar.pipeline.pass_ends import AGAIN, AHEAD, BACK, Sent, Stop, Stops, Sum, in_one_bucket
 from autopar.pipeline.work import BACKWARD, Pass, least_s
 from autopar.problem.graph import Program
 
+MOST = 32
+"""Of how many blocks of a run the price is found one by one."""
 
-@dataclass(eq=False)
-class _GradientSums:
-    """How the aggregate price counts the sums of gradients of one scope: `exposed_s` seconds after all compute, `background_s` seconds by axis.
-    `of_block` are the sums of one block, as the clock runs them."""
 
-    exposed_s: float = 0.0
-    background_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    of_block: list[Sum] = field(default_factory=list)
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A leaf that is gathered once per step, by collectives of one `kind`, read first at `reader`; `ahead`: all of them are gathers, which begin early."""
+
+    sent: Sent
+    kinds: Hashable
+    reader: int
+    ahead: bool
 
 
 class Timeline:
@@ -37,24 +40,21 @@ class Timeline:
 
     def __init__(self, program: Program) -> None:
         self.program, self.stops = program, Stops(program)
-        self.gathers_bytes: defaultdict[tuple[str, int], list[float]] = defaultdict(list)  # by scope and pass: of each weight of a block
-        self._sums: defaultdict[str, _GradientSums] = defaultdict(_GradientSums)
+        self._leaves: dict[str, list[_Leaf]] = {}
 
-    def add_sum(self, reader: tuple[str, str], gradient: Sum, count: float, hidden: Sequence[float]) -> None:
-        """Note the sum of a weight's gradient.
+    def blocks(self, scope: str) -> int:
+        """How many blocks of `scope` run in a pass; 1 for what is outside of blocks."""
+        return self.program.ops[self.program.runs[scope].ports[0]].count if scope else 1
 
-        `reader`: scope of blocks ("" for none) and operator that read the weight first. `count`: instances in all blocks.
-        `hidden`: of each collective the share that the aggregate price puts in the background.
-        """
-        scope, name = reader
-        sums, per_block = self._sums[scope], count / (self.program.runs[scope].count if scope else 1)
-        for load, share in zip(gradient.sent.way, hidden, strict=True):
-            sums.exposed_s += count * (1.0 - share) * load.seconds
-            sums.background_s[load.axis] += count * share * load.seconds
-        if scope:
-            sums.of_block.append(gradient.times(per_block))
-        else:
-            self.stops.at(self.program.ops[name], back=True).sums.append(gradient)
+    def add_sum(self, reader: str, gradient: Sum, count: float) -> None:
+        """Note the sum of a weight's gradient, whose first `reader` is an operator. `count`: instances in all blocks."""
+        op = self.program.ops[reader]
+        self.stops.at(op, BACK).sums.append(gradient.times(count / self.blocks(op.scope)))
+
+    def add_leaf(self, reader: str, sent: Sent, kinds: Hashable, *, ahead: bool) -> None:
+        """Note the gather of a leaf once per step, whose first `reader` is an operator; `ahead`: it consists of gathers, which begin early in buckets."""
+        op = self.program.ops[reader]
+        self._leaves.setdefault(op.scope, []).append(_Leaf(sent, kinds, self.program.order[reader], ahead))
 
     def more_s(self, scopes: Mapping[str, Sequence[Pass]], exposed: Mapping[str, float], way: int, contention: float, *, gathers_first: bool) -> float:
         """Seconds that program order adds to the aggregate price of the pass `way`.
@@ -62,52 +62,74 @@ class Timeline:
         `scopes`: by scope ("" for what is outside of blocks) the aggregate passes; `exposed`: the share of their background collectives
         that the aggregate price exposes. `gathers_first`: the first gathers begin with the pass, as in a backward right after its forward.
 
-        Never negative where there are blocks. Without blocks every operator is known, so that the time in program order is the price, even where it is
-        less than the aggregate one; it is not below the price with all collectives overlapped by all compute.
+        Never negative where there are blocks. Without blocks it may be less than the aggregate price, but is not below
+        the price with all collectives overlapped by all compute.
         """
-        backward, nothing = way == BACKWARD, _GradientSums()
-        sums = {scope: self._sums[scope] if backward else nothing for scope in scopes}
-        runs = {scope: BlockRun.of(passes[way], self.program.runs[scope].count, self.gathers_bytes[scope, way], sums[scope].of_block,
-                                   sums[scope].exposed_s, sums[scope].background_s, contention)
-                for scope, passes in scopes.items() if scope}
-        exposed_s = self._exposed_s(runs, contention, backward=backward, gathers_first=gathers_first)
-        outside_s = scopes[""][way].work_s - sums[""].exposed_s - self._opening_s(backward=backward) if "" in scopes else 0.0
-        ordered_s = outside_s + exposed_s + sum(run.seconds for run in runs.values())
-        aggregate_s = sum(passes[way].work_s + exposed[scope] * passes[way].background_s for scope, passes in scopes.items())
-        least = aggregate_s if runs else sum(least_s(passes[way], contention) for passes in scopes.values())
+        backward, passes = way == BACKWARD, {scope: each[way] for scope, each in scopes.items()}
+        aggregate_s = sum(one.work_s + exposed[scope] * one.background_s for scope, one in passes.items())
+        if not any(one.background_s + one.after.moving_s for one in passes.values()):
+            return 0.0
+        # the clock counts gathers before any compute, and what comes after the last compute, as exposed
+        work_s = sum(one.work_s - one.after.moving_s for one in passes.values()) - self._opening_s(backward=backward)
+        ordered_s = work_s + self._exposed_s(scopes, contention, backward=backward, gathers_first=gathers_first)
+        least = aggregate_s if any(scopes) else sum(least_s(one, contention) for one in passes.values())
         return max(ordered_s, least) - aggregate_s
 
     def _opening_s(self, *, backward: bool) -> float:
         """Seconds of gathers before any compute. The aggregate price counts them as work; the clock counts them as exposed."""
-        return sum(load.seconds for stop in self.stops.named("", back=backward).values() for _, sent in stop.opens for load in sent.way)
+        return sum(load.seconds for stop in self.stops.named("", BACK if backward else AHEAD).values() for _, sent in stop.opens for load in sent.way)
 
-    def _exposed_s(self, runs: Mapping[str, BlockRun], contention: float, *, backward: bool, gathers_first: bool) -> float:
+    def _exposed_s(self, scopes: Mapping[str, object], contention: float, *, backward: bool, gathers_first: bool) -> float:
         """Seconds in which the pass, in program order, waits for gathers and gradients, or computes slower because of them."""
-        at_ports = {self.program.runs[scope].ports[0]: run for scope, run in runs.items()}
-        items: dict[str, Stop | BlockRun] = {**self.stops.named("", back=backward), **at_ports}
-        order = [items[name] for name in sorted(items, key=lambda name: self.program.order[name], reverse=backward)]
-        return _ordered_s(order, contention, blocks=bool(runs), gathers_first=gathers_first)
+        walked = {scope: min(MOST, self.blocks(scope)) for scope in scopes if scope}
+        turns = self._turns(walked, backward=backward)
+        exposed_s = Clock(turns, contention, () if backward else self._buckets(walked)).run(gathers_first=gathers_first)
+        begins: dict[Hashable, float] = {}
+        for turn, so_far_s in zip(turns, exposed_s[:-1], strict=True):
+            begins.setdefault(turn.block, so_far_s)
+        return exposed_s[-1] + sum((self.blocks(scope) - count) * _each_s(begins, scope, count) for scope, count in walked.items() if count < self.blocks(scope))
+
+    def _turns(self, walked: Mapping[str, int], *, backward: bool) -> list[Turn]:
+        """The operators of a pass in the order in which they run, of each run of blocks as many as are `walked`."""
+        way, at_ports = BACK if backward else AHEAD, {self.program.runs[scope].ports[0]: scope for scope in walked}
+        outside = self.stops.named("", way)
+        found: list[Turn] = []
+        for name in sorted((*outside, *at_ports), key=self.program.order.__getitem__, reverse=backward):
+            if (scope := at_ports.get(name)) is None:
+                found.append(Turn(outside[name]))
+                continue
+            stops = [*(self.stops.of(scope, AGAIN) if backward else ()), *self.stops.of(scope, way)]
+            numbers = range(walked[scope])
+            found += [Turn(stop, (scope, number)) for number in (reversed(numbers) if backward else numbers) for stop in stops]
+        return found
+
+    def _buckets(self, walked: Mapping[str, int]) -> list[LeafBucket]:
+        """The gathers of leaves as runtime.leaves fills buckets: in the order in which they are read, those outside of blocks first."""
+        order = sorted(walked, key=lambda scope: self.program.order[self.program.runs[scope].ports[0]])
+        blocks: list[Hashable] = [OUTSIDE, *((scope, number) for scope in order for number in range(walked[scope]))]
+        by_reader = {scope: sorted(leaves, key=lambda leaf: leaf.reader) for scope, leaves in self._leaves.items()}
+        found, filled_bytes, before = list[list[tuple[_Leaf, Hashable]]](), 0.0, None
+        for block in blocks:
+            for leaf in by_reader.get(block[0] if isinstance(block, tuple) else "", ()):
+                full = filled_bytes >= BUCKET_BYTES or (found and found[-1][-1][1] != block and (2 * filled_bytes >= BUCKET_BYTES or found[-1][-1][1] is OUTSIDE))
+                if not found or not leaf.ahead or leaf.kinds != before or full:
+                    found.append([])
+                    filled_bytes = 0.0
+                found[-1].append((leaf, block))
+                filled_bytes, before = filled_bytes + leaf.sent.nbytes, leaf.kinds
+        return [_bucket(members) for members in found]
+
+
+def _bucket(members: Sequence[tuple[_Leaf, Hashable]]) -> LeafBucket:
+    return LeafBucket(in_one_bucket([leaf.sent for leaf, _ in members]), members[0][0].ahead, dict.fromkeys(block for _, block in members))
+
+
+def _each_s(begins: Mapping[Hashable, float], scope: str, count: int) -> float:
+    """Exposed seconds of one block in the middle of `count`, by the exposed seconds before each."""
+    first, last = sorted((begins.get((scope, count // 4), 0.0), begins.get((scope, count - 1 - count // 4), 0.0)))
+    return (last - first) / (count - 1 - 2 * (count // 4))
 
 
 def waits_s(stops: Sequence[Stop], contention: float) -> float:
     """Exposed seconds of a pass over a pipeline stage that has no blocks: its operators `stops` in the order in which they run."""
-    return _ordered_s(stops, contention, blocks=False, gathers_first=False)
-
-
-def _ordered_s(order: Sequence[Stop | BlockRun], contention: float, *, blocks: bool, gathers_first: bool) -> float:
-    """Exposed seconds of the items of a pass, run in that order."""
-    clock = Clock([gather for item in order for gather in _gathers(item)], contention, blocks=blocks)
-    if gathers_first:
-        clock.begin_gathers(1)
-    for item in order:
-        clock.wait_for_gathers(len(_gathers(item)), item.early_s if isinstance(item, BlockRun) else 0.0)
-        if isinstance(item, BlockRun):
-            clock.run_blocks(item)
-        else:
-            clock.run_operator(item)
-    return clock.exposed_s()
-
-
-def _gathers(item: BlockRun | Stop) -> list[Prefetched]:
-    """The gathers that an item waits for before it runs."""
-    return item.prefetched if isinstance(item, BlockRun) else [(sent, ()) for _, sent in (*item.opens, *item.takes)]
+    return Clock([Turn(stop) for stop in stops], contention).run(gathers_first=False)[-1]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.pipeline.once_per_step import merged
-from autopar.pipeline.pass_ends import BLOCKS, Stop
+from autopar.pipeline.pass_ends import AHEAD, BACK, BLOCKS, Stop
 from autopar.pipeline.passes import Passes
 from autopar.pipeline.stretches import Cost
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did, Pass
@@ -78,7 +78,7 @@ def _hidden_s(did: Did, seconds: Sequence[float]) -> tuple[float, float]:
 
 def _stops(did: Passes, name: str) -> tuple[tuple[Stop, ...], tuple[Stop, ...]]:
     """The operators of a piece outside of blocks with their collectives, in the order of its forward and of its backward."""
-    forward, backward = (tuple([stop for op, stop in did.stops.named("", back=back).items() if did.home[op] == name]) for back in (False, True))
+    forward, backward = (tuple([stop for op, stop in did.stops.named("", way).items() if did.home[op] == name]) for way in (AHEAD, BACK))
     return forward, backward[::-1]
 
 

@@ -1,341 +1,266 @@
-"""A clock that runs through one pass, operator by operator and block by block, and adds up the exposed communication.
+"""A clock that runs through one pass of a rank, operator by operator, and adds up the exposed communication.
 
 The rules by which collectives begin and are waited for are those of the runtime, imported and not repeated here:
 
-    gathers     begin ahead of their use as `autopar.prefetching.ends` says (runtime.prefetch)
+    gathers     begin ahead of their use as `autopar.prefetching.timetable` says (runtime.prefetch)
+    leaves      are gathered in buckets as `autopar.prefetching.due` says; a block waits for its own before it runs (runtime.leaves)
     scatters    of whole gradients to the layout of their leaf are waited for as `autopar.deferred_waits.Queue` says
     sums        of gradients over ranks begin when a bucket of BUCKET_BYTES is full (runtime.gradsync)
 
-Collectives of one mesh axis run one after the other; those of different axes run side by side.
+Collectives of one stream run one after the other; streams share links and compute units (pipeline.streams).
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from autopar.deferred_waits import BUCKETS, Queue
-from autopar.layout import BUCKET_BYTES
-from autopar.pipeline.pass_ends import Sent, Stop, Sum
-from autopar.pipeline.work import Pass, shown_s
-from autopar.prefetching import ends
-from autopar.problem.hiding import Load, Loads
+from autopar.layout import BUCKET_BYTES, legs
+from autopar.pipeline.pass_ends import Sent, Stop, Sum, in_one_bucket
+from autopar.pipeline.streams import Sending, Streams
+from autopar.prefetching import due, timetable
+from autopar.problem.hiding import Load, moves
 
-Prefetched = tuple[Sent, Sequence[Load]]
-"""A gather that a unit waits for, and the collectives that begin right after it, for later units."""
+OUTSIDE = None
+"""The unit of what belongs to no block."""
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRun:
-    """A run of alike blocks as one item of a pass. The blocks are priced together, so that collectives inside of them are known only as totals.
+class Turn:
+    """An operator as a pass comes to it: what it does, and the block that it belongs to (OUTSIDE: none)."""
 
-    `seconds`: the run without sums of gradients, with the part of its own collectives that is exposed.
-    `own_s`: seconds by mesh axis in which the run's own background collectives use the axis.
-    `first_gather`: what the first block gathers, of `weights` weights; `next_gathers` begin with it, for the next blocks.
-    `window`: the share of the run that the prefetch window covers, so that gathers of what follows the run begin so early.
-    `sums`: the sums of gradients of one block. `compute_share`: the share of `seconds` that computes. Only that part is
-    slowed down by collectives beside it; while the run waits for collectives of its own nothing is slowed.
-    """
+    stop: Stop
+    block: Hashable = OUTSIDE
 
-    seconds: float
-    own_s: Mapping[int, float]
-    first_gather: Sent
-    weights: int
-    next_gathers: Sequence[Load]
-    window: float
-    count: int
-    sums: Sequence[Sum]
-    compute_share: float
 
-    @classmethod
-    def of(cls, total: Pass, count: int, weights_bytes: Sequence[float], sums: Sequence[Sum], exposed_sums_s: float,
-           background_sums_s: Mapping[int, float], contention: float) -> BlockRun:
-        """The run of `count` blocks whose pass takes `total` in all. Each block gathers weights of `weights_bytes`.
+@dataclass(frozen=True, slots=True)
+class LeafBucket:
+    """Leaves that are gathered together: the collectives, one after the other with the copies around them, whether they begin ahead, and the blocks that wait for them (OUTSIDE: the model itself)."""
 
-        `total` contains the sums of gradients: `exposed_sums_s` behind all compute, and `background_sums_s` by axis. They
-        are taken out here, as the clock runs them one by one.
-        """
-        block_bytes = sum(weights_bytes)
-        window = min(1.0, math.ceil(BUCKET_BYTES / max(1.0, block_bytes)) / count)
-        gathers = total.ahead.moving()
-        inside = Pass()
-        inside.add(total)
-        inside.adding_s, inside.lag_s = total.adding_s - exposed_sums_s, 0.0
-        inside.ahead = Loads(load.times(1.0 - window) for load in gathers)
-        inside.behind = Loads(load.times(max(0.0, 1.0 - background_sums_s.get(load.axis, 0.0) / load.seconds))
-                              for load in total.behind.moving())
-        own_s = {load.axis: load.seconds for loads in (inside.ahead, inside.behind) for load in loads.moving()}
-        seconds, compute_s = inside.work_s + shown_s(inside, contention), inside.compute_s + inside.waited.local_s
-        first = Sent([load.times(1.0 / count) for load in gathers], window * count * block_bytes)
-        after_first = [load.times(window - 1.0 / count) for load in gathers]
-        return cls(seconds, own_s, first, len(weights_bytes), after_first, window, count, sums, min(1.0, compute_s / (seconds or 1.0)))
+    way: Sequence[Load]
+    ahead: bool
+    blocks: Mapping[Hashable, None]
 
     @property
-    def early_s(self) -> float:
-        """Seconds by which the first block begins before its gathers have ended.
-
-        It begins with the first of its weights and needs the last one at its end, so that all but one of them overlap its compute.
-        """
-        gathers_s = sum(load.seconds for load in self.first_gather.way)
-        return (1.0 - 1.0 / self.weights) * min(gathers_s, self.seconds / self.count) if self.weights else 0.0
-
-    @property
-    def prefetched(self) -> list[Prefetched]:
-        """The gather that the run waits for at its begin, if it gathers anything."""
-        return [(self.first_gather, self.next_gathers)] if self.first_gather.way else []
+    def legs(self) -> int:
+        """Collectives that begin ahead."""
+        return sum(map(moves, self.way)) if self.ahead else 0
 
 
 class Clock:
-    """One pass as far as it has come.
+    """One pass over `turns`, as far as it has come. `leaves` are gathered during it. Background collectives take the share `contention` of the compute units."""
 
-    `gathers` are all gathers of the pass in the order of use. Without blocks the collectives of one gather, scatter or sum
-    follow each other as the runtime lets them. With `blocks` they follow at once, and no scatter is waited for before the
-    end of the pass: which collectives of blocks the runtime would let go on in between is not known, only their total.
-
-    Two clocks run: seconds since the begin of the pass, and by axis the seconds without those in which blocks use the axis
-    for their own collectives. What is in the background advances by the second one.
-    """
-
-    def __init__(self, gathers: Sequence[Prefetched], contention: float, *, blocks: bool) -> None:
-        self._contention, self._blocks = contention, blocks
-        self._gathers = [_Gather(self, [sent.way] if blocks else [[load] for load in sent.way], following=following)
-                         for sent, following in gathers]
-        self._gather_bytes = [sent.nbytes for sent, _ in gathers]
-        self._awaited = 0  # how many gathers have been waited for
-        self._now_s, self._exposed_s = 0.0, 0.0
-        self._blocks_s: defaultdict[int, float] = defaultdict(float)  # by axis: seconds used by collectives of blocks
-        self._free_s: dict[int, float] = {}  # by axis: when its last collective ends, on the axis's own clock
-        self._scatters: Queue[_BlockScatter | _Scatter] = Queue(BUCKETS * BUCKET_BYTES)
+    def __init__(self, turns: Sequence[Turn], contention: float, leaves: Sequence[LeafBucket] = ()) -> None:
+        self.streams = Streams(contention)
+        self._turns, self._leaves, self._filled = turns, leaves, 0
+        self._fills: dict[int, _Chain] = {}
+        fetches = [_Fetch(sent, turn.block if turn.block is not OUTSIDE else (number, at))
+                   for number, turn in enumerate(turns) for at, sent in enumerate(event for event in turn.stop.events if isinstance(event, Sent))]
+        self._gathers = [_Chain(self.streams, sent.way) for sent in (fetch.sent for fetch in fetches)]
+        self._due, self._taken = timetable(fetches, BUCKET_BYTES), 0
+        self._scatters: Queue[_Scatter] = Queue(BUCKETS * BUCKET_BYTES)
         self._sums: Queue[_BucketSum] = Queue(BUCKET_BYTES)
-        self._buckets: defaultdict[object, list[Sum]] = defaultdict(list)  # by key: gradients of the bucket that is being filled
-        self._filled: dict[object, tuple[float, float]] = {}  # by key: when the last of them was at its leaf, and bytes
+        self._buckets: defaultdict[object, list[tuple[Sum, Hashable]]] = defaultdict(list)  # by key: gradients of the bucket that is being filled
+        self._begun: list[_BucketSum] = []
 
-    def wait_for_gathers(self, count: int, early_s: float = 0.0) -> None:
-        """Wait for the next `count` gathers, up to `early_s` before each ends, and begin the gathers that the runtime prefetches then."""
-        for _ in range(count):
-            self.begin_gathers(self._awaited + 1)
-            self._gathers[self._awaited].wait(early_s)
-            self._awaited += 1
+    def run(self, *, gathers_first: bool) -> list[float]:
+        """Run the pass to its end, and wait for all that is on its way: the exposed seconds before each turn, and at last those of the whole pass.
 
-    def run_blocks(self, run: BlockRun) -> None:
-        """Run all blocks of a run; gathers of what follows begin where the prefetch window of the last blocks reaches it."""
-        for number in range(run.count):
-            if number == round((1.0 - run.window) * run.count):
-                self.begin_gathers(self._awaited)
-            parts = run.count * max(1, len(run.sums))
-            for gradient in (run.sums or (None,))[::-1]:  # gradients are taken to come evenly spread over the block
-                self._work(run.seconds / parts, {axis: min(own_s, run.seconds) / parts for axis, own_s in run.own_s.items()},
-                           run.compute_share)
-                if gradient is not None:
-                    self._block_gradient(gradient, self._now_s, (id(run), number))
+        `gathers_first`: the first gathers begin with the pass, as in a backward right after its forward.
+        """
+        exposed_s = []
+        if gathers_first:
+            self._begin_gathers()
+        self._begin_leaves()
+        self._fill(OUTSIDE)
+        for number, turn in enumerate(self._turns):
+            exposed_s.append(self._exposed_s)
+            if turn.block is not OUTSIDE and (not number or self._turns[number - 1].block != turn.block):
+                self._fill(turn.block)
+            self._run_operator(turn.stop, turn.block, number)
+        self._end()
+        return [*exposed_s, self._exposed_s]
 
-    def run_operator(self, stop: Stop) -> None:
-        """Run one operator outside of blocks."""
-        self._work(stop.compute_s)
-        self._now_s += stop.work_s - stop.compute_s
-        if self._blocks:
-            arrived_s = max([self._now_s, *(self._chain_ends_s(sent.way) for sent in stop.sends)])
-            for gradient in stop.sums:
-                self._block_gradient(gradient, arrived_s, id(stop))
-            return
-        for sent in stop.sends:
-            of = next((gradient for gradient in stop.sums if gradient.first is sent), None)
-            scatter = _Scatter(self, [[load] for load in sent.way], held_bytes=sent.held, gradient=of)
-            scatter.go_on()
-            self._scatters.add(scatter, scatter)
+    @property
+    def _exposed_s(self) -> float:
+        """Seconds so far in which compute waited for what runs in the background, or was slowed down."""
+        return self.streams.now_s - self.streams.work_s
+
+    def _run_operator(self, stop: Stop, block: Hashable, number: int) -> None:
+        for event in stop.events:
+            if isinstance(event, Sent):
+                self._take_gather()
+            else:
+                self.streams.run(event)
+        self.streams.compute(stop.compute_s)
+        for load in stop.behind:
+            self.streams.run(load)
         for gradient in stop.sums:
-            if not any(gradient.first is sent for sent in stop.sends):
-                self._block_gradient(gradient, self._now_s, id(stop))
+            if gradient.first is None:
+                self.at_leaf(gradient, block)
+        for sent in (sent for sent in stop.sends if sent.way):
+            of = next((gradient for gradient in stop.sums if gradient.first is sent), None)
+            scatter = _Scatter(self.streams, sent.way, sent.held, partial(self.at_leaf, of, block) if of else None)
+            scatter.go_on()
+            self._scatters.add(scatter, number if block is OUTSIDE else block)
+        for load in stop.last:
+            self.streams.run(load)
 
-    def exposed_s(self) -> float:
-        """End the pass: wait for all that is still on its way. Seconds of the whole pass in which compute waited or was slowed down."""
+    def _end(self) -> None:
+        """Wait for all that is on its way."""
+        while self._filled < len(self._leaves):
+            self._fill_next()
         self._scatters.drain()
         for key in [*self._buckets]:
             self._begin_sum(key)
         self._sums.drain()
-        self._wait(max((free_s - self._axis_now_s(axis) for axis, free_s in self._free_s.items()), default=0.0))
-        return self._exposed_s
+        for chain in self._begun:
+            chain.finish()
 
-    def _block_gradient(self, gradient: Sum, arrives_s: float, unit: Hashable) -> None:
-        """A `unit` (block or operator) has made a gradient, which is at its leaf at `arrives_s` at the earliest."""
-        if gradient.first is None:
-            self.at_leaf(gradient, arrives_s)
+    def _begin_gathers(self) -> None:
+        """Where the next gather begins its unit, gathers begin and go on."""
+        for number in self._due.pop(self._taken, ()):
+            self._gathers[number].next()
+
+    def _take_gather(self) -> None:
+        """Wait for the next gather."""
+        self._begin_gathers()
+        self._gathers[self._taken].finish()
+        self._taken += 1
+
+    def _begin_leaves(self) -> None:
+        """Begin the gathers of leaves that are due."""
+        legs = [bucket.legs for bucket in self._leaves]
+        for number in due(legs, [self._fills[i].begun if i in self._fills else 0 for i in range(len(legs))], self._filled):
+            self._fills.setdefault(number, _Chain(self.streams, self._leaves[number].way)).next()
+
+    def _fill(self, block: Hashable) -> None:
+        """Wait for the leaves of a block, and for all that are gathered before them."""
+        last = max((number for number in range(self._filled, len(self._leaves)) if block in self._leaves[number].blocks), default=-1)
+        while self._filled <= last:
+            self._fill_next()
+
+    def _fill_next(self) -> None:
+        """Wait for the next leaves."""
+        bucket = self._leaves[self._filled]
+        if bucket.legs:
+            self._fills[self._filled].finish()
         else:
-            self._scatters.add(_BlockScatter(self, gradient, arrives_s, gradient.first.nbytes, len(gradient.first.way)), unit)
+            for load in bucket.way:
+                self.streams.run(load)
+        self._filled += 1
+        self._begin_leaves()
 
-    def at_leaf(self, gradient: Sum, arrived_s: float) -> None:
-        """Add a gradient that is at its leaf to its bucket, and begin the bucket's sum if it is full."""
-        self._buckets[gradient.key].append(gradient)
-        last_s, nbytes = self._filled.get(gradient.key, (0.0, 0.0))
-        self._filled[gradient.key] = max(arrived_s, last_s, self._now_s), nbytes + gradient.sent.nbytes
-        if nbytes + gradient.sent.nbytes >= BUCKET_BYTES:
+    def at_leaf(self, gradient: Sum, block: Hashable) -> None:
+        """Add a gradient of a weight of `block` that is at its leaf to its bucket, and begin the bucket's sum if it is full."""
+        bucket = self._buckets[gradient.key]
+        bucket.append((gradient, block))
+        if sum(one.sent.nbytes for one, _ in bucket) >= BUCKET_BYTES:
             self._begin_sum(gradient.key)
 
-    def begin_gathers(self, count: int) -> None:
-        """Begin the first `count` gathers, and the legs of later ones that `autopar.prefetching` has begun by then."""
-        at = count - 1
-        ends_of = {legs: ends(self._gather_bytes, at, legs) for legs in {len(gather.legs) for gather in self._gathers}}
-        last = max([at, *(end for each in ends_of.values() for end in each)])
-        legs_of = {number: sum(number < end for end in ends_of[len(self._gathers[number].legs)]) for number in range(max(0, at), last)}
-        for current, leg in itertools.product((True, False), range(max(ends_of, default=0))):  # the current gather first
-            for number, legs in legs_of.items():
-                if (number == at) == current and self._gathers[number].begun <= leg < legs:
-                    self._gathers[number].go_on()
-
-    def start(self, way: Sequence[Load], not_before_s: float = 0.0) -> float:
-        """Begin collectives one after the other, now or at `not_before_s`. When the last one ends, on its axis's clock."""
-        self._chain_ends_s(way, not_before_s)
-        return self._free_s[way[-1].axis]
-
-    def wait_for(self, axis: int, until_s: float) -> None:
-        """Compute waits until `until_s` on the clock of `axis`."""
-        self._wait(until_s - self._axis_now_s(axis))
-
-    def _axis_now_s(self, axis: int) -> float:
-        """Seconds so far without those in which blocks used the axis."""
-        return self._now_s - self._blocks_s[axis]
-
-    def _work(self, seconds: float, own_s: Mapping[int, float] | None = None, compute_share: float = 1.0) -> None:
-        """Work for `seconds`, of which `compute_share` is slowed by collectives beside it. `own_s`: by axis, seconds in which the work uses it itself."""
-        own_s = own_s or {}
-        slowdown = 1.0 - compute_share + compute_share / (1.0 - self._contention)
-        beside_s = [min(free_s - self._axis_now_s(axis), (seconds - own_s.get(axis, 0.0)) * slowdown) for axis, free_s in self._free_s.items()]
-        slowed_s = (1.0 - 1.0 / slowdown) * max([0.0, *beside_s])
-        self._now_s += seconds + slowed_s
-        self._exposed_s += slowed_s
-        for axis, used_s in own_s.items():
-            self._blocks_s[axis] += used_s
-
-    def _wait(self, seconds: float) -> None:
-        self._now_s += max(0.0, seconds)
-        self._exposed_s += max(0.0, seconds)
-
     def _begin_sum(self, key: object) -> None:
-        """Begin to sum a bucket, when its last gradient is at its leaf. Without blocks further collectives of the sum begin as the queue says."""
-        begin_s, _ = self._filled.pop(key)
-        bucket = self._buckets.pop(key)
-        steps = [*zip(*(gradient.sent.way for gradient in bucket), strict=True)]
-        if self._blocks:
-            for step in steps:
-                begin_s = max(self._chain_ends_s([load], begin_s) for load in step)
-            return
-        legs = [[Load(step[0].axis, sum(load.seconds for load in step), {}, step[0].kind)] for step in steps]
-        held_bytes = [sum(held) for held in zip(*(gradient.sent.held for gradient in bucket), strict=True)]
-        chain = _BucketSum(self, legs, begin_s, held_bytes=held_bytes)
-        if legs and chain.go_on():
-            self._sums.add(chain, chain)
-
-    def _chain_ends_s(self, way: Sequence[Load], not_before_s: float = 0.0) -> float:
-        """Begin collectives one after the other, now or at `not_before_s`. Seconds since the begin of the pass at which the last ends,
-        if blocks use its axis no more."""
-        end_s = max(not_before_s, self._now_s)
-        for load in way:
-            begin_s = max(end_s - self._blocks_s[load.axis], self._free_s.get(load.axis, 0.0))
-            self._free_s[load.axis] = begin_s + load.seconds
-            end_s = begin_s + load.seconds + self._blocks_s[load.axis]
-        return end_s
+        """Begin to sum a bucket; its further collectives begin as the queue says. It belongs to the block that has filled it, whose other sums do not wait for it."""
+        bucket, (*_, (_, block)) = [gradient for gradient, _ in self._buckets[key]], self._buckets.pop(key)
+        way = in_one_bucket([gradient.sent for gradient in bucket])
+        chain = _BucketSum(self.streams, way, [sum(held) for held in zip(*(gradient.sent.held for gradient in bucket), strict=True)])
+        self._begun.append(chain)
+        if way and chain.go_on():
+            self._sums.add(chain, chain if block is OUTSIDE else block)
 
 
-@dataclass(eq=False)
-class _Chain:
-    """Background work in `legs` of one or more collectives. A leg begins when the one before it has been waited for, and not before `not_before_s`."""
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """A gather as `autopar.prefetching` knows it."""
 
-    clock: Clock
-    legs: Sequence[Sequence[Load]]
-    not_before_s: float = 0.0
-    begun: int = 0
-    ends_s: float = 0.0  # of the leg that runs, on the clock of its last axis
-
-    @property
-    def more(self) -> bool:
-        """Whether a leg is yet to begin."""
-        return self.begun < len(self.legs)
-
-    def next(self) -> bool:
-        """Wait for the running leg, and begin the next one. Whether there was one."""
-        self.wait()
-        if not self.more:
-            return False
-        self.ends_s = self.clock.start(self.legs[self.begun], self.not_before_s)
-        self.begun += 1
-        return True
-
-    def wait(self, early_s: float = 0.0) -> None:
-        """Wait for the running leg, up to `early_s` before it ends."""
-        if self.begun:
-            self.clock.wait_for(self.legs[self.begun - 1][-1].axis, self.ends_s - early_s)
-
-
-@dataclass(eq=False)
-class _Gather(_Chain):
-    """The gather of a weight, or of a run's first block, after which the gathers `following` begin, for the next blocks."""
-
-    following: Sequence[Load] = ()
-
-    def go_on(self) -> None:
-        """Begin the next leg."""
-        self.next()
-        if self.following:
-            self.clock.start(self.following)
-
-
-@dataclass(eq=False)
-class _BlockScatter:
-    """The scatter of a block's gradient. Its `legs` collectives are priced with the block; here it only fills the queue with
-    `nbytes`, and says when the gradient is at its leaf: after its last leg is due, and not before `arrives_s`."""
-
-    clock: Clock
-    gradient: Sum
-    arrives_s: float
-    nbytes: float
-    legs: int
-
-    @property
-    def more(self) -> bool:
-        """Whether a leg is yet to begin."""
-        return self.legs > 1
-
-    def go_on(self) -> bool:
-        """End a leg; whether another one begins."""
-        self.legs -= 1
-        if self.legs <= 0:
-            self.clock.at_leaf(self.gradient, self.arrives_s)
-        return self.legs > 0
-
-    def wait(self) -> None:
-        """For `Queue.drop`, which a clock does not use."""
-
-
-@dataclass(eq=False)
-class _BucketSum(_Chain):
-    """The sum of a bucket. `held_bytes`: what exists in front of each collective. A last reduce-scatter stays in the queue
-    until it is waited for, because the memory of its operand is freed only then (runtime.coalesced)."""
-
-    held_bytes: Sequence[float] = ()
+    sent: Sent
+    unit: Hashable
 
     @property
     def nbytes(self) -> float:
-        """Bytes that the running leg holds."""
-        return self.held_bytes[self.begun - 1] if self.begun else 0.0
+        return self.sent.nbytes
+
+    @property
+    def legs(self) -> int:
+        return len(self.sent.way)
+
+
+class _Chain:
+    """Collectives in the background, of which the next one begins when the one before it has been waited for, and the copies in front of it are made (layout.legs)."""
+
+    def __init__(self, streams: Streams, way: Sequence[Load]) -> None:
+        *self.legs, self._rest = legs(way, moves)
+        self.streams, self.begun = streams, 0
+        self._running: Sending | None = None
+
+    @property
+    def more(self) -> bool:
+        """Whether a collective is yet to begin."""
+        return self.begun < len(self.legs)
+
+    def next(self) -> None:
+        """Wait for the collective that runs; begin the next one."""
+        self.wait()
+        *copies, last = self.legs[self.begun]
+        self._copy(copies)
+        self._running = self.streams.begin(last)
+        self.begun += 1
+
+    def wait(self) -> None:
+        """Wait for the collective that runs."""
+        if self._running is not None:
+            self.streams.wait(self._running)
+        self._running = None
+
+    def finish(self) -> None:
+        """Do all that is left."""
+        while self.more:
+            self.next()
+        self.wait()
+        self._copy(self._rest)
+
+    def _copy(self, copies: Sequence[Load]) -> None:
+        for copy in copies:
+            self.streams.run(copy)
+
+
+class _BucketSum(_Chain):
+    """The sum of a bucket. `held`: bytes that exist in front of each collective. A last reduce-scatter stays in the queue until it is waited for, because the memory of
+    its operand is freed only then (runtime.coalesced)."""
+
+    def __init__(self, streams: Streams, way: Sequence[Load], held: Sequence[float]) -> None:
+        super().__init__(streams, way)
+        self._held = held
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that the running collective holds."""
+        return self._held[self.begun - 1] if self.begun else 0.0
 
     def go_on(self) -> bool:
-        """Wait for the running leg and begin the next one; whether to stay in the queue."""
-        return self.next() and (self.more or self.legs[-1][-1].kind == "reduce_scatter")
+        """Begin the next collective if there is one, or wait for the last; whether to go on later."""
+        if not self.more:
+            self.wait()
+            return False
+        self.next()
+        return self.more or self.legs[-1][-1].kind == "reduce_scatter"
 
 
-@dataclass(eq=False)
 class _Scatter(_BucketSum):
-    """The scatter of a gradient that an operator outside of blocks made; at its leaf it goes into the bucket of `gradient`, if it is the first of several."""
+    """The scatter of a gradient; what follows when it is at its leaf is `then`."""
 
-    gradient: Sum | None = None
+    def __init__(self, streams: Streams, way: Sequence[Load], held: Sequence[float], then: Callable[[], None] | None) -> None:
+        super().__init__(streams, way, held)
+        self._then = then
 
     def go_on(self) -> bool:
-        """Wait for the running leg and begin the next one, or put the gradient into its bucket; whether to stay in the queue."""
-        if self.next():
+        """Begin the next collective, or do what follows; whether to go on later."""
+        if self.more:
+            self.next()
             return True
-        if self.gradient is not None:
-            self.clock.at_leaf(self.gradient, 0.0)
+        self.wait()
+        if self._then is not None:
+            self._then()
         return False

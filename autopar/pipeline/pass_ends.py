@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar.cluster import MeshAxis
+from autopar.cost.comm import collective_s, link_shares
 from autopar.deferred_waits import BUCKETS
-from autopar.layout import BUCKET_BYTES, SOON
+from autopar.layout import BUCKET_BYTES, SOON, legs
 from autopar.prefetching import ends
 from autopar.problem.graph import Op, Program
-from autopar.problem.hiding import Load
+from autopar.problem.hiding import LOCAL_AXIS, Load, moves
 
 LAST = 1_000
 """A number above those of all operands: events with it come after them."""
@@ -31,15 +33,32 @@ class Sent:
 
     `way`: its collectives, one after the other. `nbytes`: of the tensor as it is used on a rank (not sharded).
     `held`: of a gradient, the bytes that each of the collectives reads, which exist until it has ended.
+    `axes`: of what goes in buckets, whose `way` has the local copies around collectives too, the mesh axis of each collective.
+    `operand`: of a gradient, the number of its operand; autograd comes to the last one first.
     """
 
     way: Sequence[Load]
     nbytes: float
     held: Sequence[float] = ()
+    axes: Sequence[MeshAxis] = ()
+    operand: int = 0
 
     def times(self, factor: float) -> Sent:
         """`factor` of them as one."""
-        return Sent([load.times(factor) for load in self.way], factor * self.nbytes, [factor * nbytes for nbytes in self.held])
+        return Sent([load.times(factor) for load in self.way], factor * self.nbytes, [factor * nbytes for nbytes in self.held], self.axes, self.operand)
+
+
+def in_one_bucket(sent: Sequence[Sent]) -> list[Load]:
+    """The collectives of several that go together: each runs once, over the bytes of all; and the copies around them."""
+    found = list[Load]()
+    for number, parts in enumerate(zip(*(legs(one.way, moves) for one in sent), strict=True)):
+        copies_s = sum(load.seconds for part in parts for load in part if not moves(load))
+        found += [Load(LOCAL_AXIS, copies_s, {}, "copy")] if copies_s > 0.0 else []
+        moved = [load for part in parts for load in part if moves(load)]
+        if moved:
+            nbytes, kind, axis = sum(load.nbytes for load in moved), moved[0].kind, sent[0].axes[number]
+            found.append(Load(moved[0].axis, collective_s(kind, nbytes, axis), link_shares(kind, nbytes, axis), kind, nbytes))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +74,8 @@ class Sum:
     first: Sent | None = None
 
     def times(self, factor: float) -> Sum:
-        """`factor` of them as one."""
-        return Sum(self.key, self.sent.times(factor), self.first and self.first.times(factor))
+        """`factor` of them as one, behind the same scatter."""
+        return Sum(self.key, self.sent.times(factor), self.first)
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +90,7 @@ class Stop:
         behind       collectives that are waited for right after its compute
         sends        scatters of gradients that begin after it, in the background
         sums         sums over ranks that its gradients join
+        last         changes of layout of the gradients of its activations, which are waited for behind all that
     """
 
     compute_s: float = 0.0
@@ -80,40 +100,44 @@ class Stop:
     behind: list[Load] = field(default_factory=list)
     sends: list[Sent] = field(default_factory=list)
     sums: list[Sum] = field(default_factory=list)
+    last: list[Load] = field(default_factory=list)
 
     @property
     def work_s(self) -> float:
-        """Seconds of compute and of the collectives that it waits for (`waits`, `behind`)."""
-        return self.compute_s + sum(load.seconds for load in (*(load for _, load in self.waits), *self.behind))
+        """Seconds of compute and of the collectives that it waits for (`waits`, `behind`, `last`)."""
+        return self.compute_s + sum(load.seconds for load in (*(load for _, load in self.waits), *self.behind, *self.last))
 
     @property
-    def events(self) -> list[Load | None]:
-        """What it waits for before it computes, in the order of operands: None stands for the next gather of `takes`."""
-        before: list[tuple[int, Load | None]] = [*((operand, None) for operand, _ in self.takes), *self.waits]
-        return [load for _, load in sorted(before, key=lambda event: event[0])]
+    def events(self) -> list[Load | Sent]:
+        """What it waits for before it computes, in the order of operands: gathers of weights, and other collectives."""
+        before: list[tuple[int, Load | Sent]] = [*self.opens, *self.takes, *self.waits]
+        return [event for _, event in sorted(before, key=lambda event: event[0])]
+
+
+AHEAD, BACK, AGAIN = WAYS = range(3)
+"""Of Stops: the forward, the backward, and what of the forward runs again in front of a block's backward."""
 
 
 class Stops:
-    """The Stop of each operator of `program` that one was asked for, by scope of blocks ("" for operators outside of blocks), for the forward and for
-    the backward (`back`)."""
+    """The Stop of each operator of `program` that one was asked for, by scope of blocks ("" for operators outside of blocks) and one of WAYS."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._found: dict[tuple[str, bool], dict[str, Stop]] = {}
+        self._found: dict[tuple[str, int], dict[str, Stop]] = {}
 
-    def at(self, op: Op, *, back: bool) -> Stop:
+    def at(self, op: Op, way: int) -> Stop:
         """The Stop of one operator, or of a block's input; made if there is none."""
-        return self._found.setdefault((op.scope, back), {}).setdefault(op.name, Stop())
+        return self._found.setdefault((op.scope, way), {}).setdefault(op.name, Stop())
 
-    def named(self, scope: str, *, back: bool) -> Mapping[str, Stop]:
+    def named(self, scope: str, way: int) -> Mapping[str, Stop]:
         """The Stops of a scope by the names of operators, in no fixed order."""
-        return self._found.get((scope, back), {})
+        return self._found.get((scope, way), {})
 
-    def of(self, scope: str, *, back: bool) -> list[Stop]:
-        """The Stops of a scope, in the order in which the pass runs them."""
-        found = self._found.get((scope, back), {})
-        stops = [found[name] for name in self.program.ops if name in found]
-        return stops[::-1] if back else stops
+    def of(self, scope: str, way: int) -> list[Stop]:
+        """The Stops of a scope, in the order in which they run."""
+        found = self.named(scope, way)
+        order = sorted(found, key=self.program.order.__getitem__, reverse=way == BACK)
+        return [found[name] for name in order]
 
 
 def ends_s(stops: Sequence[Stop], blocks: int, contention: float) -> tuple[float, float]:
@@ -128,17 +152,21 @@ def ends_s(stops: Sequence[Stop], blocks: int, contention: float) -> tuple[float
     arrival_s: list[float] = []
     later_legs: list[Sequence[Load]] = []
     for stop in stops:
-        for load in stop.events:
-            if load is None and not arrival_s:
+        for event in stop.events:
+            if isinstance(event, Load):
+                now_s = axes.run([event], now_s, background=False)
+                continue
+            if not arrival_s:
                 arrival_s, now_s = _prefetched(stops, blocks, axes, now_s)
-            now_s = max(now_s, arrival_s[gathers]) if load is None else axes.run([load], now_s, background=False)
-            gathers += load is None
+            now_s, gathers = max(now_s, arrival_s[gathers]), gathers + 1
         now_s += stop.compute_s
         for load in stop.behind:
             now_s = axes.run([load], now_s, background=False)
         for sent in stop.sends:
             axes.run(sent.way[:1], now_s)
             later_legs.append(sent.way[1:])
+        for load in stop.last:
+            now_s = axes.run([load], now_s, background=False)
     end_s = max([now_s, *axes.free_s.values()])
     for _ in range(min(_blocks_that_scatter(stops), blocks)):
         end_s = max([end_s, *(axes.run(way, now_s) for way in later_legs)])
@@ -195,7 +223,7 @@ def _busy_s(stops: Sequence[Stop]) -> dict[tuple[int, bool], float]:
     found: dict[tuple[int, bool], float] = {}
     for stop in stops:
         moved = [load for sent in (*(sent for _, sent in stop.takes), *stop.sends) for load in sent.way]
-        for background, loads in ((True, moved), (False, [*(load for _, load in stop.waits), *stop.behind])):
+        for background, loads in ((True, moved), (False, [*(load for _, load in stop.waits), *stop.behind, *stop.last])):
             for load in loads:
                 found[load.axis, background] = found.get((load.axis, background), 0.0) + load.seconds
     return found

@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from autopar.cluster import MeshAxis
 from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES, NO_GRAD, Layout, fraction
 from autopar.pipeline.aggregate import Aggregate
 from autopar.pipeline.clock import Timeline
 from autopar.pipeline.once_per_step import Sums
-from autopar.pipeline.pass_ends import LAST, Sent, Stop, Sum, ends_s
+from autopar.pipeline.pass_ends import AGAIN, AHEAD, BACK, LAST, Sent, Stop, Sum, ends_s
 from autopar.pipeline.units import homes, units
 from autopar.pipeline.weight_buckets import WeightBuckets
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did
@@ -95,7 +96,7 @@ class Passes:
     def ends_s(self, scope: str, blocks: int) -> tuple[float, float, float]:
         """Exposed seconds at the ends of passes over a stage with so many blocks of `scope` (pass_ends.ends_s): in the forward if it begins with them,
         in the backward if it ends with them, and in the backward if it begins with them."""
-        ahead, back = (self.stops.of(scope, back=way) for way in (False, True))
+        ahead, back = (self.stops.of(scope, way) for way in (AHEAD, BACK))
         passes = (ahead, back if self.model.plain is None else [*ahead, *back])
         (begin_s, _), (first_s, last_s) = (ends_s(stops, blocks, self.prices.contention) if any(stop.takes or stop.sends for stop in stops) else (0.0, 0.0) for stops in passes)
         return begin_s, first_s, last_s
@@ -106,9 +107,9 @@ class Passes:
         return self.apart and bool(self.program.runs)
 
     def _recorded(self, op: Op) -> bool:
-        """Whether the position of an operator in program order is recorded in `stops`: of operators of blocks where stages are made of blocks (`ends_s`), else of
-        those outside of blocks (pipeline.clock)."""
-        return op.scope in self.program.runs if self.by_block else not op.scope
+        """Whether the position of an operator in program order is recorded in `stops`: where stages are made of blocks that of operators of these (`ends_s`), else of
+        all (pipeline.clock)."""
+        return bool(op.scope) or not self.by_block
 
     def _add_node(self, index: int, cluster: Cluster) -> None:
         """Add the operators of a node: forward, backward, the collectives inside of them, and what of its cost in the Problem is left, which runs again."""
@@ -135,20 +136,20 @@ class Passes:
             self._record_compute(op, alone_s, alone_back_s)
             self._add_waits(self.home[op.name], ahead, back, op.weights_share, op.count)
             inside += [(load, op.count) for load in ahead]
-        self._add_rerun(self.home[cluster.root.name], max(0.0, left_s), ahead_s, inside)
+        self._add_rerun(cluster.root, max(0.0, left_s), ahead_s, inside)
 
     def _record_compute(self, op: Op, forward_s: float, back_s: float) -> None:
         """Record the compute of an operator in program order, per block."""
         if self._recorded(op):
-            for seconds, back in ((forward_s, False), (back_s, True)):
-                self.stops.at(op, back=back).compute_s = seconds / (self.program.runs[op.scope].count if op.scope else 1)
+            for seconds, way in ((forward_s, AHEAD), (back_s, BACK)):
+                self.stops.at(op, way).compute_s = seconds / self.line.blocks(op.scope)
 
     def _record_waits(self, op: Op, waits: Sequence[Sequence[Wait]]) -> None:
         """Record the collectives inside an operator in program order."""
-        for way, back in zip(waits, (False, True), strict=True) if self._recorded(op) else ():
-            stop = self.stops.at(op, back=back)
-            stop.waits += [(LAST, self._load(wait)) for wait in way if not wait.last]
-            stop.behind += [self._load(wait) for wait in way if wait.last]
+        for each, way in zip(waits, (AHEAD, BACK), strict=True) if self._recorded(op) else ():
+            stop = self.stops.at(op, way)
+            stop.waits += [(LAST, self._load(wait)) for wait in each if not wait.last]
+            stop.behind += [self._load(wait) for wait in each if wait.last]
 
     def _load(self, wait: Wait) -> Load:
         """A collective inside an operator as a Load."""
@@ -159,12 +160,17 @@ class Passes:
         for way, loads, share in ((FORWARD, ahead, 1.0), (BACKWARD, back, 1.0), (INPUTS, back, 1 - weights), (WEIGHTS, back, weights), (BOTH, back, 1.0)):
             self.did[name].passes[way].wait(loads, count * share)
 
-    def _add_rerun(self, name: str, again_s: float, ahead_s: float, inside: Sequence[tuple[Load, float]]) -> None:
-        """Add `again_s` of a forward of `ahead_s` that run again in the backward, and the same share of the collectives inside of it."""
-        share = min(1.0, again_s / ahead_s) if ahead_s > 0 else 0.0
-        self._add_compute(name, 0.0, again_s - share * sum(count * load.seconds for load, count in inside), 0.0)
+    def _add_rerun(self, op: Op, again_s: float, ahead_s: float, inside: Sequence[tuple[Load, float]]) -> None:
+        """Add `again_s` of a node whose forward takes `ahead_s`, and whose first operator is `op`, that run again in the backward, and the same share of the collectives inside of it."""
+        name, share = self.home[op.name], min(1.0, again_s / ahead_s) if ahead_s > 0 else 0.0
+        compute_s = again_s - share * sum(count * load.seconds for load, count in inside)
+        self._add_compute(name, 0.0, compute_s, 0.0)
         for load, count in inside if share > 0 else ():
             self._add_waits(name, (), [load], 0.0, share * count)
+        if op.scope and share > 0 and not self.by_block:
+            stop, blocks = self.stops.at(op, AGAIN), self.line.blocks(op.scope)
+            stop.compute_s += compute_s / blocks
+            stop.waits += [(LAST, load.times(share * count / blocks)) for load, count in inside]
 
     def _add_compute(self, name: str, forward_s: float, back_s: float, weights: float) -> None:
         """Add compute of a piece. The share `weights` of its backward is for the gradients of weights."""
@@ -192,17 +198,28 @@ class Passes:
         back = self.prices.routes.loads(read.asked.back, read.made.back, link.size_bytes)
         left_s = read.cost_s - link.count * _sum_s(ahead)
         for op, operand in read.at[:1]:
-            self.stops.at(op, back=False).waits += [(operand, load) for load in split(ahead)[1]]
-            self.stops.at(op, back=True).behind += split(back)[1]
+            self._record_activation(op, operand, (ahead, back), link.count, left_s)
         loads = back if _sum_s(back) > 0 else ahead
         if left_s > 0 and (whole_s := _sum_s(loads)) > 0:
             for way in (BACKWARD, INPUTS, BOTH):
                 did.passes[way].wait(loads, left_s / whole_s)
 
-    def _record_copies(self, op: Op, way: Sequence[Load], *, back: bool) -> Stop:
+    def _record_activation(self, op: Op, operand: int, moved: tuple[Sequence[Load], Sequence[Load]], count: float, left_s: float) -> None:
+        """Record what the reshard of an operand does in the forward and in the backward, `count` times per step. `left_s`: seconds per step that it is charged with in the backward."""
+        ahead, back = (split(loads)[1] if self.by_block else loads for loads in moved)  # of stages copies are priced with their block
+        blocks, (ahead_s, back_s) = self.line.blocks(op.scope), map(_sum_s, moved)
+        each = 1.0 if self.by_block else count / blocks
+        self.stops.at(op, AHEAD).waits += [(operand, load.times(each)) for load in ahead]
+        charged = min(1.0, max(0.0, left_s) / (count * back_s)) if back_s > 0 else 0.0  # 0 where no gradient is wanted
+        self.stops.at(op, BACK).last += [load.times(charged * each) for load in back]
+        again_s = left_s - count * back_s  # of what runs again
+        if op.scope and not self.by_block and again_s > 0 < ahead_s:
+            self.stops.at(op, AGAIN).waits += [(operand, load.times(again_s / ahead_s / blocks)) for load in ahead]
+
+    def _record_copies(self, op: Op, loads: Sequence[Load], way: int) -> Stop:
         """The Stop of an operator, to which the local copies of a gather or scatter are added (those of blocks are priced with their block)."""
-        stop = self.stops.at(op, back=back)
-        stop.compute_s += 0.0 if self.by_block else _sum_s(split(way)[0])
+        stop = self.stops.at(op, way)
+        stop.compute_s += 0.0 if self.by_block else _sum_s(split(loads)[0])
         return stop
 
     def _opening(self, link: Link, name: str) -> bool:
@@ -230,18 +247,20 @@ class Passes:
         used_bytes = link.size_bytes * fraction(read.asked.value, self.prices.sizes)
         for way, times, prefetched in ((FORWARD, link.count, not opening), *((way, again, link.again_ahead and not first) for way in (BACKWARD, INPUTS, BOTH))):
             (did.passes[way].hide if gathers and prefetched else did.passes[way].wait)(ahead, times)
-            if gathers and times:
-                self.line.gathers_bytes[self._first_reader(link)[0], way].append(used_bytes)
         if not gathers or not read.at:
             return
         gathered, (reader, operand) = Sent(split(ahead)[1], used_bytes), read.at[0]
         if opening:
-            self.stops.at(reader, back=False).opens.append((operand, gathered))
+            self.stops.at(reader, AHEAD).opens.append((operand, gathered))
         else:
-            self._record_copies(reader, ahead, back=False).takes.append((operand, gathered))
+            self._record_copies(reader, ahead, AHEAD).takes.append((operand, gathered))
         needing = [at for at in read.at if at[0].needs_again(at[1])][-1:]  # the last reader's backward comes first
+        if needing and self.stops.named(reader.scope, AGAIN):  # what runs again of a block gathers it for the backward
+            needing, way = read.at[:1], AGAIN
+        else:
+            way = BACK
         for reader, operand in needing if again and link.again_ahead else ():
-            self._record_copies(reader, ahead, back=True).takes.append((operand, gathered))
+            self._record_copies(reader, ahead, way).takes.append((operand, gathered))
 
     def _add_gradient(self, read: _Read, *, gathers: bool, opening: bool) -> None:
         """Add the scatter of a weight's gradient to the layout of its leaf, and the sum over ranks, which all readers of the weight share."""
@@ -249,11 +268,14 @@ class Passes:
         leaf = self.buckets.leaf(link, read.made, read.asked)
         back = routes.loads(read.asked.back, leaf, grad_bytes)
         last = link.last_share if gathers and not opening and not self.apart else 0.0  # of stages `ends_s` has it
-        sent = Sent(split(back)[1], grad_bytes * fraction(read.asked.value, self.prices.sizes), routes.held_bytes(read.asked.back, leaf, grad_bytes))
+        sent = Sent(split(back)[1], grad_bytes * fraction(read.asked.value, self.prices.sizes), routes.held_bytes(read.asked.back, leaf, grad_bytes),
+                    operand=read.at[0][1] if read.at else 0)
         if gathers and not opening:
             did.passes[BACKWARD].hide(back, link.count, last)
             if read.at:
-                self._record_copies(read.at[0][0], back, back=True).sends.append(sent)
+                sends = self._record_copies(read.at[0][0], back, BACK).sends
+                sends.append(sent)
+                sends.sort(key=lambda one: -one.operand)
         else:
             did.passes[BACKWARD].wait(back, link.count)
         for way in (WEIGHTS, BOTH):
@@ -285,7 +307,7 @@ class Passes:
                 tuple([(load.kind, self.prices.mesh.axes[load.axis], load.seconds) for load in moving]),
                 sum(load.seconds * share for load, share in zip(moving, hidden, strict=True))))
         if made.each or not self.sums_at_end:
-            self.line.add_sum(self._first_reader(link), Sum((made.each, *kinds), Sent(moving, whole_bytes, routes.held_bytes(leaf, made.back, grad_bytes)), first), link.count, hidden)
+            self.line.add_sum(self._first_reader(link), Sum((made.each, *kinds), Sent(sums, whole_bytes, routes.held_bytes(leaf, made.back, grad_bytes), self._axes(moving)), first), link.count)
             for way in (BACKWARD, WEIGHTS, BOTH):
                 did.passes[way].after.add(local, link.count)
                 for load, share in zip(moving, hidden, strict=True):
@@ -304,20 +326,25 @@ class Passes:
             did.once.add(gathered, link.count)
             return
         local, moving = split(gathered)
-        ahead = self.buckets.share_ahead.get(link.cluster.scope, 0.0) if all(load.kind == "all_gather" for load in moving) else 0.0
+        kinds = self.prices.routes.kinds(made.back, made.value)
+        gathers = all(kind == "all_gather" for kind, _ in kinds)  # else each is moved by itself, where it is needed
+        ahead = self.buckets.share_ahead.get(link.cluster.scope, 0.0) if gathers else 0.0
+        self.line.add_leaf(self._first_reader(link), Sent(gathered, self.buckets.leaf_bytes(link, made), (), self._axes(moving)), kinds, ahead=gathers)
         did.passes[FORWARD].after.add(local, link.count)
         did.passes[FORWARD].after.add(moving, link.count * (1 - ahead))
         did.passes[FORWARD].ahead.add(moving, link.count * ahead)
+
+    def _axes(self, loads: Sequence[Load]) -> list[MeshAxis]:
+        """The mesh axis of each of some collectives."""
+        return [self.prices.mesh.axes[load.axis] for load in loads]
 
     def _grad_bytes(self, link: Link) -> float:
         """Bytes of the whole gradient of a weight."""
         return self.prices.gradient_bytes(self.program.ops[link.ref[0]], link.size_bytes)
 
-    def _first_reader(self, link: Link) -> tuple[str, str]:
-        """Where a weight is read first: the scope of blocks ("" for none), and the operator."""
-        first = min((op.name for op, _ in link.readers), key=lambda name: self.program.order[name])
-        piece = self.home[first]
-        return piece if piece in self.program.runs else "", first
+    def _first_reader(self, link: Link) -> str:
+        """The operator that reads a weight first."""
+        return min((op.name for op, _ in link.readers), key=lambda name: self.program.order[name])
 
 
 def _sum_s(loads: Sequence[Load]) -> float:

@@ -19,16 +19,22 @@ LOCAL_AXIS = -1
 @dataclass(frozen=True, slots=True)
 class Load:
     """`seconds` of collectives on one mesh axis (LOCAL_AXIS: of local copies). `shares`: by level of the cluster, the share of its link that they take while they
-    run. `kind`: of the collective, "" where they are of several kinds."""
+    run. `kind`: of the collective, "" where they are of several kinds. `nbytes`: of all of them in a group, as `cost.comm.collective_s` takes it (0: not known)."""
 
     axis: int
     seconds: float
     shares: Mapping[str, float]
     kind: str = ""
+    nbytes: float = 0.0
 
     def times(self, factor: float) -> Load:
         """`factor` of them one after the other."""
-        return Load(self.axis, self.seconds * factor, self.shares, self.kind)
+        return Load(self.axis, self.seconds * factor, self.shares, self.kind, self.nbytes * factor)
+
+
+def moves(load: Load) -> bool:
+    """Whether it is of collectives, not of local copies."""
+    return load.axis != LOCAL_AXIS
 
 
 def split(loads: Iterable[Load]) -> tuple[list[Load], list[Load]]:
@@ -95,9 +101,9 @@ def together_s(compute_s: float, waited: Sequence[Load], behind: Sequence[Load],
     left, done, total_s = list(behind), 0.0, 0.0  # `done`: the share of the work that is done
     while left:
         compute_rate = 1.0 - min(0.99, contention * len(left))
-        phases = [(compute_s / compute_rate, left), *((load.seconds * _slower(load, [load, *left]), [load, *left]) for load in waited)]
+        phases = [(compute_s / compute_rate, left), *((load.seconds * slower(load, [load, *left]), [load, *left]) for load in waited)]
         pace_s = sum(seconds for seconds, _ in phases)  # of all of the work, if these stayed in the background
-        moved = [sum(seconds / _slower(load, running) for seconds, running in phases) for load in left]
+        moved = [sum(seconds / slower(load, running) for seconds, running in phases) for load in left]
         first = min(range(len(left)), key=lambda i: left[i].seconds / moved[i] if moved[i] > 0 else float("inf"))
         share = left[first].seconds / moved[first] if moved[first] > 0 else float("inf")
         if done + share >= 1.0:
@@ -115,7 +121,7 @@ def merged(loads: Iterable[Load]) -> list[Load]:
     return Loads(loads).moving()
 
 
-def _slower(load: Load, running: Sequence[Load]) -> float:
+def slower(load: Load, running: Sequence[Load]) -> float:
     """The factor by which a load is slowed by all that runs, itself included: the most that they want of any link of its own."""
     return max((1.0, *(sum(other.shares.get(level, 0.0) for other in running) for level in load.shares)))
 
@@ -124,7 +130,7 @@ def _alone_s(behind: Sequence[Load]) -> float:
     """Seconds of what is left of the background after the work."""
     total_s, left = 0.0, list(behind)
     while left:
-        took = [load.seconds * _slower(load, left) for load in left]
+        took = [load.seconds * slower(load, left) for load in left]
         first_s = min(took)
         total_s += first_s
         left = [load.times(1.0 - first_s / seconds) for load, seconds in zip(left, took, strict=True) if seconds > first_s * (1 + 1e-12)]

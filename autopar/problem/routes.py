@@ -181,7 +181,7 @@ class Routes:
             return [Load(LOCAL_AXIS, whole_s, {}, step.kind)] if whole_s else []
         together = max(nbytes, bucket_bytes)
         share = nbytes / together if together else 1.0
-        moved = [Load(step.axis, share * collective_s(step.kind, together, axis), link_shares(step.kind, together, axis), step.kind)] if alone_s else []
+        moved = [Load(step.axis, share * collective_s(step.kind, together, axis), link_shares(step.kind, together, axis), step.kind, nbytes)] if alone_s else []
         copies = [Load(LOCAL_AXIS, whole_s - alone_s, {}, "copy")] if whole_s > alone_s else []
         return [*moved, *copies] if step.kind == "all_gather" else [*copies, *moved]
 

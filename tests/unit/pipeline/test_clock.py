@@ -1,22 +1,61 @@
-"""What the model itself gathers, in the order in which it runs."""
+"""One pass of a rank in program order."""
 
 from __future__ import annotations
 
 import pytest
 
-from autopar.pipeline.pass_clock import BlockRun, Clock
-from autopar.pipeline.pass_ends import Sent
+from autopar.pipeline.pass_clock import Clock, LeafBucket, Turn
+from autopar.pipeline.pass_ends import Sent, Stop, Sum
 from autopar.problem.hiding import Load, together_s
+
+
+def _on(axis: int, seconds: float, **shares: float) -> Load:
+    return Load(axis, seconds, shares, "all_gather")
+
+
+def _exposed_s(turns: list[Turn], contention: float = 0.0, leaves: tuple[LeafBucket, ...] = (), *, gathers_first: bool = False) -> float:
+    return Clock(turns, contention, leaves).run(gathers_first=gathers_first)[-1]
 
 
 @pytest.mark.parametrize("contention", [0.0, 0.15, 0.5])
 @pytest.mark.parametrize("computes_s", [0.0, 4.0, 10.0])
 @pytest.mark.parametrize("moves_s", [0.5, 5.5, 9.0])
-def test_what_moves_beside_blocks_slows_what_they_compute(moves_s: float, computes_s: float, contention: float) -> None:
-    """Not the collectives that they wait for: all ten seconds of blocks were taken for compute, of which half the axis of tensor parallelism has."""
-    blocks = BlockRun(10.0, {}, Sent((), 0.0), 0, (), 1.0, 1, (), computes_s / 10.0)
-    clock = Clock([(Sent([Load(0, moves_s, {"slow": 1.0})], 1.0), ())], contention, blocks=True)
-    clock.begin_gathers(1)
-    clock.run_blocks(blocks)
-    together = together_s(computes_s, [Load(1, 10.0 - computes_s, {"fast": 1.0})], [Load(0, moves_s, {"slow": 1.0})], contention)
-    assert 10.0 + clock.exposed_s() == pytest.approx(together)
+def test_what_moves_beside_operators_slows_what_they_compute(moves_s: float, computes_s: float, contention: float) -> None:
+    """Not the collectives that they wait for: all ten seconds were taken for compute, of which half the axis of tensor parallelism has."""
+    waits = [(0, _on(1, (10.0 - computes_s) / 1000, fast=1.0))]
+    small = [Turn(Stop(computes_s / 1000, waits=waits)) for _ in range(1000)]
+    last = Turn(Stop(0.0, takes=[(0, Sent([_on(0, moves_s, slow=1.0)], 1.0))]))
+    together = together_s(computes_s, [_on(1, 10.0 - computes_s, fast=1.0)], [_on(0, moves_s, slow=1.0)], contention)
+    assert 10.0 + _exposed_s([*small, last], contention) == pytest.approx(10.0 + moves_s)  # it begins where the gather before it does: with itself
+    first = Turn(Stop(0.0, takes=[(0, Sent([_on(2, 0.0)], 1.0))]))
+    assert 10.0 + _exposed_s([first, *small, last], contention) == pytest.approx(together, abs=10.0 / 1000)  # `together` takes them for infinitely small
+
+
+@pytest.mark.parametrize(("taken", "seconds"), [(0.5, 2.0), (1.0, 4.0)])
+def test_gathers_of_two_axes_share_their_link(taken: float, seconds: float) -> None:
+    """Two gathers of two seconds on axes of their own, which each take `taken` of a link that both use."""
+    turns = [Turn(Stop(0.0, takes=[(number, Sent([_on(number, 2.0, link=taken)], 1e9))]), "block") for number in (0, 1)]
+    assert _exposed_s(turns) == pytest.approx(seconds)
+
+
+def test_compute_waits_for_first_collectives_of_the_block_behind() -> None:
+    """Their second ones are to begin with the first block, which computes when they have."""
+    blocks = [Turn(Stop(10.0, takes=[(0, Sent([_on(0, 1.0), _on(1, 3.0)], 1e9))]), number) for number in range(3)]
+    assert _exposed_s(blocks) == pytest.approx(4.0)
+    longer = [Turn(Stop(10.0, takes=[(0, Sent([_on(0, 5.0), _on(1, 3.0)], 1e9))]), number) for number in range(3)]
+    assert _exposed_s(longer) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(("legs", "seconds"), [(1, 1.0), (2, 3.0)])
+def test_a_block_waits_for_the_first_collective_of_three_buckets_of_leaves(legs: int, seconds: float) -> None:
+    """Two are on their way; of leaves cut over two axes the first collective of a third, which the second one of each follows."""
+    leaves = tuple(LeafBucket([_on(axis, 1.0) for axis in range(legs)], True, {number: None}) for number in range(4))
+    assert _exposed_s([Turn(Stop(20.0), number) for number in range(4)], 0.0, leaves) == pytest.approx(seconds)
+
+
+def test_the_sum_of_a_bucket_waits_for_the_scatter_of_its_gradients() -> None:
+    """That of the only gradient of a pass is waited for at its end."""
+    scatter = Sent([_on(0, 2.0)], 1.0, [1.0])
+    stop = Stop(1.0, sends=[scatter], sums=[Sum("key", Sent([], 1.0), scatter)])
+    assert _exposed_s([Turn(stop)]) == pytest.approx(2.0)
+    assert _exposed_s([Turn(stop), Turn(Stop(5.0))]) == pytest.approx(0.0)

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import itertools
 import operator
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from passes import edit, facts, ops
+from passes import edit, facts
 from passes._torch import OpOverload
 from passes.copied import COPIED
 from passes.drop_noops import CASTS, copies, drop_what_gives_itself
 from passes.grads import needs_grad
+from passes.scatters import SCATTERS
 
 aten = torch.ops.aten
 
@@ -275,78 +275,3 @@ def functional(node: fx.Node) -> Callable[..., Any]:
 def _types(operator: OpOverload) -> list[str]:
     """Of its arguments: `pow_.Scalar` of a tensor is `pow.Tensor_Scalar`, and not `pow.Scalar`, which is of a number."""
     return [str(argument.type) for argument in operator._schema.arguments]
-
-
-def _scattered(operator: Callable[..., Any]) -> Callable[[fx.Node, fx.Node, fx.Node], fx.Node]:
-    """`operator`, of the real and imaginary parts where numbers are complex: torch has no gradient for it then."""
-    def write(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
-        if not facts.dtype(parent).is_complex:
-            return edit.call(view.graph, operator, (parent, new, *view.args[1:]), like=view)
-        _, dim, *rest = edit.args_of(view).values()
-        parts = [edit.call(view.graph, aten.view_as_real.default, (node,), like=view) for node in (parent, new)]
-        written = edit.call(view.graph, operator, (*parts, dim % len(facts.shape(parent)), *rest), like=view)
-        return edit.call(view.graph, ops.as_complex, (written,), like=view)
-
-    return write
-
-
-def _diagonal(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
-    """`new` as the diagonal that `view` is of `parent`; real and imaginary parts come behind it."""
-    given, rank, scatter = edit.args_of(view), len(facts.shape(parent)), aten.diagonal_scatter.default
-    where = (given["offset"], given["dim1"] % rank, given["dim2"] % rank)
-    if not facts.dtype(parent).is_complex:
-        return edit.call(view.graph, scatter, (parent, new, *where), like=view)
-    whole, part = (edit.call(view.graph, aten.view_as_real.default, (node,), like=view) for node in (parent, new))
-    written = edit.call(view.graph, scatter, (whole, edit.call(view.graph, aten.transpose.int, (part, -1, -2), like=view), *where), like=view)
-    return edit.call(view.graph, ops.as_complex, (written,), like=view)
-
-
-def _detached(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
-    """What is written through a detached view has no gradient but where that view is read."""
-    return edit.call(view.graph, aten.detach.default, (new,), like=view)
-
-
-def _same_call(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
-    return edit.call(view.graph, view.target, (new, *view.args[1:]), like=view)  # type: ignore[arg-type]
-
-
-def _unview(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
-    sizes = [edit.size(parent, dim) for dim in range(len(facts.shape(parent)))]
-    return edit.call(view.graph, aten.reshape.default, (new, sizes), like=view)
-
-
-def _permuted(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
-    rank, dims = len(facts.shape(parent)), edit.args_of(view)["dims"]
-    places = [dim % rank for dim in dims]
-    return edit.call(view.graph, aten.permute.default, (new, [places.index(dim) for dim in range(rank)]), like=view)
-
-
-def _moved_back(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
-    _, source, destination = edit.args_of(view).values()
-    return edit.call(view.graph, view.target, (new, destination, source), like=view)  # type: ignore[arg-type]
-
-
-def _narrowed(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
-    _, dim, start, length = edit.args_of(view).values()
-    end = start + length if isinstance(start, int) and isinstance(length, int) else edit.call(view.graph, operator.add, (start, length), like=view)
-    return _scattered(aten.slice_scatter.default)(parent, new, edit.call(view.graph, aten.slice.Tensor, (parent, dim, start, sys.maxsize if end == 0 else end), like=view))
-
-
-def _identity(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
-    return new
-
-
-SCATTERS: dict[Any, Callable[[fx.Node, fx.Node, fx.Node], fx.Node]] = {
-    aten.alias.default: _identity,
-    aten.detach.default: _detached,
-    **dict.fromkeys(CASTS, _identity),
-    aten.diagonal.default: _diagonal,
-    aten.select.int: _scattered(aten.select_scatter.default),
-    aten.slice.Tensor: _scattered(aten.slice_scatter.default),
-    aten.narrow.default: _narrowed,
-    aten.permute.default: _permuted,
-    **dict.fromkeys((aten.movedim.int, aten.movedim.intlist), _moved_back),
-    **dict.fromkeys((aten.mT.default, aten.numpy_T.default, aten.swapaxes.default, aten.swapdims.default, aten.t.default, aten.transpose.int), _same_call),
-    **dict.fromkeys((aten.flatten.using_ints, aten.ravel.default, aten.reshape.default, aten.reshape_as.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
-                     aten.unflatten.int, aten.unsqueeze.default, aten.view.default, aten.view_as.default), _unview),
-}

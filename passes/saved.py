@@ -6,19 +6,35 @@ from torch's derivatives.yaml and checked against `saved_tensors_hooks` in the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from passes import ops
+from passes.saved_rows import (
+    OUT,
+    SECOND,
+    THIRD,
+    Row,
+    added_product,
+    attention,
+    bags,
+    cell,
+    crosswise,
+    fixed,
+    graded,
+    index_operands,
+    last_result,
+    put,
+    quotient,
+    recurrent,
+)
 from passes.tables import VIEWS
 
 aten = torch.ops.aten
 
-OUT, SECOND, THIRD = -1, -2, -3
-Row = Callable[[Sequence[bool]], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,78 +47,7 @@ class Saved:
     extra_bytes: Any = 0  # int or sympy expression
 
 
-def _fixed(*positions: int) -> Row:
-    return lambda grads: positions
-
-
-def _crosswise(grads: Sequence[bool]) -> tuple[int, ...]:
-    """Of a product: for each factor that requires a gradient, the other factor."""
-    if len(grads) < 2:
-        return ()
-    return tuple(position for position, other in ((0, 1), (1, 0)) if grads[other])
-
-
-def _quotient(grads: Sequence[bool]) -> tuple[int, ...]:
-    """x / y: y for the gradient of x, both for the gradient of y."""
-    if len(grads) < 2:
-        return ()
-    return (0, 1) if grads[1] else (1,)
-
-
-def _added(grads: Sequence[bool]) -> tuple[int, ...]:
-    """Of a product that is added to the first operand: for each factor that requires a gradient, the other factor."""
-    return tuple(position + 1 for position in _crosswise(grads[1:]))
-
-
-def _graded(grads: Sequence[bool]) -> tuple[int, ...]:
-    """The operands that require a gradient."""
-    return tuple(position for position, grad in enumerate(grads) if grad)
-
-
-def _last(*positions: int) -> Row:
-    """The operands that the gradient of the last operand needs."""
-    return lambda grads: positions if grads[-1] else ()
-
-
-def _indices(grads: Sequence[bool]) -> tuple[int, ...]:
-    """All operands but the first."""
-    return tuple(range(1, len(grads)))
-
-
-def _put(grads: Sequence[bool]) -> tuple[int, ...]:
-    """The indices: the operands between the tensor that is written to and the values."""
-    return tuple(range(1, len(grads) - 1))
-
-
-def _attention(grads: Sequence[bool]) -> tuple[int, ...]:
-    """Queries, keys, values, the mask if there is one, and the result."""
-    return (*range(len(grads)), OUT)
-
-
-def _bags(grads: Sequence[bool]) -> tuple[int, ...]:
-    """All operands but the table, which is kept only for the gradient of per-sample weights."""
-    return (0, *_indices(grads)) if any(grads[1:]) else _indices(grads)
-
-
-def _recurrent(states: int) -> Row:
-    """The input, the states and, of one layer, both weights; the first of them, which the input is multiplied with, for the gradient of the
-    input."""
-    return lambda grads: (*range(1 + states), *([1 + states] if grads[0] else []), *range(2 + states, len(grads)))
-
-
-def _cell(states: int) -> Row:
-    """Of both products, for each factor that wants a gradient, the other one; the second state, which a gate multiplies."""
-    along = 2 + states
-
-    def kept(grads: Sequence[bool]) -> tuple[int, ...]:
-        factors = ((0, along - 1), (1, along))
-        others = [position for one, other in factors for position, wants in ((one, other), (other, one)) if grads[wants]]
-        return (*others, *range(2, 1 + states))
-
-    return kept
-
-
-NOTHING, RESULT, OPERAND = _fixed(), _fixed(OUT), _fixed(0)
+NOTHING, RESULT, OPERAND = fixed(), fixed(OUT), fixed(0)
 
 MOVES = (
     aten.channel_shuffle.default, aten.constant_pad_nd.default, aten.diff.default, aten.fft_fft2.default, aten.fft_fftn.default,
@@ -145,119 +90,119 @@ POOLS = (
 
 SAVED: dict[Any, Row] = {
     **dict.fromkeys((*VIEWS, *MOVES, *LINEAR), NOTHING),
-    **dict.fromkeys(CHOOSING, _fixed(SECOND)),
-    **dict.fromkeys(WITH_RESULT, _fixed(0, OUT)),
-    **dict.fromkeys(POOLS, _fixed(0, SECOND)),
-    **dict.fromkeys((aten.addcmul.default, aten.addmm.default, aten.addmv.default, aten.baddbmm.default), _added),
-    **dict.fromkeys((aten.fmod.Tensor, aten.remainder.Tensor), _last(0, 1)),
+    **dict.fromkeys(CHOOSING, fixed(SECOND)),
+    **dict.fromkeys(WITH_RESULT, fixed(0, OUT)),
+    **dict.fromkeys(POOLS, fixed(0, SECOND)),
+    **dict.fromkeys((aten.addcmul.default, aten.addmm.default, aten.addmv.default, aten.baddbmm.default), added_product),
+    **dict.fromkeys((aten.fmod.Tensor, aten.remainder.Tensor), last_result(0, 1)),
     **dict.fromkeys((aten.hinge_embedding_loss.default, aten.l1_loss.default, aten.margin_ranking_loss.default, aten.triplet_margin_loss.default), NOTHING),
-    **dict.fromkeys((aten.det.default, aten.linalg_det.default, aten.linalg_slogdet.default, aten.linalg_solve.default, aten.slogdet.default), _fixed(0, OUT)),
+    **dict.fromkeys((aten.det.default, aten.linalg_det.default, aten.linalg_slogdet.default, aten.linalg_solve.default, aten.slogdet.default), fixed(0, OUT)),
     **dict.fromkeys((aten.inverse.default, aten.linalg_cholesky_ex.default, aten.linalg_eigvalsh.default, aten.linalg_inv.default, aten.linalg_inv_ex.default, aten.linalg_svdvals.default),
                     RESULT),
-    **dict.fromkeys((aten.linalg_eigh.default, aten.linalg_qr.default), _fixed(OUT, SECOND)),
-    **dict.fromkeys((aten.linalg_pinv.atol_rtol_float, aten.linalg_pinv.atol_rtol_tensor, aten.linalg_pinv.default, aten.pinverse.default), _fixed(0, OUT)),
+    **dict.fromkeys((aten.linalg_eigh.default, aten.linalg_qr.default), fixed(OUT, SECOND)),
+    **dict.fromkeys((aten.linalg_pinv.atol_rtol_float, aten.linalg_pinv.atol_rtol_tensor, aten.linalg_pinv.default, aten.pinverse.default), fixed(0, OUT)),
     **dict.fromkeys((aten.linalg_matrix_exp.default, aten.logdet.default, aten.matrix_exp.default, aten.nanmean.default), OPERAND),
-    **dict.fromkeys((aten.rnn_relu_cell.default, aten.rnn_tanh_cell.default), lambda grads: (*_cell(1)(grads), OUT)),
-    **dict.fromkeys((aten.linalg_lu_factor.default, aten.linalg_lu_factor_ex.default), _fixed(OUT, SECOND)),
-    **dict.fromkeys((aten.linalg_householder_product.default, aten.linalg_lu_solve.default, aten.segment_reduce.default), _fixed(0, 1, OUT)),
-    **dict.fromkeys((aten.index_reduce.default, aten.scatter_reduce.two), _fixed(0, 1, 2, OUT)),
-    **dict.fromkeys((aten.max_unpool2d.default, aten.max_unpool3d.default), _fixed(1)),
-    aten.frexp.Tensor: _fixed(SECOND),
-    aten.gru_cell.default: _cell(1),
+    **dict.fromkeys((aten.rnn_relu_cell.default, aten.rnn_tanh_cell.default), lambda grads: (*cell(1)(grads), OUT)),
+    **dict.fromkeys((aten.linalg_lu_factor.default, aten.linalg_lu_factor_ex.default), fixed(OUT, SECOND)),
+    **dict.fromkeys((aten.linalg_householder_product.default, aten.linalg_lu_solve.default, aten.segment_reduce.default), fixed(0, 1, OUT)),
+    **dict.fromkeys((aten.index_reduce.default, aten.scatter_reduce.two), fixed(0, 1, 2, OUT)),
+    **dict.fromkeys((aten.max_unpool2d.default, aten.max_unpool3d.default), fixed(1)),
+    aten.frexp.Tensor: fixed(SECOND),
+    aten.gru_cell.default: cell(1),
     aten.linalg_eigvals.default: RESULT,
-    aten.linalg_lu.default: _fixed(OUT, SECOND, THIRD),
-    aten.lstm_cell.default: _cell(2),
-    aten.ormqr.default: _fixed(0, 1, 2, OUT),
+    aten.linalg_lu.default: fixed(OUT, SECOND, THIRD),
+    aten.lstm_cell.default: cell(2),
+    aten.ormqr.default: fixed(0, 1, 2, OUT),
     aten.repeat_interleave.self_Tensor: NOTHING,
     **dict.fromkeys((aten.nanquantile.scalar, aten.quantile.scalar), NOTHING),
-    aten.istft.default: _indices,
-    aten.linalg_cross.default: _crosswise,
-    aten.linalg_svd.default: _fixed(OUT, SECOND, THIRD),
+    aten.istft.default: index_operands,
+    aten.linalg_cross.default: crosswise,
+    aten.linalg_svd.default: fixed(OUT, SECOND, THIRD),
     aten.stft.default: lambda grads: (len(grads) - 1,),  # the window, or the signal that frames look at
     aten.addcdiv.default: lambda grads: (1, 2) if grads[2] else (2,),
-    aten.cosine_similarity.default: _graded,
-    aten.div.Tensor_mode: _quotient,
+    aten.cosine_similarity.default: graded,
+    aten.div.Tensor_mode: quotient,
     aten.kl_div.default: lambda grads: (0, 1) if grads[1] else (1,),
-    aten.kron.default: _crosswise,
+    aten.kron.default: crosswise,
     aten.lerp.Tensor: lambda grads: (0, 1, 2) if grads[2] else (2,),
     aten.linalg_cholesky.default: RESULT,
     aten.pairwise_distance.default: RESULT,
-    aten.poisson_nll_loss.default: _fixed(1),
-    aten.true_divide.Tensor: _quotient,
-    **dict.fromkeys((aten.cdist.default, aten.float_power.Tensor_Tensor, aten.pow.Tensor_Tensor), _fixed(0, 1, OUT)),
+    aten.poisson_nll_loss.default: fixed(1),
+    aten.true_divide.Tensor: quotient,
+    **dict.fromkeys((aten.cdist.default, aten.float_power.Tensor_Tensor, aten.pow.Tensor_Tensor), fixed(0, 1, OUT)),
     **dict.fromkeys((aten.conv2d.padding, aten.conv3d.default, aten.conv3d.padding, aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input),
-                    _fixed(0, 1)),
+                    fixed(0, 1)),
     **dict.fromkeys((aten._log_softmax.default, aten._softmax.default, aten.exp2.default, aten.expm1.default, aten.special_expit.default, aten.tan.default), RESULT),
     aten.abs.default: OPERAND,
     aten.add.Tensor: NOTHING,
-    aten.aminmax.default: _fixed(0, OUT, SECOND),
+    aten.aminmax.default: fixed(0, OUT, SECOND),
     aten.avg_pool2d.default: OPERAND,
-    aten.binary_cross_entropy_with_logits.default: _fixed(0, 1),
-    aten.bmm.default: _crosswise,
+    aten.binary_cross_entropy_with_logits.default: fixed(0, 1),
+    aten.bmm.default: crosswise,
     aten.cat.default: NOTHING,
     aten.cholesky.default: RESULT,
-    aten.cholesky_inverse.default: _fixed(0, OUT),
-    aten.cholesky_solve.default: _fixed(0, 1, OUT),
+    aten.cholesky_inverse.default: fixed(0, OUT),
+    aten.cholesky_solve.default: fixed(0, 1, OUT),
     aten.clamp.default: OPERAND,
-    aten.conv1d.default: _fixed(0, 1),
-    aten.conv2d.default: _fixed(0, 1),
+    aten.conv1d.default: fixed(0, 1),
+    aten.conv2d.default: fixed(0, 1),
     aten.cos.default: OPERAND,
     aten.cumsum.default: NOTHING,
-    aten.div.Tensor: _quotient,
-    aten.dot.default: _crosswise,
+    aten.div.Tensor: quotient,
+    aten.dot.default: crosswise,
     aten.dropout.default: NOTHING,
-    aten.einsum.default: _crosswise,
+    aten.einsum.default: crosswise,
     aten.elu.default: OPERAND,
-    aten.embedding.default: _fixed(1),
-    aten.embedding_bag.padding_idx: _bags,
+    aten.embedding.default: fixed(1),
+    aten.embedding_bag.padding_idx: bags,
     aten.erf.default: OPERAND,
     aten.exp.default: RESULT,
     **dict.fromkeys((aten.fft_fft.default, aten.fft_ifft.default, aten.fft_rfft.default, aten.fft_rfft2.default, aten.fft_rfftn.default), OPERAND),
-    aten.gather.default: _fixed(0, 1),
+    aten.gather.default: fixed(0, 1),
     aten.gelu.default: OPERAND,
-    aten.gru.input: _recurrent(1),
+    aten.gru.input: recurrent(1),
     aten.hardswish.default: OPERAND,
     aten.hardtanh.default: OPERAND,
-    aten.index.Tensor: _indices,
-    aten.hypot.default: lambda grads: (*_graded(grads), OUT),
-    aten.index_add.default: _last(1, 2),
+    aten.index.Tensor: index_operands,
+    aten.hypot.default: lambda grads: (*graded(grads), OUT),
+    aten.index_add.default: last_result(1, 2),
     aten.index_copy.default: lambda grads: (1, 2) if grads[2] else (1,),
-    aten.index_fill.int_Scalar: _fixed(1),
-    aten.index_put.default: _put,
-    aten.index_select.default: _fixed(1),
-    aten.layer_norm.default: _fixed(0, 1, 2),
+    aten.index_fill.int_Scalar: fixed(1),
+    aten.index_put.default: put,
+    aten.index_select.default: fixed(1),
+    aten.layer_norm.default: fixed(0, 1, 2),
     aten.leaky_relu.default: OPERAND,
-    aten.linalg_solve_triangular.default: _fixed(0, OUT),
-    aten.linear.default: _crosswise,
-    ops.affine: _crosswise,
+    aten.linalg_solve_triangular.default: fixed(0, OUT),
+    aten.linear.default: crosswise,
+    ops.affine: crosswise,
     aten.log.default: OPERAND,
     aten.log_softmax.int: RESULT,
-    aten.lstm.input: _recurrent(2),
-    aten.masked_fill.Scalar: _fixed(1),
-    aten.masked_fill.Tensor: _fixed(1),
-    aten.masked_scatter.default: _fixed(1),
-    aten.matmul.default: _crosswise,
+    aten.lstm.input: recurrent(2),
+    aten.masked_fill.Scalar: fixed(1),
+    aten.masked_fill.Tensor: fixed(1),
+    aten.masked_scatter.default: fixed(1),
+    aten.matmul.default: crosswise,
     aten.max_pool2d.default: OPERAND,
-    aten.mm.default: _crosswise,
-    aten.mse_loss.default: _fixed(0, 1),
-    aten.mul.Tensor: _crosswise,
-    aten.mv.default: _crosswise,
+    aten.mm.default: crosswise,
+    aten.mse_loss.default: fixed(0, 1),
+    aten.mul.Tensor: crosswise,
+    aten.mv.default: crosswise,
     aten.neg.default: NOTHING,
-    aten.outer.default: _crosswise,
+    aten.outer.default: crosswise,
     aten.pad.default: NOTHING,  # of zeros or circular; `spellings` gives what reflects or replicates its own operator, which keeps its operand
     aten.pow.Tensor_Scalar: OPERAND,
     aten.reciprocal.default: RESULT,
     aten.relu.default: RESULT,
-    aten.rms_norm.default: _fixed(0),
-    aten.rnn_relu.input: _recurrent(1),
-    aten.rnn_tanh.input: _recurrent(1),
+    aten.rms_norm.default: fixed(0),
+    aten.rnn_relu.input: recurrent(1),
+    aten.rnn_tanh.input: recurrent(1),
     aten.rsqrt.default: RESULT,
     aten.rsub.Scalar: NOTHING,
-    aten.scaled_dot_product_attention.default: _attention,
+    aten.scaled_dot_product_attention.default: attention,
     aten.sigmoid.default: RESULT,
-    aten.scatter.src: _fixed(1),
-    aten.scatter.value: _fixed(1),
-    aten.scatter_add.default: _last(1),
+    aten.scatter.src: fixed(1),
+    aten.scatter.value: fixed(1),
+    aten.scatter_add.default: last_result(1),
     aten.silu.default: OPERAND,
     aten.sin.default: OPERAND,
     aten.softmax.int: RESULT,
@@ -268,21 +213,21 @@ SAVED: dict[Any, Row] = {
     aten.sum.dim_IntList: NOTHING,
     aten.tanh.default: RESULT,
     aten.to.dtype: NOTHING,
-    aten.vdot.default: _crosswise,
-    aten.where.ScalarOther: _fixed(0),
-    aten.where.ScalarSelf: _fixed(0),
-    aten.where.self: _fixed(0),
-    ops.bag: _bags,
-    ops.ragged_bags: _bags,
+    aten.vdot.default: crosswise,
+    aten.where.ScalarOther: fixed(0),
+    aten.where.ScalarSelf: fixed(0),
+    aten.where.self: fixed(0),
+    ops.bag: bags,
+    ops.ragged_bags: bags,
     # The log-softmax that is kept has the size and the layout of the logits, which it stands for here.
-    ops.cross_entropy_each: _fixed(0, 1),
-    ops.cross_entropy_sum: _fixed(0, 1),
-    ops.ctc_each: _fixed(0, 1, 2, 3, OUT),
+    ops.cross_entropy_each: fixed(0, 1),
+    ops.cross_entropy_sum: fixed(0, 1),
+    ops.ctc_each: fixed(0, 1, 2, 3, OUT),
     # the first layer for the gradient of tokens; and what autopar.rules.experts says
     ops.experts: lambda grads: (3, 4) if grads[0] else (4,),
-    ops.fill_rows: _fixed(1),
-    ops.grouped_matmul: _crosswise,
-    ops.noised: _fixed(1),
+    ops.fill_rows: fixed(1),
+    ops.grouped_matmul: crosswise,
+    ops.noised: fixed(1),
     ops.statistic: NOTHING,
 }
 

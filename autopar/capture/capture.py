@@ -20,8 +20,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.chain import is_chain
 from autopar.capture.constants import constants, fleeting
 from autopar.capture.evaluation import Evaluation, evaluation
-from autopar.capture.export import export, to_graph
-from autopar.capture.export import structure as outputs_of
+from autopar.capture.export import export
 from autopar.capture.failures import refuse_sizes_of_values
 from autopar.capture.known_masks import KnownMasks
 from autopar.capture.nested import nested
@@ -31,6 +30,8 @@ from autopar.capture.python_random import draws
 from autopar.capture.shadow import shadow
 from autopar.capture.state import other_state, own_state
 from autopar.capture.step_variation import one_step
+from autopar.capture.to_graph import structure as outputs_of
+from autopar.capture.to_graph import to_graph
 from autopar.errors import CaptureError
 from passes import facts
 

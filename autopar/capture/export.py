@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
-import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.export import ExportedProgram
 from torch.export import export as torch_export
-from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
 from autopar._torch import export_errors, pytree, quietly, without_fake_cache
 from autopar.capture.bags import bags_of_samples
@@ -28,7 +24,7 @@ from autopar.capture.empty_branches import nothing_of_nothing
 from autopar.capture.failures import advice, as_it_is, described, made_numbers, of_values, says, why_static
 from autopar.capture.forwards import assigned_buffers, becomes, functions_of, name_keywords, no_new_buffers, one_size
 from autopar.capture.hooks import refusing_hooks
-from autopar.capture.inside import DERIVED, traced_forward, why_untraced
+from autopar.capture.inside import traced_forward, why_untraced
 from autopar.capture.known_masks import KnownMasks
 from autopar.capture.leaves import by_field
 from autopar.capture.lengths import Rows, symbolic_lengths
@@ -38,19 +34,16 @@ from autopar.capture.own_backwards import own_backwards
 from autopar.capture.python_random import draws, where_drawn
 from autopar.capture.shadow import WithLoss
 from autopar.capture.spans import TRIED, Fixed, span, unkept
+from autopar.capture.to_graph import label
 from autopar.capture.value_checks import passing_guards
 from autopar.errors import CaptureError
-from passes._torch import make_graph_module, shape_check, unasked_layouts
-from passes.provenance import source_line
+from passes._torch import shape_check, unasked_layouts
 
-ROLES = {InputKind.PARAMETER: "param", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant",
-         InputKind.USER_INPUT: "input"}
 LEAVES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, str)
 """What outputs may be of."""
 MANY = 256  # modules: from about twenty blocks on, operators come again often enough for torch's cache of fake tensors to pay (measured)
 UNPICKED = ("branches on whether a mask picks anything are taken as if it did: where it does not (an expert that no token chose) parameters have gradients of zero, where the model leaves "
             "none, so that optimizers with momentum or weight decay move them as they move all others")
-INNER = f"{WithLoss.INNER}."  # what stands before original names where a loss function was added
 
 
 def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, *, training: bool, masks: KnownMasks) -> tuple[ExportedProgram, Dims, list[str], dict[str, str]]:
@@ -206,7 +199,7 @@ def _plain_outputs(model: nn.Module, left_out: dict[str, str]) -> None:
         def known(path: Any, leaf: Any) -> Any:
             if leaf is None or isinstance(leaf, LEAVES):
                 return leaf
-            left_out[_label(path)] = "is a list with an item for each sample" if isinstance(leaf, Rows) else f"is a {type(leaf).__name__}"
+            left_out[label(path)] = "is a list with an item for each sample" if isinstance(leaf, Rows) else f"is a {type(leaf).__name__}"
             return None
 
         return pytree.tree_map_with_path(known, by_field(forward(*args, **kwargs)))
@@ -270,128 +263,3 @@ def _weaker(dims: Dims) -> list[Dims]:
 
 def _loosened(dims: Dims, names: list[str]) -> list[Dims]:
     return [dims.loosened(name, own=own) for name in names for own in (False, True)]
-
-
-def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], str], requires_grad: Mapping[str, bool]) -> fx.GraphModule:
-    """The exported graph with the contract's roles, symbols and outputs. Tied parameters become one placeholder."""
-    gm = make_graph_module(program.graph_module, program.graph)
-    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    for node in placeholders:
-        node.meta["role"] = _role(node, specs[node.name])
-    _name_held(gm, [(node, specs[node.name]) for node in placeholders if node.meta["role"] != "input"], canonical, requires_grad)
-    given = [(node, specs[node.name]) for node in placeholders if node.meta["role"] == "input"]
-    gm.meta["leaves"] = [node.name for node, _ in given]
-    gm.meta.update(_name_inputs(gm, given, dims), steps=dims.steps)
-    gm.meta["constants"] = {name.removeprefix(INNER): value.detach() if isinstance(value, torch.Tensor) else value for name, value in program.constants.items()}
-    _mend_places(gm)
-    gm.meta["outputs"] = _outputs(program, gm)
-    gm.graph = copy.deepcopy(gm.graph)  # names as all copies have them, for plans go by names, and none twice: export's are those of arguments, builtins (`input`) and operators (`mean`) too
-    gm.recompile()
-    return gm
-
-
-def _role(node: fx.Node, spec: Any) -> str:
-    """The role of a placeholder. Raises CaptureError for kinds that a captured graph cannot have."""
-    if spec.kind in ROLES:
-        return ROLES[spec.kind]
-    readers = ", ".join(str(user.target) for user in node.users)
-    raise CaptureError(f"{readers} in forward reads a {getattr(spec.arg, 'class_fqn', spec.kind.name)}, which is neither a tensor nor a plain value and cannot be part of a graph; a torch.Generator is left out "
-                       "(torch.rand without one draws from the generator that every rank has), others go behind a torch.library.custom_op")
-
-
-def _name_held(gm: fx.GraphModule, held: Sequence[tuple[fx.Node, Any]], canonical: Callable[[str], str], requires_grad: Mapping[str, bool]) -> None:
-    """Parameters, buffers and constants by their original names, each once."""
-    seen: dict[str, fx.Node] = {}
-    for node, spec in held:
-        name = canonical(spec.target.removeprefix(INNER))
-        node.meta["fqn"] = name
-        node._rename(node.name.replace(f"_{WithLoss.INNER}_", "_"))
-        node.meta["requires_grad"] = requires_grad.get(name, False)
-        if node.meta["role"] == "constant":
-            node.meta["val"] = _value(node)
-        if name in seen:
-            node.replace_all_uses_with(seen[name])
-            gm.graph.erase_node(node)
-        else:
-            seen[name] = node
-
-
-def _value(node: fx.Node) -> torch.Tensor:
-    """Of a constant, without what derivatives by torch.func know of how it came about. Raises CaptureError where it is an input of such a derivative, which torch.export takes for a constant
-    unless it is mapped over samples."""
-    try:
-        found: torch.Tensor = node.meta["val"].detach()
-    except NotImplementedError as error:  # it has no storage of its own
-        at = next(map(source_line, node.users), "")
-        raise CaptureError(DERIVED + (f"\nat {at}" if at else "")) from error
-    return found
-
-
-def _name_inputs(gm: fx.GraphModule, given: Sequence[tuple[fx.Node, Any]], dims: Dims) -> dict[str, Any]:
-    """Inputs by their names: the symbols of their dims, and what is no tensor, which is part of the graph."""
-    symbols: dict[str, Any] = {}
-    fixed: dict[str, tuple[int, Any]] = {}
-    for number, (node, spec) in enumerate(given):
-        if not isinstance(spec.arg, TensorArgument):
-            fixed[node.name] = (number, getattr(spec.arg, "value", None))  # a plain value (use_cache=False)
-            gm.graph.erase_node(node)
-            continue
-        node.meta["input"] = node.name
-        for dim, name in dims.of.get(number, {}).items():
-            symbols.setdefault(name, node.meta["val"].shape[dim].node.expr)
-    return {"symbols": symbols, "fixed": fixed}
-
-
-def _mend_places(gm: fx.GraphModule) -> None:
-    """Module paths and source lines as the user knows them: without our own wrapper and frames."""
-    here = re.compile(rf'\s*File "{re.escape(str(Path(__file__).parent))}/[^\n]*(\n(?!\s*File)[^\n]*)*')
-    for module in gm.modules():
-        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            stack = node.meta.get("nn_module_stack") or {}
-            node.meta["nn_module_stack"] = {
-                key: (path.removeprefix(INNER) if path != WithLoss.INNER else "", kind) for key, (path, kind) in stack.items()}
-            node.meta["stack_trace"] = here.sub("", node.meta.get("stack_trace") or "")
-
-
-def _outputs(program: ExportedProgram, gm: fx.GraphModule) -> list[dict[str, str]]:
-    """One entry per output that is a tensor; names follow the user's pytree. The others leave the graph."""
-    names = _names(program.call_spec.out_spec)
-    specs = program.graph_signature.output_specs
-    unknown = [spec.kind.name for spec in specs if spec.kind != OutputKind.USER_OUTPUT]
-    if unknown:
-        raise CaptureError(f"the exported graph has an output of kind {unknown[0]}, which autopar does not know")
-    (output,) = [node for node in gm.graph.nodes if node.op == "output"]
-    kept = [i for i, spec in enumerate(specs) if isinstance(spec.arg, TensorArgument)]
-    output.args = (tuple(output.args[0][i] for i in kept),)
-    return [{"name": names[i], "kind": "output", "target": ""} for i in kept]
-
-
-def structure(program: ExportedProgram) -> tuple[Any, dict[str, str]]:
-    """The user's pytree of outputs with numbers of tensor outputs as leaves, and what is left out, by name. What is no tensor
-    stays as it is, but for numbers, which would pass for those of outputs: they become None."""
-    leaves: list[Any] = []
-    left_out: dict[str, str] = {}
-    number = 0
-    for name, spec in zip(_names(program.call_spec.out_spec), program.graph_signature.output_specs, strict=True):
-        value = getattr(spec.arg, "value", spec.arg)
-        if isinstance(spec.arg, TensorArgument):
-            leaves.append(number)
-            number += 1
-        else:
-            leaves.append(value if value is None or isinstance(value, (str, bool)) else None)
-            left_out |= {name: "is no tensor"} if leaves[-1] is not value else {}
-    return pytree.tree_unflatten(leaves, program.call_spec.out_spec), left_out
-
-
-def _names(spec: Any) -> list[str]:
-    return list(named_leaves(pytree.tree_unflatten(list(range(spec.num_leaves)), spec)))
-
-
-def named_leaves(tree: Any) -> dict[str, Any]:
-    """`loss`, `logits`, `states.0` for the leaves of a pytree, in order."""
-    return {_label(path): leaf for path, leaf in pytree.tree_flatten_with_path(tree)[0]}
-
-
-def _label(path: Any) -> str:
-    return re.sub(r"^\.|['\]]", "", pytree.keystr(path).replace("['", ".").replace("[", ".")) or "output"

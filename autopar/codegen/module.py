@@ -15,7 +15,8 @@ from torch import fx
 import autopar
 from autopar._torch import OPDEFS, OpOverload
 from autopar.codegen.context import Context, function_names
-from autopar.codegen.scope import USED_IN_SCOPES, ScopeWriter
+from autopar.codegen.reserved import USED_IN_SCOPES
+from autopar.codegen.scope import ScopeWriter
 from autopar.codegen.stages import pipelined_model
 from autopar.codegen.tables import (
     INDENT,

@@ -18,11 +18,12 @@ from torch import fx
 
 from autopar.codegen import probes
 from autopar.codegen import sizes as size_text
-from autopar.codegen.algorithms import IMPORTED, algorithm_text, operand_texts, seeded_text, switched
+from autopar.codegen.algorithms import algorithm_text, operand_texts, seeded_text, switched
 from autopar.codegen.context import Context
 from autopar.codegen.edges import Reshard, Spot, given, in_pair, needed, options, out_pair, spot_of
 from autopar.codegen.expressions import Written, literal, write
 from autopar.codegen.placements import in_order, write_placed
+from autopar.codegen.reserved import REPLAYED, USED_IN_SCOPES, atom
 from autopar.codegen.turns import turn_text
 from autopar.errors import PlanError
 from autopar.layout import NO_GRAD, Layout, show
@@ -163,7 +164,7 @@ class ScopeWriter:
         if key not in self.resharded:
             name = self.fresh(self._base(ref))
             self.resharded[key] = name
-            text = self._marked(_REPLAYED.get(reshard.replay, ""), self.reshard_text(reshard, self.names.get(ref, "")))
+            text = self._marked(REPLAYED.get(reshard.replay, ""), self.reshard_text(reshard, self.names.get(ref, "")))
             self.say(f"{name} = {text}", self.context.reason(reshard))
         return self.resharded[key]
 
@@ -264,7 +265,7 @@ class ScopeWriter:
                 return str(next(queue))
             held = facts.value(item)
             if isinstance(held, (int, float, torch.SymInt, torch.SymFloat)):
-                return _atom(size_text.text(self._number(held, op)))
+                return atom(size_text.text(self._number(held, op)))
             raise TypeError(f"argument {item} of kind {type(held).__name__} has no source form")
         if isinstance(item, (tuple, list)):
             inside = ", ".join(self._argument(i, queue, op) for i in item)
@@ -350,11 +351,3 @@ class ScopeWriter:
             layout = in_pair(self.context.plan, op.name, 0).value
             values.append(name if op.role != "output" else f'self.spread({name}, "{show(layout)}", {self.context.whole_sizes(op.operands[0])})')
         return values
-
-
-_REPLAYED = {"kept": "keep", "skipped": "skip"}
-USED_IN_SCOPES = ("self", "F", "torch", "MESH", "reshard", "gather", "remat", "keep", "skip", "enough", "block", "changed", "i", *IMPORTED)
-
-
-def _atom(text: str) -> str:
-    return text if text.isidentifier() or text.isdigit() else f"({text})"

@@ -10,12 +10,13 @@ from autopar.deferred_waits import BUCKETS, Queue
 from autopar.layout import BUCKET_BYTES, Layout, moving
 from autopar.memory.ahead import Unit, begin_ahead, gather_into
 from autopar.memory.buckets import Buckets, Whole
-from autopar.memory.forward import Blocks, Forward, Step, Value
+from autopar.memory.forward import Forward
 from autopar.memory.moves import done, fresh, halfway, workspace
 from autopar.memory.operators import backward_bytes, hands_on, in_place
 from autopar.memory.shares import named
 from autopar.memory.storages import Storage
 from autopar.memory.summed_gradients import made_whole
+from autopar.memory.walked import Blocks, Step, Value
 from autopar.problem.at_rest import EACH
 from autopar.problem.graph import Op
 

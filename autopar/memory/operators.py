@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
+from autopar.memory.cpu_temporaries import CPU
 from autopar.memory.habits import Habits
 from autopar.memory.local import Local, nothing
-from autopar.memory.temporaries import BACKWARD, CPU, FORWARD, reduced, same
+from autopar.memory.temporaries import BACKWARD, FORWARD, reduced, same
 from autopar.problem.graph import Op
 from autopar.problem.view_ops import makes_view
 from autopar.rules import tiles

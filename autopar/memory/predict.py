@@ -10,12 +10,12 @@ from torch import fx
 
 from autopar.cluster import Cluster
 from autopar.codegen.edges import Edges, edges
-from autopar.memory.forward import Part
 from autopar.memory.habits import EMITTED, Habits
 from autopar.memory.place import Holding
 from autopar.memory.shares import Shares
 from autopar.memory.stage import Profile, profile
 from autopar.memory.types import Prediction
+from autopar.memory.walked import Part
 from autopar.pipeline.orders import Action, lines_of
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.stage_views import View, views, whole

@@ -10,10 +10,11 @@ import numpy as np
 
 from autopar.codegen.edges import Edges
 from autopar.memory.backward import Backward
-from autopar.memory.forward import Forward, Part
+from autopar.memory.forward import Forward
 from autopar.memory.shares import Shares
 from autopar.memory.storages import Book, Storage
 from autopar.memory.types import Entry
+from autopar.memory.walked import Part
 from autopar.pipeline.transit import Kind
 from autopar.problem.graph import Op
 

@@ -17,7 +17,8 @@ from autopar.layout import sections_of as weights_of
 from autopar.problem.at_rest import EACH
 from autopar.problem.graph import Op, Program, Ref
 from autopar.rules import options_for
-from autopar.rules.language import Option, Use, options
+from autopar.rules.language import Option, Use
+from autopar.rules.matches import options
 from autopar.rules.rule import Rule
 from autopar.rules.tiles import in_tiles
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import RuleError
 from autopar.layout import PARTIAL
-from autopar.rules.language import Call, Option, Together, options
+from autopar.rules.language import Call, Option, Together
+from autopar.rules.matches import options
 
 LINEAR = re.compile(r"|all|each|first|\d+(\+\d+)*(\|\d+(\+\d+)*)*")
 """What `Rule.linear` may say."""
@@ -57,7 +58,7 @@ class Rule:
         return found
 
     def options(self, call: Call, ways: int, *, sections: Sequence[tuple[int, ...]] = ()) -> list[Option]:
-        """Everything that `call` can do on one axis of `ways` ranks; see `language.options`."""
+        """Everything that `call` can do on one axis of `ways` ranks; see `matches.options`."""
         linear = self.linear if isinstance(self.linear, str) else self.linear(call)
         self._check_linear(linear, call)
         found = options(self.text(call), call, ways, linear=linear, reduce=self.reduce, sections=sections,

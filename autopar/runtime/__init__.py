@@ -73,10 +73,10 @@ from autopar.runtime.count import Counted, count
 from autopar.runtime.launch import Ranks, launch
 from autopar.runtime.main import main
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.module import Block, ShardedModule
+from autopar.runtime.module import ShardedModule
 from autopar.runtime.outputs import Outputs
 from autopar.runtime.params import Param
-from autopar.runtime.pipeline import Pipeline, PipelinedModule, Stage
+from autopar.runtime.pipeline import Pipeline, PipelinedModule
 from autopar.runtime.regather import gather
 from autopar.runtime.registered import registered
 from autopar.runtime.rematerialise import remat
@@ -84,6 +84,8 @@ from autopar.runtime.replay import enough, keep, skip
 from autopar.runtime.reshard import reshard
 from autopar.runtime.rng import manual_seed
 from autopar.runtime.scaling import GradScaler
+from autopar.runtime.scopes import Block
+from autopar.runtime.stage import Stage
 
 __all__ = [
     "Block",

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import proxy
 
@@ -33,6 +32,7 @@ from autopar.layout import BUCKET_BYTES, Layout
 from autopar.runtime.coalesced import Together
 from autopar.runtime.first_order import only_first_order
 from autopar.runtime.gradient_buckets import Bucket, buckets_of, sync_steps, turns_of
+from autopar.runtime.gradient_scatters import Scatter
 from autopar.runtime.leaves import Reader, owners
 from autopar.runtime.lifetimes import weakly
 from autopar.runtime.mesh import Mesh
@@ -40,36 +40,6 @@ from autopar.runtime.moves import Chain, settled
 from autopar.runtime.params import Held, grad_at_rest
 from autopar.runtime.prefetch import Orders
 from autopar.runtime.turns import AS_IS, Gathered
-
-
-@dataclass(eq=False)
-class Scatter:
-    """The reduce-scatter of the gradient of one parameter, in the background; `done` takes the result."""
-
-    chain: Chain
-    done: Callable[[Tensor], None]
-
-    @property
-    def nbytes(self) -> float:
-        """Bytes of the input of its running collective."""
-        return self.chain.nbytes
-
-    @property
-    def more(self) -> bool:
-        """Whether a collective is yet to begin."""
-        return self.chain.more
-
-    def go_on(self) -> bool:
-        """Start the next collective, or pass the result to `done`. Returns whether `go_on` is to be called again."""
-        if self.chain.more:
-            self.chain.go_on()
-            return True
-        self.done(self.chain.finish())
-        return False
-
-    def wait(self) -> None:
-        """Wait for the current collective."""
-        self.chain.wait()
 
 
 class GradSync:

@@ -6,105 +6,44 @@ tensors that alias the DTensor parameters, so autograd never sees a DTensor. gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint as checkpoint_of
 
-from autopar._torch import local_of, wrap_like
+from autopar._torch import wrap_like
 from autopar.errors import RunError
 from autopar.layout import is_partial, parse, show
-from autopar.runtime import all_at_once, batch, checkpoint, host_state, loaders, norms, optimizer_state, regather, rng
+from autopar.runtime import all_at_once, batch, checkpoint, host_state, loaders, norms, regather, rng
 from autopar.runtime.batch_sizes import BatchSizes, step_state
-from autopar.runtime.clipping import clip_grad_norm
 from autopar.runtime.declare import Declarations
 from autopar.runtime.first_order import check_trains
 from autopar.runtime.gradsync import GradSync
-from autopar.runtime.importable import make_importable
 from autopar.runtime.leaves import Leaves
 from autopar.runtime.lifetimes import kept_by
-from autopar.runtime.mesh import Mesh
 from autopar.runtime.module_copies import not_pickled, twin
+from autopar.runtime.module_state import ModuleState
 from autopar.runtime.moves import relayout
-from autopar.runtime.names import Naming, full_name
 from autopar.runtime.nested import Nested
 from autopar.runtime.outputs import Spread, by_name, is_number, leaves, pack, ungraded
-from autopar.runtime.params import Held, Param, grad_at_rest
-from autopar.runtime.prefetch import within
+from autopar.runtime.params import Held, Param
 from autopar.runtime.rank0_weights import check_replicas
 from autopar.runtime.reshard import reshard
 from autopar.runtime.scaling import GradScaler, is_narrow, scale_of
+from autopar.runtime.scopes import Scope
 from autopar.runtime.tree import Tree
 
 
-class Block(nn.Module):
-    """One instance of a repeated block; its parameters are registered with the model. `w` and `b` hold the local parts of
-    parameters and buffers by their names in the block. `MUTATES` are the buffers whose new values forward returns last."""
-
-    PARAMS: ClassVar[Mapping[str, Param]] = {}
-    BUFFERS: ClassVar[Mapping[str, Param]] = {}
-    MUTATES: ClassVar[Sequence[str]] = ()
-
-    def __init__(self, naming: Naming = "") -> None:
-        super().__init__()
-        self.naming = naming
-        self.number = 0  # in its run
-        self.w: dict[str, Tensor] = {}
-        self.b: dict[str, Tensor] = {}
-        self.compiled_again: Callable[..., Any] | None = None  # of a compiled block: its forward, run again in the backward
-        self.ready: Callable[[], None] | None = None  # waits for leaves on their way
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block, as soon as its leaves are there."""
-        if self.ready is not None:
-            self.ready()
-        with within(self), rng.in_block(self.number):
-            return super().__call__(*args, **kwargs)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As nn.Module.compile. A compiled forward cannot be recomputed by a checkpoint around it, so the checkpointed forward is compiled too."""
-        make_importable(type(self))
-        super().compile(*args, **kwargs)
-        self.compiled_again = torch.compile(partial(checkpoint_of, self.forward, use_reentrant=False), *args, **kwargs)
-
-
-class Scope(nn.Module):
-    """What holds runs of blocks beside parameters of its own: a model, or one stage of it."""
-
-    PARAMS: ClassVar[Mapping[str, Param]] = {}
-    BUFFERS: ClassVar[Mapping[str, Param]] = {}
-    RUNS: ClassVar[Mapping[str, tuple[type[Block], Sequence[Naming]]]] = {}
-    FIRST: ClassVar[Mapping[str, int]] = {}  # of runs that begin elsewhere: the number of the first block that is here
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w: dict[str, Tensor] = {}
-        self.b: dict[str, Tensor] = {}
-        self.runs: dict[str, list[Block]] = {}  # a plain dict: blocks are no part of the original names
-        self.mutations: list[tuple[str, Tensor]] = []  # new values of buffers of blocks in the running forward
-
-    def changed(self, block: Block, values: Sequence[Tensor]) -> None:
-        """New values of the buffers that `block` mutates; they are taken when the forward has ended."""
-        self.mutations += [(full_name(block.naming, name), value) for name, value in zip(block.MUTATES, values, strict=True)]
-
-    def _blocks(self) -> list[Block]:
-        """All blocks, in the order in which they run."""
-        return [block for blocks in self.runs.values() for block in blocks]
-
-
-class ShardedModule(Scope):
+class ShardedModule(ModuleState):
     """The base of an emitted model; see autopar.runtime for what an emitted class defines.
 
     `Model()` allocates this rank's parts without initialising them; fill them with `load_full` or `load_state_dict`. Raises
     RunError where the number of ranks is not the plan's.
     """
 
-    MESH: ClassVar[Mesh]
     INPUTS: ClassVar[Mapping[str, str]] = {}
     FIXED: ClassVar[Mapping[str, tuple[int, Any]]] = {}
     NESTED: ClassVar[Nested] = {}
@@ -115,7 +54,6 @@ class ShardedModule(Scope):
     OUTPUTS: ClassVar[Sequence[tuple[str, str]]] = ()
     UNGRADED: ClassVar[Sequence[int]] = ()  # numbers of outputs that have a gradient on one device, and none here
     STRUCTURE: ClassVar[Any] = None
-    ALIASES: ClassVar[Mapping[str, str]] = {}
     ORDER: ClassVar[Sequence[str]] = ()
     TRAINS: ClassVar[bool] = True
     NORMS: ClassVar[Mapping[str, float]] = {}  # the momentum of each batch norm
@@ -155,10 +93,6 @@ class ShardedModule(Scope):
     def declared(self) -> dict[str, Param]:
         """What the plan says of each parameter and buffer, by original name."""
         return {name: held.info for name, held in self._held.items()}
-
-    def constant_names(self) -> list[str]:
-        """The names of buffers that hold values of their own: what `load_constants` has filled."""
-        return list(self._constant)
 
     # -- running
 
@@ -321,76 +255,15 @@ class ShardedModule(Scope):
 
     # -- state
 
-    def load_full(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Self:
-        """Fill parameters and buffers from whole tensors under original names, without communication. What `load_constants` has
-        filled may be left out. Raises RunError on names and shapes that do not fit; `strict=False` ignores unknown names."""
-        checkpoint.load_full(self._held.values(), self.ALIASES, state, self.MESH, strict=strict, held_already=self._constant, elsewhere=self._elsewhere())
-        return self
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A module of its own with the same weights, buffers and random numbers to come, on the same mesh, as averages of weights (`AveragedModel`) and teachers are made. Gradients are not copied."""
         return twin(self, memo)
 
     __reduce_ex__ = not_pickled
 
-    def _elsewhere(self) -> Iterable[str]:
-        """Names of parameters, buffers and blocks that other places of a pipeline hold."""
-        return ()
-
-    def load_constants(self, constants: Mapping[str, Tensor]) -> Self:
-        """Fill the buffers named in `constants` and nothing else: what a saved plan carries beside the state dict.
-
-        Raises RunError where a buffer that no state dict holds is not among them.
-        """
-        missing = [name for name, held in self._held.items() if not held.info.persistent and name not in constants]
-        if missing:
-            raise RunError(f"the plan has no values of {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}, which no state dict "
-                           "holds: it was made from a model on meta that does not say how they are computed (see the plan's notes). Plan "
-                           "the model again with real weights")
-        chosen = [held for name, held in self._held.items() if name in constants]
-        checkpoint.load_full(chosen, {}, constants, self.MESH, strict=False)
-        self._constant.update(dict.fromkeys(held.name for held in chosen))
-        return self
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Whole parameters and buffers under original names and in their order, on the CPU of every rank; a collective operation."""
-        found = checkpoint.full_state_dict(self._held.values(), self.ALIASES, self.MESH)
-        return {name: found[name] for name in self._names if name in found}
-
-    def rng_state(self) -> dict[str, int]:
-        """Of what the random numbers to come follow: the seed, and how many steps there were; the same on all ranks. Save it beside the state dict, which has none."""
-        return self.rng.state()
-
-    def set_rng_state(self, state: Mapping[str, int]) -> None:
-        """Go on with random numbers where `rng_state` was asked for, on all ranks alike. Raises RunError on anything else."""
-        self.rng = self.rng.at(state)
-
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """State of an optimizer of this model by original names and in original order, for torch.distributed.checkpoint."""
-        return optimizer_state.optimizer_state_dict(self, optimizer, self._held, self.MESH)
-
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, strict: bool = True) -> None:
-        """The inverse of `optimizer_state_dict`. Raises RunError where parameters that train have no state in it; `strict=False` lets these begin anew."""
-        optimizer_state.load_optimizer_state_dict(self, optimizer, state, self._held, self.MESH, strict=strict)
-
-    @torch.no_grad()
-    def full_grads(self) -> dict[str, Tensor | None]:
-        """Whole gradients under original names, on every rank, None where there is none; a collective operation."""
-        trained = {n: h for n, h in self._held.items() if isinstance(h.tensor, nn.Parameter)}
-        return {n: None if (grad := grad_at_rest(h.tensor)) is None else checkpoint.whole(local_of(grad), h, self.MESH) for n, h in trained.items()}
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale all gradients so that their global norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does on one device; gives the norm before. A collective operation of
-        all ranks. Raises RunError on a `norm_type` of 0 or less, and with `error_if_nonfinite` on a norm that is nan or infinite."""
-        return clip_grad_norm(self._counted(), list(self.parameters()), max_norm, self.MESH, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
-
     def _copies(self) -> Sequence[tuple[Sequence[Held], ProcessGroup]]:
         """What places of a pipeline have copies of, with the ranks that have them."""
         return ()
-
-    def _counted(self) -> list[nn.Parameter]:
-        """The parameters whose gradients this place adds to a norm over all of them."""
-        return list(self.parameters())
 
     def compile_blocks(self, backend: Any = "inductor", **options: Any) -> Self:
         """Compile the forward of every block with torch.compile; numerically the same, but for gradients of weights that a block gathers: in mixed precision their

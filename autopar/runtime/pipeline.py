@@ -45,13 +45,15 @@ from autopar.runtime.declare import Declarations
 from autopar.runtime.first_order import check_trains
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.leaves import Leaves
-from autopar.runtime.module import Block, Scope, ShardedModule
+from autopar.runtime.module import ShardedModule
 from autopar.runtime.moves import relayout
-from autopar.runtime.names import Naming, full_name, paths_of
+from autopar.runtime.names import paths_of
 from autopar.runtime.outputs import Spread
 from autopar.runtime.params import Held, grad_at_rest
 from autopar.runtime.places import Everywhere, shared_gradients, tell
 from autopar.runtime.scaling import GradScaler, scale_of
+from autopar.runtime.scopes import Block
+from autopar.runtime.stage import Stage
 from autopar.runtime.stepping import Engine, run_forward
 
 
@@ -64,39 +66,6 @@ class Pipeline:
     splits: bool
     microbatches: int
     places: tuple[int, ...]
-
-
-class Stage(Scope):
-    """One stage; see the module docstring. `held` are the parameters and buffers that it reads."""
-
-    INPUTS: ClassVar[Sequence[str]] = ()
-    TOTALS: ClassVar[Sequence[str]] = ()
-    RESULTS: ClassVar[Sequence[int]] = ()
-    SEPARABLE: ClassVar[bool] = True  # whether gradients of what is received and of weights can be taken apart (zero bubble)
-
-    def __init__(self, index: int, complete: Callable[[Tensor, str, Sequence[int]], tuple[Tensor, Spread]]) -> None:
-        super().__init__()
-        self.index, self.held, self.spreads = index, dict[str, Held](), list[Spread]()
-        self._complete = complete
-
-    @staticmethod
-    def receives(**sizes: int) -> Sequence[tuple[Sequence[int], str, bool]]:
-        """Local shape, dtype name and whether there is a gradient, of what comes in at these global sizes."""
-        return ()
-
-    def spread(self, value: Tensor, layout: str, shape: Sequence[int]) -> Tensor:
-        """A result for the user, as ShardedModule.spread."""
-        value, spread = self._complete(value, layout, shape)
-        self.spreads.append(spread)
-        return value
-
-    @classmethod
-    def names(cls) -> dict[str, bool]:
-        """Original names of all that the stage reads, and whether each is a parameter that may be trained."""
-        tables: list[tuple[Naming, type[Block] | type[Stage]]] = [("", cls)]
-        tables += [(naming, kind) for kind, namings in cls.RUNS.values() for naming in namings]
-        return {full_name(naming, short): info.trainable and table is kind.PARAMS for naming, kind in tables
-                for table in (kind.PARAMS, kind.BUFFERS) for short, info in table.items()}
 
 
 class PipelinedModule(ShardedModule):

@@ -26,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from autopar._torch import graph_is_kept, pytree
 from autopar.errors import RunError
 from autopar.runtime import regather, rng
-from autopar.runtime.module import Block
 from autopar.runtime.names import full_name
 from autopar.runtime.replay import Enough, Tape, recording, running_again
+from autopar.runtime.scopes import Block
 
 
 def remat(block: Block, *args: Any, **kwargs: Any) -> Any:

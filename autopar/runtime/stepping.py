@@ -21,7 +21,8 @@ from autopar.runtime.outputs import Spread
 from autopar.runtime.stages import OwnStage, Sent, count_sends, left
 
 if TYPE_CHECKING:
-    from autopar.runtime.pipeline import PipelinedModule, Stage
+    from autopar.runtime.pipeline import PipelinedModule
+    from autopar.runtime.stage import Stage
 
 Micro = Sequence[Mapping[str, Any]]  # inputs and totals of each microbatch, by name
 

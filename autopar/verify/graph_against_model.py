@@ -19,12 +19,12 @@ from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture import Captured, lift
-from autopar.capture.export import named_leaves
 from autopar.capture.flags import undropped
 from autopar.capture.flexible import plain_flex_attention
 from autopar.capture.leaves import by_field
 from autopar.capture.lift_dtype import lifted
 from autopar.capture.own_backwards import once
+from autopar.capture.to_graph import named_leaves
 from autopar.text import first_line
 from autopar.verify.case import inputs_of
 from autopar.verify.compare import difference

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from autopar.errors import RuleError
 from autopar.layout import is_shard
 from autopar.rules import as_rules, options_for
-from autopar.rules.language import Call, Tensor, Use, options, parse
+from autopar.rules.language import Call, Tensor, Use, parse
+from autopar.rules.matches import options
 from autopar.rules.reshapes import reshape
 from autopar.rules.rule import Rule
 

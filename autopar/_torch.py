@@ -1,15 +1,12 @@
-"""Every private torch name that autopar uses, each with its reason: one place to mend when torch moves."""
+"""The private names of torch that autopar uses, each with its reason: one place to mend when torch moves. Those that capture alone uses are in
+autopar.capture._torch."""
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import FunctionType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,44 +16,10 @@ from torch._ops import OpOverload, OpOverloadPacket  # what a call_function targ
 from torch.amp.grad_scaler import OptState
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
-from torch.export import ExportedProgram
 
 # torch.export speaks of inputs and outputs in this module's trees; the public torch.utils.pytree cannot name their paths.
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode  # the documented way to see every operator; no public name
-from torch.utils._sympy.value_ranges import ValueRanges  # what a symbolic size may be
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What an exported program holds for true of sizes: `texts` as Python in the names of `names`, which are sizes that an input has."""
-
-    texts: tuple[str, ...]
-    names: Mapping[str, torch.SymInt]
-
-
-def conditions(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]]) -> Conditions | None:
-    """The conditions of `program` in the names that `dims` gives to dims of each input; None where two sizes have one name, or one is not known by any.
-
-    torch keeps them to check inputs with (`_guards_code`), with the places that sizes are read at (`source_to_var`); neither has a public name.
-    """
-    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"][-len(program.graph_signature.user_inputs):]
-    sizes = [(name, values[number].shape[dim]) for number, each in dims.items() for dim, name in each.items()]
-    names = {name: size for name, size in sizes if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol}
-    if any(str(size) != str(names.get(name)) for name, size in sizes if name in names) or not names:
-        return None
-    found = {str(size): name for name, size in names.items()}
-    environment = next(iter(names.values())).node.shape_env
-    symbols = {place: str(environment.replace(symbol)) for place, symbol in environment.source_to_var.items()}
-    places = {place: found.get(symbol, symbol) for place, symbol in symbols.items()}
-    pattern = re.compile("|".join(re.escape(place) for place in sorted(places, key=len, reverse=True)))
-    texts = dict.fromkeys(pattern.sub(lambda match: places[match.group()], text) for text in program._guards_code)
-    return Conditions(tuple(texts), names)
-
-
-def narrow(size: torch.SymInt, least: int, most: int) -> None:
-    """Take `size` for one from `least` to `most`, without a condition of it in the graph. torch has this for sizes that are data alone."""
-    size.node.shape_env.var_to_range[size.node.expr] = ValueRanges(least, most)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -177,38 +140,6 @@ def post(ops: list[dist.P2POp]) -> Sequence[dist.Work]:
     return schedules._batch_p2p(ops)
 
 
-def export_errors() -> tuple[type[Exception], ...]:
-    """What torch.export raises when a model or one of its symbolic dims cannot be exported, the model's own errors included.
-
-    The common base of dynamo's errors and the symbolic-shape errors have no public names.
-    """
-    from torch._dynamo.exc import TorchDynamoException
-    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
-
-    return (TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode, RuntimeError, ValueError, TypeError, AttributeError, LookupError,
-            AssertionError, ArithmeticError)
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Inside, torch.export neither prints the graph so far of what it cannot export, nor logs what its error says. There is no public name for it."""
-    from torch.export import _trace
-
-    with (mock.patch.object(_trace, "print", lambda *_, **__: None, create=True),
-          mock.patch.object(logging.getLogger("torch.fx.experimental.symbolic_shapes"), "disabled", True),
-          mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)):
-        yield
-
-
-@contextmanager
-def unvalidated_distributions() -> Iterator[None]:
-    """Inside, torch.distributions take values as they are. There is a public way to say so, and none to ask what was said before."""
-    from torch.distributions import Distribution
-
-    with mock.patch.object(Distribution, "_validate_args", False):
-        yield
-
-
 def fake_mode() -> AbstractContextManager[object]:
     """A mode in which tensors have shapes and no values, on any device; outer model code takes its tracing branches in it.
 
@@ -220,84 +151,11 @@ def fake_mode() -> AbstractContextManager[object]:
     return mode
 
 
-@contextmanager
-def tracing() -> Iterator[None]:
-    """As under torch.export, `torch.compiler.is_compiling()` and `is_exporting()` say True.
-
-    Model code asks them before it picks kernels that only real tensors can have; export sets the same two flags.
-    """
-    flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
-
-
-def below_autograd(body: Callable[..., list[Tensor]], inputs: Sequence[Any]) -> torch.fx.GraphModule:
-    """The graph of the operators that `body(*inputs)` runs on fake tensors, below autograd: also those of a backward inside it. torch.export traces above
-    autograd, and sees nothing that autograd keeps of an operator's inside."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    modes = dict.fromkeys(x.fake_mode for x in inputs if isinstance(x, FakeTensor))
-    with ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
-        program: torch.fx.GraphModule = make_fx(body, tracing_mode="real")(*inputs)
-    return program
-
-
-def getitem_modes() -> list[Any]:
-    """The active modes under which an index that is a tensor of no dims is not read as a number: models enter it around functions of single samples."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-    from torch.overrides import _get_current_function_mode_stack
-
-    return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, TransformGetItemToIndex)]
-
-
-def items_are_indices() -> AbstractContextManager[None]:
-    """Inside, an index that is a tensor of no dims is not read as a number; flex_attention enters it around the functions that it is given."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    mode: AbstractContextManager[None] = TransformGetItemToIndex()
-    return mode
-
-
 def copied(function: Any, **names: Any) -> Any:
     """A function in Python as it is now, with other things behind some of the names that it reads."""
     made = FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
-
-
-def flex_attention_by(own: Callable[..., Any], attend: Callable[..., Any]) -> Callable[..., Any]:
-    """`own`, torch's flex_attention, with `attend(query, key, value, score_mod, block_mask, scale, kernel_options)` in place of its kernels, on any device. It gives the
-    attention, and the logarithm of the sum of the scores and the largest one, to the base 2. What it checks and gives has no other public name."""
-    found: Callable[..., Any] = copied(own, flex_attention_hop=attend, _validate_device=lambda *_: None, _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True)
-    return found
-
-
-def _instead(*_: Any, **__: Any) -> Any:
-    """What `_elsewhere` calls, by the name that it is given."""
-
-
-def _elsewhere(*args: Any, **kwargs: Any) -> Any:
-    return _instead(*args, **kwargs)
-
-
-@contextmanager
-def redirected(function: Any, to: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a function in Python calls `to`, under whatever name somebody imported it. Changing its code is all that reaches such names."""
-    code, defaults, named = function.__code__, function.__defaults__, function.__kwdefaults__
-    place = f"_instead_of_{function.__name__}"
-    function.__globals__[place] = to
-    function.__code__, function.__defaults__, function.__kwdefaults__ = _elsewhere.__code__.replace(co_names=(place,)), None, None
-    try:
-        yield
-    finally:
-        function.__code__, function.__defaults__, function.__kwdefaults__ = code, defaults, named
-        del function.__globals__[place]
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -309,16 +167,6 @@ def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-@contextmanager
-def vmap_replaced(run: Callable[..., Any]) -> Iterator[None]:
-    """Inside, every call of a function that `torch.vmap` gave is `run(original, func, in_dims, out_dims, randomness, chunk_size, args=..., kwargs=...)`."""
-    from torch._functorch import apis
-
-    original = apis.vmap_impl
-    with mock.patch.object(apis, "vmap_impl", lambda *given, **kwargs: run(original, *given[:5], args=given[5:], kwargs=kwargs)):
-        yield
-
-
 def without_fake_cache() -> AbstractContextManager[None]:
     """Modes of fake tensors that are made inside compute every operator instead of looking it up among those computed before.
 
@@ -328,13 +176,6 @@ def without_fake_cache() -> AbstractContextManager[None]:
 
     patched: AbstractContextManager[None] = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
     return patched
-
-
-def code_when_asked() -> AbstractContextManager[None]:
-    """Graph modules that are made inside write and compile their Python code when somebody wants it, not after every change. torch.compile has its own graphs so."""
-    from torch.fx._lazy_graph_module import _use_lazy_graph_module
-
-    return _use_lazy_graph_module(True)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

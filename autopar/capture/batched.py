@@ -15,7 +15,7 @@ from unittest import mock
 
 from torch.autograd import Function
 
-from autopar._torch import getitem_modes, vmap_replaced
+from autopar.capture._torch import getitem_modes, vmap_replaced
 from autopar.capture.lines import caller
 from autopar.capture.own_backwards import is_torchs
 from autopar.capture.traced_apart import aside

@@ -13,8 +13,8 @@ import torch
 from torch import fx, nn
 
 import passes
-from autopar._torch import code_when_asked
 from autopar.capture import block_runs, dims
+from autopar.capture._torch import code_when_asked
 from autopar.capture.asked import Asked
 from autopar.capture.captured import Captured
 from autopar.capture.chain import is_chain

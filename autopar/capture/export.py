@@ -15,7 +15,8 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export import export as torch_export
 
-from autopar._torch import export_errors, pytree, quietly, without_fake_cache
+from autopar._torch import pytree, without_fake_cache
+from autopar.capture._torch import export_errors, quietly
 from autopar.capture.bags import bags_of_samples
 from autopar.capture.batched import batched
 from autopar.capture.devices import on_meta

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar._torch import export_errors
+from autopar.capture._torch import export_errors
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import Dims
 from autopar.capture.known_masks import KnownMasks

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import scaled_dot_product_attention
 
-from autopar._torch import copied, flex_attention_by, items_are_indices, redirected
+from autopar._torch import copied
+from autopar.capture._torch import flex_attention_by, items_are_indices, redirected
 from autopar.capture.lines import caller
 from autopar.errors import CaptureError
 

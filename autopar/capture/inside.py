@@ -12,7 +12,8 @@ from unittest import mock
 
 import torch
 
-from autopar._torch import copied, pytree, redirected, unvalidated_distributions
+from autopar._torch import copied, pytree
+from autopar.capture._torch import redirected, unvalidated_distributions
 from autopar.capture.lines import caller
 from autopar.errors import CaptureError
 

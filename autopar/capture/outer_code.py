@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._torch import Watch, pytree, tracing
+from autopar._torch import Watch, pytree
+from autopar.capture._torch import tracing
 from autopar.capture.devices import on_meta
 from autopar.capture.mask_branches import Picking
 from autopar.capture.shadow import shadow

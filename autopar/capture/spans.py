@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.export import ExportedProgram
 
-from autopar._torch import conditions, narrow
+from autopar.capture._torch import conditions, narrow
 from passes import facts
 
 TRIED = 2**17

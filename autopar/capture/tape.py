@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autopar._torch import memory_of, pytree, tracing, vmap_replaced
+from autopar._torch import memory_of, pytree
+from autopar.capture._torch import tracing, vmap_replaced
 from autopar.capture.assigned import assigned, buffers_of, why_unlike
 from autopar.capture.block_runs import INNER
 from autopar.capture.devices import changes, on_meta

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from autopar._torch import below_autograd, pytree
+from autopar._torch import pytree
+from autopar.capture._torch import below_autograd
 from autopar.capture.devices import on_meta
 
 detach = torch.ops.aten.detach.default

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from autopar._torch import Watch, fake_mode, quietly
+from autopar._torch import Watch, fake_mode
+from autopar.capture._torch import quietly
 from autopar.capture.value_checks import passing_guards
 
 UNTOLD = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)

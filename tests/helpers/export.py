@@ -11,7 +11,8 @@ from torch import fx, nn
 from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
-from autopar._torch import code_when_asked, without_fake_cache
+from autopar._torch import without_fake_cache
+from autopar.capture._torch import code_when_asked
 from passes import edit, facts
 from passes._torch import make_graph_module
 from passes.interpret import Interpret

@@ -21,7 +21,7 @@ from autopar.joint.effort import ROUNDS
 from autopar.joint.price_polytope import Polytope, first_prices
 from autopar.joint.relaxed import Key, Relaxed, Sums
 from autopar.joint.relaxed_solving import CLOSE, Seen
-from autopar.problem.pass_tables import SHOWN
+from autopar.problem.pass_quantities import SHOWN
 from autopar.search.model import Linear
 from autopar.search.solver import GLOP, solve
 

@@ -48,7 +48,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.joint.relaxed import ALL, Key, Relaxed
-from autopar.problem.pass_tables import BACKWARD, COMPUTE, FORWARD, SHOWN, WAITED, PassTables
+from autopar.problem.pass_quantities import COMPUTE, SHOWN, WAITED
+from autopar.problem.pass_tables import BACKWARD, FORWARD, PassTables
 from autopar.search.model import Linear
 
 

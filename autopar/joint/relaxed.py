@@ -14,7 +14,8 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.problem.pass_tables import BACKWARD, COMPUTE, PASSES, SHOWN, PassTables, Table
+from autopar.problem.pass_quantities import COMPUTE, SHOWN
+from autopar.problem.pass_tables import BACKWARD, PASSES, PassTables, Table
 from autopar.problem.types import Net, Node, Problem
 
 Key = tuple[str, int]  # a scope, and one of its passes

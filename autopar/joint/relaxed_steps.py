@@ -18,7 +18,8 @@ from autopar.pipeline.units import homes, units
 from autopar.problem.build import Model
 from autopar.problem.clusters import Cluster
 from autopar.problem.nets import Link
-from autopar.problem.pass_tables import BACKWARD, INPUTS, PASSES, SHOWN, PassTables
+from autopar.problem.pass_quantities import INPUTS, SHOWN
+from autopar.problem.pass_tables import BACKWARD, PASSES, PassTables
 from autopar.problem.types import Net, Node
 
 

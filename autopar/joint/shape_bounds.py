@@ -31,7 +31,8 @@ from autopar.joint.wait_cases import bound_s
 from autopar.pipeline.makespan_bound import Example, Least, least, mean
 from autopar.planner import bare_plan
 from autopar.problem.build import Model
-from autopar.problem.pass_tables import BACKWARD, INPUTS, PASSES, SHOWN, PassTables
+from autopar.problem.pass_quantities import INPUTS, SHOWN
+from autopar.problem.pass_tables import BACKWARD, PASSES, PassTables
 from autopar.problem.remat import rematerialised
 from autopar.problem.rerun import keepable
 from autopar.problem.step_shares import ForwardPrices

@@ -21,7 +21,7 @@ from autopar.joint.cutting_planes import Cutting, Level, Prices
 from autopar.joint.effort import ROUNDS, Effort
 from autopar.joint.relaxed import ALL, Key, Relaxed, Span, Sums
 from autopar.joint.relaxed_solving import Seen
-from autopar.problem.pass_tables import COMPUTE, WAITED
+from autopar.problem.pass_quantities import COMPUTE, WAITED
 
 LIMIT_S = 60.0
 """Seconds at most for all cases of one shape: where memory is short one case can take minutes, and hardly raises the bound."""

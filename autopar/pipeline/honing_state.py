@@ -14,7 +14,8 @@ import numpy as np
 from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES
 from autopar.problem.leaf_gathers import in_a_row, share_ahead
-from autopar.problem.pass_tables import COMPUTE, PASSES, SHOWN, WAITED, PassTables
+from autopar.problem.pass_quantities import COMPUTE, SHOWN, WAITED
+from autopar.problem.pass_tables import PASSES, PassTables
 from autopar.problem.types import Problem
 from autopar.search.state import BYTES, FIXED, FORBIDDEN, SECONDS, State
 

@@ -19,26 +19,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from autopar.cluster import MeshAxis
-from autopar.cost.comm import link_shares
 from autopar.layout import BUCKET_BYTES, NO_GRAD, Layout, fraction
 from autopar.pipeline.aggregate import Aggregate
-from autopar.pipeline.clock import Timeline
 from autopar.pipeline.once_per_step import Sums
-from autopar.pipeline.pass_ends import AGAIN, AHEAD, BACK, LAST, Sent, Stop, Sum, ends_s
-from autopar.pipeline.units import homes, units
+from autopar.pipeline.op_passes import OpPasses, sum_s
+from autopar.pipeline.pass_ends import AGAIN, AHEAD, BACK, Sent, Stop, Sum, ends_s
 from autopar.pipeline.weight_buckets import WeightBuckets
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did
 from autopar.problem.build import Model
-from autopar.problem.clusters import Cluster
 from autopar.problem.graph import Op, Program
 from autopar.problem.hiding import Load, split
 from autopar.problem.nets import Link
-from autopar.problem.op_algorithms import Wait
 from autopar.problem.pairs import LayoutPair
-from autopar.problem.prices import Prices
 from autopar.problem.step_shares import ForwardPrices
 from autopar.problem.types import Net
-from autopar.rules.language import Option
 
 
 class _Read(NamedTuple):
@@ -53,7 +47,7 @@ class _Read(NamedTuple):
     at: list[tuple[Op, int]]
 
 
-class Passes:
+class Passes(OpPasses):
     """The passes of all pieces of `program` under the solution `choice` of `model`.
 
     `forward`: prices on the same mesh of a forward alone. `apart`: pieces that read the same weight are in different stages, each with a copy
@@ -62,18 +56,10 @@ class Passes:
     """
 
     def __init__(self, program: Program, model: Model, choice: Sequence[int], forward: ForwardPrices, *, apart: bool, sums_at_end: bool) -> None:
-        self.program, self.model, self.choice, self.forward = program, model, choice, forward
-        self.apart, self.sums_at_end = apart, sums_at_end
+        super().__init__(program, model, choice, forward, apart=apart)
+        self.sums_at_end = sums_at_end
         self._summed: dict[tuple[str, int], None] = {}  # weights whose sum is counted already
-        self.prices: Prices = model.prices
         self.buckets = WeightBuckets(program, model, choice)
-        self.line = Timeline(program)
-        self.stops = self.line.stops
-        self.pieces = units(program)
-        self.home = homes(program, self.pieces)
-        self.did: dict[str, Did] = {name: Did() for name in dict.fromkeys(u.name for u in self.pieces)}
-        for index, cluster in enumerate(model.clusters):
-            self._add_node(index, cluster)
         for link, net in zip(model.links, model.problem.nets, strict=True):
             for column, name in self.readings(link, net) if link.moves else ():
                 self._add_net(link, net, column, name)
@@ -101,82 +87,6 @@ class Passes:
         (begin_s, _), (first_s, last_s) = (ends_s(stops, blocks, self.prices.contention) if any(stop.takes or stop.sends for stop in stops) else (0.0, 0.0) for stops in passes)
         return begin_s, first_s, last_s
 
-    @property
-    def by_block(self) -> bool:
-        """Whether stages are made of blocks."""
-        return self.apart and bool(self.program.runs)
-
-    def _recorded(self, op: Op) -> bool:
-        """Whether the position of an operator in program order is recorded in `stops`: where stages are made of blocks that of operators of these (`ends_s`), else of
-        all (pipeline.clock)."""
-        return bool(op.scope) or not self.by_block
-
-    def _add_node(self, index: int, cluster: Cluster) -> None:
-        """Add the operators of a node: forward, backward, the collectives inside of them, and what of its cost in the Problem is left, which runs again."""
-        node, c, combo = self.model.problem.nodes[index], self.choice[index], self.model.choices[index][self.choice[index]]
-        left_s, ahead_s, inside = float(node.cost_s[c]), 0.0, list[tuple[Load, float]]()
-        for member, op in enumerate(cluster.members):
-            options: tuple[Option, ...] = tuple([joint.options[member] for joint in combo])
-            if op.role == "param":  # the optimizer's step belongs to no pass
-                left_s -= self.model.update_s(index, c)
-                continue
-            if op.free and not any(option.run for option in options):
-                continue
-            forward_s, both_s = self.forward.op_s(op, options), self.prices.op_s(op, options)
-            left_s, ahead_s = left_s - both_s, ahead_s + forward_s
-            if not any(option.run for option in options):
-                self._add_compute(self.home[op.name], forward_s, both_s - forward_s, op.weights_share)
-                self._record_compute(op, forward_s, both_s - forward_s)
-                continue
-            waits = self.prices.waits(op, options)
-            ahead, back = ([self._load(wait) for wait in way] for way in waits)
-            self._record_waits(op, waits)
-            alone_s, alone_back_s = forward_s - op.count * _sum_s(ahead), both_s - forward_s - op.count * _sum_s(back)
-            self._add_compute(self.home[op.name], alone_s, alone_back_s, op.weights_share)
-            self._record_compute(op, alone_s, alone_back_s)
-            self._add_waits(self.home[op.name], ahead, back, op.weights_share, op.count)
-            inside += [(load, op.count) for load in ahead]
-        self._add_rerun(cluster.root, max(0.0, left_s), ahead_s, inside)
-
-    def _record_compute(self, op: Op, forward_s: float, back_s: float) -> None:
-        """Record the compute of an operator in program order, per block."""
-        if self._recorded(op):
-            for seconds, way in ((forward_s, AHEAD), (back_s, BACK)):
-                self.stops.at(op, way).compute_s = seconds / self.line.blocks(op.scope)
-
-    def _record_waits(self, op: Op, waits: Sequence[Sequence[Wait]]) -> None:
-        """Record the collectives inside an operator in program order."""
-        for each, way in zip(waits, (AHEAD, BACK), strict=True) if self._recorded(op) else ():
-            stop = self.stops.at(op, way)
-            stop.waits += [(LAST, self._load(wait)) for wait in each if not wait.last]
-            stop.behind += [self._load(wait) for wait in each if wait.last]
-
-    def _load(self, wait: Wait) -> Load:
-        """A collective inside an operator as a Load."""
-        return Load(wait.axis, wait.seconds, link_shares(wait.kind, wait.nbytes, self.prices.mesh.axes[wait.axis]), wait.kind)
-
-    def _add_waits(self, name: str, ahead: Sequence[Load], back: Sequence[Load], weights: float, count: float) -> None:
-        """Add collectives inside an operator that compute waits for. The share `weights` of those of a backward belongs to the part for weights."""
-        for way, loads, share in ((FORWARD, ahead, 1.0), (BACKWARD, back, 1.0), (INPUTS, back, 1 - weights), (WEIGHTS, back, weights), (BOTH, back, 1.0)):
-            self.did[name].passes[way].wait(loads, count * share)
-
-    def _add_rerun(self, op: Op, again_s: float, ahead_s: float, inside: Sequence[tuple[Load, float]]) -> None:
-        """Add `again_s` of a node whose forward takes `ahead_s`, and whose first operator is `op`, that run again in the backward, and the same share of the collectives inside of it."""
-        name, share = self.home[op.name], min(1.0, again_s / ahead_s) if ahead_s > 0 else 0.0
-        compute_s = again_s - share * sum(count * load.seconds for load, count in inside)
-        self._add_compute(name, 0.0, compute_s, 0.0)
-        for load, count in inside if share > 0 else ():
-            self._add_waits(name, (), [load], 0.0, share * count)
-        if op.scope and share > 0 and not self.by_block:
-            stop, blocks = self.stops.at(op, AGAIN), self.line.blocks(op.scope)
-            stop.compute_s += compute_s / blocks
-            stop.waits += [(LAST, load.times(share * count / blocks)) for load, count in inside]
-
-    def _add_compute(self, name: str, forward_s: float, back_s: float, weights: float) -> None:
-        """Add compute of a piece. The share `weights` of its backward is for the gradients of weights."""
-        for way, seconds in ((FORWARD, forward_s), (BACKWARD, back_s), (INPUTS, (1 - weights) * back_s), (WEIGHTS, weights * back_s), (BOTH, back_s)):
-            self.did[name].passes[way].compute_s += seconds
-
     def _add_net(self, link: Link, net: Net, column: int, name: str) -> None:
         """Add the reshards of a net from where it is made to the `column` that the piece `name` reads."""
         row = net.row[self.choice[net.producer]]
@@ -196,18 +106,18 @@ class Passes:
         ahead = self.prices.routes.loads(read.made.value, read.asked.value, link.size_bytes)
         did.passes[FORWARD].wait(ahead, link.count)
         back = self.prices.routes.loads(read.asked.back, read.made.back, link.size_bytes)
-        left_s = read.cost_s - link.count * _sum_s(ahead)
+        left_s = read.cost_s - link.count * sum_s(ahead)
         for op, operand in read.at[:1]:
             self._record_activation(op, operand, (ahead, back), link.count, left_s)
-        loads = back if _sum_s(back) > 0 else ahead
-        if left_s > 0 and (whole_s := _sum_s(loads)) > 0:
+        loads = back if sum_s(back) > 0 else ahead
+        if left_s > 0 and (whole_s := sum_s(loads)) > 0:
             for way in (BACKWARD, INPUTS, BOTH):
                 did.passes[way].wait(loads, left_s / whole_s)
 
     def _record_activation(self, op: Op, operand: int, moved: tuple[Sequence[Load], Sequence[Load]], count: float, left_s: float) -> None:
         """Record what the reshard of an operand does in the forward and in the backward, `count` times per step. `left_s`: seconds per step that it is charged with in the backward."""
         ahead, back = (split(loads)[1] if self.by_block else loads for loads in moved)  # of stages copies are priced with their block
-        blocks, (ahead_s, back_s) = self.line.blocks(op.scope), map(_sum_s, moved)
+        blocks, (ahead_s, back_s) = self.line.blocks(op.scope), map(sum_s, moved)
         each = 1.0 if self.by_block else count / blocks
         self.stops.at(op, AHEAD).waits += [(operand, load.times(each)) for load in ahead]
         charged = min(1.0, max(0.0, left_s) / (count * back_s)) if back_s > 0 else 0.0  # 0 where no gradient is wanted
@@ -219,7 +129,7 @@ class Passes:
     def _record_copies(self, op: Op, loads: Sequence[Load], way: int) -> Stop:
         """The Stop of an operator, to which the local copies of a gather or scatter are added (those of blocks are priced with their block)."""
         stop = self.stops.at(op, way)
-        stop.compute_s += 0.0 if self.by_block else _sum_s(split(loads)[0])
+        stop.compute_s += 0.0 if self.by_block else sum_s(split(loads)[0])
         return stop
 
     def _opening(self, link: Link, name: str) -> bool:
@@ -240,7 +150,7 @@ class Passes:
         """Add the reshard `ahead` of a weight in the forward, and where it runs again also in the backward."""
         link, did, grad_bytes = read.link, self.did[read.name], self._grad_bytes(read.link)
         once_s = float(self.prices.table_s([read.made], [read.asked], link.size_bytes, weight=True, grad_bytes=grad_bytes)[0, 0]) * link.count
-        again = max(0.0, read.cost_s - once_s) / _sum_s(ahead) if _sum_s(ahead) > 0 else 0.0  # how often per step
+        again = max(0.0, read.cost_s - once_s) / sum_s(ahead) if sum_s(ahead) > 0 else 0.0  # how often per step
         if self.apart and not link.readers[0][0].scope:  # each stage gathers again what its own readers need
             again *= any(op.needs_again(operand) for op, operand in link.readers if operand >= 0 and self.home[op.name] == read.name)
         first = self.by_block and not link.readers[0][0].scope  # nothing of a stage's backward runs before it
@@ -345,7 +255,3 @@ class Passes:
     def _first_reader(self, link: Link) -> str:
         """The operator that reads a weight first."""
         return min((op.name for op, _ in link.readers), key=lambda name: self.program.order[name])
-
-
-def _sum_s(loads: Sequence[Load]) -> float:
-    return sum(load.seconds for load in loads)

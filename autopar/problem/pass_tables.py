@@ -44,14 +44,12 @@ from autopar.problem.layout_pairs import Between
 from autopar.problem.leaf_gathers import Leaves, in_a_row
 from autopar.problem.net_seconds import NetSeconds, add_to, over
 from autopar.problem.nets import Link
+from autopar.problem.pass_quantities import COMPUTE, INPUTS, PLAIN, SHOWN, WAITED, Quantities
 from autopar.problem.routes import RouteTable
 from autopar.problem.step_shares import ForwardPrices
 from autopar.problem.types import Net, Node
 
 FORWARD, BACKWARD = PASSES = range(2)
-SHOWN, COMPUTE, WAITED, INPUTS = range(4)
-PLAIN = 4
-"""How many quantities there are that are not by axis."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +61,7 @@ class Table:
 
 
 @dataclass(eq=False)
-class PassTables:
+class PassTables(Quantities):
     """The tables of `model`.
 
         forward        prices of a forward alone on the same mesh
@@ -81,45 +79,6 @@ class PassTables:
     linked: bool = False
 
     @property
-    def axes(self) -> int:
-        """How many mesh axes there are."""
-        return len(self.model.prices.sizes)
-
-    @property
-    def width(self) -> int:
-        """How many quantities a table has."""
-        return PLAIN + 4 * self.axes + 3 * self.axes * self.linked
-
-    def ahead(self, axis: int) -> int:
-        """The quantity AHEAD of an axis."""
-        return PLAIN + axis
-
-    def behind(self, axis: int) -> int:
-        """The quantity BEHIND of an axis."""
-        return PLAIN + self.axes + axis
-
-    def waits(self, axis: int) -> int:
-        """The quantity WAITS of an axis."""
-        return PLAIN + 3 * self.axes + axis
-
-    def leaf(self, axis: int) -> int:
-        """The quantity LEAF of an axis."""
-        return PLAIN + 2 * self.axes + axis
-
-    def links_waited(self, axis: int) -> int:
-        """The quantity LINKS of an axis, for collectives that compute waits for."""
-        assert self.linked, "tables without `linked` have no LINKS"
-        return self.waits(self.axes) + axis
-
-    def links_behind(self, axis: int) -> int:
-        """The quantity LINKS of an axis, for background collectives."""
-        return self.links_waited(axis) + self.axes
-
-    def late_leaf(self, axis: int) -> int:
-        """The quantity LATE of an axis."""
-        return self.links_behind(axis) + self.axes
-
-    @property
     def link(self) -> list[str]:
         """For each axis, the level of the cluster whose link its large collectives use most."""
         return self.model.prices.routes.busiest_level
@@ -130,10 +89,6 @@ class PassTables:
         axes = {level: [axis for axis, own in zip(self.model.prices.mesh.axes, self.link, strict=True) if own == level and axis.size > 1] for level in self.link}
         return {level: all(part.span.level.name == level for axis in own for kind in COLLECTIVES for way in fastest_ways(kind, axis) for part in way)
                 for level, own in axes.items()}
-
-    def background_s(self, quantities: np.ndarray) -> float:
-        """Seconds of all background collectives in one pass, LEAF included, whether or not they are exposed."""
-        return float(quantities[PLAIN:self.waits(0)].sum())
 
     @property
     def scopes(self) -> list[str]:

@@ -15,7 +15,8 @@ from autopar.joint.relaxed import Relaxed, Sums
 from autopar.joint.relaxed_steps import alone
 from autopar.joint.shape_bounds import Alone
 from autopar.problem.hiding import Load, together_s
-from autopar.problem.pass_tables import BACKWARD, COMPUTE, SHOWN, WAITED
+from autopar.problem.pass_quantities import COMPUTE, SHOWN, WAITED
+from autopar.problem.pass_tables import BACKWARD
 from tests.unit.joint.test_relaxed import alone_on
 from tests.unit.joint.test_wait_cases import own_spans
 

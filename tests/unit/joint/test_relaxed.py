@@ -25,7 +25,8 @@ from autopar.pipeline.costs import costs
 from autopar.pipeline.passes import Passes
 from autopar.pipeline.single_stage import step_cost
 from autopar.problem.build import Model
-from autopar.problem.pass_tables import PASSES, SHOWN
+from autopar.problem.pass_quantities import SHOWN
+from autopar.problem.pass_tables import PASSES
 from autopar.problem.remat import rematerialised
 from autopar.problem.rerun import keepable
 from autopar.problem.settings import Settings

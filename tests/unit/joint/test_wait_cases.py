@@ -25,7 +25,8 @@ from autopar.pipeline import passes
 from autopar.pipeline.passes import Passes
 from autopar.pipeline.single_stage import step_cost
 from autopar.problem import leaf_gathers, pass_tables
-from autopar.problem.pass_tables import COMPUTE, FORWARD, WAITED, PassTables
+from autopar.problem.pass_quantities import COMPUTE, WAITED
+from autopar.problem.pass_tables import FORWARD, PassTables
 from autopar.problem.settings import Settings
 from autopar.recipes.free import space
 from autopar.request import Request

@@ -25,7 +25,8 @@ from autopar.planner import Planner
 from autopar.problem import leaf_gathers as leaves_of
 from autopar.problem import pass_tables as passing_of
 from autopar.problem.hiding import Load, together_s
-from autopar.problem.pass_tables import COMPUTE, SHOWN, WAITED, PassTables
+from autopar.problem.pass_quantities import COMPUTE, SHOWN, WAITED
+from autopar.problem.pass_tables import PassTables
 from autopar.problem.settings import Settings
 from autopar.problem.types import Problem
 from autopar.recipes.free import space

@@ -2,50 +2,24 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
-from autopar.cluster import MeshAxis
-from autopar.cluster.mesh import Span
-from autopar.cost.comm import collective_s
 from autopar.predict import Software
-from benchmarks.costmodel import mist, published, vtrain
-from benchmarks.costmodel.config import Config, Latent
+from benchmarks.costmodel import published, vtrain
+from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.data import load
 from benchmarks.costmodel.halves import in_half
 from benchmarks.costmodel.networks import network_bytes_s
 from benchmarks.costmodel.predictions import captured
 from benchmarks.costmodel.rows import Peak
-from benchmarks.costmodel.software import EXPERT_CALLS, IN_4_BITS_BYTES
+from benchmarks.costmodel.software import IN_4_BITS_BYTES
 from benchmarks.costmodel.transformer import Transformer
 from passes import edit
-
-GOOD = dict(zip(vtrain.COLUMNS, ("8", "16", "2", "1024", "16", "12", "1024", "2", "2", "2", "123.5"), strict=True))
-
-RUN = {
-    "row_id": "7", "source_id": "somebody", "config_complete": "full", "model": "m", "model_type": "dense-llama", "n_layers": "32", "hidden": "4096",
-    "ffn_hidden": "14336", "n_heads": "32", "n_kv_heads": "8", "vocab": "128256", "n_experts": "", "moe_topk": "", "moe_ffn": "", "arch_source": "",
-    "seq_len": "8192", "gpu": "H100-80GB-SXM", "n_gpus": "64", "gpus_per_node": "8", "interconnect": "8x400Gb IB", "dtype": "bf16", "tp": "4",
-    "sp": "y", "cp": "1", "pp": "2", "vpp": "4", "ep": "1", "dp": "", "zero_fsdp": "distributed optimizer (ZeRO-1)", "micro_batch": "1",
-    "global_batch": "64", "recompute": "none", "recompute_detail": "", "schedule": "interleaved 1F1B", "metric_name": "", "metric_value": "",
-    "metric_unit": "", "status": "ok", "tokens_s_gpu": "2000", "tflops_gpu": "", "tflops_kind": "", "step_time_s": "", "peak_mem_value": "50",
-    "peak_mem_unit": "GiB", "peak_mem_kind": "torch max_memory_allocated", "checks": "", "notes": "", "source_table": "",
-}  # fmt: skip
-
-
-def write(path: Path, lines: list[dict[str, str]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(lines[0]))
-        writer.writeheader()
-        writer.writerows(lines)
-    return path
+from tests.helpers.published_rows import GOOD, RUN, mist_folder, plan, write
 
 
 def test_a_line_of_vtrain(tmp_path: Path) -> None:
@@ -123,24 +97,6 @@ def test_networks_are_read(text: str, gpus: int, rate: float | None) -> None:
     assert network_bytes_s(text, gpus) == (pytest.approx(rate) if rate else None)
 
 
-def plan(**strategy: object) -> dict[str, object]:
-    given = {"layer_partitions": [2, 2], "gradient_checkpointing": [1, 0], "gradient_accumulation_steps": 8,
-             "stage_strategies": [[1, 2, 1, 0, 0, 1, 0.0, 0.0, 0.25, 0.0], [1, 2, 1, 0, 0, 1, 0.0, 0.0, 0.0, 0.0]]} | strategy
-    model = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 512, "intermediate_size": 1024, "mlp_fc1_bias": False,
-             "tie_word_embeddings": False, "hidden_dropout": 0.0, "use_flash_attn": True}
-    return {"model": model, "strategy": given, "hardware": {"num_nodes": 1, "num_gpus_per_node": 4},
-            "training": {"global_batch_size": 16, "max_sequence_length": 128, "params_dtype": "float16"}}
-
-
-def mist_folder(tmp_path: Path, described: dict[str, object]) -> Path:
-    path = tmp_path / "mist" / "gpt" / "one.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text(yaml.safe_dump(described))
-    times = {"exec_total_cost": "1.5", "exec_stage_peak_allocated_memories": "[100 MB, 80 MB]"}
-    (path.parent / mist.SUMMARY).write_text(json.dumps({"one": times}))
-    return path
-
-
 @pytest.mark.parametrize("text, kind", [
     ("torch max_memory_allocated", "allocated"), ("torch peak (active)", "allocated"), ("nvidia-smi, first/last node (max)", "device"),
     ("torch max reserved (max over GPUs, as logged by torchtitan)", "reserved"), ("XLA allocator peak", "xla"),
@@ -171,24 +127,6 @@ def test_what_a_cast_to_fewer_bits_moves(tmp_path: Path, dtype: str, matmul: str
     assert row.setup.software.matmul == matmul and row.setup.software.cast_bytes == moved
 
 
-@pytest.mark.parametrize("source, tp, sequence, parts", [("dgxc-v25.02", "2", "y", True), ("dgxc-v25.02", "2", "n", False), ("dgxc-v25.02", "1", "", False), ("torchtitan", "2", "y", False)])
-def test_whose_tokens_go_to_experts_in_parts(tmp_path: Path, source: str, tp: str, sequence: str, parts: bool) -> None:
-    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"source_id": source, "tp": tp, "sp": sequence}])).rows
-    assert row.setup.software.tokens_in_parts == parts
-
-
-MOE = RUN | {"model_type": "moe", "n_kv_heads": "", "n_experts": "64", "moe_topk": "6", "moe_ffn": "1408", "tp": "1", "pp": "1", "vpp": "1", "sp": "", "ep": "8"}
-
-
-@pytest.mark.parametrize("about, heads, latent, dense, shared", [
-    ("public model config (MLA; first 3 layers dense; 1 shared expert)", "64", Latent(), 3, 1408), ("public model config (MLA; first layer dense; 1 shared expert)", "64", Latent(), 1, 1408),
-    ("public model config (MLA; 1 dense layer; 2 shared experts)", "32", Latent(queries=0), 1, 2816), ("public model config (head_dim 128; all layers MoE)", "32", None, 0, 0),
-])
-def test_latent_attention_and_experts_that_all_tokens_meet(tmp_path: Path, about: str, heads: str, latent: Latent | None, dense: int, shared: int) -> None:
-    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"arch_source": about, "n_heads": heads}])).rows
-    assert (row.model.latent, row.model.dense, row.model.shared, row.model.experts, row.model.window) == (latent, dense, shared, 64, 0)
-
-
 @pytest.mark.parametrize("kv, tp, wanted", [("8", "4", 8), ("4", "8", 8), ("1", "4", 4), ("2", "8", 8), ("3", "4", 3)])
 def test_ranks_have_a_whole_head_of_keys_each(tmp_path: Path, kv: str, tp: str, wanted: int) -> None:
     (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"n_kv_heads": kv, "tp": tp, "pp": "1", "vpp": ""}])).rows
@@ -200,95 +138,6 @@ def test_windows_are_shorter_than_sequences(tmp_path: Path, seq: str, window: in
     found = published.load(write(tmp_path / "published_runs.csv", [RUN | {"arch_source": "sliding-window 4096", "seq_len": seq}]))
     assert [row.model.window for row in found.rows] == [window] * (window is not None)
     assert window is not None or "no multiple of its window of 4096" in found.refused[0]
-
-
-def test_windows_of_every_second_layer(tmp_path: Path) -> None:
-    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"arch_source": "public model config (head_dim 64; alternating sliding-window 128)"}])).rows
-    assert (row.model.window, row.model.head_dim) == (128, 64)
-
-
-@pytest.mark.parametrize("source, model, ahead", [("megatron-bridge", "DeepSeekV3", True), ("dgxc-v25.05.05", "DeepSeek-V3-671B", True), ("nemo-automodel", "DeepSeek V3", False), ("megatron-bridge", "Moonlight", False)])
-def test_who_trains_a_prediction_ahead(tmp_path: Path, source: str, model: str, ahead: bool) -> None:
-    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"source_id": source, "model": model, "arch_source": "MLA; first 3 layers dense"}])).rows
-    assert row.model.ahead == ahead
-
-
-@pytest.mark.parametrize("change, whole", [
-    ({"source_id": "megatron-bridge"}, True), ({"source_id": "dgxc-v25.02"}, False), ({"source_id": "dgxc-v25.02", "notes": "ETP=1; something"}, True), ({"model": "gpt_tp2_ep8_etp1_x"}, True),
-    ({"source_id": "dgxc-v25.02", "n_gpus": "8"}, True), ({"source_id": "megatron-bridge", "ep": "1"}, False), ({"source_id": "megatron-bridge", "tp": "1"}, False),
-])
-def test_whose_experts_are_whole(tmp_path: Path, change: dict[str, str], whole: bool) -> None:
-    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"tp": "2"} | change])).rows
-    assert row.setup.whole_experts == whole
-
-
-@pytest.mark.parametrize("source, notes, once", [("megatron-bridge", "", True), ("megatron-bridge-studies", "NCCL alltoall dispatcher", False), ("dgxc-v25.02", "", False), ("nemo-automodel", "TE + DeepEP", True)])
-def test_whose_tokens_go_once_to_a_node(tmp_path: Path, source: str, notes: str, once: bool) -> None:
-    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"source_id": source, "notes": notes}])).rows
-    assert row.setup.software.rows_once == once
-
-
-@pytest.mark.parametrize("notes, together", [("kernels: TE + DeepEP; fake balanced gate; mock data", True), ("force balanced routing", False), ("", False)])
-def test_whose_gates_choose_neighbours(tmp_path: Path, notes: str, together: bool) -> None:
-    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"source_id": "nemo-automodel", "notes": notes}])).rows
-    assert row.setup.software.in_a_row == together
-
-
-@pytest.mark.parametrize("notes, rate", [
-    ("kernels: TE + DeepEP; mock data", 1.7), ("kernels: TE + triton", 1.7), ("kernels: TE + DeepEP + TorchSDPA; mock data", 1.0), ("kernels: TE + DeepEP + FlexAttn", 1.0), ("", 1.0),
-])
-def test_whose_attention_is_that_of_transformer_engine(tmp_path: Path, notes: str, rate: float) -> None:
-    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"source_id": "nemo-automodel", "notes": notes}])).rows
-    assert row.setup.software.attention == rate
-
-
-@pytest.mark.parametrize("change, captured", [
-    ({"source_id": "megatron-bridge", "dtype": "mxfp8", "source_table": "26.06.01 NeMo Container / line 5"}, True), ({"source_id": "megatron-bridge-cards", "dtype": "mxfp8", "source_table": "items"}, True),
-    ({"source_id": "megatron-bridge", "dtype": "mxfp8", "source_table": "26.04 NeMo Container"}, False), ({"source_id": "megatron-bridge", "source_table": "26.08 NeMo Container"}, False),
-    ({"source_id": "dgxc-v25.02", "dtype": "mxfp8"}, False), ({"source_id": "megatron-bridge", "dtype": "mxfp8", "source_table": "26.08", "model_type": "dense-llama"}, False),
-])
-def test_which_steps_with_experts_are_one_graph(tmp_path: Path, change: dict[str, str], captured: bool) -> None:
-    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | change])).rows
-    assert row.setup.software.captured == captured
-
-
-@pytest.mark.parametrize("source, notes, calls", [("dgxc-v25.02", "", EXPERT_CALLS), ("megatron-bridge", "CUDA graphs", 0), ("torchtitan", "", 0)])
-def test_whose_layers_of_experts_keep_the_host_busy(tmp_path: Path, source: str, notes: str, calls: int) -> None:
-    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"source_id": source, "notes": notes}])).rows
-    assert row.setup.software.expert_calls == calls
-
-
-def test_what_recipes_say_where_a_line_does_not(tmp_path: Path) -> None:
-    rows = published.load(write(tmp_path / "published_runs.csv", [MOE | {"source_id": source, "zero_fsdp": "", "notes": notes} for source in ("megatron-bridge", "somebody")
-                                                                  for notes in ("", "reduced-precision (bf16) Adam moments")])).rows
-    assert [(row.setup.zero, row.setup.software.habits.moment_bytes) for row in rows] == [(1, 0), (1, 2), (0, 0), (0, 2)]
-
-
-def test_a_plan_of_mist(tmp_path: Path) -> None:
-    (row,) = mist.load(mist_folder(tmp_path, plan())).rows
-    assert (row.setup.dp, row.setup.pp, row.setup.recompute, row.setup.recompute_share, row.step_s) == (2, 2, "full", 0.25, 1.5)
-    assert row.peaks == (Peak(100 * 2**20, "allocated", 0), Peak(80 * 2**20, "allocated", 1))
-    assert row.setup.blocks == (2, 2) and row.setup.again == (1, 0) and row.setup.software.habits.hosted == (0.25, 0.0)
-
-
-def test_links_of_a_plan_of_mist_are_those_measured_there(tmp_path: Path) -> None:
-    described = plan()
-    described["hardware"] = {"num_nodes": 1, "num_gpus_per_node": 4, "gpu_gpu_comm_params": [4.5, 0.0, 3.0, 1e-4, 4.0, 4e-4, 5.0, 3e-4]}
-    (row,) = mist.load(mist_folder(tmp_path, described)).rows
-    level = row.cluster.levels[-1]
-    pair, quad = (MeshAxis("x", n, (Span(level, n),), row.cluster.device) for n in (2, 4))
-    assert collective_s("all_gather", 6e9, pair) == pytest.approx(1e-4 + 3e9 / 3e9) and collective_s("send", 3e9, quad) == pytest.approx(1e-4 + 1.0)
-    assert collective_s("all_reduce", 4e9, quad) == pytest.approx(4e-4 + 2 * 3e9 / 4e9)
-
-
-@pytest.mark.parametrize("described, why", [
-    (plan(gradient_accumulation_steps=7), "are not 16"), ({"model": {}}, "KeyError 'training'"),
-    (plan(stage_strategies=[[1, 2, 1, 0, 0, 1, 0.0], [2, 1, 1, 0, 0, 1, 0.0]]), "laid out differently"),
-    (plan(stage_strategies=[]), "IndexError"), (plan(layer_partitions=[0, 0]), "ZeroDivisionError"), (plan() | {"training": {**plan()["training"], "params_dtype": "float17"}}, "params_dtype is float17"),
-])
-def test_bad_plans_of_mist(tmp_path: Path, described: dict[str, object], why: str) -> None:
-    found = mist.load(mist_folder(tmp_path, described))
-    assert not found.rows and why in found.refused[0]
 
 
 def test_a_folder_of_all_formats(tmp_path: Path) -> None:
@@ -342,17 +191,6 @@ def test_devices_in_nodes_of_four_have_the_links_of_such_nodes(tmp_path: Path) -
     lines = [RUN | {"gpu": "V100-32GB-SXM2", "dtype": "fp16", "gpus_per_node": nodes} for nodes in ("4", "8")]
     rows = published.load(write(tmp_path / "published_runs.csv", lines)).rows
     assert [row.cluster.levels[-1].topology for row in rows] == ["mesh", "switch"]
-
-
-@pytest.mark.parametrize("times, why", [
-    ({"exec_total_cost": "nan"}, "exec_total_cost is nan"), ({"exec_total_cost": "0"}, "exec_total_cost is 0"), ([], "AttributeError"), ("1.5", "AttributeError"),
-    ({"exec_total_cost": "1.5", "exec_stage_peak_reserved_memories": "[1 MB, 2 MB, 3 MB]"}, "more than 2 stages"), ({"exec_total_cost": "1.5", "exec_stage_peak_reserved_memories": "[0 MB]"}, "peak of stage 0"),
-])
-def test_bad_times_of_mist(tmp_path: Path, times: object, why: str) -> None:
-    path = mist_folder(tmp_path, plan())
-    (path.parent / mist.SUMMARY).write_text(json.dumps({"one": times}))
-    found = mist.load(path)
-    assert not found.rows and why in found.refused[0]
 
 
 def test_tables_that_lack_columns_or_end_early(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from passes import NORMALIZE, ops
 from passes.biases import biases
 from tests.helpers.export import B, S
-from tests.unit.passes.test_small import MATMULS, data, normalized
+from tests.helpers.small_graphs import data, normalized
+from tests.unit.passes.test_small import MATMULS
 
 aten = torch.ops.aten
 

@@ -9,7 +9,8 @@ import torch
 
 from passes.composed import COMPOSED
 from passes.fake_quantize import FAKE_QUANTIZED
-from tests.unit.passes.test_small import B, normalized, targets
+from tests.helpers.small_graphs import normalized
+from tests.unit.passes.test_small import B, targets
 
 SCALES = torch.tensor([0.05, 0.5, 0.1, 1.5, 0.007, 2.0])
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from passes import NORMALIZE
-from tests.unit.passes.test_small import Fn, data, normalized
+from tests.helpers.small_graphs import Fn, data, normalized
 
 ITSELF: dict[str, Callable[[Tensor], Tensor]] = {
     "to its dtype": lambda h: h.to(torch.float64), "type_as": lambda h: h.type_as(h), "double": lambda h: h.double(), "contiguous": lambda h: h.contiguous(),

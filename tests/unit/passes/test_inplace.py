@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from passes import NORMALIZE
 from tests.helpers.export import B, targets
-from tests.unit.passes.test_small import Fn, data, normalized
+from tests.helpers.small_graphs import Fn, data, normalized
 
 
 def _filled(m: Fn, x: Tensor, y: None) -> Tensor:

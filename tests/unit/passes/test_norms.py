@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from passes import ANNOTATE, NORMALIZE, run
 from tests.helpers.export import B, S, export_graph, run_graph
-from tests.unit.passes.test_small import data, normalized
+from tests.helpers.small_graphs import data, normalized
 
 aten = torch.ops.aten
 EPS = 1e-3

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from passes.aliases import ALIASES
 from passes.composed import COMPOSED
 from passes.saved import saved_positions
-from tests.unit.passes.test_small import B, data, normalized, targets
+from tests.helpers.small_graphs import data, normalized
+from tests.unit.passes.test_small import B, targets
 
 aten = torch.ops.aten
 

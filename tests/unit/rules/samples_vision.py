@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.rules.samples import Samples, T, case, f
-from tests.unit.rules.samples_maths import IMAGE, SIGNAL, SOLID, named_ops, aten
+from tests.unit.rules.samples_maths import IMAGE, SIGNAL, SOLID, aten, named_ops
 
 VISION: Samples = {
     **named_ops("max_pool1d.default", [case(SIGNAL, [2]), case(f(2, 3, 13), [3], [2], [1], [1], True)]), **named_ops("max_pool1d_with_indices.default", [case(SIGNAL, [2])]),

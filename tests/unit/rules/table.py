@@ -9,9 +9,10 @@ from tests.unit.rules import samples_linalg as linalg
 from tests.unit.rules import samples_maths as maths
 from tests.unit.rules import samples_pointwise as pointwise
 from tests.unit.rules import samples_views as views
+from tests.unit.rules import samples_vision as vision
 from tests.unit.rules.samples import Case
 
 SAMPLES: dict[Any, Sequence[Case]] = {
     **pointwise.samples(), **views.VIEWS, **views.FACTORIES, **views.INDEXING, **maths.CONTRACTIONS, **maths.LOSSES, **maths.REDUCTIONS,
-    **maths.VISION, **linalg.LINALG,
+    **vision.VISION, **linalg.LINALG,
 }

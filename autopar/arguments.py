@@ -50,7 +50,9 @@ def some(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
 def fail(name: str, got: object, wanted: str, kind: type[AutoparError] = PlanError) -> NoReturn:
     """Raise an error of `kind` that says which argument it is, what was given and what is wanted."""
     text = f"the class {got.__name__}" if isinstance(got, type) else repr(got)
-    raise kind(f"{name} is {text if len(text) <= SHOWN else text[:SHOWN] + '...'}{'' if isinstance(got, (str, type)) or got is None else f' ({type(got).__name__})'}; wanted {wanted}")
+    shown = text if len(text) <= SHOWN else text[:SHOWN] + "..."
+    of_type = "" if isinstance(got, (str, type)) or got is None else f" ({type(got).__name__})"
+    raise kind(f"{name} is {shown}{of_type}; wanted {wanted}")
 
 
 def _model(name: str, value: Any) -> Any:

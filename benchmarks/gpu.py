@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu prepare DIR [--only NAME ...]      # plans, on any machine: a folder for each case
     python -m benchmarks.gpu run DIR [--json FILE]              # on a machine with a GPU; needs torch alone
-    python -m benchmarks.gpu show benchmarks/gpu_h100.json [--again]   # what was measured on an H100; --again: against what is predicted now
+    # what was measured on an H100; --again: against what is predicted now
+    python -m benchmarks.gpu show benchmarks/gpu_h100.json [--again]
 
 A rank of many runs beside nobody: its collectives return at once (torch's fake process group; of pipelines that of torch 2.11, as 2.13 asks neighbours for shapes first), so that what it computes and holds is measured, and
 communication is none of it. Such a step is compared with what the simulation says that the rank computes, a step on one GPU with the whole step, and the

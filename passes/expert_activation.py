@@ -1,7 +1,8 @@
 """The activation between the two layers of an expert, as source of a function for the emitted file.
 
     silu(first half) * second half                          halves(lambda first, second: F.silu(first) * second)
-    clamped, gated by itself, every other column            pairs(lambda even, odd: (torch.clamp(odd, -7.0, 7.0) + 1) * ...)
+    clamped, gated by itself, every other column
+                                                            pairs(lambda even, odd: (torch.clamp(odd, -7.0, 7.0) + 1) * ...)
     relu                                                    lambda x: F.relu(x)
 
 Only pointwise operators of one or two tensors (addcmul: three), or of a tensor and a number: they act on each column by itself, so that the

@@ -1,6 +1,7 @@
 """Replaces a run of alike blocks by one call of their common body.
 
-    h = block0(h, mask); h = block1(h, mask); ...; h = block31(h, mask)   ->   (h,) = body(h, mask)   meta["repeat"] = 32
+    h = block0(h, mask); h = block1(h, mask); ...; h = block31(h, mask)
+        ->   (h,) = body(h, mask)   meta["repeat"] = 32
 
 So what is solved and emitted depends on the number of different blocks, not on depth. See docs/internals.md, "Folding".
 """

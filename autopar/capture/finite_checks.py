@@ -1,6 +1,7 @@
 """Checks whether values are finite, while a model runs without values: they are answered as if all values were finite.
 
-    if not torch.isfinite(hidden).all(): hidden = torch.clamp(hidden, -most, most)      # transformers' DETR and what is made of it
+    # transformers' DETR and what is made of it
+    if not torch.isfinite(hidden).all(): hidden = torch.clamp(hidden, -most, most)
     if torch.isnan(loss): ...
 
 A graph has one branch; the one of finite values is right for every run without overflow. Not answered in float16, where models clamp values

@@ -1,6 +1,7 @@
 """Argument checks on values, `if condition: raise ...`, while a model runs without values: they are taken to pass.
 
-    if labels.max() >= vocab_size: raise ValueError(...)     # or elif, `not`, and, or; the other side of an else; an assert
+    # or elif, `not`, and, or; the other side of an else; an assert
+    if labels.max() >= vocab_size: raise ValueError(...)
 
 A graph has no such branch. One side only raises, so for every batch that the model accepts it computes the other side; the notes list the
 checks that are left out. A check whose error the model itself may catch decides what is computed, and is not left out. Conditions on finite

@@ -87,7 +87,8 @@ def _attention(call: Written) -> str:
 def _embedding(call: Written) -> str:
     padding = call.raw[2] if len(call.raw) > 2 else call.kwargs.get("padding_idx", -1)
     scaled = call.raw[3] if len(call.raw) > 3 else call.kwargs.get("scale_grad_by_freq")
-    named = f"{f', padding_idx={padding}' if int(padding) >= 0 else ''}{', scale_grad_by_freq=True' if scaled in (True, 'True') else ''}"
+    named = f", padding_idx={padding}" if int(padding) >= 0 else ""
+    named += ", scale_grad_by_freq=True" if scaled in (True, "True") else ""
     return f"F.embedding({call.args[1]}, {call.args[0]}{named})"
 
 

@@ -1,6 +1,7 @@
 """The order of actions of each place, taken from torch's own schedules, and the microbatches in flight.
 
-    orders("1f1b", places=2, stages=2, microbatches=4)[0]    # [Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), ...]
+    # [Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), ...]
+    orders("1f1b", places=2, stages=2, microbatches=4)[0]
 
 `F` is a forward, `B` a whole backward, `I` and `W` its parts for the inputs and for the weights.
 """

@@ -7,7 +7,8 @@
 The cost of a solution x (the same for every strategy, `Problem.evaluate`):
 
     time   = sum_v  cost_s[v][x_v] (choices without a lane)
-           + sum over stretches of the largest sum_v cost_s[v][x_v] of one of its lanes                                  compute and collectives inside operators
+           + sum over stretches of the largest sum_v cost_s[v][x_v] of one of its lanes
+             (compute, and collectives inside operators)
            + sum_t  sum over the *distinct* (use layouts) d that the readers of t ask for of net cost_s[t][x_producer, d]
                     (nets without an overlap group: always exposed)
            + sum_g  max(0, comm_g - hide_g)                        nets and nodes of overlap group g

@@ -22,8 +22,10 @@ An emitted file looks like this (tests/helpers/emitted.py is a whole one, writte
     class Model(ShardedModule):
         MESH = MESH
         INPUTS = {"ids": "S0,R", "labels": "S0,R"}            # in the order of forward's arguments
-        FIXED = {"use_cache": (2, False)}                     # optional: plain arguments that were planned: place among all, value
-        NESTED = {"batch": {"ids": "ids", "labels": "labels"}}   # optional: where an argument holds several inputs, names of inputs as arguments hold them
+        # optional: plain arguments that were planned: place among all, value
+        FIXED = {"use_cache": (2, False)}
+        # optional: where an argument holds several inputs, names of inputs as arguments hold them
+        NESTED = {"batch": {"ids": "ids", "labels": "labels"}}
         OUTPUTS = (("loss", "loss"), ("output", "logits"), ("mutation", "bn.running_mean"))   # what forward returns
         STRUCTURE = {"loss": 0, "logits": 1}                  # optional: the user's pytree, leaves are output numbers
         ALIASES = {"lm_head.weight": "wte.weight"}            # tied: alias -> the name in PARAMS
@@ -32,10 +34,12 @@ An emitted file looks like this (tests/helpers/emitted.py is a whole one, writte
         NORMS = {"bn": 0.1}                                   # optional: batch norms and their momentum
         UNEVALUATED = "..."                                   # optional: why `eval()` is refused
         CHANGING = ("steps",)                                 # optional: buffers that change in evaluation, too
-        ORDER = ("wte.weight", *(f"layers.{i}" for i in range(4)), "lm_head.weight")        # of the state dict; a path is a block
+        # of the state dict; a path is a block
+        ORDER = ("wte.weight", *(f"layers.{i}" for i in range(4)), "lm_head.weight")
         PARAMS = {"wte.weight": Param((257, 64), "float32", "R,S0", sync=(0,))}
         BUFFERS = {}
-        RUNS = {"layers": (Layer, [f"layers.{i}" for i in range(4)])}                  # original names; see runtime/names.py
+        # original names; see runtime/names.py
+        RUNS = {"layers": (Layer, [f"layers.{i}" for i in range(4)])}
 
         def forward(self, ids, labels):
             b, s = ids.shape[0] * 2, ids.shape[1]

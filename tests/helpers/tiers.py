@@ -1,7 +1,9 @@
 """Which tests take too long for the fast tier, by what they took: `tests/long.txt`, a line for each.
 
-    pytest -m 'not slow and not gpu' --junitxml=took.xml && python -m tests.helpers.tiers took.xml     # adds those that take too long now
-    python -m tests.helpers.tiers took.xml --anew                                                      # of a run with all of them: the list is made anew
+    # adds those that take too long now
+    pytest -m 'not slow and not gpu' --junitxml=took.xml && python -m tests.helpers.tiers took.xml
+    # of a run with all of them: the list is made anew
+    python -m tests.helpers.tiers took.xml --anew
 
 Of the cases of one test the quickest stays in the fast tier, unless it alone is too long, and further ones as long as all that stay are quick together, or they are by
 themselves. What is listed runs with the slow ones (`make test-all`).

@@ -1,6 +1,7 @@
 """Attention of some queries over some of their keys, and how such parts become the whole.
 
-    out_i = sum over j of p_ij v_j / sum over j of p_ij,     p_ij = exp(scale q_i . k_j + mask_ij),     lse_i = log(sum over j of p_ij)
+    out_i = sum over j of p_ij v_j / sum over j of p_ij,     p_ij = exp(scale q_i . k_j + mask_ij)
+    lse_i = log(sum over j of p_ij)
 
 Over two parts of the keys lse = log(exp(lse_1) + exp(lse_2)) and out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2. In the
 backward each part needs only the whole `out` and `lse` (FlashAttention, https://arxiv.org/abs/2205.14135, appendix B).

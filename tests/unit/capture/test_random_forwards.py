@@ -38,7 +38,7 @@ class SeedsByTime(Net):
 
 @pytest.mark.parametrize("kind", [Seeds, SeedsByTime])
 def test_seeds_in_forward_are_refused(kind):
-    with pytest.raises(CaptureError, match=r"^test_failures.py:\d+ seeds torch's generator in forward.*keep them as a buffer"):
+    with pytest.raises(CaptureError, match=r"^test_random_forwards.py:\d+ seeds torch's generator in forward.*keep them as a buffer"):
         capture(kind(), batch())
     torch.manual_seed(1)
 
@@ -50,7 +50,7 @@ class TakesGradients(Net):
 
 
 def test_gradients_in_forward_are_refused():
-    with pytest.raises(CaptureError, match=r"gradients are taken in forward .*\nat test_failures.py:\d+; they are not operators of a graph: take them of a function by torch.func.grad"):
+    with pytest.raises(CaptureError, match=r"gradients are taken in forward .*\nat test_random_forwards.py:\d+; they are not operators of a graph: take them of a function by torch.func.grad"):
         capture(TakesGradients(), batch())
 
 

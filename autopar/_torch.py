@@ -1,5 +1,5 @@
-"""The private names of torch that autopar uses, each with its reason: one place to mend when torch moves. Those that capture alone uses are in
-autopar.capture._torch."""
+"""The private names of torch that autopar uses, each with its reason: one place to mend when torch moves. Those that
+capture alone uses are in autopar.capture._torch."""
 
 from __future__ import annotations
 
@@ -17,23 +17,27 @@ from torch.amp.grad_scaler import OptState
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 
-# torch.export speaks of inputs and outputs in this module's trees; the public torch.utils.pytree cannot name their paths.
+# torch.export speaks of inputs and outputs in this module's trees; the public torch.utils.pytree cannot name their
+# paths.
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode  # the documented way to see every operator; no public name
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Run `call` when the backward pass now running ends, before `backward()` returns, whoever called it; torch's own DDP and FSDP use the same queue. There is no public name for it."""
+    """Run `call` when the backward pass now running ends, before `backward()` returns, whoever called it; torch's own
+    DDP and FSDP use the same queue. There is no public name for it."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward pass now running leaves the graph for another one (`retain_graph`); to be asked in a hook of it. torch's own compiler asks the same; there is no public name for it."""
+    """Whether the backward pass now running leaves the graph for another one (`retain_graph`); to be asked in a hook of
+    it. torch's own compiler asks the same; there is no public name for it."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def gradient_hooks(tensor: Tensor) -> tuple[list[Callable[[Tensor], Tensor | None]], list[Callable[[Tensor], None]]]:
-    """What `register_hook` and `register_post_accumulate_grad_hook` left with a tensor; autograd calls it for its own leaves only, and torch has no public name for it."""
+    """What `register_hook` and `register_post_accumulate_grad_hook` left with a tensor; autograd calls it for its own
+    leaves only, and torch has no public name for it."""
     after: Mapping[int, Callable[[Tensor], None]] = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
     return list((tensor._backward_hooks or {}).values()), list(after.values())
 
@@ -59,8 +63,8 @@ def wrap_like(local: Tensor, like: Tensor) -> Tensor:
 def as_parameter(tensor: Tensor, trainable: bool) -> torch.nn.Parameter:
     """`tensor` itself, a leaf that nobody else has, as a parameter.
 
-    The constructor of Parameter detaches a DTensor, for which torch finds out anew how every shape and layout is cut, a few milliseconds each; in
-    the end it sets the same attribute. There is no public name for it.
+    The constructor of Parameter detaches a DTensor, for which torch finds out anew how every shape and layout is cut, a
+    few milliseconds each; in the end it sets the same attribute. There is no public name for it.
     """
     if not isinstance(tensor, DTensor):
         return torch.nn.Parameter(tensor, requires_grad=trainable)
@@ -70,18 +74,21 @@ def as_parameter(tensor: Tensor, trainable: bool) -> torch.nn.Parameter:
 
 
 def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Writes to `tensors` inside are not seen by autograd: for writing the values that are there already, as torch's own FSDP does; there is no public name for it."""
+    """Writes to `tensors` inside are not seen by autograd: for writing the values that are there already, as torch's
+    own FSDP does; there is no public name for it."""
     kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
     return kept
 
 
 def copy_all(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """`copy_` of each, cast where dtypes differ: on a GPU in a few kernels for all of them, as torch's optimizers and FSDP do it. torch has it without a public name."""
+    """`copy_` of each, cast where dtypes differ: on a GPU in a few kernels for all of them, as torch's optimizers and
+    FSDP do it. torch has it without a public name."""
     torch._foreach_copy_(list(into), list(sources))
 
 
 def as_received(grad: Tensor, node: Any, index: int) -> Tensor:
-    """A gradient as autograd's engine hands it to input `index` of the next node: summed over what was broadcast, in the dtype of the value."""
+    """A gradient as autograd's engine hands it to input `index` of the next node: summed over what was broadcast, in
+    the dtype of the value."""
     about = node._input_metadata[index]
     return grad.sum_to_size(tuple(about.shape)).to(about.dtype)
 
@@ -89,16 +96,22 @@ def as_received(grad: Tensor, node: Any, index: int) -> Tensor:
 class LocalScaler(torch.amp.GradScaler):
     """A scaler that unscales the local parts of gradients, with no collective, and says what it found.
 
-    torch's own hands DTensors to one operator, which asks the ranks of the first of them alone whether something overflowed, and cannot where gradients are on the
-    host. FSDP's scaler overrides the same method; what `step` goes by has no public name either.
+    torch's own hands DTensors to one operator, which asks the ranks of the first of them alone whether something
+    overflowed, and cannot where gradients are on the host. FSDP's scaler overrides the same method; what `step` goes by
+    has no public name either.
     """
 
     def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
         held = []
-        for grad in (local_of(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        for grad in (
+            local_of(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ):
             held.append(grad.detach())  # a tensor that has this gradient
             held[-1].grad = grad
-        found: dict[torch.device, Tensor] = super()._unscale_grads_(SimpleNamespace(param_groups=[{"params": held}]), *args)  # type: ignore[arg-type]
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(
+            SimpleNamespace(param_groups=[{"params": held}]),  # type: ignore[arg-type]
+            *args,
+        )
         return found
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -106,42 +119,55 @@ class LocalScaler(torch.amp.GradScaler):
         return bool(self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY)
 
     def overflows(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
-        """By device, a number that is not zero where `unscale_(optimizer)` found a gradient that is none; `step` goes by it."""
+        """By device, a number that is not zero where `unscale_(optimizer)` found a gradient that is none; `step` goes
+        by it."""
         found: dict[torch.device, Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         return found
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd sees `tensor` as a view: such a one cannot be detached in place, which zero-bubble schedules do."""
+    """Whether autograd sees `tensor` as a view: such a one cannot be detached in place, which zero-bubble schedules
+    do."""
     return tensor._is_view()
 
 
 def order_only(schedule: type[Any]) -> type[Any]:
-    """A schedule class of torch.distributed.pipelining that lays out its order of compute when it is made, and nothing else.
+    """A schedule class of torch.distributed.pipelining that lays out its order of compute when it is made, and nothing
+    else.
 
-    The transfers and gathers that it would place between those actions take most of the time, up to a second for 32 ranks; there is no public way to have the order without them.
+    The transfers and gathers that it would place between those actions take most of the time, up to a second for 32
+    ranks; there is no public way to have the order without them.
     """
-    return type(f"{schedule.__name__}Order", (schedule,), {"_prepare_schedule_with_comms": lambda self, actions, format="compute_only": None})
+    return type(
+        f"{schedule.__name__}Order",
+        (schedule,),
+        {"_prepare_schedule_with_comms": lambda self, actions, format="compute_only": None},
+    )
 
 
-def with_transfers(order: Mapping[int, Sequence[Any]], place_of: Callable[[int], int], stages: int) -> Mapping[int, Sequence[Any]]:
-    """The order of compute of each place with the transfers between its actions, as torch's schedules of several stages per place run them."""
+def with_transfers(
+    order: Mapping[int, Sequence[Any]], place_of: Callable[[int], int], stages: int
+) -> Mapping[int, Sequence[Any]]:
+    """The order of compute of each place with the transfers between its actions, as torch's schedules of several stages
+    per place run them."""
     return schedules._add_send_recv({place: list(line) for place, line in order.items()}, place_of, stages)
 
 
 def waits_late(schedule: type[Any]) -> bool:
-    """Whether a schedule class posts sends on their own and waits for them when the step has ended; the others wait in the step, and may have
-    to post a send together with a receive. The common base of the former has no public name."""
+    """Whether a schedule class posts sends on their own and waits for them when the step has ended; the others wait in
+    the step, and may have to post a send together with a receive. The common base of the former has no public name."""
     return issubclass(schedule, schedules._PipelineScheduleRuntime)
 
 
 def post(ops: list[dist.P2POp]) -> Sequence[dist.Work]:
-    """Begin transfers the way that torch's schedules do: the other side's must be begun in the same way to meet them."""
+    """Begin transfers the way that torch's schedules do: the other side's must be begun in the same way to meet
+    them."""
     return schedules._batch_p2p(ops)
 
 
 def fake_mode() -> AbstractContextManager[object]:
-    """A mode in which tensors have shapes and no values, on any device; outer model code takes its tracing branches in it.
+    """A mode in which tensors have shapes and no values, on any device; outer model code takes its tracing branches in
+    it.
 
     The class is public in effect (docs name it) but lives in a private module.
     """
@@ -168,9 +194,11 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def without_fake_cache() -> AbstractContextManager[None]:
-    """Modes of fake tensors that are made inside compute every operator instead of looking it up among those computed before.
+    """Modes of fake tensors that are made inside compute every operator instead of looking it up among those computed
+    before.
 
-    To fill that cache costs about as much as to compute; it pays where the same operators come again and again. There is no public name for it.
+    To fill that cache costs about as much as to compute; it pays where the same operators come again and again. There
+    is no public name for it.
     """
     import torch._dynamo
 
@@ -179,11 +207,11 @@ def without_fake_cache() -> AbstractContextManager[None]:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """`q [b, h, l, d]`, `k, v [b, h, s, d]` -> the attention `[b, h, l, d]` and its log-sum-exp `[b, h, l]`, by the fused kernel of
-    the device. No autograd.
+    """`q [b, h, l, d]`, `k, v [b, h, s, d]` -> the attention `[b, h, l, d]` and its log-sum-exp `[b, h, l]`, by the
+    fused kernel of the device. No autograd.
 
-    Public attention does not return the log-sum-exp, without which parts cannot be merged; torch's own context parallelism
-    (torch.distributed.tensor.experimental) calls the same two operators.
+    Public attention does not return the log-sum-exp, without which parts cannot be merged; torch's own context
+    parallelism (torch.distributed.tensor.experimental) calls the same two operators.
     """
     aten = torch.ops.aten
     if q.device.type == "cpu":
@@ -193,16 +221,20 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float)
     return out, lse
 
 
-def flash_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-                             scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def flash_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v for one part of an attention whose whole result is `out` with log-sum-exp `lse`."""
     aten = torch.ops.aten
     if q.device.type == "cpu":
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
     else:
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout that there is not
-        grads = aten._scaled_dot_product_flash_attention_backward(grad, q, k, v, out, lse, None, None, q.shape[-2], k.shape[-2], 0.0, causal,
-                                                                  unused, unused, scale=scale)
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, q.shape[-2], k.shape[-2], 0.0, causal, unused, unused, scale=scale
+        )
     return grads[0], grads[1], grads[2]
 
 
@@ -214,17 +246,28 @@ def flash_takes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
         return q.is_floating_point()
     from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
-    return q.device.type == "cuda" and q.shape[-1] % 8 == 0 and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, causal, False))
+    return (
+        q.device.type == "cuda"
+        and q.shape[-1] % 8 == 0
+        and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, causal, False))
+    )
 
 
 class Watch(TorchDispatchMode):
-    """Calls `seen(operator, args, kwargs, result)` for every operator that runs inside. What `instead(operator, args)` gives, if it does, is the result."""
+    """Calls `seen(operator, args, kwargs, result)` for every operator that runs inside. What `instead(operator, args)`
+    gives, if it does, is the result."""
 
-    def __init__(self, seen: Callable[..., None] = lambda *_: None, instead: Callable[[Any, tuple[Any, ...]], Tensor | None] = lambda *_: None) -> None:
+    def __init__(
+        self,
+        seen: Callable[..., None] = lambda *_: None,
+        instead: Callable[[Any, tuple[Any, ...]], Tensor | None] = lambda *_: None,
+    ) -> None:
         super().__init__()
         self.seen, self.instead = seen, instead
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Run the operator and report it."""
         result: Any = self.instead(func, args)
         result = func(*args, **(kwargs or {})) if result is None else result

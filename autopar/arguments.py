@@ -1,6 +1,8 @@
-"""Checks of the arguments of `compile`: each is converted to the type that the rest works with, or an error says what was given and what is wanted.
+"""Checks of the arguments of `compile`: each is converted to the type that the rest works with, or an error says what
+was given and what is wanted.
 
-`CHECKS` has an entry for each argument. What can only be checked against the model, the cluster or the graph is checked where these are known.
+`CHECKS` has an entry for each argument. What can only be checked against the model, the cluster or the graph is checked
+where these are known.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ Check = Callable[[str, Any], Any]  # (name of the argument, its value) -> the va
 
 
 def checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by name, each as its entry of CHECKS returns it. Raises CaptureError, ClusterError, RuleError and PlanError."""
+    """The arguments by name, each as its entry of CHECKS returns it. Raises CaptureError, ClusterError, RuleError and
+    PlanError."""
     return {name: CHECKS[name](name, value) for name, value in given.items()}
 
 
@@ -43,8 +46,11 @@ def some(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise CaptureError where no input has an element: nothing could be planned for such sizes."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()]
     if tensors and not any(value.numel() for value in tensors):
-        raise CaptureError(f"example_inputs have no elements (shapes {', '.join(str(tuple(value.shape)) for value in tensors)}): their sizes are what is planned for; "
-                           "give a batch of the size that a step has (on the command line: in what the factory returns, which --batch and --seq are handed to)")
+        raise CaptureError(
+            f"example_inputs have no elements (shapes {', '.join(str(tuple(value.shape)) for value in tensors)}): "
+            "their sizes are what is planned for; give a batch of the size that a step has (on the command line: in "
+            "what the factory returns, which --batch and --seq are handed to)"
+        )
 
 
 def fail(name: str, got: object, wanted: str, kind: type[AutoparError] = PlanError) -> NoReturn:
@@ -74,7 +80,13 @@ def _cluster(name: str, value: Any) -> Any:
     if isinstance(value, Cluster):
         return value
     count = len(value) if isinstance(value, (list, tuple)) else 4
-    return fail(name, value, f"a Cluster, or the name of one: PRESET:NODESxDEVICES as 'h100:1x{count}' or 'cpu:1x{count}', a .toml file, or 'here'", ClusterError)
+    return fail(
+        name,
+        value,
+        f"a Cluster, or the name of one: PRESET:NODESxDEVICES as 'h100:1x{count}' or 'cpu:1x{count}', a .toml file, or "
+        "'here'",
+        ClusterError,
+    )
 
 
 def _example(name: str, value: Any) -> Any:
@@ -106,7 +118,15 @@ def _search(name: str, value: Any) -> Any:
 def _mesh(name: str, value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
-    found = sizes(value) if isinstance(value, str) else (value,) if _is_whole(value) else tuple(value) if isinstance(value, Iterable) else None
+    found = (
+        sizes(value)
+        if isinstance(value, str)
+        else (value,)
+        if _is_whole(value)
+        else tuple(value)
+        if isinstance(value, Iterable)
+        else None
+    )
     if not found or not all(_is_whole(size) and size > 0 for size in found):
         fail(name, value, "the sizes of the mesh axes, whole numbers of at least 1, as (2, 2)")
     return tuple(int(size) for size in found)
@@ -126,7 +146,12 @@ def _seconds(name: str, value: Any) -> float:
 
 def _rules(name: str, value: Any) -> Any:
     if value is not None and not isinstance(value, Mapping):
-        fail(name, value, "a dict of operators and rule strings, as {torch.ops.mine.scale.default: 'b d -> b d'}", RuleError)
+        fail(
+            name,
+            value,
+            "a dict of operators and rule strings, as {torch.ops.mine.scale.default: 'b d -> b d'}",
+            RuleError,
+        )
     return value
 
 
@@ -137,6 +162,7 @@ def _whole(least: int) -> Check:
         if value > MOST:  # what a plan file may say
             fail(name, value, f"a whole number of at most {MOST}")
         return int(value)
+
     return check
 
 
@@ -145,6 +171,7 @@ def _text(wanted: str) -> Check:
         if not isinstance(value, str):
             fail(name, value, wanted)
         return value
+
     return check
 
 
@@ -178,7 +205,9 @@ def _source(name: str, value: Any) -> Any:
     try:
         json.dumps(dict(value or {}), allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise PlanError(f"{name} goes into plan.json, and {first_line(error)}: wanted a dict of text, numbers and lists of them") from error
+        raise PlanError(
+            f"{name} goes into plan.json, and {first_line(error)}: wanted a dict of text, numbers and lists of them"
+        ) from error
     return value
 
 
@@ -187,9 +216,27 @@ def _is_whole(value: Any) -> bool:
 
 
 CHECKS: dict[str, Check] = {
-    "model": _model, "cluster": _cluster, "example_inputs": _example, "loss_fn": _loss, "search": _search, "mesh": _mesh, "mode": _mode, "precision": _precision,
-    "recipe": _optional_text("the name of one strategy (`autopar recipes` lists them)"), "batch": _whole(1), "seq": _whole(1), "rules": _rules,
-    "optimizer": _text(f"the name of one that a plan can have state for: {', '.join(OPTIMIZERS)}; the optimizer itself is made of the compiled model's parameters()"),
-    "remat": _text("'auto', 'none', 'selective' or 'full'"), "pareto": _flag, "prove": _flag,
-    "time_limit_s": _seconds, "seed": _whole(0), "progress": _progress, "source": _source,
+    "model": _model,
+    "cluster": _cluster,
+    "example_inputs": _example,
+    "loss_fn": _loss,
+    "search": _search,
+    "mesh": _mesh,
+    "mode": _mode,
+    "precision": _precision,
+    "recipe": _optional_text("the name of one strategy (`autopar recipes` lists them)"),
+    "batch": _whole(1),
+    "seq": _whole(1),
+    "rules": _rules,
+    "optimizer": _text(
+        f"the name of one that a plan can have state for: {', '.join(OPTIMIZERS)}; the optimizer itself is made of the "
+        "compiled model's parameters()"
+    ),
+    "remat": _text("'auto', 'none', 'selective' or 'full'"),
+    "pareto": _flag,
+    "prove": _flag,
+    "time_limit_s": _seconds,
+    "seed": _whole(0),
+    "progress": _progress,
+    "source": _source,
 }

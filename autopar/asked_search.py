@@ -18,12 +18,15 @@ from autopar.timer import Timer
 def check_mesh(request: Request) -> None:
     """Raises PlanError unless the mesh that was asked for has as many ranks as the cluster has devices."""
     if request.mesh is not None and math.prod(request.mesh) != request.cluster.devices:
-        raise PlanError(f"mesh {times(request.mesh)} has {math.prod(request.mesh)} ranks, {request.cluster.label} has "
-                        f"{request.cluster.devices} devices; wanted axes that multiply to {request.cluster.devices}")
+        raise PlanError(
+            f"mesh {times(request.mesh)} has {math.prod(request.mesh)} ranks, {request.cluster.label} has "
+            f"{request.cluster.devices} devices; wanted axes that multiply to {request.cluster.devices}"
+        )
 
 
 def check_search(planner: Planner) -> None:
-    """Raises PlanError for an unknown search, and where there is too much for the exhaustive one, before anything is priced."""
+    """Raises PlanError for an unknown search, and where there is too much for the exhaustive one, before anything is
+    priced."""
     search = _search_of(planner.request)
     if search is exhaustive.search and planner.request.recipe is None:
         for sizes in searched_meshes(planner):
@@ -34,13 +37,19 @@ def _search_of(request: Request) -> Search:
     """The strategy that was asked for. Raises PlanError where none has that name."""
     search = SEARCHES.get(request.search) if isinstance(request.search, str) else request.search
     if search is None:
-        raise PlanError(f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}{near(str(request.search), SEARCHES)}")
+        raise PlanError(
+            f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}{near(str(request.search), SEARCHES)}"
+        )
     return search if search in SEARCHES.values() else checked(search)
 
 
 def searched_meshes(planner: Planner) -> list[tuple[int, ...]]:
     """The meshes that are searched."""
-    return [planner.request.mesh] if planner.request.mesh is not None else spaces(planner.request.cluster, planner.cuts_samples)
+    return (
+        [planner.request.mesh]
+        if planner.request.mesh is not None
+        else spaces(planner.request.cluster, planner.cuts_samples)
+    )
 
 
 def looks(request: Request) -> bool:
@@ -49,7 +58,8 @@ def looks(request: Request) -> bool:
 
 
 def run_search(planner: Planner, timer: Timer) -> tuple[Candidate | None, float]:
-    """A search that was asked for by name or function, on every mesh in turn: the best answer, and the lowest proven bound of all meshes."""
+    """A search that was asked for by name or function, on every mesh in turn: the best answer, and the lowest proven
+    bound of all meshes."""
     request = planner.request
     search, meshes = _search_of(request), searched_meshes(planner)
     found: Candidate | None = None

@@ -5,8 +5,8 @@
     solve    meshes whose bound is below the best known step are solved by integer programming, the most promising first
     fill     of blocks that are run again in the backward, no more are than memory requires
 
-The glance (`first_look`) is a function apart from the rest (`Look.finished`): where memory is short, the caller first glances at every level of
-rematerialisation and at pipelines, before it spends time on solving anything.
+The glance (`first_look`) is a function apart from the rest (`Look.finished`): where memory is short, the caller first
+glances at every level of rematerialisation and at pipelines, before it spends time on solving anything.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ CLOSE = 0.01  # relative: prices do not tell steps apart that differ by less
 class Elsewhere:
     """The pipelined plans (of several stages), as far as the search for plans of one stage needs to know of them.
 
-    `ask(known_s)` glances at pipelines, given the step time of the best plan so far, and returns what plans of one stage have to beat: the
-    least of both, with some slack for what a glance leaves open. It is called once, before anything is solved to the end; from then on, only
-    meshes that may have a faster plan than `seconds` are solved.
-    `search(alone_s)` searches pipelines to the end and returns the best step time.
-    `tell(known_s)` is called with the best step time of all plans: after the glance at all meshes or at pipelines, and when it improves.
+    `ask(known_s)` glances at pipelines, given the step time of the best plan so far, and returns what plans of one
+    stage have to beat: the least of both, with some slack for what a glance leaves open. It is called once, before
+    anything is solved to the end; from then on, only meshes that may have a faster plan than `seconds` are solved.
+    `search(alone_s)` searches pipelines to the end and returns the best step time. `tell(known_s)` is called with the
+    best step time of all plans: after the glance at all meshes or at pipelines, and when it improves.
     """
 
     ask: Callable[[float], float]
@@ -60,15 +60,16 @@ class Elsewhere:
         return not self.done and self.seconds < math.inf
 
     def asked(self, known_s: float) -> float:
-        """What `ask` returned; the first call asks. The best step time is told then: it may be the first answer that there is."""
+        """What `ask` returned; the first call asks. The best step time is told then: it may be the first answer that
+        there is."""
         if math.isinf(self.seconds):
             self.seconds = self.ask(known_s)
             self.tell(min(known_s, self.seconds))
         return self.seconds
 
     def searched(self, alone_s: float) -> float:
-        """Step time of the best known pipeline. Pipelines are searched to the end, once, where the glance was faster than `alone_s`, the best
-        step of one stage, by more than WINS."""
+        """Step time of the best known pipeline. Pipelines are searched to the end, once, where the glance was faster
+        than `alone_s`, the best step of one stage, by more than WINS."""
         if not self.done and self.seconds < alone_s * (1 - WINS):
             self.done, self.seconds = True, min(self.seconds, self.search(alone_s))
         return self.seconds
@@ -80,10 +81,12 @@ def nowhere() -> Elsewhere:
 
 
 def first_look(planner: Planner, meshes: Sequence[Mesh], timer: Timer, alone_s: float, elsewhere: Elsewhere) -> Look:
-    """A glance at every mesh, under the rematerialisation that `planner.remat` says; `alone_s` is the fastest known step of one stage."""
+    """A glance at every mesh, under the rematerialisation that `planner.remat` says; `alone_s` is the fastest known
+    step of one stage."""
     known_s = min(alone_s, elsewhere.seconds)
     if FAR * planner.work(planner.open_levels[0]).step_s(planner.request.cluster.devices, 1, 1) < known_s < math.inf:
-        elsewhere.asked(known_s)  # what is known so far (recipes) is a poor cutoff for the glances: pipelines may give a better one
+        # what is known so far (recipes) is a poor cutoff for the glances: pipelines may give a better one
+        elsewhere.asked(known_s)
     look = Look(planner, timer, elsewhere, alone_s)
     look.glance(meshes)
     return look
@@ -91,8 +94,8 @@ def first_look(planner: Planner, meshes: Sequence[Mesh], timer: Timer, alone_s: 
 
 @dataclass(eq=False)
 class Look:
-    """The state of the search over meshes: the fastest known step of one stage (`alone_s`), the glance at each mesh (`seen`), the improved
-    solutions (`honed`), and the proven lower bounds in seconds, one per mesh."""
+    """The state of the search over meshes: the fastest known step of one stage (`alone_s`), the glance at each mesh
+    (`seen`), the improved solutions (`honed`), and the proven lower bounds in seconds, one per mesh."""
 
     planner: Planner
     timer: Timer
@@ -104,10 +107,11 @@ class Look:
     glanced_s: float = math.inf  # the fastest step of one stage before anything was honed
 
     def finished(self, alone_s: float, until: float = math.inf) -> tuple[Candidate | None, float]:
-        """Hone, solve and fill (see the module docstring); the best solution that fits (None where none does) and the lowest bound of any mesh, in seconds.
+        """Hone, solve and fill (see the module docstring); the best solution that fits (None where none does) and the
+        lowest bound of any mesh, in seconds.
 
-        `alone_s` is the fastest step of one stage that the caller knows by now. Where pipelines are yet to be searched, nothing is begun after
-        `until` (time.monotonic).
+        `alone_s` is the fastest step of one stage that the caller knows by now. Where pipelines are yet to be searched,
+        nothing is begun after `until` (time.monotonic).
         """
         self.alone_s = min(self.alone_s, alone_s)
         self.hone(until)
@@ -145,7 +149,11 @@ class Look:
             near_s = self.known_s * HONED  # honing may make the fastest of what is below
             look = partial(ilp.glance, time_limit_s=GLANCE_S, cutoff_s=near_s)
             try:
-                self.seen.append(planner.wary(planner.candidate(sizes, space(sizes), "search", look, cutoff_s=near_s), near_s, GLANCE_S))
+                self.seen.append(
+                    planner.wary(
+                        planner.candidate(sizes, space(sizes), "search", look, cutoff_s=near_s), near_s, GLANCE_S
+                    )
+                )
             except InfeasibleError as error:
                 self.bounds += error.proven
             else:
@@ -153,22 +161,31 @@ class Look:
         self.glanced_s = self.alone_s
 
     def _until(self, until: float) -> float:
-        """The time (time.monotonic) after which nothing is begun: `until` only counts where pipelines are waiting for the rest."""
+        """The time (time.monotonic) after which nothing is begun: `until` only counts where pipelines are waiting for
+        the rest."""
         return min(until, self.timer.ends_at) if self.elsewhere.waits else self.timer.ends_at
 
     def hone(self, until: float) -> None:
-        """Hone the best glances. Pipelines are asked first; where they are far faster, nothing here is near enough to the best to be honed."""
+        """Hone the best glances. Pipelines are asked first; where they are far faster, nothing here is near enough to
+        the best to be honed."""
         self.elsewhere.tell(self.known_s)
         if any(self._promises(first) for first in self.seen) or _nearest(self.fit, self.glanced_s):
             self.elsewhere.asked(self.known_s)
             self.elsewhere.searched(self.alone_s)
         near_s = min(self.glanced_s, self.elsewhere.seconds)
-        self.honed += _honed(self.planner, self.fit, near_s, partial(self.timer.skips, self._until(until)), self.alone_s if self.alone_s < self.glanced_s else math.inf)
+        self.honed += _honed(
+            self.planner,
+            self.fit,
+            near_s,
+            partial(self.timer.skips, self._until(until)),
+            self.alone_s if self.alone_s < self.glanced_s else math.inf,
+        )
         self.alone_s = min([self.alone_s, *(each.cost.time_s for each in self.honed)])
         self.elsewhere.tell(self.known_s)
 
     def solve(self, until: float) -> None:
-        """Solve the meshes whose bound is below the best known step, the fastest glance first; what cannot be begun by `until` is left out."""
+        """Solve the meshes whose bound is below the best known step, the fastest glance first; what cannot be begun by
+        `until` is left out."""
         until = self._until(until)
         for first in sorted(self.seen, key=lambda c: c.cost.time_s):
             if not self._promises(first) or self.timer.skips(until):
@@ -179,7 +196,16 @@ class Look:
             self.bounds.append(max(first.solution.bound_s, here.solution.bound_s))
             self._know(here)
             if here.peak_bytes is not None and (first.peak_bytes is None or here.cost.time_s < first.cost.time_s):
-                self.honed += [here, *_honed(self.planner, [here], self.known_s, partial(self.timer.skips, until), min((each.cost.time_s for each in self.honed), default=math.inf))]
+                self.honed += [
+                    here,
+                    *_honed(
+                        self.planner,
+                        [here],
+                        self.known_s,
+                        partial(self.timer.skips, until),
+                        min((each.cost.time_s for each in self.honed), default=math.inf),
+                    ),
+                ]
 
     def fill(self, until: float) -> None:
         """Let the fastest solutions run fewer blocks again, as far as memory allows."""
@@ -202,11 +228,20 @@ class Look:
         return first.solution.bound_s < self.known_s * (1 - CLOSE)
 
     def _solved(self, first: Candidate, until: float) -> Candidate:
-        """The solution by integer programming, in the time until `until`; where that does not fit, the glance with the tighter bound."""
+        """The solution by integer programming, in the time until `until`; where that does not fit, the glance with the
+        tighter bound."""
         request = self.planner.request
-        solution = ilp.search(first.model.problem, time_limit_s=until - time.monotonic(), seed=request.seed, start=first.solution.choice, cutoff_s=self.known_s, gap=CLOSE)
+        solution = ilp.search(
+            first.model.problem,
+            time_limit_s=until - time.monotonic(),
+            seed=request.seed,
+            start=first.solution.choice,
+            cutoff_s=self.known_s,
+            gap=CLOSE,
+        )
         here = self.planner.counted(first.refined(solution))
-        if here.peak > request.limit_bytes:  # the Problem does not count temporaries, for which the glance happened to leave room
+        # the Problem does not count temporaries, for which the glance happened to leave room
+        if here.peak > request.limit_bytes:
             return replace(first, solution=replace(first.solution, bound_s=here.solution.bound_s))
         return here
 
@@ -218,14 +253,21 @@ def _nearest(among: Sequence[Candidate], known_s: float) -> list[Candidate]:
 
 def _unfolded(seen: Sequence[Candidate], known_s: float, meshes: Sequence[Mesh]) -> list[Mesh]:
     """The unfolded meshes of the candidates that may become the fastest, without those in `meshes`."""
-    return [sizes for sizes in dict.fromkeys(unfolded(c.mesh) for c in _nearest(seen, known_s)) if sizes is not None and sizes not in meshes]
+    return [
+        sizes
+        for sizes in dict.fromkeys(unfolded(c.mesh) for c in _nearest(seen, known_s))
+        if sizes is not None and sizes not in meshes
+    ]
 
 
-def _honed(planner: Planner, fit: Sequence[Candidate], known_s: float, skips: Callable[[], bool], least_s: float = math.inf) -> list[Candidate]:
-    """The candidates that may become the fastest, honed: the Problem's linear prices do not see which collectives hide in which pass.
+def _honed(
+    planner: Planner, fit: Sequence[Candidate], known_s: float, skips: Callable[[], bool], least_s: float = math.inf
+) -> list[Candidate]:
+    """The candidates that may become the fastest, honed: the Problem's linear prices do not see which collectives hide
+    in which pass.
 
-    Once some honed solution takes `least_s`, the others are honed only if one tangent step promises to get below that; where their bound
-    is below `least_s`, to come close (CLOSE) is enough.
+    Once some honed solution takes `least_s`, the others are honed only if one tangent step promises to get below that;
+    where their bound is below `least_s`, to come close (CLOSE) is enough.
     """
     honed: list[Candidate] = []
     for each in _nearest(fit, known_s):

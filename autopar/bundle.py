@@ -45,7 +45,8 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(frozen=True)
 class Bundle:
-    """`constants` are the tensors that the source names but no checkpoint holds (rope tables, buffers' first values)."""
+    """`constants` are the tensors that the source names but no checkpoint holds (rope tables, buffers' first
+    values)."""
 
     plan: Plan
     source: str
@@ -60,7 +61,8 @@ class Bundle:
         return space
 
     def build(self, weights: Mapping[str, torch.Tensor] | None = None, *, seed: int = 0) -> ShardedModule:
-        """The module on this rank, filled from whole `weights` by original name, or with parameters nan. What it draws at random follows from `seed`, one for all ranks.
+        """The module on this rank, filled from whole `weights` by original name, or with parameters nan. What it draws
+        at random follows from `seed`, one for all ranks.
 
         Raises RunError when the ranks do not fit the plan, the weights the model, or where a constant has no value.
         """
@@ -69,8 +71,9 @@ class Bundle:
         return module if weights is None else module.load_full(weights, strict=False)
 
     def save(self, folder: Path) -> Path:
-        """Write the files into `folder`. A new folder appears with all of them; in one that is there each is replaced in one move, so that a reader finds the older plan, this one,
-        or files that `load` refuses because they do not belong together; nothing else in it is touched. Ranks may all save to one folder at once, or only one of them.
+        """Write the files into `folder`. A new folder appears with all of them; in one that is there each is replaced
+        in one move, so that a reader finds the older plan, this one, or files that `load` refuses because they do not
+        belong together; nothing else in it is touched. Ranks may all save to one folder at once, or only one of them.
 
         Raises PlanError where that would replace what is no saved plan, or the folder cannot be written to.
         """
@@ -93,14 +96,25 @@ class Bundle:
         (folder / PLAN).write_text(plan.to_json(), encoding="utf-8")
         (folder / SOURCE).write_text(self.source, encoding="utf-8")
         (folder / constants.NAME).write_bytes(constants.packed(self.constants, plan.digest))
-        (folder / README).write_text(_README.format(
-            model=plan.model, cluster=plan.cluster.get("name"), mesh="x".join(map(str, plan.mesh)), strategy=plan.strategy,
-            step=seconds(plan.predicted.step_s), ranks=plan.ranks, folder=name, runs="one training step" if plan.mode == "train" else "one forward",
-            again=f"\nBlocks that are run again in the backward: {plan.run_again}." if plan.run_again else ""), encoding="utf-8")
+        (folder / README).write_text(
+            _README.format(
+                model=plan.model,
+                cluster=plan.cluster.get("name"),
+                mesh="x".join(map(str, plan.mesh)),
+                strategy=plan.strategy,
+                step=seconds(plan.predicted.step_s),
+                ranks=plan.ranks,
+                folder=name,
+                runs="one training step" if plan.mode == "train" else "one forward",
+                again=f"\nBlocks that are run again in the backward: {plan.run_again}." if plan.run_again else "",
+            ),
+            encoding="utf-8",
+        )
 
     @staticmethod
     def load(folder: Path) -> Bundle:
-        """Read a folder that `save` wrote. Raises PlanError when a file is missing, cannot be read, or is of another plan."""
+        """Read a folder that `save` wrote. Raises PlanError when a file is missing, cannot be read, or is of another
+        plan."""
         missing = [name for name in (PLAN, SOURCE, constants.NAME) if not (folder / name).is_file()]
         if missing:
             raise PlanError(f"{folder} is no saved plan: {', '.join(missing)} missing; save one with Compiled.save")
@@ -125,7 +139,10 @@ def check_free(folder: Path) -> None:
     others = [name for name in FILES if name != PLAN and (folder / name).exists() and not own]
     folders = [name for name in FILES if (folder / name).is_dir()]
     if others or folders:
-        raise PlanError(f"{folder} has {', '.join(folders or others)} that {'is' if len(folders or others) == 1 else 'are'} of no saved plan and would be replaced; name another folder")
+        raise PlanError(
+            f"{folder} has {', '.join(folders or others)} that {'is' if len(folders or others) == 1 else 'are'} of no "
+            "saved plan and would be replaced; name another folder"
+        )
 
 
 def _moved(made: Path, folder: Path) -> bool:
@@ -141,7 +158,8 @@ def _moved(made: Path, folder: Path) -> bool:
 
 
 def _replace(made: Path, folder: Path, older: Path) -> None:
-    """Move the files of `made` over those of `folder`, in the order of FILES; where one cannot be moved, those before it are brought back from their copies in `older`."""
+    """Move the files of `made` over those of `folder`, in the order of FILES; where one cannot be moved, those before
+    it are brought back from their copies in `older`."""
     older.mkdir()
     there = [name for name in FILES if (folder / name).exists()]
     for name in there:

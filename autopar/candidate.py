@@ -22,10 +22,16 @@ class Candidate:
     solution: Solution
     cost: Cost
     remat: Levels = field(default_factory=dict)
-    again: Mapping[str, int] = field(default_factory=dict)  # by scope of `remat`: of how many blocks, where that is not all of them
-    peak_bytes: float | None = None  # of its fullest rank, by the memory walk (autopar.memory); None while that was not done
-    timed: Callable[[Model, tuple[int, ...]], Cost] = field(default=lambda model, choice: model.problem.evaluate(choice))  # what a solution costs as it runs
-    short: bool = False  # whether its Problem got a lower memory limit than the device has, to leave room for temporaries
+    # by scope of `remat`: of how many blocks, where that is not all of them
+    again: Mapping[str, int] = field(default_factory=dict)
+    # of its fullest rank, by the memory walk (autopar.memory); None while that was not done
+    peak_bytes: float | None = None
+    # what a solution costs as it runs
+    timed: Callable[[Model, tuple[int, ...]], Cost] = field(
+        default=lambda model, choice: model.problem.evaluate(choice)
+    )
+    # whether its Problem got a lower memory limit than the device has, to leave room for temporaries
+    short: bool = False
 
     @property
     def peak(self) -> float:
@@ -35,12 +41,13 @@ class Candidate:
 
     @property
     def counted_bytes(self) -> float:
-        """Bytes per device as its Problem counts them, which is without temporaries (what lives within an operator or between two of them)."""
+        """Bytes per device as its Problem counts them, which is without temporaries (what lives within an operator or
+        between two of them)."""
         return self.model.problem.price(self.solution.choice).memory_bytes
 
     def refined(self, solution: Solution) -> Candidate:
-        """The same Problem with another solution. Where the Problem was given less memory than the device has, its bound does not hold for all
-        plans that fit, so the bound of this Candidate is kept."""
+        """The same Problem with another solution. Where the Problem was given less memory than the device has, its
+        bound does not hold for all plans that fit, so the bound of this Candidate is kept."""
         proven = replace(solution, bound_s=self.solution.bound_s) if self.short else solution
         return replace(self, solution=proven, cost=self.timed(self.model, solution.choice))
 

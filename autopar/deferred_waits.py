@@ -1,6 +1,8 @@
-"""When work in the background is waited for: reduce-scatters of whole gradients, and sums of them over replicas. The bytes that it holds are bounded.
+"""When work in the background is waited for: reduce-scatters of whole gradients, and sums of them over replicas. The
+bytes that it holds are bounded.
 
-One rule, shared by what runs (runtime.gradsync), its simulation (simulate.rank) and its memory (memory.backward, memory.buckets).
+One rule, shared by what runs (runtime.gradsync), its simulation (simulate.rank) and its memory (memory.backward,
+memory.buckets).
 """
 
 from __future__ import annotations
@@ -37,14 +39,16 @@ BUCKETS = 2
 
 
 class Queue(Generic[Kind]):
-    """Background work, oldest first. Each entry belongs to a unit (a block); what the current unit has added is never waited for.
+    """Background work, oldest first. Each entry belongs to a unit (a block); what the current unit has added is never
+    waited for.
 
-    An entry on its last part is waited for once more than `limit_bytes` were added behind it. A block's scatters can thus hide under the
-    whole backward of the next one, and hardly more than one block's whole gradients are held.
+    An entry on its last part is waited for once more than `limit_bytes` were added behind it. A block's scatters can
+    thus hide under the whole backward of the next one, and hardly more than one block's whole gradients are held.
 
-    An entry with another part to begin goes on earlier: once the bytes behind it exceed both what its unit has added and the largest entry
-    in front of it, and at least SOON * `limit_bytes`. Each part of a small block then has the time of one block, instead of all being left
-    for the end of the backward. The next part joins the end of the queue, as work of the current unit.
+    An entry with another part to begin goes on earlier: once the bytes behind it exceed both what its unit has added
+    and the largest entry in front of it, and at least SOON * `limit_bytes`. Each part of a small block then has the
+    time of one block, instead of all being left for the end of the backward. The next part joins the end of the queue,
+    as work of the current unit.
     """
 
     def __init__(self, limit_bytes: float) -> None:
@@ -67,7 +71,8 @@ class Queue(Generic[Kind]):
             self._go_on(0)
 
     def drop(self) -> None:
-        """Abandon all entries. Their current parts are still waited for: they are collectives, in which the other ranks take part."""
+        """Abandon all entries. Their current parts are still waited for: they are collectives, in which the other ranks
+        take part."""
         while self.waiting:
             self.waiting.popleft()[0].wait()
 
@@ -76,7 +81,11 @@ class Queue(Generic[Kind]):
         behind_bytes, largest_bytes = sum(late.nbytes for late, _ in self.waiting), 0.0
         for number, (late, unit) in enumerate(self.waiting):
             behind_bytes -= late.nbytes
-            needed_bytes = min(self.limit_bytes, max(SOON * self.limit_bytes, unit.nbytes, largest_bytes)) if late.more else self.limit_bytes
+            needed_bytes = (
+                min(self.limit_bytes, max(SOON * self.limit_bytes, unit.nbytes, largest_bytes))
+                if late.more
+                else self.limit_bytes
+            )
             if unit is not self._unit and behind_bytes > needed_bytes:
                 return number
             largest_bytes = max(largest_bytes, late.nbytes)

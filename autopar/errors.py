@@ -18,8 +18,8 @@ class CaptureError(AutoparError):
 
 
 class InfeasibleError(AutoparError, ValueError):
-    """No plan satisfies the constraints, usually device memory; `missing_bytes` per device where that is what is short. Where none was found that fits, and one may be,
-    it takes `bound_s` seconds at least."""
+    """No plan satisfies the constraints, usually device memory; `missing_bytes` per device where that is what is short.
+    Where none was found that fits, and one may be, it takes `bound_s` seconds at least."""
 
     def __init__(self, message: str, missing_bytes: float | None = None) -> None:
         super().__init__(message)

@@ -38,9 +38,9 @@ NO_GRAD: Entry = "-"  # the gradient entry of a value that has no gradient
 class Step:
     """One collective (or local operation) of a reshard, on one mesh axis.
 
-    `kind` is all_gather, all_reduce, reduce_scatter, all_to_all, broadcast (from the one coordinate that has the value),
-    slice (keep the own chunk; for O<c>, keep all on c and nothing elsewhere) or mask (a partial sum that is the value on one
-    coordinate, 0 or that of O<c>, and zeros elsewhere). `before` and `after` are whole layouts.
+    `kind` is all_gather, all_reduce, reduce_scatter, all_to_all, broadcast (from the one coordinate that has the
+    value), slice (keep the own chunk; for O<c>, keep all on c and nothing elsewhere) or mask (a partial sum that is the
+    value on one coordinate, 0 or that of O<c>, and zeros elsewhere). `before` and `after` are whole layouts.
     """
 
     kind: str
@@ -52,14 +52,17 @@ class Step:
 MOST_SECTIONS, DIGITS = 1 << 20, 18
 """Side by side in one dim, and digits of a number in a layout: beyond, no tensor has them."""
 BUCKET_BYTES = 25_000_000
-"""Tensors that take the same step at once (gradients that are summed, weights that are gathered once per step) travel in flat buckets of
-about so many bytes, as in torch's DistributedDataParallel (bucket_cap_mb=25): large enough to fill a link. What is larger goes alone."""
+"""Tensors that take the same step at once (gradients that are summed, weights that are gathered once per step) travel
+in flat buckets of about so many bytes, as in torch's DistributedDataParallel (bucket_cap_mb=25): large enough to fill a
+link. What is larger goes alone."""
 LOCAL = ("slice", "mask")
 """Kinds of steps that a rank does on its own."""
 SOON = 0.1
-"""Of the bytes that are on their way at a time: so much of what is small takes a next collective together. It waits for the one before, and with it what computes."""
+"""Of the bytes that are on their way at a time: so much of what is small takes a next collective together. It waits for
+the one before, and with it what computes."""
 LEAVES_AHEAD = 2
-"""Buckets of leaves that are gathered before they are needed: the one in use may be copied while the next ones travel."""
+"""Buckets of leaves that are gathered before they are needed: the one in use may be copied while the next ones
+travel."""
 
 
 def parse(text: str) -> Layout:
@@ -143,7 +146,10 @@ def _parts(entry: Entry) -> tuple[int | None, tuple[int, ...]]:
             sections = tuple(map(int, weights)) if len(weights) > 1 else (1,) * int(weights[0])
             if len(sections) > 1:
                 return int(head[1:]), sections
-    raise LayoutError(f"{entry!r} is not a layout entry; expected R, P, Pmax, Pmin, O1, S0, S2/3 (of at most {MOST_SECTIONS} sections) or S2/4:1:1")
+    raise LayoutError(
+        f"{entry!r} is not a layout entry; expected R, P, Pmax, Pmin, O1, S0, S2/3 (of at most {MOST_SECTIONS} "
+        "sections) or S2/4:1:1"
+    )
 
 
 def _number(text: str) -> bool:
@@ -223,14 +229,15 @@ def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int], coor
 
 @cache
 def most_elements(shape: tuple[int, ...], layout: Layout, sizes: tuple[int, ...]) -> int:
-    """The elements on the rank that holds the most of a tensor of `shape`: the first of every axis that cuts it, because later
-    chunks are never longer."""
+    """The elements on the rank that holds the most of a tensor of `shape`: the first of every axis that cuts it,
+    because later chunks are never longer."""
     cut = tuple(e if is_shard(e) else "R" for e in layout)
     return math.prod(local_shape(shape, cut, sizes, (0,) * len(sizes)))
 
 
 def fits(shape: Sequence[int], layout: Layout, sizes: Sequence[int], even_dims: Sequence[int] = ()) -> bool:
-    """Whether a tensor of `shape` can lie so: every section divides evenly, dims in `even_dims` too, no rank is forced empty."""
+    """Whether a tensor of `shape` can lie so: every section divides evenly, dims in `even_dims` too, no rank is forced
+    empty."""
     if not consistent(layout):
         return False
     for dim, size in enumerate(shape):
@@ -271,7 +278,9 @@ def steps(src: Layout, dst: Layout, sizes: tuple[int, ...]) -> tuple[Step, ...]:
     if len(changed) == 1 and sizes[changed[0]] > 1 and (kind := _kind(src, dst, changed[0])):
         return (Step(kind, changed[0], src, dst),)  # one collective on one axis: no way round is cheaper
     queue: list[tuple[float, int, Layout, tuple[Step, ...]]] = [(0.0, 0, src, ())]
-    via = [tuple(dict.fromkeys((a, b, "R") if n == 1 else ("R", a, b))) for a, b, n in zip(src, dst, sizes, strict=True)]
+    via = [
+        tuple(dict.fromkeys((a, b, "R") if n == 1 else ("R", a, b))) for a, b, n in zip(src, dst, sizes, strict=True)
+    ]
     done: dict[Layout, None] = {}
     tie = 0
     while queue:
@@ -291,9 +300,9 @@ def steps(src: Layout, dst: Layout, sizes: tuple[int, ...]) -> tuple[Step, ...]:
 def legs(parts: Sequence[Part], moves: Callable[[Part], bool]) -> list[tuple[Part, ...]]:
     """The parts of a way, cut behind each that `moves` between ranks; the last leg moves nothing and may be empty.
 
-    The one rule of what of the ways of weights and of their gradients is in the background: the collective that ends a leg. It begins when the
-    one of the leg before is over and what is local behind that is done. Work in between hides it; local parts are work. `parts` are steps in the
-    runtime, seconds in prices and in the simulator.
+    The one rule of what of the ways of weights and of their gradients is in the background: the collective that ends a
+    leg. It begins when the one of the leg before is over and what is local behind that is done. Work in between hides
+    it; local parts are work. `parts` are steps in the runtime, seconds in prices and in the simulator.
     """
     found: list[list[Part]] = [[]]
     for part in parts:
@@ -314,7 +323,8 @@ def crosses(step: Step, sizes: Sequence[int]) -> bool:
 
 
 def _moves(here: Layout, via: Sequence[tuple[Entry, ...]], sizes: tuple[int, ...]) -> list[tuple[Step, float]]:
-    """The steps from `here` that bring one axis to another of its entries in `via`, with the share of the tensor that a rank receives."""
+    """The steps from `here` that bring one axis to another of its entries in `via`, with the share of the tensor that a
+    rank receives."""
     out = []
     for axis, entry in enumerate(here):
         if sizes[axis] == 1:
@@ -328,19 +338,26 @@ def _moves(here: Layout, via: Sequence[tuple[Entry, ...]], sizes: tuple[int, ...
 
 @cache
 def _move(here: Layout, axis: int, target: Entry, sizes: tuple[int, ...]) -> tuple[Step, float] | None:
-    """The one collective that brings `axis` to `target`, with the share of the tensor that a rank receives; None where there is none."""
+    """The one collective that brings `axis` to `target`, with the share of the tensor that a rank receives; None where
+    there is none."""
     after = _put(here, axis, target)
     kind = _kind(here, after, axis)
     if kind is None:
         return None
     n = sizes[axis]
     held = fraction(here, sizes) * (n - 1) / n
-    weight = {"all_gather": held * n, "all_reduce": 2 * held, "reduce_scatter": held, "all_to_all": held, "broadcast": held}
+    weight = {
+        "all_gather": held * n,
+        "all_reduce": 2 * held,
+        "reduce_scatter": held,
+        "all_to_all": held,
+        "broadcast": held,
+    }
     return Step(kind, axis, here, after), weight.get(kind, 1e-6)
 
 
 def _put(layout: Layout, axis: int, entry: Entry) -> Layout:
-    return (*layout[:axis], entry, *layout[axis + 1:])
+    return (*layout[:axis], entry, *layout[axis + 1 :])
 
 
 @cache

@@ -21,11 +21,13 @@ from autopar.text import near, times
 from autopar.timer import Timer
 
 FULL = 0.9  # share of the memory limit: a plan that uses more may be slower than it would be with more memory
-RECIPE_S = 0.6  # seconds at most to solve one recipe on one mesh; the choices that a recipe leaves open hardly change its step time
+# seconds at most to solve one recipe on one mesh; the choices that a recipe leaves open hardly change its step time
+RECIPE_S = 0.6
 
 
 def meshes_for(recipe: Recipe, cluster: Cluster, fixed: tuple[int, ...] | None) -> list[tuple[int, ...]]:
-    """The meshes on which a recipe is tried: `fixed` if the recipe can use it, else three for each number of axes that the recipe allows."""
+    """The meshes on which a recipe is tried: `fixed` if the recipe can use it, else three for each number of axes that
+    the recipe allows."""
     if fixed is not None:
         return [fixed] if recipe.roles_on(len(fixed)) else []
     meshes = cluster.meshes(max_axes=max(1, len(recipe.roles)))
@@ -34,40 +36,56 @@ def meshes_for(recipe: Recipe, cluster: Cluster, fixed: tuple[int, ...] | None) 
 
 
 def undivided(program: Program, recipe: Recipe, sizes: tuple[int, ...]) -> str:
-    """Why a recipe that splits samples cannot split the batch on a mesh; empty where it can, where it splits none, or no input has a batch."""
-    ways = math.prod(size for role, size in zip(recipe.roles_on(len(sizes)), sizes, strict=True) if role in roles.BY_SAMPLE)
+    """Why a recipe that splits samples cannot split the batch on a mesh; empty where it can, where it splits none, or
+    no input has a batch."""
+    ways = math.prod(
+        size for role, size in zip(recipe.roles_on(len(sizes)), sizes, strict=True) if role in roles.BY_SAMPLE
+    )
     batches = [op.call.outs[0].sizes[0] for op in program.ops.values() if op.role == "input" and 0 in op.batch[0]]
     if not batches or not all(size % ways for size in batches):
         return ""
     size = batches[0]
-    return (f"recipe {recipe.name} splits the samples over {ways} ranks (mesh {times(sizes)}), and a batch of {size} does not divide by {ways}: "
-            f"use a batch of {divisible(size, ways)}, another mesh or another recipe")
+    return (
+        f"recipe {recipe.name} splits the samples over {ways} ranks (mesh {times(sizes)}), and a batch of {size} does "
+        f"not divide by {ways}: use a batch of {divisible(size, ways)}, another mesh or another recipe"
+    )
 
 
 def refused_meshes(planner: Planner, recipe: Recipe) -> dict[tuple[int, ...], str]:
-    """The meshes on which a recipe that was asked for is tried, each with why it cannot split the batch there, empty where it can.
+    """The meshes on which a recipe that was asked for is tried, each with why it cannot split the batch there, empty
+    where it can.
 
     Raises PlanError where there are none, or where it can on none.
     """
     request = planner.request
-    refused = {sizes: undivided(planner.program, recipe, sizes) for sizes in meshes_for(recipe, request.cluster, request.mesh)}
+    refused = {
+        sizes: undivided(planner.program, recipe, sizes) for sizes in meshes_for(recipe, request.cluster, request.mesh)
+    }
     if not refused:
-        raise PlanError(f"recipe {recipe.name} needs a mesh of {len(recipe.roles)} {'axis' if len(recipe.roles) == 1 else 'axes'}{' or fewer' * recipe.fewer}, got {request.mesh}")
+        raise PlanError(
+            f"recipe {recipe.name} needs a mesh of {len(recipe.roles)} "
+            f"{'axis' if len(recipe.roles) == 1 else 'axes'}{' or fewer' * recipe.fewer}, got {request.mesh}"
+        )
     if all(refused.values()):
         raise PlanError(next(iter(refused.values())))
     return refused
 
 
 def best_named(planner: Planner, timer: Timer, *, fits: bool) -> tuple[Candidate | None, list[Alternative]]:
-    """Price the recipes, or only the one that was asked for: the best Candidate, and an Alternative for each recipe and mesh.
+    """Price the recipes, or only the one that was asked for: the best Candidate, and an Alternative for each recipe and
+    mesh.
 
-    Recipes are skipped once time is up, unless no plan that fits is known (`fits`) or found yet. Those that split samples, and with them all of the work, come first: where there is time
-    for one alone, it is no baseline that computes everything on every rank. Raises PlanError for an unknown recipe, and for one that the model or the mesh cannot use.
+    Recipes are skipped once time is up, unless no plan that fits is known (`fits`) or found yet. Those that split
+    samples, and with them all of the work, come first: where there is time for one alone, it is no baseline that
+    computes everything on every rank. Raises PlanError for an unknown recipe, and for one that the model or the mesh
+    cannot use.
     """
     request = planner.request
     if request.recipe is not None and request.recipe not in RECIPES:
         known = (*RECIPES, *PIPELINES, *OFFLOADS)
-        raise PlanError(f"unknown recipe {request.recipe!r}; known are {', '.join(known)}{near(str(request.recipe), known)}")
+        raise PlanError(
+            f"unknown recipe {request.recipe!r}; known are {', '.join(known)}{near(str(request.recipe), known)}"
+        )
     asked = [RECIPES[request.recipe]] if request.recipe else [r for r in RECIPES.values() if r.fits(planner.program)]
     best: Candidate | None = None
     tried: list[Alternative] = []
@@ -89,17 +107,23 @@ def best_named(planner: Planner, timer: Timer, *, fits: bool) -> tuple[Candidate
                 continue
             found = filled(planner, found, best.cost.time_s if best is not None else math.inf)
             tried.append(Alternative(recipe.name, sizes, found.cost.time_s, found.peak))
-            best = min((one for one in (best, found) if one is not None), key=lambda one: (one.cost.time_s, order[one.name]))  # all are equally fast on one device
+            # all are equally fast on one device
+            best = min(
+                (one for one in (best, found) if one is not None), key=lambda one: (one.cost.time_s, order[one.name])
+            )
     return best, sorted(tried, key=lambda row: order[row.name])
 
 
 def _priced(planner: Planner, recipe: Recipe, sizes: tuple[int, ...], limit_s: float) -> Candidate:
-    """A recipe on one mesh. One that is not short of memory is noted in `planner.settled`: running blocks again would not make it faster.
+    """A recipe on one mesh. One that is not short of memory is noted in `planner.settled`: running blocks again would
+    not make it faster.
 
     Raises InfeasibleError where it does not fit.
     """
     planner.request.say(f"recipe {recipe.name} on {times(sizes)}")
-    found = planner.candidate(sizes, recipe.roles_on(len(sizes)), recipe.name, partial(ilp.search, time_limit_s=limit_s))
+    found = planner.candidate(
+        sizes, recipe.roles_on(len(sizes)), recipe.name, partial(ilp.search, time_limit_s=limit_s)
+    )
     if found.peak < FULL * planner.request.limit_bytes:
         planner.settled.add((recipe.name, sizes))
     return found

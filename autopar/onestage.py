@@ -45,7 +45,8 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
 def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, timer: Timer | None = None, **about: Any) -> Plan:
     """As `plan`, with the graph that `planner` has read and the prices that it has cached.
 
-    `elsewhere` are the pipelines that these plans compete with, if there are any. Without a `timer` the time limit is the request's.
+    `elsewhere` are the pipelines that these plans compete with, if there are any. Without a `timer` the time limit is
+    the request's.
     """
     timer = timer or Timer(planner.request.time_limit_s)
     check_mesh(planner.request)
@@ -57,8 +58,11 @@ def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, timer: Timer
         raise InfeasibleError(_shortfall(planner, tried), missing_bytes=min(planner.missing_bytes, default=None))
     about = {**about, "notes": (*about.get("notes", ()), *best.notes)}
     free = planner.request.remat == "auto"
-    proven_s = min(level.bound_s for level in levels.looked) if levels.closed and not (free and best.found.remat) else 0.0
-    # a bound holds for plans of one level: where results may be kept otherwise, or only some of the blocks run again, nothing is proven
+    proven_s = (
+        min(level.bound_s for level in levels.looked) if levels.closed and not (free and best.found.remat) else 0.0
+    )
+    # a bound holds for plans of one level: where results may be kept otherwise, or only some of the blocks run again,
+    # nothing is proven
     made = finish(planner, best.found, proven_s, tried, about)
     return replace(made, notes=timer.noted(made.notes))
 
@@ -67,8 +71,9 @@ def plan_with(planner: Planner, elsewhere: Elsewhere | None = None, timer: Timer
 class _Level:
     """The plans at one level of rematerialisation.
 
-    `recipe` is the best named strategy, `tried` has a row for each; `look` is the state of the free search; `partly` the best plan that runs
-    only some blocks again. After `finish`, `found` is the best of all, with `notes` for the plan and a bound in seconds (`bound_s`).
+    `recipe` is the best named strategy, `tried` has a row for each; `look` is the state of the free search; `partly`
+    the best plan that runs only some blocks again. After `finish`, `found` is the best of all, with `notes` for the
+    plan and a bound in seconds (`bound_s`).
     """
 
     name: str
@@ -96,22 +101,28 @@ class _Level:
         return _seconds(self.fastest)
 
     def begin(self, alone_s: float) -> None:
-        """Glance at all meshes, given the fastest known step of one stage, `alone_s`. Where none is known yet, the recipes are priced first."""
+        """Glance at all meshes, given the fastest known step of one stage, `alone_s`. Where none is known yet, the
+        recipes are priced first."""
         if math.isinf(alone_s) or not looks(self.planner.request):
             self.name_recipes(alone_s)
         if looks(self.planner.request):
-            self.look = first_look(self.planner, searched_meshes(self.planner), self.timer, min(alone_s, self.fastest_s), self.elsewhere)
+            self.look = first_look(
+                self.planner, searched_meshes(self.planner), self.timer, min(alone_s, self.fastest_s), self.elsewhere
+            )
             if self.remat and self.planner.request.remat == "auto":
                 self.run_partly_again(alone_s)
 
     def run_partly_again(self, alone_s: float) -> None:
-        """Search the best meshes for plans that run only as many blocks again as memory requires, with choices made for that (partial_remat.by_bytes).
+        """Search the best meshes for plans that run only as many blocks again as memory requires, with choices made for
+        that (partial_remat.by_bytes).
 
-        Takes no more than half of the whole time limit, unless no plan that fits is known yet. If then no mesh has a glance either, it goes
-        through all of them.
+        Takes no more than half of the whole time limit, unless no plan that fits is known yet. If then no mesh has a
+        glance either, it goes through all of them.
         """
         seen = sorted(self.look.seen, key=lambda first: first.cost.time_s) if self.look is not None else []
-        for sizes in [first.mesh.sizes for first in seen[:MOST_HONED]] or (searched_meshes(self.planner) if math.isinf(alone_s) else []):
+        for sizes in [first.mesh.sizes for first in seen[:MOST_HONED]] or (
+            searched_meshes(self.planner) if math.isinf(alone_s) else []
+        ):
             below_s = min(alone_s, self.fastest_s)
             if below_s < math.inf and self.timer.skips(self.timer.ends_at - self.timer.limit_s / 2):
                 return
@@ -122,11 +133,15 @@ class _Level:
     def name_recipes(self, alone_s: float) -> None:
         """Price the recipes."""
         self.recipe, tried = best_named(self.planner, self.timer, fits=min(alone_s, self.fastest_s) < math.inf)
-        self.tried = tried if self.name == self.planner.request.remat_level else [replace(one, name=f"{one.name}, {self.name} remat") for one in tried]
+        self.tried = (
+            tried
+            if self.name == self.planner.request.remat_level
+            else [replace(one, name=f"{one.name}, {self.name} remat") for one in tried]
+        )
 
     def finish(self, alone_s: float, until: float) -> None:
-        """Complete the recipes and the search, and set `found`, `notes` and `bound_s`. `alone_s` is the fastest known step of one stage; where
-        pipelines are yet to be searched, nothing is begun after `until` (time.monotonic)."""
+        """Complete the recipes and the search, and set `found`, `notes` and `bound_s`. `alone_s` is the fastest known
+        step of one stage; where pipelines are yet to be searched, nothing is begun after `until` (time.monotonic)."""
         planner, request = self.planner, self.planner.request
         planner.remat, found = self.remat, None
         if self.tried is None:
@@ -136,17 +151,19 @@ class _Level:
         elif request.recipe is None:
             found, self.bound_s = run_search(planner, self.timer)
             found = filled(planner, found) if found is not None else None
-        found = min((one for one in (found, self.partly) if one is not None), key=lambda one: one.cost.time_s, default=None)
+        found = min(
+            (one for one in (found, self.partly) if one is not None), key=lambda one: one.cost.time_s, default=None
+        )
         self.found, self.notes = _simplest(found, self.recipe)
 
 
 @dataclass(eq=False)
 class _Levels:
-    """The levels of rematerialisation, tried in order while they promise something: those that were `looked` at, and a row in `full` for each
-    at which nothing fits.
+    """The levels of rematerialisation, tried in order while they promise something: those that were `looked` at, and a
+    row in `full` for each at which nothing fits.
 
-    While devices are short of memory, the next level is glanced at before anything is solved, so that there is a good answer early. Then the
-    levels are finished, the most promising first.
+    While devices are short of memory, the next level is glanced at before anything is solved, so that there is a good
+    answer early. Then the levels are finished, the most promising first.
     """
 
     planner: Planner
@@ -154,7 +171,8 @@ class _Levels:
     timer: Timer
     looked: list[_Level] = field(default_factory=list)
     full: list[Alternative] = field(default_factory=list)
-    roomy: bool = False  # whether devices turned out not to be short of memory, so that more rematerialisation gains nothing
+    # whether devices turned out not to be short of memory, so that more rematerialisation gains nothing
+    roomy: bool = False
 
     @property
     def closed(self) -> bool:
@@ -185,7 +203,11 @@ class _Levels:
     @property
     def fastest(self) -> Candidate | None:
         """The fastest Candidate so far that fits, of all levels."""
-        return min((level.fastest for level in self.looked if level.fastest is not None), key=lambda one: one.cost.time_s, default=None)
+        return min(
+            (level.fastest for level in self.looked if level.fastest is not None),
+            key=lambda one: one.cost.time_s,
+            default=None,
+        )
 
     @property
     def fastest_s(self) -> float:
@@ -218,8 +240,8 @@ def _seconds(found: Candidate | None) -> float:
 
 
 def beating(planner: Planner, known_s: float, open_: Sequence[str], timer: Timer, **about: Any) -> Plan:
-    """A plan of the free search that is faster than `known_s`, at the first of the levels `open_` that has one. Raises InfeasibleError where none
-    that fits is faster."""
+    """A plan of the free search that is faster than `known_s`, at the first of the levels `open_` that has one. Raises
+    InfeasibleError where none that fits is faster."""
     for level in _fitting(planner, open_, []):
         short = len(planner.missing_bytes)
         found, bound_s = first_look(planner, searched_meshes(planner), timer, known_s, nowhere()).finished(known_s)
@@ -231,24 +253,33 @@ def beating(planner: Planner, known_s: float, open_: Sequence[str], timer: Timer
 
 
 def _fitting(planner: Planner, among: Sequence[str], tried: list[Alternative]) -> Iterator[str]:
-    """The levels of `among` at which something may fit; `planner` prices at a level while it is the current one. The others get a row in `tried`.
-    A level that the user asked for is always tried: its plans say how much memory each lacks."""
+    """The levels of `among` at which something may fit; `planner` prices at a level while it is the current one. The
+    others get a row in `tried`. A level that the user asked for is always tried: its plans say how much memory each
+    lacks."""
     request = planner.request
     for level in among:
         planner.remat = planner.levels(level)
         if len(planner.open_levels) > 1 and (over := planner.least_bytes() - request.limit_bytes) > 0:
             planner.missing_bytes.append(over)
-            tried.append(Alternative(f"{'no' if level == 'none' else level} remat", (request.cluster.devices,), None, None,
-                                     f"cut evenly over all devices it is {gibibytes(over)} per device over the limit"))
+            tried.append(
+                Alternative(
+                    f"{'no' if level == 'none' else level} remat",
+                    (request.cluster.devices,),
+                    None,
+                    None,
+                    f"cut evenly over all devices it is {gibibytes(over)} per device over the limit",
+                )
+            )
             continue
         yield level
 
 
 def _short_of_memory(planner: Planner, best: Candidate) -> bool:
-    """Whether the best plan's mesh would have a faster plan (by more than prices tell apart) if devices had more memory.
+    """Whether the best plan's mesh would have a faster plan (by more than prices tell apart) if devices had more
+    memory.
 
-    Decided by the Problem of the free search on that mesh, also where `best` is a recipe that competes with the search. Its fastest solution
-    without a limit is walked too: it may fit by what the Problem counts, and not as it runs.
+    Decided by the Problem of the free search on that mesh, also where `best` is a recipe that competes with the search.
+    Its fastest solution without a limit is walked too: it may fit by what the Problem counts, and not as it runs.
     """
     problem = best.model.problem
     room_bytes = FULL * problem.memory_limit_bytes  # may be less than the device has, to leave room for temporaries
@@ -262,10 +293,13 @@ def _short_of_memory(planner: Planner, best: Candidate) -> bool:
     there = replace(best, model=roomy, solution=ilp.glance(roomy.problem, time_limit_s=GLANCE_S))
     if there.counted_bytes < room_bytes and planner.counted(there).peak <= planner.request.limit_bytes:
         return False  # `best` may be slower by its Problem, but not for want of memory
-    return roomy.problem.price(there.solution.choice).time_s < problem.price(best.solution.choice).time_s * (1 - 2 * CLOSE)
+    return roomy.problem.price(there.solution.choice).time_s < problem.price(best.solution.choice).time_s * (
+        1 - 2 * CLOSE
+    )
 
 
-SIMPLER = 0.005  # relative: below this a difference is inside the error of the prices, and a recipe is easier to live with
+# relative: below this a difference is inside the error of the prices, and a recipe is easier to live with
+SIMPLER = 0.005
 
 
 def _simplest(found: Candidate | None, recipe: Candidate | None) -> tuple[Candidate | None, tuple[str, ...]]:
@@ -277,8 +311,10 @@ def _simplest(found: Candidate | None, recipe: Candidate | None) -> tuple[Candid
         return found, ()
     if searched_s >= named_s:
         return recipe, ()
-    return recipe, (f"{recipe.name} ({seconds(named_s)}) rather than what the search found ({seconds(searched_s)}): "
-                    f"prices do not tell {100 * (named_s / searched_s - 1):.2f} % apart",)
+    return recipe, (
+        f"{recipe.name} ({seconds(named_s)}) rather than what the search found ({seconds(searched_s)}): "
+        f"prices do not tell {100 * (named_s / searched_s - 1):.2f} % apart",
+    )
 
 
 def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:
@@ -291,15 +327,22 @@ def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:
     return "\n".join(lines)
 
 
-def finish(planner: Planner, best: Candidate, bound_s: float, tried: Sequence[Alternative], about: Mapping[str, Any]) -> Plan:
-    """The Plan of one priced answer. `bound_s` is a proven bound on the step (0: none), `tried` what else was priced, `about` the
-    Plan's fields model, graph_hash, source and notes."""
+def finish(
+    planner: Planner, best: Candidate, bound_s: float, tried: Sequence[Alternative], about: Mapping[str, Any]
+) -> Plan:
+    """The Plan of one priced answer. `bound_s` is a proven bound on the step (0: none), `tried` what else was priced,
+    `about` the Plan's fields model, graph_hash, source and notes."""
     cost = best.cost
     strategy = best.name if best.name != "search" else best.solution.strategy
     made = bare_plan(planner, best.mesh, best.model.decode(best.solution.choice), strategy, best.remat, best.again)
-    notes = (*([price(cost, best.plainly)] if best.remat else []), *tiling_notes(planner.program, made),
-             *rule_notes(planner.program, planner.request.rules))
+    notes = (
+        *([price(cost, best.plainly)] if best.remat else []),
+        *tiling_notes(planner.program, made),
+        *rule_notes(planner.program, planner.request.rules),
+    )
     about = {**about, "notes": (*about.get("notes", ()), *notes)}
     peak_bytes = predict(planner.program, made).peak_bytes if best.peak_bytes is None else best.peak_bytes
-    predicted = Predicted(cost.time_s, peak_bytes, cost.compute_s, cost.exposed_s, cost.hidden_s, min(bound_s, cost.time_s))
+    predicted = Predicted(
+        cost.time_s, peak_bytes, cost.compute_s, cost.exposed_s, cost.hidden_s, min(bound_s, cost.time_s)
+    )
     return replace(made, alternatives=tuple(tried), predicted=predicted, **about)

@@ -1,4 +1,5 @@
-"""The optimizers that a plan can name: what torch has for them, and how much state they keep. Plain data; costs and runtime go by it."""
+"""The optimizers that a plan can name: what torch has for them, and how much state they keep. Plain data; costs and
+runtime go by it."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A class of torch.optim with its options; `state`: values that it keeps per element of a parameter; `fused`: whether DTensors have its step
-    in one kernel, as plain tensors do (they have that of SGD, too)."""
+    """A class of torch.optim with its options; `state`: values that it keeps per element of a parameter; `fused`:
+    whether DTensors have its step in one kernel, as plain tensors do (they have that of SGD, too)."""
 
     torch_name: str
     state: int

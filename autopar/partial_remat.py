@@ -1,12 +1,14 @@
-"""Partial rematerialisation of a plan of one stage and one microbatch: which results blocks keep, and how many blocks are run again.
+"""Partial rematerialisation of a plan of one stage and one microbatch: which results blocks keep, and how many blocks
+are run again.
 
-A level (problem.remat.LEVELS) fixes what blocks keep and runs all of them again. In between, the first n of the N blocks of a run can be run
-again (`Stage.again`), and what they keep can be any corner of the trade-off of seconds against bytes (problem.remat_frontier). Running n blocks
-again is priced at n/N of the seconds that all N take, and saves n/N of the bytes. A plan has to fit by two counts: that of the Problem,
-interpolated so, and the walk over the program as it runs.
+A level (problem.remat.LEVELS) fixes what blocks keep and runs all of them again. In between, the first n of the N
+blocks of a run can be run again (`Stage.again`), and what they keep can be any corner of the trade-off of seconds
+against bytes (problem.remat_frontier). Running n blocks again is priced at n/N of the seconds that all N take, and
+saves n/N of the bytes. A plan has to fit by two counts: that of the Problem, interpolated so, and the walk over the
+program as it runs.
 
-`filled` does this for given choices. `by_bytes` also makes the choices: it solves a Problem without a memory limit in which every byte costs
-the seconds that running all blocks again would take to save it.
+`filled` does this for given choices. `by_bytes` also makes the choices: it solves a Problem without a memory limit in
+which every byte costs the seconds that running all blocks again would take to save it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ BETTER = 1e-9
 """Relative: smaller differences of seconds are rounding."""
 
 DEARER = (1.0, 4.0, 16.0)
-"""Factors on the price of a byte, tried in order: where memory is very short, choices that take fewer bytes have to be made."""
+"""Factors on the price of a byte, tried in order: where memory is very short, choices that take fewer bytes have to be
+made."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ Reruns = Mapping[str, Rerun]
 def filled(planner: Planner, found: Candidate, below_s: float = math.inf) -> Candidate:
     """`found`, or the same choices with fewer blocks run again or more results kept, as is fastest within memory.
 
-    Nothing is looked for where the user asked for a level of rematerialisation, or where no way could take less than `below_s`.
+    Nothing is looked for where the user asked for a level of rematerialisation, or where no way could take less than
+    `below_s`.
     """
     if not found.remat or planner.request.remat != "auto":
         return found
@@ -63,8 +67,8 @@ def filled(planner: Planner, found: Candidate, below_s: float = math.inf) -> Can
 def by_bytes(planner: Planner, sizes: tuple[int, ...], below_s: float, time_limit_s: float) -> Candidate | None:
     """The free search on a mesh with a price of bytes in place of a memory limit (see the module docstring), filled.
 
-    Higher prices (DEARER) follow while the result does not fit. None where nothing fits, or nothing may take less than `below_s`. Each Problem
-    is solved in at most `time_limit_s`.
+    Higher prices (DEARER) follow while the result does not fit. None where nothing fits, or nothing may take less than
+    `below_s`. Each Problem is solved in at most `time_limit_s`.
     """
     level = planner.model(sizes, space(sizes), "search")
     again, roomy = level.with_limit(math.inf).problem, level.plainly.with_limit(math.inf).problem.barred(level.problem)
@@ -74,7 +78,9 @@ def by_bytes(planner: Planner, sizes: tuple[int, ...], below_s: float, time_limi
         return None
     byte_s = max(0.0, more.time_s - less.time_s) / (less.memory_bytes - more.memory_bytes)
     for dear in DEARER:
-        filling = _Filling(planner, _whole(planner, level, ilp.glance(roomy.paid(dear * byte_s), time_limit_s=time_limit_s).choice))
+        filling = _Filling(
+            planner, _whole(planner, level, ilp.glance(roomy.paid(dear * byte_s), time_limit_s=time_limit_s).choice)
+        )
         if filling.plain_s >= below_s:
             return None
         if filling.fits(ways := filling.fastest()):
@@ -87,7 +93,15 @@ def _whole(planner: Planner, level: Model, choice: tuple[int, ...]) -> Candidate
     mesh, remat = level.prices.mesh, planner.levels("full")
     timed = partial(step_cost, forward=planner.forward(mesh))
     model = rematerialised(level.plainly, planner.forward(mesh), remat)
-    return Candidate("search", mesh, model.with_limit(planner.request.limit_bytes), Solution(choice, "ilp"), timed(model.with_limit(math.inf), choice), remat=remat, timed=timed)
+    return Candidate(
+        "search",
+        mesh,
+        model.with_limit(planner.request.limit_bytes),
+        Solution(choice, "ilp"),
+        timed(model.with_limit(math.inf), choice),
+        remat=remat,
+        timed=timed,
+    )
 
 
 @dataclass(eq=False)
@@ -119,15 +133,21 @@ class _Filling:
         return {scope: Rerun(tuple(kept), self._blocks(scope)) for scope, kept in self.found.remat.items()}
 
     def fastest(self) -> Reruns:
-        """The fastest Reruns that fit, found greedily: run after run, each of which takes what room the runs before it leave.
+        """The fastest Reruns that fit, found greedily: run after run, each of which takes what room the runs before it
+        leave.
 
-        For each corner of what a run may keep, the Problem's count gives the fewest blocks; corners are walked in order of the step time
-        that this gives, while they promise to beat the best that fits. Where nothing fits and is faster it is `all`, which may not fit.
+        For each corner of what a run may keep, the Problem's count gives the fewest blocks; corners are walked in order
+        of the step time that this gives, while they promise to beat the best that fits. Where nothing fits and is
+        faster it is `all`, which may not fit.
         """
         best = dict(self.all)
         for scope in best:
             corners = choices(self.plain, self.forward, self.found.solution.choice, scope).corners
-            least = [(self.cost({**best, scope: Rerun(corner.kept, count)}).time_s, number, count) for number, corner in enumerate(corners) if (count := self._counted(best, scope, corner.kept)) is not None]
+            least = [
+                (self.cost({**best, scope: Rerun(corner.kept, count)}).time_s, number, count)
+                for number, corner in enumerate(corners)
+                if (count := self._counted(best, scope, corner.kept)) is not None
+            ]
             for hoped_s, number, at_least in sorted(least):
                 if hoped_s >= self.cost(best).time_s * (1 - BETTER) and self.fits(best):
                     break
@@ -139,8 +159,12 @@ class _Filling:
     def made(self, ways: Reruns) -> Candidate:
         """The Candidate under `ways`, with its Problem, cost and peak."""
         walked = self._walked(ways)
-        model = rematerialised(self.plain, self.forward, walked.remat).with_limit(self.found.model.problem.memory_limit_bytes)
-        return replace(walked, model=model, solution=replace(self.found.solution, bound_s=0.0, optimal=False), cost=self.cost(ways))
+        model = rematerialised(self.plain, self.forward, walked.remat).with_limit(
+            self.found.model.problem.memory_limit_bytes
+        )
+        return replace(
+            walked, model=model, solution=replace(self.found.solution, bound_s=0.0, optimal=False), cost=self.cost(ways)
+        )
 
     def fits(self, ways: Reruns) -> bool:
         """Whether `ways` fit in memory by both counts: the Problem's and the walk's."""
@@ -161,7 +185,13 @@ class _Filling:
             remat = {**remat, scope: way.kept}
             after = self._cost(remat)
             share = way.count / self._blocks(scope)
-            found = Cost(**{part.name: getattr(found, part.name) + share * (getattr(after, part.name) - getattr(before, part.name)) for part in fields(Cost)})
+            found = Cost(
+                **{
+                    part.name: getattr(found, part.name)
+                    + share * (getattr(after, part.name) - getattr(before, part.name))
+                    for part in fields(Cost)
+                }
+            )
             before = after
         return found
 
@@ -169,25 +199,34 @@ class _Filling:
         """The Cost of a step in which all blocks of the runs in `remat` are run again, and no others; found once."""
         key = tuple(remat.items())
         if key not in self._costs:
-            self._costs[key] = step_cost(rematerialised(self.plain, self.forward, remat), self.found.solution.choice, self.forward)
+            self._costs[key] = step_cost(
+                rematerialised(self.plain, self.forward, remat), self.found.solution.choice, self.forward
+            )
         return self._costs[key]
 
     def _blocks(self, scope: str) -> int:
         return self.planner.program.runs[scope].count
 
     def _counted(self, ways: Reruns, scope: str, kept: tuple[str, ...]) -> int | None:
-        """The fewest blocks of a run that have to be run again if these keep `kept`, by the Problem's count; None where not even all are enough."""
+        """The fewest blocks of a run that have to be run again if these keep `kept`, by the Problem's count; None where
+        not even all are enough."""
         limit_bytes, last = self.planner.request.limit_bytes, self._blocks(scope)
-        found = bisect_left(range(last + 1), True, key=lambda count: self.cost({**ways, scope: Rerun(kept, count)}).memory_bytes <= limit_bytes)
+        found = bisect_left(
+            range(last + 1),
+            True,
+            key=lambda count: self.cost({**ways, scope: Rerun(kept, count)}).memory_bytes <= limit_bytes,
+        )
         return found if found <= last else None
 
     def _fewest(self, ways: Reruns, scope: str, kept: tuple[str, ...], at_least: int) -> int | None:
-        """The fewest blocks of a run, `at_least` or more, with which `ways` fit by both counts if the blocks keep `kept`; None where that is not
-        faster than `ways`.
+        """The fewest blocks of a run, `at_least` or more, with which `ways` fit by both counts if the blocks keep
+        `kept`; None where that is not faster than `ways`.
 
-        More blocks run again hold less, except for the last one: it runs again when everything behind the blocks is still there, so it is
-        tried by itself. The two counts are close, so the search goes up from `at_least` in doubling steps, then bisects.
+        More blocks run again hold less, except for the last one: it runs again when everything behind the blocks is
+        still there, so it is tried by itself. The two counts are close, so the search goes up from `at_least` in
+        doubling steps, then bisects.
         """
+
         def fits(count: int) -> bool:
             return self.fits({**ways, scope: Rerun(kept, count)})
 
@@ -196,7 +235,11 @@ class _Filling:
         before = [n for n in faster if n < last]
         few, enough, step = -1, 0, 1
         while enough < len(before) and not fits(before[enough]):
-            few, enough, step = enough, min(enough + step, len(before) - 1) if enough < len(before) - 1 else len(before), 2 * step
+            few, enough, step = (
+                enough,
+                min(enough + step, len(before) - 1) if enough < len(before) - 1 else len(before),
+                2 * step,
+            )
         if enough >= len(before):
             return last if last in faster and fits(last) else None
         while enough - few > 1:

@@ -1,7 +1,8 @@
 """The plan: the plain-data result of a search.
 
 Strings, numbers and tuples only: node names, layouts as `"S0,R"`, never live objects. `Plan.to_json` is the whole file
-format; the same input gives the same bytes where the search met no limit of time. Loading refuses another schema; using a plan refuses another graph.
+format; the same input gives the same bytes where the search met no limit of time. Loading refuses another schema; using
+a plan refuses another graph.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ SCHEMA = 8
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """One node: per operand and per output `"value layout|gradient layout"`; per mesh axis the factor that is split, its
-    kind (sample, operator, attribute, parameter, replicate, partial) and the runtime algorithm ("" where plain).
+    """One node: per operand and per output `"value layout|gradient layout"`; per mesh axis the factor that is split,
+    its kind (sample, operator, attribute, parameter, replicate, partial) and the runtime algorithm ("" where plain).
 
-    `micro` says for each output how the microbatches of a step share it: `S0` each has its own rows, `P` each a part of a
-    sum, `R` (and nothing) all the same value.
+    `micro` says for each output how the microbatches of a step share it: `S0` each has its own rows, `P` each a part of
+    a sum, `R` (and nothing) all the same value.
     """
 
     ins: tuple[str, ...]
@@ -48,9 +49,10 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Seconds per step and bytes per device, at most; `bound_s` is a lower bound on any plan's step, 0 if there is none: the least work there is, with
-    `prove` what is proven of all plans, and of inference, and searches of one stage by name, what is proven of the Problem, whose linear prices are within
-    a few per cent of those of steps; `places_bytes` are those of each place of a pipeline (of several)."""
+    """Seconds per step and bytes per device, at most; `bound_s` is a lower bound on any plan's step, 0 if there is
+    none: the least work there is, with `prove` what is proven of all plans, and of inference, and searches of one stage
+    by name, what is proven of the Problem, whose linear prices are within a few per cent of those of steps;
+    `places_bytes` are those of each place of a pipeline (of several)."""
 
     step_s: float
     memory_bytes: float
@@ -68,8 +70,8 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A recipe that was priced along the way, on a mesh with the places of a pipeline in front. `step_s` is None where it does not fit, `why` says why.
-    `how` is `Plan.how` of what name and mesh do not tell from others."""
+    """A recipe that was priced along the way, on a mesh with the places of a pipeline in front. `step_s` is None where
+    it does not fit, `why` says why. `how` is `Plan.how` of what name and mesh do not tell from others."""
 
     name: str
     mesh: tuple[int, ...]
@@ -81,8 +83,8 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A pipeline stage: the operators of the top-level graph that run in it, the instances `[first, stop)` of each run of
-    blocks (by scope), and its place on the pipeline axis. A model that is not cut has one stage without entries.
+    """A pipeline stage: the operators of the top-level graph that run in it, the instances `[first, stop)` of each run
+    of blocks (by scope), and its place on the pipeline axis. A model that is not cut has one stage without entries.
 
     `again`: how many of its first instances are run again, for runs of `Plan.remat` of which not all are.
     """
@@ -120,14 +122,17 @@ class Plan:
     schedule: str = "none"  # of the pipeline: a key of autopar.pipeline.SCHEDULES, "none" where nothing is cut
     microbatches: int = 1
     remat: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Runs of blocks (by scope) whose forward is run again in the backward, and the nodes of each whose results are kept: none where the
-    block is run again whole (`Stage.again`: of how many instances). What is absent keeps what its operators save."""
+    """Runs of blocks (by scope) whose forward is run again in the backward, and the nodes of each whose results are
+    kept: none where the block is run again whole (`Stage.again`: of how many instances). What is absent keeps what its
+    operators save."""
     offload: str = ""  # what is in the memory of the host: one of problem.settings.OFFLOADED
     parted: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Runs of blocks that are laid out in parts (passes.part_runs), by scope: what each part but the first is called, and the instance that it
-    begins with. All else in a plan names the parts."""
-    totals: tuple[str, ...] = ()  # values that a step takes over all microbatches before the first one runs, `node` or `node:output`
-    shared: tuple[str, ...] = ()  # operands that are the same for all microbatches, of which each takes its part of a sum, `node:operand`
+    """Runs of blocks that are laid out in parts (passes.part_runs), by scope: what each part but the first is called,
+    and the instance that it begins with. All else in a plan names the parts."""
+    # values that a step takes over all microbatches before the first one runs, `node` or `node:output`
+    totals: tuple[str, ...] = ()
+    # operands that are the same for all microbatches, of which each takes its part of a sum, `node:operand`
+    shared: tuple[str, ...] = ()
     source: Mapping[str, Any] = field(default_factory=dict)  # the MODEL argument that gave the model, if one did
     notes: tuple[str, ...] = ()
     schema: int = SCHEMA
@@ -139,7 +144,8 @@ class Plan:
 
     @property
     def places(self) -> int:
-        """The length of the pipeline axis: how many groups of ranks hold different stages. `mesh` is the mesh of each."""
+        """The length of the pipeline axis: how many groups of ranks hold different stages. `mesh` is the mesh of
+        each."""
         return 1 + max(stage.place for stage in self.stages)
 
     @property
@@ -172,8 +178,13 @@ class Plan:
 
     @property
     def how(self) -> str:
-        """In words what strategy and mesh do not say: stages, schedule, microbatches, what is run again; empty where nothing is cut and all is kept."""
-        stages = [f"{len(self.stages)} stages on {self.places} place{'s' * (self.places > 1)}, {self.schedule}"] if len(self.stages) > 1 else []
+        """In words what strategy and mesh do not say: stages, schedule, microbatches, what is run again; empty where
+        nothing is cut and all is kept."""
+        stages = (
+            [f"{len(self.stages)} stages on {self.places} place{'s' * (self.places > 1)}, {self.schedule}"]
+            if len(self.stages) > 1
+            else []
+        )
         several = [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
         again = [f"{', '.join(self.remat)} run again"] if self.run_again else []
         return ", ".join((*stages, *several, *again))
@@ -189,7 +200,8 @@ class Plan:
         return {name: size // self.microbatches if name == "b" else size for name, size in self.hints.items()}
 
     def again(self, stage: Stage, scope: str, count: int) -> int:
-        """How many of the first of the `count` instances of the run `scope` that `stage` has are run again in the backward."""
+        """How many of the first of the `count` instances of the run `scope` that `stage` has are run again in the
+        backward."""
         return min(count, stage.again.get(scope, count)) if scope in self.remat else 0
 
     @property
@@ -203,13 +215,22 @@ class Plan:
         return "; ".join(found)
 
     def _again_where(self, scope: str) -> str | None:
-        """How many instances of the run `scope` which stages run again, in brackets; empty where that is all of them, None where it is none."""
-        counts = {number: stage.again.get(scope, -1) for number, stage in enumerate(self.stages) if scope in (*stage.blocks, *stage.again)}
+        """How many instances of the run `scope` which stages run again, in brackets; empty where that is all of them,
+        None where it is none."""
+        counts = {
+            number: stage.again.get(scope, -1)
+            for number, stage in enumerate(self.stages)
+            if scope in (*stage.blocks, *stage.again)
+        }
         if all(n < 0 for n in counts.values()):
             return ""
         found = []
         for n in sorted({n for n in counts.values() if n}):
-            which = f"of {numbered('stage', [number for number, own in counts.items() if own == n])}" if len(self.stages) > 1 else ""
+            which = (
+                f"of {numbered('stage', [number for number, own in counts.items() if own == n])}"
+                if len(self.stages) > 1
+                else ""
+            )
             found.append(f"{'all' if n < 0 else f'the first {n}'} {which}".strip())
         return f" ({', '.join(found)})" if found else None
 
@@ -249,10 +270,16 @@ class Plan:
         now = dict.fromkeys(nodes)
         gone, new = [n for n in self.nodes if n not in now], [n for n in now if n not in self.nodes]
         parts = [f"{len(self.nodes)} nodes planned, {len(now)} now"] if len(self.nodes) != len(now) else []
-        parts += [f"{what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" for what, names in (("gone", gone), ("new", new)) if names]
+        parts += [
+            f"{what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+            for what, names in (("gone", gone), ("new", new))
+            if names
+        ]
         parts = parts or ["the same nodes with other sizes or arguments"]
-        raise PlanError(f"the plan for {self.model} is for another graph than {source} gives now ({'; '.join(parts)}; "
-                        f"hash {self.graph_hash[:12]} planned, {graph_hash[:12]} now): plan the model again")
+        raise PlanError(
+            f"the plan for {self.model} is for another graph than {source} gives now ({'; '.join(parts)}; "
+            f"hash {self.graph_hash[:12]} planned, {graph_hash[:12]} now): plan the model again"
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the JSON to `path`, atomically. Raises PlanError where that is no file that can be written."""
@@ -266,7 +293,10 @@ class Plan:
         except OSError as error:
             raise PlanError(f"cannot read plan {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise PlanError(f"cannot read plan {path}: byte {error.start} is no UTF-8 text ({error.reason}), and a plan is one; plan the model again") from error
+            raise PlanError(
+                f"cannot read plan {path}: byte {error.start} is no UTF-8 text ({error.reason}), and a plan is one; "
+                "plan the model again"
+            ) from error
         try:
             return Plan.from_json(text)
         except PlanError as error:
@@ -275,7 +305,13 @@ class Plan:
 
 def _keeping(kept: Sequence[str]) -> str:
     """What blocks keep that are run again, in words."""
-    return "whole" if not kept else f"keeping {kept[0].rpartition('/')[2]}" if len(kept) == 1 else f"keeping {len(kept)} results"
+    return (
+        "whole"
+        if not kept
+        else f"keeping {kept[0].rpartition('/')[2]}"
+        if len(kept) == 1
+        else f"keeping {len(kept)} results"
+    )
 
 
 def _path(path: Any) -> Path:
@@ -288,18 +324,33 @@ def _path(path: Any) -> Path:
 def _plan(data: dict[str, Any]) -> Plan:
     tuples = {key: tuple(data[key]) for key in ("axes", "mesh", "notes", "totals", "shared")}
     nodes = {name: NodePlan(**{k: tuple(v) for k, v in node.items()}) for name, node in data["nodes"].items()}
-    stages = tuple(Stage(tuple(s["nodes"]), {scope: (first, stop) for scope, (first, stop) in s["blocks"].items()}, s["place"], dict(s["again"]))
-                   for s in data["stages"])
+    stages = tuple(
+        Stage(
+            tuple(s["nodes"]),
+            {scope: (first, stop) for scope, (first, stop) in s["blocks"].items()},
+            s["place"],
+            dict(s["again"]),
+        )
+        for s in data["stages"]
+    )
     remat = {scope: tuple(names) for scope, names in data["remat"].items()}
     others = tuple(Alternative(**{**a, "mesh": tuple(a["mesh"])}) for a in data["alternatives"])
     predicted = Predicted(**{**data["predicted"], "places_bytes": tuple(data["predicted"].get("places_bytes", ()))})
     parted = {scope: dict(parts) for scope, parts in data["parted"].items()}
-    rest = {"parted": parted, "nodes": nodes, "stages": stages, "remat": remat, "alternatives": others, "predicted": predicted}
+    rest = {
+        "parted": parted,
+        "nodes": nodes,
+        "stages": stages,
+        "remat": remat,
+        "alternatives": others,
+        "predicted": predicted,
+    }
     return Plan(**{**data, **tuples, **rest})
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new content, never half of it. Raises PlanError where there can be none, or no room is left for it."""
+    """Write a file so that a reader sees the old or the new content, never half of it. Raises PlanError where there can
+    be none, or no room is left for it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

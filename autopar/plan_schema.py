@@ -1,7 +1,8 @@
 """What a plan file may say, field by field: the data of a plan, checked before a Plan is made of it.
 
-`FIELDS` has a check for each field; `agreeing` says what fields must have in common. What needs the graph that a plan is for is said by
-autopar.plan_suits_graph. Every refusal names the field, as `nodes.linear.ins[0]`, with the value got and what is wanted.
+`FIELDS` has a check for each field; `agreeing` says what fields must have in common. What needs the graph that a plan
+is for is said by autopar.plan_suits_graph. Every refusal names the field, as `nodes.linear.ins[0]`, with the value got
+and what is wanted.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class _Repeated:
 
 
 def keyed(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs of one JSON object, for json.loads. Python's own reader keeps the last value of a repeated key; here all are kept, for `check_keys` to refuse."""
+    """The pairs of one JSON object, for json.loads. Python's own reader keeps the last value of a repeated key; here
+    all are kept, for `check_keys` to refuse."""
     found = dict(pairs)
     if len(found) < len(pairs):
         for key in found:
@@ -55,12 +57,16 @@ def keyed(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_keys(data: Any) -> None:
-    """Raise PlanError where an object of JSON that was read by `keyed` has a key more than once, or lies deeper than DEEPEST."""
+    """Raise PlanError where an object of JSON that was read by `keyed` has a key more than once, or lies deeper than
+    DEEPEST."""
     todo: list[tuple[str, int, Any]] = [("", 0, data)]
     while todo:
         path, depth, value = todo.pop()
         if isinstance(value, _Repeated):
-            raise PlanError(f"plan is malformed: {path} is there {len(value.values)} times, as {' and '.join(map(_short, value.values))}; wanted each key once")
+            raise PlanError(
+                f"plan is malformed: {path} is there {len(value.values)} times, as "
+                f"{' and '.join(map(_short, value.values))}; wanted each key once"
+            )
         if depth > DEEPEST:
             raise PlanError(f"plan is malformed: {path[:SHOWN]}... lies {depth} levels deep; wanted at most {DEEPEST}")
         if isinstance(value, dict):
@@ -77,19 +83,24 @@ def text(path: str, value: Any) -> None:
 
 def one_of(names: Collection[str]) -> Check:
     """One of some names."""
+
     def check(path: str, value: Any) -> None:
         if not isinstance(value, str) or value not in names:
             fail(path, value, f"one of {', '.join(map(repr, names))}")
+
     return check
 
 
 def whole(least: int | None = None, most: int = MOST) -> Check:
     """A whole number, at least `least` and at most `most`."""
-    wanted = f"a whole number{'' if least is None else f' of at least {least}'}{'' if most == MOST else f', at most {most}'}"
+    wanted = (
+        f"a whole number{'' if least is None else f' of at least {least}'}{'' if most == MOST else f', at most {most}'}"
+    )
 
     def check(path: str, value: Any) -> None:
         if type(value) is not int or value > most or (least is not None and value < least):
             fail(path, value, wanted)
+
     return check
 
 
@@ -106,36 +117,46 @@ def optional(check: Check) -> Check:
 
 def listed(check: Check, least: int = 0) -> Check:
     """A list of `least` or more, each of which `check` lets through."""
+
     def each(path: str, value: Any) -> None:
         if not isinstance(value, (list, tuple)) or len(value) < least:
             fail(path, value, f"a list{f' of at least {least}' if least else ''}")
         for index, item in enumerate(value):
             check(f"{path}[{index}]", item)
+
     return each
 
 
 def table(check: Check) -> Check:
     """A table whose values `check` lets through."""
+
     def each(path: str, value: Any) -> None:
         if not isinstance(value, Mapping):
             fail(path, value, "a table")
         for key, item in value.items():
             check(f"{path}.{key}", item)
+
     return each
 
 
 def record(fields: Mapping[str, Check], left_out: Collection[str] = ()) -> Check:
     """A table of these fields, of which those of `left_out` may be missing."""
+
     def each(path: str, value: Any) -> None:
         if not isinstance(value, Mapping):
             fail(path, value, f"a table with {', '.join(fields)}")
         missing = [key for key in fields if key not in value and key not in left_out]
         unknown = [key for key in value if key not in fields]
         if missing or unknown:
-            said = [f"{what} {', '.join(map(repr, keys))}" for what, keys in (("missing", missing), ("unknown", unknown)) if keys]
+            said = [
+                f"{what} {', '.join(map(repr, keys))}"
+                for what, keys in (("missing", missing), ("unknown", unknown))
+                if keys
+            ]
             raise PlanError(f"plan is malformed: {path} has {' and '.join(said)}; wanted {', '.join(fields)}")
         for key, item in value.items():
             fields[key](f"{path}.{key}", item)
+
     return each
 
 
@@ -145,7 +166,12 @@ def anything(path: str, value: Any) -> None:
 
 def span(path: str, value: Any) -> None:
     """`[first, stop)`."""
-    if not isinstance(value, (list, tuple)) or len(value) != 2 or any(type(n) is not int for n in value) or not 0 <= value[0] < value[1]:
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) != 2
+        or any(type(n) is not int for n in value)
+        or not 0 <= value[0] < value[1]
+    ):
         fail(path, value, "[first, stop] of instances, first before stop")
 
 
@@ -181,19 +207,63 @@ def _name(path: str, value: Any) -> None:
         fail(path, value, "an identifier")
 
 
-NODE = record({"ins": listed(pair), "outs": listed(pair), "factors": listed(text), "kinds": listed(one_of(KINDS)), "runs": listed(text),
-               "micro": listed(entry)}, left_out=("micro",))
+NODE = record(
+    {
+        "ins": listed(pair),
+        "outs": listed(pair),
+        "factors": listed(text),
+        "kinds": listed(one_of(KINDS)),
+        "runs": listed(text),
+        "micro": listed(entry),
+    },
+    left_out=("micro",),
+)
 STAGE = record({"nodes": listed(text), "blocks": table(span), "place": whole(0), "again": table(whole(0))})
-PREDICTED = record({**dict.fromkeys(("step_s", "memory_bytes", "compute_s", "exposed_s", "hidden_s", "bound_s"), amount), "places_bytes": listed(amount)},
-                   left_out=("bound_s", "places_bytes"))
-ALTERNATIVE = record({"name": text, "mesh": listed(whole(1)), "step_s": optional(amount), "memory_bytes": optional(amount), "why": text, "how": text}, left_out=("why", "how"))
+PREDICTED = record(
+    {
+        **dict.fromkeys(("step_s", "memory_bytes", "compute_s", "exposed_s", "hidden_s", "bound_s"), amount),
+        "places_bytes": listed(amount),
+    },
+    left_out=("bound_s", "places_bytes"),
+)
+ALTERNATIVE = record(
+    {
+        "name": text,
+        "mesh": listed(whole(1)),
+        "step_s": optional(amount),
+        "memory_bytes": optional(amount),
+        "why": text,
+        "how": text,
+    },
+    left_out=("why", "how"),
+)
 
 FIELDS: dict[str, Check] = {
-    "model": text, "graph_hash": text, "mode": one_of(("train", "inference")), "precision": one_of(PRECISIONS),
-    "optimizer": one_of(OPTIMIZERS), "hints": table(whole(1)), "cluster": table(anything), "axes": listed(_name), "mesh": listed(whole(1)),
-    "strategy": text, "seed": whole(), "nodes": table(NODE), "predicted": PREDICTED, "alternatives": listed(ALTERNATIVE),
-    "stages": listed(STAGE, 1), "schedule": text, "microbatches": whole(1), "remat": table(listed(text)), "offload": one_of(HOSTED),
-    "parted": table(table(whole(1))), "totals": listed(text), "shared": listed(text), "source": table(anything), "notes": listed(text), "schema": whole(),
+    "model": text,
+    "graph_hash": text,
+    "mode": one_of(("train", "inference")),
+    "precision": one_of(PRECISIONS),
+    "optimizer": one_of(OPTIMIZERS),
+    "hints": table(whole(1)),
+    "cluster": table(anything),
+    "axes": listed(_name),
+    "mesh": listed(whole(1)),
+    "strategy": text,
+    "seed": whole(),
+    "nodes": table(NODE),
+    "predicted": PREDICTED,
+    "alternatives": listed(ALTERNATIVE),
+    "stages": listed(STAGE, 1),
+    "schedule": text,
+    "microbatches": whole(1),
+    "remat": table(listed(text)),
+    "offload": one_of(HOSTED),
+    "parted": table(table(whole(1))),
+    "totals": listed(text),
+    "shared": listed(text),
+    "source": table(anything),
+    "notes": listed(text),
+    "schema": whole(),
 }
 """The fields of a plan, with what each may be."""
 
@@ -215,13 +285,22 @@ def agreeing(data: Mapping[str, Any]) -> None:
     places = [stage["place"] for stage in data["stages"]]
     for index, place in enumerate(places):
         if place > max(places[:index], default=-1) + 1:
-            fail(f"stages[{index}].place", place, f"at most {max(places[:index], default=-1) + 1}: the first stage of each place comes in the order of the places")
+            fail(
+                f"stages[{index}].place",
+                place,
+                f"at most {max(places[:index], default=-1) + 1}: the first stage of each place comes in the order of "
+                "the places",
+            )
     batch = data["hints"].get("b")
     if batch is not None and batch % data["microbatches"]:
         fail("microbatches", data["microbatches"], f"a number into which the batch of {batch} divides (hints.b)")
     count = len(data["predicted"].get("places_bytes", ()))
     if count not in (0, max(places) + 1):
-        fail("predicted.places_bytes", data["predicted"]["places_bytes"], f"the bytes of {max(places) + 1} places, or none")
+        fail(
+            "predicted.places_bytes",
+            data["predicted"]["places_bytes"],
+            f"the bytes of {max(places) + 1} places, or none",
+        )
 
 
 def _node(path: str, node: Mapping[str, Sequence[str]], axes: int, microbatches: int) -> None:
@@ -231,7 +310,11 @@ def _node(path: str, node: Mapping[str, Sequence[str]], axes: int, microbatches:
     for key in ("ins", "outs"):
         for index, uses in enumerate(node[key]):
             if any(len(layout.split(",") if layout else ()) != axes for layout in uses.split("|")):
-                fail(f"{path}.{key}[{index}]", uses, f"an entry for each of the {axes} axes of mesh, of the value and of its gradient")
+                fail(
+                    f"{path}.{key}[{index}]",
+                    uses,
+                    f"an entry for each of the {axes} axes of mesh, of the value and of its gradient",
+                )
     wanted = len(node["outs"]) if microbatches > 1 else 0
     if len(node.get("micro", ())) != wanted:
         fail(f"{path}.micro", node.get("micro", ()), f"{wanted or 'no'} entries, with {microbatches} microbatches")

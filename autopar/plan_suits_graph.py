@@ -1,7 +1,8 @@
 """A plan file against the graph that it is for: whether each of its decisions is one that the graph's operators have.
 
-`suits` is asked where a plan that was read meets the graph that was captured again, before anything is simulated, emitted or run. A plan
-that the search made passes; one that was edited passes where it is another plan of the same model.
+`suits` is asked where a plan that was read meets the graph that was captured again, before anything is simulated,
+emitted or run. A plan that the search made passes; one that was edited passes where it is another plan of the same
+model.
 
     nodes       each has on each axis one of the options of its operator, and all axes go together
     micro       microbatches share values by the rules of the operators
@@ -48,8 +49,9 @@ UNCUT = "none"  # the schedule of a plan that is not cut
 
 
 def suits(gm: fx.GraphModule, plan: Plan, rules: Mapping[Any, Rule] | None = None) -> None:
-    """Raises PlanError, with the field, got and wanted, unless `plan` is one of the plans of the captured graph `gm`, already parted as it says, with these `rules` of the user's;
-    ClusterError where its mesh does not lie on its cluster, InfeasibleError where a place has not the memory."""
+    """Raises PlanError, with the field, got and wanted, unless `plan` is one of the plans of the captured graph `gm`,
+    already parted as it says, with these `rules` of the user's; ClusterError where its mesh does not lie on its
+    cluster, InfeasibleError where a place has not the memory."""
     suited = _Suited(gm, plan, rules)
     suited.cluster.places(plan.places, plan.mesh)
     suited.check_schedule()
@@ -63,7 +65,10 @@ def suits(gm: fx.GraphModule, plan: Plan, rules: Mapping[Any, Rule] | None = Non
 
 def fail(path: str, got: object, wanted: str) -> NoReturn:
     """Raise PlanError: the field of the plan, got and wanted."""
-    raise PlanError(f"the plan does not fit the graph: {path} is {got}; wanted {wanted}. Plan the model again, or bring the field back")
+    raise PlanError(
+        f"the plan does not fit the graph: {path} is {got}; wanted {wanted}. Plan the model again, or bring the field "
+        "back"
+    )
 
 
 @dataclass(eq=False)
@@ -89,7 +94,9 @@ class _Suited:
         return self.planner if self.plan.microbatches == 1 else self._planner(self.plan.hints)
 
     def _planner(self, hints: Mapping[str, int]) -> Planner:
-        return Planner.of(self.gm, hints, Request(self.cluster, Settings.of(self.plan), rules=self.rules), self.plan.runs)
+        return Planner.of(
+            self.gm, hints, Request(self.cluster, Settings.of(self.plan), rules=self.rules), self.plan.runs
+        )
 
     # -- schedule and stages
 
@@ -97,9 +104,17 @@ class _Suited:
         """It is known, and runs so many stages and microbatches."""
         plan, cut = self.plan, len(self.plan.stages) > 1 or self.plan.stages[0].nodes or self.plan.stages[0].blocks
         if plan.schedule != UNCUT and plan.schedule not in SCHEDULES:
-            fail("schedule", repr(plan.schedule), f"{UNCUT!r} of a plan that is not cut, or one of {', '.join(SCHEDULES)}")
+            fail(
+                "schedule",
+                repr(plan.schedule),
+                f"{UNCUT!r} of a plan that is not cut, or one of {', '.join(SCHEDULES)}",
+            )
         if (plan.schedule == UNCUT) != (not cut) or (plan.schedule == UNCUT and plan.microbatches > 1):
-            fail("schedule", f"{plan.schedule!r} with {plan.microbatches} microbatches and {len(plan.stages)} stages", f"a pipeline's where there are several, {UNCUT!r} where nothing is cut")
+            fail(
+                "schedule",
+                f"{plan.schedule!r} with {plan.microbatches} microbatches and {len(plan.stages)} stages",
+                f"a pipeline's where there are several, {UNCUT!r} where nothing is cut",
+            )
         if plan.schedule == "naive" and plan.microbatches > 1:
             fail("microbatches", plan.microbatches, "1 with the schedule naive; use gpipe or 1f1b")
         if plan.schedule != UNCUT:
@@ -110,22 +125,44 @@ class _Suited:
         plan, program = self.plan, self.planner.program
         if plan.schedule == UNCUT:
             return
-        unknown = [(f"stages[{i}].{what}", name) for i, stage in enumerate(plan.stages) for what, names, known in
-                   (("nodes", stage.nodes, program.ops), ("blocks", stage.blocks, program.runs)) for name in names if name not in known]
+        unknown = [
+            (f"stages[{i}].{what}", name)
+            for i, stage in enumerate(plan.stages)
+            for what, names, known in (("nodes", stage.nodes, program.ops), ("blocks", stage.blocks, program.runs))
+            for name in names
+            if name not in known
+        ]
         for path, name in unknown:
             fail(path, repr(name), "operators and runs of blocks of the graph")
         free = free_ops(program)
-        counts = [sum(stop - first for first, stop in stage.blocks.values()) + sum(name not in free for name in stage.nodes) for stage in plan.stages]
+        counts = [
+            sum(stop - first for first, stop in stage.blocks.values()) + sum(name not in free for name in stage.nodes)
+            for stage in plan.stages
+        ]
         if sum(counts) != (pieces := len(units(program))):
-            fail("stages", f"of {counts} pieces", f"all {pieces} pieces of the graph (operators and blocks), each in one stage")
+            fail(
+                "stages",
+                f"of {counts} pieces",
+                f"all {pieces} pieces of the graph (operators and blocks), each in one stage",
+            )
         bounds = list(itertools.accumulate(counts[:-1]))
-        wanted = stages_of(program, bounds, SCHEDULES[plan.schedule], plan.places, [total_ref(text) for text in plan.totals])
+        wanted = stages_of(
+            program, bounds, SCHEDULES[plan.schedule], plan.places, [total_ref(text) for text in plan.totals]
+        )
         for index, (stage, right) in enumerate(zip(plan.stages, wanted, strict=True)):
             for what in ("nodes", "blocks", "place"):
                 if (got := getattr(stage, what)) != (due := getattr(right, what)):
-                    fail(f"stages[{index}].{what}", got, f"{due}, as the graph has them in order on the places of {plan.schedule}")
+                    fail(
+                        f"stages[{index}].{what}",
+                        got,
+                        f"{due}, as the graph has them in order on the places of {plan.schedule}",
+                    )
         if wrong := [bound for bound in bounds if bound in barred(program)]:
-            fail("stages", f"cut in front of {units(program)[wrong[0]].name}", "no cut between what reads a buffer and what makes its new value")
+            fail(
+                "stages",
+                f"cut in front of {units(program)[wrong[0]].name}",
+                "no cut between what reads a buffer and what makes its new value",
+            )
 
     def check_again(self) -> None:
         """What is run again are blocks, and as many as there are."""
@@ -134,28 +171,52 @@ class _Suited:
             fail("remat", dict(plan.remat), "nothing: there is no backward in inference")
         check_rerun(program, plan.remat)
         for index, stage in enumerate(plan.stages):
-            held = dict(stage.blocks) if plan.schedule != UNCUT else {scope: (0, run.count) for scope, run in program.runs.items()}
+            held = (
+                dict(stage.blocks)
+                if plan.schedule != UNCUT
+                else {scope: (0, run.count) for scope, run in program.runs.items()}
+            )
             for scope, count in stage.again.items():
                 first, stop = held.get(scope, (0, -1))
                 if count > stop - first:
-                    fail(f"stages[{index}].again.{scope}", count, f"at most {stop - first}, the blocks of that run in the stage" if scope in held else
-                         f"runs of blocks of the stage: {', '.join(held) or 'there are none'}")
+                    fail(
+                        f"stages[{index}].again.{scope}",
+                        count,
+                        f"at most {stop - first}, the blocks of that run in the stage"
+                        if scope in held
+                        else f"runs of blocks of the stage: {', '.join(held) or 'there are none'}",
+                    )
 
     # -- decisions
 
     def check_nodes(self) -> None:
         """Each node is laid out in a way that its operator has."""
         plan, program = self.plan, self.planner.program
-        gone, new = [name for name in program.ops if name not in plan.nodes], [name for name in plan.nodes if name not in program.ops]
+        gone, new = (
+            [name for name in program.ops if name not in plan.nodes],
+            [name for name in plan.nodes if name not in program.ops],
+        )
         if gone or new:
-            fail("nodes", f"without {', '.join(gone[:3]) or 'any'} and with {', '.join(new[:3]) or 'no'} unknown ones", "the nodes of the graph")
+            fail(
+                "nodes",
+                f"without {', '.join(gone[:3]) or 'any'} and with {', '.join(new[:3]) or 'no'} unknown ones",
+                "the nodes of the graph",
+            )
         for op in program.ops.values():
             self._check_node(op)
         inputs = [op for op in program.ops.values() if op.role == "input" and op.batch[0]]
-        cuts = {op.name: plan.nodes[op.name].factors for op in inputs if len(self.table(plan.mesh[0])[op.name]) > 1} if plan.mesh else {}
+        cuts = (
+            {op.name: plan.nodes[op.name].factors for op in inputs if len(self.table(plan.mesh[0])[op.name]) > 1}
+            if plan.mesh
+            else {}
+        )
         for name, factors in cuts.items():
             if factors != (first := next(iter(cuts.values()))):
-                fail(f"nodes.{name}.factors", list(factors), f"{list(first)}, as the other inputs: a rank has one part of the batch")
+                fail(
+                    f"nodes.{name}.factors",
+                    list(factors),
+                    f"{list(first)}, as the other inputs: a rank has one part of the batch",
+                )
 
     def table(self, ways: int) -> Mapping[str, list[Option]]:
         """What each operator can do on an axis of so many ranks."""
@@ -172,15 +233,34 @@ class _Suited:
             able = self.tables[plan.mesh[axis]][op.name]
             same = next((option for option in able if _told(option) == _told(mine)), None)
             if same is None:
-                near = [option for option in able if option.factor == mine.factor and option.run == mine.run] or [option for option in able if _uses(option) == _uses(mine)]
-                fail(f"{path} on axis {plan.axes[axis]}", _shown(mine), f"one of its options, as {' or '.join(dict.fromkeys(map(_shown, near[:3] or able[:3])))}")
+                near = [option for option in able if option.factor == mine.factor and option.run == mine.run] or [
+                    option for option in able if _uses(option) == _uses(mine)
+                ]
+                fail(
+                    f"{path} on axis {plan.axes[axis]}",
+                    _shown(mine),
+                    f"one of its options, as {' or '.join(dict.fromkeys(map(_shown, near[:3] or able[:3])))}",
+                )
             if (wanted := kind(op, same)) != node.kinds[axis]:
                 fail(f"{path}.kinds[{axis}]", repr(node.kinds[axis]), repr(wanted))
-            if tiles(same.run) > 1 and (tiles(same.run) not in COUNTS or op.call.ins[NAMES[same.run.rstrip("0123456789")]].sizes[0] % (plan.mesh[axis] * tiles(same.run))):
-                fail(f"{path}.runs[{axis}]", repr(same.run), f"tiles that cut every shard of the weight evenly, of {', '.join(map(str, COUNTS))}")
+            if tiles(same.run) > 1 and (
+                tiles(same.run) not in COUNTS
+                or op.call.ins[NAMES[same.run.rstrip("0123456789")]].sizes[0] % (plan.mesh[axis] * tiles(same.run))
+            ):
+                fail(
+                    f"{path}.runs[{axis}]",
+                    repr(same.run),
+                    f"tiles that cut every shard of the weight evenly, of {', '.join(map(str, COUNTS))}",
+                )
             found.append(same)
-        if not fits_together(OpCluster(op.name, [op], anchor=False), tuple(Joint((option,)) for option in found), plan.mesh):
-            fail(path, ", ".join(map(_shown, found)), "layouts that go together on all axes: dims that several cut divide evenly")
+        if not fits_together(
+            OpCluster(op.name, [op], anchor=False), tuple(Joint((option,)) for option in found), plan.mesh
+        ):
+            fail(
+                path,
+                ", ".join(map(_shown, found)),
+                "layouts that go together on all axes: dims that several cut divide evenly",
+            )
 
     @cached_property
     def tables(self) -> dict[int, Mapping[str, list[Option]]]:
@@ -196,23 +276,45 @@ class _Suited:
             if name not in program.ops or index >= len(program.ops[name].call.outs):
                 fail("totals", f"{name}:{index}", "values of the graph")
             if plan.nodes[name].micro[index] != "R":
-                fail(f"nodes.{name}.micro[{index}]", repr(plan.nodes[name].micro[index]), "'R': it is one of totals, which all microbatches have whole")
+                fail(
+                    f"nodes.{name}.micro[{index}]",
+                    repr(plan.nodes[name].micro[index]),
+                    "'R': it is one of totals, which all microbatches have whole",
+                )
         able = self.whole.table(plan.microbatches, placed=False)
-        entries = {(name, i): "P" if (name, i) in totals else entry for name, node in plan.nodes.items() for i, entry in enumerate(node.micro)}
+        entries = {
+            (name, i): "P" if (name, i) in totals else entry
+            for name, node in plan.nodes.items()
+            for i, entry in enumerate(node.micro)
+        }
         found = {}
         for op in program.ops.values():
             mine = [entries[op.name, i] for i in range(len(op.call.outs))]
-            given = ["P" if f"{op.name}:{i}" in plan.shared else "R" if ref in totals else entries[ref] for i, ref in enumerate(op.operands)]
+            given = [
+                "P" if f"{op.name}:{i}" in plan.shared else "R" if ref in totals else entries[ref]
+                for i, ref in enumerate(op.operands)
+            ]
             fitting = [o for o in able[op.name] if [use.value for use in o.outs] == mine and not o.run]
-            same = next((o for o in fitting if op.role in ENDS or [use.value for use in o.ins] == given or op.role == "port"), None)
+            same = next(
+                (o for o in fitting if op.role in ENDS or [use.value for use in o.ins] == given or op.role == "port"),
+                None,
+            )
             if same is None:
-                fail(f"nodes.{op.name}.micro", list(plan.nodes[op.name].micro), f"how {plan.microbatches} microbatches share its values where its operands are {given}")
+                fail(
+                    f"nodes.{op.name}.micro",
+                    list(plan.nodes[op.name].micro),
+                    f"how {plan.microbatches} microbatches share its values where its operands are {given}",
+                )
             found[op.name] = same
         made = microbatching(program, found, plan.microbatches)
         if dict.fromkeys(made.totals) != dict.fromkeys(plan.totals):
             fail("totals", list(plan.totals), f"{list(made.totals)}, the values that are taken over all microbatches")
         if dict.fromkeys(made.shared) != dict.fromkeys(plan.shared):
-            fail("shared", list(plan.shared), f"{list(made.shared)}, the operands of which each microbatch takes its part")
+            fail(
+                "shared",
+                list(plan.shared),
+                f"{list(made.shared)}, the operands of which each microbatch takes its part",
+            )
 
     # -- memory
 
@@ -223,8 +325,12 @@ class _Suited:
             device = at.device(place.number) if at.mixed else self.cluster.device
             if place.peak_bytes > device.usable_memory_bytes:
                 where = f"place {place.number}" if self.plan.places > 1 else "the plan"
-                raise InfeasibleError(f"{where} needs {gibibytes(place.peak_bytes)} at its peak ({place.when}), {device.name} has {gibibytes(device.usable_memory_bytes)} usable "
-                                      f"of {gibibytes(device.memory_bytes)}: plan for this cluster again, or for more devices", place.peak_bytes - device.usable_memory_bytes)
+                raise InfeasibleError(
+                    f"{where} needs {gibibytes(place.peak_bytes)} at its peak ({place.when}), {device.name} has "
+                    f"{gibibytes(device.usable_memory_bytes)} usable of {gibibytes(device.memory_bytes)}: plan for "
+                    "this cluster again, or for more devices",
+                    place.peak_bytes - device.usable_memory_bytes,
+                )
 
 
 def _told(option: Option) -> tuple[object, ...]:

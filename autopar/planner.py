@@ -1,4 +1,5 @@
-"""The Planner: what all meshes have in common (the program, its clusters and their options, prices of operators), and the pricing of one mesh.
+"""The Planner: what all meshes have in common (the program, its clusters and their options, prices of operators), and
+the pricing of one mesh.
 
 A Candidate is one solution on one mesh, with its price and its peak of memory.
 """
@@ -46,10 +47,12 @@ from autopar.search import ilp
 from autopar.search.tangents import promises, roamed
 
 HONINGS = 3
-"""Rounds of honing a Candidate at most: another one where the new choices leave more room in memory, or have larger temporaries and did not fit."""
+"""Rounds of honing a Candidate at most: another one where the new choices leave more room in memory, or have larger
+temporaries and did not fit."""
 
 SURE = 0.02
-"""Relative: where a step takes longer than by its Problem's prices by more than this, choices with less communication to hide are tried too."""
+"""Relative: where a step takes longer than by its Problem's prices by more than this, choices with less communication
+to hide are tried too."""
 
 _On = tuple[Mesh, tuple[roles.Role, ...]]  # a mesh, and what its axes may do
 _Key = tuple[_On, tuple[tuple[str, tuple[str, ...]], ...]]  # with the blocks that are run again, and what they keep
@@ -57,7 +60,8 @@ _Key = tuple[_On, tuple[tuple[str, tuple[str, ...]], ...]]  # with the blocks th
 
 @dataclass(eq=False)
 class Planner:
-    """Everything that is the same for all meshes, found once: the program, its clusters, options by axis size, prices of operators.
+    """Everything that is the same for all meshes, found once: the program, its clusters, options by axis size, prices
+    of operators.
 
     `remat` is the one field that callers set: the rematerialisation under which everything is priced from then on.
     """
@@ -75,17 +79,26 @@ class Planner:
     _prices: dict[Mesh, Prices] = field(default_factory=dict)  # by mesh: recipes and the search share them
     _ahead: dict[Mesh, ForwardPrices] = field(default_factory=dict)
     _made: dict[_Key, Model] = field(default_factory=dict)
-    on_devices: Planner | None = None  # where the request offloads to the host: the planner of the same without offloading
+    # where the request offloads to the host: the planner of the same without offloading
+    on_devices: Planner | None = None
     _levels: dict[str, Levels] = field(default_factory=dict)
     _work: dict[str, Work] = field(default_factory=dict)
-    remat: Levels = field(default_factory=dict)  # the blocks that are run again, and what they keep, in all that is priced
-    settled: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)  # (recipe, mesh) that are not short of memory: more rematerialisation gains nothing
-    missing_bytes: list[float] = field(default_factory=list)  # per device over the limit, for every mesh and recipe that was short of memory
+    # the blocks that are run again, and what they keep, in all that is priced
+    remat: Levels = field(default_factory=dict)
+    # (recipe, mesh) that are not short of memory: more rematerialisation gains nothing
+    settled: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    # per device over the limit, for every mesh and recipe that was short of memory
+    missing_bytes: list[float] = field(default_factory=list)
 
     @staticmethod
-    def of(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, planned: Mapping[str, Sequence[str]] | None = None) -> Planner:
-        """Read the graph at the planned sizes `hints`. The runtime algorithms that an existing plan uses (`planned`, by node) are among the
-        options, also where this device would not be offered them."""
+    def of(
+        gm: fx.GraphModule,
+        hints: Mapping[str, int],
+        request: Request,
+        planned: Mapping[str, Sequence[str]] | None = None,
+    ) -> Planner:
+        """Read the graph at the planned sizes `hints`. The runtime algorithms that an existing plan uses (`planned`, by
+        node) are among the options, also where this device would not be offered them."""
         program = read(gm, hints, training=request.settings.training, device=request.cluster.device.kind)
         for op in program.ops.values():
             op.rules = request.rules
@@ -93,11 +106,20 @@ class Planner:
         whole = table_of(program, 1, sections, request.rules)
         clusters = build_clusters(program, whole)
         device, settings = request.cluster.device, request.settings
-        return Planner(program, request, sections, clusters, find_branches(program, clusters), Kernels(device, settings),
-                       Kernels(device, replace(settings, mode="inference")), large(request.limit_bytes, planned or {}))
+        return Planner(
+            program,
+            request,
+            sections,
+            clusters,
+            find_branches(program, clusters),
+            Kernels(device, settings),
+            Kernels(device, replace(settings, mode="inference")),
+            large(request.limit_bytes, planned or {}),
+        )
 
     def anew(self, request: Request) -> Planner:
-        """The same program for another request on the same cluster; caches are shared. Its settings may differ in `offload` only."""
+        """The same program for another request on the same cluster; caches are shared. Its settings may differ in
+        `offload` only."""
         same = replace(request.settings, offload=self.request.settings.offload) == self.request.settings
         assert same, "operators are priced under other settings"
         other = replace(self, request=request, remat={}, missing_bytes=[], settled=set())
@@ -107,15 +129,20 @@ class Planner:
         return replace(other, _prices={}, _made={}, on_devices=self)
 
     def table(self, ways: int, *, placed: bool, tiled: bool = False) -> Table:
-        """Options of every Op on an axis of `ways` ranks; with operator placements if `placed`, with weights gathered in tiles if `tiled`."""
+        """Options of every Op on an axis of `ways` ranks; with operator placements if `placed`, with weights gathered
+        in tiles if `tiled`."""
         key = (ways, placed, tiled)
         if key not in self._tables:
             found = table_of(self.program, ways, self.sections, self.request.rules, self.tiles if tiled else untiled)
-            self._tables[key] = {name: options + (self.branches.options(self.program.ops[name], ways) if placed else []) for name, options in found.items()}
+            self._tables[key] = {
+                name: options + (self.branches.options(self.program.ops[name], ways) if placed else [])
+                for name, options in found.items()
+            }
         return self._tables[key]
 
     def joints(self, role: roles.Role, ways: int) -> list[list[Joint]]:
-        """Options of every cluster on an axis of `ways` ranks that a role allows; on an axis of one rank nothing is cut, whatever the role."""
+        """Options of every cluster on an axis of `ways` ranks that a role allows; on an axis of one rank nothing is
+        cut, whatever the role."""
         role = role if ways > 1 else roles.nothing
         if (role, ways) not in self._joints:
             table, allow = self.table(ways, placed=role is roles.anything, tiled=role in roles.GATHERING), role(ways)
@@ -128,20 +155,25 @@ class Planner:
         return any(joint.options[-1].split for i in inputs for joint in self.joints(roles.samples, ways)[i])
 
     def model(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str, places: int = 1) -> Model:
-        """The Problem of one mesh with one role per axis, under `remat` and the request's memory limit. With several pipeline `places`: of the
-        whole model on the devices of the first place."""
+        """The Problem of one mesh with one role per axis, under `remat` and the request's memory limit. With several
+        pipeline `places`: of the whole model on the devices of the first place."""
         at = self.request.cluster.places(places, sizes)
         return self._model((at.mesh(0), tuple(used)), at.device(0), self.remat).called(name, self.request.limit_bytes)
 
     def _model(self, on: _On, device: Device, remat: Levels) -> Model:
-        """The Problem under `remat` without a memory limit, made once. Offloading and rematerialisation are changes of the plain Problem."""
+        """The Problem under `remat` without a memory limit, made once. Offloading and rematerialisation are changes of
+        the plain Problem."""
         key = on, tuple((scope, tuple(names)) for scope, names in remat.items())
         if key not in self._made:
             prices = self._priced(on[0], device)
             if self.on_devices is not None:
                 self._made[key] = rested(self.on_devices._model(on, device, remat), prices)
             elif remat:
-                forward = self.forward(on[0]) if device == self.kernels.device else ForwardPrices(on[0], device, self.request.settings)
+                forward = (
+                    self.forward(on[0])
+                    if device == self.kernels.device
+                    else ForwardPrices(on[0], device, self.request.settings)
+                )
                 self._made[key] = rematerialised(self._model(on, device, {}), forward, remat)
             else:
                 joints = [self.joints(role, axis.size) for role, axis in zip(on[1], on[0].axes, strict=True)]
@@ -150,8 +182,13 @@ class Planner:
 
     def _priced(self, mesh: Mesh, device: Device) -> Prices:
         if mesh not in self._prices:
-            self._prices[mesh] = Prices(mesh, device, self.request.settings, self.kernels if device == self.kernels.device else None,
-                                        bucket_bytes=self.program.bucket_bytes)
+            self._prices[mesh] = Prices(
+                mesh,
+                device,
+                self.request.settings,
+                self.kernels if device == self.kernels.device else None,
+                bucket_bytes=self.program.bucket_bytes,
+            )
         return self._prices[mesh]
 
     def forward(self, mesh: Mesh) -> ForwardPrices:
@@ -179,20 +216,35 @@ class Planner:
     def work(self, level: str) -> Work:
         """The least work of a step with all blocks run again at `level`, found once."""
         if level not in self._work:
-            self._work[level] = Work.of(self.program, self.request.cluster.device, self.request.settings, self.again(level))
+            self._work[level] = Work.of(
+                self.program, self.request.cluster.device, self.request.settings, self.again(level)
+            )
         return self._work[level]
 
     def least_bytes(self) -> float:
         """Bytes per device that every plan of one stage and one microbatch needs, under `remat`."""
-        return least_bytes(self.program, self.clusters, self.joints(roles.nothing, 1), self.request.cluster, self.request.settings, self.remat)
+        return least_bytes(
+            self.program,
+            self.clusters,
+            self.joints(roles.nothing, 1),
+            self.request.cluster,
+            self.request.settings,
+            self.remat,
+        )
 
-    def candidate(self, sizes: tuple[int, ...], used: Sequence[roles.Role], name: str,
-                  solve: Callable[[Problem], Solution], cutoff_s: float = math.inf) -> Candidate:
+    def candidate(
+        self,
+        sizes: tuple[int, ...],
+        used: Sequence[roles.Role],
+        name: str,
+        solve: Callable[[Problem], Solution],
+        cutoff_s: float = math.inf,
+    ) -> Candidate:
         """Solve one mesh: the best Candidate whose peak, temporaries included, is within the limit.
 
-        The Problem does not count temporaries, so it is solved again with a lower limit while the peak is too high (memory.plans_that_fit). Memory is
-        not walked (`peak_bytes` stays None) where neither the proven bound nor the answer's own step time is below `cutoff_s`.
-        Raises InfeasibleError when nothing fits.
+        The Problem does not count temporaries, so it is solved again with a lower limit while the peak is too high
+        (memory.plans_that_fit). Memory is not walked (`peak_bytes` stays None) where neither the proven bound nor the
+        answer's own step time is below `cutoff_s`. Raises InfeasibleError when nothing fits.
         """
         model, mesh = self.model(sizes, used, name), self.request.cluster.mesh(sizes)
 
@@ -216,7 +268,9 @@ class Planner:
 
         tries = 2 * TRIES if self.tiling(sizes, used) else TRIES
         try:
-            found = within(self.request.limit_bytes, solved, peak_bytes, tries, counted_bytes=lambda found: found.counted_bytes)
+            found = within(
+                self.request.limit_bytes, solved, peak_bytes, tries, counted_bytes=lambda found: found.counted_bytes
+            )
         except InfeasibleError as error:
             self.missing_bytes += [error.missing_bytes] if error.missing_bytes is not None else []
             error.bound_s = min(bounds[:1], default=error.bound_s)
@@ -227,9 +281,10 @@ class Planner:
     def wary(self, found: Candidate, below_s: float, time_limit_s: float) -> Candidate:
         """`found`, or a faster Candidate that relies less on overlap.
 
-        Where a step takes longer than its Problem says (SURE), the Problem let more communication hide than does. The same Problem with all
-        communication exposed is an upper bound on the step, but for the starts of buckets; its solution replaces `found` where it is faster
-        and fits. It is only looked for where it may take less than `below_s`.
+        Where a step takes longer than its Problem says (SURE), the Problem let more communication hide than does. The
+        same Problem with all communication exposed is an upper bound on the step, but for the starts of buckets; its
+        solution replaces `found` where it is faster and fits. It is only looked for where it may take less than
+        `below_s`.
         """
         problem, step_s = found.model.problem, found.cost.time_s
         if found.peak_bytes is None or step_s <= problem.price(found.solution.choice).time_s * (1 + SURE):
@@ -241,22 +296,31 @@ class Planner:
             return found
         if first.bound_s >= cutoff_s:
             return found
-        best = ilp.search(shown, time_limit_s=time_limit_s, seed=self.request.seed, start=first.choice, cutoff_s=cutoff_s, gap=SURE)
+        best = ilp.search(
+            shown, time_limit_s=time_limit_s, seed=self.request.seed, start=first.choice, cutoff_s=cutoff_s, gap=SURE
+        )
         other = found.refined(replace(found.solution, choice=best.choice, optimal=False))
         return other if other.cost.time_s < step_s and self.counted(other).peak <= self.request.limit_bytes else found
 
     def tiling(self, sizes: tuple[int, ...], used: Sequence[roles.Role]) -> bool:
-        """Whether some weight may be gathered in tiles: the peak then exceeds what the Problem counts by more than usual."""
-        return any(role in roles.GATHERING and self.tiles(op, ways) for role, ways in zip(used, sizes, strict=True) for op in self.program.ops.values())
+        """Whether some weight may be gathered in tiles: the peak then exceeds what the Problem counts by more than
+        usual."""
+        return any(
+            role in roles.GATHERING and self.tiles(op, ways)
+            for role, ways in zip(used, sizes, strict=True)
+            for op in self.program.ops.values()
+        )
 
     def honed(self, found: Candidate, late: Callable[[], bool]) -> Candidate:
-        """`found`, which fits, improved by descent on the price of a step as it runs (search.tangents), as long as that fits; ends early once `late`."""
+        """`found`, which fits, improved by descent on the price of a step as it runs (search.tangents), as long as that
+        fits; ends early once `late`."""
         limit_bytes, forward = self.request.limit_bytes, self.forward(found.mesh)
         if found.model.prices.overlap == 0.0:
             return found  # nothing overlaps, so the Problem's prices are those of the step
         model, more_bytes = found.model.with_limit(limit_bytes), 0.0
         state = self._state(found)
-        price_s = cache(lambda choice: step_cost(model, choice, forward).time_s)  # rounds with other limits ask for the same choices again
+        # rounds with other limits ask for the same choices again
+        price_s = cache(lambda choice: step_cost(model, choice, forward).time_s)
         state.limit_bytes = -math.inf
         for _ in range(HONINGS):
             start, before_bytes = found.solution.choice, state.limit_bytes
@@ -268,7 +332,9 @@ class Planner:
             choice, seconds = roamed(state, start, price_s, late)
             if seconds >= found.cost.time_s:
                 break
-            made = self.counted(replace(found, model=model).refined(replace(found.solution, choice=choice, optimal=False)))
+            made = self.counted(
+                replace(found, model=model).refined(replace(found.solution, choice=choice, optimal=False))
+            )
             if made.peak <= limit_bytes:
                 found = made
             else:
@@ -285,27 +351,50 @@ class Planner:
 
     def _state(self, found: Candidate) -> HoningState:
         """The state of the descent: a Candidate's choices, priced pass by pass (forward and backward)."""
-        return HoningState(PassTables(found.model.with_limit(self.request.limit_bytes), self.forward(found.mesh), sums_at_end=False), found.solution.choice)
+        return HoningState(
+            PassTables(found.model.with_limit(self.request.limit_bytes), self.forward(found.mesh), sums_at_end=False),
+            found.solution.choice,
+        )
 
     def counted(self, found: Candidate) -> Candidate:
         """`found`, with its `peak_bytes` walked."""
-        made = bare_plan(self, found.mesh, found.model.decode(found.solution.choice), found.name, found.remat, found.again)
+        made = bare_plan(
+            self, found.mesh, found.model.decode(found.solution.choice), found.name, found.remat, found.again
+        )
         found.peak_bytes = predict(self.program, made).peak_bytes
         return found
 
 
-def bare_plan(planner: Planner, mesh: Mesh, decisions: Decisions, strategy: str, remat: Levels | None = None, again: Mapping[str, int] | None = None,
-              cluster: Cluster | None = None) -> Plan:
+def bare_plan(
+    planner: Planner,
+    mesh: Mesh,
+    decisions: Decisions,
+    strategy: str,
+    remat: Levels | None = None,
+    again: Mapping[str, int] | None = None,
+    cluster: Cluster | None = None,
+) -> Plan:
     """A plan of one stage with these decisions, without a prediction, the model's name and the graph's hash.
 
-    The blocks of `remat` are run again: all of a run, or as many as `again` says. `cluster` is the request's cluster with its parts in
-    another order, where that is wanted.
+    The blocks of `remat` are run again: all of a run, or as many as `again` says. `cluster` is the request's cluster
+    with its parts in another order, where that is wanted.
     """
     request, ops = planner.request, planner.program.ops
     return Plan(
-        model="", graph_hash="", mode=request.settings.mode, precision=request.settings.precision, optimizer=request.settings.optimizer,
+        model="",
+        graph_hash="",
+        mode=request.settings.mode,
+        precision=request.settings.precision,
+        optimizer=request.settings.optimizer,
         offload=request.settings.offload,
-        hints=dict(planner.program.hints), cluster=(cluster or request.cluster).to_dict(), axes=tuple(a.name for a in mesh.axes),
-        mesh=tuple(a.size for a in mesh.axes), strategy=strategy, seed=request.seed,
-        nodes={name: node_plan(ops[name], decisions[name]) for name in ops}, predicted=Predicted(0.0, 0.0, 0.0, 0.0, 0.0),
-        remat={scope: tuple(names) for scope, names in (remat or {}).items()}, stages=(Stage(again=dict(again or {})),))
+        hints=dict(planner.program.hints),
+        cluster=(cluster or request.cluster).to_dict(),
+        axes=tuple(a.name for a in mesh.axes),
+        mesh=tuple(a.size for a in mesh.axes),
+        strategy=strategy,
+        seed=request.seed,
+        nodes={name: node_plan(ops[name], decisions[name]) for name in ops},
+        predicted=Predicted(0.0, 0.0, 0.0, 0.0, 0.0),
+        remat={scope: tuple(names) for scope, names in (remat or {}).items()},
+        stages=(Stage(again=dict(again or {})),),
+    )

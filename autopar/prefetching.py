@@ -1,7 +1,8 @@
-"""How far ahead of their use gathers of weights begin (prefetching), counted in units: a block, or a weight outside of blocks; and those of leaves
-(runtime.leaves), counted in buckets.
+"""How far ahead of their use gathers of weights begin (prefetching), counted in units: a block, or a weight outside of
+blocks; and those of leaves (runtime.leaves), counted in buckets.
 
-One rule, shared by what runs (runtime.prefetch), its simulation (simulate.chains), its memory (memory.ahead) and its price (pipeline.pass_clock, pipeline.pass_ends).
+One rule, shared by what runs (runtime.prefetch), its simulation (simulate.chains), its memory (memory.ahead) and its
+price (pipeline.pass_clock, pipeline.pass_ends).
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, SOON
 def ends(nbytes: Sequence[float], at: int, legs: int, ahead_bytes: float = BUCKET_BYTES) -> tuple[int, ...]:
     """For each leg of the gathers, the index of the first unit whose leg need not have begun yet when unit `at` begins.
 
-    `nbytes` are the bytes that each unit gathers, in the order of use. A gather over several mesh axes is a chain of `legs` collectives.
+    `nbytes` are the bytes that each unit gathers, in the order of use. A gather over several mesh axes is a chain of
+    `legs` collectives.
 
-    The first leg begins for the next unit, and for further units until `ahead_bytes` are in flight: a small gather alone would hide nothing.
-    The last of several legs begins for the next unit alone, or for a few small ones that together have SOON * `ahead_bytes`. Each leg
-    begins one unit earlier than the leg after it, so that every leg has the time of one unit to complete.
+    The first leg begins for the next unit, and for further units until `ahead_bytes` are in flight: a small gather
+    alone would hide nothing. The last of several legs begins for the next unit alone, or for a few small ones that
+    together have SOON * `ahead_bytes`. Each leg begins one unit earlier than the leg after it, so that every leg has
+    the time of one unit to complete.
     """
     soon = [_reach(nbytes, min(at + early, len(nbytes) - 1), SOON * ahead_bytes) for early in reversed(range(legs))]
     return tuple([max(_reach(nbytes, at, ahead_bytes), end) if leg == 0 else end for leg, end in enumerate(soon)])
 
 
 def _reach(nbytes: Sequence[float], at: int, ahead_bytes: float) -> int:
-    """The index behind the units that follow unit `at`: as many of them, one at least, as it takes to have `ahead_bytes`."""
+    """The index behind the units that follow unit `at`: as many of them, one at least, as it takes to have
+    `ahead_bytes`."""
     end, ahead = at + 1, 0.0
     while end < len(nbytes) and ahead < ahead_bytes:
         ahead += nbytes[end]
@@ -51,9 +55,11 @@ class Part(Protocol):
 
 
 def timetable(plan: Sequence[Part], ahead_bytes: float) -> dict[int, tuple[int, ...]]:
-    """By the number of each gather of `plan` that begins a unit: the gathers that go on then, each by one collective, in this order (`ends`).
+    """By the number of each gather of `plan` that begins a unit: the gathers that go on then, each by one collective,
+    in this order (`ends`).
 
-    What the unit itself needs has begun all of its collectives before others begin, which would be in front of it on an axis of theirs.
+    What the unit itself needs has begun all of its collectives before others begin, which would be in front of it on an
+    axis of theirs.
     """
     starts = [at for at, part in enumerate(plan) if not at or plan[at - 1].unit != part.unit]
     stops = [*starts, len(plan)][1:]  # where each unit ends
@@ -64,7 +70,11 @@ def timetable(plan: Sequence[Part], ahead_bytes: float) -> dict[int, tuple[int, 
         until = {legs: [stops[end - 1] for end in ends(nbytes, unit, legs, ahead_bytes)] for legs in ways}
         reached = max(stop for each in until.values() for stop in (at, *each))
         wanted = {number: sum(number < stop for stop in until[plan[number].legs]) for number in range(at, reached)}
-        rounds = [[number for number, legs in wanted.items() if (number < stops[unit]) == own and begun[number] <= leg < legs] for own in (True, False) for leg in range(max(ways))]
+        rounds = [
+            [number for number, legs in wanted.items() if (number < stops[unit]) == own and begun[number] <= leg < legs]
+            for own in (True, False)
+            for leg in range(max(ways))
+        ]
         found[at] = tuple(number for here in rounds for number in here)
         for number in found[at]:
             begun[number] += 1
@@ -72,8 +82,11 @@ def timetable(plan: Sequence[Part], ahead_bytes: float) -> dict[int, tuple[int, 
 
 
 def due(legs: Sequence[int], begun: Sequence[int], done: int) -> list[int]:
-    """Which buckets of leaves go on, each by one collective, in this order, when `done` of them are filled: they take so many `legs`, of which so many have `begun`."""
+    """Which buckets of leaves go on, each by one collective, in this order, when `done` of them are filled: they take
+    so many `legs`, of which so many have `begun`."""
     deepest = max(legs, default=0)
-    wanted = {number: legs[number] - max(0, number + 1 - done - LEAVES_AHEAD)
-              for number in range(done, min(len(legs), done + LEAVES_AHEAD + max(0, deepest - 1)))}
+    wanted = {
+        number: legs[number] - max(0, number + 1 - done - LEAVES_AHEAD)
+        for number in range(done, min(len(legs), done + LEAVES_AHEAD + max(0, deepest - 1)))
+    }
     return [number for leg in range(deepest) for number, upto in wanted.items() if begun[number] <= leg < upto]

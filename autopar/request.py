@@ -28,14 +28,19 @@ class Request:
     seed: int = 0
     rules: Mapping[Any, Rule] | None = None
     progress: Callable[[str], None] | None = None
-    memory_bytes: float | None = None  # limit of a plan's peak on each device; None: all the usable memory of the device
-    remat: str = "auto"  # rematerialisation: one of problem.remat.LEVELS for all blocks, or "auto", as much as memory requires
+    # limit of a plan's peak on each device; None: all the usable memory of the device
+    memory_bytes: float | None = None
+    # rematerialisation: one of problem.remat.LEVELS for all blocks, or "auto", as much as memory requires
+    remat: str = "auto"
     prove: bool = False  # whether to prove the best lower bound that can be proven (slow), not only the quick one
 
     def __post_init__(self) -> None:
         """Raises PlanError for an unknown level of remat."""
         if self.remat not in ("auto", *LEVELS):
-            raise PlanError(f"unknown remat {self.remat!r}; known are auto, {', '.join(LEVELS)}{near(str(self.remat), ('auto', *LEVELS))}")
+            raise PlanError(
+                f"unknown remat {self.remat!r}; known are auto, "
+                f"{', '.join(LEVELS)}{near(str(self.remat), ('auto', *LEVELS))}"
+            )
 
     @property
     def limit_bytes(self) -> float:

@@ -82,7 +82,8 @@ def first_line(error: BaseException) -> str:
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """The known names that look like a wrong one, in capitals or not, as the end of a message; empty if there are none."""
+    """The known names that look like a wrong one, in capitals or not, as the end of a message; empty if there are
+    none."""
     names = {one.lower(): one for one in known}
     found = difflib.get_close_matches(name.lower(), list(names), n=3)
     return f" (near: {', '.join(names[one] for one in found)})" if found else ""

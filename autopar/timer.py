@@ -32,7 +32,8 @@ class Timer:
         return self.left_s <= 0
 
     def skips(self, until: float | None = None) -> bool:
-        """Whether it is too late for something promising: time is up, or it is after `until` (time.monotonic). Sets `hurried` where it is."""
+        """Whether it is too late for something promising: time is up, or it is after `until` (time.monotonic). Sets
+        `hurried` where it is."""
         late = self.late or (until is not None and time.monotonic() >= until)
         self.hurried = self.hurried or late
         return late
@@ -44,4 +45,7 @@ class Timer:
     @property
     def note(self) -> str:
         """What a plan says where it was hurried."""
-        return f"time was up ({self.limit_s:g} s) before all that is promising was priced: with a longer time limit there may be a faster plan"
+        return (
+            f"time was up ({self.limit_s:g} s) before all that is promising was priced: with a longer time limit there "
+            "may be a faster plan"
+        )

@@ -1,9 +1,9 @@
-"""Will it fit? What one device and each named strategy need of a device's memory, and the largest batch and sequence that they have
-room for.
+"""Will it fit? What one device and each named strategy need of a device's memory, and the largest batch and sequence
+that they have room for.
 
-A strategy is planned at the asked sizes; where it does not fit, as its solution of least memory, so that there are figures to show. The
-layouts of that plan are then looked at with other sizes, also with all blocks run again, and those of a pipeline with as many microbatches as the
-batch has, because recipes leave both open.
+A strategy is planned at the asked sizes; where it does not fit, as its solution of least memory, so that there are
+figures to show. The layouts of that plan are then looked at with other sizes, also with all blocks run again, and those
+of a pipeline with as many microbatches as the batch has, because recipes leave both open.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ ROUNDS = 64  # of microbatches for each place are looked at one by one, more of 
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy. `plan` and `prediction` are None where it cannot be at all, and `why` says why; `place` is the one that has least room
-    left, and `limit_bytes` is what a plan may fill of a device there. `largest` are sizes by symbol: the largest of one with the others as
-    planned. `host_bytes` rest on the host for each device, of `host_limit_bytes` there."""
+    """One strategy. `plan` and `prediction` are None where it cannot be at all, and `why` says why; `place` is the one
+    that has least room left, and `limit_bytes` is what a plan may fill of a device there. `largest` are sizes by
+    symbol: the largest of one with the others as planned. `host_bytes` rest on the host for each device, of
+    `host_limit_bytes` there."""
 
     name: str
     mesh: tuple[int, ...]
@@ -70,7 +71,11 @@ class Row:
     @property
     def fits(self) -> bool:
         """Whether the peak of every device is within its limit, and what rests on hosts within theirs."""
-        return self.place is not None and self.place.peak_bytes <= self.limit_bytes and self.host_bytes <= self.host_limit_bytes
+        return (
+            self.place is not None
+            and self.place.peak_bytes <= self.limit_bytes
+            and self.host_bytes <= self.host_limit_bytes
+        )
 
 
 @dataclass(eq=False)
@@ -92,7 +97,8 @@ class Survey:
         return {name: most for name, (_, most, _) in self._spans.items()}
 
     def rows(self, names: Sequence[str] = ()) -> Iterator[Row]:
-        """One device, then the recipes `names` on the cluster, all of them without names. Raises PlanError for unknown names."""
+        """One device, then the recipes `names` on the cluster, all of them without names. Raises PlanError for unknown
+        names."""
         known = (*RECIPES, *PIPELINES, *OFFLOADS)
         unknown = [name for name in names if name not in known]
         if unknown:
@@ -123,7 +129,8 @@ class Survey:
         return self._recipe(Planner.of(self.gm, self.hints, alone), replace(RECIPES["single"], name="one device"))
 
     def _recipe(self, planner: Planner, recipe: Recipe) -> Plan | str:
-        """The recipe on the mesh where it is fastest among those where it fits, with no more run again than it takes to fit, or else where it takes least."""
+        """The recipe on the mesh where it is fastest among those where it fits, with no more run again than it takes to
+        fit, or else where it takes least."""
         if lacking := recipe.lacking(planner.program):
             return lacking
         found: list[tuple[bool, float, Plan]] = []
@@ -150,8 +157,16 @@ class Survey:
             return bare_plan(planner, mesh, model.decode(choice), recipe.name, planner.remat)
 
         with suppress(InfeasibleError):
-            found = filled(planner, planner.candidate(sizes, used, recipe.name, partial(ilp.search, time_limit_s=STRATEGY_SOLVE_S)))
-            return False, found.cost.time_s, bare_plan(planner, mesh, found.model.decode(found.solution.choice), recipe.name, found.remat, found.again)
+            found = filled(
+                planner, planner.candidate(sizes, used, recipe.name, partial(ilp.search, time_limit_s=STRATEGY_SOLVE_S))
+            )
+            return (
+                False,
+                found.cost.time_s,
+                bare_plan(
+                    planner, mesh, found.model.decode(found.solution.choice), recipe.name, found.remat, found.again
+                ),
+            )
         model = planner.model(sizes, used, recipe.name)
         plans = [plan(model, choice) for choice in _outside(model.problem)]
         peak, least = min((self.predicted(each).peak_bytes, number) for number, each in enumerate(plans))
@@ -187,7 +202,9 @@ class Survey:
     def _program(self, hints: Mapping[str, int]) -> Program:
         key = tuple(hints.values())
         if key not in self._programs:
-            self._programs[key] = read(self.gm, hints, training=self.request.settings.training, device=self.request.cluster.device.kind)
+            self._programs[key] = read(
+                self.gm, hints, training=self.request.settings.training, device=self.request.cluster.device.kind
+            )
         return self._programs[key]
 
     def _row(self, name: str, plan: Plan | str) -> Row:
@@ -195,15 +212,30 @@ class Survey:
             return Row(name, (), self.limit_bytes, why=plan)
         prediction, limits = self.predicted(plan), self._limits(plan)
         place = min(prediction.places, key=lambda place: limits[place.number] - place.peak_bytes)
-        return Row(name, plan.grid, limits[place.number], plan, prediction, place, largest={
-            symbol: self._largest(plan, symbol, limits) for symbol in self.hints}, host_bytes=hosts.of_a_device(self._program(self.hints), plan),
-            host_limit_bytes=self.request.cluster.device.host_memory_bytes if plan.offload else math.inf)
+        return Row(
+            name,
+            plan.grid,
+            limits[place.number],
+            plan,
+            prediction,
+            place,
+            largest={symbol: self._largest(plan, symbol, limits) for symbol in self.hints},
+            host_bytes=hosts.of_a_device(self._program(self.hints), plan),
+            host_limit_bytes=self.request.cluster.device.host_memory_bytes if plan.offload else math.inf,
+        )
 
     def _largest(self, plan: Plan, symbol: str, limits: Sequence[float]) -> int:
         again = {}
         if plan.mode == "train" and self.request.remat == "auto":
             again = levels(self._program(self.hints), "full")
-        plans = [plan, *([replace(plan, remat=again, stages=tuple(replace(stage, again={}) for stage in plan.stages))] if again else [])]
+        plans = [
+            plan,
+            *(
+                [replace(plan, remat=again, stages=tuple(replace(stage, again={}) for stage in plan.stages))]
+                if again
+                else []
+            ),
+        ]
         return max(self._largest_of(each, symbol, limits) for each in plans)
 
     def _largest_of(self, plan: Plan, symbol: str, limits: Sequence[float]) -> int:
@@ -218,17 +250,28 @@ class Survey:
         return max(found, largest(self._peak(finest, symbol, limits), max(limits), self._step(plan, symbol), most))
 
     def _largest_batch(self, plan: Plan, limits: Sequence[float], most: int) -> int:
-        """With one sample of each rank in a microbatch, up to ROUNDS for each place; from there on with more of them, and more samples in each."""
+        """With one sample of each rank in a microbatch, up to ROUNDS for each place; from there on with more of them,
+        and more samples in each."""
         ways, step = self._ways(plan), self._microbatch_step(plan)
         top = ROUNDS * plan.places
         least = next((n for n in range(step, top + 1, step) if _runs(plan, n)), None)
         if least is None or least * ways > most:
             return 0
-        finer = largest(lambda size: self._finest_peak(plan, max(size, least * ways), limits), max(limits), ways * step, min(most, ways * top))
+        finer = largest(
+            lambda size: self._finest_peak(plan, max(size, least * ways), limits),
+            max(limits),
+            ways * step,
+            min(most, ways * top),
+        )
         if finer < ways * top:
             return finer
-        counts = (rounds * plan.places for rounds in (MOST_MICROBATCHES, MOST_MICROBATCHES // 2, MOST_MICROBATCHES // 4, ROUNDS))
-        coarser = (largest(self._peak(replace(plan, microbatches=n), "b", limits), max(limits), ways * n, most) for n in counts)
+        counts = (
+            rounds * plan.places
+            for rounds in (MOST_MICROBATCHES, MOST_MICROBATCHES // 2, MOST_MICROBATCHES // 4, ROUNDS)
+        )
+        coarser = (
+            largest(self._peak(replace(plan, microbatches=n), "b", limits), max(limits), ways * n, most) for n in counts
+        )
         return max(finer, next((found for found in coarser if found), 0))
 
     def _finest_peak(self, plan: Plan, batch: int, limits: Sequence[float]) -> float:
@@ -237,7 +280,11 @@ class Survey:
     def _finest(self, plan: Plan, batch: int) -> Plan | None:
         """The plan with the most microbatches into which its `batch` goes; None where its schedule runs none."""
         each = batch // self._ways(plan)
-        counts = (n for n in range(min(each, ROUNDS * plan.places), 1, -1) if each % n == 0 and n % self._microbatch_step(plan) == 0)
+        counts = (
+            n
+            for n in range(min(each, ROUNDS * plan.places), 1, -1)
+            if each % n == 0 and n % self._microbatch_step(plan) == 0
+        )
         return next((replace(plan, microbatches=n) for n in counts if _runs(plan, n)), None)
 
     def _microbatch_step(self, plan: Plan) -> int:
@@ -247,15 +294,21 @@ class Survey:
     def _limits(self, plan: Plan) -> list[float]:
         """Bytes that a plan may fill of the devices of each of its places."""
         at = Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
-        return [float(at.device(place).usable_memory_bytes) if at.mixed else self.limit_bytes for place in range(plan.places)]
+        return [
+            float(at.device(place).usable_memory_bytes) if at.mixed else self.limit_bytes
+            for place in range(plan.places)
+        ]
 
     def _peak(self, plan: Plan, symbol: str, limits: Sequence[float]) -> Callable[[int], float]:
         """The peak by size, as if all places had as much as the largest."""
-        return lambda size: max(place.peak_bytes + max(limits) - limits[place.number] for place in self.predicted(plan, **{symbol: size}).places)
+        return lambda size: max(
+            place.peak_bytes + max(limits) - limits[place.number]
+            for place in self.predicted(plan, **{symbol: size}).places
+        )
 
     def _step(self, plan: Plan, symbol: str) -> int:
-        """The batch is cut evenly by ranks and microbatches; sequences are looked at in steps of the ranks that cut something, but no
-        finer than a 64th of the planned one."""
+        """The batch is cut evenly by ranks and microbatches; sequences are looked at in steps of the ranks that cut
+        something, but no finer than a 64th of the planned one."""
         if symbol != "b":
             fine = math.lcm(*plan.mesh, self._spans[symbol][2] if symbol in self._spans else 1)
             return max(fine, self.hints[symbol] // 64 // fine * fine)
@@ -265,7 +318,11 @@ class Survey:
         """The ranks of a place that the batch is cut over."""
         program = self._program(self.hints)
         inputs = [op.name for op in program.ops.values() if op.role == "input" and 0 in op.batch[0]]
-        return max(itertools.chain((1,), (ways_of(parse(plan.nodes[name].outs[0].split("|")[0]), 0, plan.mesh) for name in inputs)))
+        return max(
+            itertools.chain(
+                (1,), (ways_of(parse(plan.nodes[name].outs[0].split("|")[0]), 0, plan.mesh) for name in inputs)
+            )
+        )
 
 
 def _runs(plan: Plan, microbatches: int) -> bool:

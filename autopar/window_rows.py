@@ -1,7 +1,9 @@
-"""Which rows of one dim of its input a window operator (convolution, pool) reads, by the rank that holds them: plain ints.
+"""Which rows of one dim of its input a window operator (convolution, pool) reads, by the rank that holds them: plain
+ints.
 
-Output o reads `reach` input rows from `o * stride - padding` on; rows below 0 and from `size` on are padding. Input and output are cut
-as torch.chunk cuts, each by its own size, so a rank's outputs may read rows of other ranks: its *borders*.
+Output o reads `reach` input rows from `o * stride - padding` on; rows below 0 and from `size` on are padding. Input and
+output are cut as torch.chunk cuts, each by its own size, so a rank's outputs may read rows of other ranks: its
+*borders*.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One dim: rows of the whole input and output, rows from the first to the last that one output reads (dilation x (kernel - 1) + 1),
-    rows between the first ones of two outputs, rows of padding in front."""
+    """One dim: rows of the whole input and output, rows from the first to the last that one output reads (dilation x
+    (kernel - 1) + 1), rows between the first ones of two outputs, rows of padding in front."""
 
     size: int
     outs: int
@@ -72,4 +74,9 @@ class Window:
 
     def borders_only(self, ways: int) -> bool:
         """Whether no rank needs rows from beyond the two ranks beside it."""
-        return not any(self._rows(ways, holder, reader) for holder in range(ways) for reader in range(ways) if abs(holder - reader) > 1)
+        return not any(
+            self._rows(ways, holder, reader)
+            for holder in range(ways)
+            for reader in range(ways)
+            if abs(holder - reader) > 1
+        )

@@ -1,10 +1,13 @@
-"""Which architectures of transformers plans are right for: each made narrow and shallow, on four gloo ranks against one device, in float64.
+"""Which architectures of transformers plans are right for: each made narrow and shallow, on four gloo ranks against one
+device, in float64.
 
-    python -m benchmarks.architectures [--kinds causal images ...] [--only llama bert ...] [--plans searched "random 0" ...] [--json FILE]
+    python -m benchmarks.architectures [--kinds causal images ...] [--only llama bert ...] [--plans searched "random 0"
+    ...] [--json FILE]
 
-Configs are the defaults of their classes with every size that SIZES names made small, whatever the architecture. Some cannot be made so: their constructor
-or their validation refuses the sizes, or what is left is still large. Those that can are captured and run under each of the plans (tests/helpers/verify.py says
-what they are; `zero3` and other recipes on a mesh of 4, the others on 2x2): loss, outputs, gradients, parameters after an AdamW step, and collectives run =
+Configs are the defaults of their classes with every size that SIZES names made small, whatever the architecture. Some
+cannot be made so: their constructor or their validation refuses the sizes, or what is left is still large. Those that
+can are captured and run under each of the plans (tests/helpers/verify.py says what they are; `zero3` and other recipes
+on a mesh of 4, the others on 2x2): loss, outputs, gradients, parameters after an AdamW step, and collectives run =
 collectives priced. Each is looked at in a process of its own, since models that take too much memory are killed there.
 """
 
@@ -47,7 +50,16 @@ KINDS = {
 """Where transformers lists its architectures of a kind."""
 
 PLANS = ("searched", "random 0", "random 1", "zero3")
-REFUSALS = (AssertionError, AttributeError, ImportError, KeyError, RuntimeError, StrictDataclassError, TypeError, ValueError)
+REFUSALS = (
+    AssertionError,
+    AttributeError,
+    ImportError,
+    KeyError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
 """What constructors and validations of transformers raise where they do not take the sizes."""
 
 LIMIT_S = 240.0
@@ -56,16 +68,22 @@ LARGE = 12_000_000
 
 SIZES: dict[int, str] = {
     32: "hidden_size d_model n_embd dim n_embed embed_dim word_embed_proj_dim embedding_size emb_dim",
-    64: """intermediate_size ffn_dim n_inner d_ff encoder_ffn_dim decoder_ffn_dim ffn_hidden_size mlp_hidden_size shared_expert_intermediate_size vocab_size
-           max_position_embeddings n_positions n_ctx d_inner prefix_intermediate_size shared_intermediate_size mlp_dim decoder_vocab_size""",
+    64: """intermediate_size ffn_dim n_inner d_ff encoder_ffn_dim decoder_ffn_dim ffn_hidden_size mlp_hidden_size
+    shared_expert_intermediate_size vocab_size
+           max_position_embeddings n_positions n_ctx d_inner prefix_intermediate_size shared_intermediate_size mlp_dim
+           decoder_vocab_size""",
     24: "q_lora_rank",
     16: "kv_lora_rank mamba_d_head moe_intermediate_size time_step_rank expert_intermediate_size mamba_head_dim",
-    8: """head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim qk_head_dim sliding_window mamba_d_state state_size d_kv linear_key_head_dim linear_value_head_dim
+    8: """head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim qk_head_dim sliding_window mamba_d_state state_size
+    d_kv linear_key_head_dim linear_value_head_dim
           index_head_dim ssm_state_size mamba_state_dim attention_head_dim local_window linear_head_dim""",
-    4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts num_local_experts n_routed_experts mamba_n_heads
-          linear_num_value_heads linear_num_heads index_n_heads moe_num_experts num_key_value_heads num_kv_heads kv_n_heads rotary_dim
+    4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts
+    num_local_experts n_routed_experts mamba_n_heads
+          linear_num_value_heads linear_num_heads index_n_heads moe_num_experts num_key_value_heads num_kv_heads
+          kv_n_heads rotary_dim
           num_frames frames_per_clip""",
-    2: """num_hidden_layers n_layer n_layers num_layers num_layers_per_stack encoder_layers decoder_layers num_decoder_layers num_experts_per_tok moe_k moe_top_k experts_per_token
+    2: """num_hidden_layers n_layer n_layers num_layers num_layers_per_stack encoder_layers decoder_layers
+    num_decoder_layers num_experts_per_tok moe_k moe_top_k experts_per_token
           num_experts_per_token linear_num_key_heads num_experts_per_topk moe_topk""",
     1: "n_shared_experts num_shared_experts first_k_dense_replace n_group topk_group mamba_n_groups n_groups",
 }
@@ -83,7 +101,8 @@ BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type")
 
 @dataclass(frozen=True)
 class Found:
-    """What became of one architecture: `outcome` is one of right, refused, wrong, "not made small" or stopped, `why` the first line of the reason."""
+    """What became of one architecture: `outcome` is one of right, refused, wrong, "not made small" or stopped, `why`
+    the first line of the reason."""
 
     kind: str
     name: str
@@ -111,7 +130,7 @@ def shrink(config: Any) -> None:
             setattr(config, name, type(value)(0))
         elif name in BY_LAYER and isinstance(value, list):
             kept = list(dict.fromkeys(value))
-            setattr(config, name, (kept * 2)[:max(2, min(len(kept), 3))])
+            setattr(config, name, (kept * 2)[: max(2, min(len(kept), 3))])
             config.num_hidden_layers = len(getattr(config, name))
         elif hasattr(value, "to_dict"):
             shrink(value)
@@ -120,13 +139,15 @@ def shrink(config: Any) -> None:
 
 
 def made(kind: str, name: str, folder: Path) -> str:
-    """The spec of a small model of an architecture, written into `folder`. Raises one of REFUSALS where it cannot be made."""
+    """The spec of a small model of an architecture, written into `folder`. Raises one of REFUSALS where it cannot be
+    made."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[name]()
     shrink(config)
-    sizes = {size: value for size, value in config.to_dict().items() if size not in ("out_features", "out_indices")}  # of layers that may be gone
+    # of layers that may be gone
+    sizes = {size: value for size, value in config.to_dict().items() if size not in ("out_features", "out_indices")}
     config = type(config).from_dict(sizes)  # which looks at the sizes again
     model = getattr(transformers, architectures(kind)[name])(config)
     count = sum(p.numel() for p in model.parameters())
@@ -197,10 +218,25 @@ def table(found: Sequence[Found]) -> str:
     for kind in kinds:
         mine = [each for each in found if each.kind == kind]
         counts = Counter(each.outcome for each in mine)
-        rows.append([kind, len(mine), *(counts[outcome] for outcome in outcomes), max((each.worst for each in mine), default=0.0), sum(each.seconds for each in mine)])
+        rows.append(
+            [
+                kind,
+                len(mine),
+                *(counts[outcome] for outcome in outcomes),
+                max((each.worst for each in mine), default=0.0),
+                sum(each.seconds for each in mine),
+            ]
+        )
     others = [[each.kind, each.name, each.outcome, each.why[:160]] for each in found if each.outcome != "right"]
-    return (tabulate(rows, headers=["kind", "architectures", *outcomes, "worst error", "seconds"], floatfmt=(*("",) * 7, ".1e", ".0f"))
-            + "\n\n" + tabulate(others, headers=["kind", "architecture", "outcome", "why"]))
+    return (
+        tabulate(
+            rows,
+            headers=["kind", "architectures", *outcomes, "worst error", "seconds"],
+            floatfmt=(*("",) * 7, ".1e", ".0f"),
+        )
+        + "\n\n"
+        + tabulate(others, headers=["kind", "architecture", "outcome", "why"])
+    )
 
 
 def main() -> int:
@@ -212,7 +248,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    todo = [(kind, name) for kind in options.kinds for name in architectures(kind) if not options.only or name in options.only]
+    todo = [
+        (kind, name)
+        for kind in options.kinds
+        for name in architectures(kind)
+        if not options.only or name in options.only
+    ]
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for number, (kind, name) in enumerate(todo):

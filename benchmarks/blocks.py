@@ -1,6 +1,8 @@
-"""Problems with the structure of Llama-like blocks, made from a seed: 21 nodes each (weights are nodes), choices = 5 ** axes.
+"""Problems with the structure of Llama-like blocks, made from a seed: 21 nodes each (weights are nodes), choices = 5 **
+axes.
 
-On one mesh axis an operator takes one of five options, which fix the layout of what it reads and writes, as in an einsum:
+On one mesh axis an operator takes one of five options, which fix the layout of what it reads and writes, as in an
+einsum:
 
     option   reads          a weight as   writes
     0 whole  R              R             R
@@ -9,8 +11,9 @@ On one mesh axis an operator takes one of five options, which fix the layout of 
     3 column R              S0            S2
     4 row    S2             S1            P        (operators without a weight: S2 to S2)
 
-A weight rests replicated or split. A change of layout costs latency and volume on every axis where it happens, and less the
-more the other axes split. Weights' collectives hide under the block's compute (an overlap group for attention, one for the MLP).
+A weight rests replicated or split. A change of layout costs latency and volume on every axis where it happens, and less
+the more the other axes split. Weights' collectives hide under the block's compute (an overlap group for attention, one
+for the MLP).
 """
 
 from __future__ import annotations
@@ -30,17 +33,21 @@ PLAIN_READS = np.array([R, S0, S1, S2, S2])
 ASKS_WEIGHT = np.array([R, P, P, S0, S1])  # P: whole, with a gradient to be summed
 RESTS = np.array([R, S0, S1, S2, S0])
 INF = float("inf")
-VOLUME = np.array([  # forward and backward together, in units of the whole tensor; row: has, column: wants
-    [0.0, 1.0, 1.0, 1.0, 2.0],
-    [1.0, 0.0, 0.25, 0.25, 2.0],
-    [1.0, 0.25, 0.0, 0.25, 2.0],
-    [1.0, 0.25, 0.25, 0.0, 2.0],
-    [2.0, 2.0, 2.0, 2.0, 0.0],
-])
+VOLUME = np.array(
+    [  # forward and backward together, in units of the whole tensor; row: has, column: wants
+        [0.0, 1.0, 1.0, 1.0, 2.0],
+        [1.0, 0.0, 0.25, 0.25, 2.0],
+        [1.0, 0.25, 0.0, 0.25, 2.0],
+        [1.0, 0.25, 0.25, 0.0, 2.0],
+        [2.0, 2.0, 2.0, 2.0, 0.0],
+    ]
+)
 NOT_SUMMED = np.array([[0.0] * 4 + [INF]] * 4 + [[0.0] * 5])  # an activation never becomes a partial sum
 
 
-def block(blocks: int = 1, axes: int = 2, *, groups: bool = True, memory_fraction: float = INF, seed: int = 0) -> Problem:
+def block(
+    blocks: int = 1, axes: int = 2, *, groups: bool = True, memory_fraction: float = INF, seed: int = 0
+) -> Problem:
     """`blocks` blocks on a mesh of `axes` axes; the memory limit as a share of what replication everywhere needs."""
     maker = _Maker(np.random.default_rng(seed), axes, groups)
     hidden = maker.op("input", [])
@@ -48,8 +55,13 @@ def block(blocks: int = 1, axes: int = 2, *, groups: bool = True, memory_fractio
         hidden = _attention(maker, hidden, f"block{i}.attention")
         hidden = _mlp(maker, hidden, f"block{i}.mlp")
     full = sum(float(n.memory_bytes.max()) for n in maker.nodes)
-    return Problem(tuple(maker.nodes), tuple(maker.nets()), 2 * blocks if groups else 0, full * memory_fraction,
-                   f"{blocks} blocks on {axes} axes")
+    return Problem(
+        tuple(maker.nodes),
+        tuple(maker.nets()),
+        2 * blocks if groups else 0,
+        full * memory_fraction,
+        f"{blocks} blocks on {axes} axes",
+    )
 
 
 def _attention(m: _Maker, x: int, name: str) -> int:
@@ -98,7 +110,9 @@ class _Maker:
         scale = self.rng.uniform(0.5, 2.0)
         cost_s = work_s * scale / self.split
         labels = tuple("".join(map(str, o)) for o in self.options)
-        self.nodes.append(Node(name, labels, cost_s, size * scale / self.split, 0.6 * cost_s, self.group if self.groups else -1))
+        self.nodes.append(
+            Node(name, labels, cost_s, size * scale / self.split, 0.6 * cost_s, self.group if self.groups else -1)
+        )
         self.writes.append((writes, scale, weight))
         return len(self.nodes) - 1
 
@@ -117,7 +131,9 @@ class _Maker:
             cost_s = self._table(size * (0.5 if weight else 1.0), weight)
             group = self.nodes[producer].group if weight else -1
             memory = np.where(np.isfinite(cost_s) & (cost_s > 0), 2e7 * size, 0.0)
-            out.append(Net(self.nodes[producer].name, producer, self._mixed(writes), tuple(uses), cost_s, memory, group))
+            out.append(
+                Net(self.nodes[producer].name, producer, self._mixed(writes), tuple(uses), cost_s, memory, group)
+            )
         return out
 
     def _table(self, size: float, weight: bool) -> np.ndarray:

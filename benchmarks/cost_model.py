@@ -1,10 +1,11 @@
 """The cost model against published measurements.
 
-    python benchmarks/cost_model.py [--data DIR] [--json OUT] [--only SOURCE] [--explain ROW] [--worst 20] [--half fit|held] [--times]
+    python benchmarks/cost_model.py [--data DIR] [--json OUT] [--only SOURCE] [--explain ROW] [--worst 20] [--half
+    fit|held] [--times]
 
-Every file of the known formats in the folder is read, the step of each row's *given* configuration predicted with the prices that
-plans are made with, and its memory by the walk that plans are accepted by. Error, rank correlation, regret and the worst rows are printed
-by source, errors of peaks by source and by what was counted.
+Every file of the known formats in the folder is read, the step of each row's *given* configuration predicted with the
+prices that plans are made with, and its memory by the walk that plans are accepted by. Error, rank correlation, regret
+and the worst rows are printed by source, errors of peaks by source and by what was counted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def predicted(loaded: Loaded, *, memory: bool) -> list[Result]:
-    """A result for each row that can be priced; the others are added to what was refused, and so is memory that cannot be told."""
+    """A result for each row that can be priced; the others are added to what was refused, and so is memory that cannot
+    be told."""
     predictor, found = Predictor(), []
 
     def told(row: Row, what: Callable[[Row], T]) -> T | None:
@@ -57,8 +59,12 @@ def main() -> int:
     parser.add_argument("--only", help="sources whose name contains this")
     parser.add_argument("--explain", metavar="ROW", help="the parts of one row's prediction")
     parser.add_argument("--worst", type=int, default=20, help="how many of the worst rows to list")
-    parser.add_argument("--times", action="store_true", help="no memory, which is most of the work where it was published")
-    parser.add_argument("--half", choices=("fit", "held"), help="only the half that constants were fitted on, or the other")
+    parser.add_argument(
+        "--times", action="store_true", help="no memory, which is most of the work where it was published"
+    )
+    parser.add_argument(
+        "--half", choices=("fit", "held"), help="only the half that constants were fitted on, or the other"
+    )
     given = parser.parse_args()
     start = time.monotonic()
     try:
@@ -66,8 +72,13 @@ def main() -> int:
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return 2
-    loaded.rows = [row for row in loaded.rows if (given.only or "") in row.source and (given.half is None or in_half(row) == given.half)
-                   and given.explain in (None, row.name)]
+    loaded.rows = [
+        row
+        for row in loaded.rows
+        if (given.only or "") in row.source
+        and (given.half is None or in_half(row) == given.half)
+        and given.explain in (None, row.name)
+    ]
     results = predicted(loaded, memory=not given.times)
     if given.explain:
         print("\n\n".join(map(explained, results)) or f"no row {given.explain}")

@@ -52,8 +52,24 @@ CASES = (
     Case("gpt2", f"hf:{MODELS}/hf/gpt2.json", 32, 1024, torch.float32, "h100:1x4", "small: data parallel"),
     Case("bert", f"hf:{MODELS}/hf/bert.json", 64, 512, torch.float32, "v100:1x8", "small: data parallel"),
     Case("llama3-8b", f"hf:{MODELS}/hf/llama3-8b.json", 8, 2048, torch.bfloat16, "h100:1x8", "does not fit: ZeRO-3"),
-    Case("llama3-8b", f"hf:{MODELS}/hf/llama3-8b.json", 1, 2048, torch.bfloat16, "h100:1x8", "one sample: tensor parallel"),
-    Case("llama3-8b", f"hf:{MODELS}/hf/llama3-8b.json", 64, 4096, torch.bfloat16, "h100:8x8", "sharded, tensor parallel inside"),
+    Case(
+        "llama3-8b",
+        f"hf:{MODELS}/hf/llama3-8b.json",
+        1,
+        2048,
+        torch.bfloat16,
+        "h100:1x8",
+        "one sample: tensor parallel",
+    ),
+    Case(
+        "llama3-8b",
+        f"hf:{MODELS}/hf/llama3-8b.json",
+        64,
+        4096,
+        torch.bfloat16,
+        "h100:8x8",
+        "sharded, tensor parallel inside",
+    ),
     Case("wide-mlp", f"{MODELS}/mlp.py:wide", 16, 1, torch.float32, "h100:1x8", "few samples: tensor parallel"),
     Case("alexnet", f"{MODELS}/cnn.py:alexnet", 128, 1, torch.float32, "l4:1x4", "one weird trick"),
     Case("alexnet", f"{MODELS}/cnn.py:alexnet", 128, 1, torch.float32, "v100:1x4", "one weird trick"),
@@ -66,18 +82,30 @@ def row(case: Case, limit_s: float) -> dict[str, object]:
     loaded = load(case.spec, batch=case.batch, seq=case.seq, dtype=case.dtype)
     start = time.perf_counter()
     graph = capture(loaded.model, loaded.args, loaded.kwargs)
-    made = plan(graph.gm, graph.hints, Request(Cluster.parse(case.cluster), time_limit_s=limit_s), model=case.name,
-                graph_hash=graph.graph_hash)
+    made = plan(
+        graph.gm,
+        graph.hints,
+        Request(Cluster.parse(case.cluster), time_limit_s=limit_s),
+        model=case.name,
+        graph_hash=graph.graph_hash,
+    )
     spent = time.perf_counter() - start
     program = read(graph.gm, graph.hints, training=True)
     fitting = sorted((a for a in made.alternatives if a.step_s is not None), key=lambda a: a.step_s or 0.0)
     splits = kinds(made.nodes)
     return {
-        "model": f"{case.name} {case.batch}x{case.seq}" if case.seq > 1 else f"{case.name} {case.batch}", "cluster": case.cluster,
-        "an expert": case.expected, "chosen": made.strategy, "mesh": "x".join(map(str, made.mesh)),
-        "step ms": f"{1e3 * made.predicted.step_s:.2f}", "GiB": f"{made.predicted.memory_bytes / 2**30:.1f}",
-        "gap": f"{100 * made.predicted.gap:.1f} %" if made.predicted.bound_s > 0 else "no bound", "best recipe": _recipe(fitting, 0), "worst": _recipe(fitting, -1),
-        "splits": " ".join(f"{name[:5]} {splits[name]}" for name in SPLITS if name in splits), "rest": _rest(program, made),
+        "model": f"{case.name} {case.batch}x{case.seq}" if case.seq > 1 else f"{case.name} {case.batch}",
+        "cluster": case.cluster,
+        "an expert": case.expected,
+        "chosen": made.strategy,
+        "mesh": "x".join(map(str, made.mesh)),
+        "step ms": f"{1e3 * made.predicted.step_s:.2f}",
+        "GiB": f"{made.predicted.memory_bytes / 2**30:.1f}",
+        "gap": f"{100 * made.predicted.gap:.1f} %" if made.predicted.bound_s > 0 else "no bound",
+        "best recipe": _recipe(fitting, 0),
+        "worst": _recipe(fitting, -1),
+        "splits": " ".join(f"{name[:5]} {splits[name]}" for name in SPLITS if name in splits),
+        "rest": _rest(program, made),
         "s": f"{spent:.1f}",
     }
 
@@ -100,9 +128,16 @@ def guide_row(name: str) -> dict[str, object]:
     made = found.plan
     shape = "x".join(map(str, (*((made.places,) if made.places > 1 else ()), *made.mesh)))
     return {
-        "case": name, "model": f"{Path(asked.spec).name.removesuffix('.json')} {asked.batch}x{asked.seq}", "cluster": Cluster.parse(asked.cluster).label,
-        "guide": asked.guide, "chosen": "+".join(sorted(found.kinds)), "mesh": shape, "schedule": made.schedule if made.places > 1 else "",
-        "step ms": f"{1e3 * made.predicted.step_s:.4g}", "GiB": f"{made.predicted.memory_bytes / 2**30:.1f}", "beside it": found.reasons,
+        "case": name,
+        "model": f"{Path(asked.spec).name.removesuffix('.json')} {asked.batch}x{asked.seq}",
+        "cluster": Cluster.parse(asked.cluster).label,
+        "guide": asked.guide,
+        "chosen": "+".join(sorted(found.kinds)),
+        "mesh": shape,
+        "schedule": made.schedule if made.places > 1 else "",
+        "step ms": f"{1e3 * made.predicted.step_s:.4g}",
+        "GiB": f"{made.predicted.memory_bytes / 2**30:.1f}",
+        "beside it": found.reasons,
     }
 
 

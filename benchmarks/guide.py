@@ -1,7 +1,9 @@
-"""The decision table of Hugging Face's guide to training on several GPUs, as rows of a model on a cluster, and what the search makes of each.
+"""The decision table of Hugging Face's guide to training on several GPUs, as rows of a model on a cluster, and what the
+search makes of each.
 
-The guide (https://huggingface.co/docs/transformers/perf_train_gpu_many, "Scalability strategy") says which kind of parallelism is for which
-machine. Nothing here tells the search so: a row has a model and a cluster, and strategies that are priced beside the answer.
+The guide (https://huggingface.co/docs/transformers/perf_train_gpu_many, "Scalability strategy") says which kind of
+parallelism is for which machine. Nothing here tells the search so: a row has a model and a cluster, and strategies that
+are priced beside the answer.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ TENSOR = ("column", "row", "vocabulary")
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table: the guide's case and answer, a model of `spec` at a batch and sequence on a cluster, trained in mixed precision
-    (`precision` "bf16") or as it is, and named strategies that are priced beside the answer, to show the figures that decide."""
+    """One row of the table: the guide's case and answer, a model of `spec` at a batch and sequence on a cluster,
+    trained in mixed precision (`precision` "bf16") or as it is, and named strategies that are priced beside the answer,
+    to show the figures that decide."""
 
     name: str
     guide: str
@@ -47,16 +50,63 @@ class Row:
     precision: str = "bf16"
 
 
-ROWS = {row.name: row for row in (
-    Row("one node, fits", "DP, or ZeRO", f"hf:{HERE.parent}/models/hf/gpt2.json", 64, 512, "a100-80:1x8", ("tp_sp",)),
-    Row("one node, does not fit, NVLink", "PP, ZeRO and TP about equal", LLAMA, 8, 2048, "a100-80:1x4", ("zero3", "tp_sp", "zero_bubble")),
-    Row("one node, does not fit, PCIe", "PP before TP and ZeRO", LLAMA, 8, 2048, f"{HERE}/clusters/a100-80-pcie.toml", ("zero3", "tp_sp", "zero_bubble")),
-    Row("largest layer does not fit", "TP, or ZeRO-3", f"{HERE.parent}/models/mlp.py:giant", 64, 1, "h100:1x8", ("zero3", "1f1b"), "float32"),
-    Row("several nodes, fast links", "ZeRO, or PP+TP+DP", LLAMA, 16, 2048, "a100-80:2x4", ("3d",)),
-    Row("several nodes, slow links, short of memory", "DP+PP+TP+ZeRO-1", LLAMA, 16, 2048, f"{HERE}/clusters/a100-40-ethernet.toml", ("zero3", "pp_zero1", "3d")),
-    Row("few samples on two nodes", "TP inside the node", LLAMA, 2, 2048, "h100:2x8", ("tp_sp",)),
-    Row("few samples of wide layers on two nodes", "TP inside the node", f"{HERE.parent}/models/mlp.py:wide", 16, 1, "h100:2x4", ("3d", "tp_zero3"), "float32"),
-)}
+ROWS = {
+    row.name: row
+    for row in (
+        Row(
+            "one node, fits", "DP, or ZeRO", f"hf:{HERE.parent}/models/hf/gpt2.json", 64, 512, "a100-80:1x8", ("tp_sp",)
+        ),
+        Row(
+            "one node, does not fit, NVLink",
+            "PP, ZeRO and TP about equal",
+            LLAMA,
+            8,
+            2048,
+            "a100-80:1x4",
+            ("zero3", "tp_sp", "zero_bubble"),
+        ),
+        Row(
+            "one node, does not fit, PCIe",
+            "PP before TP and ZeRO",
+            LLAMA,
+            8,
+            2048,
+            f"{HERE}/clusters/a100-80-pcie.toml",
+            ("zero3", "tp_sp", "zero_bubble"),
+        ),
+        Row(
+            "largest layer does not fit",
+            "TP, or ZeRO-3",
+            f"{HERE.parent}/models/mlp.py:giant",
+            64,
+            1,
+            "h100:1x8",
+            ("zero3", "1f1b"),
+            "float32",
+        ),
+        Row("several nodes, fast links", "ZeRO, or PP+TP+DP", LLAMA, 16, 2048, "a100-80:2x4", ("3d",)),
+        Row(
+            "several nodes, slow links, short of memory",
+            "DP+PP+TP+ZeRO-1",
+            LLAMA,
+            16,
+            2048,
+            f"{HERE}/clusters/a100-40-ethernet.toml",
+            ("zero3", "pp_zero1", "3d"),
+        ),
+        Row("few samples on two nodes", "TP inside the node", LLAMA, 2, 2048, "h100:2x8", ("tp_sp",)),
+        Row(
+            "few samples of wide layers on two nodes",
+            "TP inside the node",
+            f"{HERE.parent}/models/mlp.py:wide",
+            16,
+            1,
+            "h100:2x4",
+            ("3d", "tp_zero3"),
+            "float32",
+        ),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -80,11 +130,17 @@ class Answer:
 
     @property
     def kinds(self) -> set[str]:
-        """What the plan is made of: PP; TP, ZeRO-3, ZeRO-1 or DP where an axis uses a large weight so (TP: most of them)."""
+        """What the plan is made of: PP; TP, ZeRO-3, ZeRO-1 or DP where an axis uses a large weight so (TP: most of
+        them)."""
         found = {"PP"} if self.plan.places > 1 else set()
         found |= {"TP"} if self.tensor_axes else set()
         words = {"gathered": "ZeRO-3", "once": "ZeRO-1", "replicated": "DP"}
-        return found | {word for use, word in words.items() for axis, uses in enumerate(self.uses) if uses[use] and self.plan.mesh[axis] > 1}
+        return found | {
+            word
+            for use, word in words.items()
+            for axis, uses in enumerate(self.uses)
+            if uses[use] and self.plan.mesh[axis] > 1
+        }
 
     def levels(self, axis: int) -> set[str]:
         """The cluster levels that a mesh axis of a place spans."""
@@ -102,19 +158,24 @@ class Answer:
         plan = self.plan
         shape = "x".join(map(str, (*((plan.places,) if plan.places > 1 else ()), *plan.mesh)))
         how = "; ".join(" ".join(f"{n} {use}" for use, n in uses.most_common()) for uses in self.uses)
-        return (f"{plan.strategy} on {shape} {plan.schedule}: {1e3 * plan.predicted.step_s:.1f} ms, {plan.predicted.memory_bytes / 2**30:.1f} GiB, "
-                f"weights by axis: {how}; {self.reasons}")
+        return (
+            f"{plan.strategy} on {shape} {plan.schedule}: {1e3 * plan.predicted.step_s:.1f} ms, "
+            f"{plan.predicted.memory_bytes / 2**30:.1f} GiB, weights by axis: {how}; {self.reasons}"
+        )
 
     @property
     def reasons(self) -> str:
         """The figures beside it: milliseconds, or the first line that says bytes."""
-        return ", ".join(f"{name} {seconds(made.predicted.step_s)}" if isinstance(made, Plan) else f"{name}: {_short(made)}" for name, made in self.beside.items())
+        return ", ".join(
+            f"{name} {seconds(made.predicted.step_s)}" if isinstance(made, Plan) else f"{name}: {_short(made)}"
+            for name, made in self.beside.items()
+        )
 
 
 def _short(why: str) -> str:
     """The part of a refusal that has the figures."""
     line = next((part for part in why.splitlines() if "need" in part), why)
-    return line[line.find("need"):].partition(";")[0]
+    return line[line.find("need") :].partition(";")[0]
 
 
 @cache
@@ -143,4 +204,8 @@ def answer(name: str) -> Answer:
         except InfeasibleError as error:
             return str(error)
 
-    return Answer(read(graph.gm, hints, training=True, device=cluster.device.kind), planned(None), {recipe: tried(recipe) for recipe in row.beside})
+    return Answer(
+        read(graph.gm, hints, training=True, device=cluster.device.kind),
+        planned(None),
+        {recipe: tried(recipe) for recipe in row.beside},
+    )

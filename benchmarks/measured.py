@@ -2,13 +2,16 @@
 
     python -m benchmarks.measured [--ranks 4] [--passes 3] [--rounds 3] [--seconds 30] [--cpu-time] [--json FILE]
 
-Measures this machine with as many ranks as the plans have, plans a transformer and an MLP in twelve ways on it, and runs all of them in turns on the same
-ranks, one step of each per round. Calibration and rounds take turns too, `passes` times, so that both see the machine as it is all the while; medians count: the
-constants are fitted to the median of each of the calibration's own measurements, never to a plan. The plans were made on the first pass; they are priced by
-the search and simulated with the constants of all passes. A plan that the search would make in another way with these has no price.
+Measures this machine with as many ranks as the plans have, plans a transformer and an MLP in twelve ways on it, and
+runs all of them in turns on the same ranks, one step of each per round. Calibration and rounds take turns too, `passes`
+times, so that both see the machine as it is all the while; medians count: the constants are fitted to the median of
+each of the calibration's own measurements, never to a plan. The plans were made on the first pass; they are priced by
+the search and simulated with the constants of all passes. A plan that the search would make in another way with these
+has no price.
 
-With --cpu-time both the calibration and the steps count what the ranks compute, over the cores, and not the time on the wall: other work of the machine is no part of
-that. What it cannot see is waiting with idle cores, as in the bubbles of pipelines.
+With --cpu-time both the calibration and the steps count what the ranks compute, over the cores, and not the time on the
+wall: other work of the machine is no part of that. What it cannot see is waiting with idle cores, as in the bubbles of
+pipelines.
 """
 
 from __future__ import annotations
@@ -56,8 +59,15 @@ MODELS = {
     "mlp": lambda: mlp.build(512, 1024, 6, 512, 512),
 }
 FLAT = (
-    Case("gpt", "ddp"), Case("gpt", "zero3"), Case("gpt", "tp"), Case("gpt", "megatron"), Case("gpt", "1f1b"),
-    Case("mlp", "ddp"), Case("mlp", "zero3"), Case("mlp", "tp"), Case("mlp", "gpipe"),
+    Case("gpt", "ddp"),
+    Case("gpt", "zero3"),
+    Case("gpt", "tp"),
+    Case("gpt", "megatron"),
+    Case("gpt", "1f1b"),
+    Case("mlp", "ddp"),
+    Case("mlp", "zero3"),
+    Case("mlp", "tp"),
+    Case("mlp", "gpipe"),
 )
 """On any number of ranks."""
 
@@ -74,7 +84,8 @@ def twelve(ranks: int) -> tuple[Case, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One plan: seconds of a step as the search prices it (None: it would plan another way), as the simulation has it, and of every measured round."""
+    """One plan: seconds of a step as the search prices it (None: it would plan another way), as the simulation has it,
+    and of every measured round."""
 
     case: str
     mesh: str
@@ -111,7 +122,8 @@ def prepare(bundles: Sequence[Bundle], batches: Sequence[dict[str, Any]]) -> Non
 
 
 def run(rounds: int, cores: int = 0) -> list[list[float]]:
-    """On each rank: seconds of every round of every plan, the slowest rank's, or what all ranks compute over `cores`."""
+    """On each rank: seconds of every round of every plan, the slowest rank's, or what all ranks compute over
+    `cores`."""
     found: list[list[float]] = [[] for _ in _PLANS]
     clock = Clock("cpu", cores=cores)
     for _ in range(rounds):
@@ -144,14 +156,18 @@ def planned(case: Case, cluster: Cluster) -> tuple[Any, dict[str, Any]]:
     return compiled, dict(zip(compiled.captured.input_names, batch, strict=True))
 
 
-def measure(cases: Sequence[Case], ranks: int, passes: int, rounds: int, seconds: float, cores: int = 0) -> tuple[list[Row], Cluster]:
+def measure(
+    cases: Sequence[Case], ranks: int, passes: int, rounds: int, seconds: float, cores: int = 0
+) -> tuple[list[Row], Cluster]:
     """Calibrate, plan and run `cases` in turns; then predict them."""
     base, sizes, samples, times = here("cpu"), (1, ranks), [], [list[float]() for _ in cases]
     plans: list[tuple[Any, dict[str, Any]]] = []
     with Ranks(ranks) as team:
         for number in range(passes):
             say(f"pass {number + 1} of {passes}: calibrating")
-            samples.append(taken(lambda job, clock: team.run(job, clock)[0], base, sizes, seconds, lambda *_: None, cores))
+            samples.append(
+                taken(lambda job, clock: team.run(job, clock)[0], base, sizes, seconds, lambda *_: None, cores)
+            )
             if not plans:
                 cluster = fitted(base, sizes, samples[0]).cluster
                 plans = [said(planned, case, cluster) for case in cases]
@@ -160,7 +176,9 @@ def measure(cases: Sequence[Case], ranks: int, passes: int, rounds: int, seconds
             for all_s, more in zip(times, team.run(run, rounds, cores)[0], strict=True):
                 all_s += more
     cluster = fitted(base, sizes, middle(samples)).cluster
-    return [row(case, compiled, cluster, took) for case, (compiled, _), took in zip(cases, plans, times, strict=True)], cluster
+    return [
+        row(case, compiled, cluster, took) for case, (compiled, _), took in zip(cases, plans, times, strict=True)
+    ], cluster
 
 
 def row(case: Case, compiled: Any, cluster: Cluster, took: Sequence[float]) -> Row:
@@ -168,8 +186,20 @@ def row(case: Case, compiled: Any, cluster: Cluster, took: Sequence[float]) -> R
     say(f"predicting {case}")
     plan = replace(compiled.plan, cluster=cluster.to_dict())
     now = planned(case, cluster)[0].plan
-    same = (now.nodes, now.mesh, now.stages, now.microbatches, now.remat) == (plan.nodes, plan.mesh, plan.stages, plan.microbatches, plan.remat)
-    return Row(str(case), _shape(plan), now.predicted.step_s if same else None, simulate(compiled.captured.gm, plan).step_s, tuple(took))
+    same = (now.nodes, now.mesh, now.stages, now.microbatches, now.remat) == (
+        plan.nodes,
+        plan.mesh,
+        plan.stages,
+        plan.microbatches,
+        plan.remat,
+    )
+    return Row(
+        str(case),
+        _shape(plan),
+        now.predicted.step_s if same else None,
+        simulate(compiled.captured.gm, plan).step_s,
+        tuple(took),
+    )
 
 
 def said(make: Callable[[Case, Cluster], Any], case: Case, cluster: Cluster) -> Any:
@@ -185,24 +215,49 @@ def say(text: str) -> None:
 
 def _shape(plan: Any) -> str:
     places = f"{plan.places} places x " if plan.places > 1 else ""
-    return places + "x".join(map(str, plan.mesh)) + (f", {plan.microbatches} microbatches" if plan.microbatches > 1 else "")
+    return (
+        places
+        + "x".join(map(str, plan.mesh))
+        + (f", {plan.microbatches} microbatches" if plan.microbatches > 1 else "")
+    )
 
 
 def show(rows: Sequence[Row]) -> None:
     """Print the table and the summary."""
+
     def cells(row: Row, predicted_s: float | None) -> list[float | None]:
         return [None, None] if predicted_s is None else [predicted_s * 1e3, 100 * row.error(predicted_s)]
 
-    table = [[row.case, row.mesh, row.measured_s * 1e3, f"{min(row.rounds_s) * 1e3:.0f}-{max(row.rounds_s) * 1e3:.0f}",
-              *cells(row, row.priced_s), *cells(row, row.simulated_s)] for row in rows]
-    print(tabulate(table, headers=["plan", "mesh", "measured ms", "range", "priced ms", "error %", "simulated ms", "error %"], floatfmt=".1f",
-                   missingval="-", tablefmt="github"))
+    table = [
+        [
+            row.case,
+            row.mesh,
+            row.measured_s * 1e3,
+            f"{min(row.rounds_s) * 1e3:.0f}-{max(row.rounds_s) * 1e3:.0f}",
+            *cells(row, row.priced_s),
+            *cells(row, row.simulated_s),
+        ]
+        for row in rows
+    ]
+    print(
+        tabulate(
+            table,
+            headers=["plan", "mesh", "measured ms", "range", "priced ms", "error %", "simulated ms", "error %"],
+            floatfmt=".1f",
+            missingval="-",
+            tablefmt="github",
+        )
+    )
     for what in ("priced", "simulated"):
         found = [(row, predicted) for row in rows if (predicted := getattr(row, f"{what}_s")) is not None]
         errors = [abs(row.error(predicted)) for row, predicted in found]
         if errors:
-            print(f"{what}: mean error {100 * statistics.mean(errors):.1f} %, worst {100 * max(errors):.1f} %, {sum(e <= 0.15 for e in errors)} of {len(errors)} "
-                  f"within 15 %; {100 * ordered([row for row, _ in found], [predicted for _, predicted in found]):.1f} % of pairs in the right order")
+            print(
+                f"{what}: mean error {100 * statistics.mean(errors):.1f} %, worst {100 * max(errors):.1f} %, "
+                f"{sum(e <= 0.15 for e in errors)} of {len(errors)} within 15 %; "
+                f"{100 * ordered([row for row, _ in found], [predicted for _, predicted in found]):.1f} % of pairs in "
+                "the right order"
+            )
 
 
 def main() -> None:
@@ -213,13 +268,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of each pass")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each pass of the calibration")
     parser.add_argument("--json", metavar="FILE", help="write rows and cluster here as well")
-    parser.add_argument("--cpu-time", action="store_true", help="count what ranks compute, over the cores, not the time on the wall: for a busy machine")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="count what ranks compute, over the cores, not the time on the wall: for a busy machine",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows, cluster = measure(twelve(options.ranks), options.ranks, options.passes, options.rounds, options.seconds, cores_here() if options.cpu_time else 0)
+    rows, cluster = measure(
+        twelve(options.ranks),
+        options.ranks,
+        options.passes,
+        options.rounds,
+        options.seconds,
+        cores_here() if options.cpu_time else 0,
+    )
     show(rows)
     if options.json:
-        Path(options.json).write_text(json.dumps({"rows": [asdict(row) for row in rows], "cluster": cluster.to_dict()}, indent=1) + "\n")
+        Path(options.json).write_text(
+            json.dumps({"rows": [asdict(row) for row in rows], "cluster": cluster.to_dict()}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

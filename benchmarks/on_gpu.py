@@ -1,4 +1,5 @@
-"""What a rank does for `benchmarks.gpu`: a process of its own builds the module, runs steps, and says what they took."""
+"""What a rank does for `benchmarks.gpu`: a process of its own builds the module, runs steps, and says what they
+took."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ WARM, STEPS, PROFILED = 3, 6, 2
 
 
 def measured(folder: Path, device: str) -> dict[str, Any]:
-    """One case in a process of its own, forked where imports are done and no GPU was touched: the figures of `case.json`, and what was measured, until an `error` if there was one."""
+    """One case in a process of its own, forked where imports are done and no GPU was touched: the figures of
+    `case.json`, and what was measured, until an `error` if there was one."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(folder, device, there), daemon=True)
@@ -68,11 +70,19 @@ def _run(folder: Path, about: Mapping[str, Any], device: str, found: dict[str, A
         dist.init_process_group("fake", rank=about["rank"], world_size=plan.ranks)
         pipeline.everywhere = lambda loss, place, mesh: loss  # the loss of another place: nobody tells it
     step = _stepping(bundle, about["batch"])
-    found |= dict(zip(("measured_s", "launched_s", "allocated_bytes", "reserved_bytes", "held_bytes"), _taken(step, device), strict=True))
+    found |= dict(
+        zip(
+            ("measured_s", "launched_s", "allocated_bytes", "reserved_bytes", "held_bytes"),
+            _taken(step, device),
+            strict=True,
+        )
+    )
     del step
     _forget(device)
     labelled = (folder / "labelled.py").read_text()
-    step = _stepping(replace(bundle, source=labelled if device == "cuda" else labelled.replace("'cuda'", "'cpu'")), about["batch"])
+    step = _stepping(
+        replace(bundle, source=labelled if device == "cuda" else labelled.replace("'cuda'", "'cpu'")), about["batch"]
+    )
     found |= _profiled(step, device)
     del step
     _forget(device)
@@ -97,7 +107,8 @@ def _stepping(bundle: Bundle, inputs: Mapping[str, Any]) -> Callable[[], None]:
 
 
 def _plain(about: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """The model as its author wrote it, under torch's autocast where the plan is of mixed precision: seconds of a step and bytes at its peak."""
+    """The model as its author wrote it, under torch's autocast where the plan is of mixed precision: seconds of a step
+    and bytes at its peak."""
     loaded = load(about["model"], batch=about["sizes"][0], seq=about["sizes"][1], device=device)
     optimizer = optimizer_of("adamw", loaded.model.parameters(), 1e-4)
 
@@ -116,7 +127,8 @@ def _plain(about: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def _fill(module: ShardedModule) -> None:
-    """normal(0, 0.02), ones for vectors called weight, zeros for others: each rank its own part, as nobody compares them."""
+    """normal(0, 0.02), ones for vectors called weight, zeros for others: each rank its own part, as nobody compares
+    them."""
     constants = module.constant_names()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         local = local_of(tensor)
@@ -134,14 +146,19 @@ def _random(shape: list[int], dtype: str, below: int) -> Tensor:
 
 
 def _taken(step: Callable[[], None], device: str) -> tuple[float, ...]:
-    """Seconds of a step and those until it is issued, medians; bytes allocated and reserved at the peak, and allocated behind it (not numbers on a CPU)."""
+    """Seconds of a step and those until it is issued, medians; bytes allocated and reserved at the peak, and allocated
+    behind it (not numbers on a CPU)."""
     for _ in range(WARM):
         step()
     _done(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = map(statistics.median, zip(*(_timed(step, device) for _ in range(STEPS)), strict=True))
-    held = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), torch.cuda.memory_allocated()) if device == "cuda" else (math.nan,) * 3
+    held = (
+        (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), torch.cuda.memory_allocated())
+        if device == "cuda"
+        else (math.nan,) * 3
+    )
     return *times, *held
 
 
@@ -158,7 +175,9 @@ def _profiled(step: Callable[[], None], device: str) -> dict[str, Any]:
     """Seconds of kernels in a step: in all, by operator of the plan, and the kernels that take most."""
     step()
     _done(device)
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]) as profiler:
+    with torch.profiler.profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    ) as profiler:
         for _ in range(PROFILED):
             step()
         _done(device)
@@ -169,8 +188,12 @@ def _profiled(step: Callable[[], None], device: str) -> dict[str, Any]:
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
             kernels.setdefault(event.name, []).append(event.time_range.elapsed_us() * 1e-6 / PROFILED)
     most = sorted(((sum(each), len(each) / PROFILED, name[:120]) for name, each in kernels.items()), reverse=True)
-    return {"busy_s": sum(seconds for seconds, *_ in most), "kernels": most[:40], "kernel_count": sum(count for _, count, _ in most),
-            "profiled": [[list(key), seconds / PROFILED] for key, seconds in keyed.items()]}
+    return {
+        "busy_s": sum(seconds for seconds, *_ in most),
+        "kernels": most[:40],
+        "kernel_count": sum(count for _, count, _ in most),
+        "profiled": [[list(key), seconds / PROFILED] for key, seconds in keyed.items()],
+    }
 
 
 def _done(device: str) -> None:

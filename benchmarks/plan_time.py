@@ -1,11 +1,14 @@
 """Time and memory from `compile()` to emitted source, for Llama-3 models of growing depth and for ResNet-50.
 
-    python -m benchmarks.plan_time [--models 8b 70b 405b resnet50] [--cluster h100:8x8] [--batch 16] [--seq 8192] [--prove]
+    python -m benchmarks.plan_time [--models 8b 70b 405b resnet50] [--cluster h100:8x8] [--batch 16] [--seq 8192]
+    [--prove]
 
-Each model is planned in a process of its own, on the meta device, in bfloat16 (CASES: for which cluster and batch; Llama for the
-smallest one of a power of two nodes on which it fits without rematerialisation, and for one with more meshes). Building the model (Hugging Face's own constructor)
-and importing torch are not counted; capture, passes, search and emission are. `cpu_s` is the processor time of the same, that of the process
-that proves beside the search included: the figure to look at on a machine that does other things besides. `MiB` is the largest size of both together, what they share counted twice.
+Each model is planned in a process of its own, on the meta device, in bfloat16 (CASES: for which cluster and batch;
+Llama for the smallest one of a power of two nodes on which it fits without rematerialisation, and for one with more
+meshes). Building the model (Hugging Face's own constructor) and importing torch are not counted; capture, passes,
+search and emission are. `cpu_s` is the processor time of the same, that of the process that proves beside the search
+included: the figure to look at on a machine that does other things besides. `MiB` is the largest size of both together,
+what they share counted twice.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ CASES = {  # name: (config, cluster, batch, sequence)
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def one(case: str, cluster: str | None, batch: int | None, seq: int | None, limit_s: float, *, prove: bool = False) -> dict[str, object]:
+def one(
+    case: str, cluster: str | None, batch: int | None, seq: int | None, limit_s: float, *, prove: bool = False
+) -> dict[str, object]:
     """Plan one case in this process, on another cluster or at other sizes where they are given."""
     import torch
 
@@ -53,11 +58,21 @@ def one(case: str, cluster: str | None, batch: int | None, seq: int | None, limi
     most_kib = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     plan = compiled.plan
     gap = f"{100 * plan.predicted.gap:.2f}" if plan.predicted.bound_s > 0 else "no bound"
-    return {"model": case, "layers": getattr(loaded.model.config, "num_hidden_layers", ""), "cluster": cluster, "seconds": seconds, "cpu_s": cpu_s,
-            "capture_s": sum(compiled.captured.seconds.values()) if compiled.captured else 0.0,
-            "MiB": most_kib / 1024, "strategy": plan.strategy, "mesh": "x".join(map(str, plan.mesh)),
-            "step_s": plan.predicted.step_s, "memory_GiB": plan.predicted.memory_bytes / 2**30, "gap_%": gap,
-            "lines": lines}
+    return {
+        "model": case,
+        "layers": getattr(loaded.model.config, "num_hidden_layers", ""),
+        "cluster": cluster,
+        "seconds": seconds,
+        "cpu_s": cpu_s,
+        "capture_s": sum(compiled.captured.seconds.values()) if compiled.captured else 0.0,
+        "MiB": most_kib / 1024,
+        "strategy": plan.strategy,
+        "mesh": "x".join(map(str, plan.mesh)),
+        "step_s": plan.predicted.step_s,
+        "memory_GiB": plan.predicted.memory_bytes / 2**30,
+        "gap_%": gap,
+        "lines": lines,
+    }
 
 
 def main() -> None:
@@ -67,15 +82,28 @@ def main() -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--seq", type=int)
     parser.add_argument("--time-limit", type=float, default=30.0)
-    parser.add_argument("--prove", action="store_true", help="bound every shape, so that the gap is a proof against all plans; what that takes is counted too")
+    parser.add_argument(
+        "--prove",
+        action="store_true",
+        help="bound every shape, so that the gap is a proof against all plans; what that takes is counted too",
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(one(options.one, options.cluster, options.batch, options.seq, options.time_limit, prove=options.prove)))
+        print(
+            json.dumps(
+                one(options.one, options.cluster, options.batch, options.seq, options.time_limit, prove=options.prove)
+            )
+        )
         return
     rows = []
     for model in options.models:
-        given = [("--cluster", options.cluster), ("--batch", options.batch), ("--seq", options.seq), ("--time-limit", options.time_limit)]
+        given = [
+            ("--cluster", options.cluster),
+            ("--batch", options.batch),
+            ("--seq", options.seq),
+            ("--time-limit", options.time_limit),
+        ]
         command = [sys.executable, "-m", "benchmarks.plan_time", "--one", model]
         command += [text for name, value in given if value is not None for text in (name, str(value))]
         command += ["--prove"] * options.prove

@@ -1,7 +1,8 @@
 """Build and solve times of the searches against problem size: `python -m benchmarks.search [--time-limit 30] [--full]`.
 
-Columns: the problem, nodes, choices per node, all entries of the reshard tables; milliseconds to write the whole integer program
-(arrays and proto, nothing reduced); then for each strategy seconds, milliseconds per step of its solution, and the proven gap.
+Columns: the problem, nodes, choices per node, all entries of the reshard tables; milliseconds to write the whole
+integer program (arrays and proto, nothing reduced); then for each strategy seconds, milliseconds per step of its
+solution, and the proven gap.
 """
 
 from __future__ import annotations
@@ -38,8 +39,14 @@ def main() -> None:
 
 def _row(blocks: int, axes: int, share: float, time_limit_s: float) -> list[object]:
     problem = block(blocks, axes, memory_fraction=share)
-    row: list[object] = [problem.name, share, len(problem.nodes), len(problem.nodes[0].labels),
-                         sum(net.cost_s.size * len(net.uses) for net in problem.nets), _build_ms(problem)]
+    row: list[object] = [
+        problem.name,
+        share,
+        len(problem.nodes),
+        len(problem.nodes[0].labels),
+        sum(net.cost_s.size * len(net.uses) for net in problem.nets),
+        _build_ms(problem),
+    ]
     for name in STRATEGIES:
         began = time.perf_counter()
         found = SEARCHES[name](problem, time_limit_s=time_limit_s)

@@ -1,10 +1,12 @@
-"""What the search prices a step at against what the simulation of the same plan takes: every recipe and every schedule, the furthest off first.
+"""What the search prices a step at against what the simulation of the same plan takes: every recipe and every schedule,
+the furthest off first.
 
-    python -m benchmarks.simulated [--models gpt2 llama3-70b ...] [--clusters h100:8x8 ...] [--ways ddp zbv_zero_bubble ...] [--limit 10] [--json FILE]
+    python -m benchmarks.simulated [--models gpt2 llama3-70b ...] [--clusters h100:8x8 ...] [--ways ddp zbv_zero_bubble
+    ...] [--limit 10] [--json FILE]
 
-A *way* is a recipe, a schedule (with data parallel, with ZeRO-3 and with tensor parallel places, and with roles over two axes), roles over two axes on
-one stage, or "search". Both sides have the same prices of
-operators and collectives, so that what differs is what they think of when things run.
+A *way* is a recipe, a schedule (with data parallel, with ZeRO-3 and with tensor parallel places, and with roles over
+two axes), roles over two axes on one stage, or "search". Both sides have the same prices of operators and collectives,
+so that what differs is what they think of when things run.
 """
 
 from __future__ import annotations
@@ -97,7 +99,13 @@ TWO_AXES = {"zero3 over two axes": (roles.zero3, roles.zero3), "zero1 over two a
 
 
 def _roles() -> dict[str, tuple[roles.Role, ...]]:
-    return {"ddp": (roles.data,), "zero3": (roles.zero3,), "tp": (roles.tensor_sequence,), "tp_zero3": (roles.zero3, roles.tensor_sequence), **TWO_AXES}
+    return {
+        "ddp": (roles.data,),
+        "zero3": (roles.zero3,),
+        "tp": (roles.tensor_sequence,),
+        "tp_zero3": (roles.zero3, roles.tensor_sequence),
+        **TWO_AXES,
+    }
 
 
 VIRTUAL = (2, 4)
@@ -112,8 +120,12 @@ def _by_schedule() -> dict[str, Space]:
             known = {len(used): used, **({1: used[-1:]} if len(used) > 1 and name not in TWO_AXES else {})}
             for virtual in (about.virtual,) if about.virtual else VIRTUAL:
                 deep = f" {virtual}" if virtual > 2 else ""
-                found[f"{about.name}{deep} {name}"] = Space(about.name, lambda mesh, known=known: (roles.nothing,) if mesh == (1,) else known.get(len(mesh)),
-                                                            (Kind(about.name, virtual),), len(used))
+                found[f"{about.name}{deep} {name}"] = Space(
+                    about.name,
+                    lambda mesh, known=known: (roles.nothing,) if mesh == (1,) else known.get(len(mesh)),
+                    (Kind(about.name, virtual),),
+                    len(used),
+                )
     return found
 
 
@@ -123,7 +135,15 @@ WAYS = ("search", *RECIPES, *TWO_AXES, *PIPELINES, *_by_schedule())
 def captured_of(case: Case) -> Captured:
     """The graph of the case's model."""
     dtype = torch.float32 if case.precision == "float32" else torch.bfloat16
-    loaded = load(f"hf:{ROOT}/models/hf/{case.model}.json", batch=case.batch, seq=case.seq, device="meta", dtype=dtype, train=True, labels=True)
+    loaded = load(
+        f"hf:{ROOT}/models/hf/{case.model}.json",
+        batch=case.batch,
+        seq=case.seq,
+        device="meta",
+        dtype=dtype,
+        train=True,
+        labels=True,
+    )
     return capture(loaded.model, loaded.args, loaded.kwargs, mode="train")
 
 
@@ -131,18 +151,28 @@ def plans(case: Case, captured: Captured, ways: list[str], limit_s: float) -> It
     """The plan of each way, or why there is none."""
     cluster = Cluster.parse(str(ROOT / case.cluster) if case.cluster.endswith(".toml") else case.cluster)
     request = Request(cluster, Settings(precision=case.precision), time_limit_s=limit_s)
-    context = SearchContext(captured.gm, captured.hints, replace(request, recipe="1f1b"))  # a name: what is searched then is the space alone
+    # a name: what is searched then is the space alone
+    context = SearchContext(captured.gm, captured.hints, replace(request, recipe="1f1b"))
     by_schedule = _by_schedule()
     for way in ways:
         try:
             context.restart()
             if way in by_schedule:
-                yield way, staged(context, [by_schedule[way]], None, {"model": case.model, "graph_hash": captured.graph_hash})
+                yield (
+                    way,
+                    staged(context, [by_schedule[way]], None, {"model": case.model, "graph_hash": captured.graph_hash}),
+                )
             elif way in TWO_AXES:
-                yield way, _on_two_axes(captured, request, way, {"model": case.model, "graph_hash": captured.graph_hash})
+                yield (
+                    way,
+                    _on_two_axes(captured, request, way, {"model": case.model, "graph_hash": captured.graph_hash}),
+                )
             else:
                 asked = replace(request, recipe=None if way == "search" else way)
-                yield way, joint.plan(captured.gm, captured.hints, asked, model=case.model, graph_hash=captured.graph_hash)
+                yield (
+                    way,
+                    joint.plan(captured.gm, captured.hints, asked, model=case.model, graph_hash=captured.graph_hash),
+                )
         except AutoparError as error:
             yield way, error
 
@@ -150,10 +180,16 @@ def plans(case: Case, captured: Captured, ways: list[str], limit_s: float) -> It
 def _on_two_axes(captured: Captured, request: Request, way: str, about: dict[str, str]) -> Plan:
     """One stage on a mesh of nodes and their devices, or of two and the rest of them."""
     cluster = request.cluster
-    inside = cluster.levels[-1].size if len(cluster.levels) > 1 and cluster.devices > cluster.levels[-1].size else cluster.devices // 2
+    inside = (
+        cluster.levels[-1].size
+        if len(cluster.levels) > 1 and cluster.devices > cluster.levels[-1].size
+        else cluster.devices // 2
+    )
     mesh = (cluster.devices // inside, inside)
     planner = Planner.of(captured.gm, captured.hints, replace(request, mesh=mesh))
-    best = planner.candidate(mesh, TWO_AXES[way], way, lambda problem: SEARCHES["ilp"](problem, time_limit_s=request.time_limit_s))
+    best = planner.candidate(
+        mesh, TWO_AXES[way], way, lambda problem: SEARCHES["ilp"](problem, time_limit_s=request.time_limit_s)
+    )
     return finish(planner, best, 0.0, [], about)
 
 
@@ -178,7 +214,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(dict.fromkeys(case.model for case in CASES)))
     parser.add_argument("--clusters", nargs="+", default=list(dict.fromkeys(case.cluster for case in CASES)))
-    parser.add_argument("--ways", nargs="+", default=[way for way in WAYS if way not in ("search", "single")], choices=WAYS)
+    parser.add_argument(
+        "--ways", nargs="+", default=[way for way in WAYS if way not in ("search", "single")], choices=WAYS
+    )
     parser.add_argument("--limit", type=float, default=5.0, help="seconds for each plan")
     parser.add_argument("--json", type=Path, help="write all rows there")
     options = parser.parse_args()
@@ -190,14 +228,25 @@ def main() -> None:
             here = list(rows(case, options.ways, options.limit, refused))
             found += here
             far = sum(abs(row.off) > CLOSE for row in here)
-            print(f"{case}: {len(here)} plans, {far} further off than {100 * CLOSE:.0f} %, {time.monotonic() - began:.0f} s; {refused.total()} ways without a plan", flush=True)
+            print(
+                f"{case}: {len(here)} plans, {far} further off than {100 * CLOSE:.0f} %, "
+                f"{time.monotonic() - began:.0f} s; {refused.total()} ways without a plan",
+                flush=True,
+            )
             for why, count in refused.most_common():
                 print(f"    {count}: {shorten(why, 200)}", flush=True)
             if options.json:
                 options.json.write_text(json.dumps([asdict(row) for row in found]))
     found.sort(key=lambda row: -abs(math.log(row.simulated_s / row.priced_s)))
     table = [[row.case, row.way, row.shape, 1e3 * row.priced_s, 1e3 * row.simulated_s, 100 * row.off] for row in found]
-    print(tabulate(table, headers=["model", "way", "plan", "priced ms", "simulated ms", "off %"], floatfmt=".1f", tablefmt="github"))
+    print(
+        tabulate(
+            table,
+            headers=["model", "way", "plan", "priced ms", "simulated ms", "off %"],
+            floatfmt=".1f",
+            tablefmt="github",
+        )
+    )
 
 
 if __name__ == "__main__":

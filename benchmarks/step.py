@@ -2,8 +2,8 @@
 
     python -m benchmarks.step [--hidden 512] [--layers 4] [--steps 10] [--rounds 5]
 
-Two gloo ranks on this machine, one thread each, everything in one run: hand-written and emitted take turns, and the ratio
-of their medians counts (the machine's speed drifts, ratios do not). The model is models/gpt.py.
+Two gloo ranks on this machine, one thread each, everything in one run: hand-written and emitted take turns, and the
+ratio of their medians counts (the machine's speed drifts, ratios do not). The model is models/gpt.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ RANKS = 2
 
 
 class Net(nn.Module):
-    """A stack of MLP blocks with residuals and a mean squared error: what all three libraries parallelise by hand in a few lines."""
+    """A stack of MLP blocks with residuals and a mean squared error: what all three libraries parallelise by hand in a
+    few lines."""
 
     def __init__(self, hidden: int, layers: int) -> None:
         super().__init__()
@@ -48,7 +49,11 @@ class Mlp(nn.Module):
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(hidden), nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 4 * hidden),
+            nn.Linear(4 * hidden, hidden),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -114,7 +119,9 @@ def main() -> None:
     options = vars(parser.parse_args())
     rows = []
     for recipe in HAND:
-        hand, ours = launch(_rank, RANKS, recipe, *(options[k] for k in ("hidden", "layers", "batch", "seq", "steps", "rounds")))[0]
+        hand, ours = launch(
+            _rank, RANKS, recipe, *(options[k] for k in ("hidden", "layers", "batch", "seq", "steps", "rounds"))
+        )[0]
         rows.append([recipe, hand * 1e3, ours * 1e3, ours / hand])
     print(tabulate(rows, headers=["recipe", "by hand ms", "emitted ms", "ratio"], floatfmt=".3f"))
 

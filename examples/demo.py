@@ -2,9 +2,9 @@
 
     python examples/demo.py [MODEL]      # `make demo` does this in .venv
 
-Twice: with the plan that the search found, and with plain data parallelism. Loss, every gradient and every parameter after
-an AdamW step must agree in float32 within TOLERANCE (relative to the largest value of each tensor, at least 1). Both plans are for
-one model: its weights are made once, and one device computes once.
+Twice: with the plan that the search found, and with plain data parallelism. Loss, every gradient and every parameter
+after an AdamW step must agree in float32 within TOLERANCE (relative to the largest value of each tensor, at least 1).
+Both plans are for one model: its weights are made once, and one device computes once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def main(model: str = MODEL) -> int:
             print(f"\n=== {name} ===\n", flush=True)
             plan_command(Asked(model, "cpu:1x4", batch=8, seq=128, recipe=STRATEGIES[name]), path, None)
         right = compare(plans)
-    print(f"\n{'All values agree with the single device' if right else 'SOME VALUES ARE WRONG'}; {time.perf_counter() - began:.0f} s in all")
+    print(
+        f"\n{'All values agree with the single device' if right else 'SOME VALUES ARE WRONG'}; "
+        f"{time.perf_counter() - began:.0f} s in all"
+    )
     return 0 if right else 1
 
 
@@ -50,13 +53,16 @@ def compare(plans: dict[str, Path]) -> bool:
     say = Clock()
     rebuilt = rebuild(next(iter(plans.values())), weights=True)
     say("the model again, with weights")
-    base = dataclasses.replace(case(rebuilt, rebuilt.loaded, torch.float32), later=False)  # `autopar verify` compares a second step and an evaluation too
+    # `autopar verify` compares a second step and an evaluation too
+    base = dataclasses.replace(case(rebuilt, rebuilt.loaded, torch.float32), later=False)
     reference = base.reference()
     say("one training step on one device")
     right = True
     for name, path in plans.items():
         plan = Plan.load(path)
-        plan.check(rebuilt.captured.graph_hash, laid_out(rebuilt.captured.gm, plan.hints, training=plan.mode == "train"))
+        plan.check(
+            rebuilt.captured.graph_hash, laid_out(rebuilt.captured.gm, plan.hints, training=plan.mode == "train")
+        )
         report = verify(dataclasses.replace(base, plan=plan), tolerance=TOLERANCE, reference=reference)
         say(f"one training step on {plan.ranks} gloo ranks: {name}")
         show("", checked(report), "")

@@ -1,7 +1,8 @@
 """Passes over captured graphs: fx graph -> fx graph, one per file.
 
 A pass is `def name(gm: fx.GraphModule, **options) -> fx.GraphModule`; `passes.run.run` applies a tuple of them, and the
-tuple is the order. `NORMALIZE` brings a freshly exported graph to the contract of docs/internals.md; `ANNOTATE` adds facts.
+tuple is the order. `NORMALIZE` brings a freshly exported graph to the contract of docs/internals.md; `ANNOTATE` adds
+facts.
 """
 
 from __future__ import annotations

@@ -9,14 +9,19 @@ import torch
 aten = torch.ops.aten
 
 NAMES = {
-    "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan", "arctan2": "atan2", "arctanh": "atanh", "clip": "clamp",
-    "divide": "div", "fix": "trunc", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "moveaxis": "movedim", "multiply": "mul", "negative": "neg",
-    "not_equal": "ne", "special_digamma": "digamma", "special_erf": "erf", "special_erfc": "erfc", "special_erfinv": "erfinv", "special_exp2": "exp2", "special_expm1": "expm1",
-    "special_gammainc": "igamma", "special_gammaincc": "igammac", "special_gammaln": "lgamma", "special_logit": "logit", "special_multigammaln": "mvlgamma",
-    "special_polygamma": "polygamma", "special_psi": "digamma", "special_sinc": "sinc", "subtract": "sub", "trapz": "trapezoid",
+    "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan",
+    "arctan2": "atan2", "arctanh": "atanh", "clip": "clamp",
+    "divide": "div", "fix": "trunc", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
+    "moveaxis": "movedim", "multiply": "mul", "negative": "neg",
+    "not_equal": "ne", "special_digamma": "digamma", "special_erf": "erf", "special_erfc": "erfc",
+    "special_erfinv": "erfinv", "special_exp2": "exp2", "special_expm1": "expm1",
+    "special_gammainc": "igamma", "special_gammaincc": "igammac", "special_gammaln": "lgamma", "special_logit": "logit",
+    "special_multigammaln": "mvlgamma",
+    "special_polygamma": "polygamma", "special_psi": "digamma", "special_sinc": "sinc", "subtract": "sub",
+    "trapz": "trapezoid",
 }  # fmt: skip
-"""The second name of an operator, and the one that the tables of this project have; overloads have the same name, and take the same
-arguments."""
+"""The second name of an operator, and the one that the tables of this project have; overloads have the same name, and
+take the same arguments."""
 
 ALIASES: dict[Any, Any] = {
     getattr(getattr(aten, second), overload): getattr(getattr(aten, first), overload)

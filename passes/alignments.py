@@ -1,6 +1,7 @@
 """CTC losses as one loss per sample, with targets [samples, length].
 
-torch also accepts the concatenated targets of all samples, which models select by a mask: such a tensor cannot be split by samples.
+torch also accepts the concatenated targets of all samples, which models select by a mask: such a tensor cannot be split
+by samples.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ _NONE, _MEAN = 0, 1  # the reduction argument
 
 def alignments(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops with values, one spelling of casts.
-    does: CTC losses of batches become `ops.ctc_each`, a mean over each sample's targets and over samples; targets that a mask picks of a
-    matrix become the first ones of its rows.
-    gives: losses that can be cut by samples; those of targets in a line that is made in other ways stay as they are.
+    does: CTC losses of batches become `ops.ctc_each`, a mean over each sample's targets and over samples; targets that
+    a mask picks of a matrix become the first ones of its rows. gives: losses that can be cut by samples; those of
+    targets in a line that is made in other ways stay as they are.
     """
     return edit.rewrite(gm, {aten.ctc_loss.Tensor: _by_samples})
 
@@ -32,19 +33,29 @@ def _by_samples(node: fx.Node) -> fx.Node | None:
     if len(facts.shape(given["log_probs"])) != 3 or targets is None:
         return None
     lengths = given["target_lengths"]
-    each = edit.call(graph, ops.ctc_each, (given["log_probs"], targets, given["input_lengths"], lengths, given["blank"], given["zero_infinity"]), like=node)
+    each = edit.call(
+        graph,
+        ops.ctc_each,
+        (given["log_probs"], targets, given["input_lengths"], lengths, given["blank"], given["zero_infinity"]),
+        like=node,
+    )
     if given["reduction"] == _NONE:
         return each
     if given["reduction"] == _MEAN:
-        counts = edit.call(graph, aten.to.dtype, (edit.call(graph, aten.clamp_min.default, (lengths, 1), like=node), facts.dtype(each)), like=node)
+        counts = edit.call(
+            graph,
+            aten.to.dtype,
+            (edit.call(graph, aten.clamp_min.default, (lengths, 1), like=node), facts.dtype(each)),
+            like=node,
+        )
         each = edit.call(graph, aten.div.Tensor, (each, counts), like=node)
         return edit.call(graph, aten.mean.default, (each,), like=node)
     return edit.call(graph, aten.sum.default, (each,), like=node)
 
 
 def _rows(node: fx.Node, targets: fx.Node, lengths: fx.Node) -> fx.Node | None:
-    """`targets` as a row for each sample, [b, s]: as they are, or where each row of a mask picks as many as `lengths` says of a matrix,
-    with those in front."""
+    """`targets` as a row for each sample, [b, s]: as they are, or where each row of a mask picks as many as `lengths`
+    says of a matrix, with those in front."""
     if len(facts.shape(targets)) == 2:
         return targets
     if (picked := edit.call_of(targets, aten.masked_select.default)) is None:
@@ -53,7 +64,13 @@ def _rows(node: fx.Node, targets: fx.Node, lengths: fx.Node) -> fx.Node | None:
     assert isinstance(labels, fx.Node) and isinstance(mask, fx.Node)
     if facts.shape(labels) != facts.shape(mask) or len(facts.shape(labels)) != 2 or not _counts(lengths, mask):
         return None
-    order = edit.call(node.graph, aten.argsort.stable, (edit.call(node.graph, aten.to.dtype, (mask, torch.int32), like=node),), {"stable": True, "dim": 1, "descending": True}, like=node)
+    order = edit.call(
+        node.graph,
+        aten.argsort.stable,
+        (edit.call(node.graph, aten.to.dtype, (mask, torch.int32), like=node),),
+        {"stable": True, "dim": 1, "descending": True},
+        like=node,
+    )
     return edit.call(node.graph, aten.gather.default, (labels, 1, order), like=node)
 
 

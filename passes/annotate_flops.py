@@ -1,7 +1,8 @@
 """FLOPs of every call, forward and backward, as formulas in the symbols of the sizes.
 
-One multiply-add is 2 FLOPs. Matmuls and convolutions are exact; pointwise and normalisation ops are bound by memory, their
-counts per element (below) only rank them. A matmul's backward is one matmul of the same FLOPs per operand with a gradient.
+One multiply-add is 2 FLOPs. Matmuls and convolutions are exact; pointwise and normalisation ops are bound by memory,
+their counts per element (below) only rank them. A matmul's backward is one matmul of the same FLOPs per operand with a
+gradient.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def _backward(node: fx.Node, carries: dict[fx.Node, bool]) -> Size:
         return BACKWARD[node.target](node, carries)
     if node.target in FLOPS:
         operands = edit.tensor_operands(node)
-        return flops * sum(carries[operands[position]] for position in FACTORS.get(node.target, range(min(2, len(operands)))))
+        return flops * sum(
+            carries[operands[position]] for position in FACTORS.get(node.target, range(min(2, len(operands))))
+        )
     return flops
 
 
@@ -102,8 +105,9 @@ def _transposed_convolution(node: fx.Node) -> Size:
 
 
 def _attention(node: fx.Node) -> Size:
-    """Scores of the rows of queries, for all that queries and keys are broadcast to, and as many products with values for each row of the result, which values may be broadcast further to; half
-    of it when causal, as fused kernels skip what is hidden."""
+    """Scores of the rows of queries, for all that queries and keys are broadcast to, and as many products with values
+    for each row of the result, which values may be broadcast further to; half of it when causal, as fused kernels skip
+    what is hidden."""
     given = edit.args_of(node)
     query, key, value = (facts.shape(given[name]) for name in ("query", "key", "value"))
     lead = [one if one != 1 else other for one, other in zip_longest(query[-3::-1], key[-3::-1], fillvalue=1)]
@@ -112,14 +116,16 @@ def _attention(node: fx.Node) -> Size:
 
 
 def _einsum(node: fx.Node) -> Size:
-    """2 x the product of the sizes of all letters, for two operands (`einsums` leaves no more, and none that sum first); 1 x for one."""
+    """2 x the product of the sizes of all letters, for two operands (`einsums` leaves no more, and none that sum
+    first); 1 x for one."""
     shapes = [facts.shape(operand) for operand in edit.tensor_operands(node)]
     letters, _ = spelled(str(node.args[0]), shapes)
     return max(1, 2 * (len(shapes) - 1)) * prod(sizes_of(letters, shapes).values())
 
 
 def _power(node: fx.Node) -> Size:
-    """A square for each binary digit of the exponent but the first, and a product for each further one that is set; a negative one takes the inverse first, which is one more."""
+    """A square for each binary digit of the exponent but the first, and a product for each further one that is set; a
+    negative one takes the inverse first, which is one more."""
     given = edit.args_of(node)
     exponent = abs(given["n"])
     products = max(0, exponent.bit_length() + exponent.bit_count() - 2) + (given["n"] < 0)
@@ -168,13 +174,15 @@ FACTORS: dict[Any, tuple[int, ...]] = {
     **dict.fromkeys((aten.linalg_matrix_power.default, aten.matrix_power.default), (0, 0)),
     ops.experts: (0, 3),
 }
-"""Operands of whose gradients each takes as many FLOPs as the forward, where they are not the first two; both factors of a power are the one."""
+"""Operands of whose gradients each takes as many FLOPs as the forward, where they are not the first two; both factors
+of a power are the one."""
 
 BACKWARD: dict[Any, Callable[[fx.Node, Mapping[fx.Node, bool]], Size]] = {
     **dict.fromkeys(recurrent.GATES, recurrent.backward_flops),
     **dict.fromkeys(recurrent.CELLS, recurrent.cell_backward_flops),
 }
-"""Operators of several products, of which each has its own operands; the second argument says which values have gradients."""
+"""Operators of several products, of which each has its own operands; the second argument says which values have
+gradients."""
 
 PER_ELEMENT: dict[Any, int] = {
     aten.amax.default: 1,
@@ -196,4 +204,5 @@ PER_ELEMENT: dict[Any, int] = {
     ops.cross_entropy_sum: 6,
     ops.weigh_valid: 2,
 }
-"""Per element of the first operand, counting each exp, tanh, division and root as one of the few steps that it takes."""
+"""Per element of the first operand, counting each exp, tanh, division and root as one of the few steps that it
+takes."""

@@ -57,15 +57,17 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem or not facts.tensors(node):
         return True
     if node.target is aten.reshape.default:
-        return joins_heads(node) or _viewable(node, facts.tensors(edit.tensor_operands(node)[0])[0], facts.tensors(node)[0])
+        return joins_heads(node) or _viewable(
+            node, facts.tensors(edit.tensor_operands(node)[0])[0], facts.tensors(node)[0]
+        )
     return node.target in VIEWS
 
 
 def joins_heads(node: fx.Node) -> bool:
     """Whether `node` joins the heads of an attention's result without a copy.
 
-    The fused kernels write their result in the order of the query's memory (`empty_like`), which graphs traced without a
-    device do not show: for a query laid out [b, s, h, d] the transposed result is contiguous.
+    The fused kernels write their result in the order of the query's memory (`empty_like`), which graphs traced without
+    a device do not show: for a query laid out [b, s, h, d] the transposed result is contiguous.
     """
     turned = node.args[0] if node.target is aten.reshape.default else None
     made = turned.args[0] if isinstance(turned, fx.Node) and turned.target is aten.transpose.int else None
@@ -77,8 +79,12 @@ def joins_heads(node: fx.Node) -> bool:
 
 
 def _viewable(node: fx.Node, before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether the memory of `before` can be read in the sizes of `after`, by a reshape: torch's own rule, at example sizes."""
-    sizes, strides, wanted = (tuple([facts.example(node, size) for size in numbers]) for numbers in (before.shape, before.stride(), after.shape))
+    """Whether the memory of `before` can be read in the sizes of `after`, by a reshape: torch's own rule, at example
+    sizes."""
+    sizes, strides, wanted = (
+        tuple([facts.example(node, size) for size in numbers])
+        for numbers in (before.shape, before.stride(), after.shape)
+    )
     try:
         torch.empty_strided(sizes, strides, device="meta").view(wanted)
     except RuntimeError:
@@ -93,7 +99,9 @@ def _traffic(node: fx.Node) -> tuple[Size, Size]:
     operands = list(dict.fromkeys(edit.tensor_operands(node)))
     read: Size = 0
     for position, operand in enumerate(operands):
-        read = read + (_looked_up(node, written) if position == 0 and node.target in (*GATHERS, *BAGS) else facts.nbytes(operand))
+        read = read + (
+            _looked_up(node, written) if position == 0 and node.target in (*GATHERS, *BAGS) else facts.nbytes(operand)
+        )
     return read, written
 
 
@@ -104,9 +112,10 @@ def _looked_up(node: fx.Node, written: Size) -> Size:
 
 
 def _attention(node: fx.Node, grads: list[bool]) -> Saved | None:
-    """Where the fused kernel of the CPU refuses, as it has no gradient of a mask and no dropout (sdp_utils_cpp.cpp), attention as plain
-    products (_scaled_dot_product_attention_math): queries and keys scaled and put in order for a batch of
-    products, values in order, the softmax; with dropout the noise and what it leaves of the softmax too. All in float32 at least."""
+    """Where the fused kernel of the CPU refuses, as it has no gradient of a mask and no dropout (sdp_utils_cpp.cpp),
+    attention as plain products (_scaled_dot_product_attention_math): queries and keys scaled and put in order for a
+    batch of products, values in order, the softmax; with dropout the noise and what it leaves of the softmax too. All
+    in float32 at least."""
     given = edit.args_of(node)
     if not (any(grads[3:]) or given["dropout_p"]):
         return None
@@ -118,8 +127,8 @@ def _attention(node: fx.Node, grads: list[bool]) -> Saved | None:
 
 
 def _rms_norm(node: fx.Node, grads: list[bool]) -> Saved:
-    """Plain operators on the CPU (layer_norm.cpp, rms_norm_composite), in float32 at least: rows, wider ones as a copy, and the root of
-    each for their gradient; what the weight is multiplied with for its."""
+    """Plain operators on the CPU (layer_norm.cpp, rms_norm_composite), in float32 at least: rows, wider ones as a copy,
+    and the root of each for their gradient; what the weight is multiplied with for its."""
     rows, weight = grads[0], any(grads[1:])
     itemsize = facts.dtype(node).itemsize
     wide = max(itemsize, torch.float32.itemsize)

@@ -20,7 +20,8 @@ MODES = ("sum", "mean", "max")
 def bags(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: every change of sizes spelled `reshape`; bags of matrices traced as `capture.bags` has them.
     does: finds `embedding_bag` of a flattened matrix whose rows are the bags, and of bags of several lengths.
-    gives: `ops.bag` and `ops.ragged_bags`; gradients scaled by how often a row comes, and other results than the bags, stay as they are.
+    gives: `ops.bag` and `ops.ragged_bags`; gradients scaled by how often a row comes, and other results than the bags,
+    stay as they are.
     """
     for node in edit.calls(gm, aten.embedding_bag.padding_idx):
         given, result = edit.args_of(node), _only_bags(node)
@@ -33,7 +34,12 @@ def bags(gm: fx.GraphModule) -> fx.GraphModule:
                 new = edit.call(gm.graph, ops.bag, (given["weight"], *even, *rest), like=node)
             else:
                 numbers = given["indices"], given["offsets"], given["per_sample_weights"]
-                new = edit.call(gm.graph, ops.ragged_bags, (given["weight"], *numbers, *rest, given["include_last_offset"]), like=node)
+                new = edit.call(
+                    gm.graph,
+                    ops.ragged_bags,
+                    (given["weight"], *numbers, *rest, given["include_last_offset"]),
+                    like=node,
+                )
         edit.replace(result, new)
         for user in list(node.users):
             gm.graph.erase_node(user)
@@ -48,7 +54,8 @@ def _only_bags(node: fx.Node) -> fx.Node | None:
 
 
 def _even(given: dict[str, Any]) -> tuple[fx.Node, fx.Node | None] | None:
-    """The matrices of indices and of weights whose rows are the bags; None where bags have different lengths, or it is not known."""
+    """The matrices of indices and of weights whose rows are the bags; None where bags have different lengths, or it is
+    not known."""
     chosen, gates = _rows(given["indices"]), given["per_sample_weights"]
     rows = None if gates is None else _rows(gates)
     if chosen is None or given["include_last_offset"] or not _begins(given["offsets"], *facts.shape(chosen)):
@@ -62,7 +69,11 @@ def _rows(flat: Any) -> fx.Node | None:
     """The matrix whose concatenated rows are `flat`."""
     shaped = edit.call_of(flat, aten.reshape.default)
     source = None if shaped is None else shaped.args[0]
-    return source if isinstance(source, fx.Node) and len(facts.shape(source)) == 2 and len(facts.shape(flat)) == 1 else None
+    return (
+        source
+        if isinstance(source, fx.Node) and len(facts.shape(source)) == 2 and len(facts.shape(flat)) == 1
+        else None
+    )
 
 
 def _begins(offsets: Any, rows: facts.Size, width: facts.Size) -> bool:
@@ -71,4 +82,9 @@ def _begins(offsets: Any, rows: facts.Size, width: facts.Size) -> bool:
         return False
     numbers, step = offsets.args
     size = facts.as_size(step.meta["val"], offsets.graph.owning_module) if isinstance(step, fx.Node) else step
-    return bool(isinstance(numbers, fx.Node) and numbers.target is aten.arange.default and facts.shape(numbers) == (rows,) and size == width)
+    return bool(
+        isinstance(numbers, fx.Node)
+        and numbers.target is aten.arange.default
+        and facts.shape(numbers) == (rows,)
+        and size == width
+    )

@@ -1,5 +1,5 @@
-"""Batch norm as sums, so that a split of the batch gives partial sums and the statistics stay those of the whole batch; the running
-statistics of instance norms."""
+"""Batch norm as sums, so that a split of the batch gives partial sums and the statistics stay those of the whole batch;
+the running statistics of instance norms."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ aten = torch.ops.aten
 
 def batch_norm(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: buffers as placeholders, provenance.
-    does: writes batch norm as sums, a reciprocal square root, products; running statistics become mutated outputs, of a norm that is called
-    again those that it left.
-          Statistics have at least the bits of float32, as those of torch's kernels. Instance norms that train keep their operator, and what it does to running
-          statistics, which its schema does not say, is written behind it.
-    gives: no batch_norm; in evaluation a product and a sum with broadcast [c, 1, 1] statistics. In training the means are `ops.statistic`,
-    which says what they are
+    does: writes batch norm as sums, a reciprocal square root, products; running statistics become mutated outputs, of a
+    norm that is called again those that it left.
+          Statistics have at least the bits of float32, as those of torch's kernels. Instance norms that train keep
+          their operator, and what it does to running statistics, which its schema does not say, is written behind it.
+    gives: no batch_norm; in evaluation a product and a sum with broadcast [c, 1, 1] statistics. In training the means
+    are `ops.statistic`, which says what they are
            in evaluation.
     """
     written: set[object] = set()
@@ -36,20 +36,34 @@ def batch_norm(gm: fx.GraphModule) -> fx.GraphModule:
         if given["use_input_stats"] and given["running_mean"] is not None:
             with edit.before(node):
                 _instances(gm, node, given)
-                edit.replace(node, _op(node, aten.instance_norm.default, *(None if name.startswith("running") else value for name, value in given.items())))
+                edit.replace(
+                    node,
+                    _op(
+                        node,
+                        aten.instance_norm.default,
+                        *(None if name.startswith("running") else value for name, value in given.items()),
+                    ),
+                )
     gm.recompile()
     return gm
 
 
 def _check_once(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any], written: set[object]) -> None:
-    """Raise ValueError where two norms that train have the same view of a buffer: in evaluation the second one would have what the first
-    one wrote, which is not done then."""
+    """Raise ValueError where two norms that train have the same view of a buffer: in evaluation the second one would
+    have what the first one wrote, which is not done then."""
     view = given["running_mean"]
-    if not given["training"] or view is None or _is_buffer(gm, view) or not any(result.alias_info for result in view.target._schema.returns):
+    if (
+        not given["training"]
+        or view is None
+        or _is_buffer(gm, view)
+        or not any(result.alias_info for result in view.target._schema.returns)
+    ):
         return
     if (key := (view.target, view.args)) in written:
-        raise ValueError(f"{facts.where(node)} is the second norm whose running statistics are this part of a buffer ({view.name}); give "
-                         "each norm buffers of its own")
+        raise ValueError(
+            f"{facts.where(node)} is the second norm whose running statistics are this part of a buffer ({view.name}); "
+            "give each norm buffers of its own"
+        )
     written.add(key)
 
 
@@ -58,7 +72,8 @@ def _uses_batch(given: dict[str, Any]) -> bool:
 
 
 def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.Node:
-    """With n elements per channel: mean = sum(x)/n, var = sum((x - mean)^2)/n, (x - mean) * rsqrt(var + eps) * w + b."""
+    """With n elements per channel: mean = sum(x)/n, var = sum((x - mean)^2)/n, (x - mean) * rsqrt(var + eps) * w +
+    b."""
     x: fx.Node = given["input"]
     dims = [dim for dim in range(len(facts.shape(x))) if dim != 1]
     count = edit.product(node.graph, [edit.size(x, dim) for dim in dims], like=node)
@@ -72,7 +87,9 @@ def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.No
     if given["running_mean"] is not None and given["training"]:
         fewer = count - 1 if isinstance(count, int) else _op(node, operator.sub, count, 1)
         # of what is summed over ranks already
-        unbiased = _op(node, aten.div.Tensor, _op(node, aten.mul.Tensor, _op(node, aten.detach.default, variance), count), fewer)
+        unbiased = _op(
+            node, aten.div.Tensor, _op(node, aten.mul.Tensor, _op(node, aten.detach.default, variance), count), fewer
+        )
         _track(gm, node, given["running_mean"], mean, given["momentum"])
         _track(gm, node, given["running_var"], unbiased, given["momentum"])
     scale = _op(node, aten.rsqrt.default, _op(node, aten.add.Tensor, variance, given["eps"]))
@@ -80,7 +97,8 @@ def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.No
 
 
 def _instances(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> None:
-    """Running statistics of an instance norm: the mean and the unbiased variance of each sample, in the mean over samples."""
+    """Running statistics of an instance norm: the mean and the unbiased variance of each sample, in the mean over
+    samples."""
     x = _op(node, aten.detach.default, given["input"])
     dims = list(range(2, len(facts.shape(x))))
     count = edit.product(node.graph, [edit.size(x, dim) for dim in dims], like=node)
@@ -89,7 +107,13 @@ def _instances(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> None
     fewer = count - 1 if isinstance(count, int) else _op(node, operator.sub, count, 1)
     unbiased = _op(node, aten.div.Tensor, _sum(node, _op(node, aten.mul.Tensor, centred, centred), dims), fewer)
     for running, of_samples in (("running_mean", mean), ("running_var", unbiased)):
-        _track(gm, node, given[running], _op(node, aten.div.Tensor, _sum(node, of_samples, [0]), edit.size(x, 0)), given["momentum"])
+        _track(
+            gm,
+            node,
+            given[running],
+            _op(node, aten.div.Tensor, _sum(node, of_samples, [0]), edit.size(x, 0)),
+            given["momentum"],
+        )
 
 
 def _sum(node: fx.Node, value: fx.Node, dims: list[int]) -> fx.Node:
@@ -104,17 +128,25 @@ def _as(node: fx.Node, value: fx.Node, other: fx.Node) -> fx.Node:
     return value if facts.dtype(value) == facts.dtype(other) else _op(node, aten.to.dtype, value, facts.dtype(other))
 
 
-def _mean(gm: fx.GraphModule, node: fx.Node, total: fx.Node, count: Any, given: dict[str, Any], running: str) -> fx.Node:
-    """`total / count`, by the operator that knows what takes its place in evaluation, where something does: the buffer, which does not
-    change then."""
+def _mean(
+    gm: fx.GraphModule, node: fx.Node, total: fx.Node, count: Any, given: dict[str, Any], running: str
+) -> fx.Node:
+    """`total / count`, by the operator that knows what takes its place in evaluation, where something does: the buffer,
+    which does not change then."""
     if given[running] is None or not given["training"]:
         return _op(node, aten.div.Tensor, total, count)
-    return _op(node, ops.statistic, total, count, edit.buffer_of(gm, given[running]) if _is_buffer(gm, given[running]) else given[running])
+    return _op(
+        node,
+        ops.statistic,
+        total,
+        count,
+        edit.buffer_of(gm, given[running]) if _is_buffer(gm, given[running]) else given[running],
+    )
 
 
 def _is_buffer(gm: fx.GraphModule, running: fx.Node) -> bool:
-    """Whether running statistics are a buffer, or what one holds since a norm before this one changed it, and not made or cut of one in
-    forward."""
+    """Whether running statistics are a buffer, or what one holds since a norm before this one changed it, and not made
+    or cut of one in forward."""
     held = edit.same_memory(running)[-1]
     return held.op == "placeholder" or held in edit.mutated(gm)
 
@@ -143,8 +175,8 @@ def _per_channel(node: fx.Node, value: fx.Node, given: dict[str, Any]) -> fx.Nod
 
 
 def _track(gm: fx.GraphModule, node: fx.Node, running: fx.Node, batch: fx.Node, momentum: float) -> None:
-    """running <- (1 - momentum) * running + momentum * batch, without gradient; what is no buffer of its own (`stats[domain]`,
-    `mean.repeat(b)`) as any other change in place."""
+    """running <- (1 - momentum) * running + momentum * batch, without gradient; what is no buffer of its own
+    (`stats[domain]`, `mean.repeat(b)`) as any other change in place."""
     fresh = _op(node, aten.detach.default, _op(node, aten.reshape.default, batch, [-1]))
     old = _op(node, aten.mul.Tensor, running, 1.0 - momentum)
     new = _as(node, _op(node, aten.add.Tensor, old, _op(node, aten.mul.Tensor, fresh, momentum)), running)

@@ -1,7 +1,8 @@
 """Fuses the biases of linear layers into the kernels of their matmuls.
 
-Earlier passes see a bias as an addition, so that patterns of matmuls (experts, heads, parts of fused weights) are recognised with and
-without it. A separate addition reads and writes the whole result once more, which `linear` with a bias avoids.
+Earlier passes see a bias as an addition, so that patterns of matmuls (experts, heads, parts of fused weights) are
+recognised with and without it. A separate addition reads and writes the whole result once more, which `linear` with a
+bias avoids.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ JOINED: dict[Any, Any] = {aten.linear.default: aten.linear.default, aten.matmul.
 
 def biases(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: contractions without bias; nothing behind it looks for these.
-    does: `linear(x, w) + b` becomes `linear(x, w, b)`, and `x @ w + b` with a matrix w `affine(x, w, b)`, where b is a vector and nobody
-    else reads the product.
-    gives: linear layers as torch runs them fastest. A rank that has a part of their sum adds a part of the bias (autopar.rules).
+    does: `linear(x, w) + b` becomes `linear(x, w, b)`, and `x @ w + b` with a matrix w `affine(x, w, b)`, where b is a
+    vector and nobody else reads the product. gives: linear layers as torch runs them fastest. A rank that has a part of
+    their sum adds a part of the bias (autopar.rules).
     """
     for node in edit.calls(gm, aten.add.Tensor):
         found = _product_and_bias(node)
@@ -45,8 +46,15 @@ def _product_and_bias(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _fit(product: fx.Node, bias: fx.Node, total: fx.Node) -> bool:
-    return (product.target in JOINED and len(product.args) == 2 and len(product.users) == 1 and _by_matrix(product)
-            and facts.shape(bias) == facts.shape(product)[-1:] and facts.kind(total) == facts.kind(product) and facts.dtype(bias) == facts.dtype(product))
+    return (
+        product.target in JOINED
+        and len(product.args) == 2
+        and len(product.users) == 1
+        and _by_matrix(product)
+        and facts.shape(bias) == facts.shape(product)[-1:]
+        and facts.kind(total) == facts.kind(product)
+        and facts.dtype(bias) == facts.dtype(product)
+    )
 
 
 def _by_matrix(product: fx.Node) -> bool:

@@ -1,6 +1,6 @@
-"""`broadcast_tensors` as one `expand` per smaller tensor, so that each has its own gradient, or none. And slices of an expanded dim are
-taken from the tensor before it was expanded: the slice would need the whole dim on every rank (the first sample of prompts that are the
-same for all samples).
+"""`broadcast_tensors` as one `expand` per smaller tensor, so that each has its own gradient, or none. And slices of an
+expanded dim are taken from the tensor before it was expanded: the slice would need the whole dim on every rank (the
+first sample of prompts that are the same for all samples).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ aten = torch.ops.aten
 
 def broadcasts(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops, casts to what is there already removed.
-    does: broadcast_tensors becomes expands of those of its tensors that are smaller than the others make them; slices of expanded dims are
-    expansions to fewer.
-    gives: no broadcast_tensors; a tensor that has the sizes already stays as it is (losses broadcast predictions to targets alike).
+    does: broadcast_tensors becomes expands of those of its tensors that are smaller than the others make them; slices
+    of expanded dims are expansions to fewer. gives: no broadcast_tensors; a tensor that has the sizes already stays as
+    it is (losses broadcast predictions to targets alike).
     """
     for node in edit.calls(gm, aten.broadcast_tensors.default):
         tensors = node.args[0]
@@ -48,7 +48,12 @@ def _part(node: fx.Node) -> fx.Node | None:
         return None
     if facts.shape(x) == shape:
         return x
-    return edit.call(node.graph, aten.expand.default, (x, [shape[dim] if i == dim else size for i, size in enumerate(asked)]), like=node)
+    return edit.call(
+        node.graph,
+        aten.expand.default,
+        (x, [shape[dim] if i == dim else size for i, size in enumerate(asked)]),
+        like=node,
+    )
 
 
 def _expanded(tensor: fx.Node, among: list[fx.Node], like: fx.Node) -> fx.Node:
@@ -56,7 +61,12 @@ def _expanded(tensor: fx.Node, among: list[fx.Node], like: fx.Node) -> fx.Node:
     shape = facts.shape(like)
     if list(facts.shape(tensor)) == list(shape):
         return tensor
-    return edit.call(like.graph, aten.expand.default, (tensor, [_size(among, dim - len(shape), size) for dim, size in enumerate(shape)]), like=like)
+    return edit.call(
+        like.graph,
+        aten.expand.default,
+        (tensor, [_size(among, dim - len(shape), size) for dim, size in enumerate(shape)]),
+        like=like,
+    )
 
 
 def _size(among: list[fx.Node], dim: int, size: object) -> int | fx.Node:

@@ -14,6 +14,7 @@ from passes.evaluate import HIDDEN, depends_on_sizes_only, evaluate, trials
 
 aten = torch.ops.aten
 
+
 def causal_masks(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops with devices dropped.
     does: evaluates each attention mask that no input, buffer or parameter goes into.
@@ -40,7 +41,12 @@ def verdict(mask: fx.Node) -> str:
     nodes = depends_on_sizes_only(mask)
     if nodes is None:
         return "other"
-    along = {symbol for size in facts.value(mask).shape[-2:] if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+    along = {
+        symbol
+        for size in facts.value(mask).shape[-2:]
+        if isinstance(size, torch.SymInt)
+        for symbol in size.node.expr.free_symbols
+    }
     found = ""
     for trial in trials(nodes, along):
         try:

@@ -1,4 +1,5 @@
-"""Facts about the expert indices that tokens choose: whether they are distinct for each token, and within the number of experts."""
+"""Facts about the expert indices that tokens choose: whether they are distinct for each token, and within the number of
+experts."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def in_range(chosen: Any, count: int) -> bool:
 
 
 def _ranked(chosen: Any) -> fx.Node | None:
-    """The operator that says for each token which numbers are its first, of all of which `chosen` is a part; None where something else says
-    it."""
+    """The operator that says for each token which numbers are its first, of all of which `chosen` is a part; None where
+    something else says it."""
     part: Any = chosen
     while (seen := edit.call_of(part, aten.reshape.default, aten.slice.Tensor, aten.select.int)) is not None:
         if seen.target is aten.reshape.default and _last(seen) != _last(seen.args[0]):

@@ -53,7 +53,12 @@ def _along(node: fx.Node) -> fx.Node:
 
 def _taken(node: fx.Node) -> fx.Node:
     """Elements by their number in the whole tensor."""
-    return edit.call(node.graph, aten.index.Tensor, (_line(edit.args_of(node)["self"], node), [edit.args_of(node)["index"]]), like=node)
+    return edit.call(
+        node.graph,
+        aten.index.Tensor,
+        (_line(edit.args_of(node)["self"], node), [edit.args_of(node)["index"]]),
+        like=node,
+    )
 
 
 def _rotated(node: fx.Node) -> fx.Node:
@@ -78,13 +83,16 @@ def _diagonal_blocks(node: fx.Node) -> fx.Node | None:
             each = edit.call(node.graph, aten.reshape.default, (each, [1, size]), like=node)
         if facts.dtype(each) != facts.dtype(node):
             each = edit.call(node.graph, aten.to.dtype, (each, facts.dtype(node)), like=node)
-        rows.append(edit.call(node.graph, aten.constant_pad_nd.default, (each, [before, total - before - size]), like=node))
+        rows.append(
+            edit.call(node.graph, aten.constant_pad_nd.default, (each, [before, total - before - size]), like=node)
+        )
         before += size
     return edit.call(node.graph, aten.cat.default, (rows, 0), like=node)
 
 
 def _meshed(node: fx.Node) -> None:
-    """Each vector as a dim of its own, expanded along those of the others; of `indexing` "xy" the first two dims change places."""
+    """Each vector as a dim of its own, expanded along those of the others; of `indexing` "xy" the first two dims change
+    places."""
     given = edit.args_of(node)
     vectors = [_line(each, node) for each in given["tensors"]]
     order = list(range(len(vectors)))
@@ -131,7 +139,9 @@ def _diagonal(node: fx.Node) -> fx.Node:
 def _its_diagonal(node: fx.Node) -> fx.Node:
     """`diagonal`, of the last two dims where none are named."""
     given = edit.args_of(node)
-    return edit.call(node.graph, aten.diagonal.default, (given["A"], given["offset"], given["dim1"], given["dim2"]), like=node)
+    return edit.call(
+        node.graph, aten.diagonal.default, (given["A"], given["offset"], given["dim1"], given["dim2"]), like=node
+    )
 
 
 def _grid(node: fx.Node) -> fx.Node | None:
@@ -141,7 +151,10 @@ def _grid(node: fx.Node) -> fx.Node | None:
     if not all(isinstance(size, int) for size in sizes):
         return None
     alone = [[size if dim == own else 1 for dim in range(len(sizes))] for own, size in enumerate(sizes)]
-    lines = [edit.call(graph, aten.reshape.default, (_places(size, given["align_corners"], node), shape), like=node) for size, shape in zip(sizes, alone, strict=True)]
+    lines = [
+        edit.call(graph, aten.reshape.default, (_places(size, given["align_corners"], node), shape), like=node)
+        for size, shape in zip(sizes, alone, strict=True)
+    ]
     places = [edit.call(graph, aten.expand.default, (line, list(sizes)), like=node) for line in reversed(lines)]
     ones = edit.call(graph, aten.ones.default, (list(sizes),), {"dtype": facts.dtype(node)}, like=node)
     stacked = edit.call(graph, aten.stack.default, ([*places, ones], -1), like=node)

@@ -1,5 +1,5 @@
-"""Marks the calls of `reshape`, `contiguous` and the like that copied; whether they give a view or a copy depends on the strides of the
-operand."""
+"""Marks the calls of `reshape`, `contiguous` and the like that copied; whether they give a view or a copy depends on
+the strides of the operand."""
 
 from __future__ import annotations
 
@@ -12,20 +12,27 @@ aten = torch.ops.aten
 
 COPIED = "copied"
 """Meta of a call that may give a view of its first operand, and gave a copy."""
-EITHER = (aten.contiguous.default, aten.flatten.using_ints, aten.ravel.default, aten.reshape.default, aten.reshape_as.default)
+EITHER = (
+    aten.contiguous.default,
+    aten.flatten.using_ints,
+    aten.ravel.default,
+    aten.reshape.default,
+    aten.reshape_as.default,
+)
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """needs: values as torch.export left them, whose memory is that of the model: passes that write operators with others give values that
-    may lie otherwise.
-    does: marks the calls of EITHER whose result lies in another memory than their operand. Of a graph inside (a `no_grad` region) what
-    reads a placeholder is left out.
-    gives: COPIED, for `inplace`.
+    """needs: values as torch.export left them, whose memory is that of the model: passes that write operators with
+    others give values that may lie otherwise. does: marks the calls of EITHER whose result lies in another memory than
+    their operand. Of a graph inside (a `no_grad` region) what reads a placeholder is left out. gives: COPIED, for
+    `inplace`.
     """
     for module in gm.modules():
         for node in edit.calls(module, *EITHER) if isinstance(module, fx.GraphModule) else ():
             operand = node.args[0]
             assert isinstance(operand, fx.Node)
-            if (module is gm or operand.op != "placeholder") and facts.value(node).untyped_storage() is not facts.value(operand).untyped_storage():
+            if (module is gm or operand.op != "placeholder") and facts.value(node).untyped_storage() is not facts.value(
+                operand
+            ).untyped_storage():
                 node.meta[COPIED] = True
     return gm

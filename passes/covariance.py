@@ -27,9 +27,16 @@ def _correlation(node: fx.Node) -> fx.Node | None:
     if not _is_plain(operand):
         return None
     found = _products(operand, 1, node)
-    deviation = edit.call(node.graph, aten.sqrt.default, (edit.call(node.graph, aten.diagonal.default, (found,), like=node),), like=node)
+    deviation = edit.call(
+        node.graph, aten.sqrt.default, (edit.call(node.graph, aten.diagonal.default, (found,), like=node),), like=node
+    )
     for dim in (1, 0):
-        found = edit.call(node.graph, aten.div.Tensor, (found, edit.call(node.graph, aten.unsqueeze.default, (deviation, dim), like=node)), like=node)
+        found = edit.call(
+            node.graph,
+            aten.div.Tensor,
+            (found, edit.call(node.graph, aten.unsqueeze.default, (deviation, dim), like=node)),
+            like=node,
+        )
     return edit.call(node.graph, aten.clamp.default, (found, -1, 1), like=node)
 
 
@@ -42,11 +49,23 @@ def _products(operand: fx.Node, correction: int, node: fx.Node) -> fx.Node:
     """Products of the variables with each other, over as many observations as there are, less `correction`."""
     mean = edit.call(node.graph, aten.mean.dim, (operand, [1], True), like=node)
     left = edit.call(node.graph, aten.sub.Tensor, (operand, mean), like=node)
-    product = edit.call(node.graph, aten.matmul.default, (left, edit.call(node.graph, aten.transpose.int, (left, 0, 1), like=node)), like=node)
+    product = edit.call(
+        node.graph,
+        aten.matmul.default,
+        (left, edit.call(node.graph, aten.transpose.int, (left, 0, 1), like=node)),
+        like=node,
+    )
     count = edit.size(operand, 1)
-    number = count - correction if isinstance(count, int) else edit.call(node.graph, operator.sub, (count, correction), like=node)
+    number = (
+        count - correction
+        if isinstance(count, int)
+        else edit.call(node.graph, operator.sub, (count, correction), like=node)
+    )
     return edit.call(node.graph, aten.div.Tensor, (product, number), like=node)
 
 
-COVARIANCES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {aten.cov.default: _covariance, aten.corrcoef.default: _correlation}
+COVARIANCES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
+    aten.cov.default: _covariance,
+    aten.corrcoef.default: _correlation,
+}
 """Operators that `passes.composed` writes so; those with weights stay as they are."""

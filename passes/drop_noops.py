@@ -30,8 +30,8 @@ ASSERTS = (
 
 
 def drop_what_gives_itself(gm: fx.GraphModule) -> None:
-    """Removes calls that give the very tensor that they got: what is done to one of the two is done to the other, and it has its gradient
-    wherever it is asked for."""
+    """Removes calls that give the very tensor that they got: what is done to one of the two is done to the other, and
+    it has its gradient wherever it is asked for."""
     for node in edit.calls(gm, *ITSELF):
         if ITSELF[node.target](node):
             edit.replace(node, node.args[0])  # type: ignore[arg-type]  # a tensor
@@ -136,19 +136,40 @@ def copies(cast: fx.Node) -> bool:
 def _as_it_was(node: fx.Node) -> bool:
     """Whether the result of `node` has the memory, the sizes and the dtype of its operand."""
     operand: Any = node.args[0]
-    return facts.value(node).untyped_storage() is facts.value(operand).untyped_storage() and facts.kind(node) == facts.kind(operand)
+    return facts.value(node).untyped_storage() is facts.value(operand).untyped_storage() and facts.kind(
+        node
+    ) == facts.kind(operand)
 
 
 CASTS = (aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten.type_as.default)
 """What they give is what they got, where nothing about it changes."""
 
-DROPOUTS = (aten.alpha_dropout.default, aten.dropout.default, aten.feature_alpha_dropout.default, aten.feature_dropout.default)
+DROPOUTS = (
+    aten.alpha_dropout.default,
+    aten.dropout.default,
+    aten.feature_alpha_dropout.default,
+    aten.feature_dropout.default,
+)
 
 ITSELF: dict[Any, Callable[[fx.Node], bool]] = {
     **dict.fromkeys(CASTS, lambda cast: not copies(cast)),
     **dict.fromkeys(DROPOUTS, drops_nothing),
-    **dict.fromkeys((aten.atleast_1d.default, aten.atleast_2d.default, aten.atleast_3d.default, aten.conj_physical.default, aten.contiguous.default, aten.flatten.using_ints,
-                     aten.positive.default, aten.real.default, aten.resolve_conj.default, aten.resolve_neg.default, aten.to_dense.default), _as_it_was),
+    **dict.fromkeys(
+        (
+            aten.atleast_1d.default,
+            aten.atleast_2d.default,
+            aten.atleast_3d.default,
+            aten.conj_physical.default,
+            aten.contiguous.default,
+            aten.flatten.using_ints,
+            aten.positive.default,
+            aten.real.default,
+            aten.resolve_conj.default,
+            aten.resolve_neg.default,
+            aten.to_dense.default,
+        ),
+        _as_it_was,
+    ),
 }
 """Operators that may give their operand, no view and no copy of it."""
 

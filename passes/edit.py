@@ -74,8 +74,12 @@ def infer(node: fx.Node) -> Any:
 def _makes(node: fx.Node) -> bool:
     """Whether `node` makes a tensor of sizes and numbers alone, on a device that it does not name."""
     schema = getattr(node.target, "_schema", None)
-    return (schema is not None and node.kwargs.get("device") is None and not any(map(facts.tensors, node.all_input_nodes))
-            and any(argument.name == "device" and argument.kwarg_only for argument in schema.arguments))
+    return (
+        schema is not None
+        and node.kwargs.get("device") is None
+        and not any(map(facts.tensors, node.all_input_nodes))
+        and any(argument.name == "device" and argument.kwarg_only for argument in schema.arguments)
+    )
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
@@ -170,7 +174,8 @@ def graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
 
 
 def drop_dead(gm: fx.GraphModule) -> None:
-    """Removes calls that nothing uses, and constants of the model's graph. Only right when ops are functional, so not before `inplace`."""
+    """Removes calls that nothing uses, and constants of the model's graph. Only right when ops are functional, so not
+    before `inplace`."""
     for node in reversed(list(gm.graph.nodes)):
         constant = "constants" in gm.meta and node.meta.get("role") == "constant"
         if (constant or node.op not in ("placeholder", "output")) and not node.users:
@@ -178,8 +183,8 @@ def drop_dead(gm: fx.GraphModule) -> None:
 
 
 def rewrite(gm: fx.GraphModule, table: Mapping[Any, Callable[[fx.Node], fx.Node | None]]) -> fx.GraphModule:
-    """Replaces each call of an operator in `table` by what its function makes of it, in front of it, and returns `gm`, finished. A call of
-    which it makes None stays."""
+    """Replaces each call of an operator in `table` by what its function makes of it, in front of it, and returns `gm`,
+    finished. A call of which it makes None stays."""
     for node in calls(gm):
         if node.target in table:
             with before(node):
@@ -199,8 +204,8 @@ def finish(gm: fx.GraphModule) -> fx.GraphModule:
 def mutate_buffer(gm: fx.GraphModule, buffer: fx.Node, value: fx.Node, *, behind: fx.Node) -> None:
     """Says that `buffer` (a placeholder) holds `value` from `behind` on: later reads see it, and it becomes an output.
 
-    `gm.meta["outputs"]` gets `{"name", "kind": "mutation", "target": fqn}`; of two mutations the later one stays, which is made of the
-    other one's value if it reads the buffer.
+    `gm.meta["outputs"]` gets `{"name", "kind": "mutation", "target": fqn}`; of two mutations the later one stays, which
+    is made of the other one's value if it reads the buffer.
     """
     redirect_later(buffer, value, behind=behind)
     fqn = buffer.meta["fqn"]
@@ -218,7 +223,8 @@ def mutate_buffer(gm: fx.GraphModule, buffer: fx.Node, value: fx.Node, *, behind
 
 
 def buffer_of(gm: fx.GraphModule, value: fx.Node) -> fx.Node:
-    """The buffer (a placeholder) that is read as `value`, one of `same_memory`: itself, or the one that holds it since it was changed."""
+    """The buffer (a placeholder) that is read as `value`, one of `same_memory`: itself, or the one that holds it since
+    it was changed."""
     held = same_memory(value)[-1]
     if held.op == "placeholder":
         return held
@@ -229,7 +235,10 @@ def buffer_of(gm: fx.GraphModule, value: fx.Node) -> fx.Node:
 def same_memory(value: fx.Node) -> list[fx.Node]:
     """`value`, and what it is with a gradient, or before it was changed in place, and so on."""
     found = [value]
-    while value.op == "call_function" and (value.target is aten.detach.default or (isinstance(value.target, OpOverload) and value.target._schema.is_mutable)):
+    while value.op == "call_function" and (
+        value.target is aten.detach.default
+        or (isinstance(value.target, OpOverload) and value.target._schema.is_mutable)
+    ):
         value = value.args[0]  # type: ignore[assignment]  # a tensor
         found.append(value)
     return found

@@ -3,8 +3,8 @@
     einsum("btd,dr,re->bte", x, u, v)      einsum("btr,re->bte", einsum("btd,dr->btr", x, u), v)
     einsum("btd,de->be", x, w)             einsum("bd,de->be", x.sum(1), w)
 
-torch does the same inside of one call. As separate operators each product has its own FLOPs, and intermediate results that are kept for the
-backward are counted.
+torch does the same inside of one call. As separate operators each product has its own FLOPs, and intermediate results
+that are kept for the backward are counted.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Term = tuple[fx.Node, str]
 
 def einsums(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
-    does: multiplies more than two operands of an einsum pair by pair in torch's own order (from the left, or along the path that the call
-    names), and sums letters that one operand alone has, and the result lacks, before that.
-    gives: einsums of one operand, or of two that share each letter that is summed.
+    does: multiplies more than two operands of an einsum pair by pair in torch's own order (from the left, or along the
+    path that the call names), and sums letters that one operand alone has, and the result lacks, before that. gives:
+    einsums of one operand, or of two that share each letter that is summed.
     """
     for node in edit.calls(gm, aten.einsum.default):
         equation, operands = node.args[:2]
@@ -43,21 +43,27 @@ def einsums(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def spelled(equation: str, shapes: Sequence[tuple[Size, ...]]) -> tuple[list[str], str]:
-    """A letter for each dim of each operand, and those of the result: `...` is spelled out, and a result that is left out is said."""
+    """A letter for each dim of each operand, and those of the result: `...` is spelled out, and a result that is left
+    out is said."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     words = [re.findall(r"\.\.\.|[A-Za-z]", word) for word in left.split(",")]
     letters = [letter for word in words for letter in word]
     if not arrow:
-        right = "..." * ("..." in letters) + "".join(sorted(letter for letter in letters if letter != "..." and letters.count(letter) == 1))
+        right = "..." * ("..." in letters) + "".join(
+            sorted(letter for letter in letters if letter != "..." and letters.count(letter) == 1)
+        )
     covered = [len(shape) - len(word) + 1 for word, shape in zip(words, shapes, strict=True) if "..." in word]
     fresh = "".join([letter for letter in ascii_letters if letter not in equation][: max(covered, default=0)])
-    ins = ["".join(_covering(fresh, len(shape) - len(word) + 1) if letter == "..." else letter for letter in word) for word, shape in zip(words, shapes, strict=True)]
+    ins = [
+        "".join(_covering(fresh, len(shape) - len(word) + 1) if letter == "..." else letter for letter in word)
+        for word, shape in zip(words, shapes, strict=True)
+    ]
     return ins, right.replace("...", fresh)
 
 
 def _covering(fresh: str, count: int) -> str:
     """The last `count` of the letters that `...` stands for: sizes are aligned at their ends."""
-    return fresh[len(fresh) - count:]
+    return fresh[len(fresh) - count :]
 
 
 def sizes_of(ins: Sequence[str], shapes: Sequence[tuple[Size, ...]]) -> dict[str, Size]:
@@ -77,7 +83,11 @@ def _sizes(terms: Sequence[Term]) -> dict[str, Size]:
 def _stretched(terms: Sequence[Term], term: Term) -> list[int]:
     """Dims of size 1 whose letter is longer elsewhere: torch takes them as if they were not there."""
     sizes, (operand, letters) = _sizes(terms), term
-    return [dim for dim, (letter, size) in enumerate(zip(letters, facts.shape(operand), strict=True)) if size == 1 and sizes[letter] != 1]
+    return [
+        dim
+        for dim, (letter, size) in enumerate(zip(letters, facts.shape(operand), strict=True))
+        if size == 1 and sizes[letter] != 1
+    ]
 
 
 def _without(letters: str, dims: Sequence[int]) -> str:
@@ -87,7 +97,11 @@ def _without(letters: str, dims: Sequence[int]) -> str:
 def _lone(terms: Sequence[Term], term: Term, out: str) -> str:
     """The letters that only `term` has, among the operands and the result."""
     held = [set(_without(letters, _stretched(terms, (operand, letters)))) for operand, letters in terms]
-    return "".join(letter for letter in dict.fromkeys(term[1]) if letter not in out and sum(letter in letters for letters in held) == 1)
+    return "".join(
+        letter
+        for letter in dict.fromkeys(term[1])
+        if letter not in out and sum(letter in letters for letters in held) == 1
+    )
 
 
 def _lonely(terms: Sequence[Term], out: str) -> bool:

@@ -13,7 +13,13 @@ from passes import edit, facts
 
 aten = torch.ops.aten
 
-MASK: dict[Any, int] = {aten.masked_scatter.default: 1, aten.masked_select.default: 1, aten.nonzero.default: 0, aten.nonzero_numpy.default: 0, aten.where.default: 0}
+MASK: dict[Any, int] = {
+    aten.masked_scatter.default: 1,
+    aten.masked_select.default: 1,
+    aten.nonzero.default: 0,
+    aten.nonzero_numpy.default: 0,
+    aten.where.default: 0,
+}
 """What picks by a mask, and which argument the mask is."""
 INDEXED = (aten.index.Tensor, aten.index_put.default)
 """Masks are among their indices."""

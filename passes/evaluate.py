@@ -1,8 +1,8 @@
 """Evaluates values that depend on sizes only (masks, positions), at small numbers for the symbols.
 
-A property seen at small sizes holds at all sizes only if no constant matters in between: a window of 4096 hides nothing of 8 positions. So
-each value is evaluated twice: as it is, and with the constants that positions are compared with scaled down to the tried sizes, keeping
-their order relative to each other and to the greatest possible size.
+A property seen at small sizes holds at all sizes only if no constant matters in between: a window of 4096 hides nothing
+of 8 positions. So each value is evaluated twice: as it is, and with the constants that positions are compared with
+scaled down to the tried sizes, keeping their order relative to each other and to the greatest possible size.
 """
 
 from __future__ import annotations
@@ -31,8 +31,18 @@ SMALL = 4
 HIDDEN = -1e4
 """What an additive mask has where it hides, or less: exp(-1e4) is 0 in every dtype. No position is compared with it."""
 
-FILLS = (aten.fill.Scalar, aten.full.default, aten.full_like.default, aten.masked_fill.Scalar, aten.mul.Tensor, aten.new_full.default, aten.scalar_tensor.default,
-         aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf)
+FILLS = (
+    aten.fill.Scalar,
+    aten.full.default,
+    aten.full_like.default,
+    aten.masked_fill.Scalar,
+    aten.mul.Tensor,
+    aten.new_full.default,
+    aten.scalar_tensor.default,
+    aten.where.Scalar,
+    aten.where.ScalarOther,
+    aten.where.ScalarSelf,
+)
 """Operators that put HIDDEN into a mask."""
 
 RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
@@ -65,7 +75,8 @@ class Trial:
 def depends_on_sizes_only(node: fx.Node, *, limit: int = 500) -> list[fx.Node] | None:
     """The calls that `node` is made of, in order, when none reads the content of a placeholder; else None.
 
-    None too when there are more than `limit` of them, one is random, or one is a number that was read off a tensor: only its run knows it.
+    None too when there are more than `limit` of them, one is random, or one is a number that was read off a tensor:
+    only its run knows it.
     """
     found: dict[fx.Node, None] = {}
     waiting = [node]
@@ -94,13 +105,16 @@ def is_size(node: fx.Node) -> bool:
 def _of_values(node: fx.Node) -> bool:
     """Whether the number, or the sizes of the tensor, that `node` gives depend on values of a tensor."""
     held = node.meta.get("val")
-    return any(bool(free_unbacked_symbols(item)) for item in (held if isinstance(held, (tuple, list)) else (held,))
-               if isinstance(item, (torch.Tensor, torch.SymInt, torch.SymFloat)))
+    return any(
+        bool(free_unbacked_symbols(item))
+        for item in (held if isinstance(held, (tuple, list)) else (held,))
+        if isinstance(item, (torch.Tensor, torch.SymInt, torch.SymFloat))
+    )
 
 
 def trials(nodes: list[fx.Node], along: Collection[sympy.Symbol]) -> Iterator[Trial]:
-    """The trials for these nodes: all combinations of SIZES within the range of each symbol, and these again with scaled constants where
-    some constant could be compared with positions along the symbols `along`."""
+    """The trials for these nodes: all combinations of SIZES within the range of each symbol, and these again with
+    scaled constants where some constant could be compared with positions along the symbols `along`."""
     symbols = free_symbols(nodes)
     yield from (Trial(sizes) for sizes in _combinations(symbols, SIZES))
     most = max((upper for symbol, (_, upper) in symbols.items() if symbol in along), default=0)
@@ -108,17 +122,25 @@ def trials(nodes: list[fx.Node], along: Collection[sympy.Symbol]) -> Iterator[Tr
     if constants:
         inside = [number for number in constants if number < most]
         top = max(*SIZES, SMALL + len(inside) + 3)
-        scaled = {number: SMALL + 1 + index for index, number in enumerate(inside)} | {number: math.ceil(number / most * top) for number in constants[len(inside):]}
+        scaled = {number: SMALL + 1 + index for index, number in enumerate(inside)} | {
+            number: math.ceil(number / most * top) for number in constants[len(inside) :]
+        }
         yield from (Trial(sizes, scaled) for sizes in _combinations(symbols, (*SIZES, top)))
 
 
-def _combinations(symbols: Mapping[sympy.Symbol, tuple[int, int]], tried: tuple[int, ...]) -> Iterator[dict[sympy.Symbol, int]]:
+def _combinations(
+    symbols: Mapping[sympy.Symbol, tuple[int, int]], tried: tuple[int, ...]
+) -> Iterator[dict[sympy.Symbol, int]]:
     for numbers in itertools.product(dict.fromkeys(tried), repeat=len(symbols)):
-        yield {symbol: min(max(number, least), most) for (symbol, (least, most)), number in zip(symbols.items(), numbers, strict=True)}
+        yield {
+            symbol: min(max(number, least), most)
+            for (symbol, (least, most)), number in zip(symbols.items(), numbers, strict=True)
+        }
 
 
 def free_symbols(nodes: list[fx.Node]) -> dict[sympy.Symbol, tuple[int, int]]:
-    """Symbols of the shape environment in the values of these nodes, by name, each with its least and greatest value."""
+    """Symbols of the shape environment in the values of these nodes, by name, each with its least and greatest
+    value."""
     found: dict[str, tuple[sympy.Symbol, tuple[int, int]]] = {}
     for node in nodes:
         for size in _sizes(node):
@@ -139,18 +161,22 @@ def _bounds(size: torch.SymInt, symbol: sympy.Symbol) -> tuple[int, int]:
 
 
 def _constants(node: fx.Node) -> Iterator[float]:
-    """Magnitudes of the constants that positions could be compared with: number arguments of operators, and constants in formulas of
-    sizes."""
+    """Magnitudes of the constants that positions could be compared with: number arguments of operators, and constants
+    in formulas of sizes."""
     if is_size(node):
         size = node.meta["val"]
-        yield from (abs(int(atom)) for atom in size.node.expr.atoms(sympy.Integer) if abs(int(atom)) > SMALL) if isinstance(size, torch.SymInt) else ()
+        yield from (
+            (abs(int(atom)) for atom in size.node.expr.atoms(sympy.Integer) if abs(int(atom)) > SMALL)
+            if isinstance(size, torch.SymInt)
+            else ()
+        )
     else:
         yield from (abs(arg) for arg in (*node.args, *node.kwargs.values()) if _compared(arg, node))
 
 
 def _compared(arg: Any, node: fx.Node) -> TypeGuard[float]:
-    """Whether this argument could be what positions are compared with: a number that is no size, which makes nothing symbolic, and does not
-    hide."""
+    """Whether this argument could be what positions are compared with: a number that is no size, which makes nothing
+    symbolic, and does not hide."""
     if not isinstance(arg, (int, float)) or isinstance(arg, bool) or not SMALL < abs(arg) < math.inf:
         return False
     if node.target is aten.slice.Tensor:
@@ -170,8 +196,14 @@ def evaluate(nodes: list[fx.Node], trial: Trial) -> Any:
         if is_size(node):
             held[node] = trial.size(node.meta["val"])
             continue
-        args, kwargs = ([trial.number(arg) if _compared(arg, node) else arg for arg in node.args],
-                        {name: trial.number(arg) if _compared(arg, node) else arg for name, arg in node.kwargs.items() if name != "device"})
+        args, kwargs = (
+            [trial.number(arg) if _compared(arg, node) else arg for arg in node.args],
+            {
+                name: trial.number(arg) if _compared(arg, node) else arg
+                for name, arg in node.kwargs.items()
+                if name != "device"
+            },
+        )
         args, kwargs = fx.map_arg((args, kwargs), lambda n: held[n])
         held[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return held[nodes[-1]]

@@ -2,11 +2,12 @@
 
     silu(first half) * second half                          halves(lambda first, second: F.silu(first) * second)
     clamped, gated by itself, every other column
-                                                            pairs(lambda even, odd: (torch.clamp(odd, -7.0, 7.0) + 1) * ...)
+                                                            pairs(lambda even, odd: (torch.clamp(odd, -7.0, 7.0) + 1) *
+                                                            ...)
     relu                                                    lambda x: F.relu(x)
 
-Only pointwise operators of one or two tensors (addcmul: three), or of a tensor and a number: they act on each column by itself, so that the
-layers can be split by width. Values that are read more than once get a variable.
+Only pointwise operators of one or two tensors (addcmul: three), or of a tensor and a number: they act on each column by
+itself, so that the layers can be split by width. Values that are read more than once get a variable.
 """
 
 from __future__ import annotations
@@ -29,14 +30,23 @@ NAMES = {"x": ("x",), "halves": ("first", "second"), "pairs": ("even", "odd")}
 CUTS = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default)
 LAST = 2**63 - 1  # where a slice without end ends
 INFIX: dict[Any, str] = {aten.add.Tensor: "+", aten.div.Tensor: "/", aten.mul.Tensor: "*", aten.sub.Tensor: "-"}
-FUNCTIONS: dict[Any, str] = {aten.addcmul.default: "torch.addcmul", aten.clamp.default: "torch.clamp", aten.exp.default: "torch.exp", aten.gelu.default: "F.gelu", aten.relu.default: "F.relu",
-             aten.sigmoid.default: "torch.sigmoid", aten.silu.default: "F.silu", aten.softplus.default: "F.softplus", aten.tanh.default: "torch.tanh"}
+FUNCTIONS: dict[Any, str] = {
+    aten.addcmul.default: "torch.addcmul",
+    aten.clamp.default: "torch.clamp",
+    aten.exp.default: "torch.exp",
+    aten.gelu.default: "F.gelu",
+    aten.relu.default: "F.relu",
+    aten.sigmoid.default: "torch.sigmoid",
+    aten.silu.default: "F.silu",
+    aten.softplus.default: "F.softplus",
+    aten.tanh.default: "torch.tanh",
+}
 """Operators that have the same arguments under a shorter name."""
 
 
 def written(result: Any, *sources: Any) -> str | None:
-    """The function that makes `result` of the columns of one source `[n, u]`, or of two that are the halves of one; None where it is not
-    one of those columns and pointwise operators."""
+    """The function that makes `result` of the columns of one source `[n, u]`, or of two that are the halves of one;
+    None where it is not one of those columns and pointwise operators."""
     found = _Text(sources)
     try:
         body = found.of(result)
@@ -81,7 +91,11 @@ class _Text:
         return f"({self.named[node]} := {_bare(text)})"
 
     def _call(self, node: fx.Node) -> str:
-        pointwise = node.target in BINARY or node.target is aten.addcmul.default or (node.target in UNARY and node.target is not aten.dropout.default)
+        pointwise = (
+            node.target in BINARY
+            or node.target is aten.addcmul.default
+            or (node.target in UNARY and node.target is not aten.dropout.default)
+        )
         if node.op != "call_function" or not pointwise or (node.target in INFIX and node.kwargs):
             raise _OtherError
         args = [self.of(arg) for arg in node.args]
@@ -102,14 +116,23 @@ class _Text:
             return None
         if node.target is operator.getitem:
             cut: Any = node.args[0]
-            return ("halves", int(node.args[1])) if cut.target in CUTS and cut.args[0] in self.sources and _in_halves(cut) else None  # type: ignore[arg-type]
+            return (
+                ("halves", int(node.args[1]))  # type: ignore[arg-type]
+                if cut.target in CUTS and cut.args[0] in self.sources and _in_halves(cut)
+                else None
+            )
         if node.target is not aten.slice.Tensor or node.args[0] not in self.sources:
             return None
         given, width = edit.args_of(node), facts.shape(node.args[0])[-1]  # type: ignore[arg-type]
         start, end, step = given["start"] or 0, LAST if given["end"] in (None, width) else given["end"], given["step"]
         if given["dim"] not in (-1, 1) or not isinstance(width, int):
             return None
-        taken = {(0, LAST, 2): ("pairs", 0), (1, LAST, 2): ("pairs", 1), (0, width // 2, 1): ("halves", 0), (width // 2, LAST, 1): ("halves", 1)}
+        taken = {
+            (0, LAST, 2): ("pairs", 0),
+            (1, LAST, 2): ("pairs", 1),
+            (0, width // 2, 1): ("halves", 0),
+            (width // 2, LAST, 1): ("halves", 1),
+        }
         return taken.get((start, end, step)) if width % 2 == 0 else None
 
 
@@ -119,7 +142,11 @@ def _in_halves(cut: fx.Node) -> bool:
 
 
 def _plain(value: Any) -> str:
-    if value is None or isinstance(value, (int, str, torch.dtype)) or (isinstance(value, float) and math.isfinite(value)):
+    if (
+        value is None
+        or isinstance(value, (int, str, torch.dtype))
+        or (isinstance(value, float) and math.isfinite(value))
+    ):
         return repr(value)
     raise _OtherError
 

@@ -1,4 +1,5 @@
-"""A recognised layer of experts, whatever form the model wrote it in, and the call of `ops.experts` that replaces it."""
+"""A recognised layer of experts, whatever form the model wrote it in, and the call of `ops.experts` that replaces
+it."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ SPREAD = (aten.expand.default, aten.reshape.default, aten.to.dtype, aten.unsquee
 
 @dataclass(frozen=True)
 class Layer:
-    """The operands of `ops.experts`; `hidden [n, d]`, `chosen` and `gates [n, k]` still flattened. `bias` is that of the second layer,
-    which is added outside: the experts that are cut by width each have a part of a sum."""
+    """The operands of `ops.experts`; `hidden [n, d]`, `chosen` and `gates [n, k]` still flattened. `bias` is that of
+    the second layer, which is added outside: the experts that are cut by width each have a part of a sum."""
 
     hidden: fx.Node
     chosen: fx.Node
@@ -30,7 +31,8 @@ class Layer:
 
 
 def called(layer: Layer, like: fx.Node) -> fx.Node:
-    """The layer as one call at the insertion point; of the dtype and the dims of `like`, whose tokens may be flattened."""
+    """The layer as one call at the insertion point; of the dtype and the dims of `like`, whose tokens may be
+    flattened."""
     tokens = _apart(layer.hidden, layer.chosen, layer.gates)
     new = edit.call(like.graph, ops.experts, (*tokens, *layer.weights), like=like)
     if layer.bias is not None:
@@ -59,12 +61,16 @@ def _apart(*flat: fx.Node) -> tuple[fx.Node, ...]:
 
 def flat(node: fx.Node) -> fx.Node:
     """`[n, d]` of `[..., d]`, at the insertion point."""
-    return node if len(facts.shape(node)) == 2 else edit.call(node.graph, aten.reshape.default, (node, [-1, edit.size(node, -1)]), like=node)
+    return (
+        node
+        if len(facts.shape(node)) == 2
+        else edit.call(node.graph, aten.reshape.default, (node, [-1, edit.size(node, -1)]), like=node)
+    )
 
 
 def in_front(target: Any, node: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
-    """`target(node, ...)` of flattened tokens `[n, d]`, at the insertion point: of those in front of the flattening where there is one, and
-    flattened then."""
+    """`target(node, ...)` of flattened tokens `[n, d]`, at the insertion point: of those in front of the flattening
+    where there is one, and flattened then."""
     return flat(edit.call(node.graph, target, (flattened(node) or node, *args), kwargs, like=node))
 
 
@@ -82,13 +88,24 @@ def is_zeros(node: Any) -> bool:
 
 
 def together(tensors: list[fx.Node], each: int, like: fx.Node) -> fx.Node:
-    """The tensors stacked along a new first dim; with `each` > 1, groups of `each` are concatenated along the second. Where the tensors are
-    all slices of one tensor, that one."""
+    """The tensors stacked along a new first dim; with `each` > 1, groups of `each` are concatenated along the second.
+    Where the tensors are all slices of one tensor, that one."""
     cuts = [cut for tensor in tensors if (cut := edit.call_of(tensor, aten.select.int)) is not None]
     if each == 1 and len(cuts) == len(tensors):
         whole: Any = cuts[0].args[0]
-        if facts.shape(whole)[0] == len(cuts) and all(cut.args == (whole, 0, number) for number, cut in enumerate(cuts)):
+        if facts.shape(whole)[0] == len(cuts) and all(
+            cut.args == (whole, 0, number) for number, cut in enumerate(cuts)
+        ):
             return whole
     stacked = edit.call(like.graph, aten.stack.default, (tensors,), like=like)
     sizes = [edit.size(stacked, dim) for dim in range(1, len(facts.shape(stacked)))]
-    return stacked if each == 1 else edit.call(like.graph, aten.reshape.default, (stacked, [len(tensors) // each, each * sizes[0], *sizes[1:]]), like=like)  # type: ignore[operator]
+    return (
+        stacked
+        if each == 1
+        else edit.call(
+            like.graph,
+            aten.reshape.default,
+            (stacked, [len(tensors) // each, each * sizes[0], *sizes[1:]]),  # type: ignore[operator]
+            like=like,
+        )
+    )

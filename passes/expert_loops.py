@@ -4,8 +4,8 @@
         token, rank = torch.where(chosen == number)
         out[token] += gates[token, rank, None] * expert(hidden[token])
 
-The number of rows of each expert depends on data, so the operators inside can be neither priced nor split; the layer as a whole can. The
-weights of the experts stay separate parameters, and are stacked where they are used.
+The number of rows of each expert depends on data, so the operators inside can be neither priced nor split; the layer as
+a whole can. The weights of the experts stay separate parameters, and are stacked where they are used.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class _Term:
 def expert_loops(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional operators, contractions without bias, flattening reshapes sunk, equal views one.
     does: finds sums that are written expert by expert, to the rows of tokens that chose it.
-    gives: `ops.experts` on tokens that keep batch and sequence apart, and stacks of weights; loops of any other form stay as they are.
+    gives: `ops.experts` on tokens that keep batch and sequence apart, and stacks of weights; loops of any other form
+    stay as they are.
     """
     for node in reversed(list(edit.calls(gm, aten.index_add.default, aten.index_put.default))):
         terms, start = _terms(node) if node.users else ([], node)
@@ -81,7 +82,11 @@ def _terms(last: fx.Node) -> tuple[list[_Term], fx.Node]:
     """What was written one after the other, up to `last`, and what it was written to."""
     found: list[_Term] = []
     node, above = last, None
-    while (read := _written(node)) is not None and (above is None or {*node.users} <= above) and (term := _term(read)) is not None:
+    while (
+        (read := _written(node)) is not None
+        and (above is None or {*node.users} <= above)
+        and (term := _term(read)) is not None
+    ):
         found.append(term)
         above = {node, *(user for user in read.into.users if taken(user) == (read.into, read.indices))}
         node = read.into
@@ -92,7 +97,11 @@ def _written(node: fx.Node) -> _Write | None:
     """What `node` writes; None where it does nothing of the kind."""
     if node.target is aten.index_add.default:
         given = edit.args_of(node)
-        return _Write(given["self"], [given["index"]], given["source"], ADDED) if given["dim"] == 0 and given["alpha"] == 1 else None
+        return (
+            _Write(given["self"], [given["index"]], given["source"], ADDED)
+            if given["dim"] == 0 and given["alpha"] == 1
+            else None
+        )
     if node.target is not aten.index_put.default:
         return None
     given = edit.args_of(node)
@@ -130,7 +139,11 @@ def _layers(terms: list[_Term], start: fx.Node) -> list[tuple[list[_Term], Gates
             found.append([term])
         else:
             group.append(term)
-    layers = [(sorted(group, key=lambda term: term.mask.number or 0), gates) for group in found if (gates := _one_layer(group)) is not None]
+    layers = [
+        (sorted(group, key=lambda term: term.mask.number or 0), gates)
+        for group in found
+        if (gates := _one_layer(group)) is not None
+    ]
     overwritten = any(term.how == PUT for term in terms) and (len(found) > 1 or not is_zeros(start))
     return layers if len(layers) == len(found) and not overwritten else []
 
@@ -144,12 +157,14 @@ def _one_layer(terms: list[_Term]) -> Gates | None:
     if (terms[0].expert.second.bias is not None or gates.all) and not in_range(mask.chosen, count):
         return None
     once = terms[0].how != ADDED or gates.summed or any(term.mask.over for term in terms)
-    return None if (once and mask.ranked and not distinct(mask.chosen)) or (mask.ranked and terms[0].how == PUT) else gates
+    return (
+        None if (once and mask.ranked and not distinct(mask.chosen)) or (mask.ranked and terms[0].how == PUT) else gates
+    )
 
 
 def _parts(terms: list[_Term], gates: Gates, like: fx.Node) -> Iterator[fx.Node]:
-    """The sum that the terms, by number, are, at the insertion point. Where dropout is behind each expert's layers, by what tokens choose
-    first, second, ..."""
+    """The sum that the terms, by number, are, at the insertion point. Where dropout is behind each expert's layers, by
+    what tokens choose first, second, ..."""
     graph, dropped = like.graph, terms[0].expert.dropped
     layer = _layer(terms, gates, like)
     choices = facts.shape(layer.chosen)[-1]
@@ -173,17 +188,26 @@ def _layer(terms: list[_Term], gates: Gates, like: fx.Node) -> Layer:
     biases = [linear.bias for linear in first if linear.bias is not None]
     outer = [expert.second.bias for expert in experts if expert.second.bias is not None]
     chosen, weights = choice(some.mask, gates, like)
-    if not in_range(some.mask.chosen, len(terms)):  # no expert is called by a number below 0, and rows are sorted by number
+    # no expert is called by a number below 0, and rows are sorted by number
+    if not in_range(some.mask.chosen, len(terms)):
         none = edit.call(graph, aten.lt.Scalar, (chosen, 0), like=like)
         chosen = edit.call(graph, aten.masked_fill.Scalar, (chosen, none, len(terms)), like=like)
     inner_bias = [together(biases, each, like)] if biases else []
-    return Layer(flat(some.expert.hidden), chosen, weights, (up, down, some.expert.inner, *inner_bias), together(outer, 1, like) if outer else None)
+    return Layer(
+        flat(some.expert.hidden),
+        chosen,
+        weights,
+        (up, down, some.expert.inner, *inner_bias),
+        together(outer, 1, like) if outer else None,
+    )
 
 
 def _stacked(weights: list[fx.Node], each: int, *, turned: bool, like: fx.Node) -> fx.Node:
-    """`[experts, i, o]` of matrices `[o, i]`, or `[i, o]` where they are `turned`; of so many for `each` expert, their results one behind
-    the other."""
+    """`[experts, i, o]` of matrices `[o, i]`, or `[i, o]` where they are `turned`; of so many for `each` expert, their
+    results one behind the other."""
     if not turned or each == 1:
         found = together(weights, each, like)
         return found if turned else edit.call(like.graph, aten.transpose.int, (found, 1, 2), like=like)
-    return edit.call(like.graph, aten.cat.default, ([together(weights[place::each], 1, like) for place in range(each)], 2), like=like)
+    return edit.call(
+        like.graph, aten.cat.default, ([together(weights[place::each], 1, like) for place in range(each)], 2), like=like
+    )

@@ -3,7 +3,8 @@
     pieces = rows.split(torch.bincount(chosen).tolist())
     torch.cat([F.linear(piece, weight[i]) for i, piece in enumerate(pieces)])
 
-The length of a piece depends on data, so operators on pieces can be neither priced nor split; `ops.grouped_matmul` of all rows can.
+The length of a piece depends on data, so operators on pieces can be neither priced nor split; `ops.grouped_matmul` of
+all rows can.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ COLUMNS = (aten.chunk.default, aten.slice.Tensor, aten.split.Tensor, aten.split_
 
 def pieces(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional operators, contractions without bias.
-    does: finds pieces of rows, as many as there are of each number, that are joined again behind the same operators on each.
-    gives: those operators once, on all rows; pieces of any other form stay as they are.
+    does: finds pieces of rows, as many as there are of each number, that are joined again behind the same operators on
+    each. gives: those operators once, on all rows; pieces of any other form stay as they are.
     """
     first: fx.Node | None = None
     for node in edit.calls(gm, aten.cat.default):
@@ -65,7 +66,10 @@ class _Pieces:
 
     def are(self, nodes: Any) -> bool:
         """Whether `nodes` are such pieces."""
-        if len(nodes) < 2 or not all(isinstance(node, fx.Node) and node.op == "call_function" and node.target is nodes[0].target for node in nodes):
+        if len(nodes) < 2 or not all(
+            isinstance(node, fx.Node) and node.op == "call_function" and node.target is nodes[0].target
+            for node in nodes
+        ):
             return False
         target, args = nodes[0].target, [node.args for node in nodes]
         if any(node.kwargs != nodes[0].kwargs or len(node.args) != len(args[0]) for node in nodes):
@@ -73,9 +77,15 @@ class _Pieces:
         if target is operator.getitem and [*args] == [(args[0][0], number) for number in range(len(nodes))]:
             return self._cuts(args[0][0], len(nodes))
         if target in CONTRACTIONS:
-            return self.are([each[0] for each in args]) and all(len(facts.shape(each[1])) == 2 and not self._of_split(each[1]) for each in args)
+            return self.are([each[0] for each in args]) and all(
+                len(facts.shape(each[1])) == 2 and not self._of_split(each[1]) for each in args
+            )
         if target is operator.getitem or target in COLUMNS:
-            return self.are([each[0] for each in args]) and all(each[1:] == args[0][1:] for each in args) and (target is operator.getitem or self._last(nodes[0]))
+            return (
+                self.are([each[0] for each in args])
+                and all(each[1:] == args[0][1:] for each in args)
+                and (target is operator.getitem or self._last(nodes[0]))
+            )
         if (target not in UNARY and target not in BINARY) or target is aten.dropout.default:
             return False
         return all(self._operand([each[place] for each in args]) for place in range(len(args[0])))
@@ -83,11 +93,18 @@ class _Pieces:
     def _operand(self, operands: Sequence[Any]) -> bool:
         """Whether operands of a pointwise operator are pieces, biases of each, or the same for all."""
         if all(operand == operands[0] for operand in operands):
-            return not isinstance(operands[0], fx.Node) or not facts.is_tensor(operands[0]) or len(facts.shape(operands[0])) < 2
+            return (
+                not isinstance(operands[0], fx.Node)
+                or not facts.is_tensor(operands[0])
+                or len(facts.shape(operands[0])) < 2
+            )
         return self._biases(operands) or self.are(operands)
 
     def _biases(self, operands: Sequence[Any]) -> bool:
-        return all(isinstance(operand, fx.Node) and facts.is_tensor(operand) and len(facts.shape(operand)) == 1 for operand in operands)
+        return all(
+            isinstance(operand, fx.Node) and facts.is_tensor(operand) and len(facts.shape(operand)) == 1
+            for operand in operands
+        )
 
     def _last(self, node: fx.Node) -> bool:
         return edit.args_of(node)["dim"] in (-1, len(facts.shape(node.args[0])) - 1)  # type: ignore[arg-type]
@@ -96,7 +113,11 @@ class _Pieces:
         """Whether `split` cuts rows into as many pieces, each as long as its number is often."""
         if self.split is not None:
             return split is self.split
-        if split.target is not aten.split_with_sizes.default or edit.args_of(split)["dim"] != 0 or len(facts.shape(split.args[0])) != 2:  # type: ignore[arg-type]
+        if (
+            split.target is not aten.split_with_sizes.default
+            or edit.args_of(split)["dim"] != 0
+            or len(facts.shape(split.args[0])) != 2  # type: ignore[arg-type]
+        ):
             return False
         found = [_count(size) for size in edit.args_of(split)["split_sizes"]]
         if None in found or len({each[0] for each in found}) != 1 or [each[1] for each in found] != [*range(count)]:  # type: ignore[index]
@@ -124,11 +145,20 @@ class _Pieces:
         if some.target is operator.getitem and some.args[0] is self.split:
             return self.split.args[0]  # type: ignore[return-value]
         if some.target in CONTRACTIONS:
-            rows, weights = self.whole([node.args[0] for node in nodes]), together([node.args[1] for node in nodes], 1, some)  # type: ignore[misc]
+            rows, weights = (
+                self.whole([node.args[0] for node in nodes]),
+                together([node.args[1] for node in nodes], 1, some),  # type: ignore[misc]
+            )
             if some.target is aten.linear.default:
                 weights = edit.call(graph, aten.transpose.int, (weights, 1, 2), like=some)
             return edit.call(graph, ops.grouped_matmul, (rows, weights, self._ends), like=some)
-        return edit.call(graph, some.target, tuple(self._all([node.args[place] for node in nodes], some) for place in range(len(some.args))), dict(some.kwargs), like=some)  # type: ignore[arg-type]
+        return edit.call(
+            graph,
+            some.target,  # type: ignore[arg-type]
+            tuple(self._all([node.args[place] for node in nodes], some) for place in range(len(some.args))),
+            dict(some.kwargs),
+            like=some,
+        )
 
     @cached_property
     def _ends(self) -> fx.Node:
@@ -142,7 +172,13 @@ class _Pieces:
         if not self._biases(operands):
             return self.whole(operands)
         rows = edit.size(self.split.args[0], 0)  # type: ignore[union-attr, arg-type]
-        return edit.call(self.like.graph, aten.repeat_interleave.self_Tensor, (together(list(operands), 1, like), self.counts, 0), {"output_size": rows}, like=like)
+        return edit.call(
+            self.like.graph,
+            aten.repeat_interleave.self_Tensor,
+            (together(list(operands), 1, like), self.counts, 0),
+            {"output_size": rows},
+            like=like,
+        )
 
 
 def _count(size: Any) -> tuple[fx.Node, int] | None:

@@ -1,7 +1,8 @@
 """Recognises a layer of experts in its sorted form, and replaces it by a call of `ops.experts`.
 
-Libraries sort the (token, expert) pairs by expert, run grouped matmuls over the sorted rows, undo the sorting and sum up, or add each row
-to its token. The order of rows depends on data, so the operators in between cannot be split by tokens; the layer as a whole can.
+Libraries sort the (token, expert) pairs by expert, run grouped matmuls over the sorted rows, undo the sorting and sum
+up, or add each row to its token. The order of rows depends on data, so the operators in between cannot be split by
+tokens; the layer as a whole can.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from passes.sorted_rows import (
 aten = torch.ops.aten
 
 SUMS = {aten.scatter_add.default: (1, 2, 3), "torchtitan.deterministic_scatter_add.default": (None, 1, 2)}
-"""What adds rows where each column of an index says: its arguments for the dim (None: the first), the index and the rows. By name what
-exists only where a library is imported."""
+"""What adds rows where each column of an index says: its arguments for the dim (None: the first), the index and the
+rows. By name what exists only where a library is imported."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,22 @@ def _summed(node: fx.Node) -> _Sum | None:
     order = order_of(back[1]) if back is not None else None
     if back is None or order is None or facts.shape(terms)[:2] != facts.shape(order.chosen):  # type: ignore[arg-type]
         return None
-    return _weighted(back[0], order) if gates is None else _Sum(back[0], order, gates) if facts.shape(gates) == facts.shape(order.chosen) else None
+    return (
+        _weighted(back[0], order)
+        if gates is None
+        else _Sum(back[0], order, gates)
+        if facts.shape(gates) == facts.shape(order.chosen)
+        else None
+    )
 
 
 def _gated(product: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     """Of `terms [n, k, d]` times gates `[n, k, 1]` the two, the gates without their last dim."""
     for one, other in (product.args, product.args[::-1]):
-        terms, column = edit.call_of(uncast(one), aten.reshape.default), edit.call_of(uncast(other), aten.unsqueeze.default, aten.reshape.default)
+        terms, column = (
+            edit.call_of(uncast(one), aten.reshape.default),
+            edit.call_of(uncast(other), aten.unsqueeze.default, aten.reshape.default),
+        )
         if terms is not None and column is not None and facts.shape(column)[2:] == (1,):
             return terms, column.args[0]  # type: ignore[return-value]
     return None, None
@@ -126,7 +136,11 @@ def _layer(total: _Sum) -> Layer | None:
     if not all(ends_with_experts(each.args[2], order, facts.shape(each.args[1])[0]) for each in (down, *ups)):  # type: ignore[arg-type]
         return None
     rows = [rows_of(uncast(up.args[0])) for up in ups]
-    hidden = {(row[0], facts.dtype(up.args[0])) for row, up in zip(rows, ups, strict=True) if row is not None and is_token(row[1], order)}  # type: ignore[arg-type]
+    hidden = {
+        (row[0], facts.dtype(up.args[0]))  # type: ignore[arg-type]
+        for row, up in zip(rows, ups, strict=True)
+        if row is not None and is_token(row[1], order)
+    }
     biases = [bias for _, bias in firsts if bias is not None]
     if None in rows or len(hidden) != 1 or len(biases) not in (0, len(ups)):
         return None
@@ -136,12 +150,22 @@ def _layer(total: _Sum) -> Layer | None:
     gates = in_front(aten.ones_like.default, order.chosen, dtype=dtype) if total.gates is None else total.gates
     bias = [_cast(_joined(biases, 1), dtype)] if biases else []
     down_bias = None if down_bias is None else _cast(down_bias, facts.dtype(down))
-    return Layer(_cast(tokens, dtype), order.chosen, gates, (_joined([up.args[1] for up in ups], 2), down.args[1], inner, *bias), down_bias)  # type: ignore[arg-type, misc]
+    return Layer(
+        _cast(tokens, dtype),
+        order.chosen,
+        gates,
+        (_joined([up.args[1] for up in ups], 2), down.args[1], inner, *bias),  # type: ignore[arg-type, misc]
+        down_bias,
+    )
 
 
 def _joined(tensors: list[fx.Node], dim: int) -> fx.Node:
     """The tensors one behind the other, at the insertion point."""
-    return tensors[0] if len(tensors) == 1 else edit.call(tensors[0].graph, aten.cat.default, (tensors, dim), like=tensors[0])
+    return (
+        tensors[0]
+        if len(tensors) == 1
+        else edit.call(tensors[0].graph, aten.cat.default, (tensors, dim), like=tensors[0])
+    )
 
 
 def _cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -151,7 +175,14 @@ def _cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 def _linear(node: Any, order: Order) -> tuple[fx.Node | None, fx.Node | None]:
     """The grouped matmul that `node` is, or is the sum of with each row's bias, and these biases `[e, u]`."""
-    for one, other in ((node, None), *(zip(node.args, node.args[::-1], strict=True) if edit.call_of(node, aten.add.Tensor) and not node.kwargs else ())):
+    for one, other in (
+        (node, None),
+        *(
+            zip(node.args, node.args[::-1], strict=True)
+            if edit.call_of(node, aten.add.Tensor) and not node.kwargs
+            else ()
+        ),
+    ):
         matmul = edit.call_of(one, ops.grouped_matmul)
         if matmul is not None and other is None:
             return matmul, None

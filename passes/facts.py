@@ -1,7 +1,8 @@
 """What is known about a node: sizes, dtype, bytes, FLOPs, where it comes from.
 
-Sizes are ints or sympy expressions in the friendly symbols of `gm.meta["symbols"]` (friendly name -> symbol of the shape
-environment), for example `b*s` and never `s72*s38`. A fact that a pass should have put there raises and names the pass.
+Sizes are ints or sympy expressions in the friendly symbols of `gm.meta["symbols"]` (friendly name -> symbol of the
+shape environment), for example `b*s` and never `s72*s38`. A fact that a pass should have put there raises and names the
+pass.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def _rename(expression: sympy.Expr, pairs: tuple[tuple[sympy.Symbol, sympy.Symbo
 
 
 def _plain(expression: sympy.Expr) -> sympy.Expr:
-    """The same in sympy's own operations, which it can work with, for torch's divisions, remainders, powers and roots."""
+    """The same in sympy's own operations, which it can work with, for torch's divisions, remainders, powers and
+    roots."""
     if not expression.args or expression.is_Symbol:
         return expression
     if type(expression) in ROUNDED:
@@ -61,8 +63,9 @@ def _plain(expression: sympy.Expr) -> sympy.Expr:
 
 
 def _before_rounding(number: sympy.Expr) -> sympy.Expr:
-    """What becomes a whole number. `ceil(1.1 * (b * s) / 6)` is 55 of 300 tokens, and `ceil(0.18333333333333335 * b * s)` 56: floats that
-    have a fraction in powers of two are exact whatever the order, all others are multiplied and divided in the order of the model."""
+    """What becomes a whole number. `ceil(1.1 * (b * s) / 6)` is 55 of 300 tokens, and `ceil(0.18333333333333335 * b *
+    s)` 56: floats that have a fraction in powers of two are exact whatever the order, all others are multiplied and
+    divided in the order of the model."""
     ratios = {held: float(held).as_integer_ratio() for held in number.atoms(sympy.Float)}
     if all(by <= EXACT for _, by in ratios.values()):
         return _plain(number.xreplace({held: sympy.Rational(*ratio) for held, ratio in ratios.items()}))
@@ -110,7 +113,10 @@ PLAIN: dict[type, Callable[..., sympy.Expr]] = {
     size_functions.Max: sympy.Max,
     size_functions.Min: sympy.Min,
 }
-ROUNDED: dict[type, Callable[[sympy.Expr], sympy.Expr]] = {size_functions.FloorToInt: sympy.floor, size_functions.CeilToInt: sympy.ceiling}
+ROUNDED: dict[type, Callable[[sympy.Expr], sympy.Expr]] = {
+    size_functions.FloorToInt: sympy.floor,
+    size_functions.CeilToInt: sympy.ceiling,
+}
 EXACT = 2**20
 """Numbers of tokens times a fraction of so many parts have all their digits in a float."""
 
@@ -138,26 +144,39 @@ def example(node: fx.Node, size: int | torch.SymInt) -> int:
     """A number for a size: itself, or the value that it had when the graph was traced."""
     known = size if isinstance(size, int) else size.node.hint
     if known is None:
-        raise ValueError(f"{where(node)}: the size {size} depends on what tensors hold, not on the sizes of the inputs; what a plan costs "
-                         "and where it is cut "
-                         "must be known before anything runs: compute with a mask over all positions instead of picking some of them")
+        raise ValueError(
+            f"{where(node)}: the size {size} depends on what tensors hold, not on the sizes of the inputs; what a plan "
+            "costs and where it is cut must be known before anything runs: compute with a mask over all positions "
+            "instead of picking some of them"
+        )
     return int(known)
 
 
 def spans(gm: torch.nn.Module | None) -> dict[str, tuple[int, int | None, int]]:
-    """Friendly name of a size that inputs have -> the least and the greatest one that the graph is for (0 and None where any is), and what
-    it is a multiple of."""
+    """Friendly name of a size that inputs have -> the least and the greatest one that the graph is for (0 and None
+    where any is), and what it is a multiple of."""
     steps: Mapping[str, int] = getattr(gm, "meta", {}).get("steps", {})
     nodes = gm.graph.find_nodes(op="placeholder") if isinstance(gm, fx.GraphModule) else ()
-    sizes = [(friendly, traced) for node in nodes if node.meta.get("role") == "input" for friendly, traced in zip(shape(node), value(node).shape, strict=True)]
-    return {str(friendly): (*bounds(traced), steps.get(str(friendly), 1)) for friendly, traced in sizes if isinstance(friendly, sympy.Symbol)}
+    sizes = [
+        (friendly, traced)
+        for node in nodes
+        if node.meta.get("role") == "input"
+        for friendly, traced in zip(shape(node), value(node).shape, strict=True)
+    ]
+    return {
+        str(friendly): (*bounds(traced), steps.get(str(friendly), 1))
+        for friendly, traced in sizes
+        if isinstance(friendly, sympy.Symbol)
+    }
 
 
 def bounds(size: torch.SymInt) -> tuple[int, int | None]:
     """The least and the greatest size that a symbol is for: 0 and None where any is."""
     span = size.node.shape_env.var_to_range[size.node.expr]
     least = int(span.lower)
-    return least if least > SYMBOLIC else 0, int(span.upper) if span.upper.is_Integer and span.upper < UNBOUNDED else None
+    return least if least > SYMBOLIC else 0, int(
+        span.upper
+    ) if span.upper.is_Integer and span.upper < UNBOUNDED else None
 
 
 def shape(node: fx.Node, index: int | None = None) -> tuple[Size, ...]:

@@ -25,7 +25,13 @@ def _of_one(node: fx.Node) -> fx.Node | None:
     given = edit.args_of(node)
     scale, zero = given["scale"], given["zero_point"]
     if isinstance(scale, fx.Node):
-        return None if facts.dtype(zero).is_floating_point else _written(node, given, *(_shaped(_values(each, node), [1] * _dims(node), node) for each in (scale, zero)))
+        return (
+            None
+            if facts.dtype(zero).is_floating_point
+            else _written(
+                node, given, *(_shaped(_values(each, node), [1] * _dims(node), node) for each in (scale, zero))
+            )
+        )
     return _written(node, given, _single(scale), zero)
 
 
@@ -35,11 +41,15 @@ def _of_channels(node: fx.Node) -> fx.Node | None:
     if facts.dtype(given["zero_point"]).is_floating_point:
         return None  # another formula: added before rounding
     along = [-1 if dim == given["axis"] else 1 for dim in range(_dims(node))]
-    return _written(node, given, *(_shaped(_values(given[name], node), along, node) for name in ("scale", "zero_point")))
+    return _written(
+        node, given, *(_shaped(_values(given[name], node), along, node) for name in ("scale", "zero_point"))
+    )
 
 
 def _written(node: fx.Node, given: dict[str, Any], scale: fx.Node | float, zero: fx.Node | int) -> fx.Node:
-    """The formula; where a number is in range the operand is added to it, less its own value, which hands its gradient on."""
+    """The formula; where a number is in range the operand is added to it, less its own value, which hands its gradient
+    on."""
+
     def do(target: Callable[..., Any], *args: Any) -> fx.Node:
         return edit.call(node.graph, target, args, like=node)
 
@@ -48,11 +58,19 @@ def _written(node: fx.Node, given: dict[str, Any], scale: fx.Node | float, zero:
     wide = do(aten.to.dtype, values, torch.float32) if dtype.itemsize < 4 else values
     inverse = do(aten.reciprocal.default, scale) if isinstance(scale, fx.Node) else _single(1 / scale)
     number = do(aten.add.Tensor, do(aten.round.default, do(aten.mul.Tensor, wide, inverse)), zero)
-    within = do(aten.logical_and.default, do(aten.ge.Scalar, number, given["quant_min"]), do(aten.le.Scalar, number, given["quant_max"]))
+    within = do(
+        aten.logical_and.default,
+        do(aten.ge.Scalar, number, given["quant_min"]),
+        do(aten.le.Scalar, number, given["quant_max"]),
+    )
     held = do(aten.sub.Tensor, do(aten.clamp.default, number, given["quant_min"], given["quant_max"]), zero)
     found = do(aten.mul.Tensor, held, scale)
     found = do(aten.to.dtype, found, dtype) if facts.dtype(found) != dtype else found
-    return do(aten.add.Tensor, found, do(aten.masked_fill.Scalar, do(aten.sub.Tensor, operand, values), do(aten.logical_not.default, within), 0.0))
+    return do(
+        aten.add.Tensor,
+        found,
+        do(aten.masked_fill.Scalar, do(aten.sub.Tensor, operand, values), do(aten.logical_not.default, within), 0.0),
+    )
 
 
 def _values(operand: fx.Node, node: fx.Node) -> fx.Node:

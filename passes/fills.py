@@ -1,7 +1,9 @@
-"""Recognises image features that are written over image tokens by `masked_scatter`, and replaces it by a call of `ops.fill_rows`.
+"""Recognises image features that are written over image tokens by `masked_scatter`, and replaces it by a call of
+`ops.fill_rows`.
 
-`masked_scatter` takes its values from one flat sequence, whatever the sample of a position, so its source could not be split by samples.
-Where every sample has as many features as image tokens, each sample takes its own. That depends on data, and is checked at run time.
+`masked_scatter` takes its values from one flat sequence, whatever the sample of a position, so its source could not be
+split by samples. Where every sample has as many features as image tokens, each sample takes its own. That depends on
+data, and is checked at run time.
 """
 
 from __future__ import annotations
@@ -45,12 +47,17 @@ def _fill(node: fx.Node, target: Any, places: fx.Node, source: Any) -> None:
 
 def _is_mask(index: Any, shape: tuple[facts.Size, ...]) -> bool:
     """Whether an index is a mask [b, s] of the rows of a target of `shape` [b, s, d]."""
-    return isinstance(index, fx.Node) and facts.dtype(index) == torch.bool and len(shape) == 3 and facts.shape(index) == shape[:2]
+    return (
+        isinstance(index, fx.Node)
+        and facts.dtype(index) == torch.bool
+        and len(shape) == 3
+        and facts.shape(index) == shape[:2]
+    )
 
 
 def _by_samples(source: Any, shape: tuple[facts.Size, ...]) -> fx.Node | None:
-    """`source` as [b, n, d] for a target of `shape` [b, s, d], where it is that or was before it was flattened; n is the same for all
-    samples."""
+    """`source` as [b, n, d] for a target of `shape` [b, s, d], where it is that or was before it was flattened; n is
+    the same for all samples."""
     found = source
     while isinstance(found, fx.Node):
         before = facts.shape(found)

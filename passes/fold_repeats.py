@@ -34,8 +34,8 @@ def fold_repeats(gm: fx.GraphModule) -> fx.GraphModule:
     for path, entries in declared.items():
         if entries:
             raise ValueError(
-                f"the blocks of {path} from {entries[0][0]} on were captured as {entries[0][2]} for {entries[0][3]}, but "
-                "they are not alike in the graph or not a chain: capture the model without shortening it"
+                f"the blocks of {path} from {entries[0][0]} on were captured as {entries[0][2]} for {entries[0][3]}, "
+                "but they are not alike in the graph or not a chain: capture the model without shortening it"
             )
     return edit.finish(gm)
 
@@ -56,7 +56,11 @@ def _total(run: Run, declared: dict[str, list[tuple[int, int, int, int]]]) -> in
 
 def _fold(gm: fx.GraphModule, run: Run, total: int, carries: dict[fx.Node, bool]) -> None:
     first = run.instances[0]
-    constant = [slot for slot, value in enumerate(first.outside) if slot not in run.carried and same_everywhere(run.instances, slot)]
+    constant = [
+        slot
+        for slot, value in enumerate(first.outside)
+        if slot not in run.carried and same_everywhere(run.instances, slot)
+    ]
     weights = [slot for slot in range(len(first.outside)) if slot not in run.carried and slot not in constant]
     idle = _idle(gm, run, total)
     body = _body(gm, run, constant, weights, idle, total, carries)
@@ -78,15 +82,21 @@ def _fold(gm: fx.GraphModule, run: Run, total: int, carries: dict[fx.Node, bool]
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user in users)
     for node in reversed(run.nodes):
         gm.graph.erase_node(node)
-    for value in [*(instance.outside[slot] for instance in run.instances for slot in weights), *(value for values in idle for value in values)]:
+    for value in [
+        *(instance.outside[slot] for instance in run.instances for slot in weights),
+        *(value for values in idle for value in values),
+    ]:
         if not value.users:
             gm.graph.erase_node(value)
 
 
 def _idle(gm: fx.GraphModule, run: Run, total: int) -> list[list[fx.Node]]:
-    """The weights of the blocks that nothing reads, of each the one of every instance: they are parts of the block like all others."""
+    """The weights of the blocks that nothing reads, of each the one of every instance: they are parts of the block like
+    all others."""
     found: list[list[fx.Node]] = []
-    unread = {node.meta["fqn"]: node for node in gm.graph.find_nodes(op="placeholder") if is_weight(node) and not node.users}
+    unread = {
+        node.meta["fqn"]: node for node in gm.graph.find_nodes(op="placeholder") if is_weight(node) and not node.users
+    }
     for offset in range(run.period):
         prefixes = [f"{run.container}.{instance.start + offset}." for instance in run.instances]
         for rest in [name.removeprefix(prefixes[0]) for name in unread if name.startswith(prefixes[0])]:
@@ -94,8 +104,10 @@ def _idle(gm: fx.GraphModule, run: Run, total: int) -> list[list[fx.Node]]:
             if all(value is not None for value in values):
                 found.append([value for value in values if value is not None])
             elif total != len(run.instances):
-                raise ValueError(f"{prefixes[0]}{rest} is read by no operator, and its like is in other blocks of {run.container}: cannot "
-                                 f"name all {total}")
+                raise ValueError(
+                    f"{prefixes[0]}{rest} is read by no operator, and its like is in other blocks of {run.container}: "
+                    f"cannot name all {total}"
+                )
     return found
 
 
@@ -110,7 +122,13 @@ def _call_meta(run: Run, total: int) -> dict[str, Any]:
 
 
 def _body(
-    gm: fx.GraphModule, run: Run, constant: list[int], weights: list[int], idle: list[list[fx.Node]], total: int, carries: dict[fx.Node, bool]
+    gm: fx.GraphModule,
+    run: Run,
+    constant: list[int],
+    weights: list[int],
+    idle: list[list[fx.Node]],
+    total: int,
+    carries: dict[fx.Node, bool],
 ) -> fx.GraphModule:
     first, second = run.instances[0], run.instances[1]
     graph = fx.Graph()
@@ -144,16 +162,18 @@ def _body(
 
 
 def _weight_names(run: Run, values: list[fx.Node], total: int) -> dict[str, Any]:
-    """`fqns` of all instances of a weight, checked against `values`, those in the graph; and `fqn`, the name in the block: relative to its
-    module, `up.weight`; in a period of several modules with the number of its module in front, `1.up.weight`; the whole name of the first
-    instance, with underscores, where the weight is elsewhere."""
+    """`fqns` of all instances of a weight, checked against `values`, those in the graph; and `fqn`, the name in the
+    block: relative to its module, `up.weight`; in a period of several modules with the number of its module in front,
+    `1.up.weight`; the whole name of the first instance, with underscores, where the weight is elsewhere."""
     known = [value.meta["fqn"] for value in values]
     elsewhere = known[0].replace(".", "_")
     start = run.instances[0].start
     match = re.fullmatch(re.escape(run.container) + r"\.(\d+)\.(.*)", known[0])
     if match is None:
         if total != len(known):
-            raise ValueError(f"{known[0]} is used by blocks of {run.container} but is not in it: cannot name all {total}")
+            raise ValueError(
+                f"{known[0]} is used by blocks of {run.container} but is not in it: cannot name all {total}"
+            )
         return {"fqn": elsewhere, "fqns": known}
     offset, rest = int(match.group(1)) - start, match.group(2)
     fqns = [f"{run.container}.{start + number * run.period + offset}.{rest}" for number in range(total)]
@@ -201,7 +221,8 @@ def body_of(node: fx.Node) -> fx.GraphModule:
 
 
 def targets(body: fx.GraphModule) -> list[list[str]]:
-    """For each mutation among the outputs of a body, behind the carried values: the buffer's original name in each instance."""
+    """For each mutation among the outputs of a body, behind the carried values: the buffer's original name in each
+    instance."""
     names = {node.meta["fqn"]: node.meta["fqns"] for node in body.graph.nodes if "fqns" in node.meta}
     return [names[entry["target"]] for entry in body.meta["outputs"] if entry["kind"] == "mutation"]
 

@@ -1,9 +1,9 @@
 """The gates with which the rows of one expert of a loop are multiplied, in the spellings that models use.
 
-    gates[token, rank],  gates[mask]              # [..., k], as what is chosen
-    (gates * (chosen == e)).sum(-1)[token]
-    gates[token]                                  # [...], where a token chooses one
-    every[token, e],  every[..., e][mask]         # [..., experts]
+gates[token, rank],  gates[mask]              # [..., k], as what is chosen
+(gates * (chosen == e)).sum(-1)[token]
+gates[token]                                  # [...], where a token chooses one
+every[token, e],  every[..., e][mask]         # [..., experts]
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Gates:
-    """What an expert's rows are multiplied with: `node [..., k]`, or `[...]` where a token chooses one, or `[..., e]` of `all` experts; one
-    where it is None. `summed`: over the choices of a token that are this expert."""
+    """What an expert's rows are multiplied with: `node [..., k]`, or `[...]` where a token chooses one, or `[..., e]`
+    of `all` experts; one where it is None. `summed`: over the choices of a token that are this expert."""
 
     node: fx.Node | None
     all: bool = False
@@ -39,7 +39,11 @@ def gates_of(node: Any, mask: Mask) -> list[Gates]:
     if edit.call_of(node, aten.unsqueeze.default, aten.reshape.default) is not None and facts.shape(node)[1:] == (1,):
         node = node.args[0]
     column = edit.call_of(node, aten.select.int)
-    if column is not None and column.args[1:] == (1, mask.number) and (every := rows_of(column.args[0], mask)) is not None:
+    if (
+        column is not None
+        and column.args[1:] == (1, mask.number)
+        and (every := rows_of(column.args[0], mask)) is not None
+    ):
         return [Gates(every, all=True)]
     rows = taken(node)
     if rows is None:
@@ -59,7 +63,12 @@ def _of_tokens(gates: fx.Node, mask: Mask, dims: int) -> list[Gates]:
     if total is not None and facts.shape(gates)[dims:] in ((), (1,)) and (summed := _summed(total, mask)) is not None:
         return [Gates(summed, summed=True)]
     found = [] if mask.ranked or rank != dims else [Gates(gates)]
-    if (column := edit.call_of(gates, aten.select.int)) is not None and column.args[2] == mask.number and rank == dims and column.args[1] in (-1, rank):
+    if (
+        (column := edit.call_of(gates, aten.select.int)) is not None
+        and column.args[2] == mask.number
+        and rank == dims
+        and column.args[1] in (-1, rank)
+    ):
         found.append(Gates(column.args[0], all=True))  # type: ignore[arg-type]
     return found
 
@@ -75,7 +84,12 @@ def _summed(total: fx.Node, mask: Mask) -> fx.Node | None:
     product = edit.call_of(source, aten.mul.Tensor)
     for one, other in () if product is None else (product.args, product.args[::-1]):
         there = mask_of(other)
-        if there is None or not there.ordered or there.over or (there.chosen, there.number) != (mask.chosen, mask.number):
+        if (
+            there is None
+            or not there.ordered
+            or there.over
+            or (there.chosen, there.number) != (mask.chosen, mask.number)
+        ):
             continue
         if facts.shape(one) == facts.shape(there.chosen):  # type: ignore[arg-type]
             return one  # type: ignore[return-value]
@@ -86,13 +100,20 @@ def _by_places(indices: list[Any], mask: Mask, gates: fx.Node) -> bool:
     """Whether `indices` select from `gates` what the mask selects: by token and rank, or by the mask itself."""
     if [picked(index) for index in indices] == [(mask, TOKEN), (mask, RANK)]:
         return len(facts.shape(gates)) == 2
-    return len(indices) == 1 and mask.ordered and mask_of(indices[0]) == mask and facts.shape(gates) == facts.shape(indices[0])
+    return (
+        len(indices) == 1
+        and mask.ordered
+        and mask_of(indices[0]) == mask
+        and facts.shape(gates) == facts.shape(indices[0])
+    )
 
 
 def _without_last(node: Any, dims: int) -> fx.Node:
     """The operand of an operator that adds a last dim of size 1; else `node`."""
     apart = edit.call_of(node, aten.unsqueeze.default)
-    return apart.args[0] if apart is not None and facts.shape(apart)[-1] == 1 and len(facts.shape(apart)) > dims else node  # type: ignore[return-value]
+    return (
+        apart.args[0] if apart is not None and facts.shape(apart)[-1] == 1 and len(facts.shape(apart)) > dims else node  # type: ignore[return-value]
+    )
 
 
 def choice(mask: Mask, gates: Gates, like: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -117,7 +138,8 @@ def _one(node: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def column(node: fx.Node, place: int, like: fx.Node) -> fx.Node:
-    """One column `[..., 1]` of `[..., k]`, of what is in front of a flattening where there is one, at the insertion point."""
+    """One column `[..., 1]` of `[..., k]`, of what is in front of a flattening where there is one, at the insertion
+    point."""
     source = flattened(node) or node
     return edit.call(node.graph, aten.slice.Tensor, (source, len(facts.shape(source)) - 1, place, place + 1), like=like)
 

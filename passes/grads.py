@@ -18,8 +18,8 @@ def needs_grad(gm: fx.GraphModule) -> dict[fx.Node, bool]:
     """For each node whether a gradient flows into it in training.
 
     Float parameters do unless `meta["requires_grad"]` is False; inputs, buffers and constants do not, except body
-    placeholders that say so by `meta["requires_grad"]`; a call does when its result is float and an operand does, a folded run of blocks
-    also when its own parameters do.
+    placeholders that say so by `meta["requires_grad"]`; a call does when its result is float and an operand does, a
+    folded run of blocks also when its own parameters do.
     """
     found: dict[fx.Node, bool] = {}
     for node in gm.graph.nodes:
@@ -27,7 +27,9 @@ def needs_grad(gm: fx.GraphModule) -> dict[fx.Node, bool]:
             default = node.meta.get("role") == "param"
             found[node] = bool(node.meta.get("requires_grad", default)) and facts.is_float(node)
         elif node.op in ("call_function", "call_module"):
-            carries = (node.target not in STOPS and any(found[operand] for operand in node.all_input_nodes)) or _trains(gm, node)
+            carries = (node.target not in STOPS and any(found[operand] for operand in node.all_input_nodes)) or _trains(
+                gm, node
+            )
             found[node] = carries and "val" in node.meta and facts.is_float(node)
         else:
             found[node] = False

@@ -1,4 +1,5 @@
-"""Mixtures of experts: grouped matmuls and counts of tokens per expert in a form that runs on every device and dtype."""
+"""Mixtures of experts: grouped matmuls and counts of tokens per expert in a form that runs on every device and
+dtype."""
 
 from __future__ import annotations
 
@@ -27,14 +28,19 @@ def grouped(gm: fx.GraphModule) -> fx.GraphModule:
             elif node.target is aten.histc.default and (numbers := _integers(node)) is not None:
                 counts = edit.call(gm.graph, ops.count_each, (numbers, node.args[1]), like=node)
                 edit.replace(node, edit.call(gm.graph, aten.to.dtype, (counts, facts.dtype(node)), like=node))
-            elif node.target is aten.bincount.default and edit.args_of(node)["weights"] is None and facts.shape(node) == (edit.args_of(node)["minlength"],):
+            elif (
+                node.target is aten.bincount.default
+                and edit.args_of(node)["weights"] is None
+                and facts.shape(node) == (edit.args_of(node)["minlength"],)
+            ):
                 counts = edit.call(gm.graph, ops.count_each, (node.args[0], facts.shape(node)[0]), like=node)
                 edit.replace(node, edit.call(gm.graph, aten.to.dtype, (counts, facts.dtype(node)), like=node))
     return edit.finish(gm)
 
 
 def _integers(node: fx.Node) -> fx.Node | None:
-    """The integers that the histogram `node` counts one by one, before a cast to float (CPUs count floats only); else None."""
+    """The integers that the histogram `node` counts one by one, before a cast to float (CPUs count floats only); else
+    None."""
     given = edit.args_of(node)
     source = given["self"]
     if source.target is aten.to.dtype and not facts.is_float(source.args[0]):

@@ -1,9 +1,10 @@
 """Grouped-query attention without repeated keys and values.
 
-Exported models repeat each key and value head for the query heads of its group and attend as if there were no groups. The
-attention kernels do that themselves, so the repeated copies need neither be made nor kept for the backward.
+Exported models repeat each key and value head for the query heads of its group and attend as if there were no groups.
+The attention kernels do that themselves, so the repeated copies need neither be made nor kept for the backward.
 
-Not where there is a mask, or weights are dropped: there few fused kernels take groups, and the unfused way keeps all weights.
+Not where there is a mask, or weights are dropped: there few fused kernels take groups, and the unfused way keeps all
+weights.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ def grouped_heads(gm: fx.GraphModule) -> fx.GraphModule:
         key, value = (_unrepeated(given[name]) for name in ("key", "value"))
         if key is None or value is None or facts.shape(key)[1] != facts.shape(value)[1]:
             continue
-        if given["enable_gqa"] or given["attn_mask"] is not None or given["dropout_p"] or not _one_each(given["query"], given["key"]):
+        if (
+            given["enable_gqa"]
+            or given["attn_mask"] is not None
+            or given["dropout_p"]
+            or not _one_each(given["query"], given["key"])
+        ):
             continue
         node.args = (node.args[0], key, value, *node.args[3:])
         node.kwargs = {**node.kwargs, "enable_gqa": True}

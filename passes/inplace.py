@@ -1,8 +1,9 @@
 """Replaces in-place ops by their functional twins.
 
-`y = x.view(...); y.mul_(2); use(x)` is only the same without mutation when whoever sees the memory of `x` later gets the
-new value. So: later uses of the mutated value use the twin's result; where the base of a view is used later, the result
-is written back into it (`slice_scatter`, `select_scatter`, ...); another view of the same memory used later is an error.
+`y = x.view(...); y.mul_(2); use(x)` is only the same without mutation when whoever sees the memory of `x` later gets
+the new value. So: later uses of the mutated value use the twin's result; where the base of a view is used later, the
+result is written back into it (`slice_scatter`, `select_scatter`, ...); another view of the same memory used later is
+an error.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from passes.scatters import SCATTERS
 aten = torch.ops.aten
 
 HELD = "held"
-"""Meta of views of memory that was written to: a value that is there already and holds the same. They stay views until all is written, as they may be changed again, or
-the owner of their memory may."""
+"""Meta of views of memory that was written to: a value that is there already and holds the same. They stay views until
+all is written, as they may be changed again, or the owner of their memory may."""
 
 
 def inplace(gm: fx.GraphModule) -> fx.GraphModule:
@@ -56,8 +57,13 @@ def _written_in_place(node: fx.Node) -> None:
     out = kwargs.pop("out")
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
     packet = target.overloadpacket
-    twins = [twin for name in packet.overloads() for twin in [getattr(packet, name)]
-             if not twin._schema.is_mutable and [(a.name, str(a.type)) for a in twin._schema.arguments if not _about_what_is_made(a)] == wanted]
+    twins = [
+        twin
+        for name in packet.overloads()
+        for twin in [getattr(packet, name)]
+        if not twin._schema.is_mutable
+        and [(a.name, str(a.type)) for a in twin._schema.arguments if not _about_what_is_made(a)] == wanted
+    ]
     if not twins or not isinstance(out, fx.Node):
         raise ValueError(f"{facts.where(node)}: {target} changes its operands and has no functional twin")
     with edit.before(node):
@@ -67,21 +73,28 @@ def _written_in_place(node: fx.Node) -> None:
 
 
 def _masked_diagonal(node: fx.Node) -> None:
-    """`fill_diagonal_` of a matrix is `masked_fill_` where rows have the number of their column; one that begins anew in a tall matrix stays."""
+    """`fill_diagonal_` of a matrix is `masked_fill_` where rows have the number of their column; one that begins anew
+    in a tall matrix stays."""
     given, graph = edit.args_of(node), node.graph
     x = given["self"]
     if len(facts.shape(x)) != 2 or given["wrap"]:
         return
     with edit.before(node):
         rows, columns = (edit.call(graph, aten.arange.default, (edit.size(x, dim),), like=node) for dim in (0, 1))
-        mask = edit.call(graph, aten.eq.Tensor, (edit.call(graph, aten.unsqueeze.default, (rows, 1), like=node), columns), like=node)
+        mask = edit.call(
+            graph, aten.eq.Tensor, (edit.call(graph, aten.unsqueeze.default, (rows, 1), like=node), columns), like=node
+        )
         filled = edit.call(graph, aten.masked_fill_.Scalar, (x, mask, given["fill_value"]), like=node)
     edit.replace(node, filled)
 
 
 def _about_what_is_made(argument: Any) -> bool:
     """Whether an argument says of what dtype, and where, a new tensor is, which `out` has already."""
-    return argument.kwarg_only and argument.has_default_value() and argument.name in ("device", "dtype", "layout", "pin_memory")
+    return (
+        argument.kwarg_only
+        and argument.has_default_value()
+        and argument.name in ("device", "dtype", "layout", "pin_memory")
+    )
 
 
 def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
@@ -108,11 +121,20 @@ def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _check_changed(node: fx.Node) -> None:
-    """An operator in place changes its first operand; what changes others beside its result (fake quantisation that observes) has no twin."""
-    changed = [argument.name for argument in node.target._schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]  # type: ignore[union-attr]
+    """An operator in place changes its first operand; what changes others beside its result (fake quantisation that
+    observes) has no twin."""
+    changed = [
+        argument.name
+        for argument in node.target._schema.arguments  # type: ignore[union-attr]
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
     if changed != [node.target._schema.arguments[0].name]:  # type: ignore[union-attr]
-        raise ValueError(f"{facts.where(node)}: {node.target} changes {', '.join(changed)} beside what it gives, and has no functional twin: write it with operators that give new values and copy these "
-                         "into buffers (of modules for quantisation: torch.aminmax, then torch.fake_quantize_per_tensor_affine with scale and zero point in buffers)")
+        raise ValueError(
+            f"{facts.where(node)}: {node.target} changes {', '.join(changed)} beside what it gives, and has no "
+            "functional twin: write it with operators that give new values and copy these into buffers (of modules "
+            "for quantisation: torch.aminmax, then torch.fake_quantize_per_tensor_affine with scale and zero point in "
+            "buffers)"
+        )
 
 
 def _turned(node: fx.Node, base: fx.Node) -> None:
@@ -141,32 +163,47 @@ def _is_view(node: fx.Node) -> bool:
         return _is_view(node.args[0])
     if not isinstance(node.target, OpOverload):
         return False
-    if node.meta.get(COPIED) or node.target in (aten.clone.default, aten.lift_fresh_copy.default) or (node.target in CASTS and copies(node)):
+    if (
+        node.meta.get(COPIED)
+        or node.target in (aten.clone.default, aten.lift_fresh_copy.default)
+        or (node.target in CASTS and copies(node))
+    ):
         return False
     return any(item.alias_info is not None and not item.alias_info.is_write for item in node.target._schema.returns)
 
 
 def _check_root(node: fx.Node, root: fx.Node) -> None:
     role = root.meta.get("role")
-    if role == "param" and not root.meta.get("requires_grad", True):  # no optimizer trains it: an average of other weights (momentum encoders), which forward keeps as it does buffers
+    # no optimizer trains it: an average of other weights (momentum encoders), which forward keeps as it does buffers
+    if role == "param" and not root.meta.get("requires_grad", True):
         role = root.meta["role"] = "buffer"
     if role in ("param", "input", "constant"):
         name = root.meta.get("fqn") or root.meta.get("input")
-        what = {"param": "use a changed copy, for example w = self.w.clamp(-1, 1), or change it behind the optimizer's step", "input": "work on a copy, for example x = x.clone()",
-                "constant": "this tensor is none of the model's parameters and buffers (a plain attribute, a global, a buffer of loss_fn): make it a buffer (register_buffer), or work on a copy"}[role]
-        raise ValueError(f"{facts.where(node)} changes {role} {name} in place ({node.target}); only buffers may change in forward: {what}")
+        what = {
+            "param": "use a changed copy, for example w = self.w.clamp(-1, 1), or change it behind the optimizer's "
+            "step",
+            "input": "work on a copy, for example x = x.clone()",
+            "constant": "this tensor is none of the model's parameters and buffers (a plain attribute, a global, a "
+            "buffer of loss_fn): make it a buffer (register_buffer), or work on a copy",
+        }[role]
+        raise ValueError(
+            f"{facts.where(node)} changes {role} {name} in place ({node.target}); only buffers may change in forward: "
+            f"{what}"
+        )
 
 
 def _check_gradients(gm: fx.GraphModule, node: fx.Node, chain: list[fx.Node]) -> None:
-    """What is changed in a region without gradients, or through a view that is detached, keeps the gradient of what it was; the twin has another one, or none."""
+    """What is changed in a region without gradients, or through a view that is detached, keeps the gradient of what it
+    was; the twin has another one, or none."""
     cut = next((place for place, view in enumerate(chain) if view.target is aten.detach.default), None)
-    behind = chain[cut + 1:] if cut is not None else chain if node.meta.get("no_grad") else []
+    behind = chain[cut + 1 :] if cut is not None else chain if node.meta.get("no_grad") else []
     if not behind or behind[-1].meta.get("no_grad") or not needs_grad(gm)[behind[0]]:
         return
     if _used_later(behind, node) or (cut is None and node.users):
         raise ValueError(
-            f"{facts.where(node)} changes in place ({node.target}) what {behind[0].name} ({facts.where(behind[0])}) holds, without gradients, and gradients of it flow later: "
-            "a graph cannot; build the new value, for example x = x + (new - x).detach()"
+            f"{facts.where(node)} changes in place ({node.target}) what {behind[0].name} ({facts.where(behind[0])}) "
+            "holds, without gradients, and gradients of it flow later: a graph cannot; build the new value, for "
+            "example x = x + (new - x).detach()"
         )
 
 
@@ -175,15 +212,16 @@ def _used_later(values: list[fx.Node], node: fx.Node) -> bool:
 
 
 def _write_back(node: fx.Node, chain: list[fx.Node], new: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Writes the changed view `new` back into each value that it is a view of, for the uses that come later. What the view holds then, as a view of the owner of
-    the memory, and what that one holds."""
+    """Writes the changed view `new` back into each value that it is a view of, for the uses that come later. What the
+    view holds then, as a view of the owner of the memory, and what that one holds."""
     written = [new]
     for view, parent in itertools.pairwise(chain):
         scatter = SCATTERS.get(view.target)
         if scatter is None:
             raise ValueError(
-                f"{facts.where(node)} changes a view in place ({node.target} on {view.target}) whose base is used later; "
-                "autopar cannot write it back: work on a copy of the view, or build the result with torch.where or cat"
+                f"{facts.where(node)} changes a view in place ({node.target} on {view.target}) whose base is used "
+                "later; autopar cannot write it back: work on a copy of the view, or build the result with "
+                "torch.where or cat"
             )
         with edit.before(node):
             written.append(scatter(parent, written[-1], view))
@@ -202,8 +240,8 @@ def _check_siblings(node: fx.Node, chain: list[fx.Node]) -> None:
     for view in (*_views_below(chain[-1], node), *_shared(chain[0], node)):
         if view not in chain and _used_later([view], node):
             raise ValueError(
-                f"{facts.where(node)} changes in place ({node.target}) what {view.name} ({facts.where(view)}) also sees "
-                "and uses later: work on a copy, for example x = x.clone()"
+                f"{facts.where(node)} changes in place ({node.target}) what {view.name} ({facts.where(view)}) also "
+                "sees and uses later: work on a copy, for example x = x.clone()"
             )
 
 
@@ -215,7 +253,8 @@ def _views_below(value: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _shared(value: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
-    """What was made before `node` in the memory of `value`, by operators that do not say so too (einsum, meshgrid, unsafe_chunk)."""
+    """What was made before `node` in the memory of `value`, by operators that do not say so too (einsum, meshgrid,
+    unsafe_chunk)."""
     memory = facts.value(value).untyped_storage()
     for other in value.graph.nodes:
         if other is node:
@@ -225,10 +264,12 @@ def _shared(value: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _twin(node: fx.Node, base: fx.Node) -> fx.Node:
-    """The functional call that gives what `base` holds after the in-place call `node`; without a gradient of what is written where that is done without."""
+    """The functional call that gives what `base` holds after the in-place call `node`; without a gradient of what is
+    written where that is done without."""
     target = node.target
     if target is aten.copy_.default:
-        result = edit.call(node.graph, aten.clone.default, (node.args[1],), like=node)  # what it is now: it may change later, and what was read before stays
+        # what it is now: it may change later, and what was read before stays
+        result = edit.call(node.graph, aten.clone.default, (node.args[1],), like=node)
     elif target is aten.zero_.default:
         result = edit.call(node.graph, aten.zeros_like.default, (base,), like=node)
     elif target is aten.fill_.Scalar:
@@ -252,7 +293,19 @@ TWINS: dict[Any, Callable[..., Any]] = {
 }
 """Functional operators of other names or arguments than the in-place ones."""
 
-TURNED = tuple(getattr(packet, overload) for packet in (aten.detach_, aten.squeeze_, aten.swapaxes_, aten.swapdims_, aten.t_, aten.transpose_, aten.unsqueeze_) for overload in packet.overloads())
+TURNED = tuple(
+    getattr(packet, overload)
+    for packet in (
+        aten.detach_,
+        aten.squeeze_,
+        aten.swapaxes_,
+        aten.swapdims_,
+        aten.t_,
+        aten.transpose_,
+        aten.unsqueeze_,
+    )
+    for overload in packet.overloads()
+)
 """They say how a tensor is seen from then on, or that no gradient flows."""
 
 
@@ -265,13 +318,19 @@ def functional(node: fx.Node) -> Callable[..., Any]:
     namespace, name = target._schema.name.split("::")
     plain = "__" + name[3:] if name.startswith("__i") else name.removesuffix("_")
     packet = getattr(getattr(torch.ops, namespace), plain, None)
-    same = [getattr(packet, target._overloadname, None), *(getattr(packet, overload) for overload in (packet.overloads() if packet else ()))]
-    twins = [twin for twin in same if twin is not None and not twin._schema.is_mutable and _types(twin) == _types(target)]
+    same = [
+        getattr(packet, target._overloadname, None),
+        *(getattr(packet, overload) for overload in (packet.overloads() if packet else ())),
+    ]
+    twins = [
+        twin for twin in same if twin is not None and not twin._schema.is_mutable and _types(twin) == _types(target)
+    ]
     if plain == name or not twins:
         raise ValueError(f"{facts.where(node)}: {target} changes its operands and has no functional twin")
     return twins[0]
 
 
 def _types(operator: OpOverload) -> list[str]:
-    """Of its arguments: `pow_.Scalar` of a tensor is `pow.Tensor_Scalar`, and not `pow.Scalar`, which is of a number."""
+    """Of its arguments: `pow_.Scalar` of a tensor is `pow.Tensor_Scalar`, and not `pow.Scalar`, which is of a
+    number."""
     return [str(argument.type) for argument in operator._schema.arguments]

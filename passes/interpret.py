@@ -13,9 +13,9 @@ from passes.fold_repeats import body_of, targets
 class Interpret(fx.Interpreter):
     """Single-device meaning of a captured graph.
 
-    `weights` holds parameters, buffers and constants by fqn; `run_named(inputs)` runs with user inputs by name, after which
-    `changed` holds the new values of buffers by fqn, those of all instances of blocks included. Raises KeyError for a weight
-    or an input that is missing.
+    `weights` holds parameters, buffers and constants by fqn; `run_named(inputs)` runs with user inputs by name, after
+    which `changed` holds the new values of buffers by fqn, those of all instances of blocks included. Raises KeyError
+    for a weight or an input that is missing.
     """
 
     def __init__(self, gm: fx.GraphModule, weights: Mapping[str, Tensor]) -> None:
@@ -50,7 +50,9 @@ class Interpret(fx.Interpreter):
             own = [self.weights[fqns[number]] for fqns in names]
             gave = self.body(body, str(node.target)).run(*carried, *invariant, *own)
             carried = gave[: len(carried)]
-            self.changed.update((names[number], value) for names, value in zip(targets(body), gave[len(carried) :], strict=True))
+            self.changed.update(
+                (names[number], value) for names, value in zip(targets(body), gave[len(carried) :], strict=True)
+            )
         return carried
 
     def body(self, body: fx.GraphModule, name: str) -> Interpret:

@@ -1,7 +1,8 @@
-"""What kernels keep for the backward beside operands and results: masks, statistics, indices, counts. In bytes, as formulas in the symbols
-of the sizes.
+"""What kernels keep for the backward beside operands and results: masks, statistics, indices, counts. In bytes, as
+formulas in the symbols of the sizes.
 
-An operator with an entry here always runs in a recomputed block, even if its result is not needed: its backward needs these extras.
+An operator with an entry here always runs in a recomputed block, even if its result is not needed: its backward needs
+these extras.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def _elements(itemsize: int) -> Callable[[fx.Node], Size]:
 
 def _normalized(statistics: int) -> Callable[[fx.Node], Size]:
     """Of each row that is normalized."""
-    return lambda node: statistics * STATISTIC_BYTES * prod(_shape(node)[: -len(edit.args_of(node)["normalized_shape"])])
+    return lambda node: (
+        statistics * STATISTIC_BYTES * prod(_shape(node)[: -len(edit.args_of(node)["normalized_shape"])])
+    )
 
 
 def _groups(node: fx.Node) -> Size:
@@ -53,7 +56,8 @@ def _channels(node: fx.Node) -> Size:
 
 
 def _channels_of_samples(node: fx.Node) -> Size:
-    """The same of each sample, whose channels are normalized as those of one: with the weight and running statistics of each sample beside, as copies."""
+    """The same of each sample, whose channels are normalized as those of one: with the weight and running statistics of
+    each sample beside, as copies."""
     given = edit.args_of(node)
     copies = sum(given[name] is not None for name in ("weight", "running_mean", "running_var"))
     return (2 * bool(given["use_input_stats"]) + copies) * STATISTIC_BYTES * _shape(node)[0] * _shape(node)[1]
@@ -113,7 +117,9 @@ def _vectors(matrices: fx.Node, rows: int, columns: int) -> Size:
     """Singular vectors of the matrices that are two dims of a tensor, left and right."""
     sizes = facts.shape(matrices)
     others = prod(size for dim, size in enumerate(sizes) if dim not in (rows % len(sizes), columns % len(sizes)))
-    return facts.dtype(matrices).itemsize * others * _least(sizes[rows], sizes[columns]) * (sizes[rows] + sizes[columns])
+    return (
+        facts.dtype(matrices).itemsize * others * _least(sizes[rows], sizes[columns]) * (sizes[rows] + sizes[columns])
+    )
 
 
 def _singular_vectors(node: fx.Node) -> Size:
@@ -121,8 +127,8 @@ def _singular_vectors(node: fx.Node) -> Size:
 
 
 def _condition(node: fx.Node) -> Size:
-    """Singular vectors and values; where these are summed, their reciprocals and both sums too. Of other norms torch has no gradient:
-    nothing."""
+    """Singular vectors and values; where these are summed, their reciprocals and both sums too. Of other norms torch
+    has no gradient: nothing."""
     order = edit.args_of(node)["p"]
     if order is not None and order not in SPECTRAL:
         return 0
@@ -144,15 +150,17 @@ SPECTRAL = (2, -2, "nuc")
 
 
 def _matrix_norm(node: fx.Node) -> Size:
-    """The result, which is kept by all but the sum of singular values; of matrices sums of rows or columns, or singular values with their
-    vectors."""
+    """The result, which is kept by all but the sum of singular values; of matrices sums of rows or columns, or singular
+    values with their vectors."""
     given, operand = edit.args_of(node), edit.tensor_operands(node)[0]
     sizes, order, result = facts.shape(operand), given["ord"], facts.nbytes(node)
     dims = matrix_dims(given, len(sizes))
     if dims is None:
         return result
     if order not in SPECTRAL:
-        return result + facts.dtype(operand).itemsize * prod(size for dim, size in enumerate(sizes) if dim != dims[abs(order) != 1])
+        return result + facts.dtype(operand).itemsize * prod(
+            size for dim, size in enumerate(sizes) if dim != dims[abs(order) != 1]
+        )
     others = prod(size for dim, size in enumerate(sizes) if dim not in dims)
     values = facts.dtype(operand).itemsize * others * _least(*[sizes[dim] for dim in dims])
     return values + _vectors(operand, *dims) + (0 if order == "nuc" else result)
@@ -161,7 +169,12 @@ def _matrix_norm(node: fx.Node) -> Size:
 def _quantile(node: fx.Node) -> Size:
     """The numbers in order, and where each was; of each result two places, and the share between them."""
     (operand,) = edit.tensor_operands(node)
-    return facts.nbytes(operand) + COUNT_BYTES * facts.numel(operand) + facts.nbytes(node) + 2 * COUNT_BYTES * facts.numel(node)
+    return (
+        facts.nbytes(operand)
+        + COUNT_BYTES * facts.numel(operand)
+        + facts.nbytes(node)
+        + 2 * COUNT_BYTES * facts.numel(node)
+    )
 
 
 def _frames(node: fx.Node) -> Size:
@@ -170,7 +183,11 @@ def _frames(node: fx.Node) -> Size:
     if window:
         counted = facts.shape(node) if facts.dtype(node).is_complex else facts.shape(node)[:-1]
         return facts.dtype(signal).itemsize * prod(counted[:-2]) * counted[-1] * given["n_fft"]
-    return facts.nbytes(signal) // facts.shape(signal)[-1] * (facts.shape(signal)[-1] + given["n_fft"] // 2 * 2) if given.get("center") else 0
+    return (
+        facts.nbytes(signal) // facts.shape(signal)[-1] * (facts.shape(signal)[-1] + given["n_fft"] // 2 * 2)
+        if given.get("center")
+        else 0
+    )
 
 
 def _envelope(node: fx.Node) -> Size:
@@ -182,7 +199,9 @@ def _envelope(node: fx.Node) -> Size:
 
 def _recurrent(each: int) -> Callable[[fx.Node], Size]:
     """Gates and states of each layer at each position."""
-    return lambda node: each * edit.args_of(node)["num_layers"] * facts.tensors(node)[0].element_size() * prod(_shape(node))
+    return lambda node: (
+        each * edit.args_of(node)["num_layers"] * facts.tensors(node)[0].element_size() * prod(_shape(node))
+    )
 
 
 def _gates(each: int) -> Callable[[fx.Node], Size]:
@@ -234,11 +253,29 @@ BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
     aten.rms_norm.default: _normalized(1),
     aten.rnn_relu.input: _recurrent(1),
     aten.rnn_tanh.input: _recurrent(1),
-    aten.repeat_interleave.self_Tensor: lambda node: COUNT_BYTES * _shape(node)[_along(node)],  # which index each one is
+    # which index each one is
+    aten.repeat_interleave.self_Tensor: lambda node: COUNT_BYTES * _shape(node)[_along(node)],
     aten.rrelu.default: facts.nbytes,
     aten.scaled_dot_product_attention.default: _attention,
-    **dict.fromkeys((aten.det.default, aten.linalg_det.default, aten.linalg_slogdet.default, aten.linalg_solve.default, aten.slogdet.default), _pivots),
-    **dict.fromkeys((aten.linalg_matrix_norm.default, aten.linalg_matrix_norm.str_ord, aten.linalg_norm.default, aten.linalg_norm.ord_str), _matrix_norm),
+    **dict.fromkeys(
+        (
+            aten.det.default,
+            aten.linalg_det.default,
+            aten.linalg_slogdet.default,
+            aten.linalg_solve.default,
+            aten.slogdet.default,
+        ),
+        _pivots,
+    ),
+    **dict.fromkeys(
+        (
+            aten.linalg_matrix_norm.default,
+            aten.linalg_matrix_norm.str_ord,
+            aten.linalg_norm.default,
+            aten.linalg_norm.ord_str,
+        ),
+        _matrix_norm,
+    ),
     **dict.fromkeys((aten.linalg_matrix_power.default, aten.matrix_power.default), _power),
     **dict.fromkeys((aten.nanquantile.scalar, aten.quantile.scalar), _quantile),
     **dict.fromkeys((aten.stft.center, aten.stft.default), _frames),
@@ -256,7 +293,8 @@ BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
 
 
 def _similar(node: fx.Node, grads: Sequence[bool]) -> Size:
-    """Of each operand that has a gradient what it is divided by its norm to, as wide as both, and two norms of each row."""
+    """Of each operand that has a gradient what it is divided by its norm to, as wide as both, and two norms of each
+    row."""
     dim = facts.shape(edit.tensor_operands(node)[0])[edit.args_of(node)["dim"]]
     return sum(grads) * facts.nbytes(node) * (dim + 2)
 
@@ -266,12 +304,16 @@ def _divergent(node: fx.Node, grads: Sequence[bool]) -> Size:
     return sum(grads) * _first(node) if edit.args_of(node)["log_target"] else 0
 
 
-BY_GRADIENTS: dict[Any, Callable[[fx.Node, Sequence[bool]], Size]] = {aten.cosine_similarity.default: _similar, aten.kl_div.default: _divergent}
+BY_GRADIENTS: dict[Any, Callable[[fx.Node, Sequence[bool]], Size]] = {
+    aten.cosine_similarity.default: _similar,
+    aten.kl_div.default: _divergent,
+}
 """Those of which it depends on the operands that have gradients."""
 
 
 def beside(node: fx.Node, grads: Sequence[bool]) -> Size:
-    """Bytes that the backward of a call keeps beside operands and results; `grads`: whether each operand has a gradient."""
+    """Bytes that the backward of a call keeps beside operands and results; `grads`: whether each operand has a
+    gradient."""
     if node.target in BY_GRADIENTS:
         return BY_GRADIENTS[node.target](node, grads)
     row = BESIDE.get(node.target)

@@ -61,9 +61,10 @@ def _check_call(node: fx.Node) -> None:
     if isinstance(target, HigherOrderOperator):
         raise ValueError(f"higher-order call {node.name} of {target} ({where}) is left: autopar cannot look inside it")
     if getattr(target, "__module__", "").startswith("torch._functorch"):
-        raise ValueError(f"{where} is traced as a transform of torch.func ({getattr(target, '__name__', target)}), whose inside is about "
-                         "single samples: "
-                         "write it with operators on batches (what torch.func.vmap would make of it)")
+        raise ValueError(
+            f"{where} is traced as a transform of torch.func ({getattr(target, '__name__', target)}), whose inside is "
+            "about single samples: write it with operators on batches (what torch.func.vmap would make of it)"
+        )
     if isinstance(target, OpOverload) and target._schema.is_mutable:
         raise ValueError(f"in-place call {node.name} of {target} ({where}) is left in the graph: run inplace")
     if "device" in node.kwargs:

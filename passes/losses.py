@@ -22,10 +22,10 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 def losses(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops, every change of sizes spelled `reshape`.
-    does: cross-entropies become `ops.cross_entropy_sum` over `ops.count_valid`, or over `ops.weigh_valid` where classes have weights; those
-    against probabilities become plain operators; other mean losses sum over number.
-    gives: losses without a mean, on unflattened logits and labels; of float16 means of terms or sums in float32, for a sum, or a number of
-    labels, may leave float16's range.
+    does: cross-entropies become `ops.cross_entropy_sum` over `ops.count_valid`, or over `ops.weigh_valid` where classes
+    have weights; those against probabilities become plain operators; other mean losses sum over number. gives: losses
+    without a mean, on unflattened logits and labels; of float16 means of terms or sums in float32, for a sum, or a
+    number of labels, may leave float16's range.
     """
     return edit.rewrite(gm, LOSSES)
 
@@ -38,12 +38,15 @@ def _cross_entropy(node: fx.Node) -> fx.Node | None:
 
 
 def _nll(node: fx.Node) -> fx.Node | None:
-    """nll_loss of a log_softmax over the classes is a cross-entropy, of logits in the dtype that the log_softmax is asked for."""
+    """nll_loss of a log_softmax over the classes is a cross-entropy, of logits in the dtype that the log_softmax is
+    asked for."""
     given = edit.args_of(node)
     log_probabilities = given["self"]
     rank = len(facts.shape(log_probabilities))
     if log_probabilities.target is aten.log_softmax.int and log_probabilities.args[1] % rank == min(1, rank - 1):
-        return _split_cross_entropy(node, _cast(log_probabilities.args[0], facts.dtype(log_probabilities), node), given, 0.0)
+        return _split_cross_entropy(
+            node, _cast(log_probabilities.args[0], facts.dtype(log_probabilities), node), given, 0.0
+        )
     if given["reduction"] != _MEAN:
         return None
     given = {**given, **{name: _summed(given[name], given, node) for name in ("self", "weight")}}
@@ -74,8 +77,13 @@ def _over_valid(node: fx.Node, total: fx.Node, labels: fx.Node, given: dict[str,
 
 
 def _summed(x: Any, given: dict[str, Any], node: fx.Node) -> Any:
-    """`x`, None or an operand of the loss `node`, in the dtype in which the terms of a mean are added up: float32 for float16."""
-    return _cast(x, torch.float32, node) if x is not None and given["reduction"] == _MEAN and facts.dtype(x) == torch.float16 else x
+    """`x`, None or an operand of the loss `node`, in the dtype in which the terms of a mean are added up: float32 for
+    float16."""
+    return (
+        _cast(x, torch.float32, node)
+        if x is not None and given["reduction"] == _MEAN and facts.dtype(x) == torch.float16
+        else x
+    )
 
 
 def _cast(x: fx.Node, dtype: torch.dtype, node: fx.Node) -> fx.Node:
@@ -83,8 +91,8 @@ def _cast(x: fx.Node, dtype: torch.dtype, node: fx.Node) -> fx.Node:
 
 
 def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
-    """A cross-entropy against probabilities of classes: plain operators, as torch has it; its mean is over positions, with weights of
-    classes or without."""
+    """A cross-entropy against probabilities of classes: plain operators, as torch has it; its mean is over positions,
+    with weights of classes or without."""
     logits, wanted, weight, graph = given["self"], given["target"], given["weight"], node.graph
     dim = min(1, len(facts.shape(logits)) - 1)
     classes = facts.shape(logits)[dim]
@@ -99,11 +107,21 @@ def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
         return edit.call(graph, target, args, like=node)
 
     if given["label_smoothing"] > 0:
-        wanted = call(aten.add.Scalar, call(aten.mul.Scalar, wanted, 1 - given["label_smoothing"]), given["label_smoothing"] / classes)
+        wanted = call(
+            aten.add.Scalar,
+            call(aten.mul.Scalar, wanted, 1 - given["label_smoothing"]),
+            given["label_smoothing"] / classes,
+        )
     terms = call(aten.mul.Tensor, call(aten.log_softmax.int, logits, dim), wanted)
     if weight is not None:
         rank = len(facts.shape(logits))
-        terms = call(aten.mul.Tensor, terms, weight if dim == rank - 1 else call(aten.reshape.default, weight, [classes if d == dim else 1 for d in range(dim, rank)]))
+        terms = call(
+            aten.mul.Tensor,
+            terms,
+            weight
+            if dim == rank - 1
+            else call(aten.reshape.default, weight, [classes if d == dim else 1 for d in range(dim, rank)]),
+        )
     if given["reduction"] == _NONE:
         return call(aten.neg.default, call(aten.sum.dim_IntList, terms, [dim]))
     total = call(aten.neg.default, call(aten.sum.default, terms))
@@ -114,11 +132,15 @@ def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
 
 
 def _unflattened(logits: fx.Node, labels: fx.Node, beside: int = 1) -> tuple[fx.Node, fx.Node]:
-    """Both without the reshapes that merge batch and sequence, when their sizes then still agree; labels lack as many dims as `beside`
-    says."""
+    """Both without the reshapes that merge batch and sequence, when their sizes then still agree; labels lack as many
+    dims as `beside` says."""
     wide = flattened(logits)
     source = labels.args[0] if labels.target is aten.reshape.default else None
-    if wide is not None and isinstance(source, fx.Node) and facts.shape(wide)[:len(facts.shape(wide)) - beside] == facts.shape(source):
+    if (
+        wide is not None
+        and isinstance(source, fx.Node)
+        and facts.shape(wide)[: len(facts.shape(wide)) - beside] == facts.shape(source)
+    ):
         return wide, source
     return logits, labels
 
@@ -131,7 +153,7 @@ def _mean(node: fx.Node) -> fx.Node | None:
     operand = edit.tensor_operands(node)[0]
     terms = _reduced(node, given, _NONE)
     shape = facts.shape(terms)
-    other = shape != facts.shape(operand)[:len(shape)]  # the other operands are larger
+    other = shape != facts.shape(operand)[: len(shape)]  # the other operands are larger
     if facts.dtype(terms) == torch.float16 and not other:
         # their sum would be in float16: the pass `means` takes it in float32
         return edit.call(node.graph, aten.mean.default, (terms,), like=node)
@@ -152,9 +174,12 @@ def _reduced(node: fx.Node, given: dict[str, Any], reduction: int) -> fx.Node:
 
 
 MEANS = (
-    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.cosine_embedding_loss.default, aten.hinge_embedding_loss.default,
-    aten.huber_loss.default, aten.kl_div.default, aten.l1_loss.default, aten.margin_ranking_loss.default, aten.mse_loss.default, aten.multi_margin_loss.default,
-    aten.multilabel_margin_loss.default, aten.poisson_nll_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default, aten.triplet_margin_loss.default,
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default,
+    aten.cosine_embedding_loss.default, aten.hinge_embedding_loss.default,
+    aten.huber_loss.default, aten.kl_div.default, aten.l1_loss.default, aten.margin_ranking_loss.default,
+    aten.mse_loss.default, aten.multi_margin_loss.default,
+    aten.multilabel_margin_loss.default, aten.poisson_nll_loss.default, aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default, aten.triplet_margin_loss.default,
 )  # fmt: skip
 """Losses that are the mean of their terms."""
 

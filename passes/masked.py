@@ -2,9 +2,10 @@
 
     F.cross_entropy(logits[mask], labels[mask]),  ((x - y) ** 2)[mask].mean(),  torch.masked_select(x, mask).sum()
 
-The number of selected rows depends on data, and a graph has sizes of its inputs only. So row-wise computation on selected rows is done on
-all rows, with zeros in the rows that are not selected. Only operators with finite derivatives at zero are supported (no logarithm, root or
-division by rows): a zero gradient times an infinite derivative would be nan.
+The number of selected rows depends on data, and a graph has sizes of its inputs only. So row-wise computation on
+selected rows is done on all rows, with zeros in the rows that are not selected. Only operators with finite derivatives
+at zero are supported (no logarithm, root or division by rows): a zero gradient times an infinite derivative would be
+nan.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Known = dict[fx.Node, "Whole | None"]
 
 @dataclass(frozen=True)
 class Whole:
-    """A value on all rows, `rows [m, ..., r, ...]`, that stands for the value on the rows selected by `mask [m, ...]`, `[n, r, ...]`."""
+    """A value on all rows, `rows [m, ..., r, ...]`, that stands for the value on the rows selected by `mask [m, ...]`,
+    `[n, r, ...]`."""
 
     rows: fx.Node
     mask: fx.Node
@@ -44,14 +46,15 @@ class Whole:
 def masked(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional operators.
     does: finds sums, means and losses over rows that a mask picks, of what is computed row by row.
-    gives: the same of all rows, without sizes that depend on what tensors hold; what else is done with such rows stays as it is.
+    gives: the same of all rows, without sizes that depend on what tensors hold; what else is done with such rows stays
+    as it is.
     """
     return taken(gm, TAKEN)
 
 
 def taken(gm: fx.GraphModule, table: Mapping[Any, Callable[[fx.Node, Known], fx.Node | None]]) -> fx.GraphModule:
-    """`gm` with operators on selected rows replaced by what the function of `table` for their target returns; where it returns None, the
-    operator stays."""
+    """`gm` with operators on selected rows replaced by what the function of `table` for their target returns; where it
+    returns None, the operator stays."""
     known: Known = {}
     for node in edit.calls(gm):
         if node.target in table and any(map(is_picked, node.all_input_nodes)) and not is_picked(node):
@@ -65,11 +68,17 @@ def taken(gm: fx.GraphModule, table: Mapping[Any, Callable[[fx.Node, Known], fx.
 def is_picked(node: fx.Node) -> bool:
     """Whether the first size of the result of `node` depends on values of tensors, and no other size does."""
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and bool(free_unbacked_symbols(value.shape[0])) and not free_unbacked_symbols(list(value.shape[1:]))
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dim() > 0
+        and bool(free_unbacked_symbols(value.shape[0]))
+        and not free_unbacked_symbols(list(value.shape[1:]))
+    )
 
 
 def whole(node: fx.Node, known: Known) -> Whole | None:
-    """`node`, a value on selected rows, computed on all rows at the insertion point; None where it is not a supported row-wise operator."""
+    """`node`, a value on selected rows, computed on all rows at the insertion point; None where it is not a supported
+    row-wise operator."""
     if node not in known:
         known[node] = None
         mask, source = _source(node)
@@ -92,8 +101,8 @@ def _source(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
 
 
 def mask_of_places(given: Sequence[Any]) -> fx.Node | None:
-    """The mask that `given`, indices of the leading dims, stand for: the mask itself, or the coordinates of its true elements; None for
-    other indices."""
+    """The mask that `given`, indices of the leading dims, stand for: the mask itself, or the coordinates of its true
+    elements; None for other indices."""
     indices = list(given)
     while indices and indices[-1] is None:
         indices.pop()
@@ -124,8 +133,8 @@ def widened(mask: fx.Node, rows: fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _operands(node: fx.Node, known: Known, given: Sequence[Any]) -> tuple[list[Any], fx.Node] | None:
-    """The arguments `given` of `node` with values on selected rows replaced by those on all rows, and their mask; other arguments are
-    unchanged. None unless all are supported and have one mask."""
+    """The arguments `given` of `node` with values on selected rows replaced by those on all rows, and their mask; other
+    arguments are unchanged. None unless all are supported and have one mask."""
     found = [whole(item, known) if isinstance(item, fx.Node) and is_picked(item) else item for item in given]
     masks = dict.fromkeys(item.mask for item in found if isinstance(item, Whole))
     if None in [new for new, item in zip(found, given, strict=True) if item is not None] or len(masks) != 1:
@@ -134,8 +143,8 @@ def _operands(node: fx.Node, known: Known, given: Sequence[Any]) -> tuple[list[A
 
 
 def _pointwise(node: fx.Node, known: Known) -> Whole | None:
-    """A pointwise operator whose operands are selected rows of the same rank, or values of a lower rank, which are the same for all
-    rows."""
+    """A pointwise operator whose operands are selected rows of the same rank, or values of a lower rank, which are the
+    same for all rows."""
     rank = len(facts.shape(node))
     for operand in edit.tensor_operands(node):
         if (len(facts.shape(operand)) == rank) != is_picked(operand):
@@ -161,7 +170,10 @@ def _first(node: fx.Node, known: Known) -> Whole | None:
         return None
     if (found := _operands(node, known, node.args[:1])) is None:
         return None
-    return Whole(edit.call(node.graph, node.target, (found[0][0], *node.args[1:]), dict(node.kwargs), like=node), found[1])  # type: ignore[arg-type]
+    return Whole(
+        edit.call(node.graph, node.target, (found[0][0], *node.args[1:]), dict(node.kwargs), like=node),  # type: ignore[arg-type]
+        found[1],
+    )
 
 
 def _along(node: fx.Node, known: Known, *, new: int = 0) -> Whole | None:
@@ -179,7 +191,10 @@ def _along(node: fx.Node, known: Known, *, new: int = 0) -> Whole | None:
     moved = [dim % rank + len(facts.shape(mask)) - 1 for dim in dims]
     by_name = dict(zip(tensors, rows, strict=True))
     values = {**given, "dim": moved if isinstance(asked, (list, tuple)) else moved[0]}
-    args, kwargs = _spelled(node, {name: by_name.get(value, value) if isinstance(value, fx.Node) else value for name, value in values.items()})
+    args, kwargs = _spelled(
+        node,
+        {name: by_name.get(value, value) if isinstance(value, fx.Node) else value for name, value in values.items()},
+    )
     return Whole(edit.call(node.graph, node.target, args, kwargs, like=node), mask)  # type: ignore[arg-type]
 
 
@@ -190,19 +205,32 @@ def _added(node: fx.Node, known: Known) -> Whole | None:
 def _spelled(node: fx.Node, values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments by name as the operator of `node` takes them."""
     named = {argument.name for argument in node.target._schema.arguments if argument.kwarg_only}  # type: ignore[union-attr]
-    return tuple(value for name, value in values.items() if name not in named), {name: values[name] for name in named if name in values}
+    return tuple(value for name, value in values.items() if name not in named), {
+        name: values[name] for name in named if name in values
+    }
 
 
 def _terms(node: fx.Node, known: Known) -> Whole | None:
     """A loss with one term per element, without its reduction."""
     given = edit.args_of(node)
     tensors = edit.tensor_operands(node)
-    if given.get("weight") is not None or given.get("pos_weight") is not None or not all(map(is_picked, tensors)) or len({facts.shape(x) for x in tensors}) > 1:
+    if (
+        given.get("weight") is not None
+        or given.get("pos_weight") is not None
+        or not all(map(is_picked, tensors))
+        or len({facts.shape(x) for x in tensors}) > 1
+    ):
         return None
     if (found := _operands(node, known, tensors)) is None:
         return None
     by_name = dict(zip(tensors, found[0], strict=True))
-    args, kwargs = _spelled(node, {name: by_name.get(value, value) if isinstance(value, fx.Node) else value for name, value in {**given, "reduction": _NONE}.items()})
+    args, kwargs = _spelled(
+        node,
+        {
+            name: by_name.get(value, value) if isinstance(value, fx.Node) else value
+            for name, value in {**given, "reduction": _NONE}.items()
+        },
+    )
     return Whole(edit.call(node.graph, node.target, args, kwargs, like=node), found[1])  # type: ignore[arg-type]
 
 
@@ -216,7 +244,11 @@ def _of_classes(node: fx.Node, known: Known) -> fx.Node | None:
     """A classification loss of selected rows and labels: labels that are not selected become `ignore_index`."""
     given, graph = edit.args_of(node), node.graph
     logits, labels = given["self"], given["target"]
-    if facts.is_float(labels) or (_rank(logits), _rank(labels)) != (2, 1) or (given.get("weight") is not None and is_picked(given["weight"])):
+    if (
+        facts.is_float(labels)
+        or (_rank(logits), _rank(labels)) != (2, 1)
+        or (given.get("weight") is not None and is_picked(given["weight"]))
+    ):
         return None
     if not (is_picked(logits) and is_picked(labels)) or (found := _operands(node, known, (logits, labels))) is None:
         return None
@@ -224,7 +256,9 @@ def _of_classes(node: fx.Node, known: Known) -> fx.Node | None:
     chosen = zeroed(chosen, mask, node, given["ignore_index"])
     if len(facts.shape(mask)) > 1:
         count = edit.product(graph, [edit.size(chosen, dim) for dim in range(len(facts.shape(mask)))], like=node)
-        rows = edit.call(graph, aten.reshape.default, (rows, [count, edit.size(rows, len(facts.shape(rows)) - 1)]), like=node)
+        rows = edit.call(
+            graph, aten.reshape.default, (rows, [count, edit.size(rows, len(facts.shape(rows)) - 1)]), like=node
+        )
         chosen = edit.call(graph, aten.reshape.default, (chosen, [count]), like=node)
     args, kwargs = _spelled(node, {**given, "self": rows, "target": chosen})
     return edit.call(graph, node.target, args, kwargs, like=node)  # type: ignore[arg-type]
@@ -251,8 +285,8 @@ def _over(node: fx.Node, known: Known, *, mean: bool) -> fx.Node | None:
 
 
 def _together(node: fx.Node, found: Whole, dims: list[int] | None, *, mean: bool) -> fx.Node:
-    """The sum over all rows, along `dims` of the selected rows (which include the first; None: all dims); with `mean` divided by the number
-    of selected elements. 16-bit rows are summed in float32."""
+    """The sum over all rows, along `dims` of the selected rows (which include the first; None: all dims); with `mean`
+    divided by the number of selected elements. 16-bit rows are summed in float32."""
     graph, rank, result = node.graph, len(facts.shape(found.rows)), facts.dtype(node)
     rest = [dim + found.more for dim in dims[1:]] if dims is not None else list(range(found.more + 1, rank))
     over = [*range(found.more + 1), *rest]
@@ -260,7 +294,9 @@ def _together(node: fx.Node, found: Whole, dims: list[int] | None, *, mean: bool
     terms = zeroed(found.rows, found.mask, node)
     total = edit.call(graph, aten.sum.dim_IntList, (terms, over), {"dtype": wide}, like=node)
     if mean:
-        picked = edit.call(graph, aten.sum.dim_IntList, (found.mask, list(range(found.more + 1))), {"dtype": wide}, like=node)
+        picked = edit.call(
+            graph, aten.sum.dim_IntList, (found.mask, list(range(found.more + 1))), {"dtype": wide}, like=node
+        )
         beside = edit.product(graph, [edit.size(found.rows, dim) for dim in rest], like=node)
         count = edit.call(graph, aten.mul.Tensor, (picked, beside), like=node) if beside != 1 else picked
         total = edit.call(graph, aten.div.Tensor, (total, count), like=node)
@@ -272,26 +308,79 @@ def _rank(node: Any) -> int:
 
 
 FINITE_AT_ZERO = (
-    aten.abs.default, aten.add.Tensor, aten.clamp.default, aten.clamp_max.default, aten.clamp_min.default, aten.cos.default, aten.detach.default, aten.div.Tensor, aten.elu.default,
-    aten.eq.Scalar, aten.eq.Tensor, aten.exp.default, aten.ge.Scalar, aten.gelu.default, aten.gt.Scalar, aten.hardtanh.default, aten.le.Scalar, aten.leaky_relu.default,
-    aten.log_sigmoid.default, aten.logical_not.default, aten.lt.Scalar, aten.maximum.default, aten.minimum.default, aten.mul.Tensor, aten.ne.Scalar, aten.ne.Tensor,
-    aten.neg.default, aten.relu.default, aten.rsub.Scalar, aten.sigmoid.default, aten.silu.default, aten.sin.default, aten.softplus.default, aten.square.default, aten.sub.Tensor,
-    aten.tanh.default, aten.to.dtype,
-)  # fmt: skip
-"""Pointwise operators whose derivatives are finite where the operands are zero: rows that were not picked may be set to zero before
-them."""
-ELEMENTS = (aten.binary_cross_entropy_with_logits.default, aten.huber_loss.default, aten.l1_loss.default, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default)
+    aten.abs.default,
+    aten.add.Tensor,
+    aten.clamp.default,
+    aten.clamp_max.default,
+    aten.clamp_min.default,
+    aten.cos.default,
+    aten.detach.default,
+    aten.div.Tensor,
+    aten.elu.default,
+    aten.eq.Scalar,
+    aten.eq.Tensor,
+    aten.exp.default,
+    aten.ge.Scalar,
+    aten.gelu.default,
+    aten.gt.Scalar,
+    aten.hardtanh.default,
+    aten.le.Scalar,
+    aten.leaky_relu.default,
+    aten.log_sigmoid.default,
+    aten.logical_not.default,
+    aten.lt.Scalar,
+    aten.maximum.default,
+    aten.minimum.default,
+    aten.mul.Tensor,
+    aten.ne.Scalar,
+    aten.ne.Tensor,
+    aten.neg.default,
+    aten.relu.default,
+    aten.rsub.Scalar,
+    aten.sigmoid.default,
+    aten.silu.default,
+    aten.sin.default,
+    aten.softplus.default,
+    aten.square.default,
+    aten.sub.Tensor,
+    aten.tanh.default,
+    aten.to.dtype,
+)
+"""Pointwise operators whose derivatives are finite where the operands are zero: rows that were not picked may be set to
+zero before them."""
+ELEMENTS = (
+    aten.binary_cross_entropy_with_logits.default,
+    aten.huber_loss.default,
+    aten.l1_loss.default,
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
+)
 """Losses with a term for each element."""
 
 ROWWISE: dict[Any, Callable[[fx.Node, Known], Whole | None]] = {
     **dict.fromkeys(FINITE_AT_ZERO, _pointwise),
     **dict.fromkeys((aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.rms_norm.default), _first),
-    **dict.fromkeys((aten.softmax.int, aten.log_softmax.int, aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default, aten.argmax.default, aten.amax.default, aten.gather.default,
-                     aten.select.int, aten.slice.Tensor, aten.squeeze.dim), _along),
+    **dict.fromkeys(
+        (
+            aten.softmax.int,
+            aten.log_softmax.int,
+            aten.sum.dim_IntList,
+            aten.mean.dim,
+            aten.logsumexp.default,
+            aten.argmax.default,
+            aten.amax.default,
+            aten.gather.default,
+            aten.select.int,
+            aten.slice.Tensor,
+            aten.squeeze.dim,
+        ),
+        _along,
+    ),
     **dict.fromkeys(ELEMENTS, _terms),
     aten.pow.Tensor_Scalar: _power,
     aten.unsqueeze.default: _added,
-}  # fmt: skip
+}
 """What is computed of each row by itself."""
 
 TAKEN: dict[Any, Callable[[fx.Node, Known], fx.Node | None]] = {

@@ -1,8 +1,8 @@
 """Matmuls without bias, and N-D instead of flattened.
 
-`linear(x, w, b)` becomes `linear(x, w) + b`, `addmm` becomes `matmul + b`, a convolution likewise, so that later passes see one form of
-each. `biases` puts those of linear layers back at the end. A convolution's stays apart: where it is split over ranks it gives partial sums,
-and a bias inside would be added once per rank.
+`linear(x, w, b)` becomes `linear(x, w) + b`, `addmm` becomes `matmul + b`, a convolution likewise, so that later passes
+see one form of each. `biases` puts those of linear layers back at the end. A convolution's stays apart: where it is
+split over ranks it gives partial sums, and a bias inside would be added once per rank.
 """
 
 from __future__ import annotations

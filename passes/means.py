@@ -25,7 +25,8 @@ def _quotient(node: fx.Node) -> fx.Node:
     given = edit.args_of(node)
     operand: fx.Node = given["self"]
     rank = len(facts.shape(operand))
-    dims = [dim % rank for dim in given.get("dim") or range(rank)] if rank else []  # a tensor of no dims has a last one, too
+    # a tensor of no dims has a last one, too
+    dims = [dim % rank for dim in given.get("dim") or range(rank)] if rank else []
     result = facts.dtype(node)
     narrow = result == torch.float16
     keywords = {"dtype": torch.float32} if narrow else {"dtype": given["dtype"]} if given["dtype"] else {}

@@ -20,7 +20,14 @@ from passes.switches import SWITCHES
 
 aten = torch.ops.aten
 
-SHAPED = (aten.empty_like.default, aten.full_like.default, aten.ones_like.default, aten.rand_like.default, aten.randn_like.default, aten.zeros_like.default)
+SHAPED = (
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.ones_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.zeros_like.default,
+)
 """They read the sizes of their operand only."""
 VALUE, PLAIN, DRAWN = range(3)
 """What is made of weights and inputs, of numbers alone, and of numbers and what is drawn."""
@@ -33,9 +40,9 @@ def kind_of(read: Iterable[int], *, drawn: bool) -> int:
 
 
 def noises(gm: fx.GraphModule) -> fx.GraphModule:
-    """needs: functional ops; `gm.meta["noises"]`, the number of random factors that the model has in training alone, where it has any.
-    does: makes of each product of a value and a random factor one call.
-    gives: `ops.noised`, if there are as many as there should be, and else no change; `gm.meta["noises"]` is the number of them.
+    """needs: functional ops; `gm.meta["noises"]`, the number of random factors that the model has in training alone,
+    where it has any. does: makes of each product of a value and a random factor one call. gives: `ops.noised`, if there
+    are as many as there should be, and else no change; `gm.meta["noises"]` is the number of them.
     """
     wanted = gm.meta.pop("noises", 0)
     if not wanted:
@@ -52,7 +59,8 @@ def noises(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _factors(node: fx.Node, kinds: dict[fx.Node, int]) -> tuple[fx.Node, fx.Node] | None:
-    """The value and the random factor where `node` is their product and shaped as the value; records the kind of `node`."""
+    """The value and the random factor where `node` is their product and shaped as the value; records the kind of
+    `node`."""
     kinds[node] = _kind(node, kinds)
     operands = edit.tensor_operands(node) if node.target is aten.mul.Tensor else []
     if len(operands) != 2 or sorted(kinds[x] for x in operands) != [VALUE, DRAWN]:
@@ -72,6 +80,11 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, int]) -> int:
 
 def _share(x: fx.Node) -> tuple[Any, fx.Node]:
     """(divisor, dividend) where `x` is a quotient by a number; else (1, `x`)."""
-    if x.target is aten.div.Tensor and isinstance(x.args[1], (int, float)) and isinstance(x.args[0], fx.Node) and facts.dtype(x.args[0]) == facts.dtype(x):
+    if (
+        x.target is aten.div.Tensor
+        and isinstance(x.args[1], (int, float))
+        and isinstance(x.args[0], fx.Node)
+        and facts.dtype(x.args[0]) == facts.dtype(x)
+    ):
         return x.args[1], x.args[0]
     return 1.0, x

@@ -1,5 +1,5 @@
-"""Recognises RMSNorm written with elementary operators, and replaces it by torch's: one kernel for six, and less memory kept for the
-backward.
+"""Recognises RMSNorm written with elementary operators, and replaces it by torch's: one kernel for six, and less memory
+kept for the backward.
 
     x * rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)          # also x * x; 1 / sqrt, division by sqrt, ** -0.5
     (...x.to(float32)...).to(x.dtype)                         # with all of it in a wider dtype
@@ -32,10 +32,9 @@ COMPUTED = 32
 
 def norms(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: every cast spelled `to`; means not yet taken apart.
-    does: finds rows, of a width that is a number, that are divided by the root of the mean of their squares, with casts around and a weight
-    behind.
-    gives: `rms_norm`, which computes in float32 where rows have fewer bits; with a weight it rounds once, where models round before they
-    multiply, too.
+    does: finds rows, of a width that is a number, that are divided by the root of the mean of their squares, with casts
+    around and a weight behind. gives: `rms_norm`, which computes in float32 where rows have fewer bits; with a weight
+    it rounds once, where models round before they multiply, too.
     """
     for node in edit.calls(gm, aten.mul.Tensor, aten.div.Tensor):
         found = _norm(node)
@@ -59,7 +58,13 @@ def _norm(node: fx.Node) -> _Norm | None:
         if squares is not None:
             mean, eps = squares
             wide = _squared(_mean_of_last(mean))
-            if wide is not None and rows in (wide, _source(wide)) and facts.kind(node) == facts.kind(wide) and isinstance(facts.shape(wide)[-1], int) and _bits(wide):
+            if (
+                wide is not None
+                and rows in (wide, _source(wide))
+                and facts.kind(node) == facts.kind(wide)
+                and isinstance(facts.shape(wide)[-1], int)
+                and _bits(wide)
+            ):
                 return _Norm(node, wide, eps)
     return None
 
@@ -82,7 +87,13 @@ def _inside(root: fx.Node, inverse: bool) -> tuple[Any, float] | None:
         root, inverse = root.args[0], False  # type: ignore[assignment]  # what is inverted
     power = edit.call_of(root, aten.pow.Tensor_Scalar)
     plain = edit.call_of(root, aten.rsqrt.default if inverse else aten.sqrt.default)
-    total = plain.args[0] if plain is not None else power.args[0] if power is not None and power.args[1] == (-0.5 if inverse else 0.5) else None
+    total = (
+        plain.args[0]
+        if plain is not None
+        else power.args[0]
+        if power is not None and power.args[1] == (-0.5 if inverse else 0.5)
+        else None
+    )
     added = edit.call_of(total, aten.add.Tensor, aten.add.Scalar)
     if added is None or not isinstance(added.args[1], (int, float)) or edit.args_of(added)["alpha"] != 1:
         return None
@@ -122,19 +133,30 @@ def _bits(node: fx.Node) -> int:
 
 
 def _replace(found: _Norm) -> None:
-    """Replace the norm by one operator, with the weight if it is multiplied next. Where the result is cast back to the dtype before the
-    casts, and the norm was computed in at least its bits, the operator takes the uncast rows."""
+    """Replace the norm by one operator, with the weight if it is multiplied next. Where the result is cast back to the
+    dtype before the casts, and the norm was computed in at least its bits, the operator takes the uncast rows."""
     rows, last = found.rows, found.node
     cast, source = _only_user(last, aten.to.dtype), _source(rows)
-    if source is not rows and cast is not None and facts.dtype(cast) == facts.dtype(source) and max(_bits(source), COMPUTED) >= _bits(rows):
+    if (
+        source is not rows
+        and cast is not None
+        and facts.dtype(cast) == facts.dtype(source)
+        and max(_bits(source), COMPUTED) >= _bits(rows)
+    ):
         rows, last = source, cast
     product = _only_user(last, aten.mul.Tensor)
     weight = next((arg for arg in product.args if arg is not last), None) if product is not None else None
-    weighted = isinstance(weight, fx.Node) and facts.shape(weight) == facts.shape(rows)[-1:] and facts.dtype(weight) == facts.dtype(rows)
+    weighted = (
+        isinstance(weight, fx.Node)
+        and facts.shape(weight) == facts.shape(rows)[-1:]
+        and facts.dtype(weight) == facts.dtype(rows)
+    )
     last = product if weighted and product is not None else last
     width = facts.shape(rows)[-1]
     with edit.before(last):
-        new = edit.call(last.graph, aten.rms_norm.default, (rows, [width], weight if weighted else None, found.eps), like=found.node)
+        new = edit.call(
+            last.graph, aten.rms_norm.default, (rows, [width], weight if weighted else None, found.eps), like=found.node
+        )
     edit.replace(last, new)
 
 

@@ -1,7 +1,7 @@
 """Constants that are added to a loss, as tensors.
 
-A rank (or microbatch) with a partial sum must not add the whole constant, and an addition of a Python number has no operand that could be
-replicated or partial. As a tensor, the constant is an operand like any other, and counts once.
+A rank (or microbatch) with a partial sum must not add the whole constant, and an addition of a Python number has no
+operand that could be replicated or partial. As a tensor, the constant is an operand like any other, and counts once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SPELLED: dict[Any, tuple[Any, bool]] = {
 
 def numbers(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: means as quotients.
-    does: a number that is added to a value of one element on the way to the loss, or subtracted, or from which one is, becomes a value of
-    its own.
-    gives: sums of values, which let parts of sums through; what is not on the way to the loss stays as it is.
+    does: a number that is added to a value of one element on the way to the loss, or subtracted, or from which one is,
+    becomes a value of its own. gives: sums of values, which let parts of sums through; what is not on the way to the
+    loss stays as it is.
     """
     for node in _above_loss(gm):
         if node.target in SPELLED:
@@ -46,7 +46,13 @@ def _above_loss(gm: fx.GraphModule) -> dict[fx.Node, None]:
     pending, found = [value for value, entry in pairs if entry["kind"] == "loss"], dict[fx.Node, None]()
     while pending:
         node = pending.pop()
-        if node not in found and node.op == "call_function" and facts.is_tensor(node) and facts.is_float(node) and all(size == 1 for size in facts.shape(node)):
+        if (
+            node not in found
+            and node.op == "call_function"
+            and facts.is_tensor(node)
+            and facts.is_float(node)
+            and all(size == 1 for size in facts.shape(node))
+        ):
             found[node] = None
             pending += edit.tensor_operands(node)
     return found
@@ -58,5 +64,11 @@ def _spelled(node: fx.Node) -> fx.Node | None:
     if more or node.kwargs or not isinstance(number, (int, float)) or isinstance(number, bool):
         return None
     target, first = SPELLED[node.target]
-    apart = edit.call(node.graph, aten.full.default, ([1] * len(facts.shape(node)), float(number)), {"dtype": facts.dtype(node)}, like=node)
+    apart = edit.call(
+        node.graph,
+        aten.full.default,
+        ([1] * len(facts.shape(node)), float(number)),
+        {"dtype": facts.dtype(node)},
+        like=node,
+    )
     return edit.call(node.graph, target, (apart, value) if first else (value, apart), like=node)

@@ -16,7 +16,6 @@ from passes.picked import Mask, taken, tokens
 aten = torch.ops.aten
 
 
-
 @dataclass(frozen=True)
 class Linear:
     """Weight `[o, i]`, or `[i, o]` where it is `turned`, and bias `[o]`."""
@@ -33,8 +32,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class Expert:
-    """One expert: the layers that read `hidden [..., d]`, the last layer, and the pointwise function between them, as source. `dropped` is
-    a dropout after the last layer."""
+    """One expert: the layers that read `hidden [..., d]`, the last layer, and the pointwise function between them, as
+    source. `dropped` is a dropout after the last layer."""
 
     hidden: fx.Node
     first: tuple[Linear, ...]
@@ -50,13 +49,18 @@ class Expert:
 
 
 def rows_of(node: Any, mask: Mask) -> fx.Node | None:
-    """The tokens `[..., d]` from which `node` takes the rows that `mask` selects: of `hidden[token]`, `hidden[mask]` or `hidden[None,
-    token]`."""
+    """The tokens `[..., d]` from which `node` takes the rows that `mask` selects: of `hidden[token]`, `hidden[mask]` or
+    `hidden[None, token]`."""
     rows = taken(_flat(node))
     if rows is None:
         return None
     hidden, indices = rows
-    if len(indices) == 2 and indices[0] is None and (whole := edit.call_of(hidden, aten.unsqueeze.default)) is not None and whole.args[1] in (0, -3):
+    if (
+        len(indices) == 2
+        and indices[0] is None
+        and (whole := edit.call_of(hidden, aten.unsqueeze.default)) is not None
+        and whole.args[1] in (0, -3)
+    ):
         hidden, indices = whole.args[0], indices[1:]  # type: ignore[assignment]
     found = tokens(indices) if len(indices) == 1 else None
     return hidden if found is not None and found[0] == mask and len(facts.shape(hidden)) == found[1] + 1 else None
@@ -80,7 +84,11 @@ def expert_of(node: Any, mask: Mask) -> Expert | None:
 def _widened(node: Any) -> Any:
     """The operand of `node` where that is a cast to a dtype that represents all its values; else `node`."""
     source = uncast(node)
-    return source if source is not node and torch.promote_types(facts.dtype(source), facts.dtype(node)) == facts.dtype(node) else node
+    return (
+        source
+        if source is not node and torch.promote_types(facts.dtype(source), facts.dtype(node)) == facts.dtype(node)
+        else node
+    )
 
 
 def _firsts(node: Any, mask: Mask, seen: dict[Any, None]) -> list[fx.Node]:

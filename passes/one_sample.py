@@ -1,10 +1,10 @@
 """Values computed from sizes that are the same for every sample, computed for one sample and expanded.
 
-Positions and masks are written for the whole batch, `arange(s).expand(b, s)`, and then read with `arange(b)` as one of the indices: a batch
-that is cut by ranks or by microbatches would have to know which of its samples it has. A value that turns out the same for all samples at
-several sizes is computed once more with a batch of one, and expanded: the expansion is cut as any other value. So are values of the heads
-of all samples in one dim, for the heads of one. Random numbers for a batch are drawn like a tensor of its sizes, so that a rank draws for
-its own samples.
+Positions and masks are written for the whole batch, `arange(s).expand(b, s)`, and then read with `arange(b)` as one of
+the indices: a batch that is cut by ranks or by microbatches would have to know which of its samples it has. A value
+that turns out the same for all samples at several sizes is computed once more with a batch of one, and expanded: the
+expansion is cut as any other value. So are values of the heads of all samples in one dim, for the heads of one. Random
+numbers for a batch are drawn like a tensor of its sizes, so that a rank draws for its own samples.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Batches = dict[sympy.Symbol, fx.Node]
 
 def one_sample(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops with devices dropped.
-    does: makes values that depend on sizes only, and are the same for each sample, for one sample, and expands them; random numbers are
-    drawn
+    does: makes values that depend on sizes only, and are the same for each sample, for one sample, and expands them;
+    random numbers are drawn
           like an expanded tensor.
     gives: no values of sizes that differ by their sample only in name.
     """
@@ -66,14 +66,17 @@ def _batches(gm: fx.GraphModule) -> Batches:
 
 
 def _batch_of(node: fx.Node, batches: Batches) -> sympy.Symbol | None:
-    """The batch symbol of the tensor that `node` gives: it is the size of a dim, or divides the size of exactly one dim (samples and heads
-    merged). None where there is none."""
+    """The batch symbol of the tensor that `node` gives: it is the size of a dim, or divides the size of exactly one dim
+    (samples and heads merged). None where there is none."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None
     for symbol in batches:
-        each = [_per_sample(size, symbol) for size in value.shape
-                if (expr := _expression(size)) is not None and symbol in expr.free_symbols]
+        each = [
+            _per_sample(size, symbol)
+            for size in value.shape
+            if (expr := _expression(size)) is not None and symbol in expr.free_symbols
+        ]
         if each and None not in each and sum(n != 1 for n in each) <= 1:
             return symbol
     return None
@@ -100,9 +103,14 @@ def _of_sizes(gm: fx.GraphModule) -> dict[fx.Node, None]:
 
 
 def _can(node: fx.Node, symbol: sympy.Symbol) -> bool:
-    """Whether the size `node` can be computed for a batch of one: it does not depend on the batch, is the batch, or is computed from such
-    sizes. True for nodes that are no sizes."""
-    if not is_size(node) or (expr := _expression(node.meta["val"])) is None or expr == symbol or symbol not in expr.free_symbols:
+    """Whether the size `node` can be computed for a batch of one: it does not depend on the batch, is the batch, or is
+    computed from such sizes. True for nodes that are no sizes."""
+    if (
+        not is_size(node)
+        or (expr := _expression(node.meta["val"])) is None
+        or expr == symbol
+        or symbol not in expr.free_symbols
+    ):
         return True
     return node.target is not aten.sym_size.int and all(_can(operand, symbol) for operand in node.all_input_nodes)
 
@@ -112,11 +120,18 @@ def _same(cone: list[fx.Node], symbol: sympy.Symbol) -> bool:
     for trial in trials(cone, (symbol,)):
         try:
             whole, one = evaluate(cone, trial), evaluate(cone, replace(trial, sizes={**trial.sizes, symbol: 1}))
-        except (RuntimeError, IndexError):  # what is exported for several samples need not run for one, nor with constants scaled
+        # what is exported for several samples need not run for one, nor with constants scaled
+        except (RuntimeError, IndexError):
             return False
-        if whole.dtype != one.dtype or whole.dim() != one.dim() or any(n % each for n, each in zip(whole.shape, one.shape, strict=True) if each):
+        if (
+            whole.dtype != one.dtype
+            or whole.dim() != one.dim()
+            or any(n % each for n, each in zip(whole.shape, one.shape, strict=True) if each)
+        ):
             return False
-        if not torch.equal(whole, one.repeat([n // each if each else 1 for n, each in zip(whole.shape, one.shape, strict=True)])):
+        if not torch.equal(
+            whole, one.repeat([n // each if each else 1 for n, each in zip(whole.shape, one.shape, strict=True)])
+        ):
             return False
     return True
 
@@ -142,7 +157,8 @@ def _make(node: fx.Node, symbol: sympy.Symbol, made: dict[fx.Node, fx.Node | int
 
 
 def _expand(one: fx.Node | int, node: fx.Node, symbol: sympy.Symbol, owner: fx.Node) -> fx.Node:
-    """`one` expanded to the batch of `node`, inserted before it; for a merged dim of samples and heads, expanded and reshaped."""
+    """`one` expanded to the batch of `node`, inserted before it; for a merged dim of samples and heads, expanded and
+    reshaped."""
     count, shape = edit.size(owner, 0), facts.value(node).shape
     each = [_per_sample(size, symbol) for size in shape]
     sizes: list[fx.Node | int] = [count if n == 1 else -1 for n in each]
@@ -158,7 +174,9 @@ def _draw(node: fx.Node, symbol: sympy.Symbol, owner: fx.Node) -> None:
     """Random numbers drawn like an expanded tensor of one sample."""
     given = node.args[0]
     assert isinstance(given, (list, tuple))
-    sizes = [1 if _expression(size) == symbol else asked for size, asked in zip(facts.value(node).shape, given, strict=True)]
+    sizes = [
+        1 if _expression(size) == symbol else asked for size, asked in zip(facts.value(node).shape, given, strict=True)
+    ]
     with edit.before(node):
         one = edit.call(node.graph, aten.zeros.default, (sizes,), {"dtype": facts.dtype(node)}, like=node)
         new = edit.call(node.graph, DRAWN[node.target], (_expand(one, node, symbol, owner),), like=node)

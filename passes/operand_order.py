@@ -1,6 +1,6 @@
 """Products that permute their operands for one batched matmul: where the permutation is no view, autograd keeps a copy.
 
-    einsum("becd,edh->bech", x, w)      x as [e, b c, d] is a copy, w as [e, d, h] is a view
+einsum("becd,edh->bech", x, w)      x as [e, b c, d] is a copy, w as [e, d, h] is a view
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ ORDERED = (aten.einsum.default, aten.matmul.default, *BIASED)
 
 
 def copied(node: fx.Node, positions: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of the operands at `positions`, which the backward of the product `node` keeps, that it keeps as copies of its own: torch is
-    asked, at example sizes. Each is kept for the gradient of the other."""
+    """Those of the operands at `positions`, which the backward of the product `node` keeps, that it keeps as copies of
+    its own: torch is asked, at example sizes. Each is kept for the gradient of the other."""
     operands = edit.tensor_operands(node)
     if node.target not in ORDERED or len(operands) > 2 + (node.target in BIASED):
         return ()
-    tensors = [_alike(node, operand).requires_grad_(position < 2 and 1 - position in positions) for position, operand in enumerate(operands)]
+    tensors = [
+        _alike(node, operand).requires_grad_(position < 2 and 1 - position in positions)
+        for position, operand in enumerate(operands)
+    ]
     kept: list[Tensor] = []
     queue: Iterator[Tensor] = iter(tensors)
 
@@ -36,7 +39,11 @@ def copied(node: fx.Node, positions: tuple[int, ...]) -> tuple[int, ...]:
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         node.target(*fx.map_arg(node.args, lambda _: next(queue)))
     storages = [tensor.untyped_storage() for tensor in kept]
-    return tuple(position for position in positions if not any(tensors[position].untyped_storage() is storage for storage in storages))
+    return tuple(
+        position
+        for position in positions
+        if not any(tensors[position].untyped_storage() is storage for storage in storages)
+    )
 
 
 def _alike(node: fx.Node, operand: fx.Node) -> Tensor:

@@ -16,23 +16,29 @@ from torch.nn import functional as F
 from passes._torch import FakeTensor, assert_async
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, weight: Tensor | None = None) -> Tensor:
+def cross_entropy_sum(
+    logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, weight: Tensor | None = None
+) -> Tensor:
     """Sum over all positions of the cross-entropy of `logits [..., v]` against class numbers `labels [...]`.
 
     Positions whose label is `ignore_index` count nothing. With smoothing e a position gives
-    (1 - e) * -logp[label] + e / v * sum over classes of -logp, as torch.nn.functional.cross_entropy; each -logp times that of its class
-    where there are weights, `weight [v]`. Result: [], dtype of logits.
+    (1 - e) * -logp[label] + e / v * sum over classes of -logp, as torch.nn.functional.cross_entropy; each -logp times
+    that of its class where there are weights, `weight [v]`. Result: [], dtype of logits.
     """
     return _cross_entropy(logits, labels, ignore_index, label_smoothing, weight, "sum")
 
 
-def cross_entropy_each(logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, weight: Tensor | None = None) -> Tensor:
-    """Cross-entropy of every position of `logits [..., v]` against `labels [...]`, as in `cross_entropy_sum`: [...], 0 where the label is
-    ignored."""
+def cross_entropy_each(
+    logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, weight: Tensor | None = None
+) -> Tensor:
+    """Cross-entropy of every position of `logits [..., v]` against `labels [...]`, as in `cross_entropy_sum`: [...], 0
+    where the label is ignored."""
     return _cross_entropy(logits, labels, ignore_index, label_smoothing, weight, "none").reshape(labels.shape)
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, weight: Tensor | None, reduction: str) -> Tensor:
+def _cross_entropy(
+    logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, weight: Tensor | None, reduction: str
+) -> Tensor:
     return F.cross_entropy(
         logits.flatten(0, -2) if logits.dim() > 2 else logits,
         labels.flatten() if logits.dim() > 1 else labels,
@@ -43,21 +49,23 @@ def _cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, label_smoo
     )
 
 
-def ctc_each(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
-    """CTC loss of every sample of `log_probs [t, b, c]` against the first of its `targets [b, s]`, as many as `target_lengths [b]` says, in
-    the first `input_lengths [b]` steps: [b]."""
+def ctc_each(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
+) -> Tensor:
+    """CTC loss of every sample of `log_probs [t, b, c]` against the first of its `targets [b, s]`, as many as
+    `target_lengths [b]` says, in the first `input_lengths [b]` steps: [b]."""
     return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity)
 
 
 def noised(x: Tensor, noise: Tensor, keep: float) -> Tensor:
-    """`x / keep * noise` in training, `noise` of sizes that broadcast to those of `x`; a model that evaluates has `x` instead. Result: as
-    `x`."""
+    """`x / keep * noise` in training, `noise` of sizes that broadcast to those of `x`; a model that evaluates has `x`
+    instead. Result: as `x`."""
     return x / keep * noise
 
 
 def statistic(total: Tensor, count: int, running: Tensor) -> Tensor:
-    """A mean over a batch: `total [1, c, 1, ...]` over `count`, in training; a model that evaluates has `running [c]` instead. Result: as
-    `total`."""
+    """A mean over a batch: `total [1, c, 1, ...]` over `count`, in training; a model that evaluates has `running [c]`
+    instead. Result: as `total`."""
     return total / count
 
 
@@ -77,13 +85,15 @@ def count_valid(labels: Tensor, ignore_index: int, dtype: torch.dtype = torch.fl
 
 
 def weigh_valid(labels: Tensor, weight: Tensor, ignore_index: int) -> Tensor:
-    """Sum of the weights, `weight [v]`, of the classes `labels [...]` that are not `ignore_index`: [], dtype of the weights."""
+    """Sum of the weights, `weight [v]`, of the classes `labels [...]` that are not `ignore_index`: [], dtype of the
+    weights."""
     ignored = labels == ignore_index
     return weight[labels.masked_fill(ignored, 0)].masked_fill(ignored, 0).sum()
 
 
 def count_each(numbers: Tensor, classes: int) -> Tensor:
-    """How often each of 0 ... classes - 1 occurs in the integers `numbers [n]`: [classes], int32; other numbers are left out."""
+    """How often each of 0 ... classes - 1 occurs in the integers `numbers [n]`: [classes], int32; other numbers are
+    left out."""
     named = torch.arange(classes, dtype=numbers.dtype, device=numbers.device)
     return (numbers.unsqueeze(-1) == named).sum(0, dtype=torch.int32)
 
@@ -119,10 +129,14 @@ def pairs(apply: Callable[[Tensor, Tensor], Tensor]) -> Inner:
     return lambda x: apply(x[..., ::2], x[..., 1::2])
 
 
-def expert_rows(rows: Tensor, up: Tensor, down: Tensor, ends: Tensor, inner: Inner, bias: Tensor | None = None) -> Tensor:
-    """Rows sorted by expert, each through the two layers of its expert: `[n, d], [e, d, u], [e, f, o], [e], bias [e, u] -> [n, o]`.
+def expert_rows(
+    rows: Tensor, up: Tensor, down: Tensor, ends: Tensor, inner: Inner, bias: Tensor | None = None
+) -> Tensor:
+    """Rows sorted by expert, each through the two layers of its expert: `[n, d], [e, d, u], [e, f, o], [e], bias [e, u]
+    -> [n, o]`.
 
-    `inner` goes from the u columns of the first layer to the f rows of the second. Rows behind the last of `ends` give 0.
+    `inner` goes from the u columns of the first layer to the f rows of the second. Rows behind the last of `ends` give
+    0.
     """
     first = grouped_matmul(rows, up, ends)
     if bias is not None:
@@ -138,10 +152,18 @@ def inner_of(text: str) -> Inner:
     return found
 
 
-def experts(hidden: Tensor, chosen: Tensor, gates: Tensor, up: Tensor, down: Tensor, inner: str | Inner, bias: Tensor | None = None) -> Tensor:
-    """A layer of experts: `hidden [..., d]`, the numbers `chosen [..., k]` of the experts of each token and their weights
-    `gates [..., k]` in the sum; experts as in `expert_rows`, in graphs with the text of `inner`. Result: `[..., o]`, of the dtype
-    that gates and results promote to.
+def experts(
+    hidden: Tensor,
+    chosen: Tensor,
+    gates: Tensor,
+    up: Tensor,
+    down: Tensor,
+    inner: str | Inner,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """A layer of experts: `hidden [..., d]`, the numbers `chosen [..., k]` of the experts of each token and their
+    weights `gates [..., k]` in the sum; experts as in `expert_rows`, in graphs with the text of `inner`. Result: `[...,
+    o]`, of the dtype that gates and results promote to.
 
     Numbers that are no expert's (e and above) give 0.
     """
@@ -150,46 +172,79 @@ def experts(hidden: Tensor, chosen: Tensor, gates: Tensor, up: Tensor, down: Ten
         return hidden.new_empty(shape, dtype=torch.promote_types(hidden.dtype, gates.dtype))
     numbers, order = chosen.flatten().sort(stable=True)
     ends = count_each(numbers, up.shape[0]).cumsum(0)
-    results = expert_rows(hidden.flatten(0, -2)[order // chosen.shape[-1]], up, down, ends, inner_of(inner) if isinstance(inner, str) else inner, bias)
+    results = expert_rows(
+        hidden.flatten(0, -2)[order // chosen.shape[-1]],
+        up,
+        down,
+        ends,
+        inner_of(inner) if isinstance(inner, str) else inner,
+        bias,
+    )
     weighted = results * gates.flatten()[order].unsqueeze(-1)
     back = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
     return weighted[back].view(*chosen.shape, down.shape[2]).sum(-2)
 
 
 def bag(table: Tensor, chosen: Tensor, gates: Tensor | None = None, mode: str = "sum", padding: int = -1) -> Tensor:
-    """Of each bag of rows of `table [v, d]`, `chosen [..., n]`, their sum, mean or max by `mode`; in sums each `gates [..., n]` times. Row
-    `padding` (-1: none) counts nothing. Result: `[..., d]`, of the dtype that table and gates promote to.
+    """Of each bag of rows of `table [v, d]`, `chosen [..., n]`, their sum, mean or max by `mode`; in sums each `gates
+    [..., n]` times. Row `padding` (-1: none) counts nothing. Result: `[..., d]`, of the dtype that table and gates
+    promote to.
     """
     dtype = table.dtype if gates is None else torch.promote_types(table.dtype, gates.dtype)
     if chosen.is_meta or isinstance(chosen, FakeTensor):
         return table.new_empty((*chosen.shape[:-1], table.shape[1]), dtype=dtype)
     weights = None if gates is None else gates.reshape(-1, chosen.shape[-1]).to(dtype)
-    found = F.embedding_bag(chosen.reshape(-1, chosen.shape[-1]), table.to(dtype), mode=mode, per_sample_weights=weights, padding_idx=padding if padding >= 0 else None)
+    found = F.embedding_bag(
+        chosen.reshape(-1, chosen.shape[-1]),
+        table.to(dtype),
+        mode=mode,
+        per_sample_weights=weights,
+        padding_idx=padding if padding >= 0 else None,
+    )
     return found.view(*chosen.shape[:-1], table.shape[1])
 
 
-def ragged_bags(table: Tensor, chosen: Tensor, starts: Tensor, gates: Tensor | None = None, mode: str = "sum", padding: int = -1, last: bool = False) -> Tensor:
-    """As `bag`, of bags of several lengths: one behind the other in `chosen [n]`, and `gates [n]`, from `starts [b]` on (with `last` also
-    the end of the last one, `[b + 1]`). Result: `[b, d]`.
+def ragged_bags(
+    table: Tensor,
+    chosen: Tensor,
+    starts: Tensor,
+    gates: Tensor | None = None,
+    mode: str = "sum",
+    padding: int = -1,
+    last: bool = False,
+) -> Tensor:
+    """As `bag`, of bags of several lengths: one behind the other in `chosen [n]`, and `gates [n]`, from `starts [b]` on
+    (with `last` also the end of the last one, `[b + 1]`). Result: `[b, d]`.
     """
     if chosen.is_meta or isinstance(chosen, FakeTensor):
         return table.new_empty((starts.shape[0] - last, table.shape[1]))
-    return F.embedding_bag(chosen, table, starts, mode=mode, per_sample_weights=gates, include_last_offset=last, padding_idx=padding if padding >= 0 else None)
+    return F.embedding_bag(
+        chosen,
+        table,
+        starts,
+        mode=mode,
+        per_sample_weights=gates,
+        include_last_offset=last,
+        padding_idx=padding if padding >= 0 else None,
+    )
 
 
 def fill_rows(x: Tensor, places: Tensor, rows: Tensor) -> Tensor:
-    """`x [b, s, d]` with `rows [b, n, d]`, one after the other, in the rows where `places [b, s]` is true: image features for image tokens.
+    """`x [b, s, d]` with `rows [b, n, d]`, one after the other, in the rows where `places [b, s]` is true: image
+    features for image tokens.
 
-    There are as many places as rows, in each part that samples are cut into, or a ValueError is raised (on a GPU, which is not waited for,
-    its own assertion fails).
+    There are as many places as rows, in each part that samples are cut into, or a ValueError is raised (on a GPU, which
+    is not waited for, its own assertion fails).
     """
     if x.is_meta or isinstance(x, FakeTensor):  # sizes only: how many places there are is data
         return torch.empty_like(x)
     wanted, found = rows.shape[0] * rows.shape[1], places.sum()
     said = f"wanted {wanted} places for as many rows, {rows.shape[1]} for each of {rows.shape[0]} samples"
     if found.device.type == "cpu" and int(found) != wanted:
-        raise ValueError(f"{said}; got {int(found)} places, {places.sum(1).tolist()} in these samples. A batch that is cut by samples "
-                         "needs as many "
-                         "image tokens in each part as there are features of its images: put as many images into each sample")
+        raise ValueError(
+            f"{said}; got {int(found)} places, {places.sum(1).tolist()} in these samples. A batch that is cut by "
+            "samples needs as many image tokens in each part as there are features of its images: put as many images "
+            "into each sample"
+        )
     assert_async(found == wanted, f"{said}: image tokens and image features of this part of the batch do not match")
     return x.masked_scatter(places.unsqueeze(-1), rows)

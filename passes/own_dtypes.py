@@ -1,8 +1,9 @@
-"""Buffers in their own dtypes, in a graph that was captured with all floating tensors of the model in one narrower dtype (mixed precision).
+"""Buffers in their own dtypes, in a graph that was captured with all floating tensors of the model in one narrower
+dtype (mixed precision).
 
-Export has traced the model with buffers in the dtype of activations, so that operand dtypes agree. Afterwards, values computed from buffers
-alone (tables of angles) are computed in the buffers' own dtypes, and updates of buffers (counters, averages) in that of the buffer. Casts
-are inserted where such values are combined with activations.
+Export has traced the model with buffers in the dtype of activations, so that operand dtypes agree. Afterwards, values
+computed from buffers alone (tables of angles) are computed in the buffers' own dtypes, and updates of buffers
+(counters, averages) in that of the buffer. Casts are inserted where such values are combined with activations.
 """
 
 from __future__ import annotations
@@ -20,10 +21,28 @@ from passes import edit, facts
 
 aten = torch.ops.aten
 
-PRODUCTS = frozenset(getattr(aten, name).default for name in (
-    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "einsum", "bilinear", "scaled_dot_product_attention",
-    "conv1d", "conv2d", "conv3d", "convolution", "_convolution")) | {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
-"""What mixed precision is for: of activations they are computed in the dtype of these, also where the result changes a buffer."""
+PRODUCTS = frozenset(
+    getattr(aten, name).default
+    for name in (
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "addbmm",
+        "einsum",
+        "bilinear",
+        "scaled_dot_product_attention",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "convolution",
+        "_convolution",
+    )
+) | {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
+"""What mixed precision is for: of activations they are computed in the dtype of these, also where the result changes a
+buffer."""
 
 TAKES_NUMBERS = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor})
 """A tensor without dims does not lift the dtype of one that has some."""
@@ -31,21 +50,30 @@ TAKES_NUMBERS = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, at
 
 def own_dtypes(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops, every cast spelled `to`, no asserts.
-    does: gives the buffers that `gm.meta["own_dtypes"]` names (fqn -> dtype) that dtype, and what is computed of them; casts what meets
-    activations.
-    gives: activations in the dtypes that they had; new values of buffers in those of the buffers.
+    does: gives the buffers that `gm.meta["own_dtypes"]` names (fqn -> dtype) that dtype, and what is computed of them;
+    casts what meets activations. gives: activations in the dtypes that they had; new values of buffers in those of the
+    buffers.
     """
     wanted: Mapping[str, torch.dtype] = gm.meta.get("own_dtypes", {})
-    own = {node: wanted[node.meta["fqn"]] for node in gm.graph.find_nodes(op="placeholder") if node.meta.get("role") == "buffer" and node.meta["fqn"] in wanted}
-    own = {node: dtype for node, dtype in own.items() if dtype.is_floating_point and dtype.itemsize > 1 and dtype != facts.dtype(node)}
+    own = {
+        node: wanted[node.meta["fqn"]]
+        for node in gm.graph.find_nodes(op="placeholder")
+        if node.meta.get("role") == "buffer" and node.meta["fqn"] in wanted
+    }
+    own = {
+        node: dtype
+        for node, dtype in own.items()
+        if dtype.is_floating_point and dtype.itemsize > 1 and dtype != facts.dtype(node)
+    }
     if own:
         _Own(gm, own).run()
     return edit.finish(gm)
 
 
 class _Own:
-    """One run. `active`: what depends on parameters or floating inputs; `ways`: what lies between a buffer and its new value, and the dtype
-    that it is computed in; `wide`: what has other dtypes than it was captured with, since it is made of buffers."""
+    """One run. `active`: what depends on parameters or floating inputs; `ways`: what lies between a buffer and its new
+    value, and the dtype that it is computed in; `wide`: what has other dtypes than it was captured with, since it is
+    made of buffers."""
 
     def __init__(self, gm: fx.GraphModule, own: dict[fx.Node, torch.dtype]) -> None:
         self.gm, self.own = gm, own
@@ -73,9 +101,15 @@ class _Own:
         self._hold()
 
     def _retype(self, node: fx.Node, dtype: torch.dtype, *, everything: bool = False) -> None:
-        """Compute `node` in `dtype`, with operands that were captured in a narrower one; `everything`: whatever it casts to, too."""
+        """Compute `node` in `dtype`, with operands that were captured in a narrower one; `everything`: whatever it
+        casts to, too."""
         for operand in dict.fromkeys(_floats(node)):
-            if facts.is_tensor(operand) and _dtype(operand) != dtype and _promoted((_dtype(operand), dtype)) == dtype and (everything or _dtype(operand) == self.narrow):
+            if (
+                facts.is_tensor(operand)
+                and _dtype(operand) != dtype
+                and _promoted((_dtype(operand), dtype)) == dtype
+                and (everything or _dtype(operand) == self.narrow)
+            ):
                 node.replace_input_with(operand, self._lifted(operand, dtype, node))
         if everything:
             node.args, node.kwargs = self._in(node.args, dtype), self._in(node.kwargs, dtype)
@@ -91,13 +125,18 @@ class _Own:
     def _meet(self, node: fx.Node, dtype: torch.dtype) -> None:
         """Cast operands that would promote activations of `dtype` to a wider dtype back to `dtype`."""
         for operand in dict.fromkeys(_floats(node)):
-            number = facts.is_tensor(operand) and not facts.shape(operand) and node.target in TAKES_NUMBERS and facts.shape(node)
+            number = (
+                facts.is_tensor(operand)
+                and not facts.shape(operand)
+                and node.target in TAKES_NUMBERS
+                and facts.shape(node)
+            )
             if operand in self.wide and _promoted((_dtype(operand), dtype)) != dtype and not number:
                 node.replace_input_with(operand, self._cast(operand, dtype, node))
 
     def _lifted(self, value: fx.Node, dtype: torch.dtype, user: fx.Node) -> fx.Node:
-        """`value` in the wider `dtype` for `user`: before it was made narrower, or computed in `dtype` all along where it is made of
-        neither activations nor chance."""
+        """`value` in the wider `dtype` for `user`: before it was made narrower, or computed in `dtype` all along where
+        it is made of neither activations nor chance."""
         if _dtype(value) == dtype:
             return value
         if value.target is aten.to.dtype and facts.dtype(value) == self.narrow:
@@ -107,8 +146,13 @@ class _Own:
         if value.op != "call_function" or value in self.active or value in self.wide or _draws(value):
             return self._cast(value, dtype, user)
         if (value, dtype) not in self.casts:
+
             def wider(operand: fx.Node) -> fx.Node:
-                return self._lifted(operand, dtype, value) if facts.is_float(operand) and _dtype(operand) == self.narrow else operand
+                return (
+                    self._lifted(operand, dtype, value)
+                    if facts.is_float(operand) and _dtype(operand) == self.narrow
+                    else operand
+                )
 
             args, kwargs = map_arg((self._in(value.args, dtype), self._in(value.kwargs, dtype)), wider)
             with edit.after(value):
@@ -117,21 +161,32 @@ class _Own:
         return self.casts[value, dtype] if _dtype(self.casts[value, dtype]) == dtype else self._cast(value, dtype, user)
 
     def _cast(self, value: fx.Node, dtype: torch.dtype, user: fx.Node) -> fx.Node:
-        """`value` cast once where it is computed; what the model holds is cast where it is read, each in its own block."""
+        """`value` cast once where it is computed; what the model holds is cast where it is read, each in its own
+        block."""
         made = value.op == "call_function"
         if not made or (value, dtype) not in self.casts:
             with edit.after(value) if made else edit.before(user):
-                self.casts[value, dtype] = edit.call(value.graph, aten.to.dtype, (value, dtype), like=value if made else user)
+                self.casts[value, dtype] = edit.call(
+                    value.graph, aten.to.dtype, (value, dtype), like=value if made else user
+                )
         return self.casts[value, dtype]
 
     def _hold(self) -> None:
         """Cast the new values of buffers to the dtypes of the buffers."""
-        held = {node.meta["fqn"]: node for node in self.gm.graph.find_nodes(op="placeholder") if node.meta.get("role") == "buffer"}
+        held = {
+            node.meta["fqn"]: node
+            for node in self.gm.graph.find_nodes(op="placeholder")
+            if node.meta.get("role") == "buffer"
+        }
         last = edit.output_node(self.gm)
         values = list(last.args[0])  # type: ignore[arg-type]  # what a graph returns
         for index, about in enumerate(self.gm.meta["outputs"]):
-            if about["kind"] == "mutation" and (dtype := facts.dtype(held[about["target"]])) != facts.dtype(values[index]):
-                values[index] = (self._lifted if _promoted((facts.dtype(values[index]), dtype)) == dtype else self._cast)(values[index], dtype, last)
+            if about["kind"] == "mutation" and (dtype := facts.dtype(held[about["target"]])) != facts.dtype(
+                values[index]
+            ):
+                values[index] = (
+                    self._lifted if _promoted((facts.dtype(values[index]), dtype)) == dtype else self._cast
+                )(values[index], dtype, last)
         last.args = (tuple(values),)
 
 
@@ -149,8 +204,8 @@ def _active(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def _ways(gm: fx.GraphModule, own: Mapping[fx.Node, torch.dtype], active: set[fx.Node]) -> dict[fx.Node, torch.dtype]:
-    """What lies between one of the buffers `own` and its new value, without activations (what depends on inputs and is larger than the
-    buffer), products of them, and what goes through these."""
+    """What lies between one of the buffers `own` and its new value, without activations (what depends on inputs and is
+    larger than the buffer), products of them, and what goes through these."""
     place = {node: number for number, node in enumerate(gm.graph.nodes)}
     named = {node.meta["fqn"]: node for node in own}
     fed = _fed(gm)
@@ -158,12 +213,21 @@ def _ways(gm: fx.GraphModule, own: Mapping[fx.Node, torch.dtype], active: set[fx
 
     def passes(node: fx.Node, most: facts.Size) -> bool:
         small = node not in fed or all(isinstance(size, int) and size <= most for size in _sizes(node))
-        return small and node.op == "call_function" and facts.is_float(node) and not (node.target in PRODUCTS and node in active)
+        return (
+            small
+            and node.op == "call_function"
+            and facts.is_float(node)
+            and not (node.target in PRODUCTS and node in active)
+        )
 
     def way(buffer: fx.Node, value: fx.Node) -> set[fx.Node]:
         most = facts.numel(buffer)
-        behind = _reached(buffer, lambda node: (user for user in node.users if place[user] <= place[value] and passes(user, most)))
-        return behind & _reached(value, lambda node: (operand for operand in _floats(node) if operand in behind)) - {buffer}
+        behind = _reached(
+            buffer, lambda node: (user for user in node.users if place[user] <= place[value] and passes(user, most))
+        )
+        return behind & _reached(value, lambda node: (operand for operand in _floats(node) if operand in behind)) - {
+            buffer
+        }
 
     for value, fqns in edit.mutated(gm).items():
         for buffer in (named[fqn] for fqn in fqns if fqn in named):
@@ -183,7 +247,9 @@ def _fed(gm: fx.GraphModule) -> set[fx.Node]:
 
 def _sizes(node: fx.Node) -> Iterator[facts.Size]:
     """The number of elements of each tensor that `node` gives."""
-    return (prod(facts.as_size(size, node.graph.owning_module) for size in tensor.shape) for tensor in facts.tensors(node))
+    return (
+        prod(facts.as_size(size, node.graph.owning_module) for size in tensor.shape) for tensor in facts.tensors(node)
+    )
 
 
 def _reached(start: fx.Node, steps: Callable[[fx.Node], Iterator[fx.Node]]) -> set[fx.Node]:
@@ -202,7 +268,9 @@ def _floats(node: fx.Node) -> list[fx.Node]:
 
 def _dtype(node: fx.Node) -> torch.dtype:
     """The dtype of the floating numbers that `node` gives."""
-    return next(tensor.dtype for tensor in facts.tensors(node) if tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+    return next(
+        tensor.dtype for tensor in facts.tensors(node) if tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    )
 
 
 def _promoted(dtypes: Any) -> torch.dtype:

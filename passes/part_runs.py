@@ -20,7 +20,8 @@ from passes import edit
 from passes.fold_repeats import body_of, is_folded
 
 Parts = Mapping[str, Mapping[str, int]]
-"""Run (by the name of its body) -> what its second part, third part, ... are called, and the instance that each begins with."""
+"""Run (by the name of its body) -> what its second part, third part, ... are called, and the instance that each begins
+with."""
 
 
 def part_runs(gm: fx.GraphModule, parts: Parts) -> fx.GraphModule:
@@ -41,15 +42,20 @@ def part_runs(gm: fx.GraphModule, parts: Parts) -> fx.GraphModule:
 def part_names(gm: fx.GraphModule, name: str, begins: Sequence[int]) -> dict[str, int]:
     """Names for the parts of the run `name` that begin with these instances, as the fold would have named them."""
     about = gm.get_submodule(name).meta
-    return {re.sub(r"\W", "_", f"{about['container']}_{about['start'] + begin * about['period']}"): begin for begin in begins}  # type: ignore[index]
+    return {
+        re.sub(r"\W", "_", f"{about['container']}_{about['start'] + begin * about['period']}"): begin  # type: ignore[index]
+        for begin in begins
+    }
 
 
 def _part(gm: fx.GraphModule, call: fx.Node, begins: Mapping[str, int]) -> None:
     whole, body = int(call.meta["repeat"]), body_of(call)
     edges = [0, *begins.values(), whole]
     if any(a >= b for a, b in itertools.pairwise(edges)):
-        raise ValueError(f"{call.target} has {whole} instances and cannot be parted in front of {list(begins.values())}: every part needs "
-                         "one")
+        raise ValueError(
+            f"{call.target} has {whole} instances and cannot be parted in front of {list(begins.values())}: every part "
+            "needs one"
+        )
     taken = [name for name in begins if hasattr(gm, name)]
     if taken:
         raise ValueError(f"a part of {call.target} cannot be called {taken[0]!r}: the graph has that already")

@@ -1,7 +1,8 @@
-"""Recognises rows that are selected by the values of an index tensor: `token, rank = torch.where(chosen == 3)` in all its spellings.
+"""Recognises rows that are selected by the values of an index tensor: `token, rank = torch.where(chosen == 3)` in all
+its spellings.
 
-    chosen == 3,  one_hot(chosen, e).permute(2, 1, 0)[3],  (chosen.unsqueeze(-1) == arange(e)).unbind(-1)[3],  (chosen == 3).any(-1)
-    torch.where(mask),  mask.nonzero(as_tuple=True),  mask.nonzero()[:, 0],  the mask as an index
+    chosen == 3,  one_hot(chosen, e).permute(2, 1, 0)[3],  (chosen.unsqueeze(-1) == arange(e)).unbind(-1)[3],  (chosen
+    == 3).any(-1) torch.where(mask),  mask.nonzero(as_tuple=True),  mask.nonzero()[:, 0],  the mask as an index
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ TOKEN, RANK, NUMBER = "token", "rank", "number"
 
 @dataclass(frozen=True)
 class Mask:
-    """Where `chosen [..., k]`, or `[...]`, holds `number` (None where all numbers are a dim); `dims` says what the dims of the mask are,
-    dims of tokens that are not merged by their position. `over`: where any of the k is the number."""
+    """Where `chosen [..., k]`, or `[...]`, holds `number` (None where all numbers are a dim); `dims` says what the dims
+    of the mask are, dims of tokens that are not merged by their position. `over`: where any of the k is the number."""
 
     chosen: fx.Node
     number: int | None
@@ -55,8 +56,8 @@ def picked(index: Any) -> tuple[Mask, str] | None:
 
 
 def tokens(indices: Sequence[Any]) -> tuple[Mask, int] | None:
-    """The mask whose tokens the first one of `indices` names, in their order, and how many dims of tokens that index is for; None where it
-    names anything else."""
+    """The mask whose tokens the first one of `indices` names, in their order, and how many dims of tokens that index is
+    for; None where it names anything else."""
     if (found := picked(indices[0])) is not None:
         return (found[0], 1) if found[1] == TOKEN else None
     mask = mask_of(indices[0])
@@ -80,7 +81,9 @@ def places(index: Any) -> tuple[Any, int] | None:
         if edit.call_of(source, aten.where.default, aten.nonzero_numpy.default) is not None:
             return source.args[0], dim  # type: ignore[return-value, union-attr]
         columns = edit.call_of(source, aten.unbind.int)
-        places = edit.call_of(columns and edit.args_of(columns)["dim"] in (1, -1) and columns.args[0], aten.nonzero.default)
+        places = edit.call_of(
+            columns and edit.args_of(columns)["dim"] in (1, -1) and columns.args[0], aten.nonzero.default
+        )
         return None if places is None else (places.args[0], dim)  # type: ignore[return-value]
     if (column := edit.call_of(index, aten.select.int)) is not None:
         places = edit.call_of(column.args[1] in (1, -1) and column.args[0], aten.nonzero.default)
@@ -110,7 +113,12 @@ def _compared(node: fx.Node) -> Mask | None:
     if node.target is aten.eq.Tensor:
         for one, other in (node.args, node.args[::-1]):
             apart, numbers = edit.call_of(one, aten.unsqueeze.default), edit.call_of(other, aten.arange.default)
-            if apart is not None and numbers is not None and len(numbers.args) == 1 and apart.args[1] in (-1, len(facts.shape(apart)) - 1):
+            if (
+                apart is not None
+                and numbers is not None
+                and len(numbers.args) == 1
+                and apart.args[1] in (-1, len(facts.shape(apart)) - 1)
+            ):
                 return _fresh(apart.args[0], None, (NUMBER,))  # type: ignore[arg-type]
     return None
 
@@ -145,7 +153,11 @@ def _unbound(node: fx.Node, mask: Mask) -> Mask | None:
 
 def _of_one_number(mask: Mask, dim: int, number: int) -> Mask | None:
     dim %= len(mask.dims)
-    return replace(mask, number=number, dims=mask.dims[:dim] + mask.dims[dim + 1:]) if mask.dims[dim] == NUMBER and number >= 0 else None
+    return (
+        replace(mask, number=number, dims=mask.dims[:dim] + mask.dims[dim + 1 :])
+        if mask.dims[dim] == NUMBER and number >= 0
+        else None
+    )
 
 
 def _merged(node: fx.Node, mask: Mask) -> Mask | None:
@@ -155,16 +167,30 @@ def _merged(node: fx.Node, mask: Mask) -> Mask | None:
         return None
     if len(sizes) == 1:
         return replace(mask, dims=(TOKEN,))
-    return replace(mask, dims=(TOKEN, RANK)) if not mask.over and len(sizes) == 2 and sizes[1] == facts.shape(mask.chosen)[-1] else None
+    return (
+        replace(mask, dims=(TOKEN, RANK))
+        if not mask.over and len(sizes) == 2 and sizes[1] == facts.shape(mask.chosen)[-1]
+        else None
+    )
 
 
 def _any(node: fx.Node, mask: Mask) -> Mask | None:
     """Over what a token chose."""
     given = edit.args_of(node)
     dim = given["dim"] % len(mask.dims)
-    return None if given["keepdim"] or mask.dims[dim] != RANK else replace(mask, dims=mask.dims[:dim] + mask.dims[dim + 1:], over=True)
+    return (
+        None
+        if given["keepdim"] or mask.dims[dim] != RANK
+        else replace(mask, dims=mask.dims[:dim] + mask.dims[dim + 1 :], over=True)
+    )
 
 
-MOVES: dict[Any, Any] = {aten.permute.default: _permuted, aten.transpose.int: _transposed, aten.select.int: _selected, operator.getitem: _unbound,
-                         aten.reshape.default: _merged, aten.any.dim: _any}
+MOVES: dict[Any, Any] = {
+    aten.permute.default: _permuted,
+    aten.transpose.int: _transposed,
+    aten.select.int: _selected,
+    operator.getitem: _unbound,
+    aten.reshape.default: _merged,
+    aten.any.dim: _any,
+}
 """What an operator makes of a mask."""

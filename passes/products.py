@@ -1,8 +1,8 @@
 """Products that torch has under other names, as matmuls and einsums, so that the rules and formulas of these apply.
 
-    tensordot(x, w, 2)               einsum("abcd,cde->abe", x, w)
-    linalg.multi_dot([x, u, v])      (x @ u) @ v, or x @ (u @ v) where that is less work
-    bilinear(x, y, w, b)             einsum("...aj,...j->...a", einsum("...i,aij->...aj", x, w), y) + b
+tensordot(x, w, 2)               einsum("abcd,cde->abe", x, w)
+linalg.multi_dot([x, u, v])      (x @ u) @ v, or x @ (u @ v) where that is less work
+bilinear(x, y, w, b)             einsum("...aj,...j->...a", einsum("...i,aij->...aj", x, w), y) + b
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ aten = torch.ops.aten
 
 def products(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
-    does: writes tensordot, inner, addbmm and bilinear as einsums, chains of matrices as matmuls in the order of least work.
-    gives: the same values, up to rounding, in ops that have rules and prices.
+    does: writes tensordot, inner, addbmm and bilinear as einsums, chains of matrices as matmuls in the order of least
+    work. gives: the same values, up to rounding, in ops that have rules and prices.
     """
     return edit.rewrite(gm, PRODUCTS)
 
@@ -34,7 +34,8 @@ def _einsum(node: fx.Node, equation: str, *operands: fx.Node) -> fx.Node:
 
 
 def _summed(node: fx.Node, left: fx.Node, right: fx.Node, pairs: Sequence[tuple[int, int]]) -> fx.Node:
-    """Dims of both that `pairs` names are multiplied and summed; the others of `left`, then of `right`, are those of the result."""
+    """Dims of both that `pairs` names are multiplied and summed; the others of `left`, then of `right`, are those of
+    the result."""
     ranks = [len(facts.shape(operand)) for operand in (left, right)]
     one, other = ascii_letters[: ranks[0]], list(ascii_letters[ranks[0] : sum(ranks)])
     for first, second in pairs:
@@ -81,24 +82,38 @@ def _chain(node: fx.Node) -> fx.Node:
     """Matrices, the first and the last of which may be a row and a column that are written as vectors."""
     factors = edit.tensor_operands(node)
     sizes = [[facts.example(node, size) for size in facts.value(factor).shape] for factor in factors]
-    bounds = (1 if len(sizes[0]) == 1 else sizes[0][0], *(size[0] for size in sizes[1:]), 1 if len(sizes[-1]) == 1 else sizes[-1][1])
+    bounds = (
+        1 if len(sizes[0]) == 1 else sizes[0][0],
+        *(size[0] for size in sizes[1:]),
+        1 if len(sizes[-1]) == 1 else sizes[-1][1],
+    )
 
     def multiplied(first: int, stop: int) -> fx.Node:
         if stop - first == 1:
             return factors[first]
         _, middle = least(bounds, first, stop)
-        return edit.call(node.graph, aten.matmul.default, (multiplied(first, middle), multiplied(middle, stop)), like=node)
+        return edit.call(
+            node.graph, aten.matmul.default, (multiplied(first, middle), multiplied(middle, stop)), like=node
+        )
 
     return multiplied(0, len(factors))
 
 
 @cache
 def least(bounds: tuple[int, ...], first: int, stop: int) -> tuple[int, int]:
-    """The fewest products of numbers that multiply matrices `first` to `stop`, matrix i being `bounds[i]` x `bounds[i + 1]`; and where the
-    last product has its left operand end."""
+    """The fewest products of numbers that multiply matrices `first` to `stop`, matrix i being `bounds[i]` x `bounds[i +
+    1]`; and where the last product has its left operand end."""
     if stop - first == 1:
         return 0, stop
-    return min((least(bounds, first, middle)[0] + least(bounds, middle, stop)[0] + bounds[first] * bounds[middle] * bounds[stop], middle) for middle in range(first + 1, stop))
+    return min(
+        (
+            least(bounds, first, middle)[0]
+            + least(bounds, middle, stop)[0]
+            + bounds[first] * bounds[middle] * bounds[stop],
+            middle,
+        )
+        for middle in range(first + 1, stop)
+    )
 
 
 PRODUCTS: dict[Any, Callable[[fx.Node], fx.Node]] = {

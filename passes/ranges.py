@@ -1,7 +1,8 @@
-"""Replaces indexing with a range over a whole dim by `gather`: `x[arange(b), last]` reads each sample at its own position.
+"""Replaces indexing with a range over a whole dim by `gather`: `x[arange(b), last]` reads each sample at its own
+position.
 
-General indexing may read any sample at any position, so neither dim could be split. `gather` states that each sample reads itself only; an
-index of nothing but ranges is the identity.
+General indexing may read any sample at any position, so neither dim could be split. `gather` states that each sample
+reads itself only; an index of nothing but ranges is the identity.
 """
 
 from __future__ import annotations
@@ -19,16 +20,30 @@ aten = torch.ops.aten
 RANGES: dict[Any, int] = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
 """Where each has its end; what it begins with is in front of it, its step behind it."""
 
-PLACES = (aten.argmax.default, aten.argmin.default, aten.argsort.default, aten.argsort.stable, aten.bucketize.Tensor, aten.searchsorted.Tensor)
+PLACES = (
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.argsort.default,
+    aten.argsort.stable,
+    aten.bucketize.Tensor,
+    aten.searchsorted.Tensor,
+)
 PLACED = (aten.max.dim, aten.min.dim, aten.sort.default, aten.sort.stable, aten.topk.default)
 """What gives numbers of places, as its result or as the second of two."""
-SEEN = (aten.reshape.default, aten.select.int, aten.slice.Tensor, aten.squeeze.dim, aten.to.dtype, aten.unsqueeze.default)
+SEEN = (
+    aten.reshape.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.squeeze.dim,
+    aten.to.dtype,
+    aten.unsqueeze.default,
+)
 
 
 @dataclass(frozen=True)
 class _Indexed:
-    """`index(x, indices)` whose indices are of neighbouring dims from `first` on; `own[i]` is the dim of the block that index i is a range
-    along, or None, and `rank` the number of dims of the block."""
+    """`index(x, indices)` whose indices are of neighbouring dims from `first` on; `own[i]` is the dim of the block that
+    index i is a range along, or None, and `rank` the number of dims of the block."""
 
     x: fx.Node
     first: int
@@ -44,8 +59,8 @@ class _Indexed:
 
 def ranges(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops, every change of sizes spelled `reshape`.
-    does: of `index` with ranges over whole dims among its indices makes permutations, where there is nothing else, or `gather` or
-    `index_select`
+    does: of `index` with ranges over whole dims among its indices makes permutations, where there is nothing else, or
+    `gather` or `index_select`
           along the one dim that has other positions.
     gives: no index that is a range over a whole dim; with two other indices all stay as they are.
     """
@@ -66,7 +81,9 @@ def _read(node: fx.Node) -> _Indexed | None:
     x, given = edit.args_of(node).values()
     places = [i for i, index in enumerate(given) if index is not None]
     indices = tuple(given[i] for i in places)
-    if places != list(range(places[0], places[0] + len(places))) or any(facts.dtype(index).itemsize == 1 for index in indices):
+    if places != list(range(places[0], places[0] + len(places))) or any(
+        facts.dtype(index).itemsize == 1 for index in indices
+    ):
         return None
     rank = max(len(facts.shape(index)) for index in indices)
     own = [_along(index, facts.shape(x)[place], rank) for index, place in zip(indices, places, strict=True)]
@@ -81,17 +98,22 @@ def _along(index: fx.Node, size: facts.Size, rank: int) -> int | None:
     if len(wide) != 1 or shape[wide[0]] != size:
         return None
     made: Any = index
-    while isinstance(made, fx.Node) and made.target in (aten.unsqueeze.default, aten.reshape.default, aten.to.dtype) and not facts.is_float(made):
+    while (
+        isinstance(made, fx.Node)
+        and made.target in (aten.unsqueeze.default, aten.reshape.default, aten.to.dtype)
+        and not facts.is_float(made)
+    ):
         made = made.args[0]
     if not isinstance(made, fx.Node) or made.target not in RANGES or len(facts.shape(made)) != 1:
         return None
     end = RANGES[made.target]
-    zero, steps = made.args[:end], made.args[end + 1:]
+    zero, steps = made.args[:end], made.args[end + 1 :]
     return wide[0] + rank - len(shape) if zero in ((), (0,)) and steps in ((), (1,)) else None
 
 
 def _turned(found: _Indexed, x: fx.Node, dims: list[int], node: fx.Node) -> fx.Node:
-    """`x`, whose dims from the first indexed one on are the `dims` of the block, with these in order and of size 1 where there is none."""
+    """`x`, whose dims from the first indexed one on are the `dims` of the block, with these in order and of size 1
+    where there is none."""
     rank, at = len(facts.shape(x)), found.first
     order = [*range(at), *(at + dims.index(dim) for dim in sorted(dims)), *range(at + len(dims), rank)]
     if order != list(range(rank)):
@@ -103,8 +125,8 @@ def _turned(found: _Indexed, x: fx.Node, dims: list[int], node: fx.Node) -> fx.N
 
 
 def _taken(found: _Indexed, number: int, node: fx.Node) -> fx.Node | None:
-    """`x` read along the one dim whose index, the `number`-th, is no range; None where that has more than one dim that no range goes
-    along."""
+    """`x` read along the one dim whose index, the `number`-th, is no range; None where that has more than one dim that
+    no range goes along."""
     index = found.indices[number]
     missing = found.rank - len(facts.shape(index))
     shape = (1,) * missing + facts.shape(index)
@@ -121,14 +143,17 @@ def _taken(found: _Indexed, number: int, node: fx.Node) -> fx.Node | None:
         one = index if free else edit.call(node.graph, aten.unsqueeze.default, (index, 0), like=node)
         x = edit.call(node.graph, aten.index_select.default, (found.x, along, one), like=node)
     else:
-        x = edit.call(node.graph, aten.gather.default, (found.x, along, _spread(found, index, kept, free, along, node)), like=node)
+        x = edit.call(
+            node.graph, aten.gather.default, (found.x, along, _spread(found, index, kept, free, along, node)), like=node
+        )
     if not free:
         return _turned(found, edit.call(node.graph, aten.squeeze.dim, (x, along), like=node), found.named, node)
-    return _turned(found, x, [*found.named[:along - at], *free, *found.named[along - at:]], node)
+    return _turned(found, x, [*found.named[: along - at], *free, *found.named[along - at :]], node)
 
 
 def _from_front(index: fx.Node, size: int | fx.Node, node: fx.Node) -> fx.Node:
-    """The numbers of `index`, of which those below 0 count from the end of a dim of `size`: only `index` itself takes them so."""
+    """The numbers of `index`, of which those below 0 count from the end of a dim of `size`: only `index` itself takes
+    them so."""
     if _counts(index):
         return index
     below = edit.call(node.graph, aten.lt.Scalar, (index, 0), like=node)
@@ -137,8 +162,8 @@ def _from_front(index: fx.Node, size: int | fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _counts(index: Any) -> bool:
-    """Whether it is known that no number of `index` is below 0: it says which is the largest, the first, ..., or is left over by a
-    division."""
+    """Whether it is known that no number of `index` is below 0: it says which is the largest, the first, ..., or is
+    left over by a division."""
     while (source := edit.call_of(index, *SEEN)) is not None and not facts.is_float(source.args[0]):  # type: ignore[arg-type]  # a tensor
         index = source.args[0]
     if edit.call_of(edit.part_of(index, 1), *PLACED) is not None or edit.call_of(index, *PLACES) is not None:

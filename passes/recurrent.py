@@ -1,7 +1,7 @@
 """Recurrent networks of torch.nn, one operator each: their FLOPs, and what they keep for the backward on CPUs.
 
-Each layer multiplies its inputs at all positions with one matrix, and its state at each position with another, separately for each
-direction. The results of a layer are the inputs of the next.
+Each layer multiplies its inputs at all positions with one matrix, and its state at each position with another,
+separately for each direction. The results of a layer are the inputs of the next.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ CELLS = (aten.gru_cell.default, aten.lstm_cell.default, aten.rnn_relu_cell.defau
 """One position of one layer."""
 
 ONEDNN = (torch.float32, torch.bfloat16)
-"""dtypes in which oneDNN computes an LSTM on CPUs (RNN.cpp, use_mkldnn; the narrow one where the machine has instructions for it)."""
+"""dtypes in which oneDNN computes an LSTM on CPUs (RNN.cpp, use_mkldnn; the narrow one where the machine has
+instructions for it)."""
 
 WIDE = torch.float32.itemsize
 
 
 @dataclass(frozen=True)
 class Network:
-    """A call: how many positions and samples it has, and of each layer the matrices and all weights of each direction."""
+    """A call: how many positions and samples it has, and of each layer the matrices and all weights of each
+    direction."""
 
     node: fx.Node
     steps: Size
@@ -56,8 +58,8 @@ class Network:
         return self.steps * self.samples
 
     def sizes(self, weights: tuple[fx.Node, ...]) -> tuple[Size, Size, Size]:
-        """Numbers that come in to one direction of a layer, that it computes with, and that it gives, which are fewer where these are
-        projected."""
+        """Numbers that come in to one direction of a layer, that it computes with, and that it gives, which are fewer
+        where these are projected."""
         (_, wide), (rows, given) = (facts.shape(matrix) for matrix in matrices(weights)[:2])
         return wide, rows // GATES[self.node.target], given
 
@@ -65,12 +67,20 @@ class Network:
 def network(node: fx.Node) -> Network:
     """The layers of a call."""
     given = edit.args_of(node)
-    samples, steps, _ = facts.shape(given["input"]) if given["batch_first"] else [facts.shape(given["input"])[dim] for dim in (1, 0, 2)]
+    samples, steps, _ = (
+        facts.shape(given["input"]) if given["batch_first"] else [facts.shape(given["input"])[dim] for dim in (1, 0, 2)]
+    )
     params, ways = tuple(given["params"]), 2 if given["bidirectional"] else 1
     each = len(params) // (given["num_layers"] * ways)
     apart = [params[start : start + each] for start in range(0, len(params), each)]
     states = given["hx"] if isinstance(given["hx"], (list, tuple)) else (given["hx"],)
-    return Network(node, steps, samples, tuple(states), tuple(tuple(apart[start : start + ways]) for start in range(0, len(apart), ways)))
+    return Network(
+        node,
+        steps,
+        samples,
+        tuple(states),
+        tuple(tuple(apart[start : start + ways]) for start in range(0, len(apart), ways)),
+    )
 
 
 def matrices(weights: tuple[fx.Node, ...]) -> list[fx.Node]:
@@ -81,12 +91,17 @@ def matrices(weights: tuple[fx.Node, ...]) -> list[fx.Node]:
 def flops(node: fx.Node) -> Size:
     """Every matrix with every position of every sample."""
     found = network(node)
-    return 2 * found.rows * sum(facts.numel(matrix) for layer in found.layers for weights in layer for matrix in matrices(weights))
+    return (
+        2
+        * found.rows
+        * sum(facts.numel(matrix) for layer in found.layers for weights in layer for matrix in matrices(weights))
+    )
 
 
 def backward_flops(node: fx.Node, carries: Mapping[fx.Node, bool]) -> Size:
-    """As much again for the gradients of weights, and for those of what comes in where it has any, as it has above a layer that trains.
-    States have gradients from the second position on, the first one only where it is given as a trained tensor."""
+    """As much again for the gradients of weights, and for those of what comes in where it has any, as it has above a
+    layer that trains. States have gradients from the second position on, the first one only where it is given as a
+    trained tensor."""
     found = network(node)
     inward, first = carries[found.data], any(carries[state] for state in found.states)
     total: Size = 0
@@ -94,10 +109,16 @@ def backward_flops(node: fx.Node, carries: Mapping[fx.Node, bool]) -> Size:
         trains = inward or first or any(carries[weight] for weights in layer for weight in weights)
         for weights in layer:
             across, along, *projected = matrices(weights)
-            total = total + 2 * found.rows * sum(facts.numel(matrix) for matrix in (across, along, *projected) if carries[matrix])
+            total = total + 2 * found.rows * sum(
+                facts.numel(matrix) for matrix in (across, along, *projected) if carries[matrix]
+            )
             total = total + 2 * found.rows * facts.numel(across) * int(inward)
             if trains:
-                total = total + 2 * (found.rows - (0 if first else found.samples)) * facts.numel(along) + 2 * found.rows * sum(map(facts.numel, projected))
+                total = (
+                    total
+                    + 2 * (found.rows - (0 if first else found.samples)) * facts.numel(along)
+                    + 2 * found.rows * sum(map(facts.numel, projected))
+                )
         inward = trains
     return total
 
@@ -121,7 +142,9 @@ def cell_flops(node: fx.Node) -> Size:
 
 def cell_backward_flops(node: fx.Node, carries: Mapping[fx.Node, bool]) -> Size:
     """Of each product as much again for each of the two that has a gradient."""
-    return sum(2 * _samples(rows) * facts.numel(matrix) * (carries[rows] + carries[matrix]) for rows, matrix in _cell(node))
+    return sum(
+        2 * _samples(rows) * facts.numel(matrix) * (carries[rows] + carries[matrix]) for rows, matrix in _cell(node)
+    )
 
 
 def saved_on_cpu(node: fx.Node, grads: list[bool]) -> Saved:
@@ -139,23 +162,32 @@ def saved_on_cpu(node: fx.Node, grads: list[bool]) -> Saved:
 
 
 def _kept_by_positions(found: Network, inward: bool) -> tuple[tuple[int, ...], Size]:
-    """Of operands all but biases, and but for the matrices of what comes in where that has no gradient; gates and states of each
-    position."""
-    kept = [matrix for depth, layer in enumerate(found.layers) for weights in layer for matrix in matrices(weights)[0 if depth or inward else 1 :]]
+    """Of operands all but biases, and but for the matrices of what comes in where that has no gradient; gates and
+    states of each position."""
+    kept = [
+        matrix
+        for depth, layer in enumerate(found.layers)
+        for weights in layer
+        for matrix in matrices(weights)[0 if depth or inward else 1 :]
+    ]
     operands = edit.tensor_operands(found.node)
     positions = tuple(place for place, operand in enumerate(operands) if place <= len(found.states) or operand in kept)
     return positions, sum(_position_by_position(found, weights) for layer in found.layers for weights in layer)
 
 
 def _kept_by_onednn(found: Network, inward: bool) -> tuple[tuple[int, ...], Size]:
-    """All operands, a workspace for each direction of each layer, and what that gives: that of the last layer is the result, where the
-    result is not that of both directions side by side; that of another one comes in to the next, unless it is side by side too, or some of
-    it is dropped."""
+    """All operands, a workspace for each direction of each layer, and what that gives: that of the last layer is the
+    result, where the result is not that of both directions side by side; that of another one comes in to the next,
+    unless it is side by side too, or some of it is dropped."""
     operands = tuple(range(len(edit.tensor_operands(found.node))))
     extra = sum(_workspace(found, weights) for layer in found.layers for weights in layer)
     if len(found.layers[0]) > 1:
-        return operands, extra + sum(found.nbytes(found.sizes(weights)[2]) for layer in found.layers for weights in layer)
-    return (*operands, len(operands)), extra + sum(found.nbytes(found.sizes(layer[0])[2]) for layer in found.layers[:-1] if _drops(found))
+        return operands, extra + sum(
+            found.nbytes(found.sizes(weights)[2]) for layer in found.layers for weights in layer
+        )
+    return (*operands, len(operands)), extra + sum(
+        found.nbytes(found.sizes(layer[0])[2]) for layer in found.layers[:-1] if _drops(found)
+    )
 
 
 def _turned(found: Network) -> bool:
@@ -172,7 +204,8 @@ def _drops(found: Network) -> bool:
 
 
 def _position_by_position(found: Network, weights: tuple[fx.Node, ...]) -> Size:
-    """Gates, and states before and behind them; those before the first position are operands. A projection keeps what it projects."""
+    """Gates, and states before and behind them; those before the first position are operands. A projection keeps what
+    it projects."""
     _, hidden, given = found.sizes(weights)
     several: dict[Any, tuple[Size, Size]] = {
         aten.gru.input: (6 * hidden + given, given),
@@ -183,8 +216,9 @@ def _position_by_position(found: Network, weights: tuple[fx.Node, ...]) -> Size:
 
 
 def _workspace(found: Network, weights: tuple[fx.Node, ...]) -> Size:
-    """Gates and outputs of each position; states, of which there is one more than positions, in front of the layer and behind it, and room
-    for their gradients in float32. And the last states, which are results of their own. As oneDNN 3 lays it out, but for its pages."""
+    """Gates and outputs of each position; states, of which there is one more than positions, in front of the layer and
+    behind it, and room for their gradients in float32. And the last states, which are results of their own. As oneDNN 3
+    lays it out, but for its pages."""
     itemsize = facts.dtype(found.data).itemsize
     wide, hidden, _ = found.sizes(weights)
     assert isinstance(wide, int) and isinstance(hidden, int)  # as those of weights are
@@ -195,8 +229,8 @@ def _workspace(found: Network, weights: tuple[fx.Node, ...]) -> Size:
 
 
 def line(numbers: int, itemsize: int) -> int:
-    """Elements per row in oneDNN's memory: padded to whole cache lines, and by one line more where they are a multiple of 256, so that rows
-    do not start in the same cache set."""
+    """Elements per row in oneDNN's memory: padded to whole cache lines, and by one line more where they are a multiple
+    of 256, so that rows do not start in the same cache set."""
     line = 64 // itemsize
     rounded = -(-numbers // line) * line
     return rounded + line if rounded % 256 == 0 else rounded

@@ -18,8 +18,8 @@ aten = torch.ops.aten
 
 def rejoined(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: every change of sizes spelled `reshape`.
-    does: finds all pieces that a tensor was unbound into along its first dim, in order, one behind the other or stacked.
-    gives: a reshape that merges the first two dims, or the tensor itself.
+    does: finds all pieces that a tensor was unbound into along its first dim, in order, one behind the other or
+    stacked. gives: a reshape that merges the first two dims, or the tensor itself.
     """
     for node in edit.calls(gm, aten.cat.default, aten.stack.default):
         given = edit.args_of(node)
@@ -39,7 +39,12 @@ def _whole(pieces: Any) -> fx.Node | None:
     """The tensor, of two dims or more, that `pieces` are all rows of, in order."""
     splits = dict.fromkeys(piece.args[0] if piece.target is operator.getitem else None for piece in pieces)
     split = next(iter(splits), None)
-    if len(splits) != 1 or not isinstance(split, fx.Node) or split.target is not aten.unbind.int or edit.args_of(split)["dim"] != 0:
+    if (
+        len(splits) != 1
+        or not isinstance(split, fx.Node)
+        or split.target is not aten.unbind.int
+        or edit.args_of(split)["dim"] != 0
+    ):
         return None
     source: fx.Node = split.args[0]  # type: ignore[assignment]  # what is unbound
     in_order = [piece.args[1] for piece in pieces] == list(range(len(facts.tensors(split))))

@@ -1,8 +1,9 @@
 """Finds runs of alike blocks in a flat graph.
 
-Candidates are the children of a container by module path (`model.layers.0`, `.1`, ...). Two are alike when their calls, static arguments
-and sizes agree node by node, and the same of their weights train; a run is a chain when every outside value of instance i+1 is either the
-same as that of instance i (invariant) or one fixed result of instance i (carried). Each may give new values to buffers of its own.
+Candidates are the children of a container by module path (`model.layers.0`, `.1`, ...). Two are alike when their calls,
+static arguments and sizes agree node by node, and the same of their weights train; a run is a chain when every outside
+value of instance i+1 is either the same as that of instance i (invariant) or one fixed result of instance i (carried).
+Each may give new values to buffers of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ MAX_PERIOD = 8
 class Instance:
     """One block (or `period` blocks in a row): its calls in order, and the values from outside in order of first use.
 
-    `mutated` says which values are new ones of buffers (`edit.mutated`); `writes` are those of this instance: index of the call
-    whose result it is, and outside slot of the buffer (-1: one that the instance does not read).
+    `mutated` says which values are new ones of buffers (`edit.mutated`); `writes` are those of this instance: index of
+    the call whose result it is, and outside slot of the buffer (-1: one that the instance does not read).
     """
 
     start: int
@@ -43,7 +44,13 @@ class Instance:
             if operand in index:
                 return ("in", index[operand])
             slot = slots.setdefault(operand, len(slots))
-            return ("out", slot, is_weight(operand), bool(operand.meta.get("requires_grad")) and is_weight(operand), _facts(operand))
+            return (
+                "out",
+                slot,
+                is_weight(operand),
+                bool(operand.meta.get("requires_grad")) and is_weight(operand),
+                _facts(operand),
+            )
 
         rows = []
         for node in self.nodes:
@@ -58,7 +65,8 @@ class Instance:
 
 @dataclass
 class Run:
-    """Alike instances in a row. `carried`: outside slot -> index of the call whose result the next instance gets there."""
+    """Alike instances in a row. `carried`: outside slot -> index of the call whose result the next instance gets
+    there."""
 
     container: str
     period: int
@@ -106,8 +114,8 @@ def find_runs(gm: fx.GraphModule, container: str) -> list[Run]:
 
 
 def _blocks(gm: fx.GraphModule, container: str) -> dict[int, list[fx.Node]]:
-    """Calls per child of the container, in graph order; calls between two blocks go to the later one, sizes that one block alone
-    uses to that block."""
+    """Calls per child of the container, in graph order; calls between two blocks go to the later one, sizes that one
+    block alone uses to that block."""
     place: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:
         inside = re.match(re.escape(container) + r"\.(\d+)(?:\.|$)", node.meta.get("module", ""))
@@ -133,7 +141,11 @@ def _blocks(gm: fx.GraphModule, container: str) -> dict[int, list[fx.Node]]:
 
 
 def _run_from(
-    container: str, blocks: dict[int, list[fx.Node]], order: list[int], period: int, mutated: Mapping[fx.Node, list[str]]
+    container: str,
+    blocks: dict[int, list[fx.Node]],
+    order: list[int],
+    period: int,
+    mutated: Mapping[fx.Node, list[str]],
 ) -> Run | None:
     """The longest run of this period that starts at the first block of `order`."""
     instances: list[Instance] = []
@@ -172,11 +184,14 @@ def _links(before: Instance, after: Instance) -> dict[int, int] | None:
 
 def _owned(run: Run) -> bool:
     """Whether each instance writes only to buffers that it alone has."""
-    return not any(slot < 0 or slot in run.carried or same_everywhere(run.instances, slot) for _, slot in run.instances[0].writes)
+    return not any(
+        slot < 0 or slot in run.carried or same_everywhere(run.instances, slot) for _, slot in run.instances[0].writes
+    )
 
 
 def _closed(run: Run) -> bool:
-    """Whether nothing outside sees more of the run than the carried values after the last instance, and new values of buffers."""
+    """Whether nothing outside sees more of the run than the carried values after the last instance, and new values of
+    buffers."""
     gm = run.nodes[0].graph.owning_module
     assert gm is not None
     returned = dict.fromkeys(edit.results(gm))

@@ -1,7 +1,8 @@
 """Moves a reshape that splits rows from behind pointwise operators to before them, where it undoes an earlier merge.
 
-Experts that all see all tokens are written `(tokens.repeat(e, 1) * gates.reshape(-1, 1)).reshape(e, -1, d)`: in between, experts and tokens
-share one dim, and neither can be split. With `expand` for `repeat` and sizes `[e, n, d]` throughout, both can.
+Experts that all see all tokens are written `(tokens.repeat(e, 1) * gates.reshape(-1, 1)).reshape(e, -1, d)`: in
+between, experts and tokens share one dim, and neither can be split. With `expand` for `repeat` and sizes `[e, n, d]`
+throughout, both can.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ aten = torch.ops.aten
 
 def rows_apart(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: every change of sizes spelled `reshape`.
-    does: of `reshape(x, [e, n, ...])`, where `x [e * n, ...]` is pointwise ops of what was `[e, n, ...]` or is `[n, ...]` e times over,
-    makes these ops of that.
-    gives: no rows that are merged for pointwise ops alone.
+    does: of `reshape(x, [e, n, ...])`, where `x [e * n, ...]` is pointwise ops of what was `[e, n, ...]` or is `[n,
+    ...]` e times over, makes these ops of that. gives: no rows that are merged for pointwise ops alone.
     """
     for node in edit.calls(gm, aten.reshape.default):
         source, shape = node.args[0], facts.shape(node)
@@ -32,7 +32,11 @@ def rows_apart(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _pointwise(node: Any) -> bool:
-    return isinstance(node, fx.Node) and (node.target in UNARY or node.target in BINARY) and node.target is not aten.dropout.default
+    return (
+        isinstance(node, fx.Node)
+        and (node.target in UNARY or node.target in BINARY)
+        and node.target is not aten.dropout.default
+    )
 
 
 def _apart(node: fx.Node, first: Any, second: Any) -> bool:
@@ -41,7 +45,9 @@ def _apart(node: fx.Node, first: Any, second: Any) -> bool:
         return False
     if _pointwise(node):
         rank = len(facts.shape(node))
-        return all(len(facts.shape(operand)) < rank or _apart(operand, first, second) for operand in edit.tensor_operands(node))
+        return all(
+            len(facts.shape(operand)) < rank or _apart(operand, first, second) for operand in edit.tensor_operands(node)
+        )
     if node.target is aten.reshape.default:
         return facts.shape(node.args[0])[:2] == (first, second)  # type: ignore[arg-type]
     return _times(node) == first and facts.shape(node.args[0])[0] == second  # type: ignore[arg-type]
@@ -62,11 +68,18 @@ def _made(node: fx.Node, first: int, second: Any) -> fx.Node:
         if node.target is aten.reshape.default:
             source: Any = node.args[0]
             whole = facts.shape(source) == (first, second, *rest)
-            return source if whole else edit.call(node.graph, aten.reshape.default, (source, [first, -1, *rest]), like=node)
+            return (
+                source
+                if whole
+                else edit.call(node.graph, aten.reshape.default, (source, [first, -1, *rest]), like=node)
+            )
         if node.target is aten.repeat.default:
             one = edit.call(node.graph, aten.unsqueeze.default, (node.args[0], 0), like=node)
             return edit.call(node.graph, aten.expand.default, (one, [first, -1, *([-1] * len(rest))]), like=node)
     rank = len(rest) + 1
-    args = tuple(_made(arg, first, second) if isinstance(arg, fx.Node) and len(facts.shape(arg)) == rank else arg for arg in node.args)
+    args = tuple(
+        _made(arg, first, second) if isinstance(arg, fx.Node) and len(facts.shape(arg)) == rank else arg
+        for arg in node.args
+    )
     with edit.before(node):
         return edit.call(node.graph, node.target, args, dict(node.kwargs), like=node)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Which tensors autograd keeps from forward to backward, one table entry per operator.
 
-A row gives positions among (tensor operands..., results...): `OUT` is the first result, `SECOND` the next, `THIRD` the one behind it. Taken
-from torch's derivatives.yaml and checked against `saved_tensors_hooks` in the tests.
+A row gives positions among (tensor operands..., results...): `OUT` is the first result, `SECOND` the next, `THIRD` the
+one behind it. Taken from torch's derivatives.yaml and checked against `saved_tensors_hooks` in the tests.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ from passes.tables import VIEWS
 aten = torch.ops.aten
 
 
-
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the backward of one call keeps: tensors by their positions among operands and results, `copies` of operands (where
-    the kernel reorders or scales them first), and `extra_bytes` of neither: masks, statistics, indices."""
+    """What the backward of one call keeps: tensors by their positions among operands and results, `copies` of operands
+    (where the kernel reorders or scales them first), and `extra_bytes` of neither: masks, statistics, indices."""
 
     positions: tuple[int, ...] = ()
     copies: tuple[int, ...] = ()
@@ -50,40 +49,84 @@ class Saved:
 NOTHING, RESULT, OPERAND = fixed(), fixed(OUT), fixed(0)
 
 MOVES = (
-    aten.channel_shuffle.default, aten.constant_pad_nd.default, aten.diff.default, aten.fft_fft2.default, aten.fft_fftn.default,
-    aten.fft_ifft2.default, aten.fft_ifftn.default, aten.fft_irfft.default, aten.fft_irfft2.default, aten.fft_irfftn.default, aten.flip.default, aten.movedim.intlist,
+    aten.channel_shuffle.default, aten.constant_pad_nd.default, aten.diff.default, aten.fft_fft2.default,
+    aten.fft_fftn.default,
+    aten.fft_ifft2.default, aten.fft_ifftn.default, aten.fft_irfft.default, aten.fft_irfft2.default,
+    aten.fft_irfftn.default, aten.flip.default, aten.movedim.intlist,
     aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.repeat.default, aten.roll.default,
     aten.select_scatter.default, aten.slice_scatter.default, aten.stack.default, aten.tril.default, aten.triu.default,
     aten.view_as_real.default, ops.as_complex,
 )  # fmt: skip
-"""Ops that copy elements to other places, change their signs, or add them up with factors that they know: Fourier transforms."""
+"""Ops that copy elements to other places, change their signs, or add them up with factors that they know: Fourier
+transforms."""
 
-LINEAR = tuple(getattr(getattr(aten, name), overload) for name, overloads in {
-    "_to_copy": "default", "_upsample_bicubic2d_aa": "vec", "_upsample_bilinear2d_aa": "vec", "add": "Scalar", "ceil": "default", "clone": "default", "col2im": "default",
-    "contiguous": "default", "deg2rad": "default", "div": "Scalar Scalar_mode", "fft_fftshift": "default", "fft_ifftshift": "default", "flatten": "using_ints", "floor": "default",
-    "fmod": "Scalar", "frac": "default", "im2col": "default", "lerp": "Scalar", "lift_fresh_copy": "default", "mean": "default dim", "mul": "Scalar", "rad2deg": "default",
-    "remainder": "Scalar", "round": "default decimals", "rsub": "Tensor", "sign": "default", "sub": "Scalar", "to": "dtype_layout", "trapezoid": "dx", "true_divide": "Scalar",
-    "trunc": "default", "upsample_bicubic2d": "default vec", "upsample_bilinear2d": "default vec", "upsample_linear1d": "default vec", "upsample_nearest1d": "default vec",
-    "upsample_nearest2d": "default vec", "upsample_nearest3d": "vec", "upsample_trilinear3d": "vec",
-}.items() for overload in overloads.split())
+LINEAR = tuple(
+    getattr(getattr(aten, name), overload)
+    for name, overloads in {
+        "_to_copy": "default",
+        "_upsample_bicubic2d_aa": "vec",
+        "_upsample_bilinear2d_aa": "vec",
+        "add": "Scalar",
+        "ceil": "default",
+        "clone": "default",
+        "col2im": "default",
+        "contiguous": "default",
+        "deg2rad": "default",
+        "div": "Scalar Scalar_mode",
+        "fft_fftshift": "default",
+        "fft_ifftshift": "default",
+        "flatten": "using_ints",
+        "floor": "default",
+        "fmod": "Scalar",
+        "frac": "default",
+        "im2col": "default",
+        "lerp": "Scalar",
+        "lift_fresh_copy": "default",
+        "mean": "default dim",
+        "mul": "Scalar",
+        "rad2deg": "default",
+        "remainder": "Scalar",
+        "round": "default decimals",
+        "rsub": "Tensor",
+        "sign": "default",
+        "sub": "Scalar",
+        "to": "dtype_layout",
+        "trapezoid": "dx",
+        "true_divide": "Scalar",
+        "trunc": "default",
+        "upsample_bicubic2d": "default vec",
+        "upsample_bilinear2d": "default vec",
+        "upsample_linear1d": "default vec",
+        "upsample_nearest1d": "default vec",
+        "upsample_nearest2d": "default vec",
+        "upsample_nearest3d": "vec",
+        "upsample_trilinear3d": "vec",
+    }.items()
+    for overload in overloads.split()
+)
 """Ops whose gradient needs sizes and numbers alone."""
 
 CHOOSING = (
-    aten.kthvalue.default, aten.max.dim, aten.median.dim, aten.min.dim, aten.mode.default, aten.nanmedian.dim, aten.native_dropout.default, aten.sort.default,
+    aten.kthvalue.default, aten.max.dim, aten.median.dim, aten.min.dim, aten.mode.default, aten.nanmedian.dim,
+    aten.native_dropout.default, aten.sort.default,
     aten.sort.stable, aten.topk.default,
 )  # fmt: skip
 """Ops that keep which elements they chose."""
 
 WITH_RESULT = (
-    aten.amax.default, aten.amin.default, aten.copysign.Scalar, aten.copysign.Tensor, aten.cumprod.default, aten.float_power.Scalar, aten.frobenius_norm.dim,
-    aten.linalg_vector_norm.default, aten.logcumsumexp.default, aten.logsumexp.default, aten.max.default, aten.median.default, aten.min.default, aten.norm.Scalar,
-    aten.norm.ScalarOpt_dim, aten.pow.Scalar, aten.prod.default, aten.prod.dim_int, aten.sgn.default, aten.special_logsumexp.default, aten.std.correction,
+    aten.amax.default, aten.amin.default, aten.copysign.Scalar, aten.copysign.Tensor, aten.cumprod.default,
+    aten.float_power.Scalar, aten.frobenius_norm.dim,
+    aten.linalg_vector_norm.default, aten.logcumsumexp.default, aten.logsumexp.default, aten.max.default,
+    aten.median.default, aten.min.default, aten.norm.Scalar,
+    aten.norm.ScalarOpt_dim, aten.pow.Scalar, aten.prod.default, aten.prod.dim_int, aten.sgn.default,
+    aten.special_logsumexp.default, aten.std.correction,
     aten.std.default, aten.std.dim, aten.std_mean.correction, aten.std_mean.dim,
 )  # fmt: skip
 """Ops that keep the first operand, and the first result."""
 
 POOLS = (
-    aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default, aten.cummax.default, aten.cummin.default,
+    aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default,
+    aten.cummax.default, aten.cummin.default,
     aten.max_pool1d_with_indices.default, aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default,
 )  # fmt: skip
 """Ops that keep the operand, and where in it they found the result."""
@@ -93,18 +136,59 @@ SAVED: dict[Any, Row] = {
     **dict.fromkeys(CHOOSING, fixed(SECOND)),
     **dict.fromkeys(WITH_RESULT, fixed(0, OUT)),
     **dict.fromkeys(POOLS, fixed(0, SECOND)),
-    **dict.fromkeys((aten.addcmul.default, aten.addmm.default, aten.addmv.default, aten.baddbmm.default), added_product),
+    **dict.fromkeys(
+        (aten.addcmul.default, aten.addmm.default, aten.addmv.default, aten.baddbmm.default), added_product
+    ),
     **dict.fromkeys((aten.fmod.Tensor, aten.remainder.Tensor), last_result(0, 1)),
-    **dict.fromkeys((aten.hinge_embedding_loss.default, aten.l1_loss.default, aten.margin_ranking_loss.default, aten.triplet_margin_loss.default), NOTHING),
-    **dict.fromkeys((aten.det.default, aten.linalg_det.default, aten.linalg_slogdet.default, aten.linalg_solve.default, aten.slogdet.default), fixed(0, OUT)),
-    **dict.fromkeys((aten.inverse.default, aten.linalg_cholesky_ex.default, aten.linalg_eigvalsh.default, aten.linalg_inv.default, aten.linalg_inv_ex.default, aten.linalg_svdvals.default),
-                    RESULT),
+    **dict.fromkeys(
+        (
+            aten.hinge_embedding_loss.default,
+            aten.l1_loss.default,
+            aten.margin_ranking_loss.default,
+            aten.triplet_margin_loss.default,
+        ),
+        NOTHING,
+    ),
+    **dict.fromkeys(
+        (
+            aten.det.default,
+            aten.linalg_det.default,
+            aten.linalg_slogdet.default,
+            aten.linalg_solve.default,
+            aten.slogdet.default,
+        ),
+        fixed(0, OUT),
+    ),
+    **dict.fromkeys(
+        (
+            aten.inverse.default,
+            aten.linalg_cholesky_ex.default,
+            aten.linalg_eigvalsh.default,
+            aten.linalg_inv.default,
+            aten.linalg_inv_ex.default,
+            aten.linalg_svdvals.default,
+        ),
+        RESULT,
+    ),
     **dict.fromkeys((aten.linalg_eigh.default, aten.linalg_qr.default), fixed(OUT, SECOND)),
-    **dict.fromkeys((aten.linalg_pinv.atol_rtol_float, aten.linalg_pinv.atol_rtol_tensor, aten.linalg_pinv.default, aten.pinverse.default), fixed(0, OUT)),
-    **dict.fromkeys((aten.linalg_matrix_exp.default, aten.logdet.default, aten.matrix_exp.default, aten.nanmean.default), OPERAND),
+    **dict.fromkeys(
+        (
+            aten.linalg_pinv.atol_rtol_float,
+            aten.linalg_pinv.atol_rtol_tensor,
+            aten.linalg_pinv.default,
+            aten.pinverse.default,
+        ),
+        fixed(0, OUT),
+    ),
+    **dict.fromkeys(
+        (aten.linalg_matrix_exp.default, aten.logdet.default, aten.matrix_exp.default, aten.nanmean.default), OPERAND
+    ),
     **dict.fromkeys((aten.rnn_relu_cell.default, aten.rnn_tanh_cell.default), lambda grads: (*cell(1)(grads), OUT)),
     **dict.fromkeys((aten.linalg_lu_factor.default, aten.linalg_lu_factor_ex.default), fixed(OUT, SECOND)),
-    **dict.fromkeys((aten.linalg_householder_product.default, aten.linalg_lu_solve.default, aten.segment_reduce.default), fixed(0, 1, OUT)),
+    **dict.fromkeys(
+        (aten.linalg_householder_product.default, aten.linalg_lu_solve.default, aten.segment_reduce.default),
+        fixed(0, 1, OUT),
+    ),
     **dict.fromkeys((aten.index_reduce.default, aten.scatter_reduce.two), fixed(0, 1, 2, OUT)),
     **dict.fromkeys((aten.max_unpool2d.default, aten.max_unpool3d.default), fixed(1)),
     aten.frexp.Tensor: fixed(SECOND),
@@ -130,9 +214,28 @@ SAVED: dict[Any, Row] = {
     aten.poisson_nll_loss.default: fixed(1),
     aten.true_divide.Tensor: quotient,
     **dict.fromkeys((aten.cdist.default, aten.float_power.Tensor_Tensor, aten.pow.Tensor_Tensor), fixed(0, 1, OUT)),
-    **dict.fromkeys((aten.conv2d.padding, aten.conv3d.default, aten.conv3d.padding, aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input),
-                    fixed(0, 1)),
-    **dict.fromkeys((aten._log_softmax.default, aten._softmax.default, aten.exp2.default, aten.expm1.default, aten.special_expit.default, aten.tan.default), RESULT),
+    **dict.fromkeys(
+        (
+            aten.conv2d.padding,
+            aten.conv3d.default,
+            aten.conv3d.padding,
+            aten.conv_transpose1d.default,
+            aten.conv_transpose2d.input,
+            aten.conv_transpose3d.input,
+        ),
+        fixed(0, 1),
+    ),
+    **dict.fromkeys(
+        (
+            aten._log_softmax.default,
+            aten._softmax.default,
+            aten.exp2.default,
+            aten.expm1.default,
+            aten.special_expit.default,
+            aten.tan.default,
+        ),
+        RESULT,
+    ),
     aten.abs.default: OPERAND,
     aten.add.Tensor: NOTHING,
     aten.aminmax.default: fixed(0, OUT, SECOND),
@@ -157,7 +260,16 @@ SAVED: dict[Any, Row] = {
     aten.embedding_bag.padding_idx: bags,
     aten.erf.default: OPERAND,
     aten.exp.default: RESULT,
-    **dict.fromkeys((aten.fft_fft.default, aten.fft_ifft.default, aten.fft_rfft.default, aten.fft_rfft2.default, aten.fft_rfftn.default), OPERAND),
+    **dict.fromkeys(
+        (
+            aten.fft_fft.default,
+            aten.fft_ifft.default,
+            aten.fft_rfft.default,
+            aten.fft_rfft2.default,
+            aten.fft_rfftn.default,
+        ),
+        OPERAND,
+    ),
     aten.gather.default: fixed(0, 1),
     aten.gelu.default: OPERAND,
     aten.gru.input: recurrent(1),
@@ -189,7 +301,8 @@ SAVED: dict[Any, Row] = {
     aten.mv.default: crosswise,
     aten.neg.default: NOTHING,
     aten.outer.default: crosswise,
-    aten.pad.default: NOTHING,  # of zeros or circular; `spellings` gives what reflects or replicates its own operator, which keeps its operand
+    # of zeros or circular; `spellings` gives what reflects or replicates its own operator, which keeps its operand
+    aten.pad.default: NOTHING,
     aten.pow.Tensor_Scalar: OPERAND,
     aten.reciprocal.default: RESULT,
     aten.relu.default: RESULT,
@@ -238,4 +351,6 @@ def saved_positions(target: Any, grads: Sequence[bool]) -> tuple[int, ...]:
         return ()
     row = SAVED.get(target)
     positions = row(grads) if row else tuple(range(len(grads)))
-    return tuple(len(grads) - 1 - position if position < 0 else position for position in positions if position < len(grads))
+    return tuple(
+        len(grads) - 1 - position if position < 0 else position for position in positions if position < len(grads)
+    )

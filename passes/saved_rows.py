@@ -64,18 +64,21 @@ def bags(grads: Sequence[bool]) -> tuple[int, ...]:
 
 
 def recurrent(states: int) -> Row:
-    """The input, the states and, of one layer, both weights; the first of them, which the input is multiplied with, for the gradient of the
-    input."""
+    """The input, the states and, of one layer, both weights; the first of them, which the input is multiplied with, for
+    the gradient of the input."""
     return lambda grads: (*range(1 + states), *([1 + states] if grads[0] else []), *range(2 + states, len(grads)))
 
 
 def cell(states: int) -> Row:
-    """Of both products, for each factor that wants a gradient, the other one; the second state, which a gate multiplies."""
+    """Of both products, for each factor that wants a gradient, the other one; the second state, which a gate
+    multiplies."""
     along = 2 + states
 
     def kept(grads: Sequence[bool]) -> tuple[int, ...]:
         factors = ((0, along - 1), (1, along))
-        others = [position for one, other in factors for position, wants in ((one, other), (other, one)) if grads[wants]]
+        others = [
+            position for one, other in factors for position, wants in ((one, other), (other, one)) if grads[wants]
+        ]
         return (*others, *range(2, 1 + states))
 
     return kept

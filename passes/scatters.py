@@ -18,6 +18,7 @@ aten = torch.ops.aten
 
 def _scattered(operator: Callable[..., Any]) -> Callable[[fx.Node, fx.Node, fx.Node], fx.Node]:
     """`operator`, of the real and imaginary parts where numbers are complex: torch has no gradient for it then."""
+
     def write(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
         if not facts.dtype(parent).is_complex:
             return edit.call(view.graph, operator, (parent, new, *view.args[1:]), like=view)
@@ -36,7 +37,12 @@ def _diagonal(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     if not facts.dtype(parent).is_complex:
         return edit.call(view.graph, scatter, (parent, new, *where), like=view)
     whole, part = (edit.call(view.graph, aten.view_as_real.default, (node,), like=view) for node in (parent, new))
-    written = edit.call(view.graph, scatter, (whole, edit.call(view.graph, aten.transpose.int, (part, -1, -2), like=view), *where), like=view)
+    written = edit.call(
+        view.graph,
+        scatter,
+        (whole, edit.call(view.graph, aten.transpose.int, (part, -1, -2), like=view), *where),
+        like=view,
+    )
     return edit.call(view.graph, ops.as_complex, (written,), like=view)
 
 
@@ -67,8 +73,16 @@ def _moved_back(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
 
 def _narrowed(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     _, dim, start, length = edit.args_of(view).values()
-    end = start + length if isinstance(start, int) and isinstance(length, int) else edit.call(view.graph, operator.add, (start, length), like=view)
-    return _scattered(aten.slice_scatter.default)(parent, new, edit.call(view.graph, aten.slice.Tensor, (parent, dim, start, sys.maxsize if end == 0 else end), like=view))
+    end = (
+        start + length
+        if isinstance(start, int) and isinstance(length, int)
+        else edit.call(view.graph, operator.add, (start, length), like=view)
+    )
+    return _scattered(aten.slice_scatter.default)(
+        parent,
+        new,
+        edit.call(view.graph, aten.slice.Tensor, (parent, dim, start, sys.maxsize if end == 0 else end), like=view),
+    )
 
 
 def _identity(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
@@ -85,7 +99,31 @@ SCATTERS: dict[Any, Callable[[fx.Node, fx.Node, fx.Node], fx.Node]] = {
     aten.narrow.default: _narrowed,
     aten.permute.default: _permuted,
     **dict.fromkeys((aten.movedim.int, aten.movedim.intlist), _moved_back),
-    **dict.fromkeys((aten.mT.default, aten.numpy_T.default, aten.swapaxes.default, aten.swapdims.default, aten.t.default, aten.transpose.int), _same_call),
-    **dict.fromkeys((aten.flatten.using_ints, aten.ravel.default, aten.reshape.default, aten.reshape_as.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
-                     aten.unflatten.int, aten.unsqueeze.default, aten.view.default, aten.view_as.default), _unview),
+    **dict.fromkeys(
+        (
+            aten.mT.default,
+            aten.numpy_T.default,
+            aten.swapaxes.default,
+            aten.swapdims.default,
+            aten.t.default,
+            aten.transpose.int,
+        ),
+        _same_call,
+    ),
+    **dict.fromkeys(
+        (
+            aten.flatten.using_ints,
+            aten.ravel.default,
+            aten.reshape.default,
+            aten.reshape_as.default,
+            aten.squeeze.default,
+            aten.squeeze.dim,
+            aten.squeeze.dims,
+            aten.unflatten.int,
+            aten.unsqueeze.default,
+            aten.view.default,
+            aten.view_as.default,
+        ),
+        _unview,
+    ),
 }

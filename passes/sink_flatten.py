@@ -22,8 +22,8 @@ aten = torch.ops.aten
 
 def sink_flatten(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: contractions without bias, every change of sizes spelled `reshape`.
-    does: moves flattening reshapes behind matmuls, pointwise ops, softmaxes, gathers and top-k; cancels reshapes that undo each other.
-    gives: matmuls that keep batch and sequence apart.
+    does: moves flattening reshapes behind matmuls, pointwise ops, softmaxes, gathers and top-k; cancels reshapes that
+    undo each other. gives: matmuls that keep batch and sequence apart.
     """
     for node in edit.calls(gm):
         if node.target is aten.reshape.default:
@@ -51,8 +51,8 @@ def flattened(node: Any) -> fx.Node | None:
 
 
 def _in_two_steps(node: fx.Node) -> None:
-    """A reshape of [..., heads, h] or of [..., samples x heads, h] to [-1, heads x h] makes heads one dim with h first, and flattens
-    then."""
+    """A reshape of [..., heads, h] or of [..., samples x heads, h] to [-1, heads x h] makes heads one dim with h first,
+    and flattens then."""
     operand = node.args[0]
     assert isinstance(operand, fx.Node)
     before, after = facts.shape(operand), facts.shape(node)
@@ -66,8 +66,8 @@ def _in_two_steps(node: fx.Node) -> None:
 
 
 def _with_last(operand: fx.Node, last: facts.Size) -> list[int | fx.Node] | None:
-    """Sizes, three or more, to which `operand` can be reshaped so that its last dim has size `last` and all in front of the one before
-    stay."""
+    """Sizes, three or more, to which `operand` can be reshaped so that its last dim has size `last` and all in front of
+    the one before stay."""
     before = facts.shape(operand)
     for rank in range(len(before) - 1, 1, -1):
         inner = before[rank:]
@@ -138,7 +138,8 @@ def _sink_topk(node: fx.Node) -> None:
 
 
 def merge(node: fx.Node) -> bool:
-    """Whether the reshape `node` is back to sizes that were there before, with only reshapes between; then it goes away."""
+    """Whether the reshape `node` is back to sizes that were there before, with only reshapes between; then it goes
+    away."""
     operand = node.args[0]
     while isinstance(operand, fx.Node):
         if facts.shape(operand) == facts.shape(node):

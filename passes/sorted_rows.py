@@ -1,5 +1,5 @@
-"""Recognises (token, choice) pairs sorted by expert: the operators that sort them, the rows of the sorted pairs, and the end of each
-expert's rows.
+"""Recognises (token, choice) pairs sorted by expert: the operators that sort them, the rows of the sorted pairs, and
+the end of each expert's rows.
 
     numbers, order = chosen.view(-1).sort()          order = chosen.view(-1).argsort(stable=True)
     token = order // k                               back[order] = arange(n * k)
@@ -47,7 +47,13 @@ def order_of(node: Any) -> Order | None:
     """The order that `node` is, of pairs sorted up; None for anything else."""
     sort = edit.call_of(edit.part_of(node, 1), *SORTS) or edit.call_of(node, *ARGSORTS)
     flat = edit.call_of(sort and sort.args[0], aten.reshape.default)
-    if sort is None or flat is None or len(facts.shape(flat)) != 1 or edit.args_of(sort)["dim"] not in (-1, 0) or edit.args_of(sort)["descending"]:
+    if (
+        sort is None
+        or flat is None
+        or len(facts.shape(flat)) != 1
+        or edit.args_of(sort)["dim"] not in (-1, 0)
+        or edit.args_of(sort)["descending"]
+    ):
         return None
     return Order(node, sort, flat.args[0]) if len(facts.shape(flat.args[0])) == 2 else None  # type: ignore[arg-type]
 
@@ -78,11 +84,16 @@ def in_each_column(node: Any) -> Any:
     """Of `index.view(-1, 1).expand(-1, d)` the index `[n]`; None for anything else."""
     wide = edit.call_of(node, aten.expand.default)
     column = edit.call_of(wide and wide.args[0], aten.reshape.default, aten.unsqueeze.default)
-    return column.args[0] if column is not None and len(facts.shape(column.args[0])) == 1 and facts.shape(column)[1:] == (1,) else None  # type: ignore[arg-type]
+    return (
+        column.args[0]
+        if column is not None and len(facts.shape(column.args[0])) == 1 and facts.shape(column)[1:] == (1,)  # type: ignore[arg-type]
+        else None
+    )
 
 
 def in_order(column: Any, order: Order) -> fx.Node | None:
-    """Of the column `[n k, 1]` of numbers of pairs in that order, the numbers `[n, k]`: `gates.view(-1)[order].unsqueeze(-1)`."""
+    """Of the column `[n k, 1]` of numbers of pairs in that order, the numbers `[n, k]`:
+    `gates.view(-1)[order].unsqueeze(-1)`."""
     flat = edit.call_of(column, aten.reshape.default, aten.unsqueeze.default)
     rows = rows_of(column if flat is None else flat.args[0]) if facts.shape(column)[1:] == (1,) else None
     if rows is None or rows[1] is not order.node:
@@ -98,7 +109,11 @@ def undone(node: Any) -> tuple[Any, Any] | None:
     if back is not None and len(back.args[1]) == 1 and (order := _inverse(back.args[1][0])) is not None:  # type: ignore[arg-type, index]
         return back.args[0], order
     write = edit.call_of(node, aten.index_put.default)
-    return (write.args[2], write.args[1][0]) if write is not None and len(write.args) == 3 and len(write.args[1]) == 1 else None  # type: ignore[arg-type, index]
+    return (
+        (write.args[2], write.args[1][0])  # type: ignore[index]
+        if write is not None and len(write.args) == 3 and len(write.args[1]) == 1  # type: ignore[arg-type]
+        else None
+    )
 
 
 def _inverse(index: Any) -> Any:
@@ -107,7 +122,11 @@ def _inverse(index: Any) -> Any:
         return sort.args[0] if not edit.args_of(sort)["descending"] else None
     write = edit.call_of(index, aten.index_put.default)
     numbers = edit.call_of(write and len(write.args) == 3 and write.args[2], aten.arange.default)
-    return write.args[1][0] if write is not None and numbers is not None and len(numbers.args) == 1 and len(write.args[1]) == 1 else None  # type: ignore[arg-type, index]
+    return (
+        write.args[1][0]  # type: ignore[index]
+        if write is not None and numbers is not None and len(numbers.args) == 1 and len(write.args[1]) == 1  # type: ignore[arg-type]
+        else None
+    )
 
 
 def ends_with_experts(ends: Any, order: Order, experts: facts.Size) -> bool:
@@ -151,10 +170,13 @@ def _unshaped(node: Any) -> Any:
 
 
 def bias_of(node: Any, order: Order) -> fx.Node | None:
-    """Of the bias of each row's expert, `biases[numbers]` or `biases.repeat_interleave(counts, 0)`, the biases `[e, u]` of all."""
+    """Of the bias of each row's expert, `biases[numbers]` or `biases.repeat_interleave(counts, 0)`, the biases `[e, u]`
+    of all."""
     rows, repeated = taken(uncast(node)), edit.call_of(uncast(node), aten.repeat_interleave.self_Tensor)
     if rows is not None:
-        return rows[0] if len(rows[1]) == 1 and order.is_numbers(rows[1][0]) and len(facts.shape(rows[0])) == 2 else None
+        return (
+            rows[0] if len(rows[1]) == 1 and order.is_numbers(rows[1][0]) and len(facts.shape(rows[0])) == 2 else None
+        )
     if repeated is None or edit.args_of(repeated)["dim"] != 0:
         return None
     biases, times = _without_slack(repeated.args[0]), _without_slack(uncast(repeated.args[1]))
@@ -162,7 +184,8 @@ def bias_of(node: Any, order: Order) -> fx.Node | None:
 
 
 def _without_slack(node: Any) -> fx.Node:
-    """What is in front of one more row, which is for what is behind the last expert: nothing where each pair has one."""
+    """What is in front of one more row, which is for what is behind the last expert: nothing where each pair has
+    one."""
     joined = edit.call_of(node, aten.cat.default)
     parts: Any = joined.args[0] if joined is not None and edit.args_of(joined)["dim"] == 0 else ()
     return parts[0] if len(parts) == 2 and facts.shape(parts[1])[0] == 1 else node

@@ -52,7 +52,15 @@ def _as(target: Callable[..., Any], node: fx.Node, args: tuple[Any, ...]) -> fx.
 def _dense(node: fx.Node) -> fx.Node | None:
     """Gradients of tables are dense: sums over ranks, shards and AdamW want them so."""
     given = edit.args_of(node)
-    return _as(aten.embedding.default, node, tuple(given[name] for name in ("weight", "indices", "padding_idx", "scale_grad_by_freq"))) if given["sparse"] else None
+    return (
+        _as(
+            aten.embedding.default,
+            node,
+            tuple(given[name] for name in ("weight", "indices", "padding_idx", "scale_grad_by_freq")),
+        )
+        if given["sparse"]
+        else None
+    )
 
 
 def _reshape(node: fx.Node) -> fx.Node:
@@ -72,12 +80,16 @@ def _unflattened(node: fx.Node) -> fx.Node:
     """One dim as several."""
     given = edit.args_of(node)
     operand, first = given["self"], given["dim"] % len(facts.shape(given["self"]))
-    return _as(aten.reshape.default, node, (operand, reshape_sizes(operand, node, lambda dim: given["sizes"][dim - first])))
+    return _as(
+        aten.reshape.default, node, (operand, reshape_sizes(operand, node, lambda dim: given["sizes"][dim - first]))
+    )
 
 
-def reshape_sizes(operand: fx.Node, node: fx.Node, given: Callable[[int], int | fx.Node] | None = None) -> list[int | fx.Node]:
-    """Sizes of `node` as reshape arguments; symbolic ones are read off equal dims of `operand`, at most one is -1, others are what is
-    `given` for the dim.
+def reshape_sizes(
+    operand: fx.Node, node: fx.Node, given: Callable[[int], int | fx.Node] | None = None
+) -> list[int | fx.Node]:
+    """Sizes of `node` as reshape arguments; symbolic ones are read off equal dims of `operand`, at most one is -1,
+    others are what is `given` for the dim.
 
     Raises ValueError when two symbolic sizes of the result are no sizes of the operand, and none are given.
     """
@@ -104,12 +116,19 @@ def _expanded(node: fx.Node) -> fx.Node:
     before = facts.shape(operand)
     sizes = [n if isinstance(n, int) else edit.size(other, dim) for dim, n in enumerate(facts.shape(node))]
     kept = len(sizes) - len(before)
-    return _as(aten.expand.default, node, (operand, [-1 if dim >= kept and before[dim - kept] == facts.shape(node)[dim] else n
-                                                     for dim, n in enumerate(sizes)]))
+    return _as(
+        aten.expand.default,
+        node,
+        (
+            operand,
+            [-1 if dim >= kept and before[dim - kept] == facts.shape(node)[dim] else n for dim, n in enumerate(sizes)],
+        ),
+    )
 
 
 def _with_dims(rank: int) -> Callable[[fx.Node], fx.Node]:
     """So many dims at least: of size 1, and a matrix is the first two of three dims, a vector the second one."""
+
     def spell(node: fx.Node) -> fx.Node:
         return _operand(node) if len(facts.shape(_operand(node))) >= rank else _reshape(node)
 
@@ -118,6 +137,7 @@ def _with_dims(rank: int) -> Callable[[fx.Node], fx.Node]:
 
 def _of_all(target: Callable[..., Any]) -> Callable[[fx.Node], fx.Node]:
     """Statistics of all elements, by how many their count is corrected."""
+
     def spell(node: fx.Node) -> fx.Node:
         given = edit.args_of(node)
         return edit.call(node.graph, target, (given["self"], None), {"correction": int(given["unbiased"])}, like=node)
@@ -143,11 +163,16 @@ def _operand(node: fx.Node) -> fx.Node:
 def _adjoint(node: fx.Node) -> fx.Node:
     """The last two dims, and complex numbers conjugated, `x.mH`."""
     turned = edit.call(node.graph, aten.transpose.int, (node.args[0], -2, -1), like=node)
-    return edit.call(node.graph, aten.conj_physical.default, (turned,), like=node) if facts.dtype(node).is_complex else turned
+    return (
+        edit.call(node.graph, aten.conj_physical.default, (turned,), like=node)
+        if facts.dtype(node).is_complex
+        else turned
+    )
 
 
 def _crossed(node: fx.Node) -> fx.Node:
-    """Along the dim that is named, or else the first one of three numbers, which may be another one where a dim is cut."""
+    """Along the dim that is named, or else the first one of three numbers, which may be another one where a dim is
+    cut."""
     given = edit.args_of(node)
     dim = facts.shape(node).index(3) if given["dim"] is None else given["dim"]
     return edit.call(node.graph, aten.linalg_cross.default, (given["self"], given["other"]), {"dim": dim}, like=node)
@@ -163,7 +188,8 @@ def _inner(node: fx.Node) -> fx.Node | None:
 
 
 def _side_by_side(node: fx.Node) -> fx.Node:
-    """torch stacks rows, columns or planes, after it has given dims of size 1 to what has too few: as the dims of the result say."""
+    """torch stacks rows, columns or planes, after it has given dims of size 1 to what has too few: as the dims of the
+    result say."""
     rank, pieces = len(facts.shape(node)), node.args[0]
     assert isinstance(pieces, (list, tuple))
     name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]  # an operator
@@ -190,8 +216,8 @@ def _full(node: fx.Node) -> fx.Node:
 
 
 def _repeat(node: fx.Node) -> fx.Node | None:
-    """Copies of dims of size 1 are an expansion, which every rank makes of its own; so are as many copies as there are samples, say, of any
-    dim."""
+    """Copies of dims of size 1 are an expansion, which every rank makes of its own; so are as many copies as there are
+    samples, say, of any dim."""
     operand, counts = node.args
     assert isinstance(operand, fx.Node) and isinstance(counts, (list, tuple))
     sizes = [1] * (len(counts) - len(facts.shape(operand))) + list(facts.shape(operand))
@@ -200,11 +226,16 @@ def _repeat(node: fx.Node) -> fx.Node | None:
         return _copies(node, operand, counts)
     if both:
         return None
-    return _as(aten.expand.default, node, (operand, [count if size == 1 else -1 for size, count in zip(sizes, counts, strict=True)]))
+    return _as(
+        aten.expand.default,
+        node,
+        (operand, [count if size == 1 else -1 for size, count in zip(sizes, counts, strict=True)]),
+    )
 
 
 def _copies(node: fx.Node, operand: fx.Node, counts: Sequence[Any]) -> fx.Node:
-    """`operand` as often as `counts` say along each dim: expanded along new dims in front of them, which then become one with these."""
+    """`operand` as often as `counts` say along each dim: expanded along new dims in front of them, which then become
+    one with these."""
     wide = operand
     for _ in range(len(counts) - len(facts.shape(operand))):
         wide = edit.call(node.graph, aten.unsqueeze.default, (wide, 0), like=node)
@@ -219,8 +250,8 @@ def _copies(node: fx.Node, operand: fx.Node, counts: Sequence[Any]) -> fx.Node:
 
 
 def _repeated(node: fx.Node) -> fx.Node:
-    """Each index several times in a row: a new dim behind the repeated one, expanded and made one with it. Without a dim, of all elements
-    in line."""
+    """Each index several times in a row: a new dim behind the repeated one, expanded and made one with it. Without a
+    dim, of all elements in line."""
     given = edit.args_of(node)
     operand, dim = given["self"], given["dim"]
     assert isinstance(operand, fx.Node)
@@ -229,14 +260,21 @@ def _repeated(node: fx.Node) -> fx.Node:
     rank = len(facts.shape(operand))
     dim %= rank
     wide = edit.call(node.graph, aten.unsqueeze.default, (operand, dim + 1), like=node)
-    wide = edit.call(node.graph, aten.expand.default, (wide, [-1] * (dim + 1) + [given["repeats"]] + [-1] * (rank - dim - 1)), like=node)
+    wide = edit.call(
+        node.graph,
+        aten.expand.default,
+        (wide, [-1] * (dim + 1) + [given["repeats"]] + [-1] * (rank - dim - 1)),
+        like=node,
+    )
     return _as(aten.reshape.default, node, (wide, reshape_sizes(wide, node)))
 
 
 def _made(target: Callable[..., Any], count: int) -> Callable[[fx.Node], fx.Node]:
-    """A tensor of sizes alone: the operand lent its dtype, and would tie it to values. What is not filled is filled with zeros."""
+    """A tensor of sizes alone: the operand lent its dtype, and would tie it to values. What is not filled is filled
+    with zeros."""
+
     def spell(node: fx.Node) -> fx.Node:
-        return edit.call(node.graph, target, node.args[1:1 + count], {"dtype": facts.dtype(node)}, like=node)
+        return edit.call(node.graph, target, node.args[1 : 1 + count], {"dtype": facts.dtype(node)}, like=node)
 
     return spell
 
@@ -262,14 +300,20 @@ PADS = {"reflect": "reflection_pad", "replicate": "replication_pad"}
 
 
 def _padded(node: fx.Node) -> fx.Node | None:
-    """What keeps its operand for the backward is another operator than what keeps nothing: zeros, and copies of the other end."""
+    """What keeps its operand for the backward is another operator than what keeps nothing: zeros, and copies of the
+    other end."""
     given = edit.args_of(node)
     name = PADS.get(given["mode"])
-    return _as(getattr(aten, f"{name}{len(given['pad']) // 2}d").default, node, (given["self"], given["pad"])) if name else None
+    return (
+        _as(getattr(aten, f"{name}{len(given['pad']) // 2}d").default, node, (given["self"], given["pad"]))
+        if name
+        else None
+    )
 
 
 def _squeezed(node: fx.Node) -> fx.Node | None:
-    """The dims that go are named: a dim of another size stays, and a rank whose part of the batch is one sample must not lose it."""
+    """The dims that go are named: a dim of another size stays, and a rank whose part of the batch is one sample must
+    not lose it."""
     given = edit.args_of(node)
     operand = given["self"]
     assert isinstance(operand, fx.Node)
@@ -300,7 +344,16 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.cat.default: _without_empty,
     aten.concat.default: _same_args(aten.cat.default, 2),
     aten.concatenate.default: _same_args(aten.cat.default, 2),
-    **dict.fromkeys((aten.column_stack.default, aten.dstack.default, aten.hstack.default, aten.row_stack.default, aten.vstack.default), _side_by_side),
+    **dict.fromkeys(
+        (
+            aten.column_stack.default,
+            aten.dstack.default,
+            aten.hstack.default,
+            aten.row_stack.default,
+            aten.vstack.default,
+        ),
+        _side_by_side,
+    ),
     aten.cross.default: _crossed,
     aten.fill.Scalar: _full,
     aten.flatten.using_ints: _reshape,

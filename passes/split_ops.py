@@ -16,9 +16,22 @@ from passes import edit, facts
 aten = torch.ops.aten
 
 INT64_MAX = 2**63 - 1
-_CUTS = (aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.tensor_split.indices, aten.tensor_split.sections, aten.unbind.int, aten.unsafe_chunk.default,
-         aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
-_ALONG = {getattr(getattr(aten, name), how): dim for name, dim in (("hsplit", 1), ("vsplit", 0), ("dsplit", 2)) for how in ("array", "int")}
+_CUTS = (
+    aten.chunk.default,
+    aten.split.Tensor,
+    aten.split.sizes,
+    aten.tensor_split.indices,
+    aten.tensor_split.sections,
+    aten.unbind.int,
+    aten.unsafe_chunk.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+)
+_ALONG = {
+    getattr(getattr(aten, name), how): dim
+    for name, dim in (("hsplit", 1), ("vsplit", 0), ("dsplit", 2))
+    for how in ("array", "int")
+}
 """Cuts along the dim of rows, columns or planes, which they do not name."""
 
 

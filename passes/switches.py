@@ -1,5 +1,5 @@
-"""Operators that differ between training and evaluation: those with a training argument (dropout, randomised leaky ReLU), and those that
-have their value in evaluation as an operand (`ops.statistic` of batch norms, `ops.noised`).
+"""Operators that differ between training and evaluation: those with a training argument (dropout, randomised leaky
+ReLU), and those that have their value in evaluation as an operand (`ops.statistic` of batch norms, `ops.noised`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,28 @@ class Switch:
 
 
 SWITCHES: dict[Any, Switch] = {
-    **dict.fromkeys((aten.alpha_dropout.default, aten.dropout.default, aten.feature_alpha_dropout.default, aten.feature_dropout.default), Switch("train", "p")),
-    **dict.fromkeys((aten.gru.data, aten.gru.input, aten.lstm.data, aten.lstm.input, aten.rnn_relu.data, aten.rnn_relu.input, aten.rnn_tanh.data, aten.rnn_tanh.input),
-                    Switch("train", "dropout")),
+    **dict.fromkeys(
+        (
+            aten.alpha_dropout.default,
+            aten.dropout.default,
+            aten.feature_alpha_dropout.default,
+            aten.feature_dropout.default,
+        ),
+        Switch("train", "p"),
+    ),
+    **dict.fromkeys(
+        (
+            aten.gru.data,
+            aten.gru.input,
+            aten.lstm.data,
+            aten.lstm.input,
+            aten.rnn_relu.data,
+            aten.rnn_relu.input,
+            aten.rnn_tanh.data,
+            aten.rnn_tanh.input,
+        ),
+        Switch("train", "dropout"),
+    ),
     aten.rrelu.default: Switch("training"),
     aten.scaled_dot_product_attention.default: Switch("dropout_p"),
 }
@@ -44,8 +63,8 @@ EVALUATED: dict[Any, Any] = {
 
 
 def evaluate(gm: fx.GraphModule) -> fx.GraphModule:
-    """Make of a captured training step, in place, what it is in evaluation. It is for an interpreter: no other pass knows what it is made
-    of."""
+    """Make of a captured training step, in place, what it is in evaluation. It is for an interpreter: no other pass
+    knows what it is made of."""
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             if node.target in SWITCHES:

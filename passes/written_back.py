@@ -18,17 +18,23 @@ aten = torch.ops.aten
 
 def written_back(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional operators; loops over experts found.
-    does: finds what is computed row by row of rows that a mask picks, and is written or added to the places of that mask.
-    gives: the same of all rows, without sizes that depend on what tensors hold; what else is done with such rows stays as it is.
+    does: finds what is computed row by row of rows that a mask picks, and is written or added to the places of that
+    mask. gives: the same of all rows, without sizes that depend on what tensors hold; what else is done with such rows
+    stays as it is.
     """
     return taken(gm, {aten.index_put.default: _written, aten.masked_scatter.default: _scattered})
 
 
 def _written(node: fx.Node, known: Known) -> fx.Node | None:
-    """`index_put` of selected rows at the positions of their mask, as `where` on all rows; with accumulate the selected rows are added."""
+    """`index_put` of selected rows at the positions of their mask, as `where` on all rows; with accumulate the selected
+    rows are added."""
     given = edit.args_of(node)
     mask = mask_of_places(given["indices"])
-    return None if mask is None else _back(node, given["self"], mask, given["values"], known, added=bool(given.get("accumulate")))
+    return (
+        None
+        if mask is None
+        else _back(node, given["self"], mask, given["values"], known, added=bool(given.get("accumulate")))
+    )
 
 
 def _scattered(node: fx.Node, known: Known) -> fx.Node | None:
@@ -38,11 +44,18 @@ def _scattered(node: fx.Node, known: Known) -> fx.Node | None:
     return _back(node, given["self"], given["mask"], given["source"], known) if same else None
 
 
-def _back(node: fx.Node, base: fx.Node, mask: fx.Node, values: fx.Node, known: Known, *, added: bool = False) -> fx.Node | None:
-    """`base` with `values`, which were selected by `mask`, at the true elements of `mask`. None where `values` were selected otherwise, or
-    are broadcast with fewer dims than a row."""
+def _back(
+    node: fx.Node, base: fx.Node, mask: fx.Node, values: fx.Node, known: Known, *, added: bool = False
+) -> fx.Node | None:
+    """`base` with `values`, which were selected by `mask`, at the true elements of `mask`. None where `values` were
+    selected otherwise, or are broadcast with fewer dims than a row."""
     found = whole(values, known) if is_picked(values) else None
-    if found is None or found.mask is not mask or facts.shape(found.rows) != facts.shape(base) or facts.dtype(values) != facts.dtype(base):
+    if (
+        found is None
+        or found.mask is not mask
+        or facts.shape(found.rows) != facts.shape(base)
+        or facts.dtype(values) != facts.dtype(base)
+    ):
         return None
     rows = zeroed(found.rows, mask, node)
     if added:

@@ -13,15 +13,17 @@ from xdist.scheduler import LoadFileScheduling
 from tests.helpers import tiers
 
 settings.register_profile("without deadlines", deadline=None)  # seconds of one example say how busy the machine is
-settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)  # of `make test`, which judges a change: the same examples every time
+# of `make test`, which judges a change: the same examples every time
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.load_profile("without deadlines")  # of all else, which looks for what is wrong: new examples every time
-gc.set_threshold(20_000, 20, 20)  # most of what capturing and planning makes lives on: to look through it seldom is enough
+# most of what capturing and planning makes lives on: to look through it seldom is enough
+gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def what_stays_is_not_garbage() -> Iterator[None]:
-    """Models captured for one file are kept for the next ones. Python's collector would walk all of them again and again, in the end for most
-    of the time of a test."""
+    """Models captured for one file are kept for the next ones. Python's collector would walk all of them again and
+    again, in the end for most of the time of a test."""
     yield
     gc.collect()
     gc.freeze()

@@ -39,22 +39,37 @@ def test_the_same_question_gives_the_same_bytes(plan: Path, tmp_path: Path) -> N
 
 def test_explain(plan: Path) -> None:
     shown = done("explain", str(plan))
-    assert "nodes that cost most" in shown.stdout and "reshards that cost most" in shown.stdout and "one microbatch" not in shown.stdout
+    assert (
+        "nodes that cost most" in shown.stdout
+        and "reshards that cost most" in shown.stdout
+        and "one microbatch" not in shown.stdout
+    )
     found = json.loads(done("explain", str(plan), "--node", "head.weight", "--json", "-").stdout)
-    assert sum(row["chosen"] for row in found["alternatives"]) == 1 and {row["result"] for row in found["alternatives"]} >= {"R, gradient R", "S0, gradient S0", "R, gradient S0"}
+    assert sum(row["chosen"] for row in found["alternatives"]) == 1 and {
+        row["result"] for row in found["alternatives"]
+    } >= {"R, gradient R", "S0, gradient S0", "R, gradient S0"}
     refused = autopar("explain", str(plan), "--node", "tail.weight")
     assert refused.returncode == 1 and "no node 'tail.weight'; nodes are" in refused.stderr
 
 
 def test_emit(plan: Path, tmp_path: Path) -> None:
     done("emit", str(plan), "-o", str(tmp_path / "out"), fresh=True)
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", "constants.pt", "plan.json", "sharded.py"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "README.md",
+        "constants.pt",
+        "plan.json",
+        "sharded.py",
+    ]
     compile((tmp_path / "out" / "sharded.py").read_text(), "sharded.py", "exec")
 
 
 def test_simulate(plan: Path, tmp_path: Path) -> None:
     shown = done("simulate", str(plan), "--trace", str(tmp_path / "trace.json"))
-    assert "MFU" in shown.stdout and "exposed communication" in shown.stdout and json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert (
+        "MFU" in shown.stdout
+        and "exposed communication" in shown.stdout
+        and json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    )
     found = json.loads(done("simulate", str(plan), "--json", "-").stdout)
     assert found["step_s"] > 0 and found["peak_bytes"] > 0 and len(found["places"]) == 1
     refused = autopar("simulate", str(plan), "--trace", str(plan / "inside" / "trace.json"))
@@ -70,7 +85,18 @@ def test_run(plan: Path, tmp_path: Path) -> None:
 
 def test_run_with_another_optimizer(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    done("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "zero1", "--optimizer", "sgd-momentum", "-o", str(path))
+    done(
+        "plan",
+        "models/mlp.py:tiny",
+        "--cluster",
+        "cpu:1x2",
+        "--recipe",
+        "zero1",
+        "--optimizer",
+        "sgd-momentum",
+        "-o",
+        str(path),
+    )
     steps = json.loads(done("run", str(path), "--steps", "2", "--json", "-").stdout)["steps"]
     assert steps[1]["loss"] < steps[0]["loss"]
 
@@ -91,7 +117,11 @@ def test_a_plan_for_another_graph_is_refused(plan: Path, tmp_path: Path) -> None
     data["source"]["model"] = "models/gpt.py:tiny"
     (tmp_path / "other.json").write_text(json.dumps(data))
     result = autopar("emit", str(tmp_path / "other.json"), "-o", str(tmp_path / "out"))
-    assert result.returncode == 1 and "is for another graph than models/gpt.py:tiny" in result.stderr and "new: " in result.stderr
+    assert (
+        result.returncode == 1
+        and "is for another graph than models/gpt.py:tiny" in result.stderr
+        and "new: " in result.stderr
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -102,7 +132,13 @@ def test_a_plan_made_in_python_is_refused(plan: Path, tmp_path: Path) -> None:
     assert result.returncode == 1 and "does not say which model it is for" in result.stderr
 
 
-@pytest.mark.parametrize("model", [pytest.param(model, marks=pytest.mark.slow) for model in (("models/mlp.py:tiny",), ("hf:models/hf/tiny/gpt2.json", "--seq", "16"))])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=pytest.mark.slow)
+        for model in (("models/mlp.py:tiny",), ("hf:models/hf/tiny/gpt2.json", "--seq", "16"))
+    ],
+)
 def test_a_plan_whose_blocks_are_in_parts(tmp_path: Path, model: tuple[str, ...]) -> None:
     """What every command that captures the model again makes of it: the same as of the plan before."""
     whole, path = tmp_path / "whole.json", tmp_path / "parts.json"
@@ -111,8 +147,13 @@ def test_a_plan_whose_blocks_are_in_parts(tmp_path: Path, model: tuple[str, ...]
     (scope,) = {scope for stage in made.stages for scope in stage.blocks}
     in_parts(made, {scope: {"later": 1}}).save(path)
     found = [json.loads(done("simulate", str(where), "--json", "-").stdout) for where in (whole, path)]
-    assert found[1]["step_s"] == pytest.approx(found[0]["step_s"], rel=1e-3) and found[1]["peak_bytes"] == pytest.approx(found[0]["peak_bytes"])
-    assert "later/" in (explained := done("explain", str(path)).stdout) and f"one microbatch of {made.microbatches} through all stages" in explained
+    assert found[1]["step_s"] == pytest.approx(found[0]["step_s"], rel=1e-3) and found[1][
+        "peak_bytes"
+    ] == pytest.approx(found[0]["peak_bytes"])
+    assert (
+        "later/" in (explained := done("explain", str(path)).stdout)
+        and f"one microbatch of {made.microbatches} through all stages" in explained
+    )
     done("memory", str(path))
     done("emit", str(path), "-o", str(tmp_path / "out"))
     assert (tmp_path / "out" / "sharded.py").read_text().count("(Block):") == 2

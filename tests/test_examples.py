@@ -29,8 +29,14 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """All blocks of a page, one after the other, in one fresh interpreter."""
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks(page, "python")))
-    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, timeout=300,
-                          env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)})
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -43,7 +49,11 @@ def test_the_cluster_files_of_the_docs_are_some(tmp_path: Path) -> None:
         found.append(Cluster.parse(tmp_path / "ours.toml"))
     one, parts = found
     assert one.label == "ours:4x8" and one.levels[0].bandwidth_bytes_s == 25e9
-    assert parts.label == "ours" and [part.devices for part in parts.parts] == [16, 16] and parts.parts[1].device.usable_memory == 0.85
+    assert (
+        parts.label == "ours"
+        and [part.devices for part in parts.parts] == [16, 16]
+        and parts.parts[1].device.usable_memory == 0.85
+    )
 
 
 def test_links_lead_somewhere() -> None:
@@ -53,24 +63,38 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_options_in_the_pages_exist() -> None:
-    """Every --option of the pages is one of the command line, and cli.md has all of these; what stands before `autopar` is for torchrun."""
+    """Every --option of the pages is one of the command line, and cli.md has all of these; what stands before `autopar`
+    is for torchrun."""
     from typer.main import get_command
 
     from autopar.cli.app import app
 
     group = get_command(app)
-    known = {name for command in (group, *group.commands.values()) for option in command.params for name in option.opts if name.startswith("-")}
+    known = {
+        name
+        for command in (group, *group.commands.values())
+        for option in command.params
+        for name in option.opts
+        if name.startswith("-")
+    }
     for page in (ROOT / "README.md", ROOT / "docs" / "cli.md", ROOT / "docs" / "clusters.md"):
         own = re.sub(r"torchrun .*?(?=autopar )", "", page.read_text())
         named = set(re.findall(r"(?<=[\s`\[])--?[a-z][a-z-]*", own))
         assert named <= {*known, "-h"}, f"{page.name}: {named - known}"
         if page.stem == "cli":
-            assert known - named <= {"--output"}, f"options without a word in {page.name}: {known - named}"  # --output is -o
+            # --output is -o
+            assert known - named <= {"--output"}, f"options without a word in {page.name}: {known - named}"
 
 
 def test_the_demo_runs_on_a_small_model() -> None:
-    done = subprocess.run([sys.executable, "examples/demo.py", f"{ROOT}/models/mlp.py:tiny"], cwd=ROOT, capture_output=True,
-                          text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [sys.executable, "examples/demo.py", f"{ROOT}/models/mlp.py:tiny"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     assert "All values agree with the single device" in done.stdout
     assert done.stdout.count("gloo ranks: ") == 2 and "strategy         ddp" in done.stdout
@@ -80,23 +104,40 @@ def test_the_demo_runs_on_a_small_model() -> None:
 def test_the_plan_and_the_program_that_the_readme_shows_are_what_comes_out(tmp_path: Path) -> None:
     """All lines but the dots. Its memory was that of an earlier version."""
     (asked,) = re.findall(r"From `autopar (plan [^`]+)`", (ROOT / "README.md").read_text())
-    shown = [block for block in indented(ROOT / "README.md") if block.lstrip().startswith(("GPT2LMHeadModel on", "# backward all-reduce"))]
+    shown = [
+        block
+        for block in indented(ROOT / "README.md")
+        if block.lstrip().startswith(("GPT2LMHeadModel on", "# backward all-reduce"))
+    ]
     printed = _done(*shlex.split(asked), "--time-limit", "300", "-o", str(tmp_path / "plan.json"))
     _done("emit", str(tmp_path / "plan.json"), "-o", str(tmp_path / "out"))
     for block, text in zip(shown, (printed, (tmp_path / "out" / "sharded.py").read_text()), strict=True):
         there = {" ".join(line.split()) for line in text.splitlines()}
-        assert not [line for line in block.splitlines() if line.strip() not in ("", "...") and " ".join(line.split()) not in there]
+        assert not [
+            line
+            for line in block.splitlines()
+            if line.strip() not in ("", "...") and " ".join(line.split()) not in there
+        ]
 
 
 def _done(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "autopar", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, "-m", "autopar", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_the_tests_that_hold_the_traps_exist() -> None:
     """docs/torch-traps.md names files under tests/, and tests in them by the beginning of their name."""
-    for entry in re.findall(r"`((?:dist|unit)/[^`]+)`(?:, `(::[^`]+)`)?", (ROOT / "docs" / "torch-traps.md").read_text()):
+    for entry in re.findall(
+        r"`((?:dist|unit)/[^`]+)`(?:, `(::[^`]+)`)?", (ROOT / "docs" / "torch-traps.md").read_text()
+    ):
         path, _, name = entry[0].partition("::")
         text = (ROOT / "tests" / path).read_text()
         for wanted in filter(None, (name, entry[1].removeprefix("::"))):
@@ -118,7 +159,8 @@ def is_python(block: str) -> bool:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The commands of a page, word by word, with what may be left out in brackets, as `MODEL|plan.json [--seq 128]`, and one for each of the things that a bar parts."""
+    """The commands of a page, word by word, with what may be left out in brackets, as `MODEL|plan.json [--seq 128]`,
+    and one for each of the things that a bar parts."""
     found = []
     for line in "\n".join(indented(page)).splitlines():
         if (called := re.match(r"(?:torchrun .*?)?\bautopar (.*)", line)) is not None:
@@ -140,7 +182,7 @@ def test_commands_of_the_pages_are_taken(page: Path, tmp_path: Path, monkeypatch
         assert group.commands[name].make_context(f"autopar {name}", words).params
 
 
-BEFORE = '''
+BEFORE = """
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -148,29 +190,49 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import autopar
-'''
-ON_RANKS = BEFORE + '''
+"""
+ON_RANKS = (
+    BEFORE
+    + """
 torch.manual_seed(0)
-model, loss_fn, folder, global_batch = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), nn.functional.mse_loss, "checkpoint", 8
+model, loss_fn = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), nn.functional.mse_loss
+folder, global_batch = "checkpoint", 8
 example = batch = torch.randn(8, 16), torch.randn(8, 16)
 batches, dataset = [batch] * 2, TensorDataset(torch.randn(16, 16), torch.randn(16, 16))
-'''
-MEMORY = BEFORE + '''
+"""
+)
+MEMORY = (
+    BEFORE
+    + """
 from autopar.frontend import load
 
 model = load("hf:models/hf/tiny/llama.json", batch=16, seq=32).model
-'''
+"""
+)
 
 
 @pytest.mark.slow
 def test_python_of_the_pages_runs_on_ranks(tmp_path: Path) -> None:
     """The loops of README.md, usage.md and training.md as one script under torchrun."""
     pages = [ROOT / "docs" / "usage.md", ROOT / "README.md", ROOT / "docs" / "training.md"]
-    first, *others = [block for page in pages for block in indented(page) if is_python(block) and "reshard(" not in block]  # README.md shows an emitted file, too
+    # README.md shows an emitted file, too
+    first, *others = [
+        block for page in pages for block in indented(page) if is_python(block) and "reshard(" not in block
+    ]
     assert len(others) >= 4
-    (tmp_path / "train.py").write_text("\n".join((ON_RANKS, first, "compiled = model", *others, "assert loss.isfinite()", "dist.destroy_process_group()")))
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    (tmp_path / "train.py").write_text(
+        "\n".join(
+            (ON_RANKS, first, "compiled = model", *others, "assert loss.isfinite()", "dist.destroy_process_group()")
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -178,10 +240,22 @@ def test_python_of_the_pages_runs_on_ranks(tmp_path: Path) -> None:
 def test_python_of_the_page_on_memory_runs(tmp_path: Path) -> None:
     (block,) = [block for block in indented(ROOT / "docs" / "memory.md") if is_python(block)]
     (tmp_path / "page.py").write_text(MEMORY + block.replace("seq=2048", "seq=32"))
-    done = subprocess.run([sys.executable, str(tmp_path / "page.py")], cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "page.py")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_every_page_with_indented_python_has_it_run() -> None:
     """By the two tests above."""
-    assert {page.stem for page in PAGES if any(map(is_python, indented(page)))} == {"README", "memory", "training", "usage"}
+    assert {page.stem for page in PAGES if any(map(is_python, indented(page)))} == {
+        "README",
+        "memory",
+        "training",
+        "usage",
+    }

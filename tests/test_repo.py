@@ -15,7 +15,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 400
 FOLDERS = ("autopar", "passes", "models", "tests", "benchmarks", "examples")
-FREE_OF_TORCH = ("autopar", "autopar.errors", "autopar.layout", "autopar.window_rows", "autopar.optimizers", "autopar.plan", "autopar.cluster", "autopar.search", "autopar.cli.app")
+FREE_OF_TORCH = (
+    "autopar",
+    "autopar.errors",
+    "autopar.layout",
+    "autopar.window_rows",
+    "autopar.optimizers",
+    "autopar.plan",
+    "autopar.cluster",
+    "autopar.search",
+    "autopar.cli.app",
+)
 
 
 def files(*folders: str) -> list[Path]:
@@ -30,8 +40,13 @@ def name_of(path: Path) -> str:
 
 def imports(tree: ast.Module) -> Iterator[str]:
     """Every name that a file imports when it runs, in full; those under `if TYPE_CHECKING` do not run."""
-    skipped = {id(n) for branch in ast.walk(tree) if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.dump(branch.test)
-               for part in branch.body for n in ast.walk(part)}
+    skipped = {
+        id(n)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.dump(branch.test)
+        for part in branch.body
+        for n in ast.walk(part)
+    }
     for node in ast.walk(tree):
         if id(node) in skipped:
             continue
@@ -42,9 +57,14 @@ def imports(tree: ast.Module) -> Iterator[str]:
 
 
 def private_torch(tree: ast.Module) -> Iterator[str]:
-    """Private torch names that a file imports or reaches through `torch.`; operators (`torch.ops...`) have public names only."""
+    """Private torch names that a file imports or reaches through `torch.`; operators (`torch.ops...`) have public names
+    only."""
     found = [name for name in imports(tree) if name.split(".")[0] == "torch"]
-    found += [text for node in ast.walk(tree) if isinstance(node, ast.Attribute) and (text := ast.unparse(node)).startswith("torch.")]
+    found += [
+        text
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and (text := ast.unparse(node)).startswith("torch.")
+    ]
     for name in found:
         if not name.startswith("torch.ops.") and re.search(r"\._(?!_)", name):
             yield name
@@ -55,8 +75,11 @@ def undocumented(tree: ast.Module) -> Iterator[str]:
     if tree.body and not ast.get_docstring(tree):
         yield "the module"
     for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not node.name.startswith("_") \
-                and not ast.get_docstring(node):
+        if (
+            isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            and not node.name.startswith("_")
+            and not ast.get_docstring(node)
+        ):
             yield node.name
 
 
@@ -65,8 +88,14 @@ def of_the_locale(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and not any(word.arg == "encoding" for word in node.keywords):
             text = ast.unparse(node.func)
-            modes = [each for each in (*node.args, *(word.value for word in node.keywords)) if isinstance(each, ast.Constant) and each.value in ("r", "w", "a", "x")]
-            if text.endswith((".read_text", ".write_text")) or (modes and text.rsplit(".", 1)[-1] in ("open", "fdopen")):
+            modes = [
+                each
+                for each in (*node.args, *(word.value for word in node.keywords))
+                if isinstance(each, ast.Constant) and each.value in ("r", "w", "a", "x")
+            ]
+            if text.endswith((".read_text", ".write_text")) or (
+                modes and text.rsplit(".", 1)[-1] in ("open", "fdopen")
+            ):
                 yield ast.unparse(node)
 
 
@@ -98,12 +127,18 @@ def parsed(path: Path) -> ast.Module:
 def test_pytest_looks_into_every_folder_of_tests(request: pytest.FixtureRequest) -> None:
     skipped = request.config.getini("norecursedirs")
     folders = {path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
-    assert not [(path, pattern) for path in folders for part in path.parts[:-1] for pattern in skipped if fnmatch(part, pattern)]
+    assert not [
+        (path, pattern) for path in folders for part in path.parts[:-1] for pattern in skipped if fnmatch(part, pattern)
+    ]
 
 
 def test_every_part_is_in_the_list_of_layers() -> None:
     order = parts()
-    missing = [name for p in files("autopar") if (name := name_of(p)) not in ("autopar", "autopar._torch") and part_of(name, order) is None]
+    missing = [
+        name
+        for p in files("autopar")
+        if (name := name_of(p)) not in ("autopar", "autopar._torch") and part_of(name, order) is None
+    ]
     assert not missing, f"docs/internals.md does not place {missing}"
 
 
@@ -115,16 +150,35 @@ def test_nothing_imports_a_higher_layer() -> None:
 
 @pytest.mark.parametrize("folder", ["passes", "models"])
 def test_passes_and_models_import_nothing_of_autopar(folder: str) -> None:
-    wrong = {str(p): found for p in files(folder) if (found := [n for n in imports(parsed(p)) if n.split(".")[0] == "autopar"])}
+    wrong = {
+        str(p): found
+        for p in files(folder)
+        if (found := [n for n in imports(parsed(p)) if n.split(".")[0] == "autopar"])
+    }
     assert not wrong
 
 
 def test_the_runtime_imports_only_torch_and_layouts() -> None:
-    allowed = ("torch", "autopar.runtime", "autopar.layout", "autopar.window_rows", "autopar.routing", "autopar.deferred_waits", "autopar.prefetching", "autopar.optimizers", "autopar.errors", "autopar._torch")
+    allowed = (
+        "torch",
+        "autopar.runtime",
+        "autopar.layout",
+        "autopar.window_rows",
+        "autopar.routing",
+        "autopar.deferred_waits",
+        "autopar.prefetching",
+        "autopar.optimizers",
+        "autopar.errors",
+        "autopar._torch",
+    )
     wrong = {}
     for path in files("autopar/runtime"):
-        others = [n for n in imports(parsed(path)) if n.split(".")[0] not in sys.stdlib_module_names
-                  and not any(n == a or n.startswith(f"{a}.") for a in allowed)]
+        others = [
+            n
+            for n in imports(parsed(path))
+            if n.split(".")[0] not in sys.stdlib_module_names
+            and not any(n == a or n.startswith(f"{a}.") for a in allowed)
+        ]
         if others:
             wrong[str(path.relative_to(ROOT))] = others
     assert not wrong
@@ -132,19 +186,36 @@ def test_the_runtime_imports_only_torch_and_layouts() -> None:
 
 def test_codegen_does_not_see_the_search() -> None:
     hidden = ("autopar.search", "autopar.recipes", "autopar.planner", "autopar.problem.build", "autopar.problem.types")
-    wrong = {str(p): found for p in files("autopar/codegen") if (found := [n for n in imports(parsed(p)) if n.startswith(hidden)])}
+    wrong = {
+        str(p): found
+        for p in files("autopar/codegen")
+        if (found := [n for n in imports(parsed(p)) if n.startswith(hidden)])
+    }
     assert not wrong
 
 
 def test_a_search_sees_numbers_only() -> None:
     allowed = ("autopar.search", "autopar.problem.types", "autopar.problem.presolve", "autopar.errors")
-    wrong = {str(p): found for p in files("autopar/search")
-             if (found := [n for n in imports(parsed(p)) if n.startswith(("autopar", "passes", "torch")) and not n.startswith(allowed)])}
+    wrong = {
+        str(p): found
+        for p in files("autopar/search")
+        if (
+            found := [
+                n
+                for n in imports(parsed(p))
+                if n.startswith(("autopar", "passes", "torch")) and not n.startswith(allowed)
+            ]
+        )
+    }
     assert not wrong
 
 
 def test_private_names_of_torch_are_in_one_place() -> None:
-    wrong = {str(p): found for p in files("autopar", "passes") if p.name != "_torch.py" and (found := sorted(set(private_torch(parsed(p)))))}
+    wrong = {
+        str(p): found
+        for p in files("autopar", "passes")
+        if p.name != "_torch.py" and (found := sorted(set(private_torch(parsed(p)))))
+    }
     assert not wrong
 
 
@@ -164,26 +235,36 @@ def test_public_names_have_docstrings() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("order", ["import passes; import autopar; autopar.compile", "import autopar; autopar.compile; import passes"])
+@pytest.mark.parametrize(
+    "order", ["import passes; import autopar; autopar.compile", "import autopar; autopar.compile; import passes"]
+)
 def test_both_import_orders_work(order: str) -> None:
     done = subprocess.run([sys.executable, "-c", order], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_plain_parts_do_not_load_torch() -> None:
-    code = f"import sys, importlib\nfor name in {FREE_OF_TORCH!r}:\n    importlib.import_module(name)\n    assert 'torch' not in sys.modules, name"
+    code = (
+        f"import sys, importlib\nfor name in {FREE_OF_TORCH!r}:\n    importlib.import_module(name)\n    assert 'torch' "
+        "not in sys.modules, name"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_checks_find_what_they_look_for() -> None:
     order = ["autopar.layout", "autopar.search"]
-    tree = ast.parse("import torch\nfrom autopar.search import ilp\nfrom torch.fx._x import y\nfrom typing import TYPE_CHECKING\n"
-                     "if TYPE_CHECKING:\n    import autopar.api\ntorch.a._b\ntorch.ops.aten._c.default\ndef f(): pass\ndef _g(): pass")
+    tree = ast.parse(
+        "import torch\nfrom autopar.search import ilp\nfrom torch.fx._x import y\nfrom typing import TYPE_CHECKING\nif "
+        "TYPE_CHECKING:\n    import autopar.api\ntorch.a._b\ntorch.ops.aten._c.default\ndef f(): pass\ndef _g(): pass"
+    )
     assert list(climbs("autopar.layout", tree, order)) == ["autopar.search.ilp"]
     assert list(climbs("autopar.search.mcmc", tree, order)) == []
     assert set(private_torch(tree)) == {"torch.fx._x.y", "torch.a._b"}
     assert list(undocumented(tree)) == ["the module", "f"]
     assert "autopar.api" not in list(imports(tree))
-    calls = ast.parse("p.read_text()\np.write_text(x)\nopen(p, 'w')\np.open(mode='r')\np.read_text(encoding='utf-8')\nopen(p, 'rb')\nboard.open(y)\nos.fdopen(h, 'w', encoding='utf-8')")
+    calls = ast.parse(
+        "p.read_text()\np.write_text(x)\nopen(p, 'w')\np.open(mode='r')\np.read_text(encoding='utf-8')\nopen(p, "
+        "'rb')\nboard.open(y)\nos.fdopen(h, 'w', encoding='utf-8')"
+    )
     assert list(of_the_locale(calls)) == ["p.read_text()", "p.write_text(x)", "open(p, 'w')", "p.open(mode='r')"]

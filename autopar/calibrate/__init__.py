@@ -22,4 +22,18 @@ from autopar.calibrate.run import Calibration, calibrate, cores_here, fitted, he
 from autopar.calibrate.samples import Rejected, Sample
 from autopar.calibrate.write import write
 
-__all__ = ["Calibration", "Clock", "Fit", "Fits", "Rejected", "Sample", "calibrate", "cores_here", "fitted", "here", "middle", "taken", "write"]
+__all__ = [
+    "Calibration",
+    "Clock",
+    "Fit",
+    "Fits",
+    "Rejected",
+    "Sample",
+    "calibrate",
+    "cores_here",
+    "fitted",
+    "here",
+    "middle",
+    "taken",
+    "write",
+]

@@ -32,14 +32,21 @@ ALONE, OVER, BEHIND = "compute without", "compute over", "compute behind"
 
 
 def hidden(clock: Clock) -> list[Sample]:
-    """Matmuls by themselves, while a collective of all ranks runs, and behind it: an all-gather and an all-reduce, medians of turns."""
+    """Matmuls by themselves, while a collective of all ranks runs, and behind it: an all-gather and an all-reduce,
+    medians of turns."""
     kind, ranks = clock.kind, dist.get_world_size()
     if ranks < 2:
         return []
     mesh, cold, elements = Group(ranks, ranks).mesh, Cold(kind), BYTES[kind] // 4
-    starts: dict[str, Callable[[], Later]] = {"all_gather": lambda: start_all_gather(cold.next(elements // ranks), 1, mesh),
-                                              "all_reduce": lambda: start_all_reduce(cold.next(elements), 1, mesh)}
-    return [Sample(f"{what} {which}", (BYTES[kind],), seconds, ranks) for which, start in starts.items() for what, seconds in _turns(clock, cold, start).items()]
+    starts: dict[str, Callable[[], Later]] = {
+        "all_gather": lambda: start_all_gather(cold.next(elements // ranks), 1, mesh),
+        "all_reduce": lambda: start_all_reduce(cold.next(elements), 1, mesh),
+    }
+    return [
+        Sample(f"{what} {which}", (BYTES[kind],), seconds, ranks)
+        for which, start in starts.items()
+        for what, seconds in _turns(clock, cold, start).items()
+    ]
 
 
 def _turns(clock: Clock, cold: Cold, start: Callable[[], Later]) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """How long one run of something takes while all ranks do the same at the same time, as in a training step.
 
-On a CPU whose ranks outnumber its cores, a short run is either not interrupted at all or by far longer than itself: what counts is how many
-runs end within a window that is long against the slices of the scheduler. A step is longer than all windows together and has its share of whatever comes
-between, so means count, not medians.
+On a CPU whose ranks outnumber its cores, a short run is either not interrupted at all or by far longer than itself:
+what counts is how many runs end within a window that is long against the slices of the scheduler. A step is longer than
+all windows together and has its share of whatever comes between, so means count, not medians.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """`window_s` is how long something is repeated, `repeats` how often that is done; the mean counts. `kind`: "cpu" or "cuda".
+    """`window_s` is how long something is repeated, `repeats` how often that is done; the mean counts. `kind`: "cpu" or
+    "cuda".
 
-    With `cores` seconds are not those of the wall but those that all ranks spend computing, over so many cores: what something takes on a
-    CPU that does nothing else and never waits, measured while it does have other work.
+    With `cores` seconds are not those of the wall but those that all ranks spend computing, over so many cores: what
+    something takes on a CPU that does nothing else and never waits, measured while it does have other work.
     """
 
     kind: str
@@ -35,7 +36,9 @@ class Clock:
     def apart_s(self, run: Callable[[], object]) -> float:
         """Seconds of one `run` that talks to nobody: the mean over windows and ranks."""
         run()
-        mean = torch.tensor([statistics.fmean(self._window(run) for _ in range(self.repeats))], dtype=torch.float64, device=self.kind)
+        mean = torch.tensor(
+            [statistics.fmean(self._window(run) for _ in range(self.repeats))], dtype=torch.float64, device=self.kind
+        )
         dist.all_reduce(mean)
         return float(mean) / (self.cores or dist.get_world_size())
 
@@ -61,11 +64,13 @@ class Clock:
         return statistics.fmean(self.runs_s(run, count) for _ in range(self.repeats))
 
     def between_s(self, run: Callable[[], Result], use: Callable[[Result], object]) -> float:
-        """Seconds of one `run` in which ranks wait for each other and behind which they compute with what came, as in a step: that of both, less that of
-        `use` alone with what is there already."""
+        """Seconds of one `run` in which ranks wait for each other and behind which they compute with what came, as in a
+        step: that of both, less that of `use` alone with what is there already."""
         found, count = run(), 2
         count = max(2, min(1000, int(self.window_s / max(self.runs_s(lambda: use(run()), count), 1e-7))))
-        return statistics.fmean(self.runs_s(lambda: use(run()), count) - self.runs_s(lambda: use(found), count) for _ in range(self.repeats))
+        return statistics.fmean(
+            self.runs_s(lambda: use(run()), count) - self.runs_s(lambda: use(found), count) for _ in range(self.repeats)
+        )
 
     def _window(self, run: Callable[[], object]) -> float:
         self._meet()

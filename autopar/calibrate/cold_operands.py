@@ -1,6 +1,8 @@
-"""Operands and results as a step has them: what an operator reads was not just read, and what it writes is kept for the backward.
+"""Operands and results as a step has them: what an operator reads was not just read, and what it writes is kept for the
+backward.
 
-An operator that is run over and over on the same tensors has them in the caches of its core; in a step other layers come in between.
+An operator that is run over and over on the same tensors has them in the caches of its core; in a step other layers
+come in between.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import torch
 from torch import Tensor
 
 COLD_BYTES = {"cpu": 1 << 25, "cuda": 0}
-"""So much is gone over before anything comes again; and APART tensors, so that what was just used is never among the next. GPUs: no more than that, as their
-caches are small against what their operators move."""
+"""So much is gone over before anything comes again; and APART tensors, so that what was just used is never among the
+next. GPUs: no more than that, as their caches are small against what their operators move."""
 
 APART = 3
 
@@ -37,7 +39,7 @@ class Cold:
             self._pool = self._made(APART * -(-elements // ALIGNED) * ALIGNED)
         if self._at + elements > len(self._pool):
             self._at = 0
-        found = self._pool[self._at:self._at + elements].view(shape)
+        found = self._pool[self._at : self._at + elements].view(shape)
         self._at += -(-elements // ALIGNED) * ALIGNED
         return found
 

@@ -1,9 +1,10 @@
 """From the times of one rank to the constants of its device.
 
-    matmul      seconds = c + flops / (peak x shape_factor)             a CPU's peak by dtype, its tile; a GPU's share of its known peak
-    memory      seconds = c + cached / cache bandwidth + rest / bandwidth
-    arithmetic  seconds = c + flops / vector_flops
-    optimizer   seconds = update_s + bytes of one pass / (bandwidth x update)
+matmul      seconds = c + flops / (peak x shape_factor)             a CPU's peak by dtype, its tile; a GPU's share
+            of its known peak
+memory      seconds = c + cached / cache bandwidth + rest / bandwidth
+arithmetic  seconds = c + flops / vector_flops
+optimizer   seconds = update_s + bytes of one pass / (bandwidth x update)
 """
 
 from __future__ import annotations
@@ -29,17 +30,20 @@ MATRIX_FLOPS = 12e12
 """The same of matrix instructions: 2048 per cycle."""
 
 CORE_BYTES_S = 1e12
-"""The most bytes per second that one thread can read and write: three 512-bit moves per cycle at 5 GHz, from its first cache."""
+"""The most bytes per second that one thread can read and write: three 512-bit moves per cycle at 5 GHz, from its first
+cache."""
 
 NOTHING_HIDES = 0.95
 """Contention from which on nothing is gained by what runs in the background."""
 
 ONE_PASS = 7 * 4
-"""Bytes per element of one pass of AdamW in float32: reads weight, gradient and two states, writes all but the gradient (`Prices.update_s`)."""
+"""Bytes per element of one pass of AdamW in float32: reads weight, gradient and two states, writes all but the gradient
+(`Prices.update_s`)."""
 
 
 def device(base: Device, samples: Sequence[Sample], ranks: int = 1) -> tuple[Device, Fits]:
-    """`base` with what `samples` of `ranks` ranks say; what they do not say stays. The fits say how well each constant explains its samples."""
+    """`base` with what `samples` of `ranks` ranks say; what they do not say stays. The fits say how well each constant
+    explains its samples."""
     fits = Fits()
     made = base
     for step in (_launch, _memory, _matmuls, _arithmetic, _attention, _update, _actions, _contention):
@@ -56,10 +60,13 @@ def _launch(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, An
     found = fits.sensible(_of(samples, "launch"), lambda s: 1 / s.seconds, 1e8, "operators/s")
     if not found:
         return {}
-    value, name = statistics.median(s.seconds for s in found), "launch_s" if base.kind == "cpu" else "dispatch_s"  # a GPU waits for its host there
+    # a GPU waits for its host there
+    value, name = statistics.median(s.seconds for s in found), "launch_s" if base.kind == "cpu" else "dispatch_s"
     if not fits.possible(name, value):
         return {}
-    fits.add(Fit(name, value, len(found), 0.0, "operators with next to nothing to do, forward and backward by autograd"))
+    fits.add(
+        Fit(name, value, len(found), 0.0, "operators with next to nothing to do, forward and backward by autograd")
+    )
     return {name: value}
 
 
@@ -78,7 +85,7 @@ def _memory(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, An
     if not tries:
         return {}
     error, cache, rates = min(tries)
-    names = ("cache_bandwidth_bytes_s", "memory_bandwidth_bytes_s")[-len(rates):]
+    names = ("cache_bandwidth_bytes_s", "memory_bandwidth_bytes_s")[-len(rates) :]
     if not all(fits.possible(name, rate, limit) for name, rate in zip(names, rates, strict=True)):
         return {}
     fits.add(Fit("memory_bandwidth_bytes_s", rates[-1], len(found), error, "copies and sums of float32 tensors"))
@@ -90,7 +97,11 @@ def _memory(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, An
 
 def _matmuls(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, Any]:
     measured = {}
-    for dtype in dict.fromkeys(s.what.split()[1] for s in samples if s.what.startswith("matmul ") and "beside" not in s.what and "alone" not in s.what):
+    for dtype in dict.fromkeys(
+        s.what.split()[1]
+        for s in samples
+        if s.what.startswith("matmul ") and "beside" not in s.what and "alone" not in s.what
+    ):
         limit = base.flops(dtype) if base.kind == "cuda" else _most_flops(dtype)
         found = fits.sensible(_of(samples, f"matmul {dtype}"), lambda s: _flops(s) / s.seconds, limit, "FLOP/s")
         if len(found) >= 3:
@@ -153,7 +164,12 @@ def _flops(sample: Sample) -> float:
 def _arithmetic(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, Any]:
     if base.kind != "cpu":  # bound by memory there
         return {}
-    found = fits.sensible(_of(samples, "gelu", "softmax", "tanh", "layer_norm"), lambda s: s.size[0] / s.seconds, CORE_FLOPS["float32"], "FLOP/s")
+    found = fits.sensible(
+        _of(samples, "gelu", "softmax", "tanh", "layer_norm"),
+        lambda s: s.size[0] / s.seconds,
+        CORE_FLOPS["float32"],
+        "FLOP/s",
+    )
     if len(found) < 3:
         return {}
     (_, per_flop), error = fit([(1.0, s.size[0]) for s in found], [s.seconds for s in found])
@@ -168,7 +184,9 @@ def _attention(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str,
     dtype = "float32" if base.kind == "cpu" else "bfloat16"
     shares = []
     for way, factor in (("forward", 1.0), ("backward", float(ATTENTION_BACKWARD))):
-        found = fits.sensible(_of(samples, f"attention {way}"), lambda s: s.size[0] * s.size[1] / s.seconds, 1e12, "tokens/s")
+        found = fits.sensible(
+            _of(samples, f"attention {way}"), lambda s: s.size[0] * s.size[1] / s.seconds, 1e12, "tokens/s"
+        )
         found = [s for s in found if s.seconds > base.launch_s]
         if not found:
             return {}
@@ -176,15 +194,35 @@ def _attention(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str,
         for sample in found:
             batch, tokens = sample.size
             flops = factor * 0.5 * 2 * batch * 8 * tokens * tokens * 128
-            each.append(flops / (sample.seconds - base.launch_s) / base.flops(dtype) * (tokens + 2 * RAMP * base.tile) / tokens / narrow_share(base, 64))
+            each.append(
+                flops
+                / (sample.seconds - base.launch_s)
+                / base.flops(dtype)
+                * (tokens + 2 * RAMP * base.tile)
+                / tokens
+                / narrow_share(base, 64)
+            )
         share = min(1.0, statistics.median(each))
         shares.append(share)
-        fits.add(Fit(f"attention {way}", share, len(each), statistics.median(abs(share / one - 1) for one in each), "causal, 8 heads of 64"))
+        fits.add(
+            Fit(
+                f"attention {way}",
+                share,
+                len(each),
+                statistics.median(abs(share / one - 1) for one in each),
+                "causal, 8 heads of 64",
+            )
+        )
     return {"attention": tuple(shares)}
 
 
 def _update(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, Any]:
-    found = fits.sensible(_of(samples, "update"), lambda s: s.size[0] * ONE_PASS / s.seconds, CORE_BYTES_S if base.kind == "cpu" else 1e14, "bytes/s")
+    found = fits.sensible(
+        _of(samples, "update"),
+        lambda s: s.size[0] * ONE_PASS / s.seconds,
+        CORE_BYTES_S if base.kind == "cpu" else 1e14,
+        "bytes/s",
+    )
     if len(found) < 3:
         return {}
     (each_s, per_byte), error = fit([(1.0, s.size[0] * ONE_PASS) for s in found], [s.seconds for s in found])
@@ -192,7 +230,10 @@ def _update(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, An
         return {}
     bandwidth = base.memory_bandwidth_bytes_s * base.achievable_bandwidth
     share = min(1.0, max(1e-3, 1 / (per_byte * bandwidth))) if per_byte else 1.0
-    fits.add(Fit("update_s", each_s, len(found), error, "torch.optim.AdamW on DTensors"), Fit("update", share, len(found), error, "the same"))
+    fits.add(
+        Fit("update_s", each_s, len(found), error, "torch.optim.AdamW on DTensors"),
+        Fit("update", share, len(found), error, "the same"),
+    )
     return {"update_s": each_s, "update": share}
 
 
@@ -209,10 +250,13 @@ def _actions(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, A
 
 
 def _contention(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str, Any]:
-    """What a collective in the background adds to compute, over what it takes by itself. One that adds nearly as much hides nothing."""
+    """What a collective in the background adds to compute, over what it takes by itself. One that adds nearly as much
+    hides nothing."""
     known = [s for s in samples if s.what.startswith((ALONE, OVER, BEHIND))]
     found = fits.sensible(known, lambda s: 1 / s.seconds, 1e8, "runs/s")
-    alone_s, over_s, behind_s = (sum(s.seconds for s in found if s.what.startswith(what)) for what in (ALONE, OVER, BEHIND))
+    alone_s, over_s, behind_s = (
+        sum(s.seconds for s in found if s.what.startswith(what)) for what in (ALONE, OVER, BEHIND)
+    )
     if len(found) < len(known) or behind_s <= alone_s:
         return {}
     share = min(1.0, max(0.0, (over_s - alone_s) / (behind_s - alone_s)))
@@ -221,12 +265,15 @@ def _contention(base: Device, samples: Sequence[Sample], fits: Fits) -> dict[str
 
 
 def _alone(base: Device, samples: Sequence[Sample], fits: Fits, ranks: int) -> dict[str, Any]:
-    """All ranks together are no slower than one: more than as many times as fast as beside the others is one on its own never."""
+    """All ranks together are no slower than one: more than as many times as fast as beside the others is one on its own
+    never."""
     alone = fits.sensible(_of(samples, "matmul alone"), lambda s: 1 / s.seconds, 1e8, "matmuls/s")
     if base.kind != "cpu" or not alone:
         return {}
     least_s = alone[0].seconds
-    beside = fits.sensible(_of(samples, "matmul beside others"), lambda s: s.seconds / least_s, float(ranks), "times as long as alone")
+    beside = fits.sensible(
+        _of(samples, "matmul beside others"), lambda s: s.seconds / least_s, float(ranks), "times as long as alone"
+    )
     if not beside:
         return {}
     ratio = max(1.0, beside[0].seconds / least_s)

@@ -23,7 +23,11 @@ class Fit:
     @property
     def quality(self) -> str:
         """`11 samples, mean error 4.2 %`."""
-        return f"{self.samples} samples, mean error {100 * self.error:.1f} %" if self.samples > 2 else f"{self.samples} samples"
+        return (
+            f"{self.samples} samples, mean error {100 * self.error:.1f} %"
+            if self.samples > 2
+            else f"{self.samples} samples"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,8 @@ class Impossible:
 
 @dataclass
 class Fits:
-    """All constants that were fitted, all samples that make no sense, and all constants that come out as no machine has them."""
+    """All constants that were fitted, all samples that make no sense, and all constants that come out as no machine has
+    them."""
 
     found: list[Fit] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
@@ -50,15 +55,17 @@ class Fits:
         """Note constants."""
         self.found += found
 
-    def sensible(self, samples: Sequence[Sample], rate: Callable[[Sample], float], limit: float, unit: str) -> list[Sample]:
+    def sensible(
+        self, samples: Sequence[Sample], rate: Callable[[Sample], float], limit: float, unit: str
+    ) -> list[Sample]:
         """`samples.sensible`, the others noted."""
         kept, rejected = sensible(samples, rate, limit, unit)
         self.rejected += rejected
         return kept
 
     def possible(self, name: str, value: float, limit: float = inf, *, key: str = "") -> bool:
-        """Whether the constant `name` can be `value`, which is at most `limit` and in the range of `key` (`name`, without what is behind its dot);
-        what cannot be is noted."""
+        """Whether the constant `name` can be `value`, which is at most `limit` and in the range of `key` (`name`,
+        without what is behind its dot); what cannot be is noted."""
         low, high, meaning = RANGES[key or name.partition(".")[0]]
         high = min(high, limit)
         if not low <= value <= high:

@@ -1,4 +1,5 @@
-"""What one rank does on its own: matmuls, memory, other arithmetic, starting operators, the optimizer's step. Runs on ranks."""
+"""What one rank does on its own: matmuls, memory, other arithmetic, starting operators, the optimizer's step. Runs on
+ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +22,26 @@ from autopar.calibrate.samples import Sample
 from autopar.runtime.optimizer_state import optimizer_of
 
 SQUARES = {"cpu": (32, 64, 128, 256, 512), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
-OBLONG = {"cpu": ((512, 2048, 256), (512, 256, 2048), (64, 1024, 1024), (1024, 64, 256), (2048, 384, 128), (16, 1024, 1024), (96, 1536, 512),
-                 (384, 768, 768), (128, 768, 3072)),
-          "cuda": ((8192, 1024, 4096), (2048, 8192, 1024), (1024, 1024, 8192), (16384, 4096, 1024), (4096, 16384, 4096))}
+OBLONG = {
+    "cpu": (
+        (512, 2048, 256),
+        (512, 256, 2048),
+        (64, 1024, 1024),
+        (1024, 64, 256),
+        (2048, 384, 128),
+        (16, 1024, 1024),
+        (96, 1536, 512),
+        (384, 768, 768),
+        (128, 768, 3072),
+    ),
+    "cuda": ((8192, 1024, 4096), (2048, 8192, 1024), (1024, 1024, 8192), (16384, 4096, 1024), (4096, 16384, 4096)),
+}
 """Rows, columns and depth: as layers of transformers have them, cut into few and into many parts."""
 
-STREAMS = {"cpu": tuple(1 << power for power in range(14, 26, 2)), "cuda": tuple(1 << power for power in range(20, 31, 2))}
+STREAMS = {
+    "cpu": tuple(1 << power for power in range(14, 26, 2)),
+    "cuda": tuple(1 << power for power in range(20, 31, 2)),
+}
 """Bytes of one tensor."""
 
 ATTENTION_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -64,7 +79,8 @@ def matmuls(clock: Clock, dtype: str) -> list[Sample]:
 
 
 def streams(clock: Clock) -> list[Sample]:
-    """Operators bound by memory: a copy into memory that is there, and a sum into memory that is asked for; of what was made just before, as in a step."""
+    """Operators bound by memory: a copy into memory that is there, and a sum into memory that is asked for; of what was
+    made just before, as in a step."""
     cold, found = Cold(clock.kind), []
     for nbytes in STREAMS[clock.kind]:
         last = [cold.next(nbytes // 4)]
@@ -90,8 +106,9 @@ def arithmetic(clock: Clock) -> list[Sample]:
 
 
 def launches(clock: Clock) -> list[Sample]:
-    """One operator that has next to nothing to do, forward or backward, as autograd runs it; the size is its elements. On a CPU, whose rank is the host as well, the
-    mean over those of the layers of a model, whose weights get gradients; on a GPU, which does them sooner than its host asks for them, the simplest."""
+    """One operator that has next to nothing to do, forward or backward, as autograd runs it; the size is its elements.
+    On a CPU, whose rank is the host as well, the mean over those of the layers of a model, whose weights get gradients;
+    on a GPU, which does them sooner than its host asks for them, the simplest."""
     step, operators = _layers() if clock.kind == "cpu" else _chain(clock.kind)
     return [Sample("launch", (WIDTH,), clock.apart_s(step) / operators)]
 
@@ -110,7 +127,13 @@ def _chain(kind: str) -> tuple[Callable[[], object], int]:
 
 def _layers() -> tuple[Callable[[], object], int]:
     x = torch.randn(WIDTH)
-    layers = [[torch.randn(shape, requires_grad=True) for shape in ((WIDTH,), (WIDTH, WIDTH), (WIDTH,), (WIDTH, WIDTH), (WIDTH,))] for _ in range(LAYERS)]
+    layers = [
+        [
+            torch.randn(shape, requires_grad=True)
+            for shape in ((WIDTH,), (WIDTH, WIDTH), (WIDTH,), (WIDTH, WIDTH), (WIDTH,))
+        ]
+        for _ in range(LAYERS)
+    ]
 
     def step() -> None:
         y = x
@@ -149,7 +172,12 @@ def attention(clock: Clock) -> list[Sample]:
     """Fused causal attention of 8 heads of 64, forward and backward; the sizes are samples and tokens."""
     found = []
     for samples, tokens in ((2, 128), (1, 256), (1, 512)) if clock.kind == "cpu" else ((8, 1024), (4, 2048), (1, 8192)):
-        q, k, v = (torch.randn(samples, 8, tokens, 64, device=clock.kind, dtype=ATTENTION_DTYPE[clock.kind], requires_grad=True) for _ in range(3))
+        q, k, v = (
+            torch.randn(
+                samples, 8, tokens, 64, device=clock.kind, dtype=ATTENTION_DTYPE[clock.kind], requires_grad=True
+            )
+            for _ in range(3)
+        )
 
         def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
             return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -171,12 +199,21 @@ def schedules(clock: Clock) -> list[Sample]:
     found = []
     for count in (2 * ranks, 4 * ranks, 8 * ranks):
         meta = torch.empty(1, 8, device="meta", requires_grad=True)
-        stage = pipelining.PipelineStage(nn.Linear(8, 8).to(clock.kind), rank, ranks, torch.device(clock.kind), input_args=(meta,), output_args=(meta,))
+        stage = pipelining.PipelineStage(
+            nn.Linear(8, 8).to(clock.kind),
+            rank,
+            ranks,
+            torch.device(clock.kind),
+            input_args=(meta,),
+            output_args=(meta,),
+        )
         schedule = pipelining.ScheduleGPipe(stage, count, loss_fn=lambda output, target: output.sum())
         rows = torch.randn(count, 8, device=clock.kind)
         given = (rows,) if rank == 0 else ()
         wanted = {"target": rows, "return_outputs": False} if rank == ranks - 1 else {}
-        found.append(Sample("schedule", (count,), clock.together_s(lambda step=schedule.step, x=given, y=wanted: step(*x, **y))))  # type: ignore[misc]
+        found.append(
+            Sample("schedule", (count,), clock.together_s(lambda step=schedule.step, x=given, y=wanted: step(*x, **y)))  # type: ignore[misc]
+        )
     return found
 
 
@@ -188,11 +225,20 @@ def alone(clock: Clock) -> list[Sample]:
         return functional.linear(rows, weight)
 
     brief = replace(clock, repeats=1)
-    both = [(brief.apart_s(run), brief.alone_s(run)) for _ in range(PAIRS)]  # in turns: the machine may have other work for some of the time
-    return [Sample(f"matmul {how}", (256, 256, 256), statistics.median(times)) for how, times in zip(("beside others", "alone"), zip(*both, strict=True), strict=True)]
+    # in turns: the machine may have other work for some of the time
+    both = [(brief.apart_s(run), brief.alone_s(run)) for _ in range(PAIRS)]
+    return [
+        Sample(f"matmul {how}", (256, 256, 256), statistics.median(times))
+        for how, times in zip(("beside others", "alone"), zip(*both, strict=True), strict=True)
+    ]
 
 
 JOBS: dict[str, Callable[[Clock], list[Sample]]] = {
-    "memory": streams, "arithmetic": arithmetic, "attention": attention, "starting operators": launches, "optimizer": updates,
-    "pipelines": schedules, "one rank alone": alone,
+    "memory": streams,
+    "arithmetic": arithmetic,
+    "attention": attention,
+    "starting operators": launches,
+    "optimizer": updates,
+    "pipelines": schedules,
+    "one rank alone": alone,
 }

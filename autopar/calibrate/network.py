@@ -1,4 +1,5 @@
-"""What ranks do together: each collective on groups of each size of each level, as emitted programs run it. Runs on ranks."""
+"""What ranks do together: each collective on groups of each size of each level, as emitted programs run it. Runs on
+ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from autopar.calibrate.samples import Sample
 from autopar.runtime.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from autopar.runtime.mesh import Mesh
 
-SIZES = {"cpu": tuple(1 << power for power in (10, 14, 16, 18, 20, 21, 22, 23, 24)), "cuda": tuple(1 << power for power in range(10, 31, 2))}
+SIZES = {
+    "cpu": tuple(1 << power for power in (10, 14, 16, 18, 20, 21, 22, 23, 24)),
+    "cuda": tuple(1 << power for power in range(10, 31, 2)),
+}
 """Bytes of a collective: what one group holds together (`cost.comm.collective_s`)."""
 
 LONG = 4
@@ -40,7 +44,11 @@ class Group:
     @property
     def mesh(self) -> Mesh:
         """A mesh whose axis 1 is such a group."""
-        return Mesh((self.ranks // (self.members * self.inside), self.members, self.inside), ("outer", "group", "inner"), _kind())
+        return Mesh(
+            (self.ranks // (self.members * self.inside), self.members, self.inside),
+            ("outer", "group", "inner"),
+            _kind(),
+        )
 
 
 def collectives(clock: Clock, kind: str, group: Group) -> list[Sample]:
@@ -56,9 +64,13 @@ def collectives(clock: Clock, kind: str, group: Group) -> list[Sample]:
 
 
 def groups(sizes: Sequence[int]) -> dict[int, list[Group]]:
-    """The groups to measure by level, of levels with `sizes` parts, outermost first: of as many members as a mesh axis can have."""
+    """The groups to measure by level, of levels with `sizes` parts, outermost first: of as many members as a mesh axis
+    can have."""
     ranks = math.prod(sizes)
-    return {level: [Group(ranks, n, math.prod(sizes[level + 1:])) for n in range(2, size + 1) if size % n == 0] for level, size in enumerate(sizes)}
+    return {
+        level: [Group(ranks, n, math.prod(sizes[level + 1 :])) for n in range(2, size + 1) if size % n == 0]
+        for level, size in enumerate(sizes)
+    }
 
 
 def _kind() -> str:
@@ -69,8 +81,9 @@ Run = Callable[[], Tensor]
 
 
 def _use() -> Callable[[Tensor], object]:
-    """What a rank does with a result: it reads it, and multiplies for about a millisecond. Ranks that outnumber cores take turns meanwhile, so that threads
-    have to be woken and caches filled again; a GPU goes on with its own stream."""
+    """What a rank does with a result: it reads it, and multiplies for about a millisecond. Ranks that outnumber cores
+    take turns meanwhile, so that threads have to be woken and caches filled again; a GPU goes on with its own
+    stream."""
     x = torch.randn(BETWEEN, BETWEEN)
     return lambda result: (result.sum(), x @ x)
 
@@ -114,12 +127,18 @@ def _send(elements: int, mesh: Mesh, cold: Cold) -> tuple[Run, int]:
 
 
 def _pass(x: Tensor, sends: bool, peer: int, group: dist.ProcessGroup | None) -> None:
-    work = dist.batch_isend_irecv([dist.P2POp(dist.isend if sends else dist.irecv, x, group=group, group_peer=peer)])  # as torch's pipelines
+    # as torch's pipelines
+    work = dist.batch_isend_irecv([dist.P2POp(dist.isend if sends else dist.irecv, x, group=group, group_peer=peer)])
     for each in work:
         each.wait()
 
 
 _RUNS: dict[str, Callable[[int, Mesh, Cold], tuple[Run, int]]] = {
-    "all_reduce": _reduce, "all_gather": _gather, "reduce_scatter": _scatter, "all_to_all": _exchange, "broadcast": _broadcast, "send": _send,
+    "all_reduce": _reduce,
+    "all_gather": _gather,
+    "reduce_scatter": _scatter,
+    "all_to_all": _exchange,
+    "broadcast": _broadcast,
+    "send": _send,
 }
 KINDS = tuple(_RUNS)

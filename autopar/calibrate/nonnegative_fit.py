@@ -1,7 +1,7 @@
 """Fits of a few constants that cannot be negative, to times that are sometimes far off.
 
-Relative errors count, as times differ by orders of magnitude; and their amounts more than their squares (iteratively reweighted
-least squares), so that one sample that was disturbed does not bend the fit.
+Relative errors count, as times differ by orders of magnitude; and their amounts more than their squares (iteratively
+reweighted least squares), so that one sample that was disturbed does not bend the fit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ LEAST = 1e-3  # relative errors below this weigh no more than it: the reweightin
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], float]:
-    """Coefficients >= 0 with rows x coefficients ~ seconds, of the least sum of relative errors found; and the mean of these errors.
+    """Coefficients >= 0 with rows x coefficients ~ seconds, of the least sum of relative errors found; and the mean of
+    these errors.
 
     Of columns that nothing needs the coefficient is 0. Raises ValueError without a sample.
     """
@@ -35,8 +36,8 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list
 
 
 def _nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The least squares with coefficients >= 0: the best over all subsets of the few columns whose plain solution is positive. Where
-    that of all columns is, it is the best."""
+    """The least squares with coefficients >= 0: the best over all subsets of the few columns whose plain solution is
+    positive. Where that of all columns is, it is the best."""
     columns = matrix.shape[1]
     best, least = np.zeros(columns), float(target @ target)
     for count in range(columns, 0, -1):
@@ -44,7 +45,8 @@ def _nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
             break
         for chosen in map(list, itertools.combinations(range(columns), count)):
             part = matrix[:, chosen]
-            scale = np.maximum(np.linalg.norm(part, axis=0), np.finfo(float).tiny)  # columns may differ by many orders of magnitude
+            # columns may differ by many orders of magnitude
+            scale = np.maximum(np.linalg.norm(part, axis=0), np.finfo(float).tiny)
             solved = np.linalg.lstsq(part / scale, target)[0] / scale
             rest = float(np.square(part @ solved - target).sum())
             if (solved > 0).all() and rest < least * (1 - 1e-9):

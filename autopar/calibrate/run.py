@@ -30,10 +30,12 @@ SECONDS = 60.0
 """How long a calibration takes by default, about."""
 
 LEAST_S, MOST_S = 1.0, 3600.0
-"""How long it may take. Longer windows give the same means, and ranks that need more than ten minutes for one job are taken to hang."""
+"""How long it may take. Longer windows give the same means, and ranks that need more than ten minutes for one job are
+taken to hang."""
 
 RANK_BYTES = 450 << 20
-"""Memory that one CPU rank takes at its peak and shares with no other: torch, and what the measurements hold (VmHWM less shared pages on 1, 2 and 4 ranks: 330 to 424 MiB)."""
+"""Memory that one CPU rank takes at its peak and shares with no other: torch, and what the measurements hold (VmHWM
+less shared pages on 1, 2 and 4 ranks: 330 to 424 MiB)."""
 
 WINDOW = 1e-3
 """The window of one measurement, as a share of the whole."""
@@ -52,14 +54,20 @@ class Calibration:
     samples: tuple[Sample, ...]
 
 
-def calibrate(device: str = "cpu", ranks: int = 4, *, seconds: float = SECONDS, progress: Progress | None = None) -> Calibration:
-    """Measure this machine with `ranks` local ranks (gloo on "cpu", NCCL on "cuda") of one thread each, in about `seconds`.
+def calibrate(
+    device: str = "cpu", ranks: int = 4, *, seconds: float = SECONDS, progress: Progress | None = None
+) -> Calibration:
+    """Measure this machine with `ranks` local ranks (gloo on "cpu", NCCL on "cuda") of one thread each, in about
+    `seconds`.
 
-    With torch.distributed initialised it runs on the ranks that there are instead, on each of them. Raises ClusterError for a
-    device without a preset, too few ranks, more than the memory or the GPUs of the machine are for, or `seconds` out of range, RunError where a rank fails.
+    With torch.distributed initialised it runs on the ranks that there are instead, on each of them. Raises ClusterError
+    for a device without a preset, too few ranks, more than the memory or the GPUs of the machine are for, or `seconds`
+    out of range, RunError where a rank fails.
     """
     if not LEAST_S <= seconds <= MOST_S:
-        raise ClusterError(f"a calibration of {seconds:g} seconds; wanted {LEAST_S:g} to {MOST_S:g}, about as long as it takes in all")
+        raise ClusterError(
+            f"a calibration of {seconds:g} seconds; wanted {LEAST_S:g} to {MOST_S:g}, about as long as it takes in all"
+        )
     say = progress or (lambda done, total, what: None)
     if dist.is_initialized():
         return measure(_here, here(device), _local(), seconds, say)
@@ -68,8 +76,10 @@ def calibrate(device: str = "cpu", ranks: int = 4, *, seconds: float = SECONDS, 
     if device == "cuda" and ranks > torch.cuda.device_count():
         raise ClusterError(f"a calibration on {ranks} GPUs, but this machine has {torch.cuda.device_count()}")
     if device == "cpu" and ranks * RANK_BYTES > machine_bytes():
-        raise ClusterError(f"a calibration on {ranks} ranks takes {gibibytes(ranks * RANK_BYTES)} of memory, and this machine has {gibibytes(machine_bytes())}: "
-                           f"wanted at most {machine_bytes() // RANK_BYTES} (--ranks)")
+        raise ClusterError(
+            f"a calibration on {ranks} ranks takes {gibibytes(ranks * RANK_BYTES)} of memory, and this machine has "
+            f"{gibibytes(machine_bytes())}: wanted at most {machine_bytes() // RANK_BYTES} (--ranks)"
+        )
     with Ranks(ranks, device_type=device) as team:
         base = here(device)
         return measure(lambda job, clock: team.run(job, clock)[0], base, (1, ranks), seconds, say)
@@ -90,7 +100,9 @@ def measure(team: Team, base: Cluster, sizes: tuple[int, int], seconds: float, p
     return fitted(base, sizes, taken(team, base, sizes, seconds, progress))
 
 
-def taken(team: Team, base: Cluster, sizes: tuple[int, int], seconds: float, progress: Progress, cores: int = 0) -> list[tuple[int, Sample]]:
+def taken(
+    team: Team, base: Cluster, sizes: tuple[int, int], seconds: float, progress: Progress, cores: int = 0
+) -> list[tuple[int, Sample]]:
     """All samples of one calibration, each with its level (-1: of a device); `cores` as Clock has it."""
     clock = Clock(base.device.kind, window_s=WINDOW * seconds, cores=cores)
     jobs = _jobs(base.device, sizes)
@@ -107,17 +119,25 @@ def middle(passes: Sequence[Sequence[tuple[int, Sample]]]) -> list[tuple[int, Sa
     times: dict[tuple[int, str, tuple[int, ...], int], list[float]] = {}
     for level, sample in (each for one in passes for each in one):
         times.setdefault((level, sample.what, sample.size, sample.members), []).append(sample.seconds)
-    return [(level, Sample(what, size, statistics.median(seconds), members)) for (level, what, size, members), seconds in times.items()]
+    return [
+        (level, Sample(what, size, statistics.median(seconds), members))
+        for (level, what, size, members), seconds in times.items()
+    ]
 
 
 def _jobs(device: Device, sizes: tuple[int, int]) -> list[tuple[str, int, Job]]:
     """(what, level or -1 for a device, job)."""
     kind = device.kind
-    made: list[tuple[str, int, Job]] = [(f"matmuls in {dtype}", -1, functools.partial(machine.matmuls, dtype=dtype)) for dtype in DTYPES[kind]]
+    made: list[tuple[str, int, Job]] = [
+        (f"matmuls in {dtype}", -1, functools.partial(machine.matmuls, dtype=dtype)) for dtype in DTYPES[kind]
+    ]
     made += [(what, -1, job) for what, job in (*machine.JOBS.items(), ("collectives under compute", background.hidden))]
     for level, groups in network.groups(sizes).items():
-        made += [(f"{which} on {group.members}", level, functools.partial(network.collectives, kind=which, group=group))
-                 for group in groups for which in network.KINDS]
+        made += [
+            (f"{which} on {group.members}", level, functools.partial(network.collectives, kind=which, group=group))
+            for group in groups
+            for which in network.KINDS
+        ]
     return made
 
 
@@ -127,19 +147,29 @@ def fitted(base: Cluster, sizes: tuple[int, int], samples: Sequence[tuple[int, S
     how = f"gloo, {ranks} ranks of 1 thread on {cores_here()} cores" if kind == "cpu" else f"NCCL, {ranks} GPUs"
     source = f"measured {date}, torch {torch.__version__}, {how}"
     device, fits = fit_device.device(base.device, [sample for level, sample in samples if level < 0], ranks)
-    device = dataclasses.replace(device, **_memory(device, sizes), sources={**device.sources, **_sources(source, fits, base.device, device)})
+    device = dataclasses.replace(
+        device, **_memory(device, sizes), sources={**device.sources, **_sources(source, fits, base.device, device)}
+    )
     levels = []
     for index, (level, size) in enumerate(zip(base.levels, sizes, strict=True)):
         mine = [sample for at, sample in samples if at == index]
-        made, more = fit_level.level(dataclasses.replace(level, size=size), mine, fit_level.limit_bytes_s(device, level), source)
+        made, more = fit_level.level(
+            dataclasses.replace(level, size=size), mine, fit_level.limit_bytes_s(device, level), source
+        )
         levels.append(made)
         fits = Fits(fits.found + more.found, fits.rejected + more.rejected, fits.impossible + more.impossible)
-    return Calibration(Cluster(f"{base.name}-measured", tuple(levels), device), fits, tuple(sample for _, sample in samples))
+    return Calibration(
+        Cluster(f"{base.name}-measured", tuple(levels), device), fits, tuple(sample for _, sample in samples)
+    )
 
 
 def _sources(source: str, fits: Fits, before: Device, after: Device) -> dict[str, str]:
     """Where each number of the device that has changed comes from."""
-    changed = [f.name for f in dataclasses.fields(Device) if f.name != "sources" and getattr(before, f.name) != getattr(after, f.name)]
+    changed = [
+        f.name
+        for f in dataclasses.fields(Device)
+        if f.name != "sources" and getattr(before, f.name) != getattr(after, f.name)
+    ]
     found = {}
     for name in changed:
         mine = [fit for fit in fits.found if fit.name.split(".")[0].split()[0] in (name, ALIAS.get(name, name))]
@@ -149,8 +179,13 @@ def _sources(source: str, fits: Fits, before: Device, after: Device) -> dict[str
     return {**found, "memory_bytes": f"{source}: memory of the machine, an equal part for each rank"}
 
 
-ALIAS = {"cache_bytes": "memory_bandwidth_bytes_s", "cache_bandwidth_bytes_s": "memory_bandwidth_bytes_s", "achievable_bandwidth": "memory_bandwidth_bytes_s",
-         "tile": "peak_flops", "achievable": "achievable_of"}
+ALIAS = {
+    "cache_bytes": "memory_bandwidth_bytes_s",
+    "cache_bandwidth_bytes_s": "memory_bandwidth_bytes_s",
+    "achievable_bandwidth": "memory_bandwidth_bytes_s",
+    "tile": "peak_flops",
+    "achievable": "achievable_of",
+}
 """Constants that are fitted together with another one."""
 
 

@@ -1,6 +1,7 @@
 """What was measured, and which of it makes sense.
 
-Noise of a machine only ever adds time, so where a smaller task took clearly longer than a larger one, the smaller one is wrong.
+Noise of a machine only ever adds time, so where a smaller task took clearly longer than a larger one, the smaller one
+is wrong.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ SLOWER = 1.3
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One thing that ran: `what` ("matmul float32", "copy", "all_reduce"), its `size` (m, n, k of a matmul, bytes else, elements of an
-    optimizer's parameter), how many ranks took part (1: each on its own), and the `seconds` of one run."""
+    """One thing that ran: `what` ("matmul float32", "copy", "all_reduce"), its `size` (m, n, k of a matmul, bytes else,
+    elements of an optimizer's parameter), how many ranks took part (1: each on its own), and the `seconds` of one
+    run."""
 
     what: str
     size: tuple[int, ...]
@@ -39,11 +41,13 @@ class Rejected:
         return f"{self.sample}: {self.sample.seconds:.3g} s: {self.why}"
 
 
-def sensible(samples: Sequence[Sample], rate: Callable[[Sample], float], limit: float, unit: str) -> tuple[list[Sample], list[Rejected]]:
+def sensible(
+    samples: Sequence[Sample], rate: Callable[[Sample], float], limit: float, unit: str
+) -> tuple[list[Sample], list[Rejected]]:
     """The samples that can be true, and the others with the reason.
 
-    `rate` is what a sample did per second, `limit` the most that the hardware can do of it, in `unit`. Samples of one kind and one
-    number of ranks are compared with each other where one is larger in every size.
+    `rate` is what a sample did per second, `limit` the most that the hardware can do of it, in `unit`. Samples of one
+    kind and one number of ranks are compared with each other where one is larger in every size.
     """
     kept, rejected = [], []
     for sample in samples:

@@ -14,7 +14,8 @@ from autopar.plan import write_atomic
 
 
 def write(cluster: Cluster, path: str | Path, *about: str) -> None:
-    """Write `cluster` to `path`, whole or not at all, under comment lines `about`. Raises PlanError where it cannot be written."""
+    """Write `cluster` to `path`, whole or not at all, under comment lines `about`. Raises PlanError where it cannot be
+    written."""
     write_atomic(Path(path), text(cluster, *about))
 
 
@@ -28,9 +29,17 @@ def text(cluster: Cluster, *about: str) -> str:
         if isinstance(value, Mapping):
             lines += ["", f"[device.{key}]", *(f"{_key(name)} = {_value(each)}" for name, each in value.items())]
     for level in cluster.levels:
-        lines += ["", "[[levels]]", *(f"{key} = {_value(value)}" for key, value in _fields(level).items() if key != "protocols")]
+        lines += [
+            "",
+            "[[levels]]",
+            *(f"{key} = {_value(value)}" for key, value in _fields(level).items() if key != "protocols"),
+        ]
         for protocol in level.protocols:
-            lines += ["", "[[levels.protocols]]", *(f"{key} = {_value(value)}" for key, value in _fields(protocol).items())]
+            lines += [
+                "",
+                "[[levels.protocols]]",
+                *(f"{key} = {_value(value)}" for key, value in _fields(protocol).items()),
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -50,7 +59,8 @@ def _key(name: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """A text, number or list as TOML. JSON's strings and numbers are TOML's, but for characters that JSON escapes in two halves, or not at all."""
+    """A text, number or list as TOML. JSON's strings and numbers are TOML's, but for characters that JSON escapes in
+    two halves, or not at all."""
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(_value, value))}]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if isinstance(value, str) else repr(value)

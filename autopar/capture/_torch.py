@@ -20,18 +20,23 @@ from autopar._torch import copied
 
 @dataclass(frozen=True)
 class Conditions:
-    """What an exported program holds for true of sizes: `texts` as Python in the names of `names`, which are sizes that an input has."""
+    """What an exported program holds for true of sizes: `texts` as Python in the names of `names`, which are sizes that
+    an input has."""
 
     texts: tuple[str, ...]
     names: Mapping[str, torch.SymInt]
 
 
 def conditions(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]]) -> Conditions | None:
-    """The conditions of `program` in the names that `dims` gives to dims of each input; None where two sizes have one name, or one is not known by any.
+    """The conditions of `program` in the names that `dims` gives to dims of each input; None where two sizes have one
+    name, or one is not known by any.
 
-    torch keeps them to check inputs with (`_guards_code`), with the places that sizes are read at (`source_to_var`); neither has a public name.
+    torch keeps them to check inputs with (`_guards_code`), with the places that sizes are read at (`source_to_var`);
+    neither has a public name.
     """
-    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"][-len(program.graph_signature.user_inputs):]
+    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"][
+        -len(program.graph_signature.user_inputs) :
+    ]
     sizes = [(name, values[number].shape[dim]) for number, each in dims.items() for dim, name in each.items()]
     names = {name: size for name, size in sizes if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol}
     if any(str(size) != str(names.get(name)) for name, size in sizes if name in names) or not names:
@@ -46,36 +51,52 @@ def conditions(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]]) 
 
 
 def narrow(size: torch.SymInt, least: int, most: int) -> None:
-    """Take `size` for one from `least` to `most`, without a condition of it in the graph. torch has this for sizes that are data alone."""
+    """Take `size` for one from `least` to `most`, without a condition of it in the graph. torch has this for sizes that
+    are data alone."""
     size.node.shape_env.var_to_range[size.node.expr] = ValueRanges(least, most)
 
 
 def export_errors() -> tuple[type[Exception], ...]:
-    """What torch.export raises when a model or one of its symbolic dims cannot be exported, the model's own errors included.
+    """What torch.export raises when a model or one of its symbolic dims cannot be exported, the model's own errors
+    included.
 
     The common base of dynamo's errors and the symbolic-shape errors have no public names.
     """
     from torch._dynamo.exc import TorchDynamoException
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
-    return (TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode, RuntimeError, ValueError, TypeError, AttributeError, LookupError,
-            AssertionError, ArithmeticError)
+    return (
+        TorchDynamoException,
+        ConstraintViolationError,
+        GuardOnDataDependentSymNode,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        AssertionError,
+        ArithmeticError,
+    )
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Inside, torch.export neither prints the graph so far of what it cannot export, nor logs what its error says. There is no public name for it."""
+    """Inside, torch.export neither prints the graph so far of what it cannot export, nor logs what its error says.
+    There is no public name for it."""
     from torch.export import _trace
 
-    with (mock.patch.object(_trace, "print", lambda *_, **__: None, create=True),
-          mock.patch.object(logging.getLogger("torch.fx.experimental.symbolic_shapes"), "disabled", True),
-          mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)):
+    with (
+        mock.patch.object(_trace, "print", lambda *_, **__: None, create=True),
+        mock.patch.object(logging.getLogger("torch.fx.experimental.symbolic_shapes"), "disabled", True),
+        mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
+    ):
         yield
 
 
 @contextmanager
 def unvalidated_distributions() -> Iterator[None]:
-    """Inside, torch.distributions take values as they are. There is a public way to say so, and none to ask what was said before."""
+    """Inside, torch.distributions take values as they are. There is a public way to say so, and none to ask what was
+    said before."""
     from torch.distributions import Distribution
 
     with mock.patch.object(Distribution, "_validate_args", False):
@@ -97,8 +118,8 @@ def tracing() -> Iterator[None]:
 
 
 def below_autograd(body: Callable[..., list[Tensor]], inputs: Sequence[Any]) -> torch.fx.GraphModule:
-    """The graph of the operators that `body(*inputs)` runs on fake tensors, below autograd: also those of a backward inside it. torch.export traces above
-    autograd, and sees nothing that autograd keeps of an operator's inside."""
+    """The graph of the operators that `body(*inputs)` runs on fake tensors, below autograd: also those of a backward
+    inside it. torch.export traces above autograd, and sees nothing that autograd keeps of an operator's inside."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -111,7 +132,8 @@ def below_autograd(body: Callable[..., list[Tensor]], inputs: Sequence[Any]) -> 
 
 
 def getitem_modes() -> list[Any]:
-    """The active modes under which an index that is a tensor of no dims is not read as a number: models enter it around functions of single samples."""
+    """The active modes under which an index that is a tensor of no dims is not read as a number: models enter it around
+    functions of single samples."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch.overrides import _get_current_function_mode_stack
 
@@ -119,7 +141,8 @@ def getitem_modes() -> list[Any]:
 
 
 def items_are_indices() -> AbstractContextManager[None]:
-    """Inside, an index that is a tensor of no dims is not read as a number; flex_attention enters it around the functions that it is given."""
+    """Inside, an index that is a tensor of no dims is not read as a number; flex_attention enters it around the
+    functions that it is given."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     mode: AbstractContextManager[None] = TransformGetItemToIndex()
@@ -127,9 +150,12 @@ def items_are_indices() -> AbstractContextManager[None]:
 
 
 def flex_attention_by(own: Callable[..., Any], attend: Callable[..., Any]) -> Callable[..., Any]:
-    """`own`, torch's flex_attention, with `attend(query, key, value, score_mod, block_mask, scale, kernel_options)` in place of its kernels, on any device. It gives the
-    attention, and the logarithm of the sum of the scores and the largest one, to the base 2. What it checks and gives has no other public name."""
-    found: Callable[..., Any] = copied(own, flex_attention_hop=attend, _validate_device=lambda *_: None, _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True)
+    """`own`, torch's flex_attention, with `attend(query, key, value, score_mod, block_mask, scale, kernel_options)` in
+    place of its kernels, on any device. It gives the attention, and the logarithm of the sum of the scores and the
+    largest one, to the base 2. What it checks and gives has no other public name."""
+    found: Callable[..., Any] = copied(
+        own, flex_attention_hop=attend, _validate_device=lambda *_: None, _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True
+    )
     return found
 
 
@@ -143,11 +169,16 @@ def _elsewhere(*args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def redirected(function: Any, to: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a function in Python calls `to`, under whatever name somebody imported it. Changing its code is all that reaches such names."""
+    """Inside, a function in Python calls `to`, under whatever name somebody imported it. Changing its code is all that
+    reaches such names."""
     code, defaults, named = function.__code__, function.__defaults__, function.__kwdefaults__
     place = f"_instead_of_{function.__name__}"
     function.__globals__[place] = to
-    function.__code__, function.__defaults__, function.__kwdefaults__ = _elsewhere.__code__.replace(co_names=(place,)), None, None
+    function.__code__, function.__defaults__, function.__kwdefaults__ = (
+        _elsewhere.__code__.replace(co_names=(place,)),
+        None,
+        None,
+    )
     try:
         yield
     finally:
@@ -157,16 +188,20 @@ def redirected(function: Any, to: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def vmap_replaced(run: Callable[..., Any]) -> Iterator[None]:
-    """Inside, every call of a function that `torch.vmap` gave is `run(original, func, in_dims, out_dims, randomness, chunk_size, args=..., kwargs=...)`."""
+    """Inside, every call of a function that `torch.vmap` gave is `run(original, func, in_dims, out_dims, randomness,
+    chunk_size, args=..., kwargs=...)`."""
     from torch._functorch import apis
 
     original = apis.vmap_impl
-    with mock.patch.object(apis, "vmap_impl", lambda *given, **kwargs: run(original, *given[:5], args=given[5:], kwargs=kwargs)):
+    with mock.patch.object(
+        apis, "vmap_impl", lambda *given, **kwargs: run(original, *given[:5], args=given[5:], kwargs=kwargs)
+    ):
         yield
 
 
 def code_when_asked() -> AbstractContextManager[None]:
-    """Graph modules that are made inside write and compile their Python code when somebody wants it, not after every change. torch.compile has its own graphs so."""
+    """Graph modules that are made inside write and compile their Python code when somebody wants it, not after every
+    change. torch.compile has its own graphs so."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     return _use_lazy_graph_module(True)

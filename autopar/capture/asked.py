@@ -26,10 +26,11 @@ from autopar.frontend import max_positions
 class Asked:
     """What is to be captured.
 
-        model    the user's model, in the dtype of activations; `rests`: the model with the dtypes in which it rests, None where these are the same
-        mode     "train" or "inference"
-        inputs   positional inputs, on meta, of which the last `targets` go to `loss_fn`; `named`: keyword inputs
-        dims     the symbolic dims of the inputs; `notes`: what the user should know about them
+    model    the user's model, in the dtype of activations; `rests`: the model with the dtypes in which it rests,
+             None where these are the same
+    mode     "train" or "inference"
+    inputs   positional inputs, on meta, of which the last `targets` go to `loss_fn`; `named`: keyword inputs
+    dims     the symbolic dims of the inputs; `notes`: what the user should know about them
     """
 
     model: nn.Module
@@ -43,9 +44,17 @@ class Asked:
     rests: nn.Module | None
 
     @staticmethod
-    def of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor] | None, mode: str,
-           dynamic_shapes: Any, rests: nn.Module | None) -> Asked:
-        """The request of the arguments of `capture`. Raises CaptureError for models, loss functions and inputs that cannot be captured."""
+    def of(
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        loss_fn: Callable[..., torch.Tensor] | None,
+        mode: str,
+        dynamic_shapes: Any,
+        rests: nn.Module | None,
+    ) -> Asked:
+        """The request of the arguments of `capture`. Raises CaptureError for models, loss functions and inputs that
+        cannot be captured."""
         refuse_wrapped(model)
         refuse_trained(loss_fn)
         # what it changes when it is traced, the user's own does not
@@ -58,9 +67,24 @@ class Asked:
         flat = pytree.tree_leaves((inputs, named))
         if dynamic_shapes is not None:
             made = Asked(model, loss_fn, mode, tuple(inputs), named, targets, Dims(), (), rests)
-            return replace(made, dims=dims.explicit(flat, dynamic_shapes, made.inputs, named, inspect.signature(made.with_loss(model).forward)))
+            return replace(
+                made,
+                dims=dims.explicit(
+                    flat, dynamic_shapes, made.inputs, named, inspect.signature(made.with_loss(model).forward)
+                ),
+            )
         note = dims.unshared(flat)
-        return Asked(model, loss_fn, mode, tuple(inputs), named, targets, dims.find(flat, max_positions(model)), (note,) if note else (), rests)
+        return Asked(
+            model,
+            loss_fn,
+            mode,
+            tuple(inputs),
+            named,
+            targets,
+            dims.find(flat, max_positions(model)),
+            (note,) if note else (),
+            rests,
+        )
 
     @property
     def name(self) -> str:
@@ -71,24 +95,31 @@ class Asked:
         """The inputs of the model, without targets, at stand-in sizes, which differ between symbols."""
         flat, tree = pytree.tree_flatten((self.inputs, self.named))
         args, kwargs = pytree.tree_unflatten(known.stand_ins(flat), tree)
-        return tuple(args[:len(args) - self.targets]), kwargs
+        return tuple(args[: len(args) - self.targets]), kwargs
 
     def with_loss(self, twin: nn.Module) -> nn.Module:
         """`twin`, a copy of the model, with the loss function applied to its outputs, if there is one."""
-        return twin if self.loss_fn is None else WithLoss(twin, self.loss_fn, self.targets, len(self.inputs) - self.targets)
+        return (
+            twin
+            if self.loss_fn is None
+            else WithLoss(twin, self.loss_fn, self.targets, len(self.inputs) - self.targets)
+        )
 
 
 def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: int) -> None:
-    """Raise CaptureError where the inputs do not fit the signature of forward, followed by `targets` inputs of the loss function."""
+    """Raise CaptureError where the inputs do not fit the signature of forward, followed by `targets` inputs of the loss
+    function."""
     signature = inspect.signature(model.forward)
     got = f"got {len(args)} positional inputs" + (f" and {', '.join(kwargs)}" if kwargs else "")
     if len(args) < targets:
         raise CaptureError(f"{type(model).__name__}: {got}, wanted those of the model and, last, {targets} for loss_fn")
     try:
-        signature.bind(*args[:len(args) - targets], **kwargs)
+        signature.bind(*args[: len(args) - targets], **kwargs)
     except TypeError as error:
         taken = f", of which the last {targets} go to loss_fn" if targets else ""
-        raise CaptureError(f"{type(model).__name__} does not take these inputs: {error}; {got}{taken}, wanted forward{signature}") from None
+        raise CaptureError(
+            f"{type(model).__name__} does not take these inputs: {error}; {got}{taken}, wanted forward{signature}"
+        ) from None
 
 
 def _to_meta(tree: Any) -> Any:

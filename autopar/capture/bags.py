@@ -1,4 +1,5 @@
-"""`F.embedding_bag` of a matrix of indices (one bag of n rows per sample), traced so that its result visibly has b rows.
+"""`F.embedding_bag` of a matrix of indices (one bag of n rows per sample), traced so that its result visibly has b
+rows.
 
 torch makes the offsets `arange(0, b * n, n)`, whose symbolic length does not simplify to b.
 """
@@ -21,14 +22,36 @@ def bags_of_samples() -> Iterator[None]:
     original = F.embedding_bag
 
     # torch's names
-    def embedding_bag(input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, norm_type: float = 2, scale_grad_by_freq: bool = False,
-                      mode: str = "mean", sparse: bool = False, per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
-                      padding_idx: int | None = None) -> Any:
+    def embedding_bag(
+        input: Tensor,
+        weight: Tensor,
+        offsets: Tensor | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        per_sample_weights: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+    ) -> Any:
         if input.dim() == 2 and offsets is None:
             offsets = torch.arange(input.shape[0], device=input.device) * input.shape[1]
             per_sample_weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
             input = input.reshape(-1).long()
-        return original(input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx)
+        return original(
+            input,
+            weight,
+            offsets,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            mode,
+            sparse,
+            per_sample_weights,
+            include_last_offset,
+            padding_idx,
+        )
 
     with mock.patch.object(F, "embedding_bag", embedding_bag):
         yield

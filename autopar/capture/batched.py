@@ -1,8 +1,8 @@
 """Functions of single samples (`torch.vmap`), traced as operators on batches.
 
-torch.export records such a function literally: remove the batch dim, the operators of one sample, add the batch dim. No recorded operator
-then has its batched sizes. So while a model is traced, such a function is traced separately, below the vmap transform, and the resulting
-batched operators are recorded in its place.
+torch.export records such a function literally: remove the batch dim, the operators of one sample, add the batch dim. No
+recorded operator then has its batched sizes. So while a model is traced, such a function is traced separately, below
+the vmap transform, and the resulting batched operators are recorded in its place.
 """
 
 from __future__ import annotations
@@ -24,15 +24,25 @@ from autopar.errors import CaptureError
 
 @contextmanager
 def batched(*, training: bool) -> Iterator[None]:
-    """A context in which `torch.vmap` is recorded as operators on batches. Where a torch.autograd.Function is mapped in a model that
-    trains, CaptureError is raised inside: only its forward would be recorded."""
+    """A context in which `torch.vmap` is recorded as operators on batches. Where a torch.autograd.Function is mapped in
+    a model that trains, CaptureError is raised inside: only its forward would be recorded."""
     tracing = threading.current_thread()
 
-    def run(original: Callable[..., Any], func: Callable[..., Any], *settings: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        original: Callable[..., Any],
+        func: Callable[..., Any],
+        *settings: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         if threading.current_thread() is not tracing:
             return original(func, *settings, *args, **kwargs)
         with _refusing_functions() if training else nullcontext():
-            return aside(lambda positional, named: original(func, *settings, *positional, **named), (args, kwargs), getitem_modes())
+            return aside(
+                lambda positional, named: original(func, *settings, *positional, **named),
+                (args, kwargs),
+                getitem_modes(),
+            )
 
     with vmap_replaced(run):
         yield
@@ -45,9 +55,10 @@ def _refusing_functions() -> Iterator[None]:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if is_torchs(cls):
             return original(cls, *args, **kwargs)
-        raise CaptureError(f"{caller()} maps {cls.__module__}.{cls.__qualname__}, a torch.autograd.Function, over samples (torch.vmap), "
-                           "where its backward cannot be "
-                           "kept: call it on whole batches")
+        raise CaptureError(
+            f"{caller()} maps {cls.__module__}.{cls.__qualname__}, a torch.autograd.Function, over samples "
+            "(torch.vmap), where its backward cannot be kept: call it on whole batches"
+        )
 
     with mock.patch.object(Function, "apply", classmethod(apply)):
         yield

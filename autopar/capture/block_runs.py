@@ -1,8 +1,8 @@
 """Runs of alike blocks in a model, found without running it: what capture may shorten.
 
-Two children of a container are alike when they have the same classes, parameter shapes, hooks and plain attributes all the way
-down. Integer attributes that equal the child's own position in the container (a layer index) do not count: chain.py proves
-that nobody reads them.
+Two children of a container are alike when they have the same classes, parameter shapes, hooks and plain attributes all
+the way down. Integer attributes that equal the child's own position in the container (a layer index) do not count:
+chain.py proves that nobody reads them.
 """
 
 from __future__ import annotations
@@ -39,18 +39,21 @@ class AlikeRun:
 
     @property
     def kept(self) -> dict[int, int]:
-        """The children that stand for the run: number in the shortened container -> number in the model. The last group is
-        shown right behind the first two."""
-        return {self.start + shown * self.period + i: self.start + group * self.period + i
-                for shown, group in enumerate((0, 1, self.count - 1)) for i in range(self.period)}
+        """The children that stand for the run: number in the shortened container -> number in the model. The last group
+        is shown right behind the first two."""
+        return {
+            self.start + shown * self.period + i: self.start + group * self.period + i
+            for shown, group in enumerate((0, 1, self.count - 1))
+            for i in range(self.period)
+        }
 
     @property
     def stop(self) -> int:
         return self.start + self.period * self.count
 
     def shown_as(self, number: int) -> int:
-        """The child of the first two groups for which child `number` may be taken by outer code: only the first group may get other
-        inputs."""
+        """The child of the first two groups for which child `number` may be taken by outer code: only the first group
+        may get other inputs."""
         group, kind = divmod(number - self.start, self.period)
         return self.start + min(group, 1) * self.period + kind
 
@@ -62,13 +65,16 @@ def meant(runs: Sequence[AlikeRun], name: str) -> list[str]:
         if name.startswith(f"{run.path}.") and number.isdecimal() and int(number) in run.kept:
             group, kind = divmod(int(number) - run.start, run.period)
             first = run.start + kind
-            return [f"{run.path}.{n}.{rest}" for n in ([first] if group == 0 else range(first + run.period, run.stop, run.period))]
+            return [
+                f"{run.path}.{n}.{rest}"
+                for n in ([first] if group == 0 else range(first + run.period, run.stop, run.period))
+            ]
     return [name]
 
 
 def kept(runs: Sequence[AlikeRun], path: str, children: int) -> dict[int, int]:
-    """The children that are kept of container `path`: number in the shortened model -> number in the model. Children in no run keep their
-    number."""
+    """The children that are kept of container `path`: number in the shortened model -> number in the model. Children in
+    no run keep their number."""
     here = [run for run in runs if run.path == path]
     alone = {n: n for n in range(children) if not any(run.start <= n < run.stop for run in here)}
     return dict(sorted((alone | {k: v for run in here for k, v in run.kept.items()}).items()))
@@ -81,21 +87,34 @@ def find(model: nn.Module) -> list[AlikeRun]:
     for path, module in model.named_modules():
         children = list(module._modules.values())
         numbered = list(module._modules) == [str(i) for i in range(len(children))] and None not in children
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and numbered and not any(path.startswith(f"{run.path}.") for run in found):
+        if (
+            isinstance(module, (nn.ModuleList, nn.Sequential))
+            and numbered
+            and not any(path.startswith(f"{run.path}.") for run in found)
+        ):
             found += _runs(path, [child for child in children if child is not None], shared)
     return found
 
 
 def _shared(model: nn.Module) -> dict[int, None]:
     """Ids of parameters and buffers that have several names."""
-    tensors = [t for module in model.modules() for table in (module._parameters, module._buffers) for t in table.values() if t is not None]
+    tensors = [
+        t
+        for module in model.modules()
+        for table in (module._parameters, module._buffers)
+        for t in table.values()
+        if t is not None
+    ]
     return {key: None for key, times in Counter(map(id, tensors)).items() if times > 1}
 
 
 def _runs(path: str, children: Sequence[nn.Module], shared: Mapping[int, None]) -> list[AlikeRun]:
     tables = [_attributes(child, shared) for child in children]
-    indexes = tuple(key for key in (tables[0] if tables else {})
-                    if all(type(t.get(key)) is int and t[key] == i for i, t in enumerate(tables)))
+    indexes = tuple(
+        key
+        for key in (tables[0] if tables else {})
+        if all(type(t.get(key)) is int and t[key] == i for i, t in enumerate(tables))
+    )
     keys = [tuple((key, repr(value)) for key, value in sorted(table.items()) if key not in indexes) for table in tables]
     found: list[AlikeRun] = []
     at = 0
@@ -110,8 +129,10 @@ def _runs(path: str, children: Sequence[nn.Module], shared: Mapping[int, None]) 
 
 def _groups(keys: Sequence[Any], start: int, period: int) -> int:
     count = 1
-    while len(keys) >= start + (count + 1) * period and \
-            keys[start + count * period:start + (count + 1) * period] == keys[start:start + period]:
+    while (
+        len(keys) >= start + (count + 1) * period
+        and keys[start + count * period : start + (count + 1) * period] == keys[start : start + period]
+    ):
         count += 1
     return count
 
@@ -139,8 +160,8 @@ def _tensor(tensor: torch.Tensor | None, shared: Mapping[int, None]) -> Any:
 
 
 def _comparable(value: Any) -> Any:
-    """A plain value as it is, a part of a function by what it is made of; anything else by identity, so that only a shared object counts as
-    alike."""
+    """A plain value as it is, a part of a function by what it is made of; anything else by identity, so that only a
+    shared object counts as alike."""
     if type(value) is partial:
         return ("partial", _comparable(value.func), _comparable(value.args), _comparable(value.keywords))
     if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):

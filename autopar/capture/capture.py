@@ -37,15 +37,26 @@ from passes import facts
 
 
 @draws()  # a user's own random numbers go on where they were
-def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
-            loss_fn: Callable[..., torch.Tensor] | None = None, mode: str = "train", dynamic_shapes: Any = None,
-            fold: bool = True, progress: Callable[[str], None] | None = None, rests: nn.Module | None = None) -> Captured:
-    """Capture `model` for inputs like `args` and `kwargs`, of which only shapes and dtypes count. The model is not touched.
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    mode: str = "train",
+    dynamic_shapes: Any = None,
+    fold: bool = True,
+    progress: Callable[[str], None] | None = None,
+    rests: nn.Module | None = None,
+) -> Captured:
+    """Capture `model` for inputs like `args` and `kwargs`, of which only shapes and dtypes count. The model is not
+    touched.
 
-    With `loss_fn`, a function or a module, the last positional inputs are its targets. `dynamic_shapes` is a pytree like `(args, kwargs)` with
-    `{dim: "name"}` at tensors; without it batch and sequence are found. `fold=False` captures every block.
-    `rests` is the model as it rests, where `model` is it in the dtype of activations: its buffers keep their own dtypes.
-    Raises CaptureError where the model cannot be exported, has no loss in train mode, or gradients that its graph would not have.
+    With `loss_fn`, a function or a module, the last positional inputs are its targets. `dynamic_shapes` is a pytree
+    like `(args, kwargs)` with `{dim: "name"}` at tensors; without it batch and sequence are found. `fold=False`
+    captures every block. `rests` is the model as it rests, where `model` is it in the dtype of activations: its buffers
+    keep their own dtypes. Raises CaptureError where the model cannot be exported, has no loss in train mode, or
+    gradients that its graph would not have.
     """
     asked = Asked.of(model, args, kwargs or {}, loss_fn, mode, dynamic_shapes, rests)
     masks = KnownMasks(counting=False)
@@ -66,17 +77,26 @@ def _folded(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, masks:
 
 
 class _Shortened(Exception):
-    """Passes refused the graph of a shortened model, maybe since blocks are missing: the whole model is captured instead."""
+    """Passes refused the graph of a shortened model, maybe since blocks are missing: the whole model is captured
+    instead."""
 
 
 def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, masks: KnownMasks) -> Captured:
-    """The model with `runs` of blocks shortened, where they are proven chains. Raises CaptureError, or _Shortened where it is to be captured whole."""
+    """The model with `runs` of blocks shortened, where they are proven chains. Raises CaptureError, or _Shortened where
+    it is to be captured whole."""
     model, mode = asked.model, asked.mode
     with clock("shadow"):
         twin, runs, why = _shadow(asked, runs)
         resting = {} if asked.rests is None else _buffer_dtypes(shadow(asked.rests, _kept(asked.rests, runs)))
     with clock("export"), code_when_asked():
-        program, known, found, left_out = export(lambda: asked.with_loss(shadow(twin)), asked.inputs, dict(asked.named), asked.dims, training=mode == "train", masks=masks)
+        program, known, found, left_out = export(
+            lambda: asked.with_loss(shadow(twin)),
+            asked.inputs,
+            dict(asked.named),
+            asked.dims,
+            training=mode == "train",
+            masks=masks,
+        )
     with clock("evaluation"):
         evaluating = _evaluation(asked, twin, runs, known)
     with clock("passes"), code_when_asked():
@@ -87,46 +107,90 @@ def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, mask
     refuse_sizes_of_values(gm, asked.name)
     with clock("constants"):
         values, valueless = constants(asked.rests or model, gm)
-    notes = (*asked.notes, *_of_capture(why, found, differs=evaluating.differs and not model.training), *valueless.values(), *other_outputs(left_out, structure), *_changed_weights(model, gm), *_other_state(model))
+    notes = (
+        *asked.notes,
+        *_of_capture(why, found, differs=evaluating.differs and not model.training),
+        *valueless.values(),
+        *other_outputs(left_out, structure),
+        *_changed_weights(model, gm),
+        *_other_state(model),
+    )
     if gm.meta.get("noises", 0) != evaluating.noises:
         evaluating = Evaluation("what training multiplies by random numbers is not found in its graph")
     leaves = [n.meta["input"] for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("role") == "input"]
     signature = inspect.signature(asked.with_loss(model).forward)
-    return Captured(gm, asked.name, known.hints, tuple(leaves), plain(structure), _aliases(model), values,
-                    graph_hash(gm), fleeting(model), notes, clock.seconds, tuple(valueless), fixed=gm.meta["fixed"],
-                    nested=nested(signature, asked.inputs, asked.named, gm.meta["leaves"]),
-                    order=tuple(own_state(model)), evaluation=evaluating, left_out=tuple(left_out), momenta=momenta(model))
+    return Captured(
+        gm,
+        asked.name,
+        known.hints,
+        tuple(leaves),
+        plain(structure),
+        _aliases(model),
+        values,
+        graph_hash(gm),
+        fleeting(model),
+        notes,
+        clock.seconds,
+        tuple(valueless),
+        fixed=gm.meta["fixed"],
+        nested=nested(signature, asked.inputs, asked.named, gm.meta["leaves"]),
+        order=tuple(own_state(model)),
+        evaluation=evaluating,
+        left_out=tuple(left_out),
+        momenta=momenta(model),
+    )
 
 
 def _of_capture(why: str, found: Sequence[str], *, differs: bool) -> Iterator[str]:
-    """Notes of how the model was captured: `why` not with blocks alike taken together, what export has `found`, and whether it is in evaluation, which `differs`."""
+    """Notes of how the model was captured: `why` not with blocks alike taken together, what export has `found`, and
+    whether it is in evaluation, which `differs`."""
     if why:
         yield f"blocks are captured one by one: {why}"
     yield from found
     if differs:
-        yield "the model is in evaluation, and planned as it trains: with dropout, statistics of the batch and whatever else it does in training alone"
+        yield (
+            "the model is in evaluation, and planned as it trains: with dropout, statistics of the batch and whatever "
+            "else it does in training alone"
+        )
 
 
 def _changed_weights(model: nn.Module, gm: fx.GraphModule) -> Iterator[str]:
     """A note of the parameters of the model that are buffers in the graph, since forward changes them."""
     graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    buffers = {name for graph in graphs for node in graph.graph.find_nodes(op="placeholder") if node.meta.get("role") == "buffer" for name in node.meta.get("fqns") or [node.meta["fqn"]]}
+    buffers = {
+        name
+        for graph in graphs
+        for node in graph.graph.find_nodes(op="placeholder")
+        if node.meta.get("role") == "buffer"
+        for name in node.meta.get("fqns") or [node.meta["fqn"]]
+    }
     if changed := [name for name, _ in model.named_parameters() if name in buffers]:
-        yield f"{', '.join(changed[:3])}{', ...' if len(changed) > 3 else ''} do not train, and forward changes them: buffers of the sharded module, and none of its parameters()"
+        yield (
+            f"{', '.join(changed[:3])}{', ...' if len(changed) > 3 else ''} do not train, and forward changes them: "
+            "buffers of the sharded module, and none of its parameters()"
+        )
 
 
 def _other_state(model: nn.Module) -> Iterator[str]:
     """Notes of what is in the model's state dict and not in that of the sharded module."""
     beside, renamed = other_state(model)
     if beside:
-        yield f"{', '.join(beside[:3])} of the state dict {'is' if len(beside) == 1 else 'are'} no tensors (extra state): the sharded module does not have them"
+        yield (
+            f"{', '.join(beside[:3])} of the state dict {'is' if len(beside) == 1 else 'are'} no tensors (extra "
+            "state): the sharded module does not have them"
+        )
     if renamed:
-        yield (f"{', '.join(renamed[:3])} of the state dict {'is no parameter' if len(renamed) == 1 else 'are no parameters'} of that name (a hook of the state dict makes them): "
-               "the sharded module has parameters under their own names; load a checkpoint with the model's names into the model, and compile then")
+        yield (
+            f"{', '.join(renamed[:3])} of the state dict "
+            f"{'is no parameter' if len(renamed) == 1 else 'are no parameters'} of that name (a hook of the state dict "
+            "makes them): the sharded module has parameters under their own names; load a checkpoint with the model's "
+            "names into the model, and compile then"
+        )
 
 
 def _shadow(asked: Asked, runs: list[block_runs.AlikeRun]) -> tuple[nn.Module, list[block_runs.AlikeRun], str]:
-    """What is exported, without its loss function: a meta twin, shortened where the runs are proven chains; and why they are not, if so."""
+    """What is exported, without its loss function: a meta twin, shortened where the runs are proven chains; and why
+    they are not, if so."""
     model = asked.model
     twin = _in_mode(shadow(model, _kept(model, runs)), asked.mode)
     why = is_chain(model, shadow(twin), runs, *asked.stand_ins(asked.dims)) if runs else ""
@@ -145,21 +209,32 @@ def _buffer_dtypes(twin: nn.Module) -> dict[str, torch.dtype]:
 
 
 def _evaluation(asked: Asked, twin: nn.Module, runs: list[block_runs.AlikeRun], known: dims.Dims) -> Evaluation:
-    """How the model evaluates; `twin` is its shortened shadow. Raises CaptureError where a second training step would differ from the first."""
+    """How the model evaluates; `twin` is its shortened shadow. Raises CaptureError where a second training step would
+    differ from the first."""
     args, kwargs = asked.stand_ins(known)
     step = one_step(lambda: shadow(twin), asked.name, args, kwargs)
     if asked.mode != "train":
         return Evaluation()
     found = evaluation(twin, step, args, kwargs)
-    return replace(found, changing=tuple(dict.fromkeys(name for short in found.changing for name in block_runs.meant(runs, short))))
+    return replace(
+        found, changing=tuple(dict.fromkeys(name for short in found.changing for name in block_runs.meant(runs, short)))
+    )
 
 
 def _in_mode(twin: nn.Module, mode: str) -> nn.Module:
-    """`twin` with the training flags of `mode`. In "train", modules that the user has set to evaluation (frozen norms) keep that."""
+    """`twin` with the training flags of `mode`. In "train", modules that the user has set to evaluation (frozen norms)
+    keep that."""
     return twin.train(mode == "train") if mode != "train" or not twin.training else twin
 
 
-def _graph(asked: Asked, program: Any, known: dims.Dims, runs: list[block_runs.AlikeRun], noises: int, resting: Mapping[str, torch.dtype]) -> fx.GraphModule:
+def _graph(
+    asked: Asked,
+    program: Any,
+    known: dims.Dims,
+    runs: list[block_runs.AlikeRun],
+    noises: int,
+    resting: Mapping[str, torch.dtype],
+) -> fx.GraphModule:
     """The exported program as the contract's graph, all passes run. Raises as `_captured`."""
     training = asked.mode == "train"
     first = _first_names(asked.model)
@@ -208,7 +283,10 @@ def graph_hash(gm: fx.GraphModule) -> str:
         for node in module.graph.nodes:
             held = [(tuple(map(str, t.shape)), str(t.dtype)) for t in facts.tensors(node)] if "val" in node.meta else []
             target = getattr(node.target, "__name__", str(node.target))
-            text.append(f"{node.name} {target} {node.args} {node.kwargs} {held} {node.meta.get('fqn')} {node.meta.get('repeat')}")
+            text.append(
+                f"{node.name} {target} {node.args} {node.kwargs} {held} {node.meta.get('fqn')} "
+                f"{node.meta.get('repeat')}"
+            )
     return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 

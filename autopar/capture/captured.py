@@ -31,7 +31,8 @@ class Captured:
     notes        what a user should know: dims that are static and why, blocks that were not folded
     seconds      time per phase
     fixed        arguments that are no tensors, which are part of the graph: name -> (place among all arguments, value)
-    nested       what arguments look like that hold several inputs, or are called otherwise: argument -> name of an input, or a dict or tuple of such
+    nested       what arguments look like that hold several inputs, or are called otherwise: argument -> name of an
+                 input, or a dict or tuple of such
     evaluation   what `model.eval()` makes of it
     parts        runs of blocks that were taken apart for a plan (`Plan.parted`); the hash is that of the graph before
     momenta      of batch norms with running statistics, by name
@@ -60,7 +61,8 @@ class Captured:
     momenta: Mapping[str, float] = field(default_factory=dict)
 
     def parted(self, parts: Parts) -> Captured:
-        """The same for a plan that lays runs of blocks out in `parts`. Raises PlanError where the graph has no such runs."""
+        """The same for a plan that lays runs of blocks out in `parts`. Raises PlanError where the graph has no such
+        runs."""
         if parts == self.parts:
             return self
         if self.parts:
@@ -69,4 +71,3 @@ class Captured:
             return replace(self, gm=part_runs(self.gm, parts), parts=parts)
         except ValueError as error:
             raise PlanError(f"the plan does not fit the graph: {error}") from error
-

@@ -2,10 +2,10 @@
 
     h = embed(ids); for block in blocks: h = block(h, mask); ...
 
-Three things are shown. No block of a run reads its own number. In the whole model every block of a run is called once, in
-order, and each argument is, for all groups from the second on, the same thing: the previous block's output number i, the very
-object that its twin one group earlier got, or an equal plain value. And the outer code of the shortened model does what that
-of the whole model does, operator for operator, with the middle blocks left out.
+Three things are shown. No block of a run reads its own number. In the whole model every block of a run is called once,
+in order, and each argument is, for all groups from the second on, the same thing: the previous block's output number i,
+the very object that its twin one group earlier got, or an equal plain value. And the outer code of the shortened model
+does what that of the whole model does, operator for operator, with the middle blocks left out.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from autopar.capture.watched_number import ReadError, Watched
 from autopar.text import first_line
 
 
-def is_chain(model: nn.Module, short: nn.Module, runs: Sequence[AlikeRun], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """"" when `runs` of `model` may be shortened, otherwise why not. `short` is the shortened shadow; inputs are on meta."""
+def is_chain(
+    model: nn.Module, short: nn.Module, runs: Sequence[AlikeRun], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> str:
+    """ "" when `runs` of `model` may be shortened, otherwise why not. `short` is the shortened shadow; inputs are on
+    meta."""
     inputs = (args, dict(kwargs))
     paths = list(dict.fromkeys(run.path for run in runs))
     sizes = {path: len(model.get_submodule(path)._modules) for path in paths}
@@ -38,12 +41,20 @@ def is_chain(model: nn.Module, short: nn.Module, runs: Sequence[AlikeRun], args:
         if idle:
             return f"{idle} is not called itself, but its parts are"
         brief = play(model, keep, short.training, inputs, gave.__getitem__)
-        whole = play(model, {path: {n: n for n in range(sizes[path])} for path in paths}, short.training, inputs,
-                     lambda block: gave[block[0], _shown(runs, *block)])
+        whole = play(
+            model,
+            {path: {n: n for n in range(sizes[path])} for path in paths},
+            short.training,
+            inputs,
+            lambda block: gave[block[0], _shown(runs, *block)],
+        )
     except ReadError as error:
         return first_line(error)
     except UNTOLD as error:
-        return f"the model does not run with fewer of them, as where it counts them or takes them by number ({first_line(error)})"
+        return (
+            "the model does not run with fewer of them, as where it counts them or takes them by number "
+            f"({first_line(error)})"
+        )
     broken = next((f"{run.path}: {why}" for run in runs if (why := _broken(run, whole.calls))), "")
     return broken or _compare(runs, brief, whole)
 
@@ -57,7 +68,11 @@ def _watching(short: nn.Module, runs: Sequence[AlikeRun]) -> Iterator[None]:
             for path, name in run.indexes:
                 module = short.get_submodule(".".join(filter(None, (run.path, str(shown), path))))
                 held.append((module, name, getattr(module, name)))
-                setattr(module, name, Watched(number, f"{run.path}: blocks read their own number ({type(module).__name__}.{name})"))
+                setattr(
+                    module,
+                    name,
+                    Watched(number, f"{run.path}: blocks read their own number ({type(module).__name__}.{name})"),
+                )
     try:
         yield
     finally:
@@ -90,7 +105,8 @@ def _broken(run: AlikeRun, calls: Sequence[Call]) -> str:
 
 
 def _origin(x: Any, before: Call, twin: Call, index: int) -> Any:
-    """Where one argument comes from, in words that are the same for every block of a chain; None if from nowhere known."""
+    """Where one argument comes from, in words that are the same for every block of a chain; None if from nowhere
+    known."""
     known = index < len(twin.fed)
     if isinstance(x, torch.Tensor):
         for i, result in enumerate(before.gave):
@@ -101,19 +117,23 @@ def _origin(x: Any, before: Call, twin: Call, index: int) -> Any:
 
 
 def _compare(runs: Sequence[AlikeRun], brief: Tape, whole: Tape) -> str:
-    """"" when the outer programs are the same but for the blocks that are not shown."""
+    """ "" when the outer programs are the same but for the blocks that are not shown."""
     wanted, got = _program(runs, whole, whole=True), _program(runs, brief, whole=False)
     for a, b in zip(wanted, got, strict=False):
         if a != b:
             return f"outer code depends on the number of blocks (at {a[0]})"
     if len(wanted) != len(got):
-        return f"outer code depends on the number of blocks ({len(wanted)} operators and blocks with all of them, {len(got)} with some)"
+        return (
+            f"outer code depends on the number of blocks ({len(wanted)} operators and blocks with all of them, "
+            f"{len(got)} with some)"
+        )
     return ""
 
 
 def _program(runs: Sequence[AlikeRun], tape: Tape, *, whole: bool) -> list[tuple[str, Any]]:
-    """A tape as comparable lines. In that of the whole model the middle blocks are left out, the last group goes under the
-    number that it has in the shortened model, and what a block is fed from a middle block comes from the second group."""
+    """A tape as comparable lines. In that of the whole model the middle blocks are left out, the last group goes under
+    the number that it has in the shortened model, and what a block is fed from a middle block comes from the second
+    group."""
     shown: dict[Any, Any] = {}
     stands: dict[Any, Any] = {}
     for run in runs if whole else ():
@@ -132,8 +152,8 @@ def _program(runs: Sequence[AlikeRun], tape: Tape, *, whole: bool) -> list[tuple
 
 
 def _renamed(label: Any, shown: Mapping[Any, Any], stands: Mapping[Any, Any] | None = None) -> Any:
-    """A label in the numbers of the shortened model. A middle block has none there: only for what a block of a chain is fed
-    the second group `stands` for it."""
+    """A label in the numbers of the shortened model. A middle block has none there: only for what a block of a chain is
+    fed the second group `stands` for it."""
     origin, *rest = label
     if origin not in shown:
         return label

@@ -12,8 +12,8 @@ from autopar.capture.state import own_state
 
 
 def constants(model: nn.Module, gm: fx.GraphModule) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Values on the CPU of all that the graph and its blocks read and no state dict holds; and what has none, with a note that
-    says why and what to do. What is on meta is recomputed."""
+    """Values on the CPU of all that the graph and its blocks read and no state dict holds; and what has none, with a
+    note that says why and what to do. What is on meta is recomputed."""
     persistent = own_state(model)
     held = {**gm.meta["constants"], **dict(model.named_buffers(remove_duplicate=False))}
     found: dict[str, torch.Tensor] = {}
@@ -22,13 +22,18 @@ def constants(model: nn.Module, gm: fx.GraphModule) -> tuple[dict[str, torch.Ten
         if name in persistent:
             continue
         value = held.get(name, _attribute(model, name))
-        value = _attribute(model, name) if value is None or value.is_meta else value  # the graph's own may be the shadow's
+        # the graph's own may be the shadow's
+        value = _attribute(model, name) if value is None or value.is_meta else value
         if value is None or value.is_meta:
             empty.append(name)
         else:
             found[name] = value.detach().cpu().clone()
     again, why = recompute(model, [name for name in empty if _attribute(model, name) is not None])
-    notes = {name: _note(model, name, why.get(name, "it is no attribute of the model")) for name in empty if name not in again}
+    notes = {
+        name: _note(model, name, why.get(name, "it is no attribute of the model"))
+        for name in empty
+        if name not in again
+    }
     values = found | again
     return {name: values[name] for name in _read(gm) if name in values}, notes
 
@@ -59,5 +64,7 @@ def _note(model: nn.Module, name: str, why: str) -> str:
     path = name.rpartition(".")[0]
     owner = dict(model.named_modules(remove_duplicate=False)).get(path)
     kind = "the model" if owner is None else f"{type(owner).__name__}{f' at {path}' if path else ''}"
-    return (f"{name} of {kind} has no values, because the model is on meta ({why}): what is planned can be looked at but not run. Build "
-            "the model with real weights, or give that module a reset_parameters that fills it")
+    return (
+        f"{name} of {kind} has no values, because the model is on meta ({why}): what is planned can be looked at but "
+        "not run. Build the model with real weights, or give that module a reset_parameters that fills it"
+    )

@@ -1,9 +1,10 @@
 """Tracing on one device: the shadow is on meta, and so are the tensors that its code makes.
 
-Model code makes tensors without naming a device (`torch.arange(n)`), or on a device of its own. Here factory functions make meta tensors,
-literals (`torch.tensor([0.5])`) and lists used as indices keep their values, and a tensor of another device is moved to meta where it is
-combined with one on meta. Captured graphs name no device in the end (passes.drop_devices). `x.data`, which torch.export takes for an
-unrelated tensor, is read as `x.detach()`; assignments to it, which torch.export ignores, become in-place copies.
+Model code makes tensors without naming a device (`torch.arange(n)`), or on a device of its own. Here factory functions
+make meta tensors, literals (`torch.tensor([0.5])`) and lists used as indices keep their values, and a tensor of another
+device is moved to meta where it is combined with one on meta. Captured graphs name no device in the end
+(passes.drop_devices). `x.data`, which torch.export takes for an unrelated tensor, is read as `x.detach()`; assignments
+to it, which torch.export ignores, become in-place copies.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 class _Meeting(TorchFunctionMode):
     """Moves operands to meta where another operand is on meta; never the operand that an operator changes in place."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if func in LITERALS and not tensors_of((args, kwargs)):
             return func(*args, **{**kwargs, "device": "cpu"})
@@ -61,16 +64,23 @@ def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
     """`target.data = value`, where both are alike: a graph has tensors of one size and dtype."""
     got, wanted = ((str(x.dtype).removeprefix("torch."), list(x.shape)) for x in (value, target))
     if got != wanted:
-        raise CaptureError(f"{caller()} assigns {got[0]}{got[1]} to the data of a tensor of {wanted[0]}{wanted[1]}, and a graph has "
-                           "tensors of one size and dtype: "
-                           "assign what is like it, or keep it in a tensor of another name")
+        raise CaptureError(
+            f"{caller()} assigns {got[0]}{got[1]} to the data of a tensor of {wanted[0]}{wanted[1]}, and a graph has "
+            "tensors of one size and dtype: "
+            "assign what is like it, or keep it in a tensor of another name"
+        )
     target.detach().copy_(_moved(value).detach())
 
 
 def changes(func: Any) -> bool:
     """Whether a function changes its first argument in place, by its name."""
     name = getattr(func, "__name__", "")
-    return func == ASSIGNED or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
+    return (
+        func == ASSIGNED
+        or name == "__setitem__"
+        or (name.endswith("_") and not name.endswith("__"))
+        or (name.startswith("__i") and name != "__invert__")
+    )
 
 
 def _moved(x: Any) -> Any:
@@ -87,8 +97,14 @@ def _of_cpu(self: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """A context in which all tensors are on meta (see the module docstring). SyncBatchNorm computes as BatchNorm, since captured programs
-    take statistics over all ranks anyway and it requires GPUs. Code compiled by torch.compile runs uncompiled."""
-    with (torch.device("meta"), _Meeting(), mock.patch.object(torch.amp.autocast, "__init__", _of_cpu),
-          mock.patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm2d.forward), plain_flex_attention()):
+    """A context in which all tensors are on meta (see the module docstring). SyncBatchNorm computes as BatchNorm, since
+    captured programs take statistics over all ranks anyway and it requires GPUs. Code compiled by torch.compile runs
+    uncompiled."""
+    with (
+        torch.device("meta"),
+        _Meeting(),
+        mock.patch.object(torch.amp.autocast, "__init__", _of_cpu),
+        mock.patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm2d.forward),
+        plain_flex_attention(),
+    ):
         yield

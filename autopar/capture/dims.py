@@ -1,8 +1,8 @@
 """Which dims of the inputs are symbolic: the batch `b`, the sequence `s`.
 
-Dim 0 of every input that shares the leading size is the batch; dim 1 of integer inputs that share it is the sequence, but for
-the classes [b, h, w] of the places of images [b, c, h, w]. Where floating inputs have the same size there (weights of tokens, log-probabilities, embeddings),
-that may be the sequence too, or a coincidence: export tries both.
+Dim 0 of every input that shares the leading size is the batch; dim 1 of integer inputs that share it is the sequence,
+but for the classes [b, h, w] of the places of images [b, c, h, w]. Where floating inputs have the same size there
+(weights of tokens, log-probabilities, embeddings), that may be the sequence too, or a coincidence: export tries both.
 Export runs on stand-in sizes where the user's own would be specialised (1, or batch equal to sequence).
 """
 
@@ -35,7 +35,8 @@ class Dims:
     loose: str = ""  # the symbol whose sizes are left to the model's conditions
     steps: dict[str, int] = field(default_factory=dict)  # what sizes must be multiples of
     own: bool = False  # whether that one is exported at the user's own size
-    also: dict[int, dict[int, str]] = field(default_factory=dict)  # dims of floating inputs that have the size of the sequence
+    # dims of floating inputs that have the size of the sequence
+    also: dict[int, dict[int, str]] = field(default_factory=dict)
     wide: bool = False  # whether these are taken for it
 
     @property
@@ -44,11 +45,13 @@ class Dims:
         return {dims[0] for dims in self.of.values() if 0 in dims}
 
     def loosened(self, name: str, *, own: bool) -> Dims:
-        """These dims with the range of symbol `name` left to the model's own conditions (torch's Dim.AUTO), exported at the user's size (`own`) or at a stand-in."""
+        """These dims with the range of symbol `name` left to the model's own conditions (torch's Dim.AUTO), exported at
+        the user's size (`own`) or at a stand-in."""
         return replace(self, loose=name, own=own)
 
     def widened(self) -> list[Dims]:
-        """These dims with the sequence also in floating inputs of a matching size, as a list of one; empty where there are no such inputs."""
+        """These dims with the sequence also in floating inputs of a matching size, as a list of one; empty where there
+        are no such inputs."""
         of = {i: {**self.of.get(i, {}), **self.also.get(i, {})} for i in {**self.of, **self.also}}
         return [replace(self, of=of, also={}, wide=True)] if self.also else []
 
@@ -60,18 +63,26 @@ class Dims:
     def shapes(self, flat: list[Any]) -> list[Any]:
         """`dynamic_shapes` of torch.export, flat."""
         least = {name: FEW if self.wide and self.loose and name not in self.of_samples else 2 for name in self.hints}
-        dims: dict[str, Any] = {name: Dim(name, min=least[name], max=self.limits[name]) if name in self.limits else Dim(name, min=least[name]) for name in self.hints}
+        dims: dict[str, Any] = {
+            name: Dim(name, min=least[name], max=self.limits[name])
+            if name in self.limits
+            else Dim(name, min=least[name])
+            for name in self.hints
+        }
         if self.loose:
             dims[self.loose] = Dim.AUTO
-        return [{d: dims[n] for d, n in self.of.get(i, {}).items()} or None if isinstance(x, torch.Tensor) else None
-                for i, x in enumerate(flat)]
+        return [
+            {d: dims[n] for d, n in self.of.get(i, {}).items()} or None if isinstance(x, torch.Tensor) else None
+            for i, x in enumerate(flat)
+        ]
 
     def stand_ins(self, flat: list[Any]) -> list[Any]:
         """The inputs at the stand-in sizes, on their device."""
         return [self._resized(x, self.of.get(i, {})) if isinstance(x, torch.Tensor) else x for i, x in enumerate(flat)]
 
     def stand_in(self, name: str) -> int:
-        """The size to export symbol `name` at: the user's own for dims that the user named, where that is not specialised."""
+        """The size to export symbol `name` at: the user's own for dims that the user named, where that is not
+        specialised."""
         others = [size for other, size in self.hints.items() if other != name]
         if name == self.loose and self.own:
             return self.hints[name]
@@ -102,7 +113,11 @@ def find(flat: list[Any], max_positions: int | None) -> Dims:
         found.hints["s"] = size
         for i in tokens:
             found.of.setdefault(i, {})[1] = "s"
-        found.also = {i: {1: "s"} for i, x in tensors.items() if i not in tokens and x.ndim in (2, 3) and x.is_floating_point() and x.shape[1] == size >= FEW}
+        found.also = {
+            i: {1: "s"}
+            for i, x in tensors.items()
+            if i not in tokens and x.ndim in (2, 3) and x.is_floating_point() and x.shape[1] == size >= FEW
+        }
         if max_positions is not None:
             found.limits["s"] = max_positions
     return found
@@ -113,18 +128,27 @@ def unshared(flat: list[Any]) -> str:
     leading = [x.shape[0] for x in flat if isinstance(x, torch.Tensor) and x.ndim > 0]
     if len(dict.fromkeys(leading)) < 2:
         return ""
-    return (f"the first sizes of the inputs differ ({', '.join(map(str, leading))}), so none is taken for the batch: the plan is for these sizes alone, and no pipeline cuts "
-            "it into microbatches; name the batch in dynamic_shapes, 'b' for dim 0 of each input that has the samples "
-            "(on the command line: let the factory give inputs of one first size)")
+    return (
+        f"the first sizes of the inputs differ ({', '.join(map(str, leading))}), so none is taken for the batch: the "
+        "plan is for these sizes alone, and no pipeline cuts it into microbatches; name the batch in dynamic_shapes, "
+        "'b' for dim 0 of each input that has the samples (on the command line: let the factory give inputs of one "
+        "first size)"
+    )
 
 
-def explicit(flat: list[Any], given: Any, inputs: tuple[Any, ...], named: Mapping[str, Any], signature: inspect.Signature) -> Dims:
-    """The user's own dynamic_shapes for a forward of this `signature`: `{dim: "name"}`, `{dim: Dim}` or None for each input (`named_dims`).
+def explicit(
+    flat: list[Any], given: Any, inputs: tuple[Any, ...], named: Mapping[str, Any], signature: inspect.Signature
+) -> Dims:
+    """The user's own dynamic_shapes for a forward of this `signature`: `{dim: "name"}`, `{dim: Dim}` or None for each
+    input (`named_dims`).
 
     Raises CaptureError where it does not fit the inputs.
     """
     shapes = [tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in flat]
-    asked = f"dynamic_shapes is {given!r} for inputs of shapes {shapes}; wanted (args, kwargs), or a dict by the names of inputs, with {{dim: name}} or None at each input"
+    asked = (
+        f"dynamic_shapes is {given!r} for inputs of shapes {shapes}; wanted (args, kwargs), or a dict by the names of "
+        f"inputs, with {{dim: name}} or None at each input"
+    )
     try:
         by_input = assigned(given, inputs, named, signature)
     except ValueError as error:
@@ -137,7 +161,10 @@ def explicit(flat: list[Any], given: Any, inputs: tuple[Any, ...], named: Mappin
                 raise CaptureError(f"{asked}: input {index} has no dim {dim}")
             name = said if isinstance(said, str) else getattr(said, "__name__", None)
             if name is None:
-                raise CaptureError(f"{asked}: dim {dim} of input {index} is {said!r}, which has no name; wanted text, as 'b', or a torch.export.Dim, and no entry for a dim that has one size")
+                raise CaptureError(
+                    f"{asked}: dim {dim} of input {index} is {said!r}, which has no name; wanted text, as 'b', or a "
+                    "torch.export.Dim, and no entry for a dim that has one size"
+                )
             if not name.isidentifier() or keyword.iskeyword(name):
                 raise CaptureError(f"{asked}: {name!r} is no Python name, and sizes are written with it")
             if found.hints.setdefault(name, shape[dim]) != shape[dim]:
@@ -145,7 +172,9 @@ def explicit(flat: list[Any], given: Any, inputs: tuple[Any, ...], named: Mappin
             found.of.setdefault(index, {})[dim] = name
             least, most = getattr(said, "min", None), getattr(said, "max", None)
             if not (least is None or least <= shape[dim]) or not (most is None or shape[dim] <= most):
-                raise CaptureError(f"{asked}: dim {dim} of input {index} has size {shape[dim]}, and {name} is from {least} to {most}")
+                raise CaptureError(
+                    f"{asked}: dim {dim} of input {index} has size {shape[dim]}, and {name} is from {least} to {most}"
+                )
             if most is not None and most < UNBOUNDED:
                 found.limits[name] = int(most)
     return found

@@ -1,12 +1,13 @@
-"""A check whether the branch for masks that select nothing equals the branch for masks that select something, applied to no rows.
+"""A check whether the branch for masks that select nothing equals the branch for masks that select something, applied
+to no rows.
 
     if mask.any(): out[token] += ...            # yes: nothing is added
     if len(token) < 8: continue                 # unknown: a size is compared with another number than 0
     out /= sum(mask.any() for mask in masks)    # no: it counts
 
-The model runs without values twice: with some masks empty, and with all masks full but the writes to rows of these masks left out. The
-results are compared as expressions (`capture.tape`). This is done for several sets of masks, chosen such that for any two masks some set
-has the first and not the second: so no mask can depend on another unnoticed.
+The model runs without values twice: with some masks empty, and with all masks full but the writes to rows of these
+masks left out. The results are compared as expressions (`capture.tape`). This is done for several sets of masks, chosen
+such that for any two masks some set has the first and not the second: so no mask can depend on another unnoticed.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from autopar.capture.valueless import UNTOLD
 
 
 def nothing_of_nothing(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `model`, which is on meta and is not changed, gives the same with empty masks as with full masks whose writes are left out.
-    False where it selects by no mask, or does not run without values."""
+    """Whether `model`, which is on meta and is not changed, gives the same with empty masks as with full masks whose
+    writes are left out. False where it selects by no mask, or does not run without values."""
     numbers: dict[Hashable, int] = {}
 
     def run(picking: Picking) -> Tape:
@@ -35,7 +36,9 @@ def nothing_of_nothing(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
     full = Picking()
     try:
         run(full)
-        return bool(full.seen) and all(_same(run(Picking(some, some)), run(Picking(dropped=some))) for some in _apart(len(full.seen)))
+        return bool(full.seen) and all(
+            _same(run(Picking(some, some)), run(Picking(dropped=some))) for some in _apart(len(full.seen))
+        )
     except UNTOLD:
         return False
 
@@ -45,7 +48,8 @@ def _same(one: Tape, other: Tape) -> bool:
 
 
 def _apart(masks: int) -> Iterator[set[int]]:
-    """A small family of sets of the masks 0, 1, ..., such that for any two masks some set has the first and not the second."""
+    """A small family of sets of the masks 0, 1, ..., such that for any two masks some set has the first and not the
+    second."""
     sets = next(n for n in count(2) if math.comb(n, n // 2) >= masks)
     members = list(zip(range(masks), combinations(range(sets), sets // 2), strict=False))
     for number in range(sets):

@@ -4,9 +4,9 @@
     if self.training: y = y * torch.rand(b)   # a random factor, which evaluation leaves out, too (stochastic depth)
     if self.training: y = y + z               # other operators: evaluation is another graph
 
-The model runs once in each mode on tensors without values. Every value is numbered by the expression that computes it, training flags
-ignored (value numbering, `capture.tape`). Where all results have the same numbers in both modes, evaluation is the graph with its flags
-off, and without the changes of buffers that only training makes.
+The model runs once in each mode on tensors without values. Every value is numbered by the expression that computes it,
+training flags ignored (value numbering, `capture.tape`). Where all results have the same numbers in both modes,
+evaluation is the graph with its flags off, and without the changes of buffers that only training makes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from autopar.text import first_line
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a captured model evaluates. `why`: why the graph cannot evaluate; empty where it can, with its flags off. `changing`: the buffers
-    that evaluation changes too. `noises`: the number of products with random factors that evaluation leaves out (`passes.noises`).
-    `differs`: whether evaluation differs from training at all."""
+    """How a captured model evaluates. `why`: why the graph cannot evaluate; empty where it can, with its flags off.
+    `changing`: the buffers that evaluation changes too. `noises`: the number of products with random factors that
+    evaluation leaves out (`passes.noises`). `differs`: whether evaluation differs from training at all."""
 
     why: str = ""
     changing: tuple[str, ...] = ()
@@ -36,19 +36,27 @@ class Evaluation:
 
 
 def evaluation(model: nn.Module, step: Tape | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Evaluation:
-    """How `model`, a shadow in training mode, evaluates on inputs on meta; it is not changed. `step` is the tape of its training step on
-    them; None where that did not run."""
+    """How `model`, a shadow in training mode, evaluates on inputs on meta; it is not changed. `step` is the tape of its
+    training step on them; None where that did not run."""
     inputs, numbers = (args, dict(kwargs)), step.numbers if step is not None else dict[Hashable, int]()
     try:
         evaluated = played(shadow(model).eval(), inputs, numbers)
         for leaving_out in (False, True):
-            trained = step if step is not None and not leaving_out else played(shadow(model), inputs, numbers, leaving_out=leaving_out)
-            same = evaluated.result == trained.result and all(trained.changed.get(name) == state for name, state in evaluated.changed.items())
+            trained = (
+                step
+                if step is not None and not leaving_out
+                else played(shadow(model), inputs, numbers, leaving_out=leaving_out)
+            )
+            same = evaluated.result == trained.result and all(
+                trained.changed.get(name) == state for name, state in evaluated.changed.items()
+            )
             if same and not evaluated.on:
                 differs = bool(trained.on or trained.noises or trained.changed.keys() - evaluated.changed.keys())
                 return Evaluation(changing=tuple(evaluated.changed), noises=trained.noises, differs=differs)
         again = played(shadow(model).eval(), inputs, numbers, known=trained.made)
     except UNTOLD as error:
-        return Evaluation(f"it does not run without values, to see what evaluation changes: {first_line(error)[:200]}", differs=True)
+        return Evaluation(
+            f"it does not run without values, to see what evaluation changes: {first_line(error)[:200]}", differs=True
+        )
     other = again.other and f"{again.other} computes something that training does not ({again.where})"
     return Evaluation(again.on or other or "evaluation leaves out parts of what training computes", differs=True)

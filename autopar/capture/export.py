@@ -1,4 +1,5 @@
-"""torch.export of the shadow, and the conversion of the exported program to the captured graph: roles, names, symbols, outputs."""
+"""torch.export of the shadow, and the conversion of the exported program to the captured graph: roles, names, symbols,
+outputs."""
 
 from __future__ import annotations
 
@@ -42,16 +43,31 @@ from passes._torch import shape_check, unasked_layouts
 
 LEAVES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, str)
 """What outputs may be of."""
-MANY = 256  # modules: from about twenty blocks on, operators come again often enough for torch's cache of fake tensors to pay (measured)
-UNPICKED = ("branches on whether a mask picks anything are taken as if it did: where it does not (an expert that no token chose) parameters have gradients of zero, where the model leaves "
-            "none, so that optimizers with momentum or weight decay move them as they move all others")
+# modules: from about twenty blocks on, operators come again often enough for torch's cache of fake tensors to pay
+# (measured)
+MANY = 256
+UNPICKED = (
+    "branches on whether a mask picks anything are taken as if it did: where it does not (an expert that no token "
+    "chose) parameters have gradients of zero, where the model leaves none, so that optimizers with momentum or "
+    "weight decay move them as they move all others"
+)
 
 
-def export(fresh: Callable[[], nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, *, training: bool, masks: KnownMasks) -> tuple[ExportedProgram, Dims, list[str], dict[str, str]]:
-    """Export what `fresh` makes, anew for each attempt, for models keep what they computed, with as many symbolic dims as it allows: a dim that it fixes becomes
-    static, with a note. `training`: gradients are to be right. `masks` counts what masks pick that follow from sizes. Gives the notes, and what outputs are that leave the graph, by name.
+def export(
+    fresh: Callable[[], nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dims: Dims,
+    *,
+    training: bool,
+    masks: KnownMasks,
+) -> tuple[ExportedProgram, Dims, list[str], dict[str, str]]:
+    """Export what `fresh` makes, anew for each attempt, for models keep what they computed, with as many symbolic dims
+    as it allows: a dim that it fixes becomes static, with a note. `training`: gradients are to be right. `masks` counts
+    what masks pick that follow from sizes. Gives the notes, and what outputs are that leave the graph, by name.
 
-    Raises CaptureError with the model's source line when it cannot be exported at all, and says so where that is because the model does not run.
+    Raises CaptureError with the model's source line when it cannot be exported at all, and says so where that is
+    because the model does not run.
     """
     return _Exporting(fresh, args, kwargs, dims, training, masks).exported()
 
@@ -80,9 +96,12 @@ class _Exporting:
     dims: Dims
     training: bool
     masks: KnownMasks
-    failures: dict[bool, BaseException] = field(default_factory=dict)  # the first one, and the first one with floating inputs that have positions
+    # the first one, and the first one with floating inputs that have positions
+    failures: dict[bool, BaseException] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    numbers: set[tuple[bool, str]] = field(default_factory=set)  # sizes that the model makes numbers: it is not traced with them once more, least of all with a loop over positions at the user's own size
+    # sizes that the model makes numbers: it is not traced with them once more, least of all with a loop over positions
+    # at the user's own size
+    numbers: set[tuple[bool, str]] = field(default_factory=set)
     least: int | None = None  # so many rows, at least, are taken to be picked by any mask
 
     def exported(self) -> tuple[ExportedProgram, Dims, list[str], dict[str, str]]:
@@ -107,13 +126,21 @@ class _Exporting:
         failure = self.failures[False]
         assert model is not None
         place = source(failure, model)
-        raise CaptureError(f"{_class(model)} cannot be exported: {says(failure, self.dims)}\n{place}; {advice(failure, place)}") from failure
+        raise CaptureError(
+            f"{_class(model)} cannot be exported: {says(failure, self.dims)}\n{place}; {advice(failure, place)}"
+        ) from failure
 
     def _trial(self, dims: Dims) -> _Trial:
         """A model made anew, with a forward that torch.export can take."""
         flat, tree = pytree.tree_flatten((self.args, self.kwargs))
         args, kwargs = pytree.tree_unflatten(dims.stand_ins(flat), tree)
-        trial = _Trial(dims, self.fresh(), tuple(args), kwargs, pytree.tree_unflatten(dims.shapes(flat), tree) if dims.hints else None)
+        trial = _Trial(
+            dims,
+            self.fresh(),
+            tuple(args),
+            kwargs,
+            pytree.tree_unflatten(dims.shapes(flat), tree) if dims.hints else None,
+        )
         name_keywords(trial.model, self.kwargs)
         assigned_buffers(trial.model)
         one_size(trial.model, dims)
@@ -121,31 +148,58 @@ class _Exporting:
         return trial
 
     def _traced(self, trial: _Trial) -> ExportedProgram:
-        """What torch.export makes of it. Raises what it raises, and CaptureError where random numbers of Python are drawn."""
+        """What torch.export makes of it. Raises what it raises, and CaptureError where random numbers of Python are
+        drawn."""
         model = trial.model
         picks = nullcontext() if self.least is None else Picking(check=shape_check, least=self.least)
-        with (quietly(), on_meta(), passing_guards(trial.notes), no_new_buffers(model), _cache(model), symbolic_lengths(model, *functions_of(model)), bags_of_samples(),
-              unasked_layouts(), batched(training=self.training), traced_forward() as trial.taken, _as_differentiated(trial.notes) if self.training else nullcontext(), draws() as drawn, picks, self.masks):
-            program = torch_export(model, trial.args, trial.kwargs, dynamic_shapes=_spell(model, trial.shapes), strict=False)
+        with (
+            quietly(),
+            on_meta(),
+            passing_guards(trial.notes),
+            no_new_buffers(model),
+            _cache(model),
+            symbolic_lengths(model, *functions_of(model)),
+            bags_of_samples(),
+            unasked_layouts(),
+            batched(training=self.training),
+            traced_forward() as trial.taken,
+            _as_differentiated(trial.notes) if self.training else nullcontext(),
+            draws() as drawn,
+            picks,
+            self.masks,
+        ):
+            program = torch_export(
+                model, trial.args, trial.kwargs, dynamic_shapes=_spell(model, trial.shapes), strict=False
+            )
             if drawn:
                 _refuse_draws(self.fresh(), trial.args, trial.kwargs)
         return program
 
     def _picks_otherwise(self, trial: _Trial, error: Exception) -> bool:
-        """Whether it is tried with these dims again, with other numbers of rows that masks pick; else `error` is kept. Raises CaptureError where no dims would help."""
-        if why := why_untraced(error, trial.taken, dict(inspect.signature(trial.model.forward).bind(*trial.args, **trial.kwargs).arguments)):
+        """Whether it is tried with these dims again, with other numbers of rows that masks pick; else `error` is kept.
+        Raises CaptureError where no dims would help."""
+        if why := why_untraced(
+            error, trial.taken, dict(inspect.signature(trial.model.forward).bind(*trial.args, **trial.kwargs).arguments)
+        ):
             raise CaptureError(f"{_class(trial.model)} cannot be exported: {why}") from error
-        if self.least != 1 and of_values(error) and (self.least is None or nothing_of_nothing(self.fresh(), trial.args, trial.kwargs)):
+        if (
+            self.least != 1
+            and of_values(error)
+            and (self.least is None or nothing_of_nothing(self.fresh(), trial.args, trial.kwargs))
+        ):
             self.least = 0 if self.least is None else 1
             return True
         if not self.failures:
-            _refuse_what_does_not_run(self.fresh, ((trial.args, trial.kwargs), (self.args, self.kwargs)), self.dims, error)
+            _refuse_what_does_not_run(
+                self.fresh, ((trial.args, trial.kwargs), (self.args, self.kwargs)), self.dims, error
+            )
         self.failures.setdefault(trial.dims.wide, error)
         self.numbers |= {(trial.dims.wide, name) for name in made_numbers(error)}
         return False
 
     def _holds(self, trial: _Trial, program: ExportedProgram) -> bool:
-        """Whether the program is for all sizes that it is to be for: a range of the size that was left to conditions, if one was; the dims of `trial` and a note then say for which."""
+        """Whether the program is for all sizes that it is to be for: a range of the size that was left to conditions,
+        if one was; the dims of `trial` and a note then say for which."""
         dims = trial.dims
         if not dims.loose:
             if wanted := unkept(program, dims.of):
@@ -159,7 +213,9 @@ class _Exporting:
         if allowed is None:
             return False
         if allowed.most < (dims.limits.get(dims.loose) or TRIED) or allowed.step > 1:
-            self.notes.append(f"{dims.loose} may be {allowed}: {says(self.failures.get(dims.wide), self.dims, dims.loose)}")
+            self.notes.append(
+                f"{dims.loose} may be {allowed}: {says(self.failures.get(dims.wide), self.dims, dims.loose)}"
+            )
         if dims.wide and dims.loose in dims.of_samples:
             self.notes.append(f"s is at least {FEW}: with fewer positions the model may do something else")
         trial.dims = replace(dims, steps={dims.loose: allowed.step} if allowed.step > 1 else {})
@@ -173,34 +229,49 @@ class _Exporting:
         return [*self.notes, *picked, *static, *trial.notes]
 
 
-def _refuse_what_does_not_run(fresh: Callable[[], nn.Module], sizes: Iterable[tuple[tuple[Any, ...], Mapping[str, Any]]], dims: Dims, failure: Exception) -> None:
-    """Raise CaptureError if a model fails on its inputs without being traced as it did when it was, on the same line: no other dims would help. `sizes` are the inputs
-    at small sizes and, for these may be long, last at those of the user."""
+def _refuse_what_does_not_run(
+    fresh: Callable[[], nn.Module],
+    sizes: Iterable[tuple[tuple[Any, ...], Mapping[str, Any]]],
+    dims: Dims,
+    failure: Exception,
+) -> None:
+    """Raise CaptureError if a model fails on its inputs without being traced as it did when it was, on the same line:
+    no other dims would help. `sizes` are the inputs at small sizes and, for these may be long, last at those of the
+    user."""
     for args, kwargs in sizes:
         model = fresh()
         own = as_it_is(model, args, kwargs)
         place = source(own, model)
         if own is None or type(own) is not type(failure) or place != source(failure, model):
             return
-    raise CaptureError(f"{_class(model)} does not run on these inputs: {says(own, dims)}\n{place}; it was called as it is, not traced: "
-                       f"look at the config and at the inputs, got {described(args, kwargs)}") from own
+    raise CaptureError(
+        f"{_class(model)} does not run on these inputs: {says(own, dims)}\n{place}; it was called as it is, not "
+        f"traced: look at the config and at the inputs, got {described(args, kwargs)}"
+    ) from own
 
 
 def _refuse_draws(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
-    """Raise CaptureError, with the user's line, where a model draws Python or numpy random numbers: the graph would have them as constants."""
-    raise CaptureError(f"{_class(model)} cannot be captured: it draws random numbers of Python's or of numpy's generator, and its graph would have the same ones in every step\n"
-                       f"{where_drawn(model, args, kwargs) or 'where it is traced'}; draw them with torch (torch.rand), turn that off in its config, or pass what is drawn as an input")
+    """Raise CaptureError, with the user's line, where a model draws Python or numpy random numbers: the graph would
+    have them as constants."""
+    raise CaptureError(
+        f"{_class(model)} cannot be captured: it draws random numbers of Python's or of numpy's generator, and its "
+        f"graph would have the same ones in every step\n{where_drawn(model, args, kwargs) or 'where it is traced'}; "
+        "draw them with torch (torch.rand), turn that off in its config, or pass what is drawn as an input"
+    )
 
 
 def _plain_outputs(model: nn.Module, left_out: dict[str, str]) -> None:
-    """Let `forward` give dicts for dataclasses, and None for what is no tensor and torch.export does not know, and say what it is: caches of keys and values, lists as long as a batch."""
+    """Let `forward` give dicts for dataclasses, and None for what is no tensor and torch.export does not know, and say
+    what it is: caches of keys and values, lists as long as a batch."""
     forward = model.forward
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         def known(path: Any, leaf: Any) -> Any:
             if leaf is None or isinstance(leaf, LEAVES):
                 return leaf
-            left_out[label(path)] = "is a list with an item for each sample" if isinstance(leaf, Rows) else f"is a {type(leaf).__name__}"
+            left_out[label(path)] = (
+                "is a list with an item for each sample" if isinstance(leaf, Rows) else f"is a {type(leaf).__name__}"
+            )
             return None
 
         return pytree.tree_map_with_path(known, by_field(forward(*args, **kwargs)))
@@ -241,13 +312,16 @@ def _listed(shapes: Any) -> Any:
     if type(shapes) in (list, tuple):
         return type(shapes)(_listed(item) for item in shapes)
     parts = pytree.tree_leaves(shapes, is_leaf=lambda item: item is not shapes)
-    own = dataclasses.is_dataclass(shapes) and not isinstance(shapes, type) and any(part is not shapes for part in parts)
+    own = (
+        dataclasses.is_dataclass(shapes) and not isinstance(shapes, type) and any(part is not shapes for part in parts)
+    )
     return [_listed(part) for part in parts] if own else shapes
 
 
 def _weaker(dims: Dims) -> list[Dims]:
-    """The dims as asked, then with floating inputs that may have positions; then with one size left to the model's conditions, that of the batch last, at a stand-in or, where those are not
-    met by the user's own size, at that; then with fewer symbolic ones, the batch left to conditions there, too."""
+    """The dims as asked, then with floating inputs that may have positions; then with one size left to the model's
+    conditions, that of the batch last, at a stand-in or, where those are not met by the user's own size, at that; then
+    with fewer symbolic ones, the batch left to conditions there, too."""
     wide, names = dims.widened(), sorted(dims.hints, key=lambda name: name in dims.of_samples)
     found = [dims, *wide, *(each.loosened(name, own=False) for each in wide for name in names), *_loosened(dims, names)]
     for name in reversed(list(dims.hints)):

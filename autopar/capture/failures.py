@@ -27,37 +27,58 @@ _NUMBER = re.compile(r"You marked (\w+) as dynamic but your code specialized it 
 _NO_SPAN = "Cannot create Dim with inconsistent"
 _FROM_VALUES = "data-dependent"
 _NO_VALUES = "meta"  # in what torch says of tensors without values: `item() cannot be called on meta tensors`
-_AN_OPERATOR = re.compile(r"(aten\.\w+\.\w+)")  # all that torch says of an operator whose result has sizes that depend on values
+# all that torch says of an operator whose result has sizes that depend on values
+_AN_OPERATOR = re.compile(r"(aten\.\w+\.\w+)")
 _TO_NUMBER = "Could not extract specialized integer"
 _BY_CHANCE = re.compile(r"layer_?drop", re.I)
-_WHOLE = "compute all rows and take those with torch.where or a product with the mask, pick a fixed number of them (topk), or pass what is picked as an input"
-_SAID = "say how many rows there are in all, repeat_interleave(..., output_size=number), where they are as many in every step"
-_SPECIAL = (
-    (re.compile(r"PackedSequence|pack_padded"), "packed sequences have as many rows as their lengths say, and a graph has the sizes of its inputs: give the recurrent layer the padded "
-     "sequences and leave out of the loss what is behind each end; its backward direction is a layer of its own on sequences that are "
-     "reversed within their lengths (gather)"),
-    (re.compile(r"nested_tensor|NestedTensor"), "nested tensors have as many rows as their offsets say, and a graph has the sizes of its inputs: use padded tensors and a mask"),
+_WHOLE = (
+    "compute all rows and take those with torch.where or a product with the mask, pick a fixed number of them (topk), "
+    "or pass what is picked as an input"
 )
-"""What torch says of kinds of tensors whose sizes depend on values, or the line that makes them; and what to write in their place."""
+_SAID = (
+    "say how many rows there are in all, repeat_interleave(..., output_size=number), where they are as many in every "
+    "step"
+)
+_SPECIAL = (
+    (
+        re.compile(r"PackedSequence|pack_padded"),
+        "packed sequences have as many rows as their lengths say, and a graph has the sizes of its inputs: give the "
+        "recurrent layer the padded sequences and leave out of the loss what is behind each end; its backward "
+        "direction is a layer of its own on sequences that are reversed within their lengths (gather)",
+    ),
+    (
+        re.compile(r"nested_tensor|NestedTensor"),
+        "nested tensors have as many rows as their offsets say, and a graph has the sizes of its inputs: use padded "
+        "tensors and a mask",
+    ),
+)
+"""What torch says of kinds of tensors whose sizes depend on values, or the line that makes them; and what to write in
+their place."""
 REPEATS = (torch.ops.aten.repeat_interleave.self_Tensor, torch.ops.aten.repeat_interleave.Tensor)
 _ADVICE = "another size needs a capture of its own, with example inputs of that size"
 
 
 def says(error: BaseException | None, dims: Dims, size: str = "") -> str:
-    """The error's first line. Of violated constraints what the model wants of the sizes, of `size` if it wants anything of that, `(4*b) ==
-    (8*(b // 2))`."""
+    """The error's first line. Of violated constraints what the model wants of the sizes, of `size` if it wants anything
+    of that, `(4*b) == (8*(b // 2))`."""
     text = str(error)
     names = {place: name for name, place in _SIZE.findall(text)}
     guards = [_named(guard, names) for guard in _GUARD.findall(text)]
     if guards:
         wanted = next((guard for guard in guards if re.search(rf"\b{size}\b", guard)), guards[0]) if size else guards[0]
         return f"the model works only where {wanted.strip()}"
-    lines = [line.strip() for line in (_BULLET.findall(text) if "Constraints violated" in text else text.splitlines()) if line.strip()]
+    lines = [
+        line.strip()
+        for line in (_BULLET.findall(text) if "Constraints violated" in text else text.splitlines())
+        if line.strip()
+    ]
     line = lines[0][:300] if lines else type(error).__name__
     if _NO_SPAN in line:
         line = "the model works only for some sizes (it divides them into equal parts, or compares them with others)"
     if number := _NUMBER.search(line):
-        line = f"the model makes a number of {number.group(1)} (int(), a key of a cache, a library that wants plain sizes)"
+        line = (
+            f"the model makes a number of {number.group(1)} (int(), a key of a cache, a library that wants plain sizes)"
+        )
     if _FROM_VALUES in line:
         line = f"control flow or a size depends on the values of a tensor, which are not known ({line})"
     return re.sub(r"\bs\d+\b", next(iter(dims.hints)) if len(dims.hints) == 1 else "a symbolic size", line)
@@ -74,36 +95,47 @@ def made_numbers(error: BaseException) -> set[str]:
 
 
 def advice(error: BaseException, place: str = "") -> str:
-    """What to do. Errors of plain Python are of the model's own code, which may take another path when it is traced; `place` is the
-    line."""
+    """What to do. Errors of plain Python are of the model's own code, which may take another path when it is traced;
+    `place` is the line."""
     if _BY_CHANCE.search(place):
-        return ("that leaves blocks out at random, and a graph has the same blocks in every step: set it to 0 (the config's layerdrop, "
-                "encoder_layerdrop, "
-                "decoder_layerdrop), or scale what the blocks add (stochastic depth by multiplication)")
+        return (
+            "that leaves blocks out at random, and a graph has the same blocks in every step: set it to 0 (the "
+            "config's layerdrop, encoder_layerdrop, decoder_layerdrop), or scale what the blocks add (stochastic "
+            "depth by multiplication)"
+        )
     if (special := next((what for pattern, what in _SPECIAL if pattern.search(f"{error} {place}")), None)) is not None:
         return special
     if isinstance(error, (AttributeError, LookupError, TypeError)):
-        return ("the model's own code fails there while it is traced: torch.compiler.is_compiling() is true then, and some models do not "
-                "make what they are "
-                "not given (masks, positions, caches); pass it as an input, or rewrite that line")
-    if (operator := _AN_OPERATOR.fullmatch(str(error).strip().splitlines()[0] if str(error).strip() else "")) is not None:
-        return (f"torch has no rule for what sizes {operator[1]} gives without the values of its operands, which a graph does not have: "
-                "put the call behind a "
-                "torch.library.custom_op with a register_fake and a backward of its own (then a rule in rules= says how it is split), or "
-                "compile the model up to there "
-                "and compute that of its outputs")
+        return (
+            "the model's own code fails there while it is traced: torch.compiler.is_compiling() is true then, and "
+            "some models do not make what they are not given (masks, positions, caches); pass it as an input, or "
+            "rewrite that line"
+        )
+    if (
+        operator := _AN_OPERATOR.fullmatch(str(error).strip().splitlines()[0] if str(error).strip() else "")
+    ) is not None:
+        return (
+            f"torch has no rule for what sizes {operator[1]} gives without the values of its operands, which a graph "
+            "does not have: put the call behind a torch.library.custom_op with a register_fake and a backward of its "
+            "own (then a rule in rules= says how it is split), or compile the model up to there and compute that of "
+            "its outputs"
+        )
     if _TO_NUMBER in str(error):
-        return ("a number that is read off a tensor (int(), item(), a slice by one) changes from step to step, and a graph has none that "
-                "do: keep it as a tensor and "
-                "work with it as one (index_copy_ at positions (self.pointer + torch.arange(n)) % size writes a queue, "
-                "torch.where with a mask takes a part); an int of Python would stay what it is now")
-    return ("rewrite that line without control flow on tensor values (torch.where for an if; a fixed size for one that "
-            "depends on values), or pass what it computes as an input")
+        return (
+            "a number that is read off a tensor (int(), item(), a slice by one) changes from step to step, and a "
+            "graph has none that do: keep it as a tensor and work with it as one (index_copy_ at positions "
+            "(self.pointer + torch.arange(n)) % size writes a queue, torch.where with a mask takes a part); an int of "
+            "Python would stay what it is now"
+        )
+    return (
+        "rewrite that line without control flow on tensor values (torch.where for an if; a fixed size for one that "
+        "depends on values), or pass what it computes as an input"
+    )
 
 
 def as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
-    """What a model on meta itself raises when it is called and not traced; None where it runs, or wants values, which are not there.
-    Its tensors are fake, so that code which asks for values only where these are known does not."""
+    """What a model on meta itself raises when it is called and not traced; None where it runs, or wants values, which
+    are not there. Its tensors are fake, so that code which asks for values only where these are known does not."""
     with torch.no_grad(), valueless(), on_meta(), Picking(), KnownMasks(counting=True):
         args, kwargs = fake((args, kwargs))
         try:
@@ -114,9 +146,13 @@ def as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def _of_no_values(error: Exception) -> bool:
-    """Whether an error says nothing of the model: it is of torch's own tensors without values, where a value is asked for or an operator
-    has no rule for them."""
-    return isinstance(error, NotImplementedError) or type(error).__module__.startswith("torch.") or _NO_VALUES in str(error)
+    """Whether an error says nothing of the model: it is of torch's own tensors without values, where a value is asked
+    for or an operator has no rule for them."""
+    return (
+        isinstance(error, NotImplementedError)
+        or type(error).__module__.startswith("torch.")
+        or _NO_VALUES in str(error)
+    )
 
 
 def described(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -138,17 +174,20 @@ def refuse_sizes_of_values(gm: fx.GraphModule, model: str) -> None:
         for node in (node for node in module.graph.nodes if "val" in node.meta):
             sizes = [facts.as_size(size, module) for tensor in facts.tensors(node) for size in tensor.shape]
             if other := {name for size in sizes for name in getattr(size, "free_symbols", ())} - known:
-                raise CaptureError(f"{model} cannot be captured: {facts.where(node)}: {node.name} has a size that depends on the values of "
-                                   f"a tensor ({', '.join(map(str, other))}: what a mask picks, "
-                                   "nonzero, unique, repeats), and a graph has the sizes of its inputs: "
-                                   f"{_SAID if node.target in REPEATS else _WHOLE}")
+                raise CaptureError(
+                    f"{model} cannot be captured: {facts.where(node)}: {node.name} has a size that depends on the "
+                    f"values of a tensor ({', '.join(map(str, other))}: what a mask picks, nonzero, unique, repeats), "
+                    f"and a graph has the sizes of its inputs: {_SAID if node.target in REPEATS else _WHOLE}"
+                )
 
 
 def why_static(error: BaseException | None, names: list[str], dims: Dims, model: nn.Module) -> str:
     """The note for dims that the model fixes."""
     place = source(error, model)
-    return (f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} static: {says(error, dims)}"
-            f"{f' {place}' if place.startswith('at ') else ''}; {_ADVICE}")
+    return (
+        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} static: {says(error, dims)}"
+        f"{f' {place}' if place.startswith('at ') else ''}; {_ADVICE}"
+    )
 
 
 def _named(guard: str, names: dict[str, str]) -> str:

@@ -4,8 +4,8 @@
     if not torch.isfinite(hidden).all(): hidden = torch.clamp(hidden, -most, most)
     if torch.isnan(loss): ...
 
-A graph has one branch; the one of finite values is right for every run without overflow. Not answered in float16, where models clamp values
-beyond 65504 in ordinary steps.
+A graph has one branch; the one of finite values is right for every run without overflow. Not answered in float16, where
+models clamp values beyond 65504 in ordinary steps.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ class Finite(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[int, tuple[Tensor, bool]] = {}  # by id, with the tensor: the id of a freed one would be used again
+        # by id, with the tensor: the id of a freed one would be used again
+        self._known: dict[int, tuple[Tensor, bool]] = {}
 
     def of(self, tensor: Tensor) -> bool | None:
-        """The value that `tensor` has in all elements (True or False); None where it is not derived from such a check."""
+        """The value that `tensor` has in all elements (True or False); None where it is not derived from such a
+        check."""
         return self._known.get(id(tensor), (tensor, None))[1]
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **kwargs or {})
         if isinstance(result, Tensor) and args and isinstance(args[0], Tensor):
             answer = self._answer(getattr(func, "__name__", "").strip("_"), args)

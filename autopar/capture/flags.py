@@ -1,5 +1,5 @@
-"""Torch functions with a training flag (dropout, batch norms, randomised leaky ReLU), as models call them. `passes.switches` has the
-operators of captured graphs.
+"""Torch functions with a training flag (dropout, batch norms, randomised leaky ReLU), as models call them.
+`passes.switches` has the operators of captured graphs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass(frozen=True)
 class Flag:
-    """An argument, by name and place. The function does in training what it does in evaluation where the argument `of` is 0 or None."""
+    """An argument, by name and place. The function does in training what it does in evaluation where the argument `of`
+    is 0 or None."""
 
     name: str
     place: int
@@ -25,16 +26,22 @@ class Flag:
     def is_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether the flag of a call is on, so that it computes as in training."""
         needed = True if self.of is None else _given(*self.of, args, kwargs)
-        return bool(_given(self.name, self.place, args, kwargs)) and needed is not None and (isinstance(needed, torch.Tensor) or bool(needed))
+        return (
+            bool(_given(self.name, self.place, args, kwargs))
+            and needed is not None
+            and (isinstance(needed, torch.Tensor) or bool(needed))
+        )
 
     def without(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call without the flag."""
-        return (*args[:self.place], *args[self.place + 1:]), {name: value for name, value in kwargs.items() if name != self.name}
+        return (*args[: self.place], *args[self.place + 1 :]), {
+            name: value for name, value in kwargs.items() if name != self.name
+        }
 
     def off(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call with the flag off."""
         if self.place < len(args):
-            return (*args[:self.place], type(args[self.place])(), *args[self.place + 1:]), dict(kwargs)
+            return (*args[: self.place], type(args[self.place])(), *args[self.place + 1 :]), dict(kwargs)
         return args, {**kwargs, self.name: type(kwargs.get(self.name, False))()}
 
 
@@ -44,8 +51,14 @@ FLAGS = {
     "multi_head_attention_forward": Flag("training", 13, ("dropout_p", 10)),
     "rrelu": Flag("training", 3),
     "scaled_dot_product_attention": Flag("dropout_p", 4),
-    **dict.fromkeys(("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"), Flag("training", 2, _P, drops=True)),
-    **dict.fromkeys(("alpha_dropout_", "dropout_", "feature_alpha_dropout_", "feature_dropout", "feature_dropout_"), Flag("train", 2, _P, drops=True)),
+    **dict.fromkeys(
+        ("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"),
+        Flag("training", 2, _P, drops=True),
+    ),
+    **dict.fromkeys(
+        ("alpha_dropout_", "dropout_", "feature_alpha_dropout_", "feature_dropout", "feature_dropout_"),
+        Flag("train", 2, _P, drops=True),
+    ),
     **dict.fromkeys(("gru", "lstm", "rnn_relu", "rnn_tanh"), Flag("train", 6, _SHARE)),
 }
 """By the names of functions of torch and of torch.nn.functional."""
@@ -54,7 +67,9 @@ RANDOM = tuple(name for name in FLAGS if name != "batch_norm")
 
 
 class _Undropped(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in RANDOM:
             args, kwargs = FLAGS[name].off(args, kwargs)

@@ -1,8 +1,9 @@
 """flex_attention, traced as plain operators.
 
-torch compiles it to kernels of its own, has no gradient of it on CPUs, and refuses fake tensors. Its argument checks are kept. It becomes
-scaled dot product attention with a mask (which a pass may recognise as causal), or, with a `score_mod`, two matmuls with a softmax between
-them. A block mask is evaluated as its `mask_mod`; a block mask that hides more than that is refused.
+torch compiles it to kernels of its own, has no gradient of it on CPUs, and refuses fake tensors. Its argument checks
+are kept. It becomes scaled dot product attention with a mask (which a pass may recognise as causal), or, with a
+`score_mod`, two matmuls with a softmax between them. A block mask is evaluated as its `mask_mod`; a block mask that
+hides more than that is refused.
 """
 
 from __future__ import annotations
@@ -32,16 +33,20 @@ HAND_MADE = "let create_block_mask make it, of a mask_mod that says all that is 
 
 @contextmanager
 def plain_flex_attention() -> Iterator[None]:
-    """A context in which flex_attention runs as plain differentiable operators, block masks are computed from sizes alone, and code
-    compiled by torch.compile (as flex_attention mostly is) runs uncompiled. Raises CaptureError, inside, for a block mask whose blocks
-    leave out what its `mask_mod` does not, or of which that cannot be told."""
+    """A context in which flex_attention runs as plain differentiable operators, block masks are computed from sizes
+    alone, and code compiled by torch.compile (as flex_attention mostly is) runs uncompiled. Raises CaptureError,
+    inside, for a block mask whose blocks leave out what its `mask_mod` does not, or of which that cannot be told."""
     if _inside:
         yield
         return
     plain = _Plain(copied(flex.flex_attention), copied(flex.create_block_mask))
     _inside.append(plain)
     try:
-        with torch.compiler.set_stance("force_eager"), redirected(flex.flex_attention, plain.attention), redirected(flex.create_block_mask, plain.made):
+        with (
+            torch.compiler.set_stance("force_eager"),
+            redirected(flex.flex_attention, plain.attention),
+            redirected(flex.create_block_mask, plain.made),
+        ):
             yield
     finally:
         _inside.clear()
@@ -56,12 +61,34 @@ class _Plain:
     # block masks of elsewhere that are what their mask_mod says
     told: WeakKeyDictionary[Any, None] = field(default_factory=WeakKeyDictionary)
 
-    def made(self, mask_mod: Mod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None, *_: Any, **__: Any) -> Said:
+    def made(
+        self,
+        mask_mod: Mod,
+        B: int | None,
+        H: int | None,
+        Q_LEN: int,
+        KV_LEN: int,
+        device: Any = None,
+        *_: Any,
+        **__: Any,
+    ) -> Said:
         """As create_block_mask."""
         return _of_one_block(mask_mod, (B or 1, H or 1, Q_LEN, KV_LEN), torch.empty((), device=device))
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None = None, block_mask: flex.BlockMask | None = None,
-                  scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None, *, return_aux: Any = None) -> Any:
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Mod | None = None,
+        block_mask: flex.BlockMask | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        kernel_options: Any = None,
+        *,
+        return_aux: Any = None,
+    ) -> Any:
         """As flex_attention."""
         mask, mask_mod = block_mask, None
         if block_mask is not None:
@@ -72,22 +99,29 @@ class _Plain:
             mask_mod = block_mask.mask_mod if block_mask.mask_mod is not flex.noop_mask else None
         asked = return_lse or return_aux is not None
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, _: Any, __: Any, scale: float, ___: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        def attend(
+            query: Tensor, key: Tensor, value: Tensor, _: Any, __: Any, scale: float, ___: Any
+        ) -> tuple[Tensor, Tensor | None, Tensor | None]:
             seen = None if mask_mod is None else _over(mask_mod, query, key)
             if score_mod is not None and not _gives_scores(score_mod, query):
                 return _in_full(query, key, value, score_mod, seen, scale)
-            given = scaled_dot_product_attention(query, key, value, seen, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+            given = scaled_dot_product_attention(
+                query, key, value, seen, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            )
             # no operators are left of what nobody reads
             return given, *(_in_full(query, key, value, None, seen, scale)[1:] if asked else (None, None))
 
-        return flex_attention_by(self.attention_before, attend)(query, key, value, score_mod, mask, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux)
+        return flex_attention_by(self.attention_before, attend)(
+            query, key, value, score_mod, mask, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux
+        )
 
 
 _inside: list[_Plain] = []  # one, also for the threads in which parts of a trace run
 
 
 class Said(flex.BlockMask):
-    """A block mask of one block that hides nothing, made where only its `mask_mod` counts: caches of models keep such ones."""
+    """A block mask of one block that hides nothing, made where only its `mask_mod` counts: caches of models keep such
+    ones."""
 
     def to(self, device: torch.device | str) -> Said:
         """Itself: nothing reads its block."""
@@ -98,17 +132,29 @@ def _of_one_block(mask_mod: Mod, shape: Any, like: Tensor) -> Said:
     """A block mask of `shape` [b, h, queries, keys] on the device of `like`."""
     b, h, queries, keys = shape
     one = torch.ones((b, h, 1), dtype=torch.int32, device=like.device)
-    return Said.from_kv_blocks(one, one[..., None] - 1, BLOCK_SIZE=(queries, keys), mask_mod=mask_mod, seq_lengths=(queries, keys), compute_q_blocks=False)
+    return Said.from_kv_blocks(
+        one,
+        one[..., None] - 1,
+        BLOCK_SIZE=(queries, keys),
+        mask_mod=mask_mod,
+        seq_lengths=(queries, keys),
+        compute_q_blocks=False,
+    )
 
 
 def _refuse_hand_made(mask: flex.BlockMask, make: Callable[..., flex.BlockMask]) -> None:
-    """Raise CaptureError unless the blocks of `mask`, which was made elsewhere, say what those do that `make` gives for its `mask_mod`."""
+    """Raise CaptureError unless the blocks of `mask`, which was made elsewhere, say what those do that `make` gives for
+    its `mask_mod`."""
     if type(mask.kv_indices) is not Tensor or mask.kv_indices.device.type == "meta":
-        raise CaptureError(f"{caller()} gives flex_attention a block mask whose blocks have no values that could be compared with its "
-                           f"mask_mod; {HAND_MADE}")
+        raise CaptureError(
+            f"{caller()} gives flex_attention a block mask whose blocks have no values that could be compared with its "
+            f"mask_mod; {HAND_MADE}"
+        )
     with ThreadPoolExecutor(1) as outside:  # of what traces, which is a thread's
         if outside.submit(_leaves_out, mask, make).result():
-            raise CaptureError(f"{caller()} gives flex_attention a block mask whose blocks say more than its mask_mod; {HAND_MADE}")
+            raise CaptureError(
+                f"{caller()} gives flex_attention a block mask whose blocks say more than its mask_mod; {HAND_MADE}"
+            )
 
 
 def _leaves_out(mask: flex.BlockMask, make: Callable[..., flex.BlockMask]) -> bool:
@@ -122,15 +168,22 @@ def _full(mask: flex.BlockMask) -> Tensor:
     """1 for each block that `mask` shows in full [b, h, blocks of queries, blocks of keys], else 0."""
     if mask.full_kv_num_blocks is None or mask.full_kv_indices is None:
         return torch.zeros_like(mask.to_dense())
-    return flex.BlockMask.from_kv_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, BLOCK_SIZE=mask.BLOCK_SIZE, seq_lengths=mask.seq_lengths).to_dense()
+    return flex.BlockMask.from_kv_blocks(
+        mask.full_kv_num_blocks, mask.full_kv_indices, BLOCK_SIZE=mask.BLOCK_SIZE, seq_lengths=mask.seq_lengths
+    ).to_dense()
 
 
 def _over(mod: Mod, query: Tensor, key: Tensor, *scores: Tensor) -> Tensor:
-    """What `mod` gives for all samples, heads, queries and keys, or of the `scores` [b, h, queries, keys] at them; a mask has the size 1
-    where it does not look."""
+    """What `mod` gives for all samples, heads, queries and keys, or of the `scores` [b, h, queries, keys] at them; a
+    mask has the size 1 where it does not look."""
     looked_at = INDICES if scores else _looked_at(mod, query.device)
     sizes = (*query.shape[:-1], key.shape[-2])
-    at = [torch.arange(sizes[dim], device=query.device) if dim in looked_at else torch.zeros((), dtype=torch.int64, device=query.device) for dim in INDICES]
+    at = [
+        torch.arange(sizes[dim], device=query.device)
+        if dim in looked_at
+        else torch.zeros((), dtype=torch.int64, device=query.device)
+        for dim in INDICES
+    ]
     with items_are_indices():
         found = _mapped(mod, looked_at, len(scores))(*scores, *at)
     for dim in INDICES:
@@ -140,7 +193,10 @@ def _over(mod: Mod, query: Tensor, key: Tensor, *scores: Tensor) -> Tensor:
 
 def _gives_scores(mod: Mod, like: Tensor) -> bool:
     """Whether `mod` gives the scores that it is given."""
-    score, index = torch.zeros((), dtype=like.dtype, device=like.device), torch.zeros((), dtype=torch.int64, device=like.device)
+    score, index = (
+        torch.zeros((), dtype=like.dtype, device=like.device),
+        torch.zeros((), dtype=torch.int64, device=like.device),
+    )
     with items_are_indices():
         return mod(score, index, index, index, index) is score
 
@@ -160,16 +216,23 @@ def _mapped(mod: Mod, dims: Sequence[int], scores: int) -> Mod:
     return mod
 
 
-def _in_full(query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None, seen: Tensor | None,
-             scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention [b, h, queries, dims], and of its scores the logarithm of the sum and the largest, to the base 2, as torch's kernels give
-    them. Where a query sees no key it is zero."""
-    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) if query.shape[1] != key.shape[1] else x for x in (key, value))
+def _in_full(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None, seen: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention [b, h, queries, dims], and of its scores the logarithm of the sum and the largest, to the base 2, as
+    torch's kernels give them. Where a query sees no key it is zero."""
+    key, value = (
+        x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) if query.shape[1] != key.shape[1] else x
+        for x in (key, value)
+    )
     scores = (query @ key.transpose(-2, -1)).to(torch.promote_types(query.dtype, torch.float32)) * scale
     scores = scores if score_mod is None else _over(score_mod, query, key, scores)
     scores = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
     blind = (scores == -torch.inf).all(dim=-1, keepdim=True)
     shown = scores.masked_fill(blind, 0.0)
     given = torch.softmax(shown, dim=-1).masked_fill(blind, 0.0).to(query.dtype) @ value
-    total, largest = (x.masked_fill(blind.squeeze(-1), -torch.inf) / log(2) for x in (torch.logsumexp(shown, dim=-1), shown.detach().amax(dim=-1)))
+    total, largest = (
+        x.masked_fill(blind.squeeze(-1), -torch.inf) / log(2)
+        for x in (torch.logsumexp(shown, dim=-1), shown.detach().amax(dim=-1))
+    )
     return given, total, largest

@@ -20,10 +20,14 @@ from passes._torch import shape_check
 
 
 def name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Give `forward` parameters of their own for inputs that go into its `**kwargs`: torch.export counts those twice."""
+    """Give `forward` parameters of their own for inputs that go into its `**kwargs`: torch.export counts those
+    twice."""
     forward, signature = model.forward, inspect.signature(model.forward)
-    extra = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in signature.parameters]
+    extra = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in signature.parameters
+    ]
     if extra:
+
         def named(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
 
@@ -38,14 +42,19 @@ def becomes(model: nn.Module, forward: Callable[..., Any], signature: inspect.Si
 
 
 def one_size(model: nn.Module, dims: Dims) -> None:
-    """Let `forward` begin by saying that all dims of one name have one size: where nothing else compares them, two inputs one behind the
-    other would have a size of two symbols."""
+    """Let `forward` begin by saying that all dims of one name have one size: where nothing else compares them, two
+    inputs one behind the other would have a size of two symbols."""
     forward = model.forward
 
     def same(*args: Any, **kwargs: Any) -> Any:
         flat = pytree.tree_leaves((args, kwargs))
         for name in dims.hints:
-            first, *others = [flat[index].shape[dim] for index, each in dims.of.items() for dim, named in each.items() if named == name]
+            first, *others = [
+                flat[index].shape[dim]
+                for index, each in dims.of.items()
+                for dim, named in each.items()
+                if named == name
+            ]
             for size in others:
                 shape_check(size == first)
         return forward(*args, **kwargs)
@@ -55,7 +64,10 @@ def one_size(model: nn.Module, dims: Dims) -> None:
 
 def assigned_buffers(model: nn.Module) -> None:
     """At the end of `forward`, copy assigned buffers into the old ones (capture.assigned)."""
-    forward, functions = model.forward, [function for function in functions_of(model) if isinstance(function, nn.Module)]
+    forward, functions = (
+        model.forward,
+        [function for function in functions_of(model) if isinstance(function, nn.Module)],
+    )
 
     def written(*args: Any, **kwargs: Any) -> Any:
         before, of_functions = buffers_of(model), [buffers_of(function) for function in functions]
@@ -63,8 +75,10 @@ def assigned_buffers(model: nn.Module) -> None:
         for function, buffers in zip(functions, of_functions, strict=True):
             if names := list(assigned(function, buffers)):
                 put_back(function, buffers)
-                raise CaptureError(f"loss_fn {type(function).__name__} changes its buffer {names[0]}, and buffers are the model's: make it "
-                                   "a part of the model, which then gives the loss")
+                raise CaptureError(
+                    f"loss_fn {type(function).__name__} changes its buffer {names[0]}, and buffers are the model's: "
+                    "make it a part of the model, which then gives the loss"
+                )
         write_back(model, before)
         return result
 
@@ -73,7 +87,8 @@ def assigned_buffers(model: nn.Module) -> None:
 
 @contextmanager
 def no_new_buffers(model: nn.Module) -> Iterator[None]:
-    """Inside, what `forward` registers is a plain attribute: torch.export takes a new buffer for a change of the first input."""
+    """Inside, what `forward` registers is a plain attribute: torch.export takes a new buffer for a change of the first
+    input."""
     register = nn.Module.register_buffer
 
     def keep(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:

@@ -1,5 +1,5 @@
-"""Things that forward does and that a graph of operators cannot have: argument checks of values, gradients, seeding of generators, objects
-among the inputs."""
+"""Things that forward does and that a graph of operators cannot have: argument checks of values, gradients, seeding of
+generators, objects among the inputs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,20 @@ KNOWN = (torch.Tensor, bool, int, float, complex, str, type(None))
 
 @contextmanager
 def traced_forward() -> Iterator[list[str]]:
-    """Inside, torch.distributions do not look at their values, which are not there; gives the user's lines that took gradients, as `caller`
-    says them. Raises CaptureError, inside, where torch's generator is seeded."""
+    """Inside, torch.distributions do not look at their values, which are not there; gives the user's lines that took
+    gradients, as `caller` says them. Raises CaptureError, inside, where torch's generator is seeded."""
     original, taken = torch.autograd.grad, list[str]()
 
     def grad(*args: Any, **kwargs: Any) -> Any:
         taken.append(caller())
         return original(*args, **kwargs)
 
-    with unvalidated_distributions(), mock.patch.object(torch.autograd, "grad", grad), _refusing_seeds(torch.manual_seed), _refusing_seeds(torch.seed):
+    with (
+        unvalidated_distributions(),
+        mock.patch.object(torch.autograd, "grad", grad),
+        _refusing_seeds(torch.manual_seed),
+        _refusing_seeds(torch.seed),
+    ):
         yield taken
 
 
@@ -46,33 +51,45 @@ def _refusing_seeds(function: Callable[..., Any]) -> Iterator[None]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if threading.current_thread() is not tracing:  # code that is tried aside
             return original(*args, **kwargs)
-        raise CaptureError(f"{caller()} seeds torch's generator in forward, and a graph has no seeds: what it draws would be other numbers "
-                           "in every step; "
-                           "draw them once, when the model is made, and keep them as a buffer")
+        raise CaptureError(
+            f"{caller()} seeds torch's generator in forward, and a graph has no seeds: what it draws would be other "
+            "numbers in every step; draw them once, when the model is made, and keep them as a buffer"
+        )
 
     with redirected(function, refuse):
         yield
 
 
-DERIVED = ("derivatives of a whole batch are taken in forward by torch.func (grad, vjp), and torch.export makes constants of what they are "
-           "of; take those of each sample, "
-           "torch.func.vmap(torch.func.grad(f)), use jacrev or hessian, or write them out as a formula")
+DERIVED = (
+    "derivatives of a whole batch are taken in forward by torch.func (grad, vjp), and torch.export makes constants of "
+    "what they are of; take those of each sample, torch.func.vmap(torch.func.grad(f)), use jacrev or hessian, or "
+    "write them out as a formula"
+)
 WRAPPED = "functorch tensor"
 """In torch's errors on what such a derivative is of."""
 
 
 def why_untraced(error: BaseException, taken: list[str], inputs: Mapping[str, Any]) -> str:
-    """What to say of an `error` whose cause is that gradients were `taken` in forward, or that `inputs` hold objects; "" where it is
-    another."""
+    """What to say of an `error` whose cause is that gradients were `taken` in forward, or that `inputs` hold objects;
+    "" where it is another."""
     if UNKNOWN in str(error):
-        kinds = {name: type(leaf).__name__ for name, value in inputs.items() for leaf in pytree.tree_leaves(value) if not isinstance(leaf, KNOWN)}
-        return (f"of its inputs {', '.join(f'{name} is a {kind}' for name, kind in kinds.items())}, and a graph takes tensors and numbers; "
-                "make it in forward, or in the model, of what tensors say (create_block_mask for a BlockMask)")
+        kinds = {
+            name: type(leaf).__name__
+            for name, value in inputs.items()
+            for leaf in pytree.tree_leaves(value)
+            if not isinstance(leaf, KNOWN)
+        }
+        return (
+            f"of its inputs {', '.join(f'{name} is a {kind}' for name, kind in kinds.items())}, and a graph takes "
+            "tensors and numbers; make it in forward, or in the model, of what tensors say (create_block_mask for a "
+            "BlockMask)"
+        )
     if WRAPPED in str(error):
         return DERIVED
     if not taken or UNTRACED not in str(error):
         return ""
-    return (f"gradients are taken in forward (torch.autograd.grad)\nat {taken[0]}; they are not operators of a graph: take them of a "
-            "function by torch.func.grad "
-            "of each sample (under torch.func.vmap), jacrev or hessian, whose operators are, write them out as a formula, or compile the "
-            "part of the model that takes none")
+    return (
+        f"gradients are taken in forward (torch.autograd.grad)\nat {taken[0]}; they are not operators of a graph: take "
+        "them of a function by torch.func.grad of each sample (under torch.func.vmap), jacrev or hessian, whose "
+        "operators are, write them out as a formula, or compile the part of the model that takes none"
+    )

@@ -1,10 +1,12 @@
-"""Rows that a mask picks whose values follow from sizes alone, while a model runs without values: how many there are is known.
+"""Rows that a mask picks whose values follow from sizes alone, while a model runs without values: how many there are is
+known.
 
     mask = torch.eye(2 * b, dtype=torch.bool)
     negatives = similarity[~mask].view(2 * b, -1)          # SimCLR: all but the diagonal
 
-What is made of numbers and sizes (`torch.eye`, `arange`, comparisons, changes in place) is made again with values where something is picked by it. Where each row of the mask picks as
-many, as many columns of each row are gathered, which ranks that have some of the rows do for these; else places in one line are taken. Both are found by sorting the mask, in
+What is made of numbers and sizes (`torch.eye`, `arange`, comparisons, changes in place) is made again with values where
+something is picked by it. Where each row of the mask picks as many, as many columns of each row are gathered, which
+ranks that have some of the rows do for these; else places in one line are taken. Both are found by sorting the mask, in
 the graph. The sizes that the mask has are numbers then, and the plan is for them alone.
 """
 
@@ -35,7 +37,8 @@ MOST = 2**27
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """How a tensor was made: by a call, whose tensors are `_Made` too; with `changed`, the first one is what the call changes in place."""
+    """How a tensor was made: by a call, whose tensors are `_Made` too; with `changed`, the first one is what the call
+    changes in place."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -44,7 +47,8 @@ class _Made:
 
 
 class KnownMasks(TorchFunctionMode):
-    """Inside, what such a mask picks has a known size, if `counting`; `left` counts those whose size was not asked for, since it follows from sizes that are symbolic."""
+    """Inside, what such a mask picks has a known size, if `counting`; `left` counts those whose size was not asked for,
+    since it follows from sizes that are symbolic."""
 
     def __init__(self, *, counting: bool) -> None:
         super().__init__()
@@ -53,9 +57,16 @@ class KnownMasks(TorchFunctionMode):
         self._sharing: dict[int, list[int]] = {}
         self._alive: list[Tensor] = []  # the id of a freed tensor would be used again
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in ("__getitem__", "masked_select") and len(args) == 2 and not kwargs and (picked := self._picked(*args)) is not None:
+        if (
+            name in ("__getitem__", "masked_select")
+            and len(args) == 2
+            and not kwargs
+            and (picked := self._picked(*args)) is not None
+        ):
             self._keep(picked, self._how(func, name, args, kwargs))
             return picked
         made = None if name in UNFILLED else self._how(func, name, args, kwargs)
@@ -73,7 +84,9 @@ class KnownMasks(TorchFunctionMode):
         """How a call makes its result, where all that it reads is known."""
         if name not in FILLED and any(self._of(tensor) is None for tensor in tensors_of((args, kwargs))):
             return None
-        known_args, known_kwargs = pytree.tree_map(lambda item: self._of(item) if isinstance(item, Tensor) else item, (args, kwargs))
+        known_args, known_kwargs = pytree.tree_map(
+            lambda item: self._of(item) if isinstance(item, Tensor) else item, (args, kwargs)
+        )
         return _Made(func, known_args, known_kwargs, changes(func))
 
     def _of(self, tensor: Tensor) -> _Made | None:
@@ -101,7 +114,8 @@ class KnownMasks(TorchFunctionMode):
         if any(isinstance(size, torch.SymInt) for size in mask.shape) and not self.counting:
             self.left += 1
             return None
-        if any(size != wanted for size, wanted in zip(rows.shape[first:], mask.shape, strict=False)):  # asked of symbolic sizes, too: they are those of the mask then
+        # asked of symbolic sizes, too: they are those of the mask then
+        if any(size != wanted for size, wanted in zip(rows.shape[first:], mask.shape, strict=False)):
             return None
         if mask.numel() > MOST or (counts := _counts(made)) is None:
             return None
@@ -127,12 +141,15 @@ def _rows(rows: Tensor, mask: Tensor, first: int, counts: list[int]) -> Tensor:
         places = mask.flatten().int().argsort(dim=-1, descending=True, stable=True)[: sum(counts)]
         return rows.flatten(first, last).index_select(first, places)
     places = mask.int().argsort(dim=-1, descending=True, stable=True)[..., : counts[0]]
-    wide = places.reshape(*[1] * first, *places.shape, *[1] * (rows.dim() - last - 1)).expand(*rows.shape[:first], *places.shape, *rows.shape[last + 1 :])
+    wide = places.reshape(*[1] * first, *places.shape, *[1] * (rows.dim() - last - 1)).expand(
+        *rows.shape[:first], *places.shape, *rows.shape[last + 1 :]
+    )
     return rows.gather(last, wide).flatten(first, last)
 
 
 def _counts(made: _Made) -> list[int] | None:
-    """How many each row of a mask picks, along its last dim; None where it cannot be made here, or is drawn at random. Made in a thread of its own: modes are a thread's."""
+    """How many each row of a mask picks, along its last dim; None where it cannot be made here, or is drawn at random.
+    Made in a thread of its own: modes are a thread's."""
     steps = _steps(made)
     plain = [pytree.tree_map(_plain, (step.args, step.kwargs)) for step in steps]
 
@@ -169,11 +186,14 @@ def _reads(made: _Made) -> list[_Made]:
 
 def _plain(item: Any) -> Any:
     """Sizes as numbers, which fixes them; devices as the CPU."""
-    return int(item) if isinstance(item, torch.SymInt) else torch.device("cpu") if isinstance(item, torch.device) else item
+    return (
+        int(item) if isinstance(item, torch.SymInt) else torch.device("cpu") if isinstance(item, torch.device) else item
+    )
 
 
 def _value(steps: list[_Made], plain: list[Any]) -> Any:
-    """The tensor that the last one of `steps` makes, with `plain` arguments. Others are let go behind their last reader."""
+    """The tensor that the last one of `steps` makes, with `plain` arguments. Others are let go behind their last
+    reader."""
     readers = Counter(read for step in steps for read in _reads(step))
     values: dict[_Made, Any] = {}
     for step, arguments in zip(steps, plain, strict=True):

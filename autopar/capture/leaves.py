@@ -17,8 +17,8 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def by_field(tree: Any) -> Any:
-    """The tree with dataclasses as dicts of their fields, whether torch knows them or not. Those that are dicts too (outputs of
-    transformers) stay."""
+    """The tree with dataclasses as dicts of their fields, whether torch knows them or not. Those that are dicts too
+    (outputs of transformers) stay."""
     return pytree.tree_map(_fields, tree, is_leaf=_is_record)
 
 
@@ -27,4 +27,6 @@ def _is_record(item: Any) -> bool:
 
 
 def _fields(item: Any) -> Any:
-    return {field.name: by_field(getattr(item, field.name, None)) for field in fields(item)} if _is_record(item) else item
+    return (
+        {field.name: by_field(getattr(item, field.name, None)) for field in fields(item)} if _is_record(item) else item
+    )

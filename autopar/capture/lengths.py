@@ -1,9 +1,10 @@
-"""`len(tensor)`, `list(tensor)`, `int(size)` and `float(size)` while a model is traced: sizes and rows, as symbolic as they are.
+"""`len(tensor)`, `list(tensor)`, `int(size)` and `float(size)` while a model is traced: sizes and rows, as symbolic as
+they are.
 
-Python's `len` and `int` return an int, and `list` a fixed number of tensors, so a model that uses them would fix its batch size. While
-tracing, these names are replaced in the modules (files) of the model's classes and of its loss function, as torch.fx's tracer does. A file
-that defines such a name keeps its own, and so does one that uses `int` or `float` as a value (`dtype=float`, `type(x) is int`), where torch
-and Python accept only the real ones.
+Python's `len` and `int` return an int, and `list` a fixed number of tensors, so a model that uses them would fix its
+batch size. While tracing, these names are replaced in the modules (files) of the model's classes and of its loss
+function, as torch.fx's tracer does. A file that defines such a name keeps its own, and so does one that uses `int` or
+`float` as a value (`dtype=float`, `type(x) is int`), where torch and Python accept only the real ones.
 """
 
 from __future__ import annotations
@@ -27,11 +28,19 @@ from torch import Tensor, nn
 @contextmanager
 def symbolic_lengths(model: nn.Module, *functions: Callable[..., Any]) -> Iterator[None]:
     """Lengths and rows of tensors stay symbolic in the code of `model`, and in the files of `functions`."""
-    files = [(vars(file), word) for file in _files(model, functions) for word in WORDS if word not in vars(file) and word not in _handed_on(file)]
+    files = [
+        (vars(file), word)
+        for file in _files(model, functions)
+        for word in WORDS
+        if word not in vars(file) and word not in _handed_on(file)
+    ]
     try:
         for names, word in files:
             names[word] = WORDS[word]
-        with mock.patch.object(torch, "cat", _joining(torch.cat, merged=True)), mock.patch.object(torch, "stack", _joining(torch.stack, merged=False)):
+        with (
+            mock.patch.object(torch, "cat", _joining(torch.cat, merged=True)),
+            mock.patch.object(torch, "stack", _joining(torch.stack, merged=False)),
+        ):
             yield
     finally:
         for names, word in files:
@@ -41,14 +50,20 @@ def symbolic_lengths(model: nn.Module, *functions: Callable[..., Any]) -> Iterat
 def _files(model: nn.Module, functions: tuple[Callable[..., Any], ...]) -> list[ModuleType]:
     """Each file once, torch's own aside."""
     kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
-    names = dict.fromkeys(str(one.__module__) for one in (*kinds, *functions) if isinstance(getattr(one, "__module__", None), str))
-    return [sys.modules[name] for name in names if name in sys.modules and name.partition(".")[0] not in ("torch", "builtins")]
+    names = dict.fromkeys(
+        str(one.__module__) for one in (*kinds, *functions) if isinstance(getattr(one, "__module__", None), str)
+    )
+    return [
+        sys.modules[name]
+        for name in names
+        if name in sys.modules and name.partition(".")[0] not in ("torch", "builtins")
+    ]
 
 
 @cache
 def _handed_on(file: ModuleType) -> frozenset[str]:
-    """Those of NUMBERS that `file` uses in another way than to call them, to ask with isinstance, to map them or to annotate; all where it
-    has no text."""
+    """Those of NUMBERS that `file` uses in another way than to call them, to ask with isinstance, to map them or to
+    annotate; all where it has no text."""
     try:
         tree = ast.parse(inspect.getsource(file))
     except (OSError, TypeError, SyntaxError):
@@ -60,7 +75,9 @@ def _handed_on(file: ModuleType) -> frozenset[str]:
             plain.update([node.func], *(ast.walk(argument) for argument in node.args if asks))
         notes = [getattr(node, field, None) for field in ("annotation", "returns")]
         plain.update(*(ast.walk(note) for note in notes if isinstance(note, ast.AST)))
-    return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in NUMBERS and node not in plain)
+    return frozenset(
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in NUMBERS and node not in plain
+    )
 
 
 def _length(item: Any) -> Any:
@@ -68,7 +85,8 @@ def _length(item: Any) -> Any:
 
 
 class Rows:
-    """`list(whole)` for a tensor of symbolic length: it can be stacked or concatenated again; any other use raises TypeError."""
+    """`list(whole)` for a tensor of symbolic length: it can be stacked or concatenated again; any other use raises
+    TypeError."""
 
     def __init__(self, whole: Tensor) -> None:
         self.whole = whole
@@ -129,6 +147,7 @@ WORDS: dict[str, Any] = {"len": _length, "list": _List, **NUMBERS}
 
 def _joining(original: Callable[..., Tensor], *, merged: bool) -> Callable[..., Tensor]:
     """torch.cat (`merged`) or torch.stack, also of Rows along their own dim."""
+
     def join(tensors: Sequence[Tensor] | Rows, *dim: int, **settings: Any) -> Tensor:
         if isinstance(tensors, Rows) and (*dim, *settings.values()) in ((), (0,)):  # `axis` is another name of `dim`
             return tensors.whole.flatten(0, 1) if merged else tensors.whole

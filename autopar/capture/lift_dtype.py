@@ -1,7 +1,7 @@
 """All floating computation of a captured graph in one dtype.
 
-Casts to float32 are baked into captured graphs (logits, norms), and their rounding would hide errors of 1e-8. A check in
-float64 therefore lifts every float dtype: of placeholders, of casts, of factories.
+Casts to float32 are baked into captured graphs (logits, norms), and their rounding would hide errors of 1e-8. A check
+in float64 therefore lifts every float dtype: of placeholders, of casts, of factories.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def _lift_node(node: fx.Node, dtype: torch.dtype) -> None:
     node.kwargs = fx.node.map_aggregate(node.kwargs, lambda item: _lift(item, dtype))
     if "val" in node.meta and facts.tensors(node):
         held = node.meta["val"]
-        node.meta["val"] = tuple(_value(v, dtype) for v in held) if isinstance(held, (tuple, list)) else _value(held, dtype)
+        node.meta["val"] = (
+            tuple(_value(v, dtype) for v in held) if isinstance(held, (tuple, list)) else _value(held, dtype)
+        )
 
 
 def _of_default_dtype(node: fx.Node) -> bool:
@@ -44,11 +46,17 @@ def _of_default_dtype(node: fx.Node) -> bool:
         return False
     made = node.meta.get("val")
     takes = any(argument.name == "dtype" and argument.kwarg_only for argument in node.target._schema.arguments)
-    return takes and isinstance(made, torch.Tensor) and made.is_floating_point() and not any(map(facts.tensors, node.all_input_nodes))
+    return (
+        takes
+        and isinstance(made, torch.Tensor)
+        and made.is_floating_point()
+        and not any(map(facts.tensors, node.all_input_nodes))
+    )
 
 
 def lifted(own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of what has `own`, where everything floating is in `dtype`: complex numbers have parts of it, integers stay."""
+    """The dtype of what has `own`, where everything floating is in `dtype`: complex numbers have parts of it, integers
+    stay."""
     return dtype if own.is_floating_point else dtype.to_complex() if own.is_complex else own
 
 
@@ -57,8 +65,8 @@ def _lift(item: Any, dtype: torch.dtype) -> Any:
 
 
 def _value(value: Any, dtype: torch.dtype) -> Any:
-    """The same sizes in the same order of memory: a cast would give what is expanded memory of its own, and whether a reshape copies says
-    what can be kept."""
+    """The same sizes in the same order of memory: a cast would give what is expanded memory of its own, and whether a
+    reshape copies says what can be kept."""
     if not isinstance(value, torch.Tensor) or (wanted := lifted(value.dtype, dtype)) == value.dtype:
         return value
     return value.new_empty_strided(value.shape, value.stride(), dtype=wanted).requires_grad_(value.requires_grad)

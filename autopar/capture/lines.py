@@ -36,8 +36,14 @@ def caller() -> str:
 
 
 def users(path: str) -> bool:
-    """Whether a file belongs to the user: not to torch, autopar, or Python's standard library (which has names such as `<frozen abc>` too)."""
-    return not path.startswith("<frozen ") and "/torch/" not in path and "/autopar/" not in path and ("/site-packages/" in path or not path.startswith(LIBRARY))
+    """Whether a file belongs to the user: not to torch, autopar, or Python's standard library (which has names such as
+    `<frozen abc>` too)."""
+    return (
+        not path.startswith("<frozen ")
+        and "/torch/" not in path
+        and "/autopar/" not in path
+        and ("/site-packages/" in path or not path.startswith(LIBRARY))
+    )
 
 
 def _short(path: str) -> str:

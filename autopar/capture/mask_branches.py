@@ -3,8 +3,8 @@
     token, rank = torch.where(chosen == 3)
     if token.numel() == 0: continue               # or (chosen == 3).any(), its sum, bincount(chosen)[3]
 
-Loops over experts skip the experts that no token chose. A graph has one branch: the one of masks that select something, which is right if
-the other branch equals it with no rows (`capture.empty_branches`).
+Loops over experts skip the experts that no token chose. A graph has one branch: the one of masks that select something,
+which is right if the other branch equals it with no rows (`capture.empty_branches`).
 """
 
 from __future__ import annotations
@@ -53,12 +53,19 @@ class Column:
 
 
 class Picking(TorchFunctionMode):
-    """Answers conditions on masks as if each mask selected something, except the masks numbered in `empty`; masks are numbered from 0 in
-    the order of their first use. Writes to rows selected by masks in `dropped` are left out. With `check`, sizes stay symbolic: `check` is
-    called with conditions that hold where a mask selects at least `least` rows, and nothing is answered where that is 0. `seen`: key of a
-    mask, equal for equal masks -> its number."""
+    """Answers conditions on masks as if each mask selected something, except the masks numbered in `empty`; masks are
+    numbered from 0 in the order of their first use. Writes to rows selected by masks in `dropped` are left out. With
+    `check`, sizes stay symbolic: `check` is called with conditions that hold where a mask selects at least `least`
+    rows, and nothing is answered where that is 0. `seen`: key of a mask, equal for equal masks -> its number."""
 
-    def __init__(self, empty: Container[int] = (), dropped: Container[int] = (), *, check: Callable[[Any], None] | None = None, least: int = 1) -> None:
+    def __init__(
+        self,
+        empty: Container[int] = (),
+        dropped: Container[int] = (),
+        *,
+        check: Callable[[Any], None] | None = None,
+        least: int = 1,
+    ) -> None:
         super().__init__()
         self.marks, self.seen = Marks(), dict[Key, int]()
         self._without, self._dropped, self._check, self._least = empty, dropped, check, least
@@ -69,7 +76,9 @@ class Picking(TorchFunctionMode):
     def _empty(self, key: Key) -> bool:
         return self._number(key) in self._without
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func)).strip("_")
         if not args or not isinstance(args[0], Tensor):
             return self.marks.made(name, func(*args, **kwargs))
@@ -100,7 +109,11 @@ class Picking(TorchFunctionMode):
         if name == "unique":
             plain = not any((*args[2:], *(value for key, value in kwargs.items() if key != "sorted")))
             known = self.marks.of(own)
-            return self._hit(Hits(self.marks.base(own), known.count), own, flat=True) if plain and self._least and isinstance(known, Below) else None
+            return (
+                self._hit(Hits(self.marks.base(own), known.count), own, flat=True)
+                if plain and self._least and isinstance(known, Below)
+                else None
+            )
         if name == "getitem" and isinstance(args[1], Column):
             with self:
                 return own[args[1].number].unsqueeze(0)
@@ -125,26 +138,38 @@ class Picking(TorchFunctionMode):
         if isinstance(known, Size):
             return not self._empty(known.key)
         if isinstance(known, Verdict):
-            return known.something if known.key is None else known.nothing if self._empty(known.key) else known.something
+            return (
+                known.something if known.key is None else known.nothing if self._empty(known.key) else known.something
+            )
         return None
 
     def _size(self, own: Tensor, known: Size) -> Any:
         if self._check is None:
-            return 0 if self._empty(known.key) else PICKED if known.counts is None else self._share(known.counts, known.key)
+            return (
+                0
+                if self._empty(known.key)
+                else PICKED
+                if known.counts is None
+                else self._share(known.counts, known.key)
+            )
         size = own.item()
         self._check(size >= self._least)
         return size
 
     def _share(self, counts: Counts, key: Key) -> int:
-        """The assumed count of number `key` in `counts`: the total is divided evenly among the numbers that occur, and the last one gets the
-        remainder; at least 1."""
+        """The assumed count of number `key` in `counts`: the total is divided evenly among the numbers that occur, and
+        the last one gets the remainder; at least 1."""
         there = [each for number in range(counts.count) if not self._empty(each := is_number(counts.numbers, number))]
         share = counts.total // len(there)
         return max(1, int(counts.total - share * (len(there) - 1) if key == there[-1] else share))
 
     def _fill(self, own: Tensor, sizes: Any = (), dim: int = 0) -> None:
         """State to `check` that the sizes of a split are not negative and add up to the size of the dim."""
-        if self._check is None or not isinstance(sizes, list | tuple) or not any(isinstance(size, torch.SymInt) for size in sizes):
+        if (
+            self._check is None
+            or not isinstance(sizes, list | tuple)
+            or not any(isinstance(size, torch.SymInt) for size in sizes)
+        ):
             return
         for size in sizes:
             self._check(size >= 0)

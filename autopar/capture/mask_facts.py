@@ -1,5 +1,5 @@
-"""Facts about masks and tensors derived from them that hold whatever their values: which mask a tensor of indices comes from, and what is
-zero where a mask selects nothing.
+"""Facts about masks and tensors derived from them that hold whatever their values: which mask a tensor of indices comes
+from, and what is zero where a mask selects nothing.
 
     mask = chosen == 3                          # Mask
     token, rank = torch.where(mask)             # Rows
@@ -38,9 +38,18 @@ PARTS = ("getitem", "select", "split", "unbind")
 REDUCED = ("any", "count_nonzero", "sum")
 """Reductions whose result of a mask is true, or above zero, where it selects something."""
 RANKED = {"argmax": (0, 0, None), "max": (1, 0, None), "sort": (1, 0, -1), "topk": (1, 1, -1)}
-"""Functions that return positions along a dim -> (which of their results has the positions, the position of `dim` among the arguments after
-the first, the default of `dim`)."""
-COMPARED = {"eq": operator.eq, "ge": operator.ge, "greater": operator.gt, "gt": operator.gt, "le": operator.le, "less": operator.lt, "lt": operator.lt, "ne": operator.ne}
+"""Functions that return positions along a dim -> (which of their results has the positions, the position of `dim` among
+the arguments after the first, the default of `dim`)."""
+COMPARED = {
+    "eq": operator.eq,
+    "ge": operator.ge,
+    "greater": operator.gt,
+    "gt": operator.gt,
+    "le": operator.le,
+    "less": operator.lt,
+    "lt": operator.lt,
+    "ne": operator.ne,
+}
 ZEROS = ("new_zeros", "zeros", "zeros_like")
 MANY = 2**62
 
@@ -66,7 +75,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Size:
-    """A number that is zero where a mask selects nothing and positive where it selects something. With `counts`, it is one of these counts."""
+    """A number that is zero where a mask selects nothing and positive where it selects something. With `counts`, it is
+    one of these counts."""
 
     key: Key
     counts: Counts | None = None
@@ -74,7 +84,8 @@ class Size:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A condition that has the value `nothing` where a mask selects nothing, and `something` where it selects something."""
+    """A condition that has the value `nothing` where a mask selects nothing, and `something` where it selects
+    something."""
 
     key: Key
     nothing: bool
@@ -136,7 +147,8 @@ class Marks:
     def __init__(self) -> None:
         self.number: Callable[[Tensor], Key] = id
         self._marks: dict[int, Mark] = {}
-        self._numbers: dict[int, Key] = {}  # id of a tensor -> key of the tensor whose elements it has, in another shape
+        # id of a tensor -> key of the tensor whose elements it has, in another shape
+        self._numbers: dict[int, Key] = {}
         self._sharing: dict[int, list[int]] = {}  # memory -> ids of the tensors that are views of it
         self._alive: list[Tensor] = []  # keeps ids valid: the id of a freed tensor would be reused
 
@@ -176,9 +188,11 @@ class Marks:
             self.keep(tensors_of(result), Zeros())
         return result
 
-    def note(self, name: str, own: Tensor, known: Mark | None, more: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Note what follows for `result`, of the function `name` applied to `own`, of which `known` is known, and to the further arguments
-        `more` and `kwargs`."""
+    def note(
+        self, name: str, own: Tensor, known: Mark | None, more: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Note what follows for `result`, of the function `name` applied to `own`, of which `known` is known, and to
+        the further arguments `more` and `kwargs`."""
         if name in (*SHAPED, *WIDENED):
             self._hold(result)
             self._numbers[id(result)] = self.base(own)
@@ -205,18 +219,34 @@ class Marks:
             return Verdict(None, *[says(known.values[0], other)] * 2)
         return Mask(is_number(self.base(own), other)) if name == "eq" and not own.is_floating_point() else None  # type: ignore[arg-type]
 
-    def _whole(self, name: str, own: Tensor, known: Mark | None, more: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> Mark | None:
+    def _whole(
+        self, name: str, own: Tensor, known: Mark | None, more: Sequence[Any], kwargs: dict[str, Any], result: Tensor
+    ) -> Mark | None:
         if name == "bincount":
             least = kwargs.get("minlength", more[-1] if more else 0)
-            return Counts(self.base(own), least, own.numel()) if isinstance(least, int) and least and kwargs.keys() <= {"minlength"} else None
+            return (
+                Counts(self.base(own), least, own.numel())
+                if isinstance(least, int) and least and kwargs.keys() <= {"minlength"}
+                else None
+            )
         if name == "histc" and (bins := _whole_bins(more, kwargs)):
             return Counts(self.base(own), bins, own.numel())
         if name in ZEROS:
             return Zeros()
         if name == "one_hot":
             return Masks(self.base(own), result.shape[-1], result.dim() - 1, own.numel())
-        if name == "scatter" and isinstance(known, Zeros) and len(more) == 3 and isinstance(more[2], int | float) and more[2] == 1:
-            return Masks(self.base(more[1]), own.shape[more[0]], more[0] % own.dim(), more[1].numel()) if isinstance(own.shape[more[0]], int) else None
+        if (
+            name == "scatter"
+            and isinstance(known, Zeros)
+            and len(more) == 3
+            and isinstance(more[2], int | float)
+            and more[2] == 1
+        ):
+            return (
+                Masks(self.base(more[1]), own.shape[more[0]], more[0] % own.dim(), more[1].numel())
+                if isinstance(own.shape[more[0]], int)
+                else None
+            )
         if isinstance(known, Masks):
             return _of_masks(known, name, own, more, kwargs, result)
         if name in REDUCED:
@@ -248,10 +278,16 @@ def _below(name: str, number: int, own: Tensor, more: Sequence[Any], kwargs: dic
     place, position, default = RANKED[name]
     dim = kwargs.get("dim", more[position] if len(more) > position else default)
     count = own.shape[-1] if own.dim() else 0
-    return Below(count) if number == place and dim in (-1, own.dim() - 1) and isinstance(dim, int) and isinstance(count, int) else None
+    return (
+        Below(count)
+        if number == place and dim in (-1, own.dim() - 1) and isinstance(dim, int) and isinstance(count, int)
+        else None
+    )
 
 
-def _of_masks(known: Masks, name: str, own: Tensor, more: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> Mark | None:
+def _of_masks(
+    known: Masks, name: str, own: Tensor, more: Sequence[Any], kwargs: dict[str, Any], result: Tensor
+) -> Mark | None:
     """What is known of stacked masks whose dims are permuted, or reduced except for the stacking dim."""
     if name == "permute":
         order = [dim % own.dim() for dim in (more[0] if isinstance(more[0], tuple | list) else more)]
@@ -263,4 +299,10 @@ def _of_masks(known: Masks, name: str, own: Tensor, more: Sequence[Any], kwargs:
     if name not in REDUCED or known.dim in summed or result.dim() != own.dim() - len(summed):
         return None
     left = replace(known, dim=known.dim - sum(dim < known.dim for dim in summed))
-    return left if result.dim() > 1 else Hits(known.numbers, known.count) if name == "any" else Counts(known.numbers, known.count, known.total)
+    return (
+        left
+        if result.dim() > 1
+        else Hits(known.numbers, known.count)
+        if name == "any"
+        else Counts(known.numbers, known.count, known.total)
+    )

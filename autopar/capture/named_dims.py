@@ -1,7 +1,7 @@
 """The user's dynamic_shapes matched to the flat inputs.
 
-Three forms, as torch.export has them: `(args, kwargs)`; a dict by the names of forward's parameters, targets of a loss function included; a
-tuple of positional ones. Inputs that hold several have the same structure in each.
+Three forms, as torch.export has them: `(args, kwargs)`; a dict by the names of forward's parameters, targets of a loss
+function included; a tuple of positional ones. Inputs that hold several have the same structure in each.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Found = dict[int, Mapping[int, Any]]  # dims by the number of the flat input
 
 
 def assigned(given: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], signature: inspect.Signature) -> Found:
-    """What `given` says of each of the flat inputs `(args, kwargs)` of a forward of this `signature`. Raises ValueError, with what is
-    wanted, where it does not fit them."""
+    """What `given` says of each of the flat inputs `(args, kwargs)` of a forward of this `signature`. Raises
+    ValueError, with what is wanted, where it does not fit them."""
     flat, tree = pytree.tree_flatten((args, dict(kwargs)))
     places, named = pytree.tree_unflatten(list(range(len(flat))), tree)
     if isinstance(given, Mapping):
@@ -25,7 +25,12 @@ def assigned(given: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], signa
     if not isinstance(given, (tuple, list)):
         raise ValueError("it is neither a tuple nor a dict by the names of the inputs")
     if _is_pair(given):
-        return dict([*_each(tuple(places), tuple(given[0] or ()), "positional inputs"), *_each(named, given[1] or {}, "named inputs")])
+        return dict(
+            [
+                *_each(tuple(places), tuple(given[0] or ()), "positional inputs"),
+                *_each(named, given[1] or {}, "named inputs"),
+            ]
+        )
     return dict(_each((*places, *named.values()), tuple(given), "inputs"))
 
 
@@ -33,7 +38,9 @@ def _is_pair(given: Any) -> bool:
     """Whether it is `(args, kwargs)`, and not the dims of two positional inputs."""
     if len(given) != 2 or not (given[1] is None or isinstance(given[1], Mapping)):
         return False
-    return isinstance(given[0], (tuple, list)) or (not given[0] and all(isinstance(key, str) for key in given[1] or ()) and bool(given[1]))
+    return isinstance(given[0], (tuple, list)) or (
+        not given[0] and all(isinstance(key, str) for key in given[1] or ()) and bool(given[1])
+    )
 
 
 def _by_name(signature: inspect.Signature, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:

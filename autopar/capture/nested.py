@@ -1,5 +1,5 @@
-"""The structure of arguments that hold several inputs (dicts, tuples and dataclasses of tensors), as plain dicts and tuples of input
-names."""
+"""The structure of arguments that hold several inputs (dicts, tuples and dataclasses of tensors), as plain dicts and
+tuples of input names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from autopar._torch import pytree
 KEYS = {pytree.MappingKey: "key", pytree.SequenceKey: "idx", pytree.GetAttrKey: "name"}
 
 
-def nested(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Of each argument the name of its input, or a dict or tuple of such; `names` are those of all leaves, in order. Empty where every
-    argument is an input by itself, called as it is (torch.export writes names small), or one is of a class whose parts have no names."""
+def nested(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
+) -> dict[str, Any]:
+    """Of each argument the name of its input, or a dict or tuple of such; `names` are those of all leaves, in order.
+    Empty where every argument is an input by itself, called as it is (torch.export writes names small), or one is of a
+    class whose parts have no names."""
     queue, found = iter(names), {}
     for argument, value in zip([*_placed(signature, len(args)), *kwargs], [*args, *kwargs.values()], strict=True):
         paths = [path for path, _ in pytree.tree_flatten_with_path(value)[0]]
@@ -34,7 +37,8 @@ def _placed(signature: inspect.Signature, count: int) -> Iterator[str]:
 
 
 def _key(step: Any) -> Any:
-    """The key, number or attribute that a step of a path goes by; None where torch knows none, or a file cannot say it."""
+    """The key, number or attribute that a step of a path goes by; None where torch knows none, or a file cannot say
+    it."""
     key = getattr(step, KEYS[type(step)]) if type(step) in KEYS else None
     return key if type(key) in (str, int) else None
 

@@ -9,6 +9,10 @@ KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 def momenta(model: nn.Module) -> dict[str, float]:
     """The momentum of each batch norm of torch that has running statistics, by its name in `model`."""
-    found = {name: module.momentum for name, module in model.named_modules() if isinstance(module, KINDS) and module.running_mean is not None}
+    found = {
+        name: module.momentum
+        for name, module in model.named_modules()
+        if isinstance(module, KINDS) and module.running_mean is not None
+    }
     # without one it reads its count of batches, which is in no graph
     return {name: momentum for name, momentum in found.items() if momentum is not None}

@@ -1,7 +1,7 @@
 """The outer code of a model as a list of events: every operator outside of blocks, and every call of a block.
 
-Blocks are replaced by stubs, and the model runs on fake tensors while a tape records. Tensors are labelled by their origin, so the lists of
-two models can be compared: equal lists are the same straight-line program.
+Blocks are replaced by stubs, and the model runs on fake tensors while a tape records. Tensors are labelled by their
+origin, so the lists of two models can be compared: equal lists are the same straight-line program.
 """
 
 from __future__ import annotations
@@ -56,8 +56,12 @@ class Tape:
 
     def flat(self, tree: Any) -> list[Any]:
         """Labels of the leaves of a tree: of tensors where they come from, of anything else its text."""
-        return [self._labels.get(id(leaf), ("unknown", tuple(leaf.shape), leaf.dtype)) if isinstance(leaf, torch.Tensor)
-                else (type(leaf).__name__, repr(leaf)) for leaf in pytree.tree_leaves(tree)]
+        return [
+            self._labels.get(id(leaf), ("unknown", tuple(leaf.shape), leaf.dtype))
+            if isinstance(leaf, torch.Tensor)
+            else (type(leaf).__name__, repr(leaf))
+            for leaf in pytree.tree_leaves(tree)
+        ]
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note one operator."""
@@ -91,16 +95,24 @@ class Stub(nn.Module):
         return self.tape.call(self.block, (args, kwargs), self.result)
 
 
-def play(model: nn.Module, keep: Mapping[str, Mapping[int, int]], training: bool, inputs: Any,
-         result_of: Callable[[Block], Any]) -> Tape:
-    """Run the outer code of `model` with the kept children as stubs; `result_of` says what each (shown number) returns."""
+def play(
+    model: nn.Module,
+    keep: Mapping[str, Mapping[int, int]],
+    training: bool,
+    inputs: Any,
+    result_of: Callable[[Block], Any],
+) -> Tape:
+    """Run the outer code of `model` with the kept children as stubs; `result_of` says what each (shown number)
+    returns."""
     tape = Tape()
     twin = shadow(model, {path: {} for path in keep}).train(training)
     tape.name([t for _, t in (*twin.named_parameters(), *twin.named_buffers())], "weight")
     for path, numbers in keep.items():
         container, children = twin.get_submodule(path), model.get_submodule(path)
-        container._modules = {str(shown): Stub((path, shown), result_of((path, shown)), tape, children.get_submodule(str(n)))
-                              for shown, n in numbers.items()}
+        container._modules = {
+            str(shown): Stub((path, shown), result_of((path, shown)), tape, children.get_submodule(str(n)))
+            for shown, n in numbers.items()
+        }
     with torch.no_grad(), valueless(), tracing(), on_meta(), Picking():
         args, kwargs = fake(inputs)
         tape.name((args, kwargs), "input")
@@ -115,8 +127,10 @@ def results(model: nn.Module, paths: list[str], inputs: Any) -> dict[Block, Any]
     handles = []
     for path in paths:
         for name, child in model.get_submodule(path).named_children():
+
             def note(_: Any, __: Any, result: Any, key: Block = (path, int(name))) -> None:
                 found.setdefault(key, result)
+
             handles.append(child.register_forward_hook(note))
     with torch.no_grad(), valueless(), tracing(), on_meta(), Picking():
         args, kwargs = fake(inputs)

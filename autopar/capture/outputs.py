@@ -15,8 +15,11 @@ def mark_loss(gm: fx.GraphModule) -> None:
     """The output called loss, or else the only scalar float, is the loss."""
     (output,) = [n for n in gm.graph.nodes if n.op == "output"]
     entries = gm.meta["outputs"]
-    scalars = [i for i, n in enumerate(output.args[0]) if isinstance(n, fx.Node) and facts.is_tensor(n) and facts.is_float(n)
-               and facts.numel(n) == 1]
+    scalars = [
+        i
+        for i, n in enumerate(output.args[0])
+        if isinstance(n, fx.Node) and facts.is_tensor(n) and facts.is_float(n) and facts.numel(n) == 1
+    ]
     named = [i for i in scalars if entries[i]["name"].rsplit(".", 1)[-1] == "loss"]
     chosen = named or (scalars if len(scalars) == 1 else [i for i in scalars if i == 0])
     if chosen:
@@ -24,31 +27,42 @@ def mark_loss(gm: fx.GraphModule) -> None:
 
 
 def check_loss(gm: fx.GraphModule, mode: str, model: nn.Module, left_out: Mapping[str, str]) -> None:
-    """Raise CaptureError where a model that trains has no loss; `left_out` are outputs that the graph lacks, by name."""
+    """Raise CaptureError where a model that trains has no loss; `left_out` are outputs that the graph lacks, by
+    name."""
     if mode == "train" and not any(entry["kind"] == "loss" for entry in gm.meta["outputs"]):
-        others = "".join(f"; {name} {what}, into which nobody looks (return a dict, a tuple or a dataclass)" for name, what in left_out.items())
-        raise CaptureError(f"{type(model).__name__} gives no scalar loss in train mode, got outputs "
-                           f"{[entry['name'] for entry in gm.meta['outputs']]}{others}: pass labels among the inputs, or loss_fn=, or "
-                           "mode='inference' "
-                           "(on the command line: a factory whose model gives the loss, or --mode inference)")
+        others = "".join(
+            f"; {name} {what}, into which nobody looks (return a dict, a tuple or a dataclass)"
+            for name, what in left_out.items()
+        )
+        raise CaptureError(
+            f"{type(model).__name__} gives no scalar loss in train mode, got outputs "
+            f"{[entry['name'] for entry in gm.meta['outputs']]}{others}: pass labels among the inputs, or loss_fn=, or "
+            "mode='inference' "
+            "(on the command line: a factory whose model gives the loss, or --mode inference)"
+        )
 
 
 def other_outputs(left_out: Mapping[str, str], structure: Any) -> Iterator[str]:
     """Notes of outputs that the sharded module gives otherwise than the model does."""
     yield from (f"output {name} {what}: it is None in the sharded module" for name, what in left_out.items())
-    yield from (f"the model returns a {name}: it is a plain tuple in the sharded module ({', '.join(fields)}, in this order)" for name, fields in dict(_named_tuples(structure)).items())
+    yield from (
+        f"the model returns a {name}: it is a plain tuple in the sharded module ({', '.join(fields)}, in this order)"
+        for name, fields in dict(_named_tuples(structure)).items()
+    )
 
 
 def plain(structure: Any) -> Any:
-    """The user's pytree as plain dicts, lists and numbers: what an emitted file can say. Raises CaptureError on nodes that are none of
-    these."""
+    """The user's pytree as plain dicts, lists and numbers: what an emitted file can say. Raises CaptureError on nodes
+    that are none of these."""
     if isinstance(structure, Mapping):
         return {k if type(k) is int else str(k): plain(v) for k, v in structure.items()}
     if isinstance(structure, (tuple, list)):
         return tuple(plain(v) for v in structure)
     if structure is not None and not isinstance(structure, (bool, int, str)):
-        raise CaptureError(f"the model returns a {type(structure).__name__}, which torch flattens and an emitted program cannot make "
-                           "again: return its tensors in a dict, a tuple or a dataclass")
+        raise CaptureError(
+            f"the model returns a {type(structure).__name__}, which torch flattens and an emitted program cannot make "
+            "again: return its tensors in a dict, a tuple or a dataclass"
+        )
     return structure
 
 

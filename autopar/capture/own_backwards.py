@@ -1,14 +1,15 @@
 """Functions with a backward of their own (`torch.autograd.Function`), in models that train.
 
-torch.export traces their forward and differentiates that: a rounding whose backward hands the gradient on would train with zeros, and
-nothing would say so. So while a model is traced, such a function is first tried on random tensors of the sizes of the call. Where autograd
-of its forward gives the same gradients as its own backward, nothing is done. Otherwise its backward b is kept: where b is linear in the
-gradient g, b(g) = J^T g for a matrix J, and x -> J x, the derivative of b with respect to g in direction x, has b as its backward. The
-result y becomes `y + (J x - J x)` with everything but the first J x detached: the value y, with the gradient b(g). These are ordinary
-operators, and are split like others. A function for which neither is right (a backward that clips, or adds a constant) is refused.
+torch.export traces their forward and differentiates that: a rounding whose backward hands the gradient on would train
+with zeros, and nothing would say so. So while a model is traced, such a function is first tried on random tensors of
+the sizes of the call. Where autograd of its forward gives the same gradients as its own backward, nothing is done.
+Otherwise its backward b is kept: where b is linear in the gradient g, b(g) = J^T g for a matrix J, and x -> J x, the
+derivative of b with respect to g in direction x, has b as its backward. The result y becomes `y + (J x - J x)` with
+everything but the first J x detached: the value y, with the gradient b(g). These are ordinary operators, and are split
+like others. A function for which neither is right (a backward that clips, or adds a constant) is refused.
 
-A forward is traced as plain code, not by `apply`: that runs it under no_grad, which the trace would record only partly. Re-entrant
-checkpoints are traced as if they were not there, since the search decides what is recomputed.
+A forward is traced as plain code, not by `apply`: that runs it under no_grad, which the trace would record only partly.
+Re-entrant checkpoints are traced as if they were not there, since the search decides what is recomputed.
 """
 
 from __future__ import annotations
@@ -39,19 +40,24 @@ TOLERANCE = 1e-4
 NOTHING = 1e-6
 """What counts as zero, relative to the largest value of any result or gradient of a trial."""
 Draw = tuple[Callable[..., Tensor], int]
-DRAWS: tuple[Draw, ...] = tuple((floating, whole) for whole in (2, 1) for floating in (torch.randn, torch.rand, lambda shape: torch.randn(shape) / 100))
-"""What trials run on: how floating values are drawn, and how many different whole numbers there are (indices may have to be small)."""
+DRAWS: tuple[Draw, ...] = tuple(
+    (floating, whole)
+    for whole in (2, 1)
+    for floating in (torch.randn, torch.rand, lambda shape: torch.randn(shape) / 100)
+)
+"""What trials run on: how floating values are drawn, and how many different whole numbers there are (indices may have
+to be small)."""
 ENOUGH = 2
-"""Trials that count. A function need not take every kind of number (logarithms, angles of short vectors): those with finite gradients that
-are not all zero count."""
+"""Trials that count. A function need not take every kind of number (logarithms, angles of short vectors): those with
+finite gradients that are not all zero count."""
 Call = Callable[[type[Function], Sequence[Any]], Any]
 """A way to call a function."""
 
 
 @contextmanager
 def own_backwards(notes: list[str]) -> Iterator[None]:
-    """A context in which every torch.autograd.Function that is not torch's own is traced with its own backward. Notes on functions whose
-    backward was kept are added to `notes`.
+    """A context in which every torch.autograd.Function that is not torch's own is traced with its own backward. Notes
+    on functions whose backward was kept are added to `notes`.
 
     Raises CaptureError, inside, where a backward cannot be kept, or the function does not run on random numbers.
     """
@@ -80,8 +86,8 @@ def own_backwards(notes: list[str]) -> Iterator[None]:
 
 
 def once(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-    """What a re-entrant checkpoint gives (`CheckpointFunction.apply`), without running again. As there, nothing has a gradient where no
-    input has one."""
+    """What a re-entrant checkpoint gives (`CheckpointFunction.apply`), without running again. As there, nothing has a
+    gradient where no input has one."""
     with nullcontext() if any(map(_wants_gradient, args)) else torch.no_grad():
         return run(*args)
 
@@ -108,8 +114,8 @@ def _spec(arg: Any) -> Any:
 
 
 def _tried(cls: type[Function], args: Sequence[Any], original: Callable[..., Any]) -> Call | None:
-    """How to trace the function for arguments like `args`: None, by its differentiated forward, or `_kept`. Raises CaptureError where
-    neither gives its gradients."""
+    """How to trace the function for arguments like `args`: None, by its differentiated forward, or `_kept`. Raises
+    CaptureError where neither gives its gradients."""
     said: list[str] = []
     ways: dict[Call | None, list[float]] = {None: [], _kept: []}
     like = pytree.tree_map(_like, list(args))
@@ -127,14 +133,18 @@ def _tried(cls: type[Function], args: Sequence[Any], original: Callable[..., Any
         if found and max(found) <= TOLERANCE:
             return way
     if any(ways.values()):
-        why = ("its backward is not linear in the gradient that comes in, or adds to it; autograd makes of its forward what differs by "
-               f"{max(ways[None]):.1e}, a linear backward by {max(ways[_kept]):.1e}")
+        why = (
+            "its backward is not linear in the gradient that comes in, or adds to it; autograd makes of its forward "
+            f"what differs by {max(ways[None]):.1e}, a linear backward by {max(ways[_kept]):.1e}"
+        )
     else:
         why = f"it does not run on random numbers of the sizes that it is called with: {'; '.join(dict.fromkeys(said))}"
-    raise CaptureError(f"{cls.__module__}.{cls.__qualname__} ({caller()}) has a backward of its own that cannot be kept: {why}\n"
-                       "write its forward with operators that autograd differentiates as you want, or make it an operator with "
-                       "torch.library.custom_op "
-                       "and register_autograd, which every rank then runs whole")
+    raise CaptureError(
+        f"{cls.__module__}.{cls.__qualname__} ({caller()}) has a backward of its own that cannot be kept: {why}\n"
+        "write its forward with operators that autograd differentiates as you want, or make it an operator with "
+        "torch.library.custom_op "
+        "and register_autograd, which every rank then runs whole"
+    )
 
 
 @dataclass(frozen=True)
@@ -160,7 +170,9 @@ def _like(item: Any) -> Any:
     return _Like(tuple(map(_like, item.shape)), item.dtype, item.requires_grad) if isinstance(item, Tensor) else item
 
 
-def _trial(cls: type[Function], like: Sequence[Any], draw: Draw, original: Callable[..., Any], ways: Iterable[Call | None]) -> dict[Call | None, float]:
+def _trial(
+    cls: type[Function], like: Sequence[Any], draw: Draw, original: Callable[..., Any], ways: Iterable[Call | None]
+) -> dict[Call | None, float]:
     """For each way of tracing, the largest error of results and gradients against those of the function itself."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -168,7 +180,7 @@ def _trial(cls: type[Function], like: Sequence[Any], draw: Draw, original: Calla
         truth = _gradients(partial(original, cls), args)
         if not all(torch.isfinite(x).all() for x in truth):
             raise ValueError("its results or gradients are not finite")
-        if not any(x.any() for x in truth[-sum(map(_wants_gradient, args)):]):
+        if not any(x.any() for x in truth[-sum(map(_wants_gradient, args)) :]):
             raise ValueError("its gradients are all zero")
         return {way: _way(way, cls, args, truth) for way in ways}
 
@@ -180,7 +192,11 @@ def _way(way: Call | None, cls: type[Function], args: Sequence[Any], truth: Sequ
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError):
         return float("inf")
     least = NOTHING * max((float(x.abs().max()) for x in truth if x.numel()), default=0.0)
-    return max((_gap(a, b, least) for a, b in zip(got, truth, strict=True)), default=0.0) if len(got) == len(truth) else float("inf")
+    return (
+        max((_gap(a, b, least) for a, b in zip(got, truth, strict=True)), default=0.0)
+        if len(got) == len(truth)
+        else float("inf")
+    )
 
 
 def _gap(got: Tensor, wanted: Tensor, least: float) -> float:
@@ -191,7 +207,8 @@ def _gap(got: Tensor, wanted: Tensor, least: float) -> float:
 
 
 def _gradients(call: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
-    """The results of `call(*args)`, and the gradients of `args` for random gradients of the results, which are the same in every call."""
+    """The results of `call(*args)`, and the gradients of `args` for random gradients of the results, which are the same
+    in every call."""
     with torch.enable_grad():
         given = [arg.clone() if _wants_gradient(arg) else arg for arg in args]  # a leaf could not be changed in place
         outs = tensors_of(call(*given))
@@ -202,7 +219,10 @@ def _gradients(call: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
     found: Sequence[Tensor | None] = [None] * len(asked)
     if pairs:
         found = torch.autograd.grad([x for x, _ in pairs], asked, [up for _, up in pairs], allow_unused=True)
-    return [x.detach().double() for x in (*outs, *(torch.zeros_like(arg) if g is None else g for g, arg in zip(found, asked, strict=True)))]
+    return [
+        x.detach().double()
+        for x in (*outs, *(torch.zeros_like(arg) if g is None else g for g, arg in zip(found, asked, strict=True)))
+    ]
 
 
 def _plain(cls: type[Function], args: Sequence[Any]) -> Any:
@@ -216,8 +236,8 @@ def _kept(cls: type[Function], args: Sequence[Any]) -> Any:
 
 
 def _traced(cls: type[Function], args: Sequence[Any]) -> Any:
-    """`_kept` while a model is traced. Results and products are traced by themselves, below autograd, whose inner values are seen by no
-    trace of a model; what was traced is run once more."""
+    """`_kept` while a model is traced. Results and products are traced by themselves, below autograd, whose inner
+    values are seen by no trace of a model; what was traced is run once more."""
     plain, needs, comes = _apart(args)
     return _joined(*aside(lambda filled, xs: _parts(cls, filled, needs, xs), (plain, comes), detaching=False))
 
@@ -225,27 +245,45 @@ def _traced(cls: type[Function], args: Sequence[Any]) -> Any:
 def _apart(args: Sequence[Any]) -> tuple[list[Any], tuple[bool, ...], list[Tensor]]:
     """The arguments detached, which of them require a gradient, and these as they were given."""
     needs = tuple(map(_wants_gradient, args))
-    return [arg.detach() if isinstance(arg, Tensor) else arg for arg in args], needs, [arg for arg, wanted in zip(args, needs, strict=True) if wanted]
+    return (
+        [arg.detach() if isinstance(arg, Tensor) else arg for arg in args],
+        needs,
+        [arg for arg, wanted in zip(args, needs, strict=True) if wanted],
+    )
 
 
-def _parts(cls: type[Function], args: Sequence[Any], needs: Sequence[bool], comes: Sequence[Tensor]) -> tuple[list[Any], list[Tensor | None], Any]:
-    """The results of the function, flat and without gradients; for each what the matrix of its backward makes of the arguments `comes`, if
-    anything; and how results are nested."""
+def _parts(
+    cls: type[Function], args: Sequence[Any], needs: Sequence[bool], comes: Sequence[Tensor]
+) -> tuple[list[Any], list[Tensor | None], Any]:
+    """The results of the function, flat and without gradients; for each what the matrix of its backward makes of the
+    arguments `comes`, if anything; and how results are nested."""
     context = _Context(needs)
     with torch.no_grad():
         leaves, tree = pytree.tree_flatten(context.forward(cls, args))
     if context.dirty:
         raise NotImplementedError(f"{cls.__qualname__} changes its inputs in place")
-    asked = [isinstance(x, Tensor) and x.is_floating_point() and not any(x is other for other in context.without) for x in leaves]
-    ups = [torch.zeros_like(x).requires_grad_(wanted) if isinstance(x, Tensor) else None for x, wanted in zip(leaves, asked, strict=True)]
+    asked = [
+        isinstance(x, Tensor) and x.is_floating_point() and not any(x is other for other in context.without)
+        for x in leaves
+    ]
+    ups = [
+        torch.zeros_like(x).requires_grad_(wanted) if isinstance(x, Tensor) else None
+        for x, wanted in zip(leaves, asked, strict=True)
+    ]
     into = [x for x, wanted in zip(ups, asked, strict=True) if wanted and x is not None]
     with torch.enable_grad():
         made = inspect.unwrap(cls.backward)(context, *(x.clone() if isinstance(x, Tensor) else x for x in ups))
     made = made if isinstance(made, tuple) else (made,)
-    pairs = [(g, x) for g, x in zip([g for g, wanted in zip(made, needs, strict=False) if wanted], comes, strict=True) if isinstance(g, Tensor) and g.requires_grad]
+    pairs = [
+        (g, x)
+        for g, x in zip([g for g, wanted in zip(made, needs, strict=False) if wanted], comes, strict=True)
+        if isinstance(g, Tensor) and g.requires_grad
+    ]
     found: Sequence[Tensor | None] = [None] * len(into)
     if pairs and into:
-        found = torch.autograd.grad([g for g, _ in pairs], into, [x.to(g.dtype) for g, x in pairs], create_graph=True, allow_unused=True)
+        found = torch.autograd.grad(
+            [g for g, _ in pairs], into, [x.to(g.dtype) for g, x in pairs], create_graph=True, allow_unused=True
+        )
     products = iter(found)
     return leaves, [next(products) if wanted else None for wanted in asked], tree
 
@@ -253,7 +291,9 @@ def _parts(cls: type[Function], args: Sequence[Any], needs: Sequence[bool], come
 def _joined(outs: Sequence[Any], times: Sequence[Tensor | None], tree: Any) -> Any:
     """Results whose values are `outs` and whose gradients are those of `times`."""
     plain = [x.detach() if isinstance(x, Tensor) else x for x in outs]
-    return pytree.tree_unflatten([x if t is None else x + (t - t.detach()) for x, t in zip(plain, times, strict=True)], tree)
+    return pytree.tree_unflatten(
+        [x if t is None else x + (t - t.detach()) for x, t in zip(plain, times, strict=True)], tree
+    )
 
 
 class _Context:

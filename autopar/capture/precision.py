@@ -1,4 +1,5 @@
-"""A model in another floating dtype, as `model.to(dtype)` would make it, without touching the model or copying its weights."""
+"""A model in another floating dtype, as `model.to(dtype)` would make it, without touching the model or copying its
+weights."""
 
 from __future__ import annotations
 
@@ -20,13 +21,14 @@ from autopar.frontend import loading
 
 
 def computation(precision: str, mode: str) -> tuple[torch.dtype, str]:
-    """The dtype of the computation, and the precision that a plan states: a policy in training, else that dtype. Raises PlanError for what
-    is neither a policy nor a floating dtype."""
+    """The dtype of the computation, and the precision that a plan states: a policy in training, else that dtype. Raises
+    PlanError for what is neither a policy nor a floating dtype."""
     found = getattr(torch, computes_in(precision), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise PlanError(f"precision {precision!r} is neither mixed precision ({', '.join(POLICIES)}) nor a floating dtype of torch (as "
-                        "float32, "
-                        "bfloat16, float16), which all of the model gets")
+        raise PlanError(
+            f"precision {precision!r} is neither mixed precision ({', '.join(POLICIES)}) nor a floating dtype of torch "
+            "(as float32, bfloat16, float16), which all of the model gets"
+        )
     return found, precision if precision in POLICIES and mode == "train" else str(found).removeprefix("torch.")
 
 
@@ -45,12 +47,20 @@ def resting(precision: str, mode: str) -> torch.dtype:
     return cast(torch.dtype, getattr(torch, rests_in(str(dtype), stated)))
 
 
-def capture_in(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, precision: str | None, mode: str, **options: Any) -> tuple[Captured, str]:
-    """`capture(model, args, kwargs, mode=mode, **options)` in `precision`, in the model's own where that is None, and the precision that a
-    plan states.
+def capture_in(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    precision: str | None,
+    mode: str,
+    **options: Any,
+) -> tuple[Captured, str]:
+    """`capture(model, args, kwargs, mode=mode, **options)` in `precision`, in the model's own where that is None, and
+    the precision that a plan states.
 
-    Under a policy of mixed precision buffers keep their dtypes, and what is computed of them alone has these, too; a dtype is that of
-    buffers as well. Raises CaptureError as `capture`, and where a training step would train nothing.
+    Under a policy of mixed precision buffers keep their dtypes, and what is computed of them alone has these, too; a
+    dtype is that of buffers as well. Raises CaptureError as `capture`, and where a training step would train nothing.
     """
     refuse_wrapped(model)
     captured, stated = _captured_in(model, args, kwargs, precision, mode, options)
@@ -59,7 +69,14 @@ def capture_in(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return captured, stated
 
 
-def _captured_in(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], precision: str | None, mode: str, options: Mapping[str, Any]) -> tuple[Captured, str]:
+def _captured_in(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    precision: str | None,
+    mode: str,
+    options: Mapping[str, Any],
+) -> tuple[Captured, str]:
     dtype, stated = computation(precision or str(dtype_of(model)).removeprefix("torch."), mode)
     typed = in_dtype(model, dtype)
     if typed is model:
@@ -79,8 +96,14 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def with_values(captured: Captured, model: nn.Module, dtype: torch.dtype) -> Captured:
     """A capture of `in_dtype(model, dtype)` with the constants that `model` has values of, in `dtype`."""
     held = {name: b for name, b in model.named_buffers() if not b.is_meta}
-    values = {name: (held[name].to(dtype) if held[name].is_floating_point() else held[name]).detach().cpu() if name in held else value
-              for name, value in captured.constants.items()}
+    values = {
+        name: (held[name].to(dtype) if held[name].is_floating_point() else held[name]).detach().cpu()
+        if name in held
+        else value
+        for name, value in captured.constants.items()
+    }
     found = {name: held[name] for name in captured.valueless if name in held}
     values |= {name: (b.to(dtype) if b.is_floating_point() else b).detach().cpu() for name, b in found.items()}
-    return replace(captured, constants=values, valueless=tuple(name for name in captured.valueless if name not in found))
+    return replace(
+        captured, constants=values, valueless=tuple(name for name in captured.valueless if name not in found)
+    )

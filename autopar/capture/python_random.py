@@ -1,5 +1,5 @@
-"""Random numbers of Python's and of numpy's own generators: they are drawn while a model is traced, and a graph would have the same ones in
-every step."""
+"""Random numbers of Python's and of numpy's own generators: they are drawn while a model is traced, and a graph would
+have the same ones in every step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class Draws:
 
     def __bool__(self) -> bool:
         now: Any = np.random.get_state(legacy=True)
-        return random.getstate() != self._python or any(not np.array_equal(a, b) for a, b in zip(now, self._numpy, strict=True))
+        return random.getstate() != self._python or any(
+            not np.array_equal(a, b) for a, b in zip(now, self._numpy, strict=True)
+        )
 
     def undo(self) -> None:
         """Put both generators back."""
@@ -52,8 +54,8 @@ def _user(frame: FrameType | None) -> FrameType | None:
 
 
 def where_drawn(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The user's line that draws first when a model on meta is called and not traced, `at model.py:12: x = random.random()`; "" where none
-    does."""
+    """The user's line that draws first when a model on meta is called and not traced, `at model.py:12: x =
+    random.random()`; "" where none does."""
     found: list[str] = []
     with draws() as drawn:
         last = ""

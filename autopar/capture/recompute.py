@@ -1,9 +1,10 @@
 """Values of what a model computes when it is made (rope tables, position ids), for a model on the meta device.
 
-There are three ways to compute a module's tensors: its `reset_parameters`, the `_init_weights(module)` of the Hugging Face model that it is
-in, and its constructor, called again with the arguments that it kept as attributes. All run on copies whose weights stay on meta, so no
-memory of their size is used. The values of a way are used only if it gives the same ones for two different previous contents of the tensor,
-which shows that it writes all of it, deterministically. Where several ways give values, they must agree.
+There are three ways to compute a module's tensors: its `reset_parameters`, the `_init_weights(module)` of the Hugging
+Face model that it is in, and its constructor, called again with the arguments that it kept as attributes. All run on
+copies whose weights stay on meta, so no memory of their size is used. The values of a way are used only if it gives the
+same ones for two different previous contents of the tensor, which shows that it writes all of it, deterministically.
+Where several ways give values, they must agree.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from autopar.text import first_line
 
 Values = dict[str, torch.Tensor]
 RAISED = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError, AssertionError)
-"""What code that makes tensors raises where it cannot live with weights that have no values: then that way gives nothing."""
+"""What code that makes tensors raises where it cannot live with weights that have no values: then that way gives
+nothing."""
 WEIGHTS = (torch.empty, torch.empty_like, torch.rand, torch.randn, torch.normal)
 """How weights begin: uninitialised or at random. No value that can be recomputed does."""
-FACTORY = ("device", "dtype")  # arguments of constructors that say where and in what tensors are made, not what they hold
+# arguments of constructors that say where and in what tensors are made, not what they hold
+FACTORY = ("device", "dtype")
 
 
 def recompute(model: nn.Module, names: list[str]) -> tuple[Values, dict[str, str]]:
-    """Values on the CPU of the tensors `names` of `model`, buffers or plain attributes; and for each that has none, why."""
+    """Values on the CPU of the tensors `names` of `model`, buffers or plain attributes; and for each that has none,
+    why."""
     found: Values = {}
     why: dict[str, str] = {}
     by_owner: dict[str, list[str]] = {}
@@ -40,7 +44,9 @@ def recompute(model: nn.Module, names: list[str]) -> tuple[Values, dict[str, str
         for path, wanted in by_owner.items():
             answers, said = _answers(model, path, [name.rpartition(".")[2] for name in wanted])
             for name in wanted:
-                given = {way: values[key] for way, values in answers.items() if (key := name.rpartition(".")[2]) in values}
+                given = {
+                    way: values[key] for way, values in answers.items() if (key := name.rpartition(".")[2]) in values
+                }
                 if given and _agree(list(given.values())):
                     found[name] = next(iter(given.values()))
                 else:
@@ -49,7 +55,8 @@ def recompute(model: nn.Module, names: list[str]) -> tuple[Values, dict[str, str
 
 
 def _answers(model: nn.Module, path: str, keys: list[str]) -> tuple[dict[str, Values], list[str]]:
-    """The values that each way gives for the tensors `keys` of the module at `path`, and the reasons of those that give none."""
+    """The values that each way gives for the tensors `keys` of the module at `path`, and the reasons of those that give
+    none."""
     answers: dict[str, Values] = {}
     said: list[str] = []
     for way, give in (("reset_parameters", _reset), ("_init_weights", _init_weights), ("its constructor", _again)):
@@ -70,7 +77,8 @@ def _reset(model: nn.Module, path: str, keys: list[str]) -> Values:
 
 def _init_weights(model: nn.Module, path: str, keys: list[str]) -> Values:
     parts = path.split(".") if path else []
-    around = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1)]  # the module itself, then outwards
+    # the module itself, then outwards
+    around = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1)]
     write: Any = next((found for module in around if callable(found := getattr(module, "_init_weights", None))), None)
     if write is None:
         raise AttributeError("there is none")
@@ -96,7 +104,8 @@ def _written(owner: nn.Module, keys: list[str], write: Callable[[Any], object]) 
 
 
 def _again(model: nn.Module, path: str, keys: list[str]) -> Values:
-    """The tensors of a second module, constructed with the arguments of the first; its plain attributes must equal those of the first."""
+    """The tensors of a second module, constructed with the arguments of the first; its plain attributes must equal
+    those of the first."""
     owner = model.get_submodule(path)
     given = _kept_arguments(owner)
     runs: list[Values] = []
@@ -112,20 +121,25 @@ def _again(model: nn.Module, path: str, keys: list[str]) -> Values:
 
 
 def _kept_arguments(owner: nn.Module) -> dict[str, Any]:
-    """The constructor's arguments, from attributes of the same names. Raises ValueError where one has no such attribute, even if it has a
-    default."""
+    """The constructor's arguments, from attributes of the same names. Raises ValueError where one has no such
+    attribute, even if it has a default."""
     found: dict[str, Any] = {}
     for name, parameter in inspect.signature(type(owner).__init__).parameters.items():
         if name == "self" or (name in FACTORY and parameter.default is None):
             continue
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY) or name not in vars(owner):
+        if parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+            parameter.POSITIONAL_ONLY,
+        ) or name not in vars(owner):
             raise ValueError(f"{type(owner).__name__} does not keep the argument {name} as an attribute")
         found[name] = vars(owner)[name]
     return found
 
 
 def _shape_of(module: nn.Module) -> dict[Any, str]:
-    """All plain attributes below a module, as a comparable value, without what depends on the dtype that it was cast to."""
+    """All plain attributes below a module, as a comparable value, without what depends on the dtype that it was cast
+    to."""
     table: dict[Any, str] = {}
     for path, part in module.named_modules():
         table[path, ":class"] = type(part).__qualname__
@@ -149,7 +163,9 @@ def _like(copy: nn.Module, owner: nn.Module, keys: list[str]) -> Values:
 
 def _poison(tensor: torch.Tensor, number: int) -> torch.Tensor:
     """A CPU tensor filled with a marker that differs between `number` 0 and 1, to see which elements are written."""
-    return torch.full(tensor.shape, bool(number) if tensor.dtype == torch.bool else 3 + 8 * number, dtype=tensor.dtype, device="cpu")
+    return torch.full(
+        tensor.shape, bool(number) if tensor.dtype == torch.bool else 3 + 8 * number, dtype=tensor.dtype, device="cpu"
+    )
 
 
 def _agree(values: list[torch.Tensor]) -> bool:
@@ -158,13 +174,19 @@ def _agree(values: list[torch.Tensor]) -> bool:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit for bit the same values."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+    )
 
 
 class _Uninitialised(TorchFunctionMode):
     """What weights begin as goes to meta; all else is made on the CPU, also where the caller is building on meta."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         given = dict(kwargs or {})
         if func in WEIGHTS and given.get("device") is None:
             given["device"] = "meta"

@@ -1,8 +1,9 @@
 """A shadow of the user's model: the same structure on the meta device, so that nothing is copied, run or changed.
 
-`shadow(model, keep)` shares no tensor with the model. `keep` names containers and the children to keep of them, which is how
-capture shortens runs of alike blocks: what is left out is never copied. Forward hooks are part of what a model computes and come
-along; backward hooks cannot be captured and do not (`capture.hooks` refuses them in models that train).
+`shadow(model, keep)` shares no tensor with the model. `keep` names containers and the children to keep of them, which
+is how capture shortens runs of alike blocks: what is left out is never copied. Forward hooks are part of what a model
+computes and come along; backward hooks cannot be captured and do not (`capture.hooks` refuses them in models that
+train).
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ ATTRIBUTES: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary
 
 
 def shadow(model: nn.Module, keep: Mapping[str, Mapping[int, int]] | None = None) -> nn.Module:
-    """A meta copy of `model`; of each container in `keep` only the listed children, `{number in the copy: number in the model}`.
+    """A meta copy of `model`; of each container in `keep` only the listed children, `{number in the copy: number in the
+    model}`.
 
     Raises CaptureError for a model that holds what cannot be copied.
     """
     try:
         return _shadow(model, keep)
     except TypeError as error:
-        raise CaptureError(f"{type(model).__name__} cannot be copied: {first_line(error)}. It is captured as a copy without weights: keep "
-                           "what has no copies (a lock, an open file, "
-                           "a connection, a generator) outside of the model, or give its class a __deepcopy__") from error
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied: {first_line(error)}. It is captured as a copy without weights: "
+            "keep what has no copies (a lock, an open file, a connection, a generator) outside of the model, or give "
+            "its class a __deepcopy__"
+        ) from error
 
 
 def _shadow(model: nn.Module, keep: Mapping[str, Mapping[int, int]] | None) -> nn.Module:
@@ -49,7 +53,9 @@ def _shadow(model: nn.Module, keep: Mapping[str, Mapping[int, int]] | None) -> n
             _remember(container.get_submodule(str(number)), memo)
         short = memo[id(container)] = type(container).__new__(type(container))
         vars(short).update({k: copy.deepcopy(v, memo) for k, v in vars(container).items() if k != "_modules"})
-        short._modules = {str(shown): copy.deepcopy(container.get_submodule(str(n)), memo) for shown, n in numbers.items()}
+        short._modules = {
+            str(shown): copy.deepcopy(container.get_submodule(str(n)), memo) for shown, n in numbers.items()
+        }
     twin = copy.deepcopy(model, memo)
     for module in twin.modules():
         module._backward_hooks.clear()
@@ -78,15 +84,19 @@ def _remember(root: nn.Module, memo: dict[int, Any], skip: Sequence[nn.Module] =
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     """What is sparse is dense there, as it is on ranks."""
-    empty = torch.empty_like(tensor, device="meta") if tensor.layout is torch.strided else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    empty = (
+        torch.empty_like(tensor, device="meta")
+        if tensor.layout is torch.strided
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    )
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 class WithLoss(nn.Module):
     """A model and a loss function as one module: `forward(*inputs, *targets) -> (loss, outputs)`.
 
-    The last `targets` positional arguments go to `loss_fn(outputs, *targets)`, the `inputs` before them to the model. They have the
-    names that both have for them.
+    The last `targets` positional arguments go to `loss_fn(outputs, *targets)`, the `inputs` before them to the model.
+    They have the names that both have for them.
     """
 
     INNER = "_model_of_loss"  # the name of the model in it, which no user's module has
@@ -107,9 +117,11 @@ class WithLoss(nn.Module):
         self.forward = forward
 
 
-def _signature(model: nn.Module, loss_fn: Callable[..., torch.Tensor], inputs: int, targets: int) -> inspect.Signature | None:
-    """`(x, y, *, mask=None)` for a model that takes (x, mask=None) and a loss that takes (outputs, y); None where the model does not
-    name its inputs."""
+def _signature(
+    model: nn.Module, loss_fn: Callable[..., torch.Tensor], inputs: int, targets: int
+) -> inspect.Signature | None:
+    """`(x, y, *, mask=None)` for a model that takes (x, mask=None) and a loss that takes (outputs, y); None where the
+    model does not name its inputs."""
     taken = list(inspect.signature(model.forward).parameters.values())
     placed = [p for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(placed) < inputs:
@@ -118,6 +130,13 @@ def _signature(model: nn.Module, loss_fn: Callable[..., torch.Tensor], inputs: i
     behind = [n if n not in names else f"{n}_target" for n in target_names(loss_fn)[:targets]]
     if len(behind) < targets or any(n in names for n in behind):
         return None
-    first = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in (*(p.name for p in placed[:inputs]), *behind)]
-    rest = [p.replace(kind=p.KEYWORD_ONLY) if p in placed else p for p in taken if p not in placed[:inputs] and p.kind != p.VAR_POSITIONAL]
+    first = [
+        inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for n in (*(p.name for p in placed[:inputs]), *behind)
+    ]
+    rest = [
+        p.replace(kind=p.KEYWORD_ONLY) if p in placed else p
+        for p in taken
+        if p not in placed[:inputs] and p.kind != p.VAR_POSITIONAL
+    ]
     return inspect.Signature([*first, *sorted(rest, key=lambda p: p.kind)])

@@ -1,8 +1,8 @@
-"""The range of sizes for which a captured graph is valid, where the model has conditions on a size: consecutive sizes, or multiples of a
-step.
+"""The range of sizes for which a captured graph is valid, where the model has conditions on a size: consecutive sizes,
+or multiples of a step.
 
-torch proves conditions on sizes (`min(2048, s) <= s`, `s + (64 - s % 64) % 64 == 64 * (...)`) by algebra, or refuses the dim. Here each
-condition is evaluated for every size up to a limit. Emitted models refuse larger sizes.
+torch proves conditions on sizes (`min(2048, s) <= s`, `s + (64 - s % 64) % 64 == 64 * (...)`) by algebra, or refuses
+the dim. Here each condition is evaluated for every size up to a limit. Emitted models refuse larger sizes.
 """
 
 from __future__ import annotations
@@ -48,12 +48,15 @@ class Span:
         return f"{self.least} to {self.most}" + (f", multiples of {self.step}" if self.step > 1 else "")
 
 
-def span(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]], name: str, size: int, limit: int | None) -> Span | None:
-    """The longest range of sizes of symbol `name` around `size` for which all conditions of `program` hold, whatever the other symbols are;
-    None where it has `size` alone, or a condition cannot be evaluated. Narrows torch's own range of the symbol to it.
+def span(
+    program: ExportedProgram, dims: Mapping[int, Mapping[int, str]], name: str, size: int, limit: int | None
+) -> Span | None:
+    """The longest range of sizes of symbol `name` around `size` for which all conditions of `program` hold, whatever
+    the other symbols are; None where it has `size` alone, or a condition cannot be evaluated. Narrows torch's own range
+    of the symbol to it.
 
-    `dims` are the names of the dims of each input, `limit` the greatest size that is asked for. Raises Fixed where the dim is a number in
-    the program.
+    `dims` are the names of the dims of each input, `limit` the greatest size that is asked for. Raises Fixed where the
+    dim is a number in the program.
     """
     found = conditions(program, dims)
     if found is None or name not in found.names:
@@ -70,9 +73,11 @@ def span(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]], name: 
 
 
 def unkept(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]]) -> str:
-    """A condition on several sizes that `program` assumes and that does not hold for all sizes in their ranges; "" where there is none.
+    """A condition on several sizes that `program` assumes and that does not hold for all sizes in their ranges; ""
+    where there is none.
 
-    torch compares conditions of one size with what was asked for, and says nothing of those of several (`int(1.5 * b * s / 4) == 22`).
+    torch compares conditions of one size with what was asked for, and says nothing of those of several (`int(1.5 * b *
+    s / 4) == 22`).
     """
     found = conditions(program, dims)
     names = {} if found is None else dict(found.names)
@@ -82,23 +87,37 @@ def unkept(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]]) -> s
     first, *others = names
     known = dict(zip(names, (sizes.ravel() for sizes in grid), strict=True))
     several = [text for text in found.texts if len({*_code(text).co_names} & names.keys()) > 1]
-    return next((text for text in several if len(_holding(text, first, known[first], {other: known[other] for other in others})) < known[first].size), "")
+    return next(
+        (
+            text
+            for text in several
+            if len(_holding(text, first, known[first], {other: known[other] for other in others})) < known[first].size
+        ),
+        "",
+    )
 
 
 def _tried(size: torch.SymInt) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Some of the sizes that torch takes `size` for."""
     least, most = facts.bounds(size)
-    return np.array([number for number in (least or OTHERS[0], *OTHERS) if least <= number and (most is None or number <= most)], dtype=np.int64)
+    return np.array(
+        [number for number in (least or OTHERS[0], *OTHERS) if least <= number and (most is None or number <= most)],
+        dtype=np.int64,
+    )
 
 
-def _holding(text: str, name: str, sizes: np.ndarray[Any, np.dtype[np.int64]], others: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Those of `sizes` of which the condition `text` is true; none where it cannot be tried. `others` are numbers, or arrays of as many."""
+def _holding(
+    text: str, name: str, sizes: np.ndarray[Any, np.dtype[np.int64]], others: Mapping[str, Any]
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Those of `sizes` of which the condition `text` is true; none where it cannot be tried. `others` are numbers, or
+    arrays of as many."""
     known: dict[str, Any] = {"__builtins__": {}, **WORDS, **others, name: sizes}
     try:
         with np.errstate(all="raise"):
             true = np.asarray(eval(_code(text), known))
         return sizes[np.broadcast_to(true, sizes.shape)] if true.dtype == bool else sizes[:0]
-    except (ArithmeticError, AttributeError, NameError, SyntaxError, TypeError, ValueError):  # conditions in words that numpy does not have
+    # conditions in words that numpy does not have
+    except (ArithmeticError, AttributeError, NameError, SyntaxError, TypeError, ValueError):
         return sizes[:0]
 
 
@@ -129,8 +148,10 @@ def _each(both: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
 
 WORDS: dict[str, Any] = {
-    "max": _each(np.maximum), "min": _each(np.minimum), "any_of": _each(np.logical_or), "all_of": _each(np.logical_and), "none_of": np.logical_not,
-    "math": SimpleNamespace(ceil=np.ceil, floor=np.floor, sqrt=np.sqrt, trunc=np.trunc), "torch": SimpleNamespace(sym_float=np.float64), "round": np.round,
+    "max": _each(np.maximum), "min": _each(np.minimum), "any_of": _each(np.logical_or), "all_of": _each(np.logical_and),
+    "none_of": np.logical_not,
+    "math": SimpleNamespace(ceil=np.ceil, floor=np.floor, sqrt=np.sqrt, trunc=np.trunc),
+    "torch": SimpleNamespace(sym_float=np.float64), "round": np.round,
 }  # fmt: skip
 """What conditions are written with, of arrays."""
 

@@ -1,7 +1,7 @@
 """The parameters and buffers of a model under their own names.
 
-`state_dict()` is what a model says of itself to checkpoints: hooks give tensors other names there, cut them or leave them out, and extra
-state is no tensor.
+`state_dict()` is what a model says of itself to checkpoints: hooks give tensors other names there, cut them or leave
+them out, and extra state is no tensor.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ from torch import Tensor, nn
 
 
 def own_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, without their gradients, in the order of a state dict; a tensor of two names under
-    each."""
+    """Parameters and persistent buffers by name, without their gradients, in the order of a state dict; a tensor of two
+    names under each."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        held: dict[str, Any] = {**module._parameters, **{name: value for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set}}
-        found |= {f"{path}.{name}" if path else name: value.detach() for name, value in held.items() if value is not None}
+        held: dict[str, Any] = {
+            **module._parameters,
+            **{
+                name: value for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set
+            },
+        }
+        found |= {
+            f"{path}.{name}" if path else name: value.detach() for name, value in held.items() if value is not None
+        }
     return found
 
 

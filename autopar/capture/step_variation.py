@@ -4,10 +4,10 @@
     y = y + self.last; self.last = y.detach()                # what the step before computed
     if not self.ready: ...; self.ready = True                # what only the first step does
 
-The model runs twice without values, and the results are compared as expressions of weights and inputs (`capture.tape`). Tensors that it
-keeps from the first run (a mask that is made once) keep their expressions. Where the second step then differs and forward assigned buffers,
-a fresh model runs twice again, with these buffers restored before the second step: both steps then begin with the same tensors, and only
-what they compute from them is compared.
+The model runs twice without values, and the results are compared as expressions of weights and inputs (`capture.tape`).
+Tensors that it keeps from the first run (a mask that is made once) keep their expressions. Where the second step then
+differs and forward assigned buffers, a fresh model runs twice again, with these buffers restored before the second
+step: both steps then begin with the same tensors, and only what they compute from them is compared.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from autopar.capture.valueless import UNTOLD
 from autopar.errors import CaptureError
 
 
-def one_step(fresh: Callable[[], nn.Module], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tape | None:
-    """The tape of the first step of what `fresh` makes, on meta; None where it does not run without values, so that nothing can be told of
-    its steps. Raises CaptureError, which calls the model `name`, where the results or the buffers of the second step are others."""
+def one_step(
+    fresh: Callable[[], nn.Module], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tape | None:
+    """The tape of the first step of what `fresh` makes, on meta; None where it does not run without values, so that
+    nothing can be told of its steps. Raises CaptureError, which calls the model `name`, where the results or the
+    buffers of the second step are others."""
     inputs = (args, dict(kwargs))
     try:
         first, second = _two(fresh(), inputs)
@@ -39,24 +42,29 @@ def one_step(fresh: Callable[[], nn.Module], name: str, args: tuple[Any, ...], k
     if same:
         return first
     where = f"{second.other} ({second.where})" if second.other else "what it gives"
-    raise CaptureError(f"{name} cannot be captured: its second step computes something else than the first one, from {where} on, and a "
-                       "graph has one step; "
-                       "what is kept from step to step must be a buffer (register_buffer, then assigned or changed in place) or an input; "
-                       "where only a first step differs, run that before")
+    raise CaptureError(
+        f"{name} cannot be captured: its second step computes something else than the first one, from {where} on, and "
+        "a graph has one step; what is kept from step to step must be a buffer (register_buffer, then assigned or "
+        "changed in place) or an input; where only a first step differs, run that before"
+    )
 
 
 def _refuse_unlike(first: Tape, second: Tape, name: str) -> None:
-    """Raise CaptureError where what each step assigns to a buffer is of another size or dtype, and another expression."""
+    """Raise CaptureError where what each step assigns to a buffer is of another size or dtype, and another
+    expression."""
     for buffer, unlike in first.unlike.items():
         if second.assigned.get(buffer, first.assigned[buffer]) != first.assigned[buffer]:
             key = buffer.rpartition(".")[2]
-            raise CaptureError(f"{name} cannot be captured: its steps assign the buffer {buffer} a tensor that is {unlike}, and a buffer "
-                               "has one size and dtype in a graph: "
-                               f"assign what is like it, or write it in place (self.{key}.copy_(...))")
+            raise CaptureError(
+                f"{name} cannot be captured: its steps assign the buffer {buffer} a tensor that is {unlike}, and a "
+                "buffer has one size and dtype in a graph: assign what is like it, or write it in place "
+                f"(self.{key}.copy_(...))"
+            )
 
 
 def _two(model: nn.Module, inputs: Any, *, putting_back: bool = False) -> tuple[Tape, Tape]:
-    """The tapes of two steps, the second one with the buffers that the first one assigned as they were, if asked to be."""
+    """The tapes of two steps, the second one with the buffers that the first one assigned as they were, if asked to
+    be."""
     before = buffers_of(model)
     first = played(model, inputs, {})
     if putting_back:

@@ -23,29 +23,78 @@ from autopar.capture.outer_code import fake
 from autopar.capture.valueless import valueless
 from passes.noises import DRAWN, VALUE, kind_of
 
-NAMED = (bool, int, float, str, bytes, complex, slice, range, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
+NAMED = (
+    bool,
+    int,
+    float,
+    str,
+    bytes,
+    complex,
+    slice,
+    range,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    type(None),
+    type(...),
+)
 """What arguments are compared by value; of others the type is."""
 
 DRAWING = ("bernoulli", "bernoulli_", "normal", "normal_", "rand", "rand_like", "randn", "randn_like", "uniform_")
-SHAPED = ("empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randn_like", "zeros_like")
+SHAPED = (
+    "empty_like",
+    "full_like",
+    "new_empty",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+    "ones_like",
+    "rand_like",
+    "randn_like",
+    "zeros_like",
+)
 """They read the sizes of their operand only."""
-WHOLE = ("__getitem__", "clone", "contiguous", "expand", "expand_as", "narrow", "reshape", "reshape_as", "view", "view_as")
-"""What gives all of its operand where the result has its sizes: masks that are cut from a longer one, which at first is as long, what is in another order in training."""
+WHOLE = (
+    "__getitem__",
+    "clone",
+    "contiguous",
+    "expand",
+    "expand_as",
+    "narrow",
+    "reshape",
+    "reshape_as",
+    "view",
+    "view_as",
+)
+"""What gives all of its operand where the result has its sizes: masks that are cut from a longer one, which at first is
+as long, what is in another order in training."""
 PRODUCTS = ("__imul__", "__mul__", "__rmul__", "mul", "mul_", "multiply", "multiply_")
 QUOTIENTS = ("__itruediv__", "__truediv__", "div", "div_", "divide", "true_divide")
 
 
-def played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: Mapping[int, None] | None = None, *, leaving_out: bool = False,
-           kept: Tape | None = None, picking: Picking | None = None) -> Tape:
-    """The tape of one run of `model`, which keeps what the run leaves in it. Expressions have the same numbers as on other tapes with the same `numbers`; what another
-    run on the tape `kept` has made and left is what it was. Where some numbers are `known`, the tape says what is not. `picking` says which masks pick something."""
+def played(
+    model: nn.Module,
+    inputs: Any,
+    numbers: dict[Hashable, int],
+    known: Mapping[int, None] | None = None,
+    *,
+    leaving_out: bool = False,
+    kept: Tape | None = None,
+    picking: Picking | None = None,
+) -> Tape:
+    """The tape of one run of `model`, which keeps what the run leaves in it. Expressions have the same numbers as on
+    other tapes with the same `numbers`; what another run on the tape `kept` has made and left is what it was. Where
+    some numbers are `known`, the tape says what is not. `picking` says which masks pick something."""
     tape, picking, before = Tape(numbers, known, leaving_out, kept), picking or Picking(), buffers_of(model)
     picking.marks.number = tape.number
     named = dict((*model.named_parameters(), *model.named_buffers()))
     for name, tensor in named.items():
         tape.begin(tensor, ("weight", name))
     for name, module in model.named_modules():
-        for i, leaf in enumerate(pytree.tree_leaves({key: value for key, value in vars(module).items() if key not in INNER})):
+        for i, leaf in enumerate(
+            pytree.tree_leaves({key: value for key, value in vars(module).items() if key not in INNER})
+        ):
             if isinstance(leaf, torch.Tensor):
                 tape.begin(leaf, ("attribute", name, i))
     with torch.no_grad(), valueless(), tracing(), on_meta():
@@ -56,7 +105,11 @@ def played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: M
         with tape, picking, vmap_replaced(tape.mapped), KnownMasks(counting=True):
             result = model(*args, **kwargs)
     tape.result = [tape.number(leaf) for leaf in tensors_of(by_field(result))]
-    untrained = {name: None for name, weight in (*model.named_parameters(), *model.named_buffers()) if name in named and not weight.requires_grad}
+    untrained = {
+        name: None
+        for name, weight in (*model.named_parameters(), *model.named_buffers())
+        if name in named and not weight.requires_grad
+    }
     tape.states = {name: state for name in untrained if (state := tape.state(named[name])) is not None}
     new = assigned(model, before)
     tape.assigned = {name: tape.number(buffer) for name, buffer in new.items()}
@@ -66,7 +119,9 @@ def played(model: nn.Module, inputs: Any, numbers: dict[Hashable, int], known: M
 
 def _is_all(name: str, args: tuple[Any, ...], result: Any) -> bool:
     """Whether the result of a function of WHOLE is all of its operand: as large, and cut by slices if at all."""
-    if name == "__getitem__" and not all(isinstance(part, slice | type(...)) for part in (args[1] if isinstance(args[1], tuple) else args[1:])):
+    if name == "__getitem__" and not all(
+        isinstance(part, slice | type(...)) for part in (args[1] if isinstance(args[1], tuple) else args[1:])
+    ):
         return False
     return isinstance(result, torch.Tensor) and (result.shape, result.dtype) == (args[0].shape, args[0].dtype)
 
@@ -85,7 +140,13 @@ class Tape(TorchFunctionMode):
     noises   the products with random factors, which have the numbers of what is multiplied where they are left out
     """
 
-    def __init__(self, numbers: dict[Hashable, int], known: Mapping[int, None] | None, leaving_out: bool, kept: Tape | None = None) -> None:
+    def __init__(
+        self,
+        numbers: dict[Hashable, int],
+        known: Mapping[int, None] | None,
+        leaving_out: bool,
+        kept: Tape | None = None,
+    ) -> None:
         super().__init__()
         self.result: list[int] = []
         self.states: dict[str, int] = {}
@@ -116,7 +177,8 @@ class Tape(TorchFunctionMode):
             self._note(tensor, self._number(key))
 
     def held(self) -> None:
-        """Views of what there was before are views of that, also inside a mode of fake tensors, which has storages of its own for them."""
+        """Views of what there was before are views of that, also inside a mode of fake tensors, which has storages of
+        its own for them."""
         for tensor in self._before:
             view = tensor.detach()
             self._alive.append(view)
@@ -130,8 +192,16 @@ class Tape(TorchFunctionMode):
         state = self.state(tensor)
         return found if state is None else self._made(("changed", found, state), (found, state))
 
-    def mapped(self, original: Callable[..., Any], func: Callable[..., Any], *settings: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of what `torch.vmap` gave: functions inside see one sample, and what leaves it none of them has made."""
+    def mapped(
+        self,
+        original: Callable[..., Any],
+        func: Callable[..., Any],
+        *settings: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A call of what `torch.vmap` gave: functions inside see one sample, and what leaves it none of them has
+        made."""
         outside = [self.number(leaf) for leaf in tensors_of((args, kwargs))]
         made: list[int] = []
         self._depth += 1
@@ -168,7 +238,9 @@ class Tape(TorchFunctionMode):
         memory = memory_of(tensor)
         return self._storages.get(memory, memory)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         flag = FLAGS.get(name)
@@ -200,7 +272,8 @@ class Tape(TorchFunctionMode):
         return result
 
     def _multiplied(self, read: Sequence[int], args: tuple[Any, ...], result: Any) -> int | None:
-        """The number of the value of which `result` is the product with a random factor; None where it is no such product."""
+        """The number of the value of which `result` is the product with a random factor; None where it is no such
+        product."""
         kinds = [self._kinds[number] for number in read]
         if sorted(kinds) != [VALUE, DRAWN]:
             return None
@@ -229,5 +302,9 @@ class Tape(TorchFunctionMode):
         return number
 
     def _flat(self, tree: Any) -> list[Hashable]:
-        return [self.number(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf).__name__, repr(leaf) if isinstance(leaf, NAMED) else "")
-                for leaf in pytree.tree_leaves(tree)]
+        return [
+            self.number(leaf)
+            if isinstance(leaf, torch.Tensor)
+            else (type(leaf).__name__, repr(leaf) if isinstance(leaf, NAMED) else "")
+            for leaf in pytree.tree_leaves(tree)
+        ]

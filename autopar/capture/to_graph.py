@@ -21,26 +21,42 @@ from autopar.errors import CaptureError
 from passes._torch import make_graph_module
 from passes.provenance import source_line
 
-ROLES = {InputKind.PARAMETER: "param", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant",
-         InputKind.USER_INPUT: "input"}
+ROLES = {
+    InputKind.PARAMETER: "param",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+    InputKind.USER_INPUT: "input",
+}
 INNER = f"{WithLoss.INNER}."  # what stands before original names where a loss function was added
 
 
-def to_graph(program: ExportedProgram, dims: Dims, canonical: Callable[[str], str], requires_grad: Mapping[str, bool]) -> fx.GraphModule:
+def to_graph(
+    program: ExportedProgram, dims: Dims, canonical: Callable[[str], str], requires_grad: Mapping[str, bool]
+) -> fx.GraphModule:
     """The exported graph with the contract's roles, symbols and outputs. Tied parameters become one placeholder."""
     gm = make_graph_module(program.graph_module, program.graph)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for node in placeholders:
         node.meta["role"] = _role(node, specs[node.name])
-    _name_held(gm, [(node, specs[node.name]) for node in placeholders if node.meta["role"] != "input"], canonical, requires_grad)
+    _name_held(
+        gm,
+        [(node, specs[node.name]) for node in placeholders if node.meta["role"] != "input"],
+        canonical,
+        requires_grad,
+    )
     given = [(node, specs[node.name]) for node in placeholders if node.meta["role"] == "input"]
     gm.meta["leaves"] = [node.name for node, _ in given]
     gm.meta.update(_name_inputs(gm, given, dims), steps=dims.steps)
-    gm.meta["constants"] = {name.removeprefix(INNER): value.detach() if isinstance(value, torch.Tensor) else value for name, value in program.constants.items()}
+    gm.meta["constants"] = {
+        name.removeprefix(INNER): value.detach() if isinstance(value, torch.Tensor) else value
+        for name, value in program.constants.items()
+    }
     _mend_places(gm)
     gm.meta["outputs"] = _outputs(program, gm)
-    gm.graph = copy.deepcopy(gm.graph)  # names as all copies have them, for plans go by names, and none twice: export's are those of arguments, builtins (`input`) and operators (`mean`) too
+    # names as all copies have them, for plans go by names, and none twice: export's are those of arguments, builtins
+    # (`input`) and operators (`mean`) too
+    gm.graph = copy.deepcopy(gm.graph)
     gm.recompile()
     return gm
 
@@ -50,11 +66,19 @@ def _role(node: fx.Node, spec: Any) -> str:
     if spec.kind in ROLES:
         return ROLES[spec.kind]
     readers = ", ".join(str(user.target) for user in node.users)
-    raise CaptureError(f"{readers} in forward reads a {getattr(spec.arg, 'class_fqn', spec.kind.name)}, which is neither a tensor nor a plain value and cannot be part of a graph; a torch.Generator is left out "
-                       "(torch.rand without one draws from the generator that every rank has), others go behind a torch.library.custom_op")
+    raise CaptureError(
+        f"{readers} in forward reads a {getattr(spec.arg, 'class_fqn', spec.kind.name)}, which is neither a tensor nor "
+        "a plain value and cannot be part of a graph; a torch.Generator is left out (torch.rand without one draws "
+        "from the generator that every rank has), others go behind a torch.library.custom_op"
+    )
 
 
-def _name_held(gm: fx.GraphModule, held: Sequence[tuple[fx.Node, Any]], canonical: Callable[[str], str], requires_grad: Mapping[str, bool]) -> None:
+def _name_held(
+    gm: fx.GraphModule,
+    held: Sequence[tuple[fx.Node, Any]],
+    canonical: Callable[[str], str],
+    requires_grad: Mapping[str, bool],
+) -> None:
     """Parameters, buffers and constants by their original names, each once."""
     seen: dict[str, fx.Node] = {}
     for node, spec in held:
@@ -72,8 +96,8 @@ def _name_held(gm: fx.GraphModule, held: Sequence[tuple[fx.Node, Any]], canonica
 
 
 def _value(node: fx.Node) -> torch.Tensor:
-    """Of a constant, without what derivatives by torch.func know of how it came about. Raises CaptureError where it is an input of such a derivative, which torch.export takes for a constant
-    unless it is mapped over samples."""
+    """Of a constant, without what derivatives by torch.func know of how it came about. Raises CaptureError where it is
+    an input of such a derivative, which torch.export takes for a constant unless it is mapped over samples."""
     try:
         found: torch.Tensor = node.meta["val"].detach()
     except NotImplementedError as error:  # it has no storage of its own
@@ -104,7 +128,9 @@ def _mend_places(gm: fx.GraphModule) -> None:
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             stack = node.meta.get("nn_module_stack") or {}
             node.meta["nn_module_stack"] = {
-                key: (path.removeprefix(INNER) if path != WithLoss.INNER else "", kind) for key, (path, kind) in stack.items()}
+                key: (path.removeprefix(INNER) if path != WithLoss.INNER else "", kind)
+                for key, (path, kind) in stack.items()
+            }
             node.meta["stack_trace"] = here.sub("", node.meta.get("stack_trace") or "")
 
 
@@ -122,8 +148,8 @@ def _outputs(program: ExportedProgram, gm: fx.GraphModule) -> list[dict[str, str
 
 
 def structure(program: ExportedProgram) -> tuple[Any, dict[str, str]]:
-    """The user's pytree of outputs with numbers of tensor outputs as leaves, and what is left out, by name. What is no tensor
-    stays as it is, but for numbers, which would pass for those of outputs: they become None."""
+    """The user's pytree of outputs with numbers of tensor outputs as leaves, and what is left out, by name. What is no
+    tensor stays as it is, but for numbers, which would pass for those of outputs: they become None."""
     leaves: list[Any] = []
     left_out: dict[str, str] = {}
     number = 0

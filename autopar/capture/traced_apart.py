@@ -1,4 +1,5 @@
-"""Code of a model that is traced separately, below autograd, and whose operators are then run in the trace of the model."""
+"""Code of a model that is traced separately, below autograd, and whose operators are then run in the trace of the
+model."""
 
 from __future__ import annotations
 
@@ -19,17 +20,25 @@ detach = torch.ops.aten.detach.default
 cast = torch.ops.aten._to_copy.default
 
 
-def aside(call: Callable[..., Any], args: Sequence[Any], modes: Sequence[AbstractContextManager[Any]] = (), *, detaching: bool = True) -> Any:
-    """What `call(*args)` gives, for any pytrees of traced values. `modes` are entered for it, as those of the trace are not there. Where it
-    runs without gradients, or detaches, no gradient comes back; without `detaching` it does: then `args` alone say whose gradients
-    count."""
+def aside(
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    modes: Sequence[AbstractContextManager[Any]] = (),
+    *,
+    detaching: bool = True,
+) -> Any:
+    """What `call(*args)` gives, for any pytrees of traced values. `modes` are entered for it, as those of the trace are
+    not there. Where it runs without gradients, or detaches, no gradient comes back; without `detaching` it does: then
+    `args` alone say whose gradients count."""
     leaves, tree = pytree.tree_flatten(list(args))
     inputs = [x for x in leaves if _traced(x)]
     said: list[Any] = []
 
     def body(*given: Any) -> list[Tensor]:
         new = iter(given)
-        flat, shape = pytree.tree_flatten(call(*pytree.tree_unflatten([next(new) if _traced(x) else x for x in leaves], tree)))
+        flat, shape = pytree.tree_flatten(
+            call(*pytree.tree_unflatten([next(new) if _traced(x) else x for x in leaves], tree))
+        )
         said[:] = [[None if isinstance(x, Tensor) else (x,) for x in flat], shape]
         return [x for x in flat if isinstance(x, Tensor)]
 
@@ -49,7 +58,9 @@ def _traced(item: Any) -> bool:
     return isinstance(item, Tensor | torch.SymInt)
 
 
-def _program(body: Callable[..., Any], inputs: Sequence[Any], modes: Sequence[AbstractContextManager[Any]]) -> fx.GraphModule:
+def _program(
+    body: Callable[..., Any], inputs: Sequence[Any], modes: Sequence[AbstractContextManager[Any]]
+) -> fx.GraphModule:
     with on_meta(), ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)
@@ -69,6 +80,12 @@ def _plain_numbers(program: fx.GraphModule) -> fx.GraphModule:
 class _Unrecorded(TorchFunctionMode):
     """Detaches what is computed without gradients: below autograd nothing says so."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
-        return result if torch.is_grad_enabled() else pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) and x.is_floating_point() else x, result)
+        return (
+            result
+            if torch.is_grad_enabled()
+            else pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) and x.is_floating_point() else x, result)
+        )

@@ -3,9 +3,9 @@
     # or elif, `not`, and, or; the other side of an else; an assert
     if labels.max() >= vocab_size: raise ValueError(...)
 
-A graph has no such branch. One side only raises, so for every batch that the model accepts it computes the other side; the notes list the
-checks that are left out. A check whose error the model itself may catch decides what is computed, and is not left out. Conditions on finite
-values are answered too (`capture.finite_checks`), whatever depends on them.
+A graph has no such branch. One side only raises, so for every batch that the model accepts it computes the other side;
+the notes list the checks that are left out. A check whose error the model itself may catch decides what is computed,
+and is not left out. Conditions on finite values are answered too (`capture.finite_checks`), whatever depends on them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from torch import Tensor
 from autopar.capture.finite_checks import Finite
 from autopar.capture.lines import place_of, users
 
-UNCHECKED = "a check of values is no part of the emitted program: batches that it refuses are computed, check them before"
+UNCHECKED = (
+    "a check of values is no part of the emitted program: batches that it refuses are computed, check them before"
+)
 UNCLAMPED = "values are taken to be finite: what the model does where they are not is no part of the emitted program"
 
 Span = tuple[int, int, int, int]
@@ -72,7 +74,9 @@ def _is_ours(frame: FrameType) -> bool:
 def _is_caught(frame: FrameType | None) -> bool:
     """Whether the model itself catches errors raised in `frame` (the tracer catches some too, which do not count)."""
     while frame is not None and not _is_ours(frame):
-        if users(frame.f_code.co_filename) and any(first <= frame.f_lineno <= last for first, last in _catching(frame.f_code.co_filename)):
+        if users(frame.f_code.co_filename) and any(
+            first <= frame.f_lineno <= last for first, last in _catching(frame.f_code.co_filename)
+        ):
             return True
         frame = frame.f_back
     return False
@@ -90,7 +94,11 @@ def _parsed(path: str) -> ast.Module:
 @cache
 def _catching(path: str) -> list[tuple[int, int]]:
     """First and last lines of what may fail in a file without an end to it."""
-    tries = [node for node in ast.walk(_parsed(path)) if isinstance(node, ast.Try) and not all(_raises(handler.body) for handler in node.handlers)]
+    tries = [
+        node
+        for node in ast.walk(_parsed(path))
+        if isinstance(node, ast.Try) and not all(_raises(handler.body) for handler in node.handlers)
+    ]
     return [(node.body[0].lineno, node.body[-1].end_lineno or 0) for node in tries]
 
 
@@ -112,8 +120,8 @@ def _raises(body: list[ast.stmt]) -> bool:
 
 
 def _check(statement: ast.stmt, test: ast.expr, wanted: bool, found: dict[Span, bool]) -> None:
-    """Note what the conditions of a check have to be. Python says which of them asks by its place, or (3.11) by that of the whole
-    statement, which tells as much where all have to be the same."""
+    """Note what the conditions of a check have to be. Python says which of them asks by its place, or (3.11) by that of
+    the whole statement, which tells as much where all have to be the same."""
     conditions = _conditions(test, wanted)
     if any(isinstance(condition, ast.IfExp) for condition, _ in conditions):
         return  # what chooses between conditions is none of them

@@ -1,4 +1,5 @@
-"""Runs of a model without values: tensors have only shapes, and data-dependent shapes (rows selected by a mask) are a fixed number.
+"""Runs of a model without values: tensors have only shapes, and data-dependent shapes (rows selected by a mask) are a
+fixed number.
 
 Such runs are compared by their operators and operands, which do not depend on the number of rows.
 """
@@ -15,7 +16,16 @@ from autopar._torch import Watch, fake_mode
 from autopar.capture._torch import quietly
 from autopar.capture.value_checks import passing_guards
 
-UNTOLD = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
+UNTOLD = (
+    RuntimeError,
+    NotImplementedError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+)
 """What a model raises that cannot run without values, not in the other mode, or not with fewer blocks."""
 PICKED = 5
 """Rows that any mask picks."""
@@ -53,5 +63,9 @@ def _is_mask(index: torch.Tensor | None) -> bool:
     return index is not None and index.dtype is torch.bool
 
 
-MADE_UP: dict[Any, Any] = {torch.ops.aten.nonzero.default: _places, torch.ops.aten.bincount.default: _counts, torch.ops.aten.index.Tensor: _rows}
+MADE_UP: dict[Any, Any] = {
+    torch.ops.aten.nonzero.default: _places,
+    torch.ops.aten.bincount.default: _counts,
+    torch.ops.aten.index.Tensor: _rows,
+}
 """Operators whose results have sizes of values."""

@@ -6,8 +6,31 @@ import operator
 from typing import Any
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor", "lshift", "rshift")
-_OTHERS = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "bool", "int", "float", "complex", "index", "neg", "pos", "abs", "invert", "round",
-           "trunc", "floor", "ceil", "str", "repr", "format")
+_OTHERS = (
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "hash",
+    "bool",
+    "int",
+    "float",
+    "complex",
+    "index",
+    "neg",
+    "pos",
+    "abs",
+    "invert",
+    "round",
+    "trunc",
+    "floor",
+    "ceil",
+    "str",
+    "repr",
+    "format",
+)
 
 
 class ReadError(RuntimeError):
@@ -15,8 +38,8 @@ class ReadError(RuntimeError):
 
 
 class Watched:
-    """Stands in for an int and passes for one; whatever is done with it raises ReadError. It may be handed on, and compared to
-    None by identity."""
+    """Stands in for an int and passes for one; whatever is done with it raises ReadError. It may be handed on, and
+    compared to None by identity."""
 
     def __init__(self, number: int, message: str) -> None:
         self._number, self._message = number, message
@@ -32,6 +55,7 @@ class Watched:
 def _raises(name: str) -> Any:
     def read(self: Any, *_: Any) -> Any:
         raise ReadError(operator.attrgetter("_message")(self))
+
     read.__name__ = name
     return read
 

@@ -1,10 +1,12 @@
-"""The command line: `autopar plan | emit | run | verify | explain | diff | simulate | memory | profile | calibrate | recipes | clusters`.
+"""The command line: `autopar plan | emit | run | verify | explain | diff | simulate | memory | profile | calibrate |
+recipes | clusters`.
 
     app.py       what each command takes (imports no torch, so that help is quick)
     console.py   output, progress, errors, files
     signals.py   Ctrl-C and other ends
     rebuild.py   from a plan file back to the model that it was made for
-    planning.py, emitting.py, running.py, verifying.py, explaining.py, differing.py, simulating.py, fitting.py, profiling.py,
+    planning.py, emitting.py, running.py, verifying.py, explaining.py, differing.py, simulating.py, fitting.py,
+    profiling.py,
     calibrating.py, lists.py, presets.py   one command each
 """
 
@@ -17,7 +19,8 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """The console script. Errors of autopar end as one message on stderr and exit code 1, usage errors with 2, Ctrl-C with 130."""
+    """The console script. Errors of autopar end as one message on stderr and exit code 1, usage errors with 2, Ctrl-C
+    with 130."""
     _open()
     with exits():
         from autopar.cli.app import main as run  # here: it takes a second, in which Ctrl-C is heard too
@@ -26,7 +29,8 @@ def main() -> None:
 
 
 def _open() -> None:
-    """Standard streams that whoever started us has closed go nowhere: files that are opened would get their numbers, and what is printed."""
+    """Standard streams that whoever started us has closed go nowhere: files that are opened would get their numbers,
+    and what is printed."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  it is open as long as the process

@@ -16,8 +16,13 @@ from autopar.cli.console import fail, say, writable
 from autopar.errors import AutoparError
 from autopar.optimizers import OPTIMIZERS
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
-                  context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 class Mode(StrEnum):
@@ -27,50 +32,124 @@ class Mode(StrEnum):
     inference = "inference"
 
 
-ModelSpec = Annotated[str, typer.Argument(metavar="MODEL", help="hf:FILE_OR_FOLDER, path/to/file.py:factory or package.module:factory")]
+ModelSpec = Annotated[
+    str, typer.Argument(metavar="MODEL", help="hf:FILE_OR_FOLDER, path/to/file.py:factory or package.module:factory")
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a file that `autopar plan -o` wrote")]
-Batch = Annotated[int | None, typer.Option(min=1, help="global samples per step; else the default of the factory's batch=, or 8")]
-Seq = Annotated[int | None, typer.Option(min=1, help="tokens per sample; else the default of the factory's seq=, or 128")]
-RulesFile = Annotated[str, typer.Option("--rules", metavar="FILE.py[:NAME]", help="rules of your own operators: a dict RULES, or NAME, as rules= of autopar.compile takes it")]
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE", callback=lambda where: writable("--json", where), help="write the result as JSON; - is stdout")]
+Batch = Annotated[
+    int | None, typer.Option(min=1, help="global samples per step; else the default of the factory's batch=, or 8")
+]
+Seq = Annotated[
+    int | None, typer.Option(min=1, help="tokens per sample; else the default of the factory's seq=, or 128")
+]
+RulesFile = Annotated[
+    str,
+    typer.Option(
+        "--rules",
+        metavar="FILE.py[:NAME]",
+        help="rules of your own operators: a dict RULES, or NAME, as rules= of autopar.compile takes it",
+    ),
+]
+Json = Annotated[
+    str | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        callback=lambda where: writable("--json", where),
+        help="write the result as JSON; - is stdout",
+    ),
+]
 
 
 @app.callback()
-def root(debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error (before or after the command)")] = False) -> None:
+def root(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="show the traceback of an error (before or after the command)")
+    ] = False,
+) -> None:
     """Plan how a PyTorch model runs on a cluster, and emit, run, verify and explain the plan."""
 
 
 @app.command()
 def plan(
     model: ModelSpec,
-    cluster: Annotated[str, typer.Option(help="PRESET:NODESxDEVICES, a .toml file, or here; see `autopar clusters`")] = "here",
+    cluster: Annotated[
+        str, typer.Option(help="PRESET:NODESxDEVICES, a .toml file, or here; see `autopar clusters`")
+    ] = "here",
     batch: Batch = None,
     seq: Seq = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="write the plan here; - is stdout")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="write the plan here; - is stdout")
+    ] = None,
     recipe: Annotated[str | None, typer.Option(help="force a named strategy; see `autopar recipes`")] = None,
-    mesh: Annotated[str | None, typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2; of a pipeline, those of each place")] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2; of a pipeline, those of each place"),
+    ] = None,
     search: Annotated[str, typer.Option(help="ilp, mcmc, greedy or exhaustive")] = "ilp",
-    precision: Annotated[str, typer.Option(help="float32, bf16 or fp16 (mixed, float32 masters), a dtype that everything has (bfloat16), or auto: what the model's config says")] = "auto",
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="float32, bf16 or fp16 (mixed, float32 masters), a dtype that everything has (bfloat16), or auto: "
+            "what the model's config says"
+        ),
+    ] = "auto",
     mode: Annotated[Mode, typer.Option(help="train plans gradients and the optimizer too")] = Mode.train,
     optimizer: Annotated[str, typer.Option(help=f"whose state must fit: {', '.join(OPTIMIZERS)}")] = "adamw",
-    time_limit: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="for all that the search does, proof included")] = 30.0,
-    seed: Annotated[int, typer.Option(min=0, max=(1 << 62) - 1, help="of the search, and later of weights and inputs")] = 0,
-    pareto: Annotated[bool, typer.Option("--pareto", help="plan for less and less memory too: step time against memory per device")] = False,
-    remat: Annotated[str, typer.Option(help="blocks run again in the backward: none, selective, full, or auto as memory wants it")] = "auto",
-    prove: Annotated[bool, typer.Option("--prove", help="bound every shape that a plan can have as closely as can be, with the memory there is; takes many times as long as the search")] = False,
+    time_limit: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="for all that the search does, proof included")
+    ] = 30.0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=(1 << 62) - 1, help="of the search, and later of weights and inputs")
+    ] = 0,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="plan for less and less memory too: step time against memory per device")
+    ] = False,
+    remat: Annotated[
+        str, typer.Option(help="blocks run again in the backward: none, selective, full, or auto as memory wants it")
+    ] = "auto",
+    prove: Annotated[
+        bool,
+        typer.Option(
+            "--prove",
+            help="bound every shape that a plan can have as closely as can be, with the memory there is; takes many "
+            "times as long as the search",
+        ),
+    ] = False,
     rules: RulesFile = "",
     json: Json = None,
 ) -> None:
     """Plan MODEL for a cluster and print the plan."""
     from autopar.cli.planning import Asked, plan_command
 
-    plan_command(Asked(model, cluster, batch, seq, recipe, mesh, search, precision, mode.value, optimizer, time_limit, seed, pareto, remat, prove, rules),
-                 output, json)
+    plan_command(
+        Asked(
+            model,
+            cluster,
+            batch,
+            seq,
+            recipe,
+            mesh,
+            search,
+            precision,
+            mode.value,
+            optimizer,
+            time_limit,
+            seed,
+            pareto,
+            remat,
+            prove,
+            rules,
+        ),
+        output,
+        json,
+    )
 
 
 @app.command()
-def emit(plan: PlanFile,
-         output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="the folder to write")]) -> None:
+def emit(
+    plan: PlanFile, output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="the folder to write")]
+) -> None:
     """Write the sharded module of a plan: sharded.py, plan.json, constants.pt, README.md."""
     from autopar.cli.emitting import emit_command
 
@@ -78,10 +157,12 @@ def emit(plan: PlanFile,
 
 
 @app.command()
-def run(plan: PlanFile,
-        steps: Annotated[int, typer.Option(min=1, help="training steps")] = 3,
-        lr: Annotated[float, typer.Option(min=0.0, help="learning rate")] = 1e-3,
-        json: Json = None) -> None:
+def run(
+    plan: PlanFile,
+    steps: Annotated[int, typer.Option(min=1, help="training steps")] = 3,
+    lr: Annotated[float, typer.Option(min=0.0, help="learning rate")] = 1e-3,
+    json: Json = None,
+) -> None:
     """Train on random data: on local CPU ranks, or on the ranks of torchrun."""
     from autopar.cli.running import run_command
 
@@ -89,13 +170,19 @@ def run(plan: PlanFile,
 
 
 @app.command()
-def verify(plan: PlanFile,
-           dtype: Annotated[str, typer.Option(help="of the comparison: float64 or float32")] = "float64",
-           tolerance: Annotated[float | None, typer.Option(min=0.0, help="largest relative difference; 1e-9 in float64, 1e-4 in float32")] = None,
-           batch: Annotated[int | None, typer.Option(min=1, help="another batch than planned")] = None,
-           seq: Annotated[int | None, typer.Option(min=1, help="another sequence than planned")] = None,
-           device: Annotated[str, typer.Option(help="of the ranks: cpu, or cuda, whose devices they share where there are fewer")] = "cpu",
-           json: Json = None) -> None:
+def verify(
+    plan: PlanFile,
+    dtype: Annotated[str, typer.Option(help="of the comparison: float64 or float32")] = "float64",
+    tolerance: Annotated[
+        float | None, typer.Option(min=0.0, help="largest relative difference; 1e-9 in float64, 1e-4 in float32")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="another batch than planned")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="another sequence than planned")] = None,
+    device: Annotated[
+        str, typer.Option(help="of the ranks: cpu, or cuda, whose devices they share where there are fewer")
+    ] = "cpu",
+    json: Json = None,
+) -> None:
     """Compare the emitted module on local ranks with the model on one device; exit code 0 only if all is equal."""
     from autopar.cli.verifying import verify_command
 
@@ -103,9 +190,11 @@ def verify(plan: PlanFile,
 
 
 @app.command()
-def explain(plan: PlanFile,
-            node: Annotated[str | None, typer.Option(metavar="NAME", help="a node or parameter of the plan")] = None,
-            json: Json = None) -> None:
+def explain(
+    plan: PlanFile,
+    node: Annotated[str | None, typer.Option(metavar="NAME", help="a node or parameter of the plan")] = None,
+    json: Json = None,
+) -> None:
     """Show why: the price of each alternative of one node, or what costs most."""
     from autopar.cli.explaining import explain_command
 
@@ -113,10 +202,12 @@ def explain(plan: PlanFile,
 
 
 @app.command()
-def diff(old: Annotated[Path, typer.Argument(metavar="OLD", help="a file that `autopar plan -o` wrote")],
-         new: Annotated[Path, typer.Argument(metavar="NEW", help="another one")],
-         rows: Annotated[int, typer.Option(min=1, help="rows of nodes shown")] = 20,
-         json: Json = None) -> None:
+def diff(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="a file that `autopar plan -o` wrote")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="another one")],
+    rows: Annotated[int, typer.Option(min=1, help="rows of nodes shown")] = 20,
+    json: Json = None,
+) -> None:
     """Show what differs between two plans; exit code 0 only if they are the same."""
     from autopar.cli.differing import diff_command
 
@@ -124,9 +215,11 @@ def diff(old: Annotated[Path, typer.Argument(metavar="OLD", help="a file that `a
 
 
 @app.command()
-def simulate(plan: PlanFile,
-             trace: Annotated[Path | None, typer.Option(metavar="FILE", help="write a trace for Perfetto")] = None,
-             json: Json = None) -> None:
+def simulate(
+    plan: PlanFile,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="write a trace for Perfetto")] = None,
+    json: Json = None,
+) -> None:
     """Simulate one step: time, shares, memory, and a trace of every stream."""
     from autopar.cli.simulating import simulate_command
 
@@ -136,39 +229,70 @@ def simulate(plan: PlanFile,
 @app.command()
 def memory(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help="a MODEL as `autopar plan` takes it, or a plan file (plan.json)")],
-    cluster: Annotated[str, typer.Option(help="PRESET:NODESxDEVICES, a .toml file, or here; see `autopar clusters`")] = "here",
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|PLAN", help="a MODEL as `autopar plan` takes it, or a plan file (plan.json)")
+    ],
+    cluster: Annotated[
+        str, typer.Option(help="PRESET:NODESxDEVICES, a .toml file, or here; see `autopar clusters`")
+    ] = "here",
     batch: Batch = None,
     seq: Seq = None,
     recipe: Annotated[list[str] | None, typer.Option(help="only this strategy; may be given more than once")] = None,
-    mesh: Annotated[str | None, typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2; of a pipeline, those of each place")] = None,
-    precision: Annotated[str, typer.Option(help="float32, bf16 or fp16 (mixed, float32 masters), a dtype that everything has (bfloat16), or auto: what the model's config says")] = "auto",
+    mesh: Annotated[
+        str | None,
+        typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2; of a pipeline, those of each place"),
+    ] = None,
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="float32, bf16 or fp16 (mixed, float32 masters), a dtype that everything has (bfloat16), or auto: "
+            "what the model's config says"
+        ),
+    ] = "auto",
     mode: Annotated[Mode, typer.Option(help="train counts gradients, optimizer and activations too")] = Mode.train,
     optimizer: Annotated[str, typer.Option(help=f"whose state must fit: {', '.join(OPTIMIZERS)}")] = "adamw",
     shown: Annotated[int, typer.Option(min=1, help="tensors shown of a plan's peak")] = 16,
     rules: RulesFile = "",
     json: Json = None,
 ) -> None:
-    """Will it fit? Memory per device of one device and of each strategy, and the largest sizes that fit; of a plan, what its peak is made of."""
+    """Will it fit? Memory per device of one device and of each strategy, and the largest sizes that fit; of a plan,
+    what its peak is made of."""
     from autopar.cli.fitting import memory_command
     from autopar.cli.planning import Asked
 
-    memory_command(Asked(model, cluster, batch, seq, None, mesh, "ilp", precision, mode.value, optimizer, rules=rules), recipe or [], shown, json, _given(context))
+    memory_command(
+        Asked(model, cluster, batch, seq, None, mesh, "ilp", precision, mode.value, optimizer, rules=rules),
+        recipe or [],
+        shown,
+        json,
+        _given(context),
+    )
 
 
 def _given(context: typer.Context) -> list[str]:
     """The options that stand on the command line."""
     sources = {each.opts[0]: context.get_parameter_source(each.name or "") for each in context.command.params}
-    return [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE" and option.startswith("-")]
+    return [
+        option
+        for option, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE" and option.startswith("-")
+    ]
 
 
 @app.command()
-def profile(plan: PlanFile,
-            steps: Annotated[int, typer.Option(min=1, help="steps that are timed, and steps that are profiled")] = 3,
-            trace: Annotated[Path | None, typer.Option(metavar="FILE", help="write the profiler's events of the first rank for Perfetto")] = None,
-            output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="write a cluster file refitted to what was measured")] = None,
-            rows: Annotated[int, typer.Option(min=1, help="rows shown")] = 20,
-            json: Json = None) -> None:
+def profile(
+    plan: PlanFile,
+    steps: Annotated[int, typer.Option(min=1, help="steps that are timed, and steps that are profiled")] = 3,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the profiler's events of the first rank for Perfetto")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="write a cluster file refitted to what was measured"),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="rows shown")] = 20,
+    json: Json = None,
+) -> None:
     """Run some steps on local ranks and show predicted against measured, by operator and collective, worst first."""
     from autopar.cli.profiling import profile_command
 
@@ -179,8 +303,18 @@ def profile(plan: PlanFile,
 def calibrate(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="the cluster file to write, a .toml")],
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="local ranks; all GPUs, or 4 on a CPU. Under torchrun its ranks are measured")] = None,
-    seconds: Annotated[float, typer.Option(min=1.0, max=3600.0, help="about how long to measure, in all: more is closer where the machine has other work; an hour at most")] = 60.0,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="local ranks; all GPUs, or 4 on a CPU. Under torchrun its ranks are measured"),
+    ] = None,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            max=3600.0,
+            help="about how long to measure, in all: more is closer where the machine has other work; an hour at most",
+        ),
+    ] = 60.0,
     json: Json = None,
 ) -> None:
     """Measure this machine: matmuls, memory, starting operators, collectives; and write it as a cluster file."""
@@ -206,10 +340,12 @@ def clusters(json: Json = None) -> None:
 
 
 def main() -> None:
-    """Run the command of `sys.argv`. Errors of autopar end as one message on stderr and exit code 1, those of the user's code with its frames, usage errors with 2."""
+    """Run the command of `sys.argv`. Errors of autopar end as one message on stderr and exit code 1, those of the
+    user's code with its frames, usage errors with 2."""
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks (names of a model, shares as blocks) is a ? there, and no error when all the work is done
+    # what its encoding lacks (names of a model, shares as blocks) is a ? there, and no error when all the work is done
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
         app(args=arguments, prog_name="autopar")
@@ -230,7 +366,8 @@ def main() -> None:
 
 
 def _said(error: Exception) -> str | None:
-    """What to say of an error that is none of autopar's: where the user's own code (a factory, rules) raised it, and what files say; None for a bug of ours, of which all is shown."""
+    """What to say of an error that is none of autopar's: where the user's own code (a factory, rules) raised it, and
+    what files say; None for a bug of ours, of which all is shown."""
     from autopar.frontend.factory import own_frames
 
     frames = own_frames(error)

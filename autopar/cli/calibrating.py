@@ -34,33 +34,50 @@ def calibrate_command(output: Path, device: str | None, ranks: int | None, secon
     with _group(device) as rank:
         first = rank == 0
         with _bar(shown=first) as tell:
-            found = calibrate(device, ranks or (torch.cuda.device_count() if device == "cuda" else 4), seconds=seconds, progress=tell)
+            found = calibrate(
+                device, ranks or (torch.cuda.device_count() if device == "cuda" else 4), seconds=seconds, progress=tell
+            )
     if not first:
         return
     write_cluster(found.cluster, output, "calibrate")
     if not write_json(json, {**as_json(found), "took_s": time.perf_counter() - began}):
-        show(report(found), "", f"measured in {time.perf_counter() - began:.0f} s, written to {output}: use it as --cluster {output}")
+        show(
+            report(found),
+            "",
+            f"measured in {time.perf_counter() - began:.0f} s, written to {output}: use it as --cluster {output}",
+        )
 
 
 def check_output(output: Path) -> None:
     """Raise ClusterError where `output` cannot be a cluster file."""
     if output.suffix != ".toml":
-        raise ClusterError(f"--output {output}: wanted the name of a file that ends in .toml, which is how --cluster tells it from a preset")
+        raise ClusterError(
+            f"--output {output}: wanted the name of a file that ends in .toml, which is how --cluster tells it from a "
+            "preset"
+        )
     writable("--output", output, "the cluster", error=ClusterError)
 
 
 def write_cluster(cluster: Cluster, output: Path, command: str) -> None:
     """Write a cluster that `command` has measured, whole or not at all. Raises PlanError where that is not possible."""
-    write(cluster, output, f"Measured by `autopar {command}` on {datetime.date.today().isoformat()} with torch {torch.__version__}; each number has its source.",
-          "Units: bytes, seconds, FLOP per second; bandwidths are one direction, per device.")
+    write(
+        cluster,
+        output,
+        f"Measured by `autopar {command}` on {datetime.date.today().isoformat()} with torch {torch.__version__}; each "
+        "number has its source.",
+        "Units: bytes, seconds, FLOP per second; bandwidths are one direction, per device.",
+    )
 
 
 def as_json(found: Calibration) -> dict[str, Any]:
     """The cluster, the fits and all samples as JSON types."""
-    return {"cluster": found.cluster.to_dict(), "fits": [asdict(fit) for fit in found.fits.found],
-            "left_out": [{**asdict(each.sample), "why": each.why} for each in found.fits.rejected],
-            "impossible": [asdict(each) for each in found.fits.impossible],
-            "samples": [asdict(sample) for sample in found.samples]}
+    return {
+        "cluster": found.cluster.to_dict(),
+        "fits": [asdict(fit) for fit in found.fits.found],
+        "left_out": [{**asdict(each.sample), "why": each.why} for each in found.fits.rejected],
+        "impossible": [asdict(each) for each in found.fits.impossible],
+        "samples": [asdict(sample) for sample in found.samples],
+    }
 
 
 @contextlib.contextmanager
@@ -78,7 +95,12 @@ def _group(device: str) -> Iterator[int]:
 def _bar(*, shown: bool) -> Iterator[Callable[[int, int, str], None]]:
     """A progress bar on stderr, on terminals only."""
     console = Console(stderr=True)
-    columns = (TextColumn("calibrating: {task.description}", markup=False), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+    columns = (
+        TextColumn("calibrating: {task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)

@@ -36,15 +36,20 @@ def write_out(text: str) -> None:
 
 @contextlib.contextmanager
 def _to_stdout() -> Iterator[None]:
-    """What is written inside is out at its end. Raises PlanError where stdout takes no more, as on a disk that is full; a reader that has left is the caller's."""
+    """What is written inside is out at its end. Raises PlanError where stdout takes no more, as on a disk that is full;
+    a reader that has left is the caller's."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what waits in it would fail once more at the end of the process
-        raise PlanError(f"cannot write to stdout: {error.strerror or error}; send it where there is room, or name a file (-o, --json)") from error
+        # what waits in it would fail once more at the end of the process
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise PlanError(
+            f"cannot write to stdout: {error.strerror or error}; send it where there is room, or name a file (-o, "
+            "--json)"
+        ) from error
 
 
 def fail(error: Exception) -> None:
@@ -67,12 +72,25 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: bar.update(task, description=f"{title}: {text}")
 
 
-def writable(option: str, where: str | Path | None, what: str = "the result", *, folders: bool = True, stdout: bool = True, error: type[AutoparError] = PlanError) -> str | Path | None:
-    """`where` as it is. Raises `error` where `what` cannot be written to a file of that name, before anything is done for it. Folders above it are made, where `folders`; - is stdout,
-    which takes what is text for people or other programs (`stdout`)."""
+def writable(
+    option: str,
+    where: str | Path | None,
+    what: str = "the result",
+    *,
+    folders: bool = True,
+    stdout: bool = True,
+    error: type[AutoparError] = PlanError,
+) -> str | Path | None:
+    """`where` as it is. Raises `error` where `what` cannot be written to a file of that name, before anything is done
+    for it. Folders above it are made, where `folders`; - is stdout, which takes what is text for people or other
+    programs (`stdout`)."""
     if where is None or (stdout and str(where) == "-"):
         return where
-    why = "it would go to stdout, where the tables go" if str(where) == "-" else _unwritable(Path(where).absolute(), folders)
+    why = (
+        "it would go to stdout, where the tables go"
+        if str(where) == "-"
+        else _unwritable(Path(where).absolute(), folders)
+    )
     if why:
         raise error(f"cannot write {what} to {where}: {why}; {option} wants the name of a file that can be written")
     return where

@@ -21,10 +21,14 @@ WIDTH = 60
 
 
 def diff_command(old: Path, new: Path, rows: int, json: str | None) -> int:
-    """Print what differs from the plan `old` to `new`, at most so many `rows` of nodes; 1 where something does, else 0."""
+    """Print what differs from the plan `old` to `new`, at most so many `rows` of nodes; 1 where something does, else
+    0."""
     found = diff(Plan.load(old), Plan.load(new))
     if not write_json(json, found.to_dict()):
-        show(*([_facts(found.facts, old, new)] if found.facts else []), *([_changes(found.changes[:rows])] if found.changes else []))
+        show(
+            *([_facts(found.facts, old, new)] if found.facts else []),
+            *([_changes(found.changes[:rows])] if found.changes else []),
+        )
         if left := sum(len(change.nodes) for change in found.changes[rows:]):
             show(f"and {left} more nodes: --rows {len(found.changes)}")
         if found.same:
@@ -35,7 +39,9 @@ def diff_command(old: Path, new: Path, rows: int, json: str | None) -> int:
 def _facts(facts: tuple[Fact, ...], old: Path, new: Path) -> Table:
     table = grid("what differs", "", str(old), str(new), "change")
     for fact in facts:
-        table.add_row(Text(_name(fact.name)), Text(_text(fact.name, fact.old)), Text(_text(fact.name, fact.new)), _change(fact))
+        table.add_row(
+            Text(_name(fact.name)), Text(_text(fact.name, fact.old)), Text(_text(fact.name, fact.new)), _change(fact)
+        )
     return table
 
 
@@ -43,7 +49,12 @@ def _changes(changes: tuple[Change, ...]) -> Table:
     table = grid("nodes in another way", "nodes", "", "before", "after")
     for change in changes:
         more = f", and {len(change.nodes) - NAMED} more" if len(change.nodes) > NAMED else ""
-        table.add_row(str(len(change.nodes)), Text(", ".join(change.nodes[:NAMED]) + more), Text(change.old or "-"), Text(change.new or "-"))
+        table.add_row(
+            str(len(change.nodes)),
+            Text(", ".join(change.nodes[:NAMED]) + more),
+            Text(change.old or "-"),
+            Text(change.new or "-"),
+        )
     return table
 
 
@@ -54,13 +65,21 @@ def _name(name: str) -> str:
 def _text(name: str, value: Value) -> str:
     """A value as people read it, by the unit in its name."""
     if isinstance(value, (int, float)):
-        return seconds(value) if name.endswith("_s") else gibibytes(value) if name.endswith("_bytes") else f"{value:.6g}"
+        return (
+            seconds(value) if name.endswith("_s") else gibibytes(value) if name.endswith("_bytes") else f"{value:.6g}"
+        )
     return "-" if value is None or not value else shorten(value, WIDTH)
 
 
 def _change(fact: Fact) -> str:
     """By how much a step is longer, or memory more."""
-    if not fact.name.endswith(("_s", "_bytes")) or isinstance(fact.old, str) or isinstance(fact.new, str) or not fact.old or fact.new is None:
+    if (
+        not fact.name.endswith(("_s", "_bytes"))
+        or isinstance(fact.old, str)
+        or isinstance(fact.new, str)
+        or not fact.old
+        or fact.new is None
+    ):
         return ""
     change = 100 * (fact.new / fact.old - 1)
     return f"{change:+.1f} %" if abs(change) >= 0.05 else "less than 0.1 %"

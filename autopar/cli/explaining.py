@@ -36,21 +36,43 @@ def explain_command(where: Path, node: str | None, json: str | None) -> None:
         cluster = model.clusters[why.find(model, node)]
         held = [op.name for op in cluster.members]
         if not write_json(json, {"node": node, "decided_with": held, "alternatives": [row.to_dict() for row in rows]}):
-            show(_alternatives(f"{node} ({cluster.root.where or cluster.name})", rows, "; ".join(rebuilt.plan.axes)),
-                 "", f"decided together: {', '.join(held)}", *_whose(rebuilt.plan, priced_s))
-    elif not write_json(json, {"nodes": [part.to_dict() for part in parts], "reshards": [row.to_dict() for row in moved]}):
-        show(_nodes(parts), "", _reshards(moved), "", *_whose(rebuilt.plan, priced_s), "the alternatives of one node: autopar explain PLAN --node NAME")
+            show(
+                _alternatives(f"{node} ({cluster.root.where or cluster.name})", rows, "; ".join(rebuilt.plan.axes)),
+                "",
+                f"decided together: {', '.join(held)}",
+                *_whose(rebuilt.plan, priced_s),
+            )
+    elif not write_json(
+        json, {"nodes": [part.to_dict() for part in parts], "reshards": [row.to_dict() for row in moved]}
+    ):
+        show(
+            _nodes(parts),
+            "",
+            _reshards(moved),
+            "",
+            *_whose(rebuilt.plan, priced_s),
+            "the alternatives of one node: autopar explain PLAN --node NAME",
+        )
 
 
 def _whose(plan: Plan, priced_s: float) -> list[str]:
-    """Of what these prices are, where `priced_s` for all choices is not the plan's step; and on which device, where places have several kinds."""
+    """Of what these prices are, where `priced_s` for all choices is not the plan's step; and on which device, where
+    places have several kinds."""
     found, at = [], Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
     if plan.pipelined:
-        found.append(f"seconds and bytes of nodes are those of one microbatch of {plan.microbatches} through all stages, on one place; the plan's step takes {seconds(plan.predicted.step_s)}")
+        found.append(
+            f"seconds and bytes of nodes are those of one microbatch of {plan.microbatches} through all stages, on one "
+            f"place; the plan's step takes {seconds(plan.predicted.step_s)}"
+        )
     elif seconds(priced_s) != seconds(plan.predicted.step_s):
-        found.append(f"prices are those of each choice alone, which do not see what hides in which pass: all choices {seconds(priced_s)}, the plan's step {seconds(plan.predicted.step_s)}")
+        found.append(
+            "prices are those of each choice alone, which do not see what hides in which pass: all choices "
+            f"{seconds(priced_s)}, the plan's step {seconds(plan.predicted.step_s)}"
+        )
     if at.mixed:
-        found.append(f"prices of nodes are those of place 0, {at.device(0).name}; of reshards those of the slowest place")
+        found.append(
+            f"prices of nodes are those of place 0, {at.device(0).name}; of reshards those of the slowest place"
+        )
     return found
 
 
@@ -58,8 +80,14 @@ def _alternatives(title: str, rows: Sequence[why.Row], axes: str) -> Table:
     table = grid(title, "", f"split on {axes}", "result lies as", "step", "difference", "memory")
     mine = next(row for row in rows if row.chosen)
     for row in rows:
-        table.add_row("chosen" if row.chosen else "", row.label, row.result, _price(row.step_s), _difference(row.step_s - mine.step_s),
-                      gibibytes(row.memory_bytes))
+        table.add_row(
+            "chosen" if row.chosen else "",
+            row.label,
+            row.result,
+            _price(row.step_s),
+            _difference(row.step_s - mine.step_s),
+            gibibytes(row.memory_bytes),
+        )
     return table
 
 
@@ -73,11 +101,25 @@ def _nodes(parts: Sequence[why.Part]) -> Table:
 def _reshards(rows: Sequence[Reshard]) -> RenderableType:
     if not any(row.step_s > 0 for row in rows):
         return "no reshards: nothing that costs anything moves between ranks outside of operators"
-    table = grid("reshards that cost most", "tensor", "for", "from -> to", "collectives, bytes and price of one run", "runs", "per step")
+    table = grid(
+        "reshards that cost most",
+        "tensor",
+        "for",
+        "from -> to",
+        "collectives, bytes and price of one run",
+        "runs",
+        "per step",
+    )
     for row in rows:
         if row.step_s > 0:
-            table.add_row(row.tensor, ROLES[row.role] or ", ".join(row.readers[:2]), f"{row.src} -> {row.dst}", row.reason,
-                          str(row.count), seconds(row.step_s))
+            table.add_row(
+                row.tensor,
+                ROLES[row.role] or ", ".join(row.readers[:2]),
+                f"{row.src} -> {row.dst}",
+                row.reason,
+                str(row.count),
+                seconds(row.step_s),
+            )
     return table
 
 

@@ -1,4 +1,5 @@
-"""`autopar memory`: will a model fit, under which strategy and up to which sizes; or what the peak of one plan is made of."""
+"""`autopar memory`: will a model fit, under which strategy and up to which sizes; or what the peak of one plan is made
+of."""
 
 from __future__ import annotations
 
@@ -22,17 +23,23 @@ from autopar.will_it_fit import Row, Survey
 
 NAMES = {"b": "batch", "s": "sequence"}
 LOOKED_AT = 4_000_000
-"""Sizes of which it is not asked how far they go on: a little less than fitting.LARGEST, which a strategy may not divide."""
+"""Sizes of which it is not asked how far they go on: a little less than fitting.LARGEST, which a strategy may not
+divide."""
 OF_A_PLAN = ("--shown", "--json")
 """The options that go with a plan file; all others ask for what a plan says already."""
 
 
-def memory_command(asked: Asked, recipes: Sequence[str], shown: int, json: str | None, given: Sequence[str] = ()) -> None:
-    """The table of strategies for a model, or the breakdown of a plan file. Raises PlanError where a plan is `given` options of a model."""
+def memory_command(
+    asked: Asked, recipes: Sequence[str], shown: int, json: str | None, given: Sequence[str] = ()
+) -> None:
+    """The table of strategies for a model, or the breakdown of a plan file. Raises PlanError where a plan is `given`
+    options of a model."""
     if not asked.model.startswith("hf:") and (asked.model.endswith(".json") or Path(asked.model).is_file()):
         if idle := [option for option in given if option not in OF_A_PLAN]:
-            raise PlanError(f"{', '.join(idle)}: {asked.model} is a plan, which has its own cluster, sizes and strategy; leave {'it' if len(idle) == 1 else 'them'} out, "
-                            "or name the MODEL instead of the plan")
+            raise PlanError(
+                f"{', '.join(idle)}: {asked.model} is a plan, which has its own cluster, sizes and strategy; leave "
+                f"{'it' if len(idle) == 1 else 'them'} out, or name the MODEL instead of the plan"
+            )
         plan_memory(Path(asked.model), shown, json)
         return
     with progress(f"memory of {asked.model}") as tell:
@@ -57,8 +64,16 @@ def plan_memory(where: Path, shown: int, json: str | None) -> None:
 def _survey(asked: Asked, tell: Any) -> Survey:
     loaded = asked.load()
     rules = frontend.load_rules(asked.rules)
-    captured, precision = capture_in(loaded.model, loaded.args, loaded.kwargs, precision=asked.dtype, mode=asked.mode, progress=tell)
-    request = Request(Cluster.parse(asked.cluster), Settings(asked.mode, asked.optimizer, precision), mesh=asked.sizes, progress=tell, rules=rules)
+    captured, precision = capture_in(
+        loaded.model, loaded.args, loaded.kwargs, precision=asked.dtype, mode=asked.mode, progress=tell
+    )
+    request = Request(
+        Cluster.parse(asked.cluster),
+        Settings(asked.mode, asked.optimizer, precision),
+        mesh=asked.sizes,
+        progress=tell,
+        rules=rules,
+    )
     return Survey(captured.gm, captured.hints, request)
 
 
@@ -66,16 +81,23 @@ def _tables(asked: Asked, survey: Survey, rows: Sequence[Row]) -> list[Any]:
     symbols = list(survey.hints)
     sizes = ", ".join(f"{NAMES.get(s, s)} {n}" for s, n in survey.hints.items())
     cluster = survey.request.cluster
-    table = fit_table(f"{asked.model} on {cluster.label}: {sizes}, {asked.dtype}, {asked.optimizer}; "
-                      f"{', '.join(_usable(part) for part in cluster.parts) or _usable(cluster)} usable", [NAMES.get(s, s) for s in symbols])
+    table = fit_table(
+        f"{asked.model} on {cluster.label}: {sizes}, {asked.dtype}, {asked.optimizer}; "
+        f"{', '.join(_usable(part) for part in cluster.parts) or _usable(cluster)} usable",
+        [NAMES.get(s, s) for s in symbols],
+    )
     notes = []
     for row in rows:
         if row.place is None:
             table.add_row(row.name, times(row.mesh) if row.mesh else "-", *["-"] * 8, "no", *["-"] * len(symbols))
             notes.append(f"{row.name}: {row.why.splitlines()[0]}")
         else:
-            table.add_row(row.name, times(row.mesh), *fit_row(row.place, row.limit_bytes, fits=row.fits),
-                          *(_size(row.largest.get(s, 0), survey.most.get(s)) for s in symbols))
+            table.add_row(
+                row.name,
+                times(row.mesh),
+                *fit_row(row.place, row.limit_bytes, fits=row.fits),
+                *(_size(row.largest.get(s, 0), survey.most.get(s)) for s in symbols),
+            )
     if again := [row.name for row in rows if row.plan is not None and row.plan.remat]:
         notes.append(f"with blocks that are run again in the backward: {', '.join(again)}")
     return [table, *(["", *notes] if notes else [])]
@@ -94,7 +116,21 @@ def _size(size: int, most: int | None) -> str:
 
 def as_json(survey: Survey, rows: Sequence[Row]) -> dict[str, Any]:
     """The table as data."""
-    return {"cluster": survey.request.cluster.label, "hints": dict(survey.hints), "usable_bytes": survey.limit_bytes, "rows": [
-        {"name": row.name, "mesh": list(row.mesh), "fits": row.fits, "why": row.why, "largest": dict(row.largest),
-         "host_bytes": row.host_bytes, "remat": {} if row.plan is None else {scope: list(names) for scope, names in row.plan.remat.items()},
-         "prediction": None if row.prediction is None else row.prediction.to_dict()} for row in rows]}
+    return {
+        "cluster": survey.request.cluster.label,
+        "hints": dict(survey.hints),
+        "usable_bytes": survey.limit_bytes,
+        "rows": [
+            {
+                "name": row.name,
+                "mesh": list(row.mesh),
+                "fits": row.fits,
+                "why": row.why,
+                "largest": dict(row.largest),
+                "host_bytes": row.host_bytes,
+                "remat": {} if row.plan is None else {scope: list(names) for scope, names in row.plan.remat.items()},
+                "prediction": None if row.prediction is None else row.prediction.to_dict(),
+            }
+            for row in rows
+        ],
+    }

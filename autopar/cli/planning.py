@@ -23,7 +23,14 @@ from autopar.report.weights import weights
 from autopar.text import near, sizes
 
 AUTO = "auto"
-PRECISIONS = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bf16", "float16": "float16", "fp16": "fp16"}
+PRECISIONS = {
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bf16",
+    "float16": "float16",
+    "fp16": "fp16",
+}
 
 
 @dataclass(frozen=True)
@@ -48,9 +55,18 @@ class Asked:
     rules: str = ""
 
     def load(self) -> frontend.Loaded:
-        """The model, on meta, with one batch. Raises CaptureError where it leads nowhere, or its factory cannot be told a size that is asked for."""
+        """The model, on meta, with one batch. Raises CaptureError where it leads nowhere, or its factory cannot be told
+        a size that is asked for."""
         training = self.mode == "train"
-        loaded = frontend.load(self.model, batch=self.batch, seq=self.seq, dtype=resting(self.dtype, self.mode), train=training, labels=training, seed=self.seed)
+        loaded = frontend.load(
+            self.model,
+            batch=self.batch,
+            seq=self.seq,
+            dtype=resting(self.dtype, self.mode),
+            train=training,
+            labels=training,
+            seed=self.seed,
+        )
         loaded.check_sizes(size for size, value in (("batch", self.batch), ("seq", self.seq)) if value is not None)
         return loaded
 
@@ -66,11 +82,15 @@ class Asked:
 
     @property
     def dtype(self) -> str:
-        """The precision as `autopar.compile` has it; "auto" is what the model's config says. Raises PlanError for an unknown one."""
+        """The precision as `autopar.compile` has it; "auto" is what the model's config says. Raises PlanError for an
+        unknown one."""
         if self.precision == AUTO:
             return frontend.stated_precision(self.model, train=self.mode == "train")
         if self.precision not in PRECISIONS:
-            raise PlanError(f"precision {self.precision!r}: wanted one of {AUTO}, {', '.join(PRECISIONS)}{near(self.precision, (AUTO, *PRECISIONS))}")
+            raise PlanError(
+                f"precision {self.precision!r}: wanted one of {AUTO}, "
+                f"{', '.join(PRECISIONS)}{near(self.precision, (AUTO, *PRECISIONS))}"
+            )
         return PRECISIONS[self.precision]
 
 
@@ -83,10 +103,27 @@ def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
     with progress(f"planning {asked.model}") as tell:
         loaded = asked.load()
         source = Source(asked.model, loaded.batch, loaded.seq, asked.seed, asked.rules)
-        compiled = compile(loaded.model, asked.cluster, (loaded.args, loaded.kwargs), search=asked.search, recipe=asked.recipe,
-                           mesh=sizes, mode=asked.mode, precision=asked.dtype, optimizer=asked.optimizer, batch=loaded.batch,
-                           seq=loaded.seq, time_limit_s=asked.time_limit_s, seed=asked.seed, progress=tell, source=as_source(source),
-                           pareto=asked.pareto, remat=asked.remat, prove=asked.prove, rules=frontend.load_rules(asked.rules) or None)
+        compiled = compile(
+            loaded.model,
+            asked.cluster,
+            (loaded.args, loaded.kwargs),
+            search=asked.search,
+            recipe=asked.recipe,
+            mesh=sizes,
+            mode=asked.mode,
+            precision=asked.dtype,
+            optimizer=asked.optimizer,
+            batch=loaded.batch,
+            seq=loaded.seq,
+            time_limit_s=asked.time_limit_s,
+            seed=asked.seed,
+            progress=tell,
+            source=as_source(source),
+            pareto=asked.pareto,
+            remat=asked.remat,
+            prove=asked.prove,
+            rules=frontend.load_rules(asked.rules) or None,
+        )
         assert compiled.captured is not None  # compile always captures
         program = read(compiled.captured.gm, compiled.plan.hints, training=asked.mode == "train")
     took_s = time.perf_counter() - began
@@ -95,16 +132,33 @@ def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
     elif output is not None:
         compiled.plan.save(output)
     points = [point(plan) for plan in compiled.frontier] if asked.pareto else []
-    if not write_json(json, {**as_json(compiled.plan, program), "took_s": took_s, **({"frontier": points} if points else {})}) and str(output) != "-":
-        show(report(compiled.plan, program), *(("", frontier(compiled.frontier)) if points else ()), "", f"planned in {took_s:.1f} s" + (f", written to {output}" if output else ""))
+    if (
+        not write_json(
+            json, {**as_json(compiled.plan, program), "took_s": took_s, **({"frontier": points} if points else {})}
+        )
+        and str(output) != "-"
+    ):
+        show(
+            report(compiled.plan, program),
+            *(("", frontier(compiled.frontier)) if points else ()),
+            "",
+            f"planned in {took_s:.1f} s" + (f", written to {output}" if output else ""),
+        )
 
 
 def as_json(plan: Plan, program: Program) -> dict[str, Any]:
     """The tables as data; the gap is None where no bound is proven."""
     return {
-        "model": plan.model, "cluster": plan.cluster["name"], "axes": list(plan.axes), "mesh": list(plan.mesh),
-        "strategy": plan.strategy, "mode": plan.mode, "hints": dict(plan.hints), "graph_hash": plan.graph_hash,
-        "predicted": {**asdict(plan.predicted), "gap": plan.predicted.gap if plan.predicted.bound_s > 0 else None}, "splits": kinds(plan.nodes),
+        "model": plan.model,
+        "cluster": plan.cluster["name"],
+        "axes": list(plan.axes),
+        "mesh": list(plan.mesh),
+        "strategy": plan.strategy,
+        "mode": plan.mode,
+        "hints": dict(plan.hints),
+        "graph_hash": plan.graph_hash,
+        "predicted": {**asdict(plan.predicted), "gap": plan.predicted.gap if plan.predicted.bound_s > 0 else None},
+        "splits": kinds(plan.nodes),
         "recipes": [asdict(other) for other in plan.alternatives],
         "weights": [weight.to_dict() for weight in weights(program, plan)],
         "reshards": [row.to_dict() for row in reshards(program, plan)],

@@ -13,11 +13,24 @@ def clusters_command(json: str | None) -> None:
     found = [Cluster.parse(name) for name in presets()]
     if write_json(json, [cluster.to_dict() for cluster in found]):
         return
-    table = grid("clusters: --cluster NAME:SIZES, as h100:8x8", "name", "device", "levels", "memory", "peak TFLOP/s",
-                 "GB/s per device and direction")
+    table = grid(
+        "clusters: --cluster NAME:SIZES, as h100:8x8",
+        "name",
+        "device",
+        "levels",
+        "memory",
+        "peak TFLOP/s",
+        "GB/s per device and direction",
+    )
     for cluster in found:
         rates = ", ".join(f"{dtype} {three(rate / 1e12)}" for dtype, rate in cluster.device.peak_flops.items())
         links = ", ".join(f"{level.name} {three(level.bandwidth_bytes_s / 1e9)}" for level in cluster.levels)
-        table.add_row(cluster.name, cluster.device.name, " x ".join(level.name for level in cluster.levels),
-                      gibibytes(cluster.device.memory_bytes), rates, links)
+        table.add_row(
+            cluster.name,
+            cluster.device.name,
+            " x ".join(level.name for level in cluster.levels),
+            gibibytes(cluster.device.memory_bytes),
+            rates,
+            links,
+        )
     show(table)

@@ -21,8 +21,11 @@ from autopar.report.profile import profile as report
 from autopar.runtime.scratch import Scratch
 
 
-def profile_command(where: Path, steps: int, trace: Path | None, output: Path | None, rows: int, json: str | None) -> None:
-    """Run, compare, print, and write what was asked for. Raises PlanError where the trace cannot be written, ClusterError where the cluster cannot."""
+def profile_command(
+    where: Path, steps: int, trace: Path | None, output: Path | None, rows: int, json: str | None
+) -> None:
+    """Run, compare, print, and write what was asked for. Raises PlanError where the trace cannot be written,
+    ClusterError where the cluster cannot."""
     writable("--trace", trace, "the trace", folders=False, stdout=False)
     if output is not None:
         check_output(output)
@@ -40,14 +43,30 @@ def profile_command(where: Path, steps: int, trace: Path | None, output: Path | 
     ratios = _refitted(rebuilt, found, output) if output is not None else {}
     if not write_json(json, {**found.to_dict(), **({"refit": ratios} if ratios else {})}):
         show(report(found, rows))
-        show(*([f"measured on {rebuilt.plan.device_kind} ranks, which are not what was planned for"] if rebuilt.plan.device_kind != planned.device.kind else []),
-             *(["", f"refitted cluster written to {output}: {', '.join(f'{group} x {ratio:.2f}' for group, ratio in ratios.items())}"] if ratios else []),
-             *(["", f"trace written to {trace}: open it at https://ui.perfetto.dev"] if trace is not None else []))
+        show(
+            *(
+                [f"measured on {rebuilt.plan.device_kind} ranks, which are not what was planned for"]
+                if rebuilt.plan.device_kind != planned.device.kind
+                else []
+            ),
+            *(
+                [
+                    "",
+                    f"refitted cluster written to {output}: "
+                    f"{', '.join(f'{group} x {ratio:.2f}' for group, ratio in ratios.items())}",
+                ]
+                if ratios
+                else []
+            ),
+            *(["", f"trace written to {trace}: open it at https://ui.perfetto.dev"] if trace is not None else []),
+        )
 
 
 def _refitted(rebuilt: Rebuilt, found: Profile, output: Path) -> Mapping[str, float]:
     plan = rebuilt.plan
     program = read(rebuilt.captured.gm, plan.hints, training=plan.mode == "train")
-    cluster, ratios = refit(Cluster.from_dict(dict(plan.cluster)), plan, program, found, datetime.date.today().isoformat())
+    cluster, ratios = refit(
+        Cluster.from_dict(dict(plan.cluster)), plan, program, found, datetime.date.today().isoformat()
+    )
     write_cluster(cluster, output, "profile")
     return ratios

@@ -30,7 +30,9 @@ from autopar.rules.rule import Rule
 from autopar.text import gibibytes
 from autopar.verify import inputs_of
 
-SOURCE = record({"model": text, "batch": whole(1), "seq": whole(1), "seed": whole(0), "rules": text}, left_out=("rules",))
+SOURCE = record(
+    {"model": text, "batch": whole(1), "seq": whole(1), "seed": whole(0), "rules": text}, left_out=("rules",)
+)
 """What `Plan.source` must say."""
 
 
@@ -51,16 +53,34 @@ class Source:
             SOURCE("source", dict(plan.source))
             return Source(**plan.source)
         except PlanError as error:
-            raise PlanError(f"plan {where} does not say which model it is for (source is {dict(plan.source)!r}): it was not made by "
-                            "`autopar plan`. In Python use what autopar.compile gave (its verify, simulate, memory and save), or plan the model again") from error
+            raise PlanError(
+                f"plan {where} does not say which model it is for (source is {dict(plan.source)!r}): it was not made "
+                "by `autopar plan`. In Python use what autopar.compile gave (its verify, simulate, memory and save), "
+                "or plan the model again"
+            ) from error
 
-    def load(self, plan: Plan, *, device: str = "meta", dtype: torch.dtype | None = None, batch: int | None = None,
-             seq: int | None = None) -> frontend.Loaded:
-        """The model as it rests under the plan (or in `dtype`) and one global batch. Raises CaptureError when the model is not
-        where it was."""
+    def load(
+        self,
+        plan: Plan,
+        *,
+        device: str = "meta",
+        dtype: torch.dtype | None = None,
+        batch: int | None = None,
+        seq: int | None = None,
+    ) -> frontend.Loaded:
+        """The model as it rests under the plan (or in `dtype`) and one global batch. Raises CaptureError when the model
+        is not where it was."""
         training = plan.mode == "train"
-        return frontend.load(self.model, batch=batch or self.batch, seq=seq or self.seq, device=device,
-                             dtype=dtype or resting(plan.precision, plan.mode), train=training, labels=training, seed=self.seed)
+        return frontend.load(
+            self.model,
+            batch=batch or self.batch,
+            seq=seq or self.seq,
+            device=device,
+            dtype=dtype or resting(plan.precision, plan.mode),
+            train=training,
+            labels=training,
+            seed=self.seed,
+        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +113,9 @@ def rebuild(where: Path, progress: Callable[[str], None] | None = None, *, weigh
             check_room(source.load(plan), where)
         loaded = source.load(plan, device="cpu" if weights else "meta")
         rules = frontend.load_rules(source.rules)
-    captured, _ = capture_in(loaded.model, loaded.args, loaded.kwargs, precision=plan.precision, mode=plan.mode, progress=progress)
+    captured, _ = capture_in(
+        loaded.model, loaded.args, loaded.kwargs, precision=plan.precision, mode=plan.mode, progress=progress
+    )
     if not weights and captured.valueless:
         return rebuild(where, progress, weights=True)  # buffers that only the making of the whole model computes
     return Rebuilt(plan, source, loaded, met(plan, source, captured, rules), rules)
@@ -101,30 +123,45 @@ def rebuild(where: Path, progress: Callable[[str], None] | None = None, *, weigh
 
 @contextlib.contextmanager
 def _read_again(where: Path) -> Iterator[None]:
-    """Errors of what a plan names, its model and rules, say that they are those, and from where paths are looked for."""
+    """Errors of what a plan names, its model and rules, say that they are those, and from where paths are looked
+    for."""
     try:
         yield
     except (CaptureError, RuleError) as error:
-        raise type(error)(f"plan {where}: its model and rules are read again, by the names that `autopar plan` was given, from the folder {Path.cwd()}; start the command in the folder "
-                          f"in which the plan was made, with the files as they were there. {error}") from error
+        raise type(error)(
+            f"plan {where}: its model and rules are read again, by the names that `autopar plan` was given, from the "
+            f"folder {Path.cwd()}; start the command in the folder in which the plan was made, with the files as they "
+            f"were there. {error}"
+        ) from error
 
 
 def check_room(loaded: frontend.Loaded, where: Path) -> None:
-    """Raise PlanError where this machine has not the memory for the weights of `loaded`, which is on meta, of which each process that was started here makes all."""
+    """Raise PlanError where this machine has not the memory for the weights of `loaded`, which is on meta, of which
+    each process that was started here makes all."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    wanted, there = processes * sum(each.numel() * each.element_size() for each in own_state(loaded.model).values()), machine_bytes()
+    wanted, there = (
+        processes * sum(each.numel() * each.element_size() for each in own_state(loaded.model).values()),
+        machine_bytes(),
+    )
     if wanted > there:
-        raise PlanError(f"plan {where}: the weights of {loaded.name} take {gibibytes(wanted)}{f' in {processes} processes' if processes > 1 else ''}, and this machine has {gibibytes(there)} of memory. "
-                        "verify, run and profile make the whole model on each machine: plan a smaller one of its kind (fewer layers) with the same --recipe and --mesh and try that, "
-                        "or start one on a machine with more memory. explain, simulate, memory and emit need no weights")
+        raise PlanError(
+            f"plan {where}: the weights of {loaded.name} take "
+            f"{gibibytes(wanted)}{f' in {processes} processes' if processes > 1 else ''}, and this machine has "
+            f"{gibibytes(there)} of memory. verify, run and profile make the whole model on each machine: plan a "
+            "smaller one of its kind (fewer layers) with the same --recipe and --mesh and try that, or start one on a "
+            "machine with more memory. explain, simulate, memory and emit need no weights"
+        )
 
 
 def met(plan: Plan, source: Source, captured: Captured, rules: Mapping[Any, Rule] | None = None) -> Captured:
-    """The graph as `plan` parts it. Raises PlanError where it is another graph than was planned, or the plan is none of it; see autopar.plan_suits_graph."""
+    """The graph as `plan` parts it. Raises PlanError where it is another graph than was planned, or the plan is none of
+    it; see autopar.plan_suits_graph."""
     plan.check(captured.graph_hash, laid_out(captured.gm, captured.hints, training=plan.mode == "train"), source.model)
     if dict(captured.hints) != dict(plan.hints):
-        raise PlanError(f"hints are {dict(plan.hints)}, but {source.model} at batch {source.batch} and sequence {source.seq} (source) has "
-                        f"{dict(captured.hints)}: plan the model again")
+        raise PlanError(
+            f"hints are {dict(plan.hints)}, but {source.model} at batch {source.batch} and sequence {source.seq} "
+            f"(source) has {dict(captured.hints)}: plan the model again"
+        )
     parted = captured.parted(plan.parted)
     suits(parted.gm, plan, rules)
     return parted
@@ -133,11 +170,22 @@ def met(plan: Plan, source: Source, captured: Captured, rules: Mapping[Any, Rule
 def problem(rebuilt: Rebuilt) -> tuple[Planner, Model]:
     """The free Problem on the plan's mesh, in which the plan is one solution; of a pipeline, that of one microbatch."""
     plan = rebuilt.plan
-    planner = Planner.of(rebuilt.captured.gm, plan.micro_hints, Request(Cluster.from_dict(dict(plan.cluster)), Settings.of(plan), rules=rebuilt.rules), plan.runs)
+    planner = Planner.of(
+        rebuilt.captured.gm,
+        plan.micro_hints,
+        Request(Cluster.from_dict(dict(plan.cluster)), Settings.of(plan), rules=rebuilt.rules),
+        plan.runs,
+    )
     planner.remat = plan.remat
     return planner, planner.model(plan.mesh, (roles.anything,) * len(plan.mesh), "explain", plan.places)
 
 
 def as_source(source: Source) -> dict[str, Any]:
     """What to put into `Plan.source`."""
-    return {"model": source.model, "batch": source.batch, "seq": source.seq, "seed": source.seed, **({"rules": source.rules} if source.rules else {})}
+    return {
+        "model": source.model,
+        "batch": source.batch,
+        "seq": source.seq,
+        "seed": source.seed,
+        **({"rules": source.rules} if source.rules else {}),
+    }

@@ -58,8 +58,14 @@ def run_command(where: Path, steps: int, lr: float, json: str | None) -> None:
     else:
         done, first = launch(train, rebuilt.plan.ranks, job, device_type=rebuilt.plan.device_kind)[0], True
     if first:
-        write_json(json, {"ranks": rebuilt.plan.ranks, "predicted_step_s": rebuilt.plan.predicted.step_s,
-                          "steps": [dataclasses.asdict(step) for step in done]})
+        write_json(
+            json,
+            {
+                "ranks": rebuilt.plan.ranks,
+                "predicted_step_s": rebuilt.plan.predicted.step_s,
+                "steps": [dataclasses.asdict(step) for step in done],
+            },
+        )
 
 
 def train(job: Job) -> list[Step]:
@@ -82,7 +88,10 @@ def train(job: Job) -> list[Step]:
         done.append(Step(loss, time.perf_counter() - start))
         if dist.get_rank() == 0 and not job.quiet:
             said = "" if loss is None else f"loss {loss:.6f}, "
-            print(f"step {number}: {said}{seconds(done[-1].step_s)} (predicted {seconds(plan.predicted.step_s)})", flush=True)
+            print(
+                f"step {number}: {said}{seconds(done[-1].step_s)} (predicted {seconds(plan.predicted.step_s)})",
+                flush=True,
+            )
     return done
 
 

@@ -21,8 +21,9 @@ IMPORTING = "<frozen importlib._bootstrap"
 
 @contextlib.contextmanager
 def exits() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit, with the exit code that shells give, as long as this lasts; one that is ignored (nohup) stays so. Where Ctrl-C ends what is inside,
-    that is said and the exit code is INTERRUPTED: results are written last, and files at once, so that none is half there."""
+    """SIGTERM and SIGHUP raise SystemExit, with the exit code that shells give, as long as this lasts; one that is
+    ignored (nohup) stays so. Where Ctrl-C ends what is inside, that is said and the exit code is INTERRUPTED: results
+    are written last, and files at once, so that none is half there."""
     try:
         with _heard():
             yield
@@ -56,7 +57,8 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """What Python does. But in an import, where C code and fallbacks of libraries take any error for something that is missing (torch for numpy's) and go on, the process ends at once."""
+    """What Python does. But in an import, where C code and fallbacks of libraries take any error for something that is
+    missing (torch for numpy's) and go on, the process ends at once."""
     if not _importing(frame):
         raise KeyboardInterrupt
     _interrupted()

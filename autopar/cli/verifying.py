@@ -1,4 +1,5 @@
-"""`autopar verify`: the emitted module on local ranks against the model's graph on one device, and that graph against the model."""
+"""`autopar verify`: the emitted module on local ranks against the model's graph on one device, and that graph against
+the model."""
 
 from __future__ import annotations
 
@@ -25,12 +26,24 @@ TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 DEVICES = ("cpu", "cuda")
 
 
-def verify_command(where: Path, dtype: str, tolerance: float | None, batch: int | None, seq: int | None, json: str | None, device: str = "cpu") -> int:
-    """Verify on ranks of `device`, print, and give the exit code: 0 when every value is within the tolerance, 1 otherwise."""
+def verify_command(
+    where: Path,
+    dtype: str,
+    tolerance: float | None,
+    batch: int | None,
+    seq: int | None,
+    json: str | None,
+    device: str = "cpu",
+) -> int:
+    """Verify on ranks of `device`, print, and give the exit code: 0 when every value is within the tolerance, 1
+    otherwise."""
     if device not in DEVICES:
         raise PlanError(f"device {device!r}: wanted one of {', '.join(DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise PlanError("device 'cuda': torch finds no CUDA device on this machine; use --device cpu, which verifies the same plan on CPU ranks")
+        raise PlanError(
+            "device 'cuda': torch finds no CUDA device on this machine; use --device cpu, which verifies the same "
+            "plan on CPU ranks"
+        )
     if dtype not in TOLERANCES:
         raise PlanError(f"dtype {dtype!r}: wanted one of {', '.join(TOLERANCES)}")
     with progress(f"verifying {where}") as tell:
@@ -38,9 +51,14 @@ def verify_command(where: Path, dtype: str, tolerance: float | None, batch: int 
         loaded = loaded_at(rebuilt, batch, seq)
         check_parts(rebuilt, loaded)
         tell("the model against its graph")
-        rows, notes = graph_rows(loaded.model, rebuilt.captured, loaded.args, loaded.kwargs, training=rebuilt.plan.mode == "train")
+        rows, notes = graph_rows(
+            loaded.model, rebuilt.captured, loaded.args, loaded.kwargs, training=rebuilt.plan.mode == "train"
+        )
         tell(f"{rebuilt.plan.ranks} ranks against one device")
-        report = verify(case(rebuilt, loaded, getattr(torch, dtype), device), tolerance=TOLERANCES[dtype] if tolerance is None else tolerance)
+        report = verify(
+            case(rebuilt, loaded, getattr(torch, dtype), device),
+            tolerance=TOLERANCES[dtype] if tolerance is None else tolerance,
+        )
         report = replace(report, rows=(*rows, *report.rows), notes=(*notes, *report.notes))
     if not write_json(json, json_text.loads(report.to_json())):
         show(checked(report))
@@ -56,9 +74,14 @@ def loaded_at(rebuilt: Rebuilt, batch: int | None = None, seq: int | None = None
 
 
 def check_parts(rebuilt: Rebuilt, loaded: Loaded) -> None:
-    """Raise PlanError, before ranks start, where a batch does not fall into parts for the ranks of the plan and its microbatches; on ranks the emitted module says the same."""
+    """Raise PlanError, before ranks start, where a batch does not fall into parts for the ranks of the plan and its
+    microbatches; on ranks the emitted module says the same."""
     plan, given = rebuilt.plan, inputs_of(rebuilt.captured, loaded.args, loaded.kwargs)
-    inputs = {node.meta["input"]: plan.nodes[node.name] for node in rebuilt.captured.gm.graph.nodes if node.meta.get("role") == "input"}
+    inputs = {
+        node.meta["input"]: plan.nodes[node.name]
+        for node in rebuilt.captured.gm.graph.nodes
+        if node.meta.get("role") == "input"
+    }
     if plan.microbatches > 1:
         _check_microbatches(plan, given, inputs)
     _check_ranks(plan, given, inputs)
@@ -73,7 +96,10 @@ def _check_ranks(plan: Plan, given: Mapping[str, Any], inputs: Mapping[str, Node
     for name, node in inputs.items():
         for dim, size in enumerate(given[name].shape):
             if size % (ways := ways_of(_layout(node), dim, plan.mesh)):
-                raise PlanError(f"input {name!r}: dim {dim} of size {size} does not divide by the {ways} ranks that cut it; use {divisible(size, ways)}, or plan for the batch that you have")
+                raise PlanError(
+                    f"input {name!r}: dim {dim} of size {size} does not divide by the {ways} ranks that cut it; use "
+                    f"{divisible(size, ways)}, or plan for the batch that you have"
+                )
 
 
 def _check_microbatches(plan: Plan, given: Mapping[str, Any], inputs: Mapping[str, NodePlan]) -> None:
@@ -82,10 +108,19 @@ def _check_microbatches(plan: Plan, given: Mapping[str, Any], inputs: Mapping[st
     step = plan.microbatches * ways
     for name, dim in cut.items():
         if (size := given[name].shape[dim]) % step:
-            raise PlanError(f"input {name!r}: dim {dim} of size {size} does not divide into {plan.microbatches} microbatches on {ways} rank{'s' * (ways > 1)}; "
-                            f"use {divisible(size, step)}, or plan for the batch that you have")
+            raise PlanError(
+                f"input {name!r}: dim {dim} of size {size} does not divide into {plan.microbatches} microbatches on "
+                f"{ways} rank{'s' * (ways > 1)}; use {divisible(size, step)}, or plan for the batch that you have"
+            )
 
 
 def case(rebuilt: Rebuilt, loaded: Loaded, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Case:
-    """What to verify: the plan on ranks of `device`, computed in `dtype`, with nothing dropped at random, with the weights and the batch of `loaded`."""
-    return case_of(rebuilt.captured, rebuilt.plan.on(device), own_state(loaded.model), inputs_of(rebuilt.captured, loaded.args, loaded.kwargs), dtype)
+    """What to verify: the plan on ranks of `device`, computed in `dtype`, with nothing dropped at random, with the
+    weights and the batch of `loaded`."""
+    return case_of(
+        rebuilt.captured,
+        rebuilt.plan.on(device),
+        own_state(loaded.model),
+        inputs_of(rebuilt.captured, loaded.args, loaded.kwargs),
+        dtype,
+    )

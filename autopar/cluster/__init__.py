@@ -15,4 +15,16 @@ from autopar.cluster.places import Places, orders, pipelines
 from autopar.cluster.presets import presets
 from autopar.cluster.types import Cluster, Device, Level, Protocol
 
-__all__ = ["Cluster", "Device", "Level", "Mesh", "MeshAxis", "Places", "Protocol", "Span", "orders", "pipelines", "presets"]
+__all__ = [
+    "Cluster",
+    "Device",
+    "Level",
+    "Mesh",
+    "MeshAxis",
+    "Places",
+    "Protocol",
+    "Span",
+    "orders",
+    "pipelines",
+    "presets",
+]

@@ -103,7 +103,10 @@ def check_keys(data: Any, where: str, required: tuple[str, ...], optional: tuple
     known = tuple(dict.fromkeys(required + optional))
     unknown = [key for key in data if key not in known]
     if unknown:
-        raise ClusterError(f"{where}: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(known)}{near(str(unknown[0]), known)}")
+        raise ClusterError(
+            f"{where}: unknown key {', '.join(map(repr, unknown))}; known: "
+            f"{', '.join(known)}{near(str(unknown[0]), known)}"
+        )
     missing = [key for key in required if key not in data]
     if missing:
         raise ClusterError(f"{where}: missing key {', '.join(map(repr, missing))}")

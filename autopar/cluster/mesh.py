@@ -96,9 +96,11 @@ def make_mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
         raise ClusterError(f"cluster {cluster.label}: mesh {sizes} does not multiply to its {cluster.devices} devices")
     spans = spans_of(cluster, sizes)
     if spans is None:
-        raise ClusterError(f"cluster {cluster.label}: an axis of mesh {sizes} straddles a level: its groups would be cut "
-                           f"unevenly by {' x '.join(level.name for level in cluster.levels)}; possible: "
-                           f"{', '.join(map(str, cluster.meshes()))}")
+        raise ClusterError(
+            f"cluster {cluster.label}: an axis of mesh {sizes} straddles a level: its groups would be cut "
+            f"unevenly by {' x '.join(level.name for level in cluster.levels)}; possible: "
+            f"{', '.join(map(str, cluster.meshes()))}"
+        )
     axes = zip(sizes, spans, strict=True)
     return Mesh(tuple(MeshAxis(_name(i, parts), n, parts, cluster.device) for i, (n, parts) in enumerate(axes)))
 

@@ -22,7 +22,10 @@ LINK = "link"  # the level that joins the parts of a cluster
 def parse(text: str | Path) -> Cluster:
     """See `Cluster.parse`."""
     if not isinstance(text, (str, Path)):
-        raise ClusterError(f"cluster {text!r} ({type(text).__name__}): wanted text, as 'h100:1x8' or 'cpu:1x4', or the path of a .toml file")
+        raise ClusterError(
+            f"cluster {text!r} ({type(text).__name__}): wanted text, as 'h100:1x8' or 'cpu:1x4', or the path of a "
+            ".toml file"
+        )
     if isinstance(text, Path) or (text.endswith(".toml") and ("+" not in text or Path(text).is_file())):
         return read_file(Path(text))
     if "+" in text:
@@ -35,7 +38,11 @@ def together(parts: list[Cluster]) -> Cluster:
     found: list[Cluster] = []
     for part in parts:
         last = found[-1] if found else None
-        if last is not None and len(part.levels) > 1 and part == dataclasses.replace(last, levels=(part.levels[0], *last.levels[1:])):
+        if (
+            last is not None
+            and len(part.levels) > 1
+            and part == dataclasses.replace(last, levels=(part.levels[0], *last.levels[1:]))
+        ):
             nodes = dataclasses.replace(part.levels[0], size=last.levels[0].size + part.levels[0].size)
             found[-1] = dataclasses.replace(last, levels=(nodes, *last.levels[1:]))
         else:
@@ -52,8 +59,10 @@ def _one(text: str, whole: str) -> Cluster:
     name, colon, sizes = text.partition(":")
     path = preset_path(name)
     if path is None:
-        raise ClusterError(f"cluster {whole!r}: there is no preset {name!r}; known: {', '.join(presets())}, or the path of a "
-                           f".toml file, or 'here'{near(name, (*presets(), 'here'))}")
+        raise ClusterError(
+            f"cluster {whole!r}: there is no preset {name!r}; known: {', '.join(presets())}, or the path of a "
+            f".toml file, or 'here'{near(name, (*presets(), 'here'))}"
+        )
     cluster = read_file(path)
     return resize(cluster, sizes, whole) if colon else cluster
 
@@ -63,15 +72,18 @@ def resize(cluster: Cluster, sizes: str, text: str) -> Cluster:
     found = sizes_of(sizes)
     if found is None or len(found) > len(cluster.levels):
         names = " x ".join(level.name for level in cluster.levels)
-        raise ClusterError(f"cluster {text!r}: {sizes!r} does not name sizes of {names}; wanted for example "
-                           f"{cluster.name}:{'x'.join('2' for _ in cluster.levels)}")
+        raise ClusterError(
+            f"cluster {text!r}: {sizes!r} does not name sizes of {names}; wanted for example "
+            f"{cluster.name}:{'x'.join('2' for _ in cluster.levels)}"
+        )
     numbers = [1] * (len(cluster.levels) - len(found)) + [*found]
     levels = (dataclasses.replace(level, size=n) for level, n in zip(cluster.levels, numbers, strict=True))
     return dataclasses.replace(cluster, levels=tuple(levels))
 
 
 def read_file(path: Path) -> Cluster:
-    """The cluster in a TOML file. With `base = "h100:4x8"` the file, or one of its parts, gives only what differs from that preset.
+    """The cluster in a TOML file. With `base = "h100:4x8"` the file, or one of its parts, gives only what differs from
+    that preset.
 
     Raises ClusterError that names the file when it cannot be read, is not TOML or describes no cluster.
     """
@@ -97,7 +109,9 @@ def _rebase(data: dict[str, Any]) -> dict[str, Any]:
     check_keys(device, "device", (), _names(Device))
     for key, value in device.items():
         below = merged["device"][key]
-        merged["device"][key] = _laid_over(below, value) if isinstance(value, dict) and isinstance(below, dict) else value
+        merged["device"][key] = (
+            _laid_over(below, value) if isinstance(value, dict) and isinstance(below, dict) else value
+        )
     levels, seen = {level["name"]: level for level in merged["levels"]}, dict[str, None]()
     for change in _listed(data.get("levels", [])):
         check_keys(change, "levels", ("name",), (*_names(Level), "latency_s"))
@@ -129,13 +143,18 @@ def _listed(levels: Any) -> list[Any]:
 
 
 def _of_parts(data: dict[str, Any]) -> Cluster:
-    """A cluster that lists its parts, each as a file of its own would have it (without a name it has that of its base)."""
+    """A cluster that lists its parts, each as a file of its own would have it (without a name it has that of its
+    base)."""
     check_keys(data, "cluster", ("parts",), ("name", "link"))
     if not isinstance(data["parts"], list) or len(data["parts"]) < 2:
         fail("cluster", "parts", data["parts"], "a list of two or more tables")
     if not isinstance(data.get("name", ""), str):
         fail("cluster", "name", data["name"], "text")
-    link = _level({"name": LINK, "size": 1, **data["link"]}) if isinstance(data.get("link", {}), dict) and "link" in data else None
+    link = (
+        _level({"name": LINK, "size": 1, **data["link"]})
+        if isinstance(data.get("link", {}), dict) and "link" in data
+        else None
+    )
     if "link" in data and link is None:
         fail("cluster", "link", data["link"], "a table with bandwidth_bytes_s and latency_s")
     return join([_part(number, part) for number, part in enumerate(data["parts"])], link, data.get("name", ""))
@@ -153,7 +172,9 @@ def _part(number: int, data: Any) -> Cluster:
 def to_dict(cluster: Cluster) -> dict[str, Any]:
     """See `Cluster.to_dict`; of parts each by itself, not what they amount to together."""
     if not cluster.parts:
-        return _plain({key: value for key, value in dataclasses.asdict(cluster).items() if key in ("name", "levels", "device")})
+        return _plain(
+            {key: value for key, value in dataclasses.asdict(cluster).items() if key in ("name", "levels", "device")}
+        )
     link = {} if cluster.link is None else {"link": _plain(dataclasses.asdict(cluster.link))}
     return {"name": cluster.name, "parts": [to_dict(part) for part in cluster.parts], **link}
 
@@ -182,11 +203,26 @@ def _device(data: Any) -> Device:
     for name, text in data.get("sources", {}).items():
         if not isinstance(text, str):
             fail("device", f"sources.{name}", text, "text")
-    pairs = {key: data[key] for key in ("attention", "unaligned") if key in data and (key, data[key]) != ("attention", None)}
+    pairs = {
+        key: data[key] for key in ("attention", "unaligned") if key in data and (key, data[key]) != ("attention", None)
+    }
     for key, pair in pairs.items():
         if not (isinstance(pair, list) and all(isinstance(share, float) for share in pair)):
-            fail("device", key, pair, "a list of two shares of the peak" if key == "attention" else "a list of two shares of the rate")
-    return Device(**(data | {"best_shape": tuple(shape) if shape is not None else None, **{key: tuple(pair) for key, pair in pairs.items()}}))
+            fail(
+                "device",
+                key,
+                pair,
+                "a list of two shares of the peak" if key == "attention" else "a list of two shares of the rate",
+            )
+    return Device(
+        **(
+            data
+            | {
+                "best_shape": tuple(shape) if shape is not None else None,
+                **{key: tuple(pair) for key, pair in pairs.items()},
+            }
+        )
+    )
 
 
 def _level(data: Any) -> Level:
@@ -214,7 +250,10 @@ def _protocol(data: Any, where: str) -> Protocol:
 def _default_protocols(where: str, latency_s: Any) -> tuple[Protocol, ...]:
     """What a level gets that states only a latency: 80 % of the link, as 8 x H100 and 8 x A100 reach (0.81, 0.78)."""
     check_number(where, "latency_s", latency_s, "latency_s")
-    return tuple(Protocol(name, name, latency_s, latency_s, 0.8, "default: 80 % of the link") for name in ("ring", "tree", "direct"))
+    return tuple(
+        Protocol(name, name, latency_s, latency_s, 0.8, "default: 80 % of the link")
+        for name in ("ring", "tree", "direct")
+    )
 
 
 def _check(cls: type, data: Any, where: str) -> None:
@@ -224,5 +263,8 @@ def _check(cls: type, data: Any, where: str) -> None:
 def _names(cls: type, required: bool | None = None) -> tuple[str, ...]:
     """Field names of a dataclass: all, or those with (False) or without (True) a default."""
     missing = dataclasses.MISSING
-    return tuple(f.name for f in dataclasses.fields(cls)
-                 if required is None or required == (f.default is missing and f.default_factory is missing))
+    return tuple(
+        f.name
+        for f in dataclasses.fields(cls)
+        if required is None or required == (f.default is missing and f.default_factory is missing)
+    )

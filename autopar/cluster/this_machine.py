@@ -38,8 +38,8 @@ KNOWN = (
 def here() -> str:
     """`"h100:1x8"` for the CUDA devices of this machine, else `"cpu:1x4"` for its cores.
 
-    Under torchrun, WORLD_SIZE and LOCAL_WORLD_SIZE say how many nodes there are and of how many ranks. Raises ClusterError
-    for a device without a preset.
+    Under torchrun, WORLD_SIZE and LOCAL_WORLD_SIZE say how many nodes there are and of how many ranks. Raises
+    ClusterError for a device without a preset.
     """
     import torch  # only here: a cluster is plain data everywhere else
 
@@ -54,8 +54,10 @@ def match(name: str, memory_bytes: int) -> str:
     for pattern, low, high, preset in KNOWN:
         if re.search(pattern, name) and low <= memory_bytes / 1e9 <= high:
             return preset
-    raise ClusterError(f"cluster 'here': there is no preset for device {name!r} with {memory_bytes / 2**30:.1f} GiB; give the "
-                       f"preset that is nearest, or a .toml file with base = \"...\" and what differs")
+    raise ClusterError(
+        f"cluster 'here': there is no preset for device {name!r} with {memory_bytes / 2**30:.1f} GiB; give the "
+        f'preset that is nearest, or a .toml file with base = "..." and what differs'
+    )
 
 
 def machine_bytes() -> int:

@@ -26,11 +26,12 @@ ALGORITHMS = {
 class Protocol:
     """One way in which a level runs collectives; the library in use is taken to pick the fastest for each size.
 
-    A collective costs `start_s` + hops x `hop_s` + moved bytes / (level bandwidth x `efficiency`). Small-message protocols
-    start fast and carry little, large-message ones the reverse; the minimum of them is the size-dependent efficiency.
-    `kinds` narrows the collectives that it serves; empty means all that `algorithm` can do (ALGORITHMS). `members` says that it is for
-    groups of that many parts of the level (0: any), which a calibration has measured; other groups take the nearest. Bytes of a collective above `spill_bytes` cost
-    `spill` times as much as those below, where they leave the caches of a CPU.
+    A collective costs `start_s` + hops x `hop_s` + moved bytes / (level bandwidth x `efficiency`). Small-message
+    protocols start fast and carry little, large-message ones the reverse; the minimum of them is the size-dependent
+    efficiency. `kinds` narrows the collectives that it serves; empty means all that `algorithm` can do (ALGORITHMS).
+    `members` says that it is for groups of that many parts of the level (0: any), which a calibration has measured;
+    other groups take the nearest. Bytes of a collective above `spill_bytes` cost `spill` times as much as those below,
+    where they leave the caches of a CPU.
     """
 
     name: str
@@ -83,11 +84,16 @@ class Level:
             fail(where, "topology", self.topology, "switch or mesh")
         for kind in COLLECTIVES:
             if not any(p.serves(kind) and p.algorithm in ("ring", "direct") for p in self.protocols):
-                fail(where, "protocols", [p.name for p in self.protocols], f"at least one ring or direct that serves {kind}")
+                fail(
+                    where,
+                    "protocols",
+                    [p.name for p in self.protocols],
+                    f"at least one ring or direct that serves {kind}",
+                )
 
     def serving(self, kind: str, members: int) -> tuple[Protocol, ...]:
-        """The protocols that run the collective `kind` in groups of `members`: those for any number, and those for this one or, where
-        there are none, for the nearest."""
+        """The protocols that run the collective `kind` in groups of `members`: those for any number, and those for this
+        one or, where there are none, for the nearest."""
         able = [p for p in self.protocols if p.serves(kind)]
         nearest = min((p.members for p in able if p.members), key=lambda n: (abs(math.log(n / members)), n), default=0)
         return tuple(p for p in able if p.members in (0, nearest))
@@ -108,8 +114,9 @@ DEVICE_KINDS = ("cuda", "cpu")
 """What ranks can run on: torch's device types with a backend here."""
 
 CONTENTION = {"cuda": 20 / 132, "cpu": 1.0}
-"""Seconds that a hidden collective adds to the compute over it, per second, by kind of device: its kernels take multiprocessors, 20 of an H800's 132 in
-DeepSeek-V3's training (https://arxiv.org/abs/2412.19437, section 3.2.2); the cores of a CPU do both."""
+"""Seconds that a hidden collective adds to the compute over it, per second, by kind of device: its kernels take
+multiprocessors, 20 of an H800's 132 in DeepSeek-V3's training (https://arxiv.org/abs/2412.19437, section 3.2.2); the
+cores of a CPU do both."""
 
 
 @dataclass(frozen=True)
@@ -117,29 +124,43 @@ class Device:
     """One device: `kind` is "cuda" (ROCm too) or "cpu" (one rank of one thread).
 
     peak_flops            dense FLOP/s by dtype name (float32, bfloat16, float16, float8, float64)
-    achievable            share of the peak that the best matmul shape reaches, and `best_shape` that (m, n, k), where known
+    achievable            share of the peak that the best matmul shape reaches, and `best_shape` that (m, n, k), where
+                          known
     units, tile           multiprocessors, and the edge of the output tile that one of them works on
-    memory_bytes          memory of the device; `usable_memory` is the share left by context, libraries and fragmentation
+    memory_bytes          memory of the device; `usable_memory` is the share left by context, libraries and
+                          fragmentation
     achievable_bandwidth  share of `memory_bandwidth_bytes_s` that large copies reach
     launch_s              floor of one operator
-    dispatch_s            seconds of the host for one operator of an eager forward (0: hidden); the device waits where it has less to do
-    sustained             share of `achievable`, and of `attention`, that is left over a whole training step, whose clocks the power limit sets
-    spread                standard deviation of the speed of alike devices in different nodes, which wait for the slowest of them
-    attention             share of the peak that fused attention reaches on long sequences and heads 128 wide, forward and backward
-    attention_width       of heads whose exponentials take as long as their products: w wide they have w / (w + it) of the rate of those without (0: any width is alike)
+    dispatch_s            seconds of the host for one operator of an eager forward (0: hidden); the device waits where
+                          it has less to do
+    sustained             share of `achievable`, and of `attention`, that is left over a whole training step, whose
+                          clocks the power limit sets
+    spread                standard deviation of the speed of alike devices in different nodes, which wait for the
+                          slowest of them
+    attention             share of the peak that fused attention reaches on long sequences and heads 128 wide, forward
+                          and backward
+    attention_width       of heads whose exponentials take as long as their products: w wide they have w / (w + it) of
+                          the rate of those without (0: any width is alike)
     flash2                what FlashAttention-2 reaches, as a share of `attention`, where torch runs another kernel
-    unaligned             share of a matmul's rate that is left where rows of 16-bit operands begin at odd elements, and where at even ones, but not at multiples of 16 bytes
+    unaligned             share of a matmul's rate that is left where rows of 16-bit operands begin at odd elements, and
+                          where at even ones, but not at multiples of 16 bytes
     achievable_of         `achievable` of dtypes that have another one
-    vector_flops          FLOP/s of what is no matmul (GELU, softmax, norms), FLOPs as `passes.annotate_flops` counts them; 0: the peak of float32
+    vector_flops          FLOP/s of what is no matmul (GELU, softmax, norms), FLOPs as `passes.annotate_flops` counts
+                          them; 0: the peak of float32
     cache_bytes           bytes that an operator may move at `cache_bandwidth_bytes_s`; what is above goes to memory
     update_s              seconds of the host for each parameter tensor in the optimizer's step, beside its bytes
-    update                share of the memory's bandwidth that the optimizer's step reaches, counting one pass (below 1: it makes several)
-    action_s              seconds of the host for one action of a pipeline schedule (a microbatch forward or backward in a stage), receiving included
-    alone                 how many times as fast a rank is when the others of its machine wait: more than 1 where ranks outnumber cores
-    contention            share of its compute that a collective takes which runs under it; 1: they share its cores and nothing hides (none: CONTENTION of the kind)
+    update                share of the memory's bandwidth that the optimizer's step reaches, counting one pass (below 1:
+                          it makes several)
+    action_s              seconds of the host for one action of a pipeline schedule (a microbatch forward or backward in
+                          a stage), receiving included
+    alone                 how many times as fast a rank is when the others of its machine wait: more than 1 where ranks
+                          outnumber cores
+    contention            share of its compute that a collective takes which runs under it; 1: they share its cores and
+                          nothing hides (none: CONTENTION of the kind)
     host_memory_bytes     memory of the host for each device; 0: not known, and nothing is put there
     host_link_bytes_s     rate of copies between device and host, one direction, when all devices of the host copy
-    host_bandwidth_bytes_s  bytes per second that a device's share of the host's cores reads and writes in an optimizer's step
+    host_bandwidth_bytes_s  bytes per second that a device's share of the host's cores reads and writes in an
+                            optimizer's step
     sources               field name -> where the number comes from
     """
 
@@ -186,10 +207,20 @@ class Device:
         for key in TABLES:
             if unknown := [dtype for dtype in getattr(self, key) if dtype not in DTYPES]:
                 fail(where, key, unknown, f"dtypes of {', '.join(DTYPES)}")
-        if self.attention is not None and not (len(self.attention) == 2 and all(0 < share <= 1 for share in self.attention)):
+        if self.attention is not None and not (
+            len(self.attention) == 2 and all(0 < share <= 1 for share in self.attention)
+        ):
             fail(where, "attention", self.attention, "two shares of the peak, forward and backward")
-        if self.cache_bytes and self.cache_bandwidth_bytes_s < self.memory_bandwidth_bytes_s * self.achievable_bandwidth:
-            fail(where, "cache_bandwidth_bytes_s", self.cache_bandwidth_bytes_s, "at least what large copies reach, where cache_bytes is given")
+        if (
+            self.cache_bytes
+            and self.cache_bandwidth_bytes_s < self.memory_bandwidth_bytes_s * self.achievable_bandwidth
+        ):
+            fail(
+                where,
+                "cache_bandwidth_bytes_s",
+                self.cache_bandwidth_bytes_s,
+                "at least what large copies reach, where cache_bytes is given",
+            )
         if not all(0 < share <= 1 for share in self.unaligned) or len(self.unaligned) != 2:
             fail(where, "unaligned", self.unaligned, "two shares of the rate, of rows at odd and at even elements")
         if self.best_shape is not None and (len(self.best_shape) != 3 or min(self.best_shape) < 1):
@@ -206,7 +237,8 @@ class Device:
         return CONTENTION[self.kind] if self.contention is None else self.contention
 
     def flops(self, dtype: str) -> float:
-        """Peak FLOP/s of `dtype` ("bfloat16", "torch.bfloat16", "float8_e4m3fn"); dtypes without an entry run as float32."""
+        """Peak FLOP/s of `dtype` ("bfloat16", "torch.bfloat16", "float8_e4m3fn"); dtypes without an entry run as
+        float32."""
         return self.peak_flops.get(_family(dtype), self.peak_flops["float32"])
 
     def memory_s(self, nbytes: float) -> float:
@@ -230,8 +262,8 @@ def _family(dtype: str) -> str:
 class Cluster:
     """Levels, outermost first, of alike devices. Raises ClusterError on anything malformed.
 
-    A cluster of several `parts` (autopar.cluster.mixed), joined by `link` or the slower of their own networks, has its ranks part by
-    part; `levels` and `device` are then what all ranks amount to in lockstep.
+    A cluster of several `parts` (autopar.cluster.mixed), joined by `link` or the slower of their own networks, has its
+    ranks part by part; `levels` and `device` are then what all ranks amount to in lockstep.
     """
 
     name: str
@@ -249,8 +281,9 @@ class Cluster:
 
     @staticmethod
     def parse(text: str | Path) -> Cluster:
-        """`"h100:8x8"` (8 nodes of 8), `"a100-80:16"` (one node), `"h100"`, `"cpu:1x4"`, a .toml file, or `"here"`; with + between them
-        parts of one cluster: `"h100:2x8+a100-80:2x8"` (two kinds), `"h100:1x8+h100:1x4"` (unequal nodes)."""
+        """`"h100:8x8"` (8 nodes of 8), `"a100-80:16"` (one node), `"h100"`, `"cpu:1x4"`, a .toml file, or `"here"`;
+        with + between them parts of one cluster: `"h100:2x8+a100-80:2x8"` (two kinds), `"h100:1x8+h100:1x4"` (unequal
+        nodes)."""
         from autopar.cluster.read import parse
 
         return parse(text)
@@ -292,8 +325,8 @@ class Cluster:
         return make_mesh(self, sizes)
 
     def places(self, count: int, sizes: tuple[int, ...]) -> Places:
-        """`count` groups of devices that hold different pipeline stages, each with a mesh of `sizes`. Raises ClusterError as `mesh`,
-        and where one would lie in two parts."""
+        """`count` groups of devices that hold different pipeline stages, each with a mesh of `sizes`. Raises
+        ClusterError as `mesh`, and where one would lie in two parts."""
         from autopar.cluster.places import Places
 
         return Places(self, count, tuple(sizes))

@@ -12,7 +12,9 @@ def describe(cluster: Cluster) -> str:
     lines = [f"{cluster.label}: {cluster.devices} devices in {len(cluster.parts)} parts"]
     for part in cluster.parts:
         lines += [f"  {part.label}: {part.devices} x {part.device.name}", *("  " + line for line in _lines(part))]
-    return "\n".join([*lines, "  all at once, as slow as the slowest of them", *("  " + line for line in _lines(cluster))])
+    return "\n".join(
+        [*lines, "  all at once, as slow as the slowest of them", *("  " + line for line in _lines(cluster))]
+    )
 
 
 def _lines(cluster: Cluster) -> list[str]:
@@ -21,9 +23,14 @@ def _lines(cluster: Cluster) -> list[str]:
 
 def _device(device: Device) -> str:
     rates = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in device.peak_flops.items())
-    return (f"  device  {device.memory_bytes / 2**30:.1f} GiB ({device.usable_memory_bytes / 2**30:.1f} usable), "
-            f"{device.memory_bandwidth_bytes_s / 1e9:g} GB/s; peak TFLOP/s: {rates}")
+    return (
+        f"  device  {device.memory_bytes / 2**30:.1f} GiB ({device.usable_memory_bytes / 2**30:.1f} usable), "
+        f"{device.memory_bandwidth_bytes_s / 1e9:g} GB/s; peak TFLOP/s: {rates}"
+    )
 
 
 def _level(level: Level) -> str:
-    return f"  {level.name:<6}  x{level.size}, {level.bandwidth_bytes_s / 1e9:g} GB/s per device and direction, {level.latency_s * 1e6:.1f} us"
+    return (
+        f"  {level.name:<6}  x{level.size}, {level.bandwidth_bytes_s / 1e9:g} GB/s per device and direction, "
+        f"{level.latency_s * 1e6:.1f} us"
+    )

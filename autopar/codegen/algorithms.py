@@ -1,7 +1,7 @@
 """Operators whose split form is not the plain operator on shards: calls of runtime algorithms.
 
-A row per algorithm of `autopar.rules.algorithms`, and one per operator that is written in its own way: dropout (its mask must agree on
-replicas and differ between shards), layers of experts (of which an argument is a function).
+A row per algorithm of `autopar.rules.algorithms`, and one per operator that is written in its own way: dropout (its
+mask must agree on replicas and differ between shards), layers of experts (of which an argument is a function).
 """
 
 from __future__ import annotations
@@ -30,8 +30,27 @@ if TYPE_CHECKING:
     from autopar.codegen.context import Context
 
 aten = torch.ops.aten
-IMPORTED = ("causal_rows", "dropout", "expert_rows", "experts_on_ranks", "halo", "halves", "in_training", "own_groups", "own_heads", "pairs", "placed", "ring_attention", "seeded",
-            "tiled_embedding", "tiled_linear", "tiled_matmul", "vocab_bag", "vocab_cross_entropy_sum", "vocab_embedding")
+IMPORTED = (
+    "causal_rows",
+    "dropout",
+    "expert_rows",
+    "experts_on_ranks",
+    "halo",
+    "halves",
+    "in_training",
+    "own_groups",
+    "own_heads",
+    "pairs",
+    "placed",
+    "ring_attention",
+    "seeded",
+    "tiled_embedding",
+    "tiled_linear",
+    "tiled_matmul",
+    "vocab_bag",
+    "vocab_cross_entropy_sum",
+    "vocab_embedding",
+)
 """Names that an emitted file may import for its algorithms: no variable may hide them."""
 
 
@@ -69,7 +88,10 @@ def _own_heads(op: Op, node: NodePlan, call: Written, context: Context) -> Writt
 def _embedding(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
     context.algorithms["vocab_embedding"] = None
     padding = f", {call.args[2]}" if len(call.args) > 2 else ""
-    return f"vocab_embedding({call.args[1]}, {call.args[0]}{padding}, vocab={op.call.ins[0].shape[0]}, axes={axes}, mesh=MESH)"
+    return (
+        f"vocab_embedding({call.args[1]}, {call.args[0]}{padding}, vocab={op.call.ins[0].shape[0]}, axes={axes}, "
+        "mesh=MESH)"
+    )
 
 
 def _bag(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
@@ -95,14 +117,16 @@ def _experts(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], conte
     context.use(ops.expert_rows)
     hidden, chosen, gates, up, down, _, *bias = call.args
     dispatch = tuple(a for a in axes if node.runs[a] == "expert_dispatch")
-    return (f"experts_on_ranks(lambda rows, ends: expert_rows({', '.join(['rows', up, down, 'ends', _inner(op, context), *bias])}), "
-            f"{hidden}, {chosen}, {gates}, "
-            f"experts={op.call.ins[3].shape[0]}, axes={axes}, dispatch={dispatch}, mesh=MESH)")
+    return (
+        "experts_on_ranks(lambda rows, ends: "
+        f"expert_rows({', '.join(['rows', up, down, 'ends', _inner(op, context), *bias])}), {hidden}, {chosen}, "
+        f"{gates}, experts={op.call.ins[3].shape[0]}, axes={axes}, dispatch={dispatch}, mesh=MESH)"
+    )
 
 
 def _plain_experts(op: Op, node: NodePlan, call: Written, context: Context) -> str:
     context.use(ops.experts)
-    return f"experts({', '.join([*call.args[:ops.INNER], _inner(op, context), *call.args[ops.BIAS:]])})"
+    return f"experts({', '.join([*call.args[: ops.INNER], _inner(op, context), *call.args[ops.BIAS :]])})"
 
 
 def _inner(op: Op, context: Context) -> str:
@@ -118,14 +142,20 @@ def _own_groups(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], co
     context.algorithms["own_groups"] = None
     context.use(ops.grouped_matmul)
     rows, weights, ends = call.args
-    return (f"own_groups(lambda rows, ends: grouped_matmul(rows, {weights}, ends), {rows}, {ends}, groups={op.call.ins[1].shape[0]}, "
-            f"axes={axes}, mesh=MESH)")
+    return (
+        f"own_groups(lambda rows, ends: grouped_matmul(rows, {weights}, ends), {rows}, {ends}, "
+        f"groups={op.call.ins[1].shape[0]}, axes={axes}, mesh=MESH)"
+    )
 
 
 def _ring(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
     context.algorithms["ring_attention"] = None
     named = dict(zip(("attn_mask", "dropout_p", "is_causal"), call.args[3:], strict=False)) | call.kwargs
-    kept = "".join(f", {k}={v}" for k, v in named.items() if (k, v) not in (("attn_mask", "None"), ("is_causal", "False")) and k != "dropout_p")
+    kept = "".join(
+        f", {k}={v}"
+        for k, v in named.items()
+        if (k, v) not in (("attn_mask", "None"), ("is_causal", "False")) and k != "dropout_p"
+    )
     rows = sizes.text(op.call.ins[0].shape[-2])
     return f"ring_attention({', '.join(call.args[:3])}{kept}, rows={rows}, axes={axes}, mesh=MESH)"
 
@@ -142,7 +172,10 @@ def _tiled_lookup(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], 
     context.algorithms["tiled_embedding"] = None
     (axis,) = axes
     padding = f", {call.args[2]}" if len(call.args) > 2 else ""
-    return f"tiled_embedding({call.args[1]}, {call.args[0]}{padding}, tiles={tiles.tiles(node.runs[axis])}, axes={axes}, mesh=MESH)"
+    return (
+        f"tiled_embedding({call.args[1]}, {call.args[0]}{padding}, tiles={tiles.tiles(node.runs[axis])}, axes={axes}, "
+        "mesh=MESH)"
+    )
 
 
 def _halo(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
@@ -156,13 +189,16 @@ def _halo(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context:
         read = windows.window(op.call, dim)
         named = {"stride": read.stride, "padding": read.padding} if read.stride != 1 or read.padding else {}
         fill = ', fill=float("-inf")' if "max_pool" in str(op.target) and read.padding else ""
-        image = (f"halo({image}, dim={dim}, axis={axis}, size={sizes.text(whole[dim])}, outs={sizes.text(result[dim])}, reach={read.reach}"
-                 f"{''.join(f', {k}={v}' for k, v in named.items())}{fill}, mesh=MESH)")
+        image = (
+            f"halo({image}, dim={dim}, axis={axis}, size={sizes.text(whole[dim])}, outs={sizes.text(result[dim])}, "
+            f"reach={read.reach}{''.join(f', {k}={v}' for k, v in named.items())}{fill}, mesh=MESH)"
+        )
     return write(*_padded(op, replace(call, args=(image, *call.args[1:])), cut))
 
 
 def _padded(op: Op, call: Written, cut: Collection[int]) -> tuple[Any, Written]:
-    """The operator and call with no padding along the dims in `cut`, which `halo` pads; "same" padding is written as numbers."""
+    """The operator and call with no padding along the dims in `cut`, which `halo` pads; "same" padding is written as
+    numbers."""
     arguments, names = given(op.call), [a.name for a in op.target._schema.arguments]
     if arguments["padding"] == "valid":
         return op.target, call
@@ -170,7 +206,7 @@ def _padded(op: Op, call: Written, cut: Collection[int]) -> tuple[Any, Written]:
     if "padding" in call.kwargs:
         call = replace(call, kwargs={**call.kwargs, "padding": text})
     elif (at := names.index("padding")) < len(call.args):
-        call = replace(call, args=(*call.args[:at], text, *call.args[at + 1:]))
+        call = replace(call, args=(*call.args[:at], text, *call.args[at + 1 :]))
     return (op.target.overloadpacket.default if arguments["padding"] == "same" else op.target), call
 
 
@@ -184,8 +220,8 @@ def _dropout(op: Op, node: NodePlan, call: Written, context: Context) -> str:
 
 
 def _draw(op: Op, node: NodePlan, context: Context) -> str:
-    """Arguments of a random operator (runtime.rng): the layout, which says which ranks draw the same; a key that does not depend on the
-    plan; and `once` where all microbatches draw the same."""
+    """Arguments of a random operator (runtime.rng): the layout, which says which ranks draw the same; a key that does
+    not depend on the plan; and `once` where all microbatches draw the same."""
     run = context.program.runs.get(op.scope)
     name = f"{run.whole}/{op.node.name}" if run is not None and run.whole else op.name
     once = context.plan.microbatches > 1 and not is_shard(context.micro((op.name, 0)))
@@ -197,7 +233,9 @@ def _statistic(op: Op, node: NodePlan, call: Written, context: Context) -> str:
     total, count, running = call.args
     own, other = op.out_dtypes[0], facts.dtype(op.node.args[2])  # type: ignore[arg-type]  # a buffer, which is a node
     cast = f".to({own})" if own != other else ""
-    parts = math.prod(size for size, entry in zip(context.sizes, LayoutPair.of(node.outs[0]).value, strict=True) if entry == "P")
+    parts = math.prod(
+        size for size, entry in zip(context.sizes, LayoutPair.of(node.outs[0]).value, strict=True) if entry == "P"
+    )
     # in evaluation each rank takes its share of the running statistic, so that the sum over ranks is right
     share = f" / {parts}" if parts > 1 else ""
     return f"in_training({total} / {count}, {running}.reshape({', '.join(call.outs[0])}){cast}{share})"
@@ -219,7 +257,7 @@ def switched(op: Op, call: Written, context: Context) -> Written:
     text, place = f"in_training({value}, {type(value)()})", place_of(op.target, name)
     if name in call.kwargs:
         return replace(call, kwargs={**call.kwargs, name: text})
-    return replace(call, args=(*call.args[:place], text, *call.args[place + 1:]))
+    return replace(call, args=(*call.args[:place], text, *call.args[place + 1 :]))
 
 
 def seeded_text(op: Op, node: NodePlan, text: str, context: Context) -> str:
@@ -243,7 +281,11 @@ ALGORITHM_TEXTS: dict[str, Callable[[Op, NodePlan, Written, tuple[int, ...], Con
     "own_experts": _experts,
     "own_groups": _own_groups,
     "ring": _ring,
-    **{f"{name}{count}": write for name, write in (("tiles", _tiled), ("lookup_tiles", _tiled_lookup)) for count in tiles.COUNTS},
+    **{
+        f"{name}{count}": write
+        for name, write in (("tiles", _tiled), ("lookup_tiles", _tiled_lookup))
+        for count in tiles.COUNTS
+    },
 }
 
 OPERAND_TEXTS: dict[str, Callable[[Op, NodePlan, Written, Context], Written]] = {

@@ -19,8 +19,15 @@ from autopar.rules.site import InnerCollective, Site
 from autopar.rules.tiles import tiled
 from autopar.text import megabytes, seconds
 
-_VERBS = {"all_gather": "all-gather", "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
-          "broadcast": "broadcast", "slice": "slice", "mask": "mask"}
+_VERBS = {
+    "all_gather": "all-gather",
+    "all_reduce": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "broadcast": "broadcast",
+    "slice": "slice",
+    "mask": "mask",
+}
 
 
 @dataclass(eq=False)
@@ -36,7 +43,8 @@ class Context:
     functions: dict[str, str] = field(default_factory=dict)  # plain function -> module it is imported from
     algorithms: dict[str, None] = field(default_factory=dict)  # runtime algorithms that the file imports
     marks: dict[str, None] = field(default_factory=dict)  # keep, skip and enough, as far as the file uses them
-    even: dict[tuple[str, tuple[int, ...]], str] = field(default_factory=dict)  # (size, axes that must divide it) -> why
+    # (size, axes that must divide it) -> why
+    even: dict[tuple[str, tuple[int, ...]], str] = field(default_factory=dict)
 
     @cached_property
     def edges(self) -> Edges:
@@ -67,9 +75,13 @@ class Context:
         return entries[ref[1]] if entries else "R"
 
     def shared(self, name: str, operand: int, text: str) -> str:
-        """The text of an operand. One that is the same for all microbatches and is added to a partial sum is divided by their number
-        (`Plan.shared`)."""
-        return f"({text} / {self.plan.microbatches})" if self.plan.microbatches > 1 and f"{name}:{operand}" in self._shared else text
+        """The text of an operand. One that is the same for all microbatches and is added to a partial sum is divided by
+        their number (`Plan.shared`)."""
+        return (
+            f"({text} / {self.plan.microbatches})"
+            if self.plan.microbatches > 1 and f"{name}:{operand}" in self._shared
+            else text
+        )
 
     @cached_property
     def _shared(self) -> frozenset[str]:
@@ -82,12 +94,16 @@ class Context:
     def local_sizes(self, ref: Ref) -> tuple[str, ...]:
         """The sizes of a value on this rank in one microbatch, as source."""
         tensor, layout = self.program.ops[ref[0]].call.outs[ref[1]], out_pair(self.plan, ref).value
-        return tuple(size_text.shape(tensor.shape, layout, self.sizes, self.batch_axes, self.micro(ref), self.plan.microbatches))
+        return tuple(
+            size_text.shape(tensor.shape, layout, self.sizes, self.batch_axes, self.micro(ref), self.plan.microbatches)
+        )
 
     def whole_sizes(self, ref: Ref) -> str:
         """The sizes of a value on all ranks together in one microbatch, as the source of a tuple."""
         tensor = self.program.ops[ref[0]].call.outs[ref[1]]
-        texts = size_text.shape(tensor.shape, ("R",) * len(self.sizes), self.sizes, (), self.micro(ref), self.plan.microbatches)
+        texts = size_text.shape(
+            tensor.shape, ("R",) * len(self.sizes), self.sizes, (), self.micro(ref), self.plan.microbatches
+        )
         return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
 
     @property
@@ -115,24 +131,41 @@ class Context:
             self.functions[qualified(target)] = module
 
     def reason(self, reshard: Reshard) -> str:
-        """The comment of a reshard: its steps, bytes and price of one run: `all-gather s on gpu: 33.6 MB, 0.11 ms; backward ...`."""
+        """The comment of a reshard: its steps, bytes and price of one run: `all-gather s on gpu: 33.6 MB, 0.11 ms;
+        backward ...`."""
         size = self.micro_bytes(reshard.ref)
         forward = reshard.forward(self.sizes)
-        parts = [f"{self._words(forward, reshard)}: {megabytes(size * fraction(forward[-1].after, self.sizes))}, "
-                 f"{seconds(self._steps_s(forward, size))}"] if forward else []
+        parts = (
+            [
+                f"{self._words(forward, reshard)}: {megabytes(size * fraction(forward[-1].after, self.sizes))}, "
+                f"{seconds(self._steps_s(forward, size))}"
+            ]
+            if forward
+            else []
+        )
         back = reshard.backward(self.sizes)
         if back:
             parts.append(f"backward {self._words(back, reshard)}, {seconds(self._steps_s(back, size))}")
         return "; ".join(parts)
 
     def tiles(self, op: Op) -> str:
-        """What gathering the weight of an operator in tiles costs, each way: `8 tiles, all-gather on gpu: 8 x 3.36 GB, 65 ms; backward
-        ...`."""
+        """What gathering the weight of an operator in tiles costs, each way: `8 tiles, all-gather on gpu: 8 x 3.36 GB,
+        65 ms; backward ...`."""
         parts = []
         for algorithm, site in sites(op, options(self.plan.nodes[op.name]), self.sizes, self.plan.precision):
-            for direction, inner in (("", algorithm.forward), ("backward ", algorithm.backward if self.plan.mode == "train" and op.graded else ())):
-                runs = {kind: sum(one.times(site) for one in inner if one.kind == kind) for kind in dict.fromkeys(one.kind for one in inner)}
-                parts += [f"{direction}{self._times(next(one for one in inner if one.kind == kind), site, count)}" for kind, count in runs.items() if count]
+            for direction, inner in (
+                ("", algorithm.forward),
+                ("backward ", algorithm.backward if self.plan.mode == "train" and op.graded else ()),
+            ):
+                runs = {
+                    kind: sum(one.times(site) for one in inner if one.kind == kind)
+                    for kind in dict.fromkeys(one.kind for one in inner)
+                }
+                parts += [
+                    f"{direction}{self._times(next(one for one in inner if one.kind == kind), site, count)}"
+                    for kind, count in runs.items()
+                    if count
+                ]
             parts[:1] = [f"{tiled(site.options)} tiles, {part}" for part in parts[:1]]
         return "; ".join(parts)
 

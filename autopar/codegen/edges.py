@@ -1,9 +1,10 @@
 """The reshards that a plan implies: one list, from which they are emitted, counted, explained and priced.
 
-For every value and every distinct layout pair that its readers ask for there is one `Reshard`, shared by these readers. Where a parameter
-rests whole on an axis and its readers leave partial gradients on it, the gradient is not reduced at each use: such axes are the parameter's
-`sync` axes, reduced in buckets in the backward. On axes on which a parameter rests cut and its readers see it whole (`problem.at_rest`),
-the leaf is gathered once per step, and its gradient is partial until it is reduce-scattered.
+For every value and every distinct layout pair that its readers ask for there is one `Reshard`, shared by these readers.
+Where a parameter rests whole on an axis and its readers leave partial gradients on it, the gradient is not reduced at
+each use: such axes are the parameter's `sync` axes, reduced in buckets in the backward. On axes on which a parameter
+rests cut and its readers see it whole (`problem.at_rest`), the leaf is gathered once per step, and its gradient is
+partial until it is reduce-scattered.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ Spot = tuple[int, int]  # (axis, coordinate)
 class Reshard:
     """One change of layout of the value `ref`, from `src` to `dst`.
 
-        role      edge (between operators), feed (into a run of blocks), carry (from block to block), or sync (a parameter at rest to its leaf, and
-                  gradients back, in buckets)
-        count     how often it runs per step
-        weight    whether the value is a parameter
-        saved     whether a reader's backward needs the value; False for vectors, and where a reader runs on some ranks only
-        late      whether the value has no gradient in the first block of its run
-        spared    whether in the first block no reader's backward needs the value
-        replay    where its block is run again (problem.rerun): "again", "kept" or "skipped"; "" where the second run ends before it, or there is none
-        each      whether gradients go back after every microbatch (sync)
+    role      edge (between operators), feed (into a run of blocks), carry (from block to block), or sync (a
+              parameter at rest to its leaf, and gradients back, in buckets)
+    count     how often it runs per step
+    weight    whether the value is a parameter
+    saved     whether a reader's backward needs the value; False for vectors, and where a reader runs on some ranks
+              only
+    late      whether the value has no gradient in the first block of its run
+    spared    whether in the first block no reader's backward needs the value
+    replay    where its block is run again (problem.rerun): "again", "kept" or "skipped"; "" where the second run
+              ends before it, or there is none
+    each      whether gradients go back after every microbatch (sync)
     """
 
     ref: Ref
@@ -54,7 +57,8 @@ class Reshard:
 
     def regathers(self, sizes: tuple[int, ...]) -> bool:
         """Whether the gathered value is not kept for the backward, which gathers it again."""
-        return not self.replay and self.gathers(sizes)  # a block that is run again gathers it then, and has it for the backward
+        # a block that is run again gathers it then, and has it for the backward
+        return not self.replay and self.gathers(sizes)
 
     def gathers(self, sizes: tuple[int, ...]) -> bool:
         """Whether it gathers a weight that the backward needs (a frozen weight, too)."""
@@ -104,15 +108,17 @@ class Edges:
     reshards: tuple[Reshard, ...]
     sync: Mapping[Ref, tuple[int, ...]]
     reruns: Mapping[str, Rerun] = field(default_factory=dict)  # of the scopes that are run again
-    as_made: Mapping[str, None] = field(default_factory=dict)  # kept operators whose results are needed again as they are made
+    # kept operators whose results are needed again as they are made
+    as_made: Mapping[str, None] = field(default_factory=dict)
 
     def runs_again(self, op: Op) -> bool:
         """Whether an operator runs again in the backward."""
         return op.scope in self.reruns and op.name in self.reruns[op.scope].again
 
     def mark(self, op: Op) -> str:
-        """The mark of an operator in a block that is run again: "keep" where its result is stored in the layout in which it is made, "skip"
-        where it is not needed again (or only after a reshard, whose result is stored); "" where it runs again, or the block does not."""
+        """The mark of an operator in a block that is run again: "keep" where its result is stored in the layout in
+        which it is made, "skip" where it is not needed again (or only after a reshard, whose result is stored); ""
+        where it runs again, or the block does not."""
         about = self.reruns.get(op.scope)
         if about is None or op.name not in {**about.kept, **about.skipped}:
             return ""
@@ -121,8 +127,8 @@ class Edges:
         return "keep" if op.name in self.as_made or saves_results(op) else "skip"
 
     def behind(self, plan: Plan) -> tuple[int, ...]:
-        """The mesh axes that need a second process group: on them some collectives run in the background (gathers of weights, sums and
-        scatters of gradients), and compute waits for others."""
+        """The mesh axes that need a second process group: on them some collectives run in the background (gathers of
+        weights, sums and scatters of gradients), and compute waits for others."""
         sizes, behind, waited = tuple(plan.mesh), set[int](), set[int]()
         for reshard in self.reshards:
             moved = {step.axis for step in (*reshard.forward(sizes), *reshard.backward(sizes)) if crosses(step, sizes)}
@@ -156,33 +162,78 @@ def edges(program: Program, plan: Plan) -> Edges:
             axes = sync.setdefault((program.source(ref), 0), _sync_axes(rest, _in_the_end(program, plan, ref)))
             src = src.partial(axes)
             if producer.role == "param" and src != rest:
-                found.append(Reshard(ref, LayoutPair(rest.rest, rest.grad), src, "sync", producer.scope, producer.count, True, False, (),
-                                     each=EACH in plan.nodes[ref[0]].runs))
+                found.append(
+                    Reshard(
+                        ref,
+                        LayoutPair(rest.rest, rest.grad),
+                        src,
+                        "sync",
+                        producer.scope,
+                        producer.count,
+                        True,
+                        False,
+                        (),
+                        each=EACH in plan.nodes[ref[0]].runs,
+                    )
+                )
         for (scope, dst), group in asked.items():
-            if scope in reruns and src.value == dst.value and any((op.name, i) in reruns[scope].reads for op, i in group):
+            if (
+                scope in reruns
+                and src.value == dst.value
+                and any((op.name, i) in reruns[scope].reads for op, i in group)
+            ):
                 as_made[ref[0]] = None
-            follows = any(op.name in program.following for op, _ in group)  # the gradient of what it makes is as its readers leave it
+            # the gradient of what it makes is as its readers leave it
+            follows = any(op.name in program.following for op, _ in group)
             if needed(src, dst._replace(grad=src.grad) if follows else dst):
-                saved = any(op.needs_again(operand) for op, operand in group) and not any(beside(plan, op.name) for op, _ in group)
+                saved = any(op.needs_again(operand) for op, operand in group) and not any(
+                    beside(plan, op.name) for op, _ in group
+                )
                 spared = not any(op.needs_again(operand, first=True) for op, operand in group)
                 names = tuple(op.name for op, _ in group)
                 replay = _replay(reruns[scope], group, ref, moves=src.value != dst.value) if scope in reruns else ""
-                found.append(Reshard(ref, src, dst, "edge", scope, group[0][0].count, program.is_weight(ref), saved, names, producer.late, spared,
-                                     replay))
+                found.append(
+                    Reshard(
+                        ref,
+                        src,
+                        dst,
+                        "edge",
+                        scope,
+                        group[0][0].count,
+                        program.is_weight(ref),
+                        saved,
+                        names,
+                        producer.late,
+                        spared,
+                        replay,
+                    )
+                )
     found += _fed(program, plan, sync)
     for run in program.runs.values():
         outer = program.ops[run.ports[0]].count // run.count
         for port, ref in zip(run.ports, run.carried, strict=False):
             src, dst = out_pair(plan, ref), in_pair(plan, port, 0)
             if needed(src, dst) and run.count > 1:
-                found.append(Reshard(ref, src, dst, "carry", run.scope, outer * (run.count - 1), False, False, (port,),
-                                     program.ops[ref[0]].late))
+                found.append(
+                    Reshard(
+                        ref,
+                        src,
+                        dst,
+                        "carry",
+                        run.scope,
+                        outer * (run.count - 1),
+                        False,
+                        False,
+                        (port,),
+                        program.ops[ref[0]].late,
+                    )
+                )
     return Edges(tuple(found), sync, reruns, as_made)
 
 
 def _fed(program: Program, plan: Plan, sync: Mapping[Ref, tuple[int, ...]]) -> list[Reshard]:
-    """The reshards of values that are fed to runs of blocks; runs that want the same layout share one. A weight is fed in the layout that
-    its other readers get."""
+    """The reshards of values that are fed to runs of blocks; runs that want the same layout share one. A weight is fed
+    in the layout that its other readers get."""
     asked: dict[tuple[Ref, LayoutPair], list[str]] = {}
     for feed, ports in program.fed.items():
         for port in ports:
@@ -193,13 +244,15 @@ def _fed(program: Program, plan: Plan, sync: Mapping[Ref, tuple[int, ...]]) -> l
         src = given(program, plan, feed)
         src = src.partial(sync.get((program.source(feed), 0), ())) if program.is_weight(feed) else src
         if needed(src, dst):
-            found.append(Reshard(feed, src, dst, "feed", program.ops[feed[0]].scope, outer[ports[0]], False, False, tuple(ports)))
+            found.append(
+                Reshard(feed, src, dst, "feed", program.ops[feed[0]].scope, outer[ports[0]], False, False, tuple(ports))
+            )
     return found
 
 
 def reruns_of(program: Program, plan: Plan) -> dict[str, Rerun]:
-    """For each scope of `plan.remat`, which operators run again, are kept or are skipped (problem.rerun). Raises PlanError for blocks that
-    cannot be run again."""
+    """For each scope of `plan.remat`, which operators run again, are kept or are skipped (problem.rerun). Raises
+    PlanError for blocks that cannot be run again."""
     check(program, plan.remat)
     for scope in plan.remat:
         placed = [op.name for op in program.ops.values() if op.scope == scope and beside(plan, op.name)]
@@ -211,18 +264,22 @@ def reruns_of(program: Program, plan: Plan) -> dict[str, Rerun]:
 
 def spot_of(node: NodePlan) -> Spot | None:
     """The (axis, coordinate) on which alone the plan runs an Op; None where all ranks run it."""
-    return next(((axis, int(factor[2:-1])) for axis, factor in enumerate(node.factors) if factor.startswith("O(")), None)
+    return next(
+        ((axis, int(factor[2:-1])) for axis, factor in enumerate(node.factors) if factor.startswith("O(")), None
+    )
 
 
 def beside(plan: Plan, name: str) -> bool:
-    """Whether an operator reads or makes a value that only one coordinate of an axis has. What its backward needs is then kept, since only
-    some ranks would take part in gathering it again."""
-    return any(is_placed(e) for text in (*plan.nodes[name].ins, *plan.nodes[name].outs) for e in parse(text.split("|")[0]))
+    """Whether an operator reads or makes a value that only one coordinate of an axis has. What its backward needs is
+    then kept, since only some ranks would take part in gathering it again."""
+    return any(
+        is_placed(e) for text in (*plan.nodes[name].ins, *plan.nodes[name].outs) for e in parse(text.split("|")[0])
+    )
 
 
 def _replay(about: Rerun, readers: list[tuple[Op, int]], ref: Ref, *, moves: bool) -> str:
-    """`Reshard.replay` of the reshard of `ref` for these `readers`, in a block that is run again; `moves`: whether the value changes its
-    layout."""
+    """`Reshard.replay` of the reshard of `ref` for these `readers`, in a block that is run again; `moves`: whether the
+    value changes its layout."""
     if any((op.name, operand) in about.reads for op, operand in readers):
         return "kept" if moves and ref[0] in about.kept else "again"
     return "skipped" if any(about.reached(op.name) for op, _ in readers) else ""
@@ -234,8 +291,8 @@ def out_pair(plan: Plan, ref: Ref) -> LayoutPair:
 
 
 def given(program: Program, plan: Plan, ref: Ref) -> LayoutPair:
-    """The layout pair in which readers get the value `ref` and leave its gradient; of a weight that is gathered once per step, the gradient
-    is partial on the gathered axes."""
+    """The layout pair in which readers get the value `ref` and leave its gradient; of a weight that is gathered once
+    per step, the gradient is partial on the gathered axes."""
     pair = out_pair(plan, ref)
     return pair.partial(pair.gathered) if program.is_weight(ref) else pair
 
@@ -252,8 +309,10 @@ def options(node: NodePlan) -> tuple[Option, ...]:
     def uses(pairs: list[LayoutPair], axis: int) -> tuple[Use, ...]:
         return tuple(Use(pair.value[axis], pair.grad[axis]) for pair in pairs)
 
-    return tuple(Option(factor, uses(ins, axis), uses(outs, axis), node.runs[axis], node.divides[axis])
-                 for axis, factor in enumerate(node.factors))
+    return tuple(
+        Option(factor, uses(ins, axis), uses(outs, axis), node.runs[axis], node.divides[axis])
+        for axis, factor in enumerate(node.factors)
+    )
 
 
 def needed(src: LayoutPair, dst: LayoutPair) -> bool:
@@ -262,14 +321,24 @@ def needed(src: LayoutPair, dst: LayoutPair) -> bool:
 
 
 def _in_the_end(program: Program, plan: Plan, ref: Ref) -> list[LayoutPair]:
-    """The layout pairs asked of the weight `ref` by its final readers: through permutations and casts, and by runs of blocks that it is fed
-    to."""
-    read = [pair for op, operand in program.readers.get(ref, ())
-            for pair in (_in_the_end(program, plan, (op.name, 0)) if op.name in program.following else [in_pair(plan, op.name, operand)])]
+    """The layout pairs asked of the weight `ref` by its final readers: through permutations and casts, and by runs of
+    blocks that it is fed to."""
+    read = [
+        pair
+        for op, operand in program.readers.get(ref, ())
+        for pair in (
+            _in_the_end(program, plan, (op.name, 0))
+            if op.name in program.following
+            else [in_pair(plan, op.name, operand)]
+        )
+    ]
     return read + [in_pair(plan, port, 0) for port in program.fed.get(ref, ())]
 
 
 def _sync_axes(rest: LayoutPair, asked: list[LayoutPair]) -> tuple[int, ...]:
     """Axes on which the parameter rests whole and every reader leaves a partial gradient."""
-    return tuple(a for a, entry in enumerate(rest.rest)
-                 if entry == "R" and all(p.value[a] == "R" and p.has_grad and p.grad[a] == "P" for p in asked))
+    return tuple(
+        a
+        for a, entry in enumerate(rest.rest)
+        if entry == "R" and all(p.value[a] == "R" and p.has_grad and p.grad[a] == "P" for p in asked)
+    )

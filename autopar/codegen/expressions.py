@@ -43,6 +43,7 @@ def _infix(symbol: str) -> Writer:
         if call.kwargs or len(call.args) > 2:
             raise ValueError(f"no infix form of {call}")
         return f"{call.args[0]} {symbol} {call.args[1]}"
+
     return write
 
 
@@ -73,6 +74,7 @@ def _softmax(name: str) -> Writer:
     def write(call: Written) -> str:
         dtype = f", dtype={call.args[2]}" if len(call.args) > 2 and call.raw[2] is not None else ""
         return f"F.{name}({call.args[0]}, dim={call.args[1]}{dtype})"
+
     return write
 
 
@@ -110,8 +112,23 @@ def _slice(call: Written) -> str:
     return f"{call.args[0]}[{':, ' * dim}{start}:{stop}{step}]"
 
 
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
-          "bitwise_and": "&", "bitwise_or": "|", "remainder": "%", "floor_divide": "//", "pow": "**"}
+_INFIX = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "bitwise_and": "&",
+    "bitwise_or": "|",
+    "remainder": "%",
+    "floor_divide": "//",
+    "pow": "**",
+}
 _OVERLOADS = {"pow": ("Tensor_Scalar", "Tensor_Tensor"), "floor_divide": ("default", "Scalar")}
 
 EXPRESSIONS: dict[Any, Writer] = {
@@ -161,7 +178,8 @@ def write(target: Any, call: Written) -> str:
 
 
 def _makes(target: Any) -> bool:
-    """Whether an operator is a factory function: it has a device argument and no tensor arguments (arange, full, eye, rand)."""
+    """Whether an operator is a factory function: it has a device argument and no tensor arguments (arange, full, eye,
+    rand)."""
     if not isinstance(target, OpOverload):
         return False
     arguments = target._schema.arguments
@@ -181,10 +199,12 @@ def qualified(target: Any) -> str:
 
 
 def literal(item: Any) -> str:
-    """A plain value as source: an argument of an operator or of the model. Raises TypeError for symbolic sizes and tensors."""
+    """A plain value as source: an argument of an operator or of the model. Raises TypeError for symbolic sizes and
+    tensors."""
     if isinstance(item, (torch.dtype, torch.memory_format, torch.layout)):
         return str(item)
-    if isinstance(item, complex) or (isinstance(item, float) and not math.isfinite(item)):  # as an expression `-0j` is another number
+    # as an expression `-0j` is another number
+    if isinstance(item, complex) or (isinstance(item, float) and not math.isfinite(item)):
         return f'{type(item).__name__}("{item}")'
     if isinstance(item, (torch.SymInt, sympy.Expr, torch.Tensor)):
         raise TypeError(f"argument {item!r} has no source form")

@@ -2,7 +2,8 @@
 
     emit(gm, plan, ...) -> Python source
 
-The file imports torch and autopar.runtime only. Parameters are declared with their global shape, dtype and layout at rest.
+The file imports torch and autopar.runtime only. Parameters are declared with their global shape, dtype and layout at
+rest.
 """
 
 from __future__ import annotations
@@ -36,7 +37,19 @@ from autopar.problem.read_graph import read
 from autopar.rules import TORCH
 from autopar.text import gibibytes, inside, seconds
 
-RESERVED = ("Block", "Mesh", "Model", "Param", "Pipeline", "PipelinedModule", "ShardedModule", "Stage", "main", "registered")  # names that the file imports or defines
+# names that the file imports or defines
+RESERVED = (
+    "Block",
+    "Mesh",
+    "Model",
+    "Param",
+    "Pipeline",
+    "PipelinedModule",
+    "ShardedModule",
+    "Stage",
+    "main",
+    "registered",
+)
 
 
 def emit(gm: fx.GraphModule, plan: Plan, names: Names, *, probes: bool = False) -> str:
@@ -55,7 +68,9 @@ def _class_names(program: Program, plan: Plan) -> dict[str, str]:
     found = {}
     for run in program.runs.values():
         name = _module_class(program, run)
-        found[run.scope] = next(text for text in itertools.chain([name], (f"{name}{i}" for i in itertools.count(2))) if text not in taken)
+        found[run.scope] = next(
+            text for text in itertools.chain([name], (f"{name}{i}" for i in itertools.count(2))) if text not in taken
+        )
         taken[found[run.scope]] = None
     return found
 
@@ -77,15 +92,23 @@ def _header(context: Context) -> str:
     gap = f", gap {100 * predicted.gap:.1f} %" if predicted.bound_s > 0 else ""
     imports = "\n".join(f"from {module} import {name}" for name, module in sorted(context.functions.items()))
     others = _others(context)
-    again = "".join(f", {name}" for name in (*context.marks, *(["registered"] if others else []), *(["remat"] if plan.remat else [])))
+    again = "".join(
+        f", {name}"
+        for name in (*context.marks, *(["registered"] if others else []), *(["remat"] if plan.remat else []))
+    )
     bases = "Pipeline, PipelinedModule, Stage" if plan.pipelined else "ShardedModule"
     places = f", places={plan.places}" if plan.places > 1 else ""
     behind = f", behind={axes}" if (axes := context.edges.behind(plan)) else ""
     mesh = ", ".join(f"{name}={size}" for name, size in zip(plan.axes, plan.mesh, strict=True))
-    return f'''"""{inside(plan.model)} on {inside(cluster)} | mesh {mesh or "of one device"} | {inside(plan.strategy)} | {plan.mode}
+    title = f"{inside(plan.model)} on {inside(cluster)} | mesh {mesh or 'of one device'} | {inside(plan.strategy)}"
+    sizes = ", ".join(f"{k}={v}" for k, v in plan.hints.items()) or "fixed sizes"
+    made_of = f"graph {plan.graph_hash[:12]} | plan {plan.digest} | autopar {autopar.__version__}"
+    mesh_text = f'Mesh({tuple(plan.mesh)}, {tuple(plan.axes)}, "{plan.device_kind}"{places}{behind})'
+    registers = f"registered({others!r})\n\n" if others else ""
+    return f'''"""{title} | {plan.mode}
 
 predicted {seconds(predicted.step_s)} per step, {gibibytes(predicted.memory_bytes)} per device{gap}
-planned for {", ".join(f"{k}={v}" for k, v in plan.hints.items()) or "fixed sizes"} | graph {plan.graph_hash[:12]} | plan {plan.digest} | autopar {autopar.__version__}
+planned for {sizes} | {made_of}
 
 Each operator runs on local shards. The comment behind it is the local size of its result and its layout: one entry per
 mesh axis, R replicated, S0 cut along dim 0, P a part of a sum.
@@ -96,16 +119,22 @@ import torch.nn.functional as F
 
 from autopar.runtime import Block, Mesh, Param, {bases}, gather, main, reshard{again}
 {_algorithms(context)}{imports}{chr(10) if imports else ""}
-{f"registered({others!r}){chr(10)}{chr(10)}" if others else ""}MESH = Mesh({tuple(plan.mesh)}, {tuple(plan.axes)}, "{plan.device_kind}"{places}{behind})
+{registers}MESH = {mesh_text}
 '''
 
 
 def _others(context: Context) -> dict[str, str]:
     """Custom operators (not of torch) -> the module that registers them; "" for a script, or where it is not known."""
-    targets = dict.fromkeys(op.target for op in context.program.ops.values() if isinstance(op.target, OpOverload) and op.target.namespace not in TORCH)
+    targets = dict.fromkeys(
+        op.target
+        for op in context.program.ops.values()
+        if isinstance(op.target, OpOverload) and op.target.namespace not in TORCH
+    )
     made = {target: OPDEFS.get(target._schema.name) for target in targets}
     modules = {target: "" if by is None else by._init_fn.__module__ for target, by in made.items()}
-    return {str(target): module.removeprefix(RAN_AS) if module != "__main__" else "" for target, module in modules.items()}
+    return {
+        str(target): module.removeprefix(RAN_AS) if module != "__main__" else "" for target, module in modules.items()
+    }
 
 
 def _algorithms(context: Context) -> str:
@@ -120,11 +149,21 @@ def _block(context: Context, gm: fx.GraphModule, run: Run) -> str:
     writer = ScopeWriter(context, body, run.scope)
     lines = writer.write()
     ports = [writer.names[port, 0] for port in run.ports]
-    return "\n".join([
-        "", f"class {context.class_of(run.scope)}(Block):",
-        f'{INDENT}"""{run.count} instances of {inside(first_path(namings(context.program, run)[0]) or run.scope)}."""', "",
-        *parameter_tables(context, _ops(context, run.scope)), *_mutates(context, run), "",
-        signature("forward", ports, context.symbols), *(f"{INDENT * 2}{line}".rstrip() for line in lines), ""])
+    return "\n".join(
+        [
+            "",
+            f"class {context.class_of(run.scope)}(Block):",
+            f'{INDENT}"""{run.count} instances of '
+            f'{inside(first_path(namings(context.program, run)[0]) or run.scope)}."""',
+            "",
+            *parameter_tables(context, _ops(context, run.scope)),
+            *_mutates(context, run),
+            "",
+            signature("forward", ports, context.symbols),
+            *(f"{INDENT * 2}{line}".rstrip() for line in lines),
+            "",
+        ]
+    )
 
 
 def _mutates(context: Context, run: Run) -> list[str]:
@@ -142,20 +181,25 @@ def _model(context: Context, gm: fx.GraphModule, names: Names) -> str:
     lines = writer.write()
     inputs = [op for op in context.program.ops.values() if op.role == "input"]
     text = [
-        "", "class Model(ShardedModule):",
-        f'{INDENT}"""The sharded model; `INPUTS` lists how each input is cut."""', "",
+        "",
+        "class Model(ShardedModule):",
+        f'{INDENT}"""The sharded model; `INPUTS` lists how each input is cut."""',
+        "",
         *interface(context, gm, names),
         *parameter_tables(context, _ops(context, "")),
-        run_table(context, {scope: (0, run.count) for scope, run in context.program.runs.items()}), "",
+        run_table(context, {scope: (0, run.count) for scope, run in context.program.runs.items()}),
+        "",
         f"{INDENT}def forward(self, {', '.join(writer.names[op.name, 0] for op in inputs)}):",
         *(f"{INDENT * 2}{line}" for line in size_lines(context, writer.names)),
         *(f"{INDENT * 2}{line}" for line in even_lines(context)),
-        *(f"{INDENT * 2}{line}".rstrip() for line in lines), ""]
+        *(f"{INDENT * 2}{line}".rstrip() for line in lines),
+        "",
+    ]
     return "\n".join(text)
 
 
 def _footer() -> str:
-    return '''
+    return """
 if __name__ == "__main__":  # torchrun --nproc-per-node=<ranks> sharded.py
     main(Model)
-'''
+"""

@@ -14,7 +14,8 @@ LINE_COLUMNS = 100  # columns of a line of names
 
 
 def ranked(ops: Sequence[Op], order: Sequence[str]) -> list[Op]:
-    """Parameters or buffers in the order of the state dict (by their first instance); those that it does not hold come last."""
+    """Parameters or buffers in the order of the state dict (by their first instance); those that it does not hold come
+    last."""
     place = {name: i for i, name in enumerate(order)}
     return sorted(ops, key=lambda op: place.get(_first(op), len(place)))
 
@@ -26,14 +27,15 @@ def _first(op: Op) -> str:
 
 def order_text(context: Context) -> str:
     """A tuple of names, in which the path of a block stands for all that the block declares, parameters before buffers:
-    `("wte.weight", *(f"h.{i}" for i in range(12)), "ln_f.weight")`. What stands in another order is named one by one."""
+    `("wte.weight", *(f"h.{i}" for i in range(12)), "ln_f.weight")`. What stands in another order is named one by
+    one."""
     blocks, scopes = _blocks(context)
     starts = {names[0]: path for path, names in blocks.items() if names}
     entries: list[tuple[str, str]] = []  # (scope of the run or "", entry)
     at = 0
     while at < len(context.order):
         path = starts.get(context.order[at])
-        if path is not None and list(context.order[at:at + len(blocks[path])]) == blocks[path]:
+        if path is not None and list(context.order[at : at + len(blocks[path])]) == blocks[path]:
             entries.append((scopes[path], path))
             at += len(blocks[path])
         else:
@@ -60,7 +62,10 @@ def _blocks(context: Context) -> tuple[dict[str, list[str]], dict[str, str]]:
     scopes: dict[str, str] = {}
     for run in context.program.runs.values():
         held = [op for op in context.program.ops.values() if op.scope == run.scope]
-        tables = ([op for op in held if op.role == "param"], [op for op in held if op.role == "buffer" and _first(op) not in context.fleeting])
+        tables = (
+            [op for op in held if op.role == "param"],
+            [op for op in held if op.role == "buffer" and _first(op) not in context.fleeting],
+        )
         ops = [op for table in tables for op in ranked(table, context.order)]
         for number, naming in enumerate(namings(context.program, run)):
             for op in ops:
@@ -85,9 +90,13 @@ def _grouped(entries: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def compact(namings: Sequence[Naming]) -> str:
-    """The names of instances as source: a comprehension where their numbers form an arithmetic sequence, else a list."""
-    columns = {"": [n for n in namings if isinstance(n, str)]} if isinstance(namings[0], str) else {
-        head: [n[head] for n in namings if isinstance(n, dict)] for head in namings[0]}
+    """The names of instances as source: a comprehension where their numbers form an arithmetic sequence, else a
+    list."""
+    columns = (
+        {"": [n for n in namings if isinstance(n, str)]}
+        if isinstance(namings[0], str)
+        else {head: [n[head] for n in namings if isinstance(n, dict)] for head in namings[0]}
+    )
     counts = {head: count for head, paths in columns.items() if (count := _count(paths)) is not None}
     if len(namings) < 3 or len(counts) < len(columns) or len({count.step for count in counts.values()}) > 1:
         return repr(list(namings))
@@ -98,7 +107,8 @@ def compact(namings: Sequence[Naming]) -> str:
 
 
 class _Count(NamedTuple):
-    """Paths whose numbers form an arithmetic sequence: `h.0`, `h.2`, `h.4`, ... have head `h.`, first 0, step 2 and an empty tail."""
+    """Paths whose numbers form an arithmetic sequence: `h.0`, `h.2`, `h.4`, ... have head `h.`, first 0, step 2 and an
+    empty tail."""
 
     head: str
     first: int

@@ -1,14 +1,15 @@
 """Placed operators (those that a plan runs on one coordinate of an axis): their order, and how they are written.
 
-Statements that stand together and run on the same coordinate become one local function, which `placed` calls there only:
+Statements that stand together and run on the same coordinate become one local function, which `placed` calls there
+only:
 
     def user():                              # on coordinate 0 of gpu
         x = F.linear(ids, self.w["user.weight"])
         return x
     x = placed(0, 0, user, (self.w["user.weight"],), (ids, (b, 64)), mesh=MESH)
 
-Placed operators are written as early as their inputs allow: otherwise a rank would wait in the collective for the result of the other
-branch before it has started its own.
+Placed operators are written as early as their inputs allow: otherwise a rank would wait in the collective for the
+result of the other branch before it has started its own.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from autopar.problem.graph import Op, Ref
 if TYPE_CHECKING:
     from autopar.codegen.scope import ScopeWriter
 
+
 def in_order(nodes: Sequence[fx.Node], spots: Mapping[fx.Node, Spot]) -> list[fx.Node]:
-    """`nodes` in a stable topological order: those with a spot as early as their inputs allow, and those of one spot together."""
+    """`nodes` in a stable topological order: those with a spot as early as their inputs allow, and those of one spot
+    together."""
     if not spots:
         return list(nodes)
     spots = dict(spots)
@@ -93,7 +96,9 @@ def write_placed(writer: ScopeWriter, ops: Sequence[Op]) -> None:
     tracked = [name for name, has_grad in given.items() if has_grad]
     operands = f"({', '.join(tracked)}{',' if len(tracked) == 1 else ''})"
     layouts = dict.fromkeys(show(out_pair(plan, ref).value) for ref in results)
-    for line in _call(f"{', '.join(names)} = placed({spot[0]}, {spot[1]}, {function}, ", operands, f", {', '.join(outs)}, mesh=MESH)"):
+    for line in _call(
+        f"{', '.join(names)} = placed({spot[0]}, {spot[1]}, {function}, ", operands, f", {', '.join(outs)}, mesh=MESH)"
+    ):
         writer.say(line, " ".join(layouts) if line.endswith("mesh=MESH)") else "")
     writer.context.algorithms["placed"] = None
     for op in ops:  # one, where there are probes

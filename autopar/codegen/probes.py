@@ -1,7 +1,7 @@
 """Probes: calls in an emitted file that report every value and gradient, to find the first wrong node.
 
-`emit(..., probes=True)` puts `x = self.probe("node", x, "S0,R|S0,P", (b, s, 64))` behind each operator. What a probe does
-is up to `autopar.verify`; ordinary files have none.
+`emit(..., probes=True)` puts `x = self.probe("node", x, "S0,R|S0,P", (b, s, 64))` behind each operator. What a probe
+does is up to `autopar.verify`; ordinary files have none.
 """
 
 from __future__ import annotations

@@ -5,7 +5,22 @@ from __future__ import annotations
 from autopar.codegen.algorithms import IMPORTED
 
 REPLAYED = {"kept": "keep", "skipped": "skip"}
-USED_IN_SCOPES = ("self", "F", "torch", "MESH", "reshard", "gather", "remat", "keep", "skip", "enough", "block", "changed", "i", *IMPORTED)
+USED_IN_SCOPES = (
+    "self",
+    "F",
+    "torch",
+    "MESH",
+    "reshard",
+    "gather",
+    "remat",
+    "keep",
+    "skip",
+    "enough",
+    "block",
+    "changed",
+    "i",
+    *IMPORTED,
+)
 
 
 def atom(text: str) -> str:

@@ -1,7 +1,8 @@
 """Writes the forward of one scope: the top-level graph, or the body of a run of blocks.
 
-Each line is one operator on local shards with the local sizes and layout of its result as a comment; in front of it stand
-the reshards that it needs, each with its collectives, bytes and price. A reshard that several readers share is written once.
+Each line is one operator on local shards with the local sizes and layout of its result as a comment; in front of it
+stand the reshards that it needs, each with its collectives, bytes and price. A reshard that several readers share is
+written once.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class ScopeWriter:
         return self.lines
 
     def _enough(self, op: Op | None) -> None:
-        """Write `enough()` where `op` is the last operator of the block that saves something for the backward (None: the block begins, and
-        no operator does)."""
+        """Write `enough()` where `op` is the last operator of the block that saves something for the backward (None:
+        the block begins, and no operator does)."""
         about = self.context.edges.reruns.get(self.scope)
         if about is not None and about.last == (-1 if op is None else about.order[op.name]):
             self.context.marks["enough"] = None
@@ -110,11 +111,13 @@ class ScopeWriter:
         return spot_of(self.context.plan.nodes[op.name]) if op is not None and op.role == "op" else None
 
     def _moves(self, op: Op | None, together: Sequence[Op]) -> bool:
-        """Whether `op` needs a reshard of a value made in `together`: all ranks run reshards, so that these are outside of local
-        functions."""
+        """Whether `op` needs a reshard of a value made in `together`: all ranks run reshards, so that these are outside
+        of local functions."""
         inside = {other.name: other for other in together}
-        return op is not None and any(ref[0] in inside and needed(out_pair(self.context.plan, ref), in_pair(self.context.plan, op.name, i))
-                                      for i, ref in enumerate(op.operands))
+        return op is not None and any(
+            ref[0] in inside and needed(out_pair(self.context.plan, ref), in_pair(self.context.plan, op.name, i))
+            for i, ref in enumerate(op.operands)
+        )
 
     def _spots(self) -> dict[fx.Node, Spot]:
         """Where placed nodes run; a run of blocks is where its blocks are."""
@@ -141,8 +144,10 @@ class ScopeWriter:
         """Add one statement; its comment is on the same line, or above it where the statement is long."""
         code = self.indent + code
         if comment and len(code) >= COMMENT_COLUMN:
-            self.lines.append(f"{code[:len(code) - len(code.lstrip())]}# {comment}")
-        self.lines.append(f"{code.ljust(COMMENT_COLUMN)}# {comment}" if comment and len(code) < COMMENT_COLUMN else code)
+            self.lines.append(f"{code[: len(code) - len(code.lstrip())]}# {comment}")
+        self.lines.append(
+            f"{code.ljust(COMMENT_COLUMN)}# {comment}" if comment and len(code) < COMMENT_COLUMN else code
+        )
 
     def _placeholder(self, node: fx.Node) -> None:
         op = self.context.program.ops[self._full(node.name)]
@@ -156,7 +161,8 @@ class ScopeWriter:
         return self.names[ref]
 
     def asked(self, ref: Ref, dst: LayoutPair, role: str = "edge") -> str:
-        """The variable that holds `ref` in the layout pair `dst`; writes the reshard the first time that it is asked for."""
+        """The variable that holds `ref` in the layout pair `dst`; writes the reshard the first time that it is asked
+        for."""
         reshard = self.context.edges.between(ref, dst, role, self.scope if role == "edge" else None)
         if reshard is None:
             return self.names[ref]
@@ -182,20 +188,28 @@ class ScopeWriter:
         return self.names.get(ref) or str(op.node.name)
 
     def reshard_text(self, reshard: Reshard, name: str) -> str:
-        """The call of `reshard` for a value called `name`; of `gather` for weights, which permutes and casts them, is prefetched, and
-        gathers again in the backward where needed."""
+        """The call of `reshard` for a value called `name`; of `gather` for weights, which permutes and casts them, is
+        prefetched, and gathers again in the backward where needed."""
         shape, turn = self.context.whole_sizes(reshard.ref), ""
         grad = f'"{show(reshard.dst.grad)} -> {show(reshard.src.grad)}"' if reshard.gradient else "None"
         fetches, gathers = reshard.fetches(self.context.sizes), reshard.gathers(self.context.sizes)
         if fetches:
-            name, turn = self.names[self.context.program.source(reshard.ref), 0], turn_text(self.context.program.turn(reshard.ref))
+            name, turn = (
+                self.names[self.context.program.source(reshard.ref), 0],
+                turn_text(self.context.program.turn(reshard.ref)),
+            )
         kept = fetches and not gathers and self.context.plan.mode == "train"
-        return (f'{"gather" if fetches else "reshard"}({name}, "{show(reshard.src.value)} -> {show(reshard.dst.value)}", '
-                f"grad={grad}, shape={shape}, mesh=MESH{turn}{', again=False' if kept else ''})")
+        return (
+            f'{"gather" if fetches else "reshard"}({name}, "{show(reshard.src.value)} -> {show(reshard.dst.value)}", '
+            f"grad={grad}, shape={shape}, mesh=MESH{turn}{', again=False' if kept else ''})"
+        )
 
     def operator(self, op: Op) -> None:
         """The statement of one operator, and the reshards in front of it."""
-        operands = [self.context.shared(op.name, i, self.asked(ref, in_pair(self.context.plan, op.name, i))) for i, ref in enumerate(op.operands)]
+        operands = [
+            self.context.shared(op.name, i, self.asked(ref, in_pair(self.context.plan, op.name, i)))
+            for i, ref in enumerate(op.operands)
+        ]
         text = self._marked(self.context.edges.mark(op), self._call(op, operands))
         if len(op.call.outs) == 1 and not isinstance(op.node.meta["val"], (tuple, list)):
             name = self.fresh(op.node.name)
@@ -213,28 +227,37 @@ class ScopeWriter:
         """Reports what `op` gave, outside local functions: a probe puts values together on all ranks."""
         if self.context.probes and not self.indent:
             for i, name in enumerate(probes.names(op.name, len(op.call.outs))):
-                self.say(probes.probe(name, self.names[op.name, i], self._given((op.name, i)), self.context.whole_sizes((op.name, i))))
+                self.say(
+                    probes.probe(
+                        name, self.names[op.name, i], self._given((op.name, i)), self.context.whole_sizes((op.name, i))
+                    )
+                )
 
     def _given(self, ref: Ref) -> LayoutPair:
-        """The layout pair of a value for its probe: as readers get it and leave its gradient. The gradient of a weight is partial on its
-        sync axes."""
+        """The layout pair of a value for its probe: as readers get it and leave its gradient. The gradient of a weight
+        is partial on its sync axes."""
         program, pair = self.context.program, given(self.context.program, self.context.plan, ref)
         if self._passed_by(ref):
             return LayoutPair(pair.value, (NO_GRAD,) * len(pair.value))
-        return pair.partial(self.context.edges.sync.get((program.source(ref), 0), ())) if program.is_weight(ref) else pair
+        return (
+            pair.partial(self.context.edges.sync.get((program.source(ref), 0), ())) if program.is_weight(ref) else pair
+        )
 
     def _passed_by(self, ref: Ref) -> bool:
-        """Whether a value is a permuted or cast weight that is then gathered: the gather reads the parameter itself, so that no gradient
-        passes this value."""
+        """Whether a value is a permuted or cast weight that is then gathered: the gather reads the parameter itself, so
+        that no gradient passes this value."""
         context = self.context
         return ref[0] in context.program.following and (
             any(reshard.ref == ref and reshard.fetches(context.sizes) for reshard in context.edges.reshards)
-            or any(self._passed_by((reader.name, 0)) for reader, _ in context.program.readers.get(ref, ())))
+            or any(self._passed_by((reader.name, 0)) for reader, _ in context.program.readers.get(ref, ()))
+        )
 
     def _layout(self, ref: Ref) -> str:
         tensor = self.context.program.ops[ref[0]].call.outs[ref[1]]
         layout = out_pair(self.context.plan, ref).value
-        sizes = size_text.comment(tensor.shape, layout, self.context.sizes, self.context.micro(ref), self.context.plan.microbatches)
+        sizes = size_text.comment(
+            tensor.shape, layout, self.context.sizes, self.context.micro(ref), self.context.plan.microbatches
+        )
         return f"{sizes}   {show(layout)}".strip()
 
     def _call(self, op: Op, operands: Sequence[str]) -> str:
@@ -250,13 +273,16 @@ class ScopeWriter:
         if special is not None:
             return special
         self.context.use(node.target)
-        return seeded_text(op, plan.nodes[op.name], write(node.target, switched(op, written, self.context)), self.context)
+        return seeded_text(
+            op, plan.nodes[op.name], write(node.target, switched(op, written, self.context)), self.context
+        )
 
     def _note_even(self, op: Op, layout: Layout) -> None:
         """Note the sizes that must divide evenly for a reshape of cut dims: the forward checks them first."""
         source = in_pair(self.context.plan, op.name, 0).value
-        for size, axes in size_text.must_divide(op.call.ins[0].shape, source, op.call.outs[0].shape, layout, self.context.sizes,
-                                                self.context.batch_axes):
+        for size, axes in size_text.must_divide(
+            op.call.ins[0].shape, source, op.call.outs[0].shape, layout, self.context.sizes, self.context.batch_axes
+        ):
             self.context.even.setdefault((size_text.text(size), axes), f"{op.name} at {op.where}")
 
     def _argument(self, item: Any, queue: Any, op: Op) -> str:
@@ -273,12 +299,15 @@ class ScopeWriter:
         return literal(item)
 
     def _number(self, held: float | torch.SymInt | torch.SymFloat, op: Op) -> float | sympy.Expr:
-        """A number argument of `op`, as a formula of the sizes of the inputs. Raises PlanError where it depends on values of tensors."""
+        """A number argument of `op`, as a formula of the sizes of the inputs. Raises PlanError where it depends on
+        values of tensors."""
         number = facts.as_number(held, self.gm)
         if isinstance(number, sympy.Expr) and (unknown := number.free_symbols - set(facts.symbols(self.gm).values())):
-            raise PlanError(f"{op.name} at {op.where} computes with {number}, and {', '.join(map(str, unknown))} is a number read off a "
-                            "tensor (item(), int(), float()): each rank would "
-                            "read it off its part; leave it a tensor of no dims, which operators take like a number")
+            raise PlanError(
+                f"{op.name} at {op.where} computes with {number}, and {', '.join(map(str, unknown))} is a number read "
+                "off a tensor (item(), int(), float()): each rank would read it off its part; leave it a tensor of no "
+                "dims, which operators take like a number"
+            )
         return number
 
     def first_instance(self, run: Run) -> int:
@@ -288,23 +317,32 @@ class ScopeWriter:
     def _run(self, node: fx.Node) -> None:
         run = self.context.program.runs[str(node.target)]
         begun = self.first_instance(run) > 0  # the run begins in an earlier stage: carried values were received
-        feeds = [self.names[run.carried[i]] if begun and i < len(run.carried)
-                 else self.context.shared(port, 0, self.asked(ref, in_pair(self.context.plan, port, 0), "feed"))
-                 for i, (port, ref) in enumerate(zip(run.ports, run.feeds, strict=True))]
+        feeds = [
+            self.names[run.carried[i]]
+            if begun and i < len(run.carried)
+            else self.context.shared(port, 0, self.asked(ref, in_pair(self.context.plan, port, 0), "feed"))
+            for i, (port, ref) in enumerate(zip(run.ports, run.feeds, strict=True))
+        ]
         carried = [self.fresh("h" if len(run.carried) == 1 else f"h{i}") for i in range(len(run.carried))]
         for name, feed in zip(carried, feeds, strict=False):
             self.say(f"{name} = {feed}")
-        changes = [self.context.edges.between(ref, in_pair(self.context.plan, port, 0), "carry")
-                   for ref, port in zip(run.carried, run.ports, strict=False)]
+        changes = [
+            self.context.edges.between(ref, in_pair(self.context.plan, port, 0), "carry")
+            for ref, port in zip(run.carried, run.ports, strict=False)
+        ]
         counted = any(changes) and not begun
         blocks = f"self.runs[{run.scope!r}]"
-        arguments = ", ".join([*carried, *feeds[len(carried):], *(f"{s}={s}" for s in self.context.symbols)])
+        arguments = ", ".join([*carried, *feeds[len(carried) :], *(f"{s}={s}" for s in self.context.symbols)])
         count, again = self.instances(run), self.again(run)
-        loops = [(blocks, count, again > 0, counted)] if again in (0, count) else [
-            (f"{blocks}[:{again}]", again, True, counted), (f"{blocks}[{again}:]", count - again, False, False)]
+        loops = (
+            [(blocks, count, again > 0, counted)]
+            if again in (0, count)
+            else [(f"{blocks}[:{again}]", again, True, counted), (f"{blocks}[{again}:]", count - again, False, False)]
+        )
         for which, times, reruns, first in loops:
-            self.say(f"for i, block in enumerate({which}):" if first else f"for block in {which}:",
-                     f"{self.said(times)}{self.context.class_of(run.scope)}{', run again in the backward' if reruns else ''}")
+            note = f"{self.said(times)}{self.context.class_of(run.scope)}"
+            note += ", run again in the backward" if reruns else ""
+            self.say(f"for i, block in enumerate({which}):" if first else f"for block in {which}:", note)
             self._carry(list(zip(carried, changes, strict=True)), first=first)
             call = f"remat(block, {arguments})" if reruns else f"block({arguments})"
             self.say(f"    {', '.join([*carried, *(['*changed'] if run.mutated else [])])} = {call}")
@@ -314,12 +352,16 @@ class ScopeWriter:
             self.names[ref] = name
 
     def _carry(self, changes: Sequence[tuple[str, Reshard | None]], *, first: bool) -> None:
-        """Write the reshards of carried values before the next block; with `first` the loop includes the first block, which needs none."""
+        """Write the reshards of carried values before the next block; with `first` the loop includes the first block,
+        which needs none."""
         for name, change in changes:
             if change is not None:
                 if first:
                     self.say("    if i > 0:")
-                self.say(f"    {'    ' if first else ''}{name} = {self.reshard_text(change, name)}", self.context.reason(change))
+                self.say(
+                    f"    {'    ' if first else ''}{name} = {self.reshard_text(change, name)}",
+                    self.context.reason(change),
+                )
 
     def instances(self, run: Run) -> int:
         """How many blocks of `run` the loop goes over."""
@@ -337,17 +379,24 @@ class ScopeWriter:
         program = self.context.program
         if self.scope:
             run = program.runs[self.scope]
-            mutated = [self.asked(program.ops[name].operands[0], in_pair(self.context.plan, name, 0)) for name in run.mutated]
+            mutated = [
+                self.asked(program.ops[name].operands[0], in_pair(self.context.plan, name, 0)) for name in run.mutated
+            ]
             self.say(f"return {', '.join([*(self.names[ref] for ref in run.carried), *mutated])}")
             return
         values = self.results(program.results)
         self.say(f"return {', '.join(values)}{',' if len(values) == 1 else ''}")
 
     def results(self, ops: Sequence[Op]) -> list[str]:
-        """The expressions that the forward returns for these results of the model; writes the reshards that they need."""
+        """The expressions that the forward returns for these results of the model; writes the reshards that they
+        need."""
         values = []
         for op in ops:
             name = self.asked(op.operands[0], in_pair(self.context.plan, op.name, 0))
             layout = in_pair(self.context.plan, op.name, 0).value
-            values.append(name if op.role != "output" else f'self.spread({name}, "{show(layout)}", {self.context.whole_sizes(op.operands[0])})')
+            values.append(
+                name
+                if op.role != "output"
+                else f'self.spread({name}, "{show(layout)}", {self.context.whole_sizes(op.operands[0])})'
+            )
         return values

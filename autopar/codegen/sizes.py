@@ -1,8 +1,8 @@
 """Sizes in emitted code: global sizes are formulas in the symbolic dims, local ones follow from the layout.
 
-    global  s*b        ->  "b * s"
-    local   b, S0 on the axis of 4 ranks that cuts the batch  ->  "b // 4"
-    local   s or 50257, which may be cut unevenly  ->  "MESH.local(s, (1,))"  (differs from rank to rank)
+global  s*b        ->  "b * s"
+local   b, S0 on the axis of 4 ranks that cuts the batch  ->  "b // 4"
+local   s or 50257, which may be cut unevenly  ->  "MESH.local(s, (1,))"  (differs from rank to rank)
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ BATCH = facts.symbol("b")
 
 @cache
 def text(size: float | sympy.Expr) -> str:
-    """A global size, or a number computed from sizes, as Python source in the names of the symbolic dims. Raises PlanError where it has no
-    source form."""
+    """A global size, or a number computed from sizes, as Python source in the names of the symbolic dims. Raises
+    PlanError where it has no source form."""
     if isinstance(size, (int, float)):
         return str(size)
     return _Plain().doprint(sympy.factor_terms(size))
 
 
 class _Plain(PythonCodePrinter):
-    """Prints formulas of sizes in integer arithmetic and without module names: `s // 64` for `math.floor(s / 64)`, which divides floats."""
+    """Prints formulas of sizes in integer arithmetic and without module names: `s // 64` for `math.floor(s / 64)`,
+    which divides floats."""
 
     def _print_floor(self, expr: sympy.Expr) -> str:
         number, by = expr.args[0].as_numer_denom()
@@ -55,20 +56,24 @@ class _Plain(PythonCodePrinter):
         return str(super()._print_Pow(expr, rational=rational))
 
     def _print_Function(self, expr: sympy.Expr) -> str:
-        raise PlanError(f"a number that the model makes of its sizes, {expr}, has no source form: {expr.func} is none of +, -, *, /, //, "
-                        "%, **, min, max, math.floor and "
-                        "math.ceil; make it of those, or pass it as an input")
+        raise PlanError(
+            f"a number that the model makes of its sizes, {expr}, has no source form: {expr.func} is none of +, -, *, "
+            "/, //, %, **, min, max, math.floor and math.ceil; make it of those, or pass it as an input"
+        )
 
 
 def _whole(expr: sympy.Expr, text: str) -> str:
-    """`text`, the source of the floor or ceiling `expr`, converted to int where its argument may be a float (a root, or a decimal
-    fraction)."""
+    """`text`, the source of the floor or ceiling `expr`, converted to int where its argument may be a float (a root, or
+    a decimal fraction)."""
     return text if expr.args[0].is_rational_function() and not expr.has(sympy.Float) else f"int{text}"
 
 
-def local(size: Size, layout: Layout, dim: int, mesh: Sequence[int], exact: Collection[int] = (), parts: int = 1) -> str:
-    """The size of tensor dim `dim` on this rank, as Python source. `exact`: the axes that cut the inputs' batch, which therefore divides by
-    them; other symbolic sizes may be cut unevenly. `parts`: the number of microbatches that share the dim, evenly."""
+def local(
+    size: Size, layout: Layout, dim: int, mesh: Sequence[int], exact: Collection[int] = (), parts: int = 1
+) -> str:
+    """The size of tensor dim `dim` on this rank, as Python source. `exact`: the axes that cut the inputs' batch, which
+    therefore divides by them; other symbolic sizes may be cut unevenly. `parts`: the number of microbatches that share
+    the dim, evenly."""
     axes = cutters(layout, dim)
     if not axes and parts == 1:
         return text(size)
@@ -97,10 +102,17 @@ def _quotient(size: sympy.Expr, ways: int) -> str:
     return text(found) if found.is_polynomial() and all(c.is_Integer for c in sympy.Poly(found).coeffs()) else ""
 
 
-def must_divide(before: Sequence[Size], src: Layout, after: Sequence[Size], dst: Layout, mesh: Sequence[int],
-                exact: Collection[int] = ()) -> list[tuple[Size, tuple[int, ...]]]:
-    """The sizes, each with the axes that cut it, that must divide evenly so that reshaping the local parts gives the local parts of the
-    reshaped tensor. Where the batch is merged with heads, uneven chunks of `b` rows are not the uneven chunks of `b * h` rows."""
+def must_divide(
+    before: Sequence[Size],
+    src: Layout,
+    after: Sequence[Size],
+    dst: Layout,
+    mesh: Sequence[int],
+    exact: Collection[int] = (),
+) -> list[tuple[Size, tuple[int, ...]]]:
+    """The sizes, each with the axes that cut it, that must divide evenly so that reshaping the local parts gives the
+    local parts of the reshaped tensor. Where the batch is merged with heads, uneven chunks of `b` rows are not the
+    uneven chunks of `b * h` rows."""
     found = []
     for i, size in enumerate(before):
         for j, other in enumerate(after):
@@ -113,8 +125,14 @@ def must_divide(before: Sequence[Size], src: Layout, after: Sequence[Size], dst:
     return found
 
 
-def shape(sizes: Sequence[Size], layout: Layout, mesh: Sequence[int], exact: Collection[int] = (), micro: str = "R",
-          parts: int = 1) -> list[str]:
+def shape(
+    sizes: Sequence[Size],
+    layout: Layout,
+    mesh: Sequence[int],
+    exact: Collection[int] = (),
+    micro: str = "R",
+    parts: int = 1,
+) -> list[str]:
     """All local sizes of a tensor; `exact` as for `local`. `micro` says how `parts` microbatches share it."""
     cut = dim_of(micro) if is_shard(micro) else -1
     return [local(size, layout, dim, mesh, exact, parts if dim == cut else 1) for dim, size in enumerate(sizes)]

@@ -1,8 +1,8 @@
 """The emitted classes of a pipeline: one per stage, and the model that holds them.
 
-A stage's forward takes what it receives, the inputs and totals that it reads and the sizes, and returns two tuples: what
-it sends to the next stage, and the model's results that are made in it. One call is one microbatch. A stage that differs from
-an earlier one only by the instances of its blocks is a subclass of that.
+A stage's forward takes what it receives, the inputs and totals that it reads and the sizes, and returns two tuples:
+what it sends to the next stage, and the model's results that are made in it. One call is one microbatch. A stage that
+differs from an earlier one only by the instances of its blocks is a subclass of that.
 """
 
 from __future__ import annotations
@@ -49,33 +49,43 @@ def pipelined_model(context: Context, gm: fx.GraphModule, names: Names) -> str:
 
 
 def _check_buffers(program: Program, found: Sequence[View]) -> None:
-    """Raise PlanError where one stage changes a buffer that another one reads: that one would always read the old value."""
+    """Raise PlanError where one stage changes a buffer that another one reads: that one would always read the old
+    value."""
     for number, op in enumerate(program.results):
         giving = {view.index for view in found if (number, op) in view.results}
         holding = {view.index for view in found if program.buffers.get(op.fqn) in view.held}
         if op.role == "mutation" and holding - giving:
-            raise PlanError(f"stage {min(giving)} makes the new value of buffer {op.fqn}, which stage {min(holding - giving)} reads "
-                            f"({program.ops[op.operands[0][0]].where}): "
-                            "cut the model in front of what reads the buffer or behind what changes it, or take one stage")
+            raise PlanError(
+                f"stage {min(giving)} makes the new value of buffer {op.fqn}, which stage {min(holding - giving)} "
+                f"reads ({program.ops[op.operands[0][0]].where}): cut the model in front of what reads the buffer or "
+                "behind what changes it, or take one stage"
+            )
 
 
 def _check_draws(context: Context, found: Sequence[View]) -> None:
-    """Raise PlanError where stages on different kinds of devices each draw the same value: their generators give different numbers for one
-    seed."""
+    """Raise PlanError where stages on different kinds of devices each draw the same value: their generators give
+    different numbers for one seed."""
     plan = context.plan
     places = Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
     for op in context.program.ops.values():
-        on = {view.index: places.device(plan.stages[view.index].place) for view in found if op.draws and view.runs(op.name)}
+        on = {
+            view.index: places.device(plan.stages[view.index].place)
+            for view in found
+            if op.draws and view.runs(op.name)
+        }
         others = [index for index, device in on.items() if device != next(iter(on.values()))]
         if others:
-            raise PlanError(f"{op.name} ({op.where}) draws random numbers that stages {min(on)} and {others[0]} read, each for itself, and "
-                            "these run on devices of two kinds, which would not "
-                            "draw the same: cut the model so that devices of one kind read them, draw them outside and make them an input, "
-                            "or take a cluster of one kind")
+            raise PlanError(
+                f"{op.name} ({op.where}) draws random numbers that stages {min(on)} and {others[0]} read, each for "
+                "itself, and these run on devices of two kinds, which would not draw the same: cut the model so that "
+                "devices of one kind read them, draw them outside and make them an input, or take a cluster of one "
+                "kind"
+            )
 
 
 class StageWriter(ScopeWriter):
-    """Writes the top-level operators of one stage; or of the view of totals, which are computed before the microbatches."""
+    """Writes the top-level operators of one stage; or of the view of totals, which are computed before the
+    microbatches."""
 
     def __init__(self, context: Context, gm: fx.GraphModule, view: View) -> None:
         super().__init__(context, gm, "")
@@ -92,7 +102,9 @@ class StageWriter(ScopeWriter):
         if op is None:
             return node.op == "output" or str(node.target) in self.view.blocks
         if op.role == "op":
-            return self.view.runs(op.name) and not all((op.name, i) in self.view.given for i in range(len(op.call.outs)))
+            return self.view.runs(op.name) and not all(
+                (op.name, i) in self.view.given for i in range(len(op.call.outs))
+            )
         return op.name in self.view.held or op.name in self.view.inputs
 
     def first_instance(self, run: Run) -> int:
@@ -120,10 +132,18 @@ class StageWriter(ScopeWriter):
 
 def _stage(context: Context, view: View, count: int, base: str, does: Sequence[str]) -> str:
     """The class of a stage: its blocks, and the body `does`, empty where the base class has it."""
-    return "\n".join([
-        "", f"class Stage{view.index}({base}):",
-        f'{INDENT}"""Stage {view.index} of {count}, on place {context.plan.stages[view.index].place} of {context.plan.places}: {_content(context, view)}."""', "",
-        run_table(context, view.blocks), *(("", *does) if does else ()), ""])
+    return "\n".join(
+        [
+            "",
+            f"class Stage{view.index}({base}):",
+            f'{INDENT}"""Stage {view.index} of {count}, on place {context.plan.stages[view.index].place} of '
+            f'{context.plan.places}: {_content(context, view)}."""',
+            "",
+            run_table(context, view.blocks),
+            *(("", *does) if does else ()),
+            "",
+        ]
+    )
 
 
 def _does(context: Context, gm: fx.GraphModule, view: View, names: Names) -> list[str]:
@@ -138,12 +158,15 @@ def _does(context: Context, gm: fx.GraphModule, view: View, names: Names) -> lis
         f"{INDENT}TOTALS = {tuple(_key(ref) for ref in view.given)!r}",
         f"{INDENT}RESULTS = {tuple(number for number, _ in view.results)!r}",
         *([] if view.separable else [f"{INDENT}SEPARABLE = False"]),
-        *parameter_tables(context, [context.program.ops[name] for name in view.held]), "",
+        *parameter_tables(context, [context.program.ops[name] for name in view.held]),
+        "",
         f"{INDENT}@staticmethod",
         f"{INDENT}def receives({', '.join(context.symbols)}):",
-        *(f"{INDENT * 2}{line}" for line in _received(context, view.receives)), "",
+        *(f"{INDENT * 2}{line}" for line in _received(context, view.receives)),
+        "",
         signature("forward", arguments, context.symbols),
-        *(f"{INDENT * 2}{line}".rstrip() for line in lines)]
+        *(f"{INDENT * 2}{line}".rstrip() for line in lines),
+    ]
 
 
 def _content(context: Context, view: View) -> str:
@@ -152,7 +175,8 @@ def _content(context: Context, view: View) -> str:
 
 
 def _received(context: Context, refs: Sequence[Ref]) -> list[str]:
-    """The return statement of `receives`: local shape, dtype and whether there is a gradient, for each received value."""
+    """The return statement of `receives`: local shape, dtype and whether there is a gradient, for each received
+    value."""
     rows = []
     for ref in refs:
         op = context.program.ops[ref[0]]
@@ -172,21 +196,29 @@ def _model(context: Context, gm: fx.GraphModule, names: Names, count: int) -> st
     named = {ref: name for op, name in zip(_inputs(context), inputs, strict=True) for ref in [(op.name, 0)]}
     table = {_key(ref): writer.names[ref] for ref in totals}
     pieces = [
-        "", "class Model(PipelinedModule):",
-        f'{INDENT}"""The sharded model; `INPUTS` lists how each input is cut, `MICRO` how microbatches share inputs and outputs."""', "",
+        "",
+        "class Model(PipelinedModule):",
+        f'{INDENT}"""The sharded model; `INPUTS` lists how each input is cut, `MICRO` how microbatches share inputs '
+        'and outputs."""',
+        "",
         *interface(context, gm, names),
         f'{INDENT}PIPELINE = Pipeline("{schedule.torch_name}", {schedule.splits_backward}, {plan.microbatches}, '
         f"{tuple(stage.place for stage in plan.stages)})",
         f"{INDENT}STAGES = {_tuple([f'Stage{i}' for i in range(count)])}",
-        f"{INDENT}MICRO = {_micro(context, names)!r}", "",
+        f"{INDENT}MICRO = {_micro(context, names)!r}",
+        "",
         f"{INDENT}def sizes(self, {', '.join(inputs)}):",
         *(f"{INDENT * 2}{line}" for line in (*size_lines(context, named), *even_lines(context))),
-        f"{INDENT * 2}return {{{', '.join(f'{s!r}: {s}' for s in context.symbols)}}}", ""]
+        f"{INDENT * 2}return {{{', '.join(f'{s!r}: {s}' for s in context.symbols)}}}",
+        "",
+    ]
     if totals:
         pieces += [
             signature("totals", inputs, context.symbols),
             *(f"{INDENT * 2}{line}".rstrip() for line in lines),
-            f"{INDENT * 2}return {{{', '.join(f'{key!r}: {name}' for key, name in table.items())}}}", ""]
+            f"{INDENT * 2}return {{{', '.join(f'{key!r}: {name}' for key, name in table.items())}}}",
+            "",
+        ]
     return "\n".join(pieces)
 
 
@@ -194,8 +226,17 @@ def _totals_view(context: Context) -> View:
     """The operators that compute the totals, as a stage that sends nothing."""
     ops = context.program.ops
     names = ancestors(context.program, [total_ref(text) for text in context.plan.totals])
-    return View(-1, {n: None for n in names if ops[n].role == "op"}, {}, {n: None for n in names if ops[n].role in ("buffer", "constant")},
-                {n: None for n in names if ops[n].role == "input"}, (), (), (), ())
+    return View(
+        -1,
+        {n: None for n in names if ops[n].role == "op"},
+        {},
+        {n: None for n in names if ops[n].role in ("buffer", "constant")},
+        {n: None for n in names if ops[n].role == "input"},
+        (),
+        (),
+        (),
+        (),
+    )
 
 
 def _micro(context: Context, names: Names) -> dict[str, str]:

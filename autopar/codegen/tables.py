@@ -1,4 +1,5 @@
-"""The tables of an emitted class: parameters, inputs and outputs, runs of blocks; and the sizes that its forward reads off."""
+"""The tables of an emitted class: parameters, inputs and outputs, runs of blocks; and the sizes that its forward reads
+off."""
 
 from __future__ import annotations
 
@@ -33,16 +34,16 @@ INDENT = "    "
 class Names:
     """What emission needs beside the graph; the fields are those of capture.Captured.
 
-        inputs       names of the inputs, in the order of the graph's placeholders
-        structure    pytree of the outputs, with output numbers as leaves
-        aliases      tied parameters: other name -> the name that the graph uses
-        fleeting     buffers that the state dict does not hold
-        order        the names of the state dict, in its order
-        fixed        plain arguments that are part of the graph: name -> (place among all arguments, value)
-        unevaluated  why the program cannot run in evaluation mode; empty where it can
-        changing     buffers that an evaluation changes too
-        momenta      batch norm -> its momentum
-        nested       arguments that hold several inputs, or have another name than their input
+    inputs       names of the inputs, in the order of the graph's placeholders
+    structure    pytree of the outputs, with output numbers as leaves
+    aliases      tied parameters: other name -> the name that the graph uses
+    fleeting     buffers that the state dict does not hold
+    order        the names of the state dict, in its order
+    fixed        plain arguments that are part of the graph: name -> (place among all arguments, value)
+    unevaluated  why the program cannot run in evaluation mode; empty where it can
+    changing     buffers that an evaluation changes too
+    momenta      batch norm -> its momentum
+    nested       arguments that hold several inputs, or have another name than their input
     """
 
     inputs: tuple[str, ...]
@@ -59,8 +60,18 @@ class Names:
     @staticmethod
     def of(captured: Captured) -> Names:
         """Those of a captured model."""
-        return Names(tuple(captured.input_names), captured.structure, dict(captured.aliases), captured.fleeting, captured.order,
-                     dict(captured.fixed), captured.evaluation.why, captured.evaluation.changing, dict(captured.momenta), dict(captured.nested))
+        return Names(
+            tuple(captured.input_names),
+            captured.structure,
+            dict(captured.aliases),
+            captured.fleeting,
+            captured.order,
+            dict(captured.fixed),
+            captured.evaluation.why,
+            captured.evaluation.changing,
+            dict(captured.momenta),
+            dict(captured.nested),
+        )
 
 
 def parameter_tables(context: Context, ops: Sequence[Op]) -> list[str]:
@@ -92,8 +103,10 @@ def _parameter(context: Context, op: Op) -> str:
     shape = tuple(op.call.outs[0].sizes)
     sync = context.edges.sync.get((op.name, 0), ())
     grad = "" if op.role != "param" or op.node.meta.get("requires_grad", True) else ", trainable=False"
-    return (f'{quoted(context.short_name(op))}: Param({shape}, "{dtype}", "{show(layout)}"{leaf}'
-            f"{f', sync={sync}' if sync else ''}{grad}{_persistent(context, op)})")
+    return (
+        f'{quoted(context.short_name(op))}: Param({shape}, "{dtype}", "{show(layout)}"{leaf}'
+        f"{f', sync={sync}' if sync else ''}{grad}{_persistent(context, op)})"
+    )
 
 
 def _persistent(context: Context, op: Op) -> str:
@@ -106,7 +119,9 @@ def _persistent(context: Context, op: Op) -> str:
 def interface(context: Context, gm: fx.GraphModule, names: Names) -> list[str]:
     """The tables of a model class about its inputs, outputs and modes."""
     inputs = [op for op in context.program.ops.values() if op.role == "input"]
-    layouts = {name: show(out_pair(context.plan, (op.name, 0)).value) for name, op in zip(names.inputs, inputs, strict=True)}
+    layouts = {
+        name: show(out_pair(context.plan, (op.name, 0)).value) for name, op in zip(names.inputs, inputs, strict=True)
+    }
     results = tuple((op.role, op.fqn) for op in context.program.results)
     return [
         f"{INDENT}MESH = MESH",
@@ -122,7 +137,8 @@ def interface(context: Context, gm: fx.GraphModule, names: Names) -> list[str]:
         *([f"{INDENT}STRUCTURE = {names.structure!r}"] if names.structure is not None else []),
         f"{INDENT}ALIASES = {dict(names.aliases)!r}",
         *([f"{INDENT}ORDER = {order_text(context)}"] if names.order else []),
-        *_evaluation(context, names)]
+        *_evaluation(context, names),
+    ]
 
 
 def _fixed(names: Names) -> str:
@@ -134,14 +150,16 @@ def _evaluation(context: Context, names: Names) -> list[str]:
     """What a model that trains says of its evaluation, and of its batch norms."""
     if context.plan.mode != "train":
         return [f"{INDENT}TRAINS = False"]
-    return [*([f"{INDENT}NORMS = {dict(names.momenta)!r}"] if names.momenta else []),
-            *([f"{INDENT}UNEVALUATED = {names.unevaluated!r}"] if names.unevaluated else []),
-            *([f"{INDENT}CHANGING = {names.changing!r}"] if names.changing else [])]
+    return [
+        *([f"{INDENT}NORMS = {dict(names.momenta)!r}"] if names.momenta else []),
+        *([f"{INDENT}UNEVALUATED = {names.unevaluated!r}"] if names.unevaluated else []),
+        *([f"{INDENT}CHANGING = {names.changing!r}"] if names.changing else []),
+    ]
 
 
 def _ungraded(context: Context, gm: fx.GraphModule) -> tuple[int, ...]:
-    """The numbers of outputs, other than the loss, that have a gradient on one device; none in a pipeline, whose forward has no
-    gradients."""
+    """The numbers of outputs, other than the loss, that have a gradient on one device; none in a pipeline, whose
+    forward has no gradients."""
     if context.plan.mode != "train" or context.plan.pipelined:
         return ()
     graded, kinds = needs_grad(gm), [entry["kind"] for entry in gm.meta["outputs"] if entry["kind"] != "mutation"]
@@ -152,28 +170,42 @@ def _ungraded(context: Context, gm: fx.GraphModule) -> tuple[int, ...]:
 
 def _sample(names: Names, inputs: Sequence[Op]) -> dict[str, tuple[tuple[int, ...], str]]:
     """The planned sizes and dtype of each input."""
-    return {name: (tuple(op.call.outs[0].sizes), str(op.out_dtypes[0]).removeprefix("torch.")) for name, op in zip(names.inputs, inputs, strict=True)}
+    return {
+        name: (tuple(op.call.outs[0].sizes), str(op.out_dtypes[0]).removeprefix("torch."))
+        for name, op in zip(names.inputs, inputs, strict=True)
+    }
 
 
 def _dims(context: Context, names: Names, inputs: Sequence[Op]) -> dict[str, tuple[str | int | None, ...]]:
     """Input -> its global sizes: numbers, names of symbols, and None for formulas of symbols."""
-    return {name: tuple(size if isinstance(size, int) else str(size) if str(size) in context.symbols else None for size in op.call.outs[0].shape)
-            for name, op in zip(names.inputs, inputs, strict=True)}
+    return {
+        name: tuple(
+            size if isinstance(size, int) else str(size) if str(size) in context.symbols else None
+            for size in op.call.outs[0].shape
+        )
+        for name, op in zip(names.inputs, inputs, strict=True)
+    }
 
 
 def _spans(context: Context, inputs: Sequence[Op]) -> dict[str, tuple[int, int | None, int]]:
-    """Symbol -> (least size, greatest size or None, what the size must be a multiple of); without symbols that may have any size."""
+    """Symbol -> (least size, greatest size or None, what the size must be a multiple of); without symbols that may have
+    any size."""
     found = facts.spans(inputs[0].node.graph.owning_module) if inputs else {}
     return {name: span for name, span in found.items() if name in context.symbols and span != (0, None, 1)}
 
 
 def run_table(context: Context, blocks: Mapping[str, tuple[int, int]]) -> str:
-    """The table RUNS: for each run of blocks its class and the names of the instances `[first, stop)`. And FIRST: the numbers with which
-    runs that draw random numbers begin, so that each block draws as itself."""
-    rows = [f"{scope!r}: ({context.class_of(scope)}, {compact(namings(context.program, context.program.runs[scope])[slice(*span)])})"
-            for scope, span in blocks.items()]
+    """The table RUNS: for each run of blocks its class and the names of the instances `[first, stop)`. And FIRST: the
+    numbers with which runs that draw random numbers begin, so that each block draws as itself."""
+    rows = [
+        f"{scope!r}: ({context.class_of(scope)}, "
+        f"{compact(namings(context.program, context.program.runs[scope])[slice(*span)])})"
+        for scope, span in blocks.items()
+    ]
     drawing = dict.fromkeys(op.scope for op in context.program.ops.values() if op.draws)
-    numbers = {scope: context.program.runs[scope].begins + first for scope, (first, _) in blocks.items() if scope in drawing}
+    numbers = {
+        scope: context.program.runs[scope].begins + first for scope, (first, _) in blocks.items() if scope in drawing
+    }
     first = {scope: number for scope, number in numbers.items() if number}
     return f"{INDENT}RUNS = {{{', '.join(rows)}}}" + (f"\n{INDENT}FIRST = {first}" if first else "")
 

@@ -17,8 +17,8 @@ from autopar.problem.graph import Program, Ref, Run
 
 
 class Moved(NamedTuple):
-    """A reshard as a place runs it: `runs` times per step, `first` of them on values that the first block of a run makes. Each run is on
-    one of the `parts` microbatches that the batch falls into, or on the whole batch (1)."""
+    """A reshard as a place runs it: `runs` times per step, `first` of them on values that the first block of a run
+    makes. Each run is on one of the `parts` microbatches that the batch falls into, or on the whole batch (1)."""
 
     reshard: Reshard
     runs: int
@@ -27,8 +27,8 @@ class Moved(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """Runs of one operator per step, whether they are in blocks that are run again (`again`), and in the first block of its run (`first`);
-    `parts` as of Moved."""
+    """Runs of one operator per step, whether they are in blocks that are run again (`again`), and in the first block of
+    its run (`first`); `parts` as of Moved."""
 
     runs: int
     again: bool
@@ -47,7 +47,11 @@ class Tally:
     @cached_property
     def stages(self) -> list[View]:
         """The views of this place's stages."""
-        return [view for view, stage in zip(views(self.program, self.plan), self.plan.stages, strict=True) if stage.place == self.place]
+        return [
+            view
+            for view, stage in zip(views(self.program, self.plan), self.plan.stages, strict=True)
+            if stage.place == self.place
+        ]
 
     @cached_property
     def before(self) -> dict[str, None]:
@@ -64,19 +68,29 @@ class Tally:
         return self.plan.microbatches * sum(name in view.ops and name not in self._given(view) for view in self.stages)
 
     def operators(self, name: str, *, again: bool) -> list[Ran]:
-        """The runs of one operator per step, grouped by `Ran.again` and `Ran.first`. `again`: whether the operator runs again in blocks
-        that do, which are the first ones of a run."""
+        """The runs of one operator per step, grouped by `Ran.again` and `Ran.first`. `again`: whether the operator runs
+        again in blocks that do, which are the first ones of a run."""
         parts, twice, first = self.plan.microbatches, self.again(name) if again else 0, self._firsts(name)
         both = min(twice, first)
-        return [Ran(both, True, True, parts), Ran(twice - both, True, False, parts), Ran(first - both, False, True, parts),
-                Ran(self.op(name) - twice - first + both, False, False, parts), Ran(int(self.plan.pipelined and name in self.before), False, False)]
+        return [
+            Ran(both, True, True, parts),
+            Ran(twice - both, True, False, parts),
+            Ran(first - both, False, True, parts),
+            Ran(self.op(name) - twice - first + both, False, False, parts),
+            Ran(int(self.plan.pipelined and name in self.before), False, False),
+        ]
 
     def _firsts(self, name: str) -> int:
         """How many runs of an operator are in the first block of a run."""
         if not self.plan.pipelined:
             return self.program.first_runs((name, 0))
         scope = self.program.ops[name].scope
-        return self.plan.microbatches * sum(first == 0 < stop for first, stop in (view.blocks.get(scope, (0, 0)) for view in self.stages)) if scope else 0
+        return (
+            self.plan.microbatches
+            * sum(first == 0 < stop for first, stop in (view.blocks.get(scope, (0, 0)) for view in self.stages))
+            if scope
+            else 0
+        )
 
     def reshards(self, found: Sequence[Reshard]) -> Iterator[Moved]:
         """Each reshard that runs on this place, for each stage. For the role sync, `runs` is the number of tensors."""
@@ -97,7 +111,8 @@ class Tally:
                     yield from self._parted(self._seen_by(view, reshard), runs, self._first(view, reshard), again)
 
     def _parted(self, reshard: Reshard, runs: int, first: int, again: int) -> Iterator[Moved]:
-        """The runs of a reshard in blocks that are run again (the first `again` ones), and those in other blocks, separately."""
+        """The runs of a reshard in blocks that are run again (the first `again` ones), and those in other blocks,
+        separately."""
         parts = self.plan.microbatches
         if not reshard.replay or again >= runs:
             yield Moved(reshard, runs, first, parts)
@@ -143,17 +158,22 @@ class Tally:
         return self.plan.microbatches * (start <= reader < stop)
 
     def _seen_by(self, view: View, reshard: Reshard) -> Reshard:
-        """The reshard with only the readers in this stage, and `saved` for these: it decides whether the stage gathers again."""
+        """The reshard with only the readers in this stage, and `saved` for these: it decides whether the stage gathers
+        again."""
         if reshard.scope or reshard.role != "edge":
             return reshard
         readers = tuple(name for name in reshard.readers if name in view.ops)
         ops = self.program.ops
-        saved = reshard.saved and any(ref == reshard.ref and ops[name].needs_again(i) for name in readers for i, ref in enumerate(ops[name].operands))
+        saved = reshard.saved and any(
+            ref == reshard.ref and ops[name].needs_again(i)
+            for name in readers
+            for i, ref in enumerate(ops[name].operands)
+        )
         return replace(reshard, readers=readers, saved=saved)
 
     def sends(self) -> list[Ref]:
-        """The values that this place sends to others for each microbatch: outputs to next stages, and gradients of received values, listed
-        as these values."""
+        """The values that this place sends to others for each microbatch: outputs to next stages, and gradients of
+        received values, listed as these values."""
         places, ops = [stage.place for stage in self.plan.stages], self.program.ops
         found: list[Ref] = []
         for view in self.stages:
@@ -170,12 +190,19 @@ class Tally:
             by_place.setdefault(stage.place, {}).update(view.held)
         count = Counter(name for held in by_place.values() for name in held)
         ops = self.program.ops
-        return [name for name in by_place.get(self.place, {})
-                if count[name] > 1 and ops[name].role == "param" and bool(ops[name].node.meta.get("requires_grad", True))]
+        return [
+            name
+            for name in by_place.get(self.place, {})
+            if count[name] > 1 and ops[name].role == "param" and bool(ops[name].node.meta.get("requires_grad", True))
+        ]
 
     def _given(self, view: View) -> set[str]:
         """The operators that a stage does not run, since all their results are totals, which are computed before."""
-        return {name for name, _ in view.given if all((name, i) in view.given for i in range(len(self.program.ops[name].call.outs)))}
+        return {
+            name
+            for name, _ in view.given
+            if all((name, i) in view.given for i in range(len(self.program.ops[name].call.outs)))
+        }
 
     def _instances(self, view: View, scope: str) -> int:
         first, stop = view.blocks.get(scope, (0, 0))
@@ -188,21 +215,30 @@ class Tally:
             return self._instances(view, scope) if scope else int(reshard.ref[0] in view.held)
         if reshard.role == "carry":
             run = self._fed(reshard.readers[0])
-            return micro * (self._instances(view, run.scope) - (view.blocks[run.scope][0] == 0)) if run.scope in view.blocks else 0
+            return (
+                micro * (self._instances(view, run.scope) - (view.blocks[run.scope][0] == 0))
+                if run.scope in view.blocks
+                else 0
+            )
         if reshard.role == "feed":
             return micro * any(self._is_fed(view, port) for port in reshard.readers)
         if reshard.scope:
             return micro * self._instances(view, reshard.scope)
         results = {op.name for _, op in view.results}
         given = self._given(view)
-        return micro * any((name in view.ops and name not in given) or (ops[name].role in RESULTS and name in results)
-                           for name in reshard.readers)
+        return micro * any(
+            (name in view.ops and name not in given) or (ops[name].role in RESULTS and name in results)
+            for name in reshard.readers
+        )
 
     def _fed(self, port: str) -> Run:
         """The run of blocks that a placeholder belongs to."""
         return self.program.runs[self.program.ops[port].scope]
 
     def _is_fed(self, view: View, port: str) -> bool:
-        """Whether a stage feeds a placeholder of a run: states of blocks where the run begins, all else wherever it has blocks of it."""
+        """Whether a stage feeds a placeholder of a run: states of blocks where the run begins, all else wherever it has
+        blocks of it."""
         run = self._fed(port)
-        return run.scope in view.blocks and (view.blocks[run.scope][0] == 0 or run.ports.index(port) >= len(run.carried))
+        return run.scope in view.blocks and (
+            view.blocks[run.scope][0] == 0 or run.ports.index(port) >= len(run.carried)
+        )

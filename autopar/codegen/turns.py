@@ -1,4 +1,5 @@
-"""Permutations and casts of weights as arguments of `gather`, which applies them to the shard before it gathers (runtime.turns)."""
+"""Permutations and casts of weights as arguments of `gather`, which applies them to the shard before it gathers
+(runtime.turns)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ aten = torch.ops.aten
 
 
 def turned(ops: Sequence[Op]) -> tuple[tuple[int, ...], tuple[torch.dtype, ...]]:
-    """The combined effect of a chain of operators of `problem.graph.TURNS`: the permutation of dims (() for none), and the dtypes of casts
-    in order."""
+    """The combined effect of a chain of operators of `problem.graph.TURNS`: the permutation of dims (() for none), and
+    the dtypes of casts in order."""
     count = len(ops[0].call.ins[0].shape) if ops else 0
     dims, casts = list(range(count)), list[torch.dtype]()
     for op in ops:
@@ -33,4 +34,6 @@ def turn_text(ops: Sequence[Op]) -> str:
     """`turned(ops)` as further arguments of a call."""
     dims, casts = turned(ops)
     dtypes = "".join(f"{dtype}, " for dtype in casts)
-    return (f", dims={dims}" if dims else "") + (f", casts=({dtypes.rstrip() if len(casts) == 1 else dtypes.rstrip(', ')})" if casts else "")
+    return (f", dims={dims}" if dims else "") + (
+        f", casts=({dtypes.rstrip() if len(casts) == 1 else dtypes.rstrip(', ')})" if casts else ""
+    )

@@ -1,21 +1,25 @@
 """Seconds of collectives on one mesh axis, and of the steps of a reshard.
 
-A collective over an axis is run by one of several *ways*: an algorithm with one protocol on each level that the axis spans.
+A collective over an axis is run by one of several *ways*: an algorithm with one protocol on each level that the axis
+spans.
 
-    seconds(way) = max of starts + sum over levels of hops x hop_s + max over levels of moved bytes / (bandwidth x efficiency)
+    seconds(way) = max of starts + sum over levels of hops x hop_s + max over levels of moved bytes / (bandwidth x
+    efficiency)
                    + what bytes above `spill_bytes` cost more, on the level where that is most
 
-Levels are pipelined chunk by chunk, as NCCL does it, so the slowest level sets the rate and the hops of all levels add up.
-The library picks the fastest way for each size (NCCL's own model, src/graph/tuning.cc), so a price is the minimum over
-the ways: slow small messages come from the protocols, not from a fudge factor. Ways, with N devices on the axis:
+Levels are pipelined chunk by chunk, as NCCL does it, so the slowest level sets the rate and the hops of all levels add
+up. The library picks the fastest way for each size (NCCL's own model, src/graph/tuning.cc), so a price is the minimum
+over the ways: slow small messages come from the protocols, not from a fudge factor. Ways, with N devices on the axis:
 
-    ring     all-reduce 2 (N-1) hops and 2 (N-1)/N of the bytes, the others half of that; an outer level carries the same
-             bytes divided by the members inside each of its parts, because each of them brings its own link
-    tree     double binary tree on the levels that have one, a chain inside; all-reduce 2 hops per tree level, 2x the bytes
+    ring     all-reduce 2 (N-1) hops and 2 (N-1)/N of the bytes, the others half of that; an outer level carries the
+             same bytes divided by the members inside each of its parts, because each of them brings its own link
+    tree     double binary tree on the levels that have one, a chain inside; all-reduce 2 hops per tree level, 2x the
+             bytes
     switch   the switch adds (NVLink SHARP): each device sends the tensor once; within one level only
     direct   all-to-all and sends: each pair talks directly
 
-Groups that run side by side on other coordinates do not compete, because bandwidths are per device (cluster.types.Level).
+Groups that run side by side on other coordinates do not compete, because bandwidths are per device
+(cluster.types.Level).
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ def collective_s(kind: str, nbytes: float, axis: MeshAxis) -> float:
         all_to_all              the whole exchanged tensor: N x the local one; each rank sends (N-1)/N^2 of it
         send                    the tensor that goes to the neighbour on the axis
         mask                    the local tensor, read and written
-        slice                   what stays on the rank, copied, so that the whole can go; nothing for O<c>, which takes or leaves all
+        slice                   what stays on the rank, copied, so that the whole can go; nothing for O<c>, which takes
+                                or leaves all
 
     0 on an axis of one device. Raises ClusterError on an unknown kind.
     """
@@ -73,17 +78,25 @@ def collective_s(kind: str, nbytes: float, axis: MeshAxis) -> float:
 
 
 def sent_once(axis: MeshAxis, reached: Callable[[int], float]) -> MeshAxis:
-    """The axis as all-to-alls of rows see it that are for several ranks each, where what goes over a level goes there once for each of its parts (as DeepEP does:
-    https://github.com/deepseek-ai/DeepEP). `reached` says of so many equal parts of the axis how many a row is for."""
+    """The axis as all-to-alls of rows see it that are for several ranks each, where what goes over a level goes there
+    once for each of its parts (as DeepEP does: https://github.com/deepseek-ai/DeepEP). `reached` says of so many equal
+    parts of the axis how many a row is for."""
     parts = itertools.accumulate((span.size for span in axis.spans[:-1]), operator.mul)
-    faster = [replace(span, level=replace(span.level, bandwidth_bytes_s=span.level.bandwidth_bytes_s * reached(axis.size) / reached(count)))
-              for span, count in zip(axis.spans, parts, strict=False)]
+    faster = [
+        replace(
+            span,
+            level=replace(
+                span.level, bandwidth_bytes_s=span.level.bandwidth_bytes_s * reached(axis.size) / reached(count)
+            ),
+        )
+        for span, count in zip(axis.spans, parts, strict=False)
+    ]
     return replace(axis, spans=(*faster, axis.spans[-1]))
 
 
 def link_shares(kind: str, nbytes: float, axis: MeshAxis) -> dict[str, float]:
-    """By level of the cluster, the share of its link that a collective takes while it runs: all of the slowest level's, less where starts
-    and hops are most of its seconds; none on an axis of one device."""
+    """By level of the cluster, the share of its link that a collective takes while it runs: all of the slowest level's,
+    less where starts and hops are most of its seconds; none on an axis of one device."""
     if axis.size == 1:
         return {}
     way, line = min(_priced_ways(kind, axis), key=lambda priced: priced[1].seconds(nbytes))
@@ -123,12 +136,16 @@ def group_bytes(step: Step, full_bytes: float, sizes: tuple[int, ...]) -> float:
 
 
 def _repack_s(step: Step, full_bytes: float, mesh: Mesh) -> float:
-    """Collectives cut and join along dim 0; any other dim, or sections, takes a copy before (`after`) or after (`before`)."""
+    """Collectives cut and join along dim 0; any other dim, or sections, takes a copy before (`after`) or after
+    (`before`)."""
     if mesh.sizes[step.axis] == 1 or step.kind not in ("all_gather", "reduce_scatter", "all_to_all"):
         return 0.0
     whole = step.after if step.kind == "all_gather" else step.before
-    moved = sum(1 for entry in (step.before[step.axis], step.after[step.axis])
-                if is_shard(entry) and (dim_of(entry) > 0 or len(sections_of(entry)) > 1))
+    moved = sum(
+        1
+        for entry in (step.before[step.axis], step.after[step.axis])
+        if is_shard(entry) and (dim_of(entry) > 0 or len(sections_of(entry)) > 1)
+    )
     return moved * copy_s(full_bytes * fraction(whole, mesh.sizes), mesh.device) if moved else 0.0
 
 
@@ -158,7 +175,8 @@ def way_line(way: Way) -> Line:
 
 
 def fastest_ways(kind: str, axis: MeshAxis) -> tuple[Way, ...]:
-    """The ways that no other way beats at every size, smallest start first; those whose bytes may spill are all kept."""
+    """The ways that no other way beats at every size, smallest start first; those whose bytes may spill are all
+    kept."""
     kept: list[Way] = []
     for way in sorted(ways(kind, axis), key=lambda way: (way_start_s(way), way_slope_s(way))):
         spills = any(part.protocol.spill > 1 for each in (way, *kept[-1:]) for part in each)
@@ -180,20 +198,24 @@ def way_start_s(way: Way) -> float:
 def ways(kind: str, axis: MeshAxis) -> tuple[Way, ...]:
     """Every way to run `kind` on an axis of two or more devices. Raises ClusterError on an unknown kind."""
     if kind not in COLLECTIVES:
-        raise ClusterError(f"mesh axis {axis.name!r}: there is no collective {kind!r}; known: {', '.join(COLLECTIVES + LOCAL)}")
+        raise ClusterError(
+            f"mesh axis {axis.name!r}: there is no collective {kind!r}; known: {', '.join(COLLECTIVES + LOCAL)}"
+        )
     return tuple(itertools.chain.from_iterable(way(kind, axis.spans) for way in (_rings, _trees, _switches, _directs)))
 
 
 def _product(kind: str, spans: Sequence[Span], rows: Sequence[tuple[str, int, float]]) -> list[Way]:
     """All ways whose part on each span uses that row's algorithm; none where a level does not have it."""
-    options = [[Part(span, p, hops, share) for p in span.level.serving(kind, span.size) if p.algorithm == algorithm]
-               for span, (algorithm, hops, share) in zip(spans, rows, strict=True)]
+    options = [
+        [Part(span, p, hops, share) for p in span.level.serving(kind, span.size) if p.algorithm == algorithm]
+        for span, (algorithm, hops, share) in zip(spans, rows, strict=True)
+    ]
     return list(itertools.product(*options))
 
 
 def _inside(spans: Sequence[Span]) -> list[int]:
     """For each span, how many devices of the axis lie inside one of its parts."""
-    return [math.prod(span.size for span in spans[index + 1:]) for index in range(len(spans))]
+    return [math.prod(span.size for span in spans[index + 1 :]) for index in range(len(spans))]
 
 
 def _rings(kind: str, spans: tuple[Span, ...]) -> list[Way]:

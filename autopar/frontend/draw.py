@@ -44,7 +44,8 @@ class Draw:
         return self.integers(number(of_text(self.config), "vocab_size"), self.b, self.s)
 
     def pixels(self) -> Tensor:
-        """Images [b, channels, height, width], or videos [b, frames, channels, height, width] where the config says how many frames, float32."""
+        """Images [b, channels, height, width], or videos [b, frames, channels, height, width] where the config says how
+        many frames, float32."""
         frames = [many for name in FRAMES if isinstance(many := getattr(self.config, name, None), int)]
         channels = getattr(of_images(self.config), "num_channels", None) or IMAGE_CHANNELS
         return self.normal(self.b, *frames[:1], channels, *self.sides())
@@ -56,15 +57,15 @@ class Draw:
         return height, width
 
     def features(self) -> Tensor:
-        """Spectra of sound, float32: [b, mel bins, frames] as long as the encoder's positions, two frames each (Whisper's), or [b, s, features] where the config says
-        how many features each frame has (wav2vec2-BERT's)."""
+        """Spectra of sound, float32: [b, mel bins, frames] as long as the encoder's positions, two frames each
+        (Whisper's), or [b, s, features] where the config says how many features each frame has (wav2vec2-BERT's)."""
         if hasattr(self.config, "feature_projection_input_dim"):
             return self.normal(self.b, self.s, number(self.config, "feature_projection_input_dim"))
         return self.normal(self.b, number(self.config, "num_mel_bins"), 2 * number(self.config, "max_source_positions"))
 
     def sound(self) -> Tensor:
-        """Sound, float32: samples [b, n], so many that the convolutions of the config (wav2vec2's and its kin) make s frames of them; spectra
-        [b, frames, mel bins] where it says how long these are."""
+        """Sound, float32: samples [b, n], so many that the convolutions of the config (wav2vec2's and its kin) make s
+        frames of them; spectra [b, frames, mel bins] where it says how long these are."""
         config = self.config
         if not hasattr(config, "conv_stride"):
             return self.normal(self.b, number(config, "max_length"), number(config, "num_mel_bins"))
@@ -89,7 +90,9 @@ def number(config: Any, name: str) -> int:
     value = getattr(config, name, None)
     if isinstance(value, int):
         return value
-    raise CaptureError(f"inputs need {name}, which the config lacks ({type(config).__name__}, got {value!r}): set it, or {PASS_THEM}")
+    raise CaptureError(
+        f"inputs need {name}, which the config lacks ({type(config).__name__}, got {value!r}): set it, or {PASS_THEM}"
+    )
 
 
 def of_text(config: Any) -> Any:

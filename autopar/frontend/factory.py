@@ -29,7 +29,8 @@ RAN_AS = "autopar_model_"
 
 
 def find_factory(spec: str) -> Factory:
-    """The callable that `spec` names. Raises CaptureError; what the user's own code raises goes through as it is (`run_own`)."""
+    """The callable that `spec` names. Raises CaptureError; what the user's own code raises goes through as it is
+    (`run_own`)."""
     place, _, name = spec.rpartition(":")
     relative = place.startswith(".") and not place.endswith(".py")  # to which package?
     if not place or not name or relative:
@@ -74,23 +75,32 @@ def call_factory(factory: Factory, spec: str, *, batch: int, seq: int) -> tuple[
 
 
 def run_own(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call into the user's own code. What it raises goes through as it is; `own_frames` tells it from errors of ours."""
+    """Call into the user's own code. What it raises goes through as it is; `own_frames` tells it from errors of
+    ours."""
     return function(*args, **kwargs)
 
 
 def own_frames(error: BaseException) -> traceback.StackSummary | None:
-    """The frames of the user's own code in which `error` was raised, the outermost first and without those of the import system; None where that code did not raise it."""
+    """The frames of the user's own code in which `error` was raised, the outermost first and without those of the
+    import system; None where that code did not raise it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not run_own.__code__:
         trace = trace.tb_next
     if trace is None:
         return None
     frames = traceback.extract_tb(trace.tb_next)
-    return traceback.StackSummary.from_list([frame for frame in frames if not frame.filename.startswith("<frozen importlib") and frame.filename != importlib.__file__])
+    return traceback.StackSummary.from_list(
+        [
+            frame
+            for frame in frames
+            if not frame.filename.startswith("<frozen importlib") and frame.filename != importlib.__file__
+        ]
+    )
 
 
 def sizes_of(factory: Factory | None, *, batch: int | None, seq: int | None) -> dict[str, int]:
-    """The sizes to make inputs of: what is asked for, else the factory's own default where that is a whole number above 0, else that of SIZES."""
+    """The sizes to make inputs of: what is asked for, else the factory's own default where that is a whole number above
+    0, else that of SIZES."""
     parameters = inspect.signature(factory).parameters if factory is not None else {}
     asked = {"batch": batch, "seq": seq}
     return {size: asked[size] or _default(parameters.get(size)) or usual for size, usual in SIZES.items()}

@@ -1,4 +1,5 @@
-"""Models from Hugging Face config files: structure only, no weights, nothing is downloaded and no remote code is run."""
+"""Models from Hugging Face config files: structure only, no weights, nothing is downloaded and no remote code is
+run."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def config_path(where: str) -> Path:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise CaptureError(
-            f"no Hugging Face config file {path} (looked from {Path.cwd()}); wanted a config.json or the folder it is in. "
-            "Names on the hub are not looked up: download the model's config.json first"
+            f"no Hugging Face config file {path} (looked from {Path.cwd()}); wanted a config.json or the folder it is "
+            "in. Names on the hub are not looked up: download the model's config.json first"
         )
     return path
 
@@ -80,8 +81,9 @@ def architecture(transformers: Any, values: dict[str, Any], path: Path) -> Any:
     if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
         return found
     raise CaptureError(
-        f"{path}: transformers {transformers.__version__} has no model class {names[0]!r}{near(names[0], dir(transformers))}. "
-        "A model with its own code can be given as path/to/file.py:factory"
+        f"{path}: transformers {transformers.__version__} has no model class "
+        f"{names[0]!r}{near(names[0], dir(transformers))}. A model with its own code can be given as "
+        "path/to/file.py:factory"
     )
 
 

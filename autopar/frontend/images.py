@@ -42,16 +42,23 @@ def tokens_of_an_image(model: nn.Module, pixels: Tensor) -> int:
             made: Any = found if isinstance(found, (Tensor, list, tuple)) else found.pooler_output
             rows = sum(one.numel() // one.shape[-1] for one in (made if isinstance(made, (list, tuple)) else [made]))
         except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
-            raise CaptureError(f"inputs for {type(model).__name__} cannot be made: {FEATURES} does not work on pixels of {tuple(pixels.shape)} alone ({first_line(error)}); {PASS_THEM}") from error
+            raise CaptureError(
+                f"inputs for {type(model).__name__} cannot be made: {FEATURES} does not work on pixels of "
+                f"{tuple(pixels.shape)} alone ({first_line(error)}); {PASS_THEM}"
+            ) from error
     return rows // pixels.shape[0]
 
 
 def with_images(ids: Tensor, token: int, count: int, model: str) -> Tensor:
-    """Token ids [b, s] with `count` image tokens in each sample, and none elsewhere. Raises CaptureError where a sample is too short for them."""
+    """Token ids [b, s] with `count` image tokens in each sample, and none elsewhere. Raises CaptureError where a sample
+    is too short for them."""
     if ids.shape[1] <= FIRST + count:
-        raise CaptureError(f"{model} puts {count} tokens of an image into each text, got a sequence of {ids.shape[1]}: use one of at least {FIRST + count + 1}")
+        raise CaptureError(
+            f"{model} puts {count} tokens of an image into each text, got a sequence of {ids.shape[1]}: use one of at "
+            f"least {FIRST + count + 1}"
+        )
     if ids.is_meta:
         return ids
     text = ids.where(ids != token, token - 1 if token else token + 1)
-    text[:, FIRST:FIRST + count] = token
+    text[:, FIRST : FIRST + count] = token
     return text

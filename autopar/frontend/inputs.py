@@ -30,8 +30,8 @@ def inputs_for(
     seed: int = 0,
     labels: bool = True,
 ) -> Inputs:
-    """(args, kwargs) for a Hugging Face model: ids [batch, seq], pixels, both (of models that match them, or put images into texts), or sound; decoder ids,
-    and labels that match its head.
+    """(args, kwargs) for a Hugging Face model: ids [batch, seq], pixels, both (of models that match them, or put images
+    into texts), or sound; decoder ids, and labels that match its head.
 
     `device` None is the model's own. On "meta" the values mean nothing; elsewhere they follow from `seed`. There is no
     attention mask: no position is padding. With `labels` the loss is the model's first output. Raises CaptureError
@@ -57,7 +57,8 @@ def inputs_for(
         kwargs[MATCHES] = True
     elif labels:
         kwargs |= labels_for(model, accepted, draw)
-    shifts = "labels" in kwargs and getattr(config, "decoder_start_token_id", None) is None  # as mBART does, whose decoder starts with the last token of each sample
+    # as mBART does, whose decoder starts with the last token of each sample
+    shifts = "labels" in kwargs and getattr(config, "decoder_start_token_id", None) is None
     if config.is_encoder_decoder and "decoder_input_ids" in accepted and not shifts:
         kwargs["decoder_input_ids"] = _decoder_ids(draw, kwargs.get("labels"))
     if _takes("use_cache", accepted, config) and getattr(of_text(config), "use_cache", False):
@@ -66,7 +67,8 @@ def inputs_for(
 
 
 def _decoder_ids(draw: Draw, labels: object) -> Tensor:
-    """Decoder input ids [b, s]: the labels shifted right behind the start token, or any ids where labels are not tokens."""
+    """Decoder input ids [b, s]: the labels shifted right behind the start token, or any ids where labels are not
+    tokens."""
     if not isinstance(labels, Tensor) or labels.dim() != 2:
         return draw.tokens()
     start, pad = number(draw.config, "decoder_start_token_id"), number(draw.config, "pad_token_id")
@@ -76,12 +78,15 @@ def _decoder_ids(draw: Draw, labels: object) -> Tensor:
 
 def _takes(name: str, accepted: Mapping[str, inspect.Parameter], config: Any) -> bool:
     """Whether a forward has an argument `name`, or hands all that it does not know on to the part that reads text."""
-    hands_on = of_text(config) is not config and any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values())
+    hands_on = of_text(config) is not config and any(
+        one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values()
+    )
     return name in accepted or hands_on
 
 
 def texts_with_images(model: Any, made: Mapping[str, Any], accepted: Mapping[str, object]) -> dict[str, object]:
-    """Token ids with image tokens as many as `model` makes features of the pixels that are `made`, and what says which are such tokens."""
+    """Token ids with image tokens as many as `model` makes features of the pixels that are `made`, and what says which
+    are such tokens."""
     count = images.tokens_of_an_image(model, made["pixel_values"])
     ids = images.with_images(made["input_ids"], model.config.image_token_id, count, type(model).__name__)
     marks = {name: (ids == model.config.image_token_id).long() for name in MARKS if name in accepted}
@@ -89,16 +94,16 @@ def texts_with_images(model: Any, made: Mapping[str, Any], accepted: Mapping[str
 
 
 def main_inputs(model: Any, accepted: Mapping[str, object]) -> list[str]:
-    """Which of MAIN a model reads. Raises CaptureError where that is not known: of a model that reads several, unless it matches them or puts
-    images into texts."""
+    """Which of MAIN a model reads. Raises CaptureError where that is not known: of a model that reads several, unless
+    it matches them or puts images into texts."""
     known = [name for name in MAIN if name in accepted]
     if images.puts_images_into_texts(model, accepted):
         return ["input_ids", "pixel_values"]  # sound may come with them, and need not
     if known == [model.main_input_name] or (len(known) > 1 and MATCHES in accepted):
         return known
     raise CaptureError(
-        f"inputs for {type(model).__name__} cannot be made from its config: its forward takes {', '.join(accepted)}, and only one of "
-        f"{', '.join(MAIN)}, or several with {MATCHES} or image tokens, are known; {PASS_THEM}"
+        f"inputs for {type(model).__name__} cannot be made from its config: its forward takes {', '.join(accepted)}, "
+        f"and only one of {', '.join(MAIN)}, or several with {MATCHES} or image tokens, are known; {PASS_THEM}"
     )
 
 

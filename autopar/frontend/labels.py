@@ -12,7 +12,11 @@ from autopar.errors import CaptureError
 from autopar.frontend.draw import PASS_THEM, Draw, number
 
 IGNORED = -100  # the label that cross-entropy skips, torch's and Hugging Face's default
-HEADS = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
+HEADS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+)
 """Where transformers lists models whose labels are token ids, also those whose names do not say it (MarianMTModel)."""
 
 Made = dict[str, Tensor]
@@ -20,15 +24,20 @@ Maker = Callable[[Draw], Made]
 
 
 def labels_for(model: nn.Module, accepted: Mapping[str, object], draw: Draw) -> Made:
-    """The labels of `model`, whose forward takes `accepted`, by argument. Raises CaptureError for a model without a known loss."""
+    """The labels of `model`, whose forward takes `accepted`, by argument. Raises CaptureError for a model without a
+    known loss."""
     name = type(model).__name__
-    maker = next((maker for suffix, maker in LABELS.items() if name.endswith(suffix)), None) or (_token_ids if _is_listed(name) else None)
+    maker = next((maker for suffix, maker in LABELS.items() if name.endswith(suffix)), None) or (
+        _token_ids if _is_listed(name) else None
+    )
     made = maker(draw) if maker is not None else {}
     if made and made.keys() <= accepted.keys():
         return made
     raise CaptureError(
-        f"labels for {name} cannot be made: wanted a class named *{', *'.join(LABELS)} whose forward takes {' and '.join(made) or 'labels'}. To "
-        f"train it, {PASS_THEM}, where args hold what its loss takes (in Python the loss may be loss_fn= of compile instead); without a loss, plan for inference: mode=\"inference\", --mode inference"
+        f"labels for {name} cannot be made: wanted a class named *{', *'.join(LABELS)} whose forward takes "
+        f"{' and '.join(made) or 'labels'}. To train it, {PASS_THEM}, where args hold what its loss takes (in Python "
+        'the loss may be loss_fn= of compile instead); without a loss, plan for inference: mode="inference", --mode '
+        "inference"
     )
 
 
@@ -54,7 +63,8 @@ def _places(draw: Draw) -> Made:
 
 
 def _transcripts(draw: Draw) -> Made:
-    """What is said: half as many tokens as there are frames of sound, so that any can be told apart, and none of them the blank, which is padding."""
+    """What is said: half as many tokens as there are frames of sound, so that any can be told apart, and none of them
+    the blank, which is padding."""
     blank = number(draw.config, "pad_token_id")
     others = draw.integers(number(draw.config, "vocab_size") - 1, draw.b, max(1, draw.s // 2))
     return {"labels": others + (others >= blank)}
@@ -74,7 +84,8 @@ LABELS: dict[str, Maker] = {
     "ForQuestionAnswering": _places,
     "ForCTC": _transcripts,
 }
-"""By how the class name ends: Hugging Face's own convention for heads (its sound classifiers are named ForSequenceClassification)."""
+"""By how the class name ends: Hugging Face's own convention for heads (its sound classifiers are named
+ForSequenceClassification)."""
 
 
 def _with_ignored(labels: Tensor) -> Tensor:

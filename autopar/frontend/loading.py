@@ -1,8 +1,8 @@
 """`load`: the MODEL argument of the command line to a model and one batch of inputs.
 
-    hf:FILE_OR_FOLDER        a Hugging Face config file; the class is named in `architectures`
-    path/to/file.py:factory  a callable in a file
-    package.module:factory   a callable in a module
+hf:FILE_OR_FOLDER        a Hugging Face config file; the class is named in `architectures`
+path/to/file.py:factory  a callable in a file
+package.module:factory   a callable in a module
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ HF = "hf:"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model with one batch of `batch` samples of `seq` tokens: `model(*args, **kwargs)` gives the loss, alone or first, unless made with labels=False.
-    `fixed`: which of batch and seq its factory cannot be told, because it makes the inputs itself and has no such parameter."""
+    """A model with one batch of `batch` samples of `seq` tokens: `model(*args, **kwargs)` gives the loss, alone or
+    first, unless made with labels=False. `fixed`: which of batch and seq its factory cannot be told, because it makes
+    the inputs itself and has no such parameter."""
 
     model: nn.Module
     args: tuple[object, ...]
@@ -38,10 +39,14 @@ class Loaded:
     fixed: tuple[str, ...] = ()
 
     def check_sizes(self, asked: Iterable[str]) -> None:
-        """Raises CaptureError where a size (batch, seq) was asked for that the factory cannot be told: it would be left out without a word."""
+        """Raises CaptureError where a size (batch, seq) was asked for that the factory cannot be told: it would be left
+        out without a word."""
         if unheard := [size for size in asked if size in self.fixed]:
-            raise CaptureError(f"model {self.spec!r}: {' and '.join(f'--{size}' for size in unheard)} cannot be given, because the factory makes inputs of its own and has no parameter "
-                               f"{' and '.join(unheard)}; add {'it' if len(unheard) == 1 else 'them'} (def factory(batch=8)), or leave the option out")
+            raise CaptureError(
+                f"model {self.spec!r}: {' and '.join(f'--{size}' for size in unheard)} cannot be given, because the "
+                f"factory makes inputs of its own and has no parameter {' and '.join(unheard)}; add "
+                f"{'it' if len(unheard) == 1 else 'them'} (def factory(batch=8)), or leave the option out"
+            )
 
 
 def load(
@@ -55,7 +60,8 @@ def load(
     labels: bool = True,
     seed: int = 0,
 ) -> Loaded:
-    """Build the model that `spec` names, on `device` and in `dtype`, with inputs of `batch` samples of `seq` tokens (None: the factory's default, or that of `factory.SIZES`).
+    """Build the model that `spec` names, on `device` and in `dtype`, with inputs of `batch` samples of `seq` tokens
+    (None: the factory's default, or that of `factory.SIZES`).
 
     On "meta" nothing is allocated and the values mean nothing. Elsewhere weights and inputs follow from `seed`; the
     caller's random state stays as it was. Integer inputs keep their type. `labels` is for Hugging Face models: a
@@ -72,17 +78,27 @@ def load(
             model, made = call_factory(factory, spec, **sizes)
     model = in_dtype(model, dtype).train(train)
     args, kwargs = made or inputs_for(model, **sizes, device=device, seed=seed, labels=labels)
-    return Loaded(model, cast(args, dtype), cast(kwargs, dtype), short_name(spec), spec, **sizes, fixed=sizes_without_parameter(factory) if factory and made else ())
+    return Loaded(
+        model,
+        cast(args, dtype),
+        cast(kwargs, dtype),
+        short_name(spec),
+        spec,
+        **sizes,
+        fixed=sizes_without_parameter(factory) if factory and made else (),
+    )
 
 
 def stated_precision(spec: str, *, train: bool) -> str:
-    """The precision that a spec asks for by itself: bfloat16 where a Hugging Face config says so, in training with float32 masters; else float32."""
+    """The precision that a spec asks for by itself: bfloat16 where a Hugging Face config says so, in training with
+    float32 masters; else float32."""
     stated = stated_dtype(spec.removeprefix(HF)) if spec.startswith(HF) else None
     return ("bf16" if train else "bfloat16") if stated == "bfloat16" else "float32"
 
 
 def short_name(spec: str) -> str:
-    """A name for tables: `gpt2` for hf:a/gpt2.json, hf:gpt2/ and hf:gpt2/config.json; `gpt.small` for a/gpt.py:small."""
+    """A name for tables: `gpt2` for hf:a/gpt2.json, hf:gpt2/ and hf:gpt2/config.json; `gpt.small` for
+    a/gpt.py:small."""
     if spec.startswith(HF):
         path = Path(spec.removeprefix(HF))
         return path.resolve().parent.name if path.name == "config.json" else path.resolve().stem
@@ -91,7 +107,8 @@ def short_name(spec: str) -> str:
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model, its floating-point weights and buffers in `dtype`. Complex ones, of which `Module.to` would forget the imaginary part, stay as they are."""
+    """The model, its floating-point weights and buffers in `dtype`. Complex ones, of which `Module.to` would forget the
+    imaginary part, stay as they are."""
     tensors = (*model.parameters(), *model.buffers())
     if not any(tensor.is_complex() for tensor in tensors):
         return model.to(dtype)

@@ -1,4 +1,5 @@
-"""`load_rules`: the RULES argument of the command line, `path/to/file.py` or `path/to/file.py:NAME`, to rules of the user's own operators."""
+"""`load_rules`: the RULES argument of the command line, `path/to/file.py` or `path/to/file.py:NAME`, to rules of the
+user's own operators."""
 
 from __future__ import annotations
 
@@ -18,19 +19,26 @@ NAME = "RULES"
 
 
 def load_rules(spec: str) -> dict[Any, Rule]:
-    """The rules that `spec` names, by operator; none where it is empty. Call it when the model is made: a file that is the model's too is not run again,
-    which would register its operators anew. Raises RuleError where there are none; what the user's own code raises goes through as it is."""
+    """The rules that `spec` names, by operator; none where it is empty. Call it when the model is made: a file that is
+    the model's too is not run again, which would register its operators anew. Raises RuleError where there are none;
+    what the user's own code raises goes through as it is."""
     if not spec:
         return {}
     place, name = spec.rsplit(":", 1) if not spec.endswith(".py") and ":" in spec else (spec, NAME)
     path = Path(place)
     if path.suffix != ".py" or not path.is_file():
-        raise RuleError(f"rules {spec!r}: no Python file {place} (looked from {Path.cwd()}); wanted path/to/file.py, which has a dict {NAME}, or path/to/file.py:NAME")
+        raise RuleError(
+            f"rules {spec!r}: no Python file {place} (looked from {Path.cwd()}); wanted path/to/file.py, which has a "
+            f"dict {NAME}, or path/to/file.py:NAME"
+        )
     module = _module(path, spec)
     found = getattr(module, name, None)
     if not isinstance(found, Mapping):
         wrong = f"has no {name}" if found is None else f"has {name}, but it is {type(found).__name__}"
-        raise RuleError(f"rules {spec!r}: {place} {wrong}; wanted a dict of operators and rule strings, as {NAME} = {{torch.ops.mine.scale: 'b d -> b d'}}")
+        raise RuleError(
+            f"rules {spec!r}: {place} {wrong}; wanted a dict of operators and rule strings, as {NAME} = "
+            f"{{torch.ops.mine.scale: 'b d -> b d'}}"
+        )
     return as_rules(found)
 
 
@@ -38,4 +46,8 @@ def _module(path: Path, spec: str) -> ModuleType:
     """The file as a module: the one that it is already, or run now."""
     there = sys.modules.get(module_name(path))
     ran = getattr(there, "__file__", None)
-    return there if there is not None and ran is not None and Path(ran).resolve() == path.resolve() else import_file(path, spec)
+    return (
+        there
+        if there is not None and ran is not None and Path(ran).resolve() == path.resolve()
+        else import_file(path, spec)
+    )

@@ -1,4 +1,5 @@
-"""The joint search: one stage or several, which schedule, how many microbatches, and what a place does, priced together.
+"""The joint search: one stage or several, which schedule, how many microbatches, and what a place does, priced
+together.
 
     shapes            places, mesh of a place, microbatches
     spaces            what a search or a named pipeline may have
@@ -54,11 +55,15 @@ from autopar.plan import Plan
 from autopar.recipes.offload import OFFLOADS
 from autopar.request import Request
 
-UNPROVEN = "the gap is to the least work there is, with nothing sent: a longer time limit, or a proof of all shapes (--prove), says more"
+UNPROVEN = (
+    "the gap is to the least work there is, with nothing sent: a longer time limit, or a proof of all shapes "
+    "(--prove), says more"
+)
 """Where the search took all of its time, and nobody has looked at anything beside it."""
 
 MOST = 2 / 3
-"""Of the time limit: a proof takes half as long as the search that it is for, or about so. Behind a longer search it ends with what was looked at beside that, if anything was."""
+"""Of the time limit: a proof takes half as long as the search that it is for, or about so. Behind a longer search it
+ends with what was looked at beside that, if anything was."""
 
 
 def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
@@ -80,7 +85,8 @@ def fastest(context: SearchContext, **about: Any) -> Plan:
 
 
 def anywhere(context: SearchContext, **about: Any) -> Plan:
-    """The fastest plan for the memory of `context`, on the host where that is asked for, faster, or all that fits. Raises as `plan`."""
+    """The fastest plan for the memory of `context`, on the host where that is asked for, faster, or all that fits.
+    Raises as `plan`."""
     if context.request.recipe in OFFLOADS:
         return offloading.by_recipe(context, about)
     free = offloading.may(context.request)
@@ -94,7 +100,8 @@ def anywhere(context: SearchContext, **about: Any) -> Plan:
 
 
 def with_proof(context: SearchContext, made: Plan, bound_s: float) -> Plan:
-    """`made`, for the memory of `context`, with what is proven of all plans for that or more memory: `bound_s`, or as close as it gets where that is asked for. Nothing is of a recipe."""
+    """`made`, for the memory of `context`, with what is proven of all plans for that or more memory: `bound_s`, or as
+    close as it gets where that is asked for. Nothing is of a recipe."""
     if context.request.recipe is not None:
         return made
     step_s = made.predicted.step_s
@@ -111,8 +118,10 @@ def _unsplit(context: SearchContext) -> Iterator[str]:
     """What is to be said of a batch of which no number of ranks that the devices come in can have equal parts."""
     batch, devices = context.batch, context.request.cluster.devices
     if batch > 1 and devices > 1 and math.gcd(batch, devices) == 1:
-        yield (f"a batch of {batch} has no divisor in common with {devices} devices, so that no axis of a mesh splits its samples: "
-               f"use a batch of {divisible(batch, devices)}")
+        yield (
+            f"a batch of {batch} has no divisor in common with {devices} devices, so that no axis of a mesh splits its "
+            f"samples: use a batch of {divisible(batch, devices)}"
+        )
 
 
 def _proven(context: SearchContext, made: Plan, proof: BackgroundProof) -> Plan:

@@ -1,6 +1,8 @@
-"""A proof beside the search: once there is an answer, another process looks at claims while this one searches on, and then both do (joint.claim_board).
+"""A proof beside the search: once there is an answer, another process looks at claims while this one searches on, and
+then both do (joint.claim_board).
 
-The other process is forked, so that it has all that was made so far. It computes with numpy and OR-tools alone, never with torch, says nothing, and ends with this one.
+The other process is forked, so that it has all that was made so far. It computes with numpy and OR-tools alone, never
+with torch, says nothing, and ends with this one.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ WAIT_S = 0.005
 
 
 class BackgroundProof:
-    """What no plan for `context` is faster than, looked for in the time of the search. Its other process is gone at the end of its context."""
+    """What no plan for `context` is faster than, looked for in the time of the search. Its other process is gone at the
+    end of its context."""
 
     def __init__(self, context: SearchContext) -> None:
         self.context = context
@@ -41,15 +44,24 @@ class BackgroundProof:
     def __enter__(self) -> BackgroundProof:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._over = True  # a frontier searches on
         if self._process is not None:
             self._process.kill()
             self._process.join()
 
     def know(self, known_s: float) -> None:
-        """There is a plan of so many seconds. From the first one on the other process looks, where a core is free for it, and anybody asks: not of a recipe that was asked for."""
-        if self._over or math.isinf(known_s) or self.context.request.prove or self.context.request.recipe is not None or self.prover.most_looks == 0:
+        """There is a plan of so many seconds. From the first one on the other process looks, where a core is free for
+        it, and anybody asks: not of a recipe that was asked for."""
+        if (
+            self._over
+            or math.isinf(known_s)
+            or self.context.request.prove
+            or self.context.request.recipe is not None
+            or self.prover.most_looks == 0
+        ):
             return
         self.prover.board.know(min(known_s, self.prover.board.known_s))
         if self._process is None and able():
@@ -63,7 +75,8 @@ class BackgroundProof:
         theirs.board = self.prover.board
         process = multiprocessing.get_context("fork").Process(target=_look, args=(theirs,), daemon=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, as torch's: the other process needs none of them
+            # of threads, as torch's: the other process needs none of them
+            warnings.simplefilter("ignore", DeprecationWarning)
             try:
                 process.start()
             except OSError:
@@ -76,7 +89,8 @@ class BackgroundProof:
         return self.prover.board.looked
 
     def proven_s(self, known_s: float, mesh: tuple[int, ...] | None, deadline: float) -> float:
-        """As joint.prove.proven_s, with what the other process has looked at so far; before the `deadline` both look on."""
+        """As joint.prove.proven_s, with what the other process has looked at so far; before the `deadline` both look
+        on."""
         board = self.prover.board
         board.know(known_s)
         while time.monotonic() < deadline and board.open(self.prover.enough_s(known_s)):

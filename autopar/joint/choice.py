@@ -1,4 +1,5 @@
-"""The choice between plans of one stage and pipelines: the fastest plan within the memory limit of a SearchContext, over its spaces one after the other."""
+"""The choice between plans of one stage and pipelines: the fastest plan within the memory limit of a SearchContext,
+over its spaces one after the other."""
 
 from __future__ import annotations
 
@@ -29,9 +30,15 @@ def best(context: SearchContext, **about: Any) -> Plan:
     flat, failed = None, None
     several = request.recipe is None and request.search == "ilp" and request.settings.training
     first = Explorer(context, SEARCH, float("inf"), timer.ends_at)
-    elsewhere = bestfirst.Elsewhere(lambda known_s: NEARER * first.probe(known_s), first.searched, context.answered) if several else None
+    elsewhere = (
+        bestfirst.Elsewhere(lambda known_s: NEARER * first.probe(known_s), first.searched, context.answered)
+        if several
+        else None
+    )
     try:
-        flat = onestage.plan_with(context.whole.anew(replace(request, memory_bytes=context.limit_bytes)), elsewhere, timer, **about)
+        flat = onestage.plan_with(
+            context.whole.anew(replace(request, memory_bytes=context.limit_bytes)), elsewhere, timer, **about
+        )
     except InfeasibleError as error:
         failed = error
     if not several:
@@ -47,12 +54,20 @@ def best(context: SearchContext, **about: Any) -> Plan:
         raise InfeasibleError(f"{failed}\nin pipeline stages: {error}", missing_bytes=failed.missing_bytes) from error
 
 
-def staged(context: SearchContext, spaces: Sequence[Space], flat: Plan | None, about: Mapping[str, Any], first: Explorer | None = None,
-           known_s: float = float("inf"), reach: float = float("inf")) -> Plan:
+def staged(
+    context: SearchContext,
+    spaces: Sequence[Space],
+    flat: Plan | None,
+    about: Mapping[str, Any],
+    first: Explorer | None = None,
+    known_s: float = float("inf"),
+    reach: float = float("inf"),
+) -> Plan:
     """The best of `flat`, a plan of one stage and one microbatch, and of all plans in `spaces`.
 
-    The first space contains the others, so that what is proven there holds for these; `first` is a walk through it whose results are reused.
-    `reach` as in Explorer. Raises InfeasibleError where there is no `flat` and nothing is faster than `known_s`.
+    The first space contains the others, so that what is proven there holds for these; `first` is a walk through it
+    whose results are reused. `reach` as in Explorer. Raises InfeasibleError where there is no `flat` and nothing is
+    faster than `known_s`.
     """
     known_s = min(known_s, flat.predicted.step_s if flat is not None else float("inf"))
     deadline = context.timer.ends_at
@@ -62,13 +77,20 @@ def staged(context: SearchContext, spaces: Sequence[Space], flat: Plan | None, a
     walks: list[Explorer] = []
     for space in spaces:
         wider = walks[0].pricing.proven if walks else context.roomy
-        walk = Explorer(context, space, known_s, deadline if known_s < math.inf else deadline + context.timer.limit_s, wider, reach)
+        walk = Explorer(
+            context, space, known_s, deadline if known_s < math.inf else deadline + context.timer.limit_s, wider, reach
+        )
         if first is not None and not walks:
             walk.found, walk.beaten, walk.why = first.found, first.beaten, first.why
             walk.polished, walk.expanded, walk.pricing = first.polished, first.expanded, first.pricing
         walks.append(walk)
         found = walk.run()
-        if found is not None and context.request.recipe is None and found.step_s < known_s * _hoped(context) and not context.timer.skips():
+        if (
+            found is not None
+            and context.request.recipe is None
+            and found.step_s < known_s * _hoped(context)
+            and not context.timer.skips()
+        ):
             found = each_apart(context, found)
         why += walk.why[:3]
         tried += _rows(walk)
@@ -85,40 +107,52 @@ def staged(context: SearchContext, spaces: Sequence[Space], flat: Plan | None, a
         made = _among_all(flat, tried, bound_s)
     else:
         faster = f" and is faster than {seconds(known_s)}" if known_s < math.inf else ""
-        raise InfeasibleError(f"none of {', '.join(s.name for s in spaces)} fits {context.request.cluster.label}{faster}: "
-                              + ("; ".join(why[-3:]) or walks[0].reason))
+        raise InfeasibleError(
+            f"none of {', '.join(s.name for s in spaces)} fits {context.request.cluster.label}{faster}: "
+            + ("; ".join(why[-3:]) or walks[0].reason)
+        )
     return replace(made, notes=context.timer.noted((*made.notes, *_rather(made, walks))))
 
 
 def _hoped(context: SearchContext) -> float:
-    """The factor on the best known step up to which a pipeline is tried with layouts of their own for each place: that gains a few per cent where
-    places are alike, and can gain much where devices differ."""
+    """The factor on the best known step up to which a pipeline is tried with layouts of their own for each place: that
+    gains a few per cent where places are alike, and can gain much where devices differ."""
     return NEAR if context.request.cluster.parts else NEARER
 
 
 def _rows(walk: Explorer) -> list[Alternative]:
-    """Rows for a plan's alternatives: for each number of places the best plan that a walk found, or the reason why it found none."""
+    """Rows for a plan's alternatives: for each number of places the best plan that a walk found, or the reason why it
+    found none."""
     best: dict[int, Found] = {}
     for shape, found in walk.fit.items():
         if shape.places not in best or found.step_s < best[shape.places].step_s:
             best[shape.places] = found
     if not best:
         return [Alternative(walk.space.name, (walk.context.request.cluster.devices,), None, None, walk.reason)]
-    return [Alternative(walk.space.name, found.plan.grid, found.step_s, found.memory_bytes, how=found.plan.how) for found in best.values()]
+    return [
+        Alternative(walk.space.name, found.plan.grid, found.step_s, found.memory_bytes, how=found.plan.how)
+        for found in best.values()
+    ]
 
 
 def _bound_s(context: SearchContext, flat: Plan | None) -> float:
-    """A lower bound in seconds on plans of one stage and one microbatch: what their search has proven, else the least work."""
+    """A lower bound in seconds on plans of one stage and one microbatch: what their search has proven, else the least
+    work."""
     if flat is not None and flat.predicted.bound_s > 0:
         return flat.predicted.bound_s
     return context.work(1).step_s(context.request.cluster.devices, 1, 1)
 
 
 def _among_all(flat: Plan, tried: Sequence[Alternative], bound_s: float) -> Plan:
-    """`flat` as the best of all plans. Its bound becomes the one that holds for all plans; a tighter one for plans of one stage goes into a note."""
+    """`flat` as the best of all plans. Its bound becomes the one that holds for all plans; a tighter one for plans of
+    one stage goes into a note."""
     alone_s, notes = flat.predicted.bound_s, flat.notes
     if alone_s > bound_s:
-        notes = (*notes, f"of plans of one stage and one microbatch none is faster than {seconds(alone_s)} by the linear prices of their Problem")
+        notes = (
+            *notes,
+            f"of plans of one stage and one microbatch none is faster than {seconds(alone_s)} by the linear prices of "
+            "their Problem",
+        )
     predicted = replace(flat.predicted, bound_s=min(bound_s, flat.predicted.step_s))
     return replace(flat, alternatives=(*flat.alternatives, *tried), notes=notes, predicted=predicted)
 
@@ -129,24 +163,55 @@ def _rather(made: Plan, walks: Sequence[Explorer]) -> Iterator[str]:
     other = min((found for walk in walks for found in walk.settled), key=lambda found: found.step_s, default=None)
     if other is not None and other.step_s < step_s:
         how, others = (f"{times(plan.grid)}{', ' * bool(plan.how)}{plan.how}" for plan in (made, other.plan))
-        yield f"{how} ({seconds(step_s)}) rather than {others} ({seconds(other.step_s)}): prices do not tell {100 * (step_s / other.step_s - 1):.2f} % apart"
+        yield (
+            f"{how} ({seconds(step_s)}) rather than {others} ({seconds(other.step_s)}): prices do not tell "
+            f"{100 * (step_s / other.step_s - 1):.2f} % apart"
+        )
 
 
 def _order(asked: Cluster, plan: Plan) -> Iterator[str]:
     """A note where the plan has the parts of the cluster in another order than the user gave them."""
     parts = Cluster.from_dict(dict(plan.cluster)).parts
     if parts != asked.parts:
-        yield f"number the ranks in this order: {', then '.join(part.label for part in parts)}; the first stages are on the first ones"
+        yield (
+            f"number the ranks in this order: {', then '.join(part.label for part in parts)}; the first stages are on "
+            "the first ones"
+        )
 
 
-def _finished(context: SearchContext, best: Found, flat: Plan | None, tried: Sequence[Alternative], bound_s: float, about: Mapping[str, Any]) -> Plan:
-    predicted = Predicted(best.step_s, best.memory_bytes, best.busy_s, max(0.0, best.step_s - best.busy_s), 0.0, min(bound_s, best.step_s),
-                          best.places_bytes if best.table.places > 1 else ())
-    notes = (*about.get("notes", ()), *tiling_notes(best.program, best.plan),
-             *rule_notes(context.whole.program, context.request.rules), *_order(context.request.cluster, best.plan))
+def _finished(
+    context: SearchContext,
+    best: Found,
+    flat: Plan | None,
+    tried: Sequence[Alternative],
+    bound_s: float,
+    about: Mapping[str, Any],
+) -> Plan:
+    predicted = Predicted(
+        best.step_s,
+        best.memory_bytes,
+        best.busy_s,
+        max(0.0, best.step_s - best.busy_s),
+        0.0,
+        min(bound_s, best.step_s),
+        best.places_bytes if best.table.places > 1 else (),
+    )
+    notes = (
+        *about.get("notes", ()),
+        *tiling_notes(best.program, best.plan),
+        *rule_notes(context.whole.program, context.request.rules),
+        *_order(context.request.cluster, best.plan),
+    )
     if best.alike_s:
-        notes = (*notes, f"places are laid out each in their own way; with all alike a step takes {seconds(best.alike_s)}")
+        notes = (
+            *notes,
+            f"places are laid out each in their own way; with all alike a step takes {seconds(best.alike_s)}",
+        )
     if best.even_s:
-        notes = (*notes, f"stages are as long as {best.table.kind.schedule} wants them; with the most even cuts a step takes {seconds(best.even_s)}")
+        notes = (
+            *notes,
+            f"stages are as long as {best.table.kind.schedule} wants them; with the most even cuts a step takes "
+            f"{seconds(best.even_s)}",
+        )
     others = (*(flat.alternatives if flat is not None else ()), *tried)
     return replace(best.plan, predicted=predicted, alternatives=others, **{**about, "notes": notes})

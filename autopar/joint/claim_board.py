@@ -1,8 +1,9 @@
-"""The state of the claims of a proof (joint.prove), in memory that two processes share: the parts that each claim was divided into, the bound of
-each part, and which process is looking at it.
+"""The state of the claims of a proof (joint.prove), in memory that two processes share: the parts that each claim was
+divided into, the bound of each part, and which process is looking at it.
 
-Which process takes which look depends on timing, but the bound that is proven hardly does: a look has the same result in both, up to the cutoff from
-the fastest plan known by then, and looks beyond those that were needed are not counted (`Board.proven_s`).
+Which process takes which look depends on timing, but the bound that is proven hardly does: a look has the same result
+in both, up to the cutoff from the fastest plan known by then, and looks beyond those that were needed are not counted
+(`Board.proven_s`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ GONE_S = 1.0
 
 
 class Part(NamedTuple):
-    """The shapes `[begin, end)` of a claim: a lower bound in seconds on all plans on them, and the number of looks taken at them."""
+    """The shapes `[begin, end)` of a claim: a lower bound in seconds on all plans on them, and the number of looks
+    taken at them."""
 
     bound_s: float
     begin: int
@@ -44,15 +46,17 @@ class Board:
 
     def __init__(self, claims: Sequence[Part], most_looks: int) -> None:
         count, most = len(claims), max(claim.end for claim in claims) + 1
-        shared = np.frombuffer(mmap.mmap(-1, 8 * (count * (STEPS + 2 + 4 * most) + 1)))  # other processes that are forked from this one see what is written here
+        # other processes that are forked from this one see what is written here
+        shared = np.frombuffer(mmap.mmap(-1, 8 * (count * (STEPS + 2 + 4 * most) + 1)))
         self._known_s, shared = shared[:1], shared[1:].reshape(count, -1)
-        self._parts, self._bounds = shared[:, :4 * most].reshape(count, most, 4), shared[:, 4 * most:-2]
+        self._parts, self._bounds = shared[:, : 4 * most].reshape(count, most, 4), shared[:, 4 * most : -2]
         self._looks, self._owner = shared[:, -2:].T
         self._lock = multiprocessing.get_context("fork").Lock() if FORKS else threading.Lock()
         self.most_looks = most_looks
         self._parts[:, :, 0] = math.inf
         self._parts[:, 0] = np.array(claims).reshape(count, 4)
-        self._bounds[:], self._owner[:] = self._parts[:, 0, :1], NOBODY  # [claims, looks]: behind the last look the same again
+        # [claims, looks]: behind the last look the same again
+        self._bounds[:], self._owner[:] = self._parts[:, 0, :1], NOBODY
         self.know(math.inf)
 
     @property
@@ -67,7 +71,11 @@ class Board:
     def proven_s(self, enough_s: float) -> float:
         """The lower bound on all claims, each as of the first look after which it was at least `enough_s`."""
         reached = self._bounds >= enough_s
-        return float(np.where(reached.any(1), self._bounds[np.arange(len(reached)), reached.argmax(1)], self._bounds[:, -1]).min())
+        return float(
+            np.where(
+                reached.any(1), self._bounds[np.arange(len(reached)), reached.argmax(1)], self._bounds[:, -1]
+            ).min()
+        )
 
     @property
     def _done(self) -> np.ndarray:
@@ -101,11 +109,13 @@ class Board:
 
     @property
     def settled_s(self) -> float:
-        """The lowest bound of claims that have had all their looks. Nothing is gained by raising other claims above it."""
+        """The lowest bound of claims that have had all their looks. Nothing is gained by raising other claims above
+        it."""
         return float(self._bounds[self._done, -1].min(initial=math.inf))
 
     def take(self, who: int, enough_s: float) -> tuple[int, Part] | None:
-        """The free claim with the lowest bound, and its part with the lowest bound; `who` owns it until `tell`. None where no look can help."""
+        """The free claim with the lowest bound, and its part with the lowest bound; `who` owns it until `tell`. None
+        where no look can help."""
         with self._held():
             able = (self._owner == NOBODY) & ~self._done & (self._bounds[:, -1] < enough_s)
             if not able.any() or not self._open(enough_s):

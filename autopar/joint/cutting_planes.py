@@ -1,11 +1,12 @@
 """The best prices for a relaxed step (the Lagrangian dual), by cutting planes.
 
-    master    a linear program: the valid prices (joint.price_polytope) and prices of bytes at which the cheapest of all solutions met so far costs most. No
-              prices prove more than that
-    solve     the Problem at these prices (joint.relaxed_solving): a proven bound, and a new solution where that is cheaper than all met
+    master    a linear program: the valid prices (joint.price_polytope) and prices of bytes at which the cheapest of all
+              solutions met so far costs most. No prices prove more than that
+    solve     the Problem at these prices (joint.relaxed_solving): a proven bound, and a new solution where that is
+              cheaper than all met
 
-Where blocks may run again at several levels, a plan is a mixture of levels, and so are its time and bytes: the lowest bound of all levels, at the same price of bytes,
-holds for it.
+Where blocks may run again at several levels, a plan is a mixture of levels, and so are its time and bytes: the lowest
+bound of all levels, at the same price of bytes, holds for it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from autopar.problem.pass_quantities import SHOWN
 from autopar.search.model import Linear
 from autopar.search.solver import GLOP, solve
 
-TINY = 1e-9  # relative to a step: smaller coefficients are dropped. They trouble the solver, and any valid prices give a bound
+# relative to a step: smaller coefficients are dropped. They trouble the solver, and any valid prices give a bound
+TINY = 1e-9
 
 Prices = dict[Key, np.ndarray]
 Solve = Callable[[int, Prices, np.ndarray, float, float], Seen]
@@ -42,15 +44,18 @@ class Level:
 
 @dataclass(eq=False)
 class Cutting:
-    """The dual of `levels`, which have the same number of memory limits. Solutions that `solve` finds are added to `choices`."""
+    """The dual of `levels`, which have the same number of memory limits. Solutions that `solve` finds are added to
+    `choices`."""
 
     levels: Sequence[Level]
     solve: Solve
     choices: list[tuple[int, ...]] = field(default_factory=list)
-    weights: np.ndarray = field(default_factory=lambda: np.zeros(0))  # dual values of the solutions in the last master: their mixture keeps the bound from being higher
+    # dual values of the solutions in the last master: their mixture keeps the bound from being higher
+    weights: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def bound_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
-        """A lower bound of the seconds of all mixtures of solutions, as good as `rounds` of the master make it. Ends once it reaches `cutoff_s`."""
+        """A lower bound of the seconds of all mixtures of solutions, as good as `rounds` of the master make it. Ends
+        once it reaches `cutoff_s`."""
         best_s = self._first_s(cutoff_s)
         if best_s >= cutoff_s:
             return best_s
@@ -80,7 +85,8 @@ class Cutting:
         return self._master()[2]
 
     def _first_s(self, cutoff_s: float) -> float:
-        """Solve levels without a solution at their first prices, because a master needs one of each. The bound that this proves; 0 where some level had one."""
+        """Solve levels without a solution at their first prices, because a master needs one of each. The bound that
+        this proves; 0 where some level had one."""
         proven_s = math.inf
         for number, level in enumerate(self.levels):
             if level.met:
@@ -95,13 +101,16 @@ class Cutting:
         return proven_s
 
     def _master(self) -> tuple[list[Prices], np.ndarray, float]:
-        """The prices of each level, the seconds per byte of each memory limit, and the cost at these of the cheapest solution met."""
-        unit_s = min(_shown_s(level.relaxed, level.met[0]) for level in self.levels) or 1.0  # some passes take nothing: backwards of inference
+        """The prices of each level, the seconds per byte of each memory limit, and the cost at these of the cheapest
+        solution met."""
+        # some passes take nothing: backwards of inference
+        unit_s = min(_shown_s(level.relaxed, level.met[0]) for level in self.levels) or 1.0
         model = Linear(1.0, 1.0)
         model.starts = np.zeros(1, int)
         least = model.add_columns(np.array([-1.0]), np.zeros(1), 1e3)
         rooms = self.levels[0].relaxed.rooms
-        price = model.add_columns(np.zeros(len(rooms)), np.zeros(len(rooms)), 1e3)  # of filling a memory limit, in units of a step
+        # of filling a memory limit, in units of a step
+        price = model.add_columns(np.zeros(len(rooms)), np.zeros(len(rooms)), 1e3)
         found, rows = [], []
         for level in self.levels:
             relaxed = level.relaxed
@@ -122,9 +131,17 @@ class Cutting:
         answer = solve(model, GLOP, integer=False, time_limit_s=5.0)
         assert answer.values is not None and answer.dual is not None, "prices of nothing are always possible"
         values, self.weights = answer.values, np.maximum(0.0, -answer.dual[rows])
-        each = [{key: level.relaxed.times[key] * (part.taken @ np.maximum(values[part.columns], 0.0) + _unit(SHOWN, len(part.taken)))
-                 for key, part in parts.items()} for level, parts in zip(self.levels, found, strict=True)]
-        bytes_s = np.array([max(0.0, values[column]) * unit_s / room.limit for column, room in zip(price, rooms, strict=True)])
+        each = [
+            {
+                key: level.relaxed.times[key]
+                * (part.taken @ np.maximum(values[part.columns], 0.0) + _unit(SHOWN, len(part.taken)))
+                for key, part in parts.items()
+            }
+            for level, parts in zip(self.levels, found, strict=True)
+        ]
+        bytes_s = np.array(
+            [max(0.0, values[column]) * unit_s / room.limit for column, room in zip(price, rooms, strict=True)]
+        )
         return each, bytes_s, -answer.objective * unit_s
 
 

@@ -13,7 +13,8 @@ CASES = 1024
 
 @dataclass(frozen=True)
 class Effort:
-    """`rounds` of cutting planes, and where there are `cases`, so many of these at most, with every Problem solved to the end."""
+    """`rounds` of cutting planes, and where there are `cases`, so many of these at most, with every Problem solved to
+    the end."""
 
     rounds: int
     cases: int = 0

@@ -1,15 +1,19 @@
-"""The walk through a space of shapes: local search from one start per number of places, as long as time and bounds allow.
+"""The walk through a space of shapes: local search from one start per number of places, as long as time and bounds
+allow.
 
-    visit(shape)   a glance: solve the Problem of one place quickly, cut the model into stages, and time them under every timetable of the space
-    walk           visit the starts, each also with fewer microbatches (or all shapes, if there are few). After each start, visit the neighbours of
-                   the best shape not yet expanded; after all starts, repeat that while it finds anything near the best. Starts are in order of
-                   their floors; after SLOWER of them in a row that got slower, the rest is left out
-    polish         solve the best shape exactly and walk its memory; then shapes near it that may be faster. If another shape becomes the best,
-                   walk on from that
+    visit(shape)   a glance: solve the Problem of one place quickly, cut the model into stages, and time them under
+                   every timetable of the space
+    walk           visit the starts, each also with fewer microbatches (or all shapes, if there are few). After each
+                   start, visit the neighbours of the best shape not yet expanded; after all starts, repeat that while
+                   it finds anything near the best. Starts are in order of their floors; after SLOWER of them in a row
+                   that got slower, the rest is left out
+    polish         solve the best shape exactly and walk its memory; then shapes near it that may be faster. If another
+                   shape becomes the best, walk on from that
     hone           improve the result by descent on the price of the whole step (joint.pipeline_honing)
 
-A shape is not visited if its floor is above the fastest known step. The floor is the least work, without communication, and with no waiting but what
-every timetable has. Nor is a shape solved exactly if its proven bound is above the fastest known step.
+A shape is not visited if its floor is above the fastest known step. The floor is the least work, without communication,
+and with no waiting but what every timetable has. Nor is a shape solved exactly if its proven bound is above the fastest
+known step.
 """
 
 from __future__ import annotations
@@ -35,14 +39,14 @@ from autopar.text import seconds
 class Explorer:
     """One walk, until `deadline` (time.monotonic).
 
-        known_s      the fastest step that is known from elsewhere
-        wider        proven bounds of shapes, from a walk through a space that contains this one
-        reach        how far above the fastest step a glance looks at most, as a factor
-        found        the result of each visited shape; None where it does not fit or is beaten
-        beaten       of beaten shapes: the factor, and the fastest step at that time
-        why          the reasons why shapes do not fit
-        expanded     the shapes whose neighbours were visited
-        polished     the shapes that were solved exactly
+    known_s      the fastest step that is known from elsewhere
+    wider        proven bounds of shapes, from a walk through a space that contains this one
+    reach        how far above the fastest step a glance looks at most, as a factor
+    found        the result of each visited shape; None where it does not fit or is beaten
+    beaten       of beaten shapes: the factor, and the fastest step at that time
+    why          the reasons why shapes do not fit
+    expanded     the shapes whose neighbours were visited
+    polished     the shapes that were solved exactly
     """
 
     context: SearchContext
@@ -71,7 +75,8 @@ class Explorer:
 
     @property
     def best(self) -> Found | None:
-        """The simplest of the results that prices do not tell from the fastest: fewest places, then fewest stages, then fewest microbatches."""
+        """The simplest of the results that prices do not tell from the fastest: fewest places, then fewest stages, then
+        fewest microbatches."""
         fastest_s = min((f.step_s for f in self.fit.values()), default=0.0)
         near = [f for f in self.fit.values() if f.step_s <= fastest_s * (1 + CLOSE)]
         return min(near, key=lambda f: (f.table.places, f.table.stages, f.table.microbatches, f.step_s), default=None)
@@ -99,8 +104,8 @@ class Explorer:
         return min((self.known_s, *(f.step_s for f in self.fit.values())))
 
     def probe(self, known_s: float) -> float:
-        """Visit only the starts, in half of the time that is left. Returns the fastest step known then, `known_s` included. A later walk reuses the
-        results."""
+        """Visit only the starts, in half of the time that is left. Returns the fastest step known then, `known_s`
+        included. A later walk reuses the results."""
         self.known_s, self.deadline = min(self.known_s, known_s), self.context.timer.halfway
         shapes = self._shapes()
         for shape in sorted(self._starts(shapes), key=self.floors.__getitem__):
@@ -110,14 +115,18 @@ class Explorer:
     def _shapes(self) -> list[Shape]:
         """All shapes of the space, in order, with their floors."""
         shapes = self.space.shapes(self.context)
-        self.floors = {shape: max(self.pricing.floor_s(shape, self.pricing.levels[0]), self.wider.get(shape, 0.0)) for shape in shapes}
+        self.floors = {
+            shape: max(self.pricing.floor_s(shape, self.pricing.levels[0]), self.wider.get(shape, 0.0))
+            for shape in shapes
+        }
         return shapes
 
     def _starts(self, shapes: list[Shape]) -> list[Shape]:
         return starts(shapes, self.context.request.cluster.levels[-1].size, self.context.batch)
 
     def run(self) -> Found | None:
-        """Walk, polish and hone. Returns the best plan, which may still be slower than `known_s`; None where nothing fits or all shapes are beaten."""
+        """Walk, polish and hone. Returns the best plan, which may still be slower than `known_s`; None where nothing
+        fits or all shapes are beaten."""
         shapes = self._shapes()
         while True:
             self._walk(shapes)
@@ -136,19 +145,25 @@ class Explorer:
         return made
 
     def searched(self, known_s: float) -> float:
-        """Seconds of the plan that `run` finds in half of the time that is left, given the fastest step known from elsewhere."""
+        """Seconds of the plan that `run` finds in half of the time that is left, given the fastest step known from
+        elsewhere."""
         self.known_s, self.deadline = min(self.known_s, known_s), self.context.timer.halfway
         found = self.run()
         return found.step_s if found is not None else math.inf
 
     def _rough(self, best: Found) -> Found | None:
-        """The next result to solve exactly: the best, then those near it that may be faster, if their bounds allow a faster step than is known from
-        elsewhere. None where none is left."""
+        """The next result to solve exactly: the best, then those near it that may be faster, if their bounds allow a
+        faster step than is known from elsewhere. None where none is left."""
         proven, known_s = self.pricing.proven, self.known_s * (1 - CLOSE)
         if best.shape not in self.polished and proven[best.shape] < known_s:
             return best
-        near = [f for shape, f in self.fit.items() if shape not in self.polished and f.step_s <= best.step_s * NEARER
-                and proven[shape] < min(known_s, best.step_s * (1 - CLOSE))]
+        near = [
+            f
+            for shape, f in self.fit.items()
+            if shape not in self.polished
+            and f.step_s <= best.step_s * NEARER
+            and proven[shape] < min(known_s, best.step_s * (1 - CLOSE))
+        ]
         return None if self._late() else min(near, key=lambda f: (f.step_s, f.shape), default=None)
 
     def _walk(self, shapes: list[Shape]) -> None:
@@ -167,8 +182,8 @@ class Explorer:
             pass
 
     def _least_of(self, shape: Shape) -> float:
-        """The fastest step with the places and mesh of `shape` and any number of microbatches; for beaten shapes their proven bound; infinite where
-        nothing fits."""
+        """The fastest step with the places and mesh of `shape` and any number of microbatches; for beaten shapes their
+        proven bound; infinite where nothing fits."""
         return min((self._reached_s(other) for other in self.found if other.key == shape.key), default=math.inf)
 
     def _expand(self, shapes: list[Shape]) -> bool:
@@ -181,13 +196,17 @@ class Explorer:
         return at is not None
 
     def _polish(self, found: Found) -> None:
-        """Solve a shape exactly and lay it out as it runs. If that is slower than at the glance, shapes that were beaten by the glance may be
-        visited again."""
+        """Solve a shape exactly and lay it out as it runs. If that is slower than at the glance, shapes that were
+        beaten by the glance may be visited again."""
         shape = found.shape
         self.polished[shape] = None
         exact = self.found[shape] = self.pricing.exact(found)
         if exact is None or exact.step_s > found.step_s * (1 + CLOSE):
-            again = {other for other, (near, before_s) in self.beaten.items() if self.least_s > before_s and self.pricing.proven[other] < self.least_s * near}
+            again = {
+                other
+                for other, (near, before_s) in self.beaten.items()
+                if self.least_s > before_s and self.pricing.proven[other] < self.least_s * near
+            }
             self.beaten = {other: by for other, by in self.beaten.items() if other not in again}
             self.expanded.clear()
             self.found = {other: f for other, f in self.found.items() if other not in again}
@@ -198,13 +217,16 @@ class Explorer:
         return NEAR if len(self.floors) <= MANY else NEARER
 
     def _promising(self) -> Shape | None:
-        """The best shape that is not expanded, if it is near the best of all and time is left. While nothing fits, the visited shape of least floor."""
+        """The best shape that is not expanded, if it is near the best of all and time is left. While nothing fits, the
+        visited shape of least floor."""
         if self._late():
             self.hurried = True
             return None
         if self.fit:
             near_s = self.least_s * self._near
-            open_ = {shape: f.step_s for shape, f in self.fit.items() if shape not in self.expanded and f.step_s <= near_s}
+            open_ = {
+                shape: f.step_s for shape, f in self.fit.items() if shape not in self.expanded and f.step_s <= near_s
+            }
             return min(open_, key=lambda shape: (open_[shape], shape), default=None)
         rest = [shape for shape in self.found if shape not in self.expanded and shape not in self.beaten]
         return min(rest, key=lambda shape: (self.floors[shape], shape), default=None)
@@ -224,7 +246,8 @@ class Explorer:
             shape = fewer[-1]
 
     def _reached_s(self, shape: Shape) -> float:
-        """Seconds of the result on a shape, or its proven bound where it is beaten; infinite where nothing fits, or it was not visited."""
+        """Seconds of the result on a shape, or its proven bound where it is beaten; infinite where nothing fits, or it
+        was not visited."""
         found = self.found.get(shape)
         return found.step_s if found is not None else self.pricing.proven.get(shape, math.inf)
 
@@ -232,7 +255,8 @@ class Explorer:
         return time.monotonic() > self.deadline
 
     def visit(self, shape: Shape, near: float) -> None:
-        """Glance at a shape once, if its floor is below the fastest known step. Pricing ends when the shape is proven to take `near` times that."""
+        """Glance at a shape once, if its floor is below the fastest known step. Pricing ends when the shape is proven
+        to take `near` times that."""
         if shape in self.found or self.floors[shape] > self.least_s * (1 - CLOSE):
             return
         if self._late():
@@ -248,7 +272,11 @@ class Explorer:
             self.why.append(f"{shape}: {error}")
 
 
-NEAR, NEARER = 1.2, 1.05  # neighbours of starts that are this close to the best are visited; of neighbours, and of many shapes, only of the nearer
+# neighbours of starts that are this close to the best are visited; of neighbours, and of many shapes, only of the
+# nearer
+NEAR, NEARER = 1.2, 1.05
 MANY = 100
 FEW = 32  # so many shapes are all visited
-SLOWER = 2  # after so many starts in a row, each slower than the one before and far from the best, no start with more places is visited
+# after so many starts in a row, each slower than the one before and far from the best, no start with more places is
+# visited
+SLOWER = 2

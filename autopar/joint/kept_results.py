@@ -1,8 +1,10 @@
-"""Which results blocks keep that are run again in a pipeline: others than those of a level, where that makes a step faster.
+"""Which results blocks keep that are run again in a pipeline: others than those of a level, where that makes a step
+faster.
 
-A level fixes what such blocks keep, and memory decides how many blocks are run again. Which results are worth their bytes depends on their layouts and
-on the room that there is. So every corner of the trade-off of seconds against bytes under the choices of a place (problem.remat_frontier) is laid out, the one
-of fewest bytes first, until one does not fit.
+A level fixes what such blocks keep, and memory decides how many blocks are run again. Which results are worth their
+bytes depends on their layouts and on the room that there is. So every corner of the trade-off of seconds against bytes
+under the choices of a place (problem.remat_frontier) is laid out, the one of fewest bytes first, until one does not
+fit.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def opens(found: Found, planner: Planner) -> bool:
 
 @dataclass(eq=False)
 class Fuller:
-    """The variants of `chosen` that differ in what blocks keep that are run again. `nothing` is the one that keeps nothing: all runs, with no nodes."""
+    """The variants of `chosen` that differ in what blocks keep that are run again. `nothing` is the one that keeps
+    nothing: all runs, with no nodes."""
 
     chosen: Chosen
     nothing: Levels
@@ -68,4 +71,7 @@ class Fuller:
     def _corners(self) -> dict[str, Sequence[Point]]:
         """By scope of a run, the corners of what its blocks may keep, the fewest bytes first."""
         models = self.chosen.models
-        return {scope: choices(models.micro, models.forward, self.chosen.solution.choice, scope).corners for scope in self.nothing}
+        return {
+            scope: choices(models.micro, models.forward, self.chosen.solution.choice, scope).corners
+            for scope in self.nothing
+        }

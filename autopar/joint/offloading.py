@@ -1,7 +1,7 @@
 """Plans with offloading: optimizer state rests on the host, or parameters and gradients too.
 
-They are made by name (recipes), where no other plan fits, and where they are faster than plans that run blocks again or need a pipeline for want of
-memory. They have one stage or several.
+They are made by name (recipes), where no other plan fits, and where they are faster than plans that run blocks again or
+need a pipeline for want of memory. They have one stage or several.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ WORDS = {"optimizer": "optimizer state rests", "parameters": "parameters, gradie
 
 
 def by_recipe(context: SearchContext, about: Mapping[str, Any]) -> Plan:
-    """The plan of an offloading recipe. Raises InfeasibleError where device or host memory is too small, PlanError where the cluster does not say what
-    hosts have."""
+    """The plan of an offloading recipe. Raises InfeasibleError where device or host memory is too small, PlanError
+    where the cluster does not say what hosts have."""
     offload = OFFLOADS[str(context.request.recipe)]
     offloads.checked(offload.name, context.request.cluster, context.request.settings)
     there = context.hosted(offload.held)
@@ -46,40 +46,66 @@ def by_recipe(context: SearchContext, about: Mapping[str, Any]) -> Plan:
 
 
 def may(request: Request) -> bool:
-    """Whether the search considers offloading: it trains, recipe, search and offloading are left to it, and the cluster describes hosts with memory of
-    their own (a CPU rank's memory is the host's)."""
-    free = request.recipe is None and request.search == "ilp" and request.settings.training and not request.settings.offload
-    return free and request.cluster.device.kind != "cpu" and not request.cluster.parts and not offloads.unknown(request.cluster.device)
+    """Whether the search considers offloading: it trains, recipe, search and offloading are left to it, and the cluster
+    describes hosts with memory of their own (a CPU rank's memory is the host's)."""
+    free = (
+        request.recipe is None
+        and request.search == "ilp"
+        and request.settings.training
+        and not request.settings.offload
+    )
+    return (
+        free
+        and request.cluster.device.kind != "cpu"
+        and not request.cluster.parts
+        and not offloads.unknown(request.cluster.device)
+    )
 
 
 def instead(context: SearchContext, failed: InfeasibleError, about: Mapping[str, Any]) -> Plan:
-    """The best plan with offloading, where no other plan fits, as `failed` says. Raises InfeasibleError, with the text of `failed` and what offloading
-    lacks, where none fits either."""
+    """The best plan with offloading, where no other plan fits, as `failed` says. Raises InfeasibleError, with the text
+    of `failed` and what offloading lacks, where none fits either."""
     context.request.say("nothing fits the devices: optimizer state on the host")
     context.restart()
-    missing = f"{gibibytes(failed.missing_bytes)} per device are missing" if failed.missing_bytes is not None else "memory is missing"
+    missing = (
+        f"{gibibytes(failed.missing_bytes)} per device are missing"
+        if failed.missing_bytes is not None
+        else "memory is missing"
+    )
     found, _, why = _fastest(context, math.inf, f", because nothing else fits: {missing}", about)
     if found is None:
-        raise InfeasibleError(f"{failed}\nwith parameters, gradients and optimizer state on the host: {why}", missing_bytes=failed.missing_bytes)
+        raise InfeasibleError(
+            f"{failed}\nwith parameters, gradients and optimizer state on the host: {why}",
+            missing_bytes=failed.missing_bytes,
+        )
     return found
 
 
 def or_faster(context: SearchContext, made: Plan, about: Mapping[str, Any]) -> Plan:
-    """`made`, or a faster plan with offloading. One is only searched where `made` runs blocks again or has several stages or microbatches, all of which
-    save memory, and where the least step with offloading is shorter."""
+    """`made`, or a faster plan with offloading. One is only searched where `made` runs blocks again or has several
+    stages or microbatches, all of which save memory, and where the least step with offloading is shorter."""
     step_s = context.best_s = made.predicted.step_s
     if not (made.remat or made.places > 1 or made.microbatches > 1):
         return made
     found, tried, _ = _fastest(context, step_s, f": {seconds(step_s)} with all of it on devices", about)
     if found is None:
         return replace(made, notes=context.timer.noted(made.notes), alternatives=(*made.alternatives, *tried))
-    others = (*made.alternatives, *tried, Alternative(made.strategy, made.grid, step_s, made.predicted.memory_bytes, how=made.how))
+    others = (
+        *made.alternatives,
+        *tried,
+        Alternative(made.strategy, made.grid, step_s, made.predicted.memory_bytes, how=made.how),
+    )
     proven = replace(found.predicted, bound_s=min(found.predicted.bound_s, made.predicted.bound_s))  # of all plans
-    return replace(found, notes=context.timer.noted(found.notes), alternatives=(*found.alternatives, *others), predicted=proven)
+    return replace(
+        found, notes=context.timer.noted(found.notes), alternatives=(*found.alternatives, *others), predicted=proven
+    )
 
 
-def _fastest(context: SearchContext, known_s: float, why: str, about: Mapping[str, Any]) -> tuple[Plan | None, list[Alternative], str]:
-    """The fastest plan with offloading that beats `known_s` (None: there is none), a row for each that does not, and the reason of the last one."""
+def _fastest(
+    context: SearchContext, known_s: float, why: str, about: Mapping[str, Any]
+) -> tuple[Plan | None, list[Alternative], str]:
+    """The fastest plan with offloading that beats `known_s` (None: there is none), a row for each that does not, and
+    the reason of the last one."""
     best: Plan | None = None
     tried: list[Alternative] = []
     reason = ""
@@ -89,7 +115,9 @@ def _fastest(context: SearchContext, known_s: float, why: str, about: Mapping[st
         if not open_:
             continue
         if known_s < math.inf and context.timer.skips():
-            tried.append(Alternative(f"{held} on the host", (context.request.cluster.devices,), None, None, context.timer.note))
+            tried.append(
+                Alternative(f"{held} on the host", (context.request.cluster.devices,), None, None, context.timer.note)
+            )
             continue
         context.request.say(f"short of memory: {WORDS[held]} on the host")
         try:
@@ -109,35 +137,51 @@ def _least_s(there: SearchContext, level: str) -> float:
 
 
 def _best(there: SearchContext, known_s: float, open_: list[str], about: Mapping[str, Any]) -> Plan:
-    """The best plan of one stage or several that beats `known_s`, with blocks run again at one of the levels `open_`. Raises InfeasibleError, which
-    says what devices or hosts lack, where there is none."""
+    """The best plan of one stage or several that beats `known_s`, with blocks run again at one of the levels `open_`.
+    Raises InfeasibleError, which says what devices or hosts lack, where there is none."""
     planner = there.whole.anew(replace(there.request, memory_bytes=there.limit_bytes))
     alone = Shape(1, (there.request.cluster.devices,), 1)
     open_ = [level for level in open_ if offload_gain.least_s(there, alone, level) < known_s * (1 - CLOSE)]
     flat, failed = None, None
     try:
-        flat = onestage.plan_with(planner, timer=there.timer, **about) if math.isinf(known_s) else onestage.beating(planner, known_s, open_, there.timer, **about)
+        flat = (
+            onestage.plan_with(planner, timer=there.timer, **about)
+            if math.isinf(known_s)
+            else onestage.beating(planner, known_s, open_, there.timer, **about)
+        )
         _fitting(there.whole.program, flat)
     except InfeasibleError as error:
         flat, failed = None, error
     try:
-        return staged(there, [SEARCH], flat, about, known_s=known_s, reach=math.inf if flat is None and math.isinf(known_s) else 1.0)
+        return staged(
+            there,
+            [SEARCH],
+            flat,
+            about,
+            known_s=known_s,
+            reach=math.inf if flat is None and math.isinf(known_s) else 1.0,
+        )
     except InfeasibleError as error:
         raise InfeasibleError(f"{failed}\nin pipeline stages: {error}") from error
 
 
 def _settled(program: Program, made: Plan, why: str) -> Plan:
-    """`made` with its strategies named as with offloading, and a note. Raises InfeasibleError where hosts have too little memory for it."""
+    """`made` with its strategies named as with offloading, and a note. Raises InfeasibleError where hosts have too
+    little memory for it."""
     _fitting(program, made)
     host_bytes = max(hosts.of_places(program, made))
-    note = f"{WORDS[made.offload]} on the host, {'up to ' * (made.places > 1)}{gibibytes(host_bytes)} for each device{why}"
+    note = (
+        f"{WORDS[made.offload]} on the host, {'up to ' * (made.places > 1)}{gibibytes(host_bytes)} for each device{why}"
+    )
     others = tuple(replace(other, name=_name(other.name, made.offload)) for other in made.alternatives)
     return replace(made, strategy=_name(made.strategy, made.offload), alternatives=others, notes=(*made.notes, note))
 
 
 def _fitting(program: Program, made: Plan) -> None:
     """Raises InfeasibleError where hosts have too little memory for `made`."""
-    offloads.fits(_name(made.strategy, made.offload), hosts.of_a_device(program, made), Cluster.from_dict(dict(made.cluster)))
+    offloads.fits(
+        _name(made.strategy, made.offload), hosts.of_a_device(program, made), Cluster.from_dict(dict(made.cluster))
+    )
 
 
 def _name(strategy: str, held: str) -> str:

@@ -1,10 +1,11 @@
 """Layouts of their own for each place of a pipeline, to suit its memory, devices and links.
 
-The search first chooses the same layouts for all places: those that are best for all together. That is not best for each. The first places of 1F1B
-keep more microbatches than the last ones; a part of the cluster may have less memory, or slower links inside its nodes. So the result is refined place
-by place, with its cut into stages fixed: the Problem of one place is that of the shape, with each piece of the model weighted by how much of it the
-place has, and with that place's memory. On a mesh of two axes one place may then use both for data parallelism, while another uses the inner
-one for tensor parallelism.
+The search first chooses the same layouts for all places: those that are best for all together. That is not best for
+each. The first places of 1F1B keep more microbatches than the last ones; a part of the cluster may have less memory, or
+slower links inside its nodes. So the result is refined place by place, with its cut into stages fixed: the Problem of
+one place is that of the shape, with each piece of the model weighted by how much of it the place has, and with that
+place's memory. On a mesh of two axes one place may then use both for data parallelism, while another uses the inner one
+for tensor parallelism.
 """
 
 from __future__ import annotations
@@ -37,19 +38,26 @@ BETTER = 1e-3  # relative: what a place gains at least for a layout of its own
 
 
 def each_apart(context: SearchContext, found: Found) -> Found:
-    """`found`, or the same shape under the same timetable with layouts of its own for each place, where that is faster and fits."""
+    """`found`, or the same shape under the same timetable with layouts of its own for each place, where that is faster
+    and fits."""
     if found.table.places == 1:
         return found
     context.request.say(f"{found.shape}: each place in its own way")
     seen = views(context.whole.program, found.plan)
     alone = only_place(found.chosen.model, context.whole.program, found.plan, seen)
-    offered = [chosen for place in _probed(found) for chosen in _offered(context, found, Weights.of(found, place, context.whole.program, seen, alone), place)]
+    offered = [
+        chosen
+        for place in _probed(found)
+        for chosen in _offered(context, found, Weights.of(found, place, context.whole.program, seen, alone), place)
+    ]
     offered += _kept_otherwise(context, found)
     each = tuple(_best(found, place, offered) for place in range(found.table.places))
     alike = found.chosen
     if all(chosen is alike for chosen in each):
         return found
-    apart = Apart(alike.models, alike.model, alike.solution, alike.level, alike.apart, alike.all_again, alike.bound_s, each=each)
+    apart = Apart(
+        alike.models, alike.model, alike.solution, alike.level, alike.apart, alike.all_again, alike.bound_s, each=each
+    )
     with suppress(InfeasibleError):
         other = lay(context, found.plan.strategy, found.shape, found.table, found.ground, apart, whole=True)
         return replace(other, alike_s=found.step_s) if other.step_s < found.step_s * (1 - CLOSE) else found
@@ -57,17 +65,20 @@ def each_apart(context: SearchContext, found: Found) -> Found:
 
 
 def _probed(found: Found) -> list[int]:
-    """The places that are solved: of each kind the first, the one in the middle and the last. Those between have less to keep than one of these and more than
-    another, so that what is best for them is among what is best for these, or near it."""
+    """The places that are solved: of each kind the first, the one in the middle and the last. Those between have less
+    to keep than one of these and more than another, so that what is best for them is among what is best for these, or
+    near it."""
     kinds: dict[int, list[int]] = {}
     for place, kind in enumerate(found.ground.kinds):
         kinds.setdefault(kind, []).append(place)
-    return [place for places in kinds.values() for place in dict.fromkeys((places[0], places[len(places) // 2], places[-1]))]
+    return [
+        place for places in kinds.values() for place in dict.fromkeys((places[0], places[len(places) // 2], places[-1]))
+    ]
 
 
 def _offered(context: SearchContext, found: Found, weights: Weights, place: int) -> Iterator[Chosen]:
-    """Candidates for a place: the optimum with nothing run again, with all blocks run again at each level, and at a price per byte, which is what running some blocks
-    again costs."""
+    """Candidates for a place: the optimum with nothing run again, with all blocks run again at each level, and at a
+    price per byte, which is what running some blocks again costs."""
     alike, here = found.chosen, _Place.of(found, place)
     models = alike.models.kinds[here.kind]
     for level, byte_s, again in _wanted(context, alike, here):
@@ -94,7 +105,8 @@ def _best(found: Found, place: int, offered: Sequence[Chosen]) -> Chosen:
 
 
 def _wanted(context: SearchContext, alike: Chosen, here: _Place) -> Iterator[tuple[str, float, str]]:
-    """What to solve for a place: a level of the Problem, seconds per byte (0: a memory limit instead), and the level at which blocks run again if memory requires it."""
+    """What to solve for a place: a level of the Problem, seconds per byte (0: a memory limit instead), and the level at
+    which blocks run again if memory requires it."""
     first, *levels = context.whole.open_levels
     if alike.all_again or not levels:
         yield first, 0.0, first
@@ -110,8 +122,9 @@ def _wanted(context: SearchContext, alike: Chosen, here: _Place) -> Iterator[tup
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """One place of a found pipeline: its number and kind; for each of its stages the pieces `[first, stop)` and the microbatches in flight when it is fullest; and each stage's bytes (`rooms`,
-    pipeline.memory_shares) of the memory limit, which is lowered by what the walk over the emitted program counted beyond the sum of pieces."""
+    """One place of a found pipeline: its number and kind; for each of its stages the pieces `[first, stop)` and the
+    microbatches in flight when it is fullest; and each stage's bytes (`rooms`, pipeline.memory_shares) of the memory
+    limit, which is lowered by what the walk over the emitted program counted beyond the sum of pieces."""
 
     number: int
     kind: int
@@ -129,7 +142,17 @@ class _Place:
         more = max(0.0, found.places_bytes[place] - place_bytes(parts, table.in_flight[place]))
         fullest = table.in_flight[place].fullest(*per_microbatch(parts))
         stages = tuple((edges[index], edges[index + 1], flying) for index, flying in zip(here, fullest, strict=True))
-        return _Place(place, kind, stages, tuple(rooms([pieces.table.need(flying, first, stop) for first, stop, flying in stages], found.ground.limits[place] - more)))
+        return _Place(
+            place,
+            kind,
+            stages,
+            tuple(
+                rooms(
+                    [pieces.table.need(flying, first, stop) for first, stop, flying in stages],
+                    found.ground.limits[place] - more,
+                )
+            ),
+        )
 
     def again(self, chosen: Chosen) -> float:
         """How many of its pieces run again so that it fits; infinite where it does not fit."""
@@ -148,7 +171,8 @@ class _Place:
         return total_s
 
     def byte_s(self, chosen: Chosen) -> float:
-        """The price of memory: seconds of a microbatch per byte that running all blocks again frees; 0 where it frees none."""
+        """The price of memory: seconds of a microbatch per byte that running all blocks again frees; 0 where it frees
+        none."""
         table = chosen.on(self.number, self.kind).table
         saved = sum(table.saved(*stage) for stage in self.stages)
         more_s = sum(float(table.more[stop] - table.more[first]) for first, stop, _ in self.stages)
@@ -157,9 +181,10 @@ class _Place:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """How much of each piece a place has: `share` of the instances of a run of blocks, or 1 of an operator of the model itself, and `kept`, the same
-    times the microbatches of it that are kept; what is absent it does not have. `free` are operators outside of blocks that it alone has. `length` is that
-    of a step in which all stages take as long as its own, for all of which it takes 1; `limit_bytes` its memory."""
+    """How much of each piece a place has: `share` of the instances of a run of blocks, or 1 of an operator of the model
+    itself, and `kept`, the same times the microbatches of it that are kept; what is absent it does not have. `free` are
+    operators outside of blocks that it alone has. `length` is that of a step in which all stages take as long as its
+    own, for all of which it takes 1; `limit_bytes` its memory."""
 
     share: Mapping[str, float]
     kept: Mapping[str, float]
@@ -169,7 +194,8 @@ class Weights:
 
     @staticmethod
     def of(found: Found, place: int, program: Program, seen: Sequence[View], alone: Mapping[str, int]) -> Weights:
-        """Those of a place of `found`, whose stages have `seen`; `alone` are the operators that only one place has, with the place."""
+        """Those of a place of `found`, whose stages have `seen`; `alone` are the operators that only one place has,
+        with the place."""
         table, share, kept = found.table, dict[str, float](), dict[str, float]()
         for view, stage in zip(seen, found.plan.stages, strict=True):
             if stage.place == place:
@@ -180,17 +206,24 @@ class Weights:
         return Weights(share, kept, free, table.length * table.places, found.ground.limits[place])
 
     def problem(self, models: Models, level: str, alike: tuple[int, ...], byte_s: float) -> Problem:
-        """What the place has to choose, with its blocks run again at `level`; what others have too stays as `alike` has it. With `byte_s` bytes have no
-        limit, but each costs so many seconds of a microbatch."""
+        """What the place has to choose, with its blocks run again at `level`; what others have too stays as `alike` has
+        it. With `byte_s` bytes have no limit, but each costs so many seconds of a microbatch."""
         micro, once = models.at(level), models.once
         nodes = []
-        for index, (cluster, a, b) in enumerate(zip(micro.clusters, micro.problem.nodes, once.problem.nodes, strict=True)):
+        for index, (cluster, a, b) in enumerate(
+            zip(micro.clusters, micro.problem.nodes, once.problem.nodes, strict=True)
+        ):
             names = [cluster.scope] if cluster.scope else [op.name for op in cluster.members]
             chosen = None if cluster.scope or any(name in self.free for name in names) else alike[index]
             nodes.append(self._node(names, a, b, chosen))
-        nets = [self._net(_readers(link), a, self.length) for link, a in zip(micro.links, micro.problem.nets, strict=True)]
-        nets += [replace(self._net(_readers(link), b, 1.0), memory_bytes=np.zeros_like(b.memory_bytes))
-                 for link, b in zip(once.links, once.problem.nets, strict=True) if b.cost_s.any()]
+        nets = [
+            self._net(_readers(link), a, self.length) for link, a in zip(micro.links, micro.problem.nets, strict=True)
+        ]
+        nets += [
+            replace(self._net(_readers(link), b, 1.0), memory_bytes=np.zeros_like(b.memory_bytes))
+            for link, b in zip(once.links, once.problem.nets, strict=True)
+            if b.cost_s.any()
+        ]
         found = replace(micro.problem, nodes=tuple(nodes), nets=tuple(nets), memory_limit_bytes=self.limit_bytes)
         return found.paid(self.length * byte_s) if byte_s else found
 
@@ -200,7 +233,9 @@ class Weights:
         if chosen is not None:
             cost_s = np.where(np.arange(len(cost_s)) == chosen, cost_s, np.inf)
         nbytes = held_bytes(micro, kept) * (share > 0) + share * once.memory_bytes
-        return replace(micro, cost_s=cost_s, memory_bytes=nbytes, hide_s=self.length * share * micro.hide_s, live_bytes=None)
+        return replace(
+            micro, cost_s=cost_s, memory_bytes=nbytes, hide_s=self.length * share * micro.hide_s, live_bytes=None
+        )
 
     def _net(self, names: list[str], net: Net, length: float) -> Net:
         share, kept = (max(weights.get(name, 0.0) for name in names) for weights in (self.share, self.kept))
@@ -224,4 +259,3 @@ def _readers(link: Link) -> list[str]:
 def _times(cost_s: np.ndarray, times: float) -> np.ndarray:
     """`times` as much; what cannot be as before."""
     return np.where(np.isinf(cost_s), np.inf, times * np.where(np.isinf(cost_s), 0.0, cost_s))
-

@@ -22,8 +22,9 @@ SHRINK = 0.7  # of the memory of the plan before
 
 
 def frontier(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> list[Plan]:
-    """Plans of which none is beaten in both step time and memory of devices, the fastest first; those on the host too, and recipes between what the search finds. Each may take
-    `request.time_limit_s`. The first is the plan that there is without a frontier; what is proven of it is proven of those for less memory, and more where the request says so.
+    """Plans of which none is beaten in both step time and memory of devices, the fastest first; those on the host too,
+    and recipes between what the search finds. Each may take `request.time_limit_s`. The first is the plan that there is
+    without a frontier; what is proven of it is proven of those for less memory, and more where the request says so.
 
     Raises InfeasibleError when nothing fits the device, PlanError for what cannot be asked for.
     """
@@ -43,17 +44,25 @@ def frontier(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **a
 
 
 def _recipes(context: SearchContext, found: Sequence[Plan], about: Mapping[str, Any]) -> Iterator[Plan]:
-    """The recipes that were priced along the way and are beaten by none of `found`, each as fast as it is with all the memory there is."""
+    """The recipes that were priced along the way and are beaten by none of `found`, each as fast as it is with all the
+    memory there is."""
     names = (*RECIPES, *PIPELINES)
-    between = [row.name for row in found[0].alternatives if row.name in names and row.step_s is not None and row.memory_bytes is not None
-               and all(row.step_s < plan.predicted.step_s or row.memory_bytes < plan.predicted.memory_bytes for plan in found)]
+    between = [
+        row.name
+        for row in found[0].alternatives
+        if row.name in names
+        and row.step_s is not None
+        and row.memory_bytes is not None
+        and all(row.step_s < plan.predicted.step_s or row.memory_bytes < plan.predicted.memory_bytes for plan in found)
+    ]
     for name in dict.fromkeys(between):
         context.restart()
         yield joint.anywhere(context.named(name), **about)
 
 
 def unbeaten(plans: list[Plan]) -> list[Plan]:
-    """Those than which no other is better in step time or memory and at least as good in both, the fastest first; of equals one."""
+    """Those than which no other is better in step time or memory and at least as good in both, the fastest first; of
+    equals one."""
     found: list[Plan] = []
     for plan in sorted(plans, key=lambda p: (p.predicted.step_s, p.predicted.memory_bytes)):
         if not found or plan.predicted.memory_bytes < found[-1].predicted.memory_bytes:

@@ -1,9 +1,11 @@
-"""From places that are each laid out in their own way to a graph whose runs of blocks are in parts, which says so in one plan.
+"""From places that are each laid out in their own way to a graph whose runs of blocks are in parts, which says so in
+one plan.
 
-A run of blocks is taken apart in front of each stage whose place lays these blocks out in another way than the place of the stage before, or
-keeps other results of blocks that are run again. What only one place has lies as that place wants it; what several have (weights that they share,
-inputs, masks that each makes for itself) lies as what was chosen for all places alike. A value that goes from place to place is sent as it was
-made, and the place that reads it changes its layout.
+A run of blocks is taken apart in front of each stage whose place lays these blocks out in another way than the place of
+the stage before, or keeps other results of blocks that are run again. What only one place has lies as that place wants
+it; what several have (weights that they share, inputs, masks that each makes for itself) lies as what was chosen for
+all places alike. A value that goes from place to place is sent as it was made, and the place that reads it changes its
+layout.
 """
 
 from __future__ import annotations
@@ -30,19 +32,39 @@ Laid = tuple[SearchContext, Chosen, Plan]
 
 
 def parted(context: SearchContext, shape: Shape, ground: Ground, apart: Apart, cut: Plan) -> Laid:
-    """The graph in parts, all that is chosen there, and the plan of one stage that says so; `cut` has the stages. Raises InfeasibleError where what
-    one place makes cannot become what another one reads."""
+    """The graph in parts, all that is chosen there, and the plan of one stage that says so; `cut` has the stages.
+    Raises InfeasibleError where what one place makes cannot become what another one reads."""
     begins = {scope: _begins(context, apart, cut, scope) for scope in context.whole.program.runs}
-    parts: Parts = {scope: part_names(context.gm, scope, list(firsts)[1:]) for scope, firsts in begins.items() if len(firsts) > 1}
+    parts: Parts = {
+        scope: part_names(context.gm, scope, list(firsts)[1:]) for scope, firsts in begins.items() if len(firsts) > 1
+    }
     there = context.parted(parts)
-    place_of = {name: place for scope, firsts in begins.items() for name, place in zip([scope, *parts.get(scope, ())], firsts.values(), strict=True)}
+    place_of = {
+        name: place
+        for scope, firsts in begins.items()
+        for name, place in zip([scope, *parts.get(scope, ())], firsts.values(), strict=True)
+    }
     decisions = _decisions(context, there, apart, cut, place_of)
     models = shape_models.fixed_choices(there, shape, ground, decisions)
     choice = (0,) * len(models.micro.problem.nodes)
     if not models.micro.problem.price(choice).feasible:
         raise InfeasibleError("what one place makes cannot become what the next one reads")
-    kept = {scope: names for scope, place in place_of.items() for names in [_kept(context, there, apart.each[place], scope)] if names is not None}
-    made = Chosen(models, models.micro, Solution(choice, "ilp"), apart.level, apart.apart, apart.all_again, apart.bound_s, kept=kept)
+    kept = {
+        scope: names
+        for scope, place in place_of.items()
+        for names in [_kept(context, there, apart.each[place], scope)]
+        if names is not None
+    }
+    made = Chosen(
+        models,
+        models.micro,
+        Solution(choice, "ilp"),
+        apart.level,
+        apart.apart,
+        apart.all_again,
+        apart.bound_s,
+        kept=kept,
+    )
     flat = bare_plan(there.whole, there.mesh(shape), decisions, cut.strategy, cluster=ground.places.cluster)
     return there, made, replace(flat, parted=parts)
 
@@ -52,7 +74,9 @@ def _kept(context: SearchContext, there: SearchContext, chosen: Chosen, scope: s
     kept = chosen.levels(context.whole).get(there.origin(f"{scope}/")[:-1])
     if kept is None:
         return None
-    return tuple(op.name for op in there.whole.program.ops.values() if op.scope == scope and there.origin(op.name) in kept)
+    return tuple(
+        op.name for op in there.whole.program.ops.values() if op.scope == scope and there.origin(op.name) in kept
+    )
 
 
 def _begins(context: SearchContext, apart: Apart, cut: Plan, scope: str) -> dict[int, int]:
@@ -70,9 +94,15 @@ def _begins(context: SearchContext, apart: Apart, cut: Plan, scope: str) -> dict
     return found
 
 
-def _decisions(context: SearchContext, there: SearchContext, apart: Apart, cut: Plan, place_of: Mapping[str, int]) -> Decisions:
-    """One option per operator and axis: of a part as its place has it, of all else as the only place that has it does, or as all do."""
-    shared, own = apart.model.decode(apart.solution.choice), [each.model.decode(each.solution.choice) for each in apart.each]
+def _decisions(
+    context: SearchContext, there: SearchContext, apart: Apart, cut: Plan, place_of: Mapping[str, int]
+) -> Decisions:
+    """One option per operator and axis: of a part as its place has it, of all else as the only place that has it does,
+    or as all do."""
+    shared, own = (
+        apart.model.decode(apart.solution.choice),
+        [each.model.decode(each.solution.choice) for each in apart.each],
+    )
     alone = only_place(apart.model, context.whole.program, cut, views(context.whole.program, cut))
     found: Decisions = {}
     for name, op in there.whole.program.ops.items():
@@ -82,7 +112,8 @@ def _decisions(context: SearchContext, there: SearchContext, apart: Apart, cut: 
 
 
 def only_place(model: Model, program: Program, cut: Plan, seen: Sequence[View]) -> dict[str, int]:
-    """The operators outside of blocks that only one place has, all that is decided with them too, and that place; `seen` are the stages of `cut`."""
+    """The operators outside of blocks that only one place has, all that is decided with them too, and that place;
+    `seen` are the stages of `cut`."""
     has: dict[str, dict[int, None]] = {}
     for view, stage in zip(seen, cut.stages, strict=True):
         for name in (*view.ops, *view.held, *view.inputs):

@@ -1,7 +1,8 @@
-"""Honing of a pipeline's choices by the price of the whole step: cut into stages, timed, its memory counted, and as many blocks run again as memory
-requires.
+"""Honing of a pipeline's choices by the price of the whole step: cut into stages, timed, its memory counted, and as
+many blocks run again as memory requires.
 
-The Problem of a shape does not know what hides in which pass, nor that with slightly less memory fewer blocks have to run again.
+The Problem of a shape does not know what hides in which pass, nor that with slightly less memory fewer blocks have to
+run again.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ TRIED = 8
 
 
 def honed(context: SearchContext, name: str, found: Found, late: Callable[[], bool]) -> Found:
-    """`found`, or the result of descent from its choices where that is faster, laid out as it runs; ends early once `late`. Pipelines on several kinds of
-    places, and those with layouts of their own for each place, are returned as they are."""
+    """`found`, or the result of descent from its choices where that is faster, laid out as it runs; ends early once
+    `late`. Pipelines on several kinds of places, and those with layouts of their own for each place, are returned as
+    they are."""
     chosen = found.chosen
     if type(chosen) is not Chosen or isinstance(chosen.models, Mixed) or chosen.models.micro.prices.overlap == 0.0:
         return found

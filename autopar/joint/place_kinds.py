@@ -3,10 +3,11 @@
     grounds     for each order of the cluster's parts: the places, with the kind and the memory of each
     Weights     how much each kind of place counts in a Problem whose choices are the same on every place
 
-Faster places get more of the model, so that all take the same time. If place p would take t_p for the whole model, its share of the model is L / t_p,
-where L = 1 / (1/t_1 + 1/t_2 + ...) is the time of the balanced step. A choice that adds d to t_p adds (L / t_p)^2 d to L. This factor is the weight of
-the place. It is computed with t_p at the best rates of the device. If choices change the t_p in other proportions (as on slow links), the weighted sum
-is above the true L by a second-order term: proportions that are off by a third give an error of 2 to 3 %.
+Faster places get more of the model, so that all take the same time. If place p would take t_p for the whole model, its
+share of the model is L / t_p, where L = 1 / (1/t_1 + 1/t_2 + ...) is the time of the balanced step. A choice that adds
+d to t_p adds (L / t_p)^2 d to L. This factor is the weight of the place. It is computed with t_p at the best rates of
+the device. If choices change the t_p in other proportions (as on slow links), the weighted sum is above the true L by a
+second-order term: proportions that are off by a third give an error of 2 to 3 %.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from autopar.problem.types import Net, Node
 
 @dataclass(frozen=True, eq=False)
 class Ground:
-    """The places of a shape, with the cluster's parts in one order: for each place the number of its kind, and the bytes per device that a plan may
-    fill there."""
+    """The places of a shape, with the cluster's parts in one order: for each place the number of its kind, and the
+    bytes per device that a plan may fill there."""
 
     places: Places
     kinds: tuple[int, ...]
@@ -37,7 +38,9 @@ def distinct(cluster: Cluster) -> list[Cluster]:
     return list(dict.fromkeys(cluster.parts)) or [cluster]
 
 
-def grounds(cluster: Cluster, count: int, sizes: tuple[int, ...], limit: Callable[[Places, int], float]) -> list[Ground]:
+def grounds(
+    cluster: Cluster, count: int, sizes: tuple[int, ...], limit: Callable[[Places, int], float]
+) -> list[Ground]:
     """The Grounds of all orders of the cluster's parts; `limit` gives the bytes per device on a place."""
     parts, found = distinct(cluster), []
     for ordered in orders(cluster) if count > 1 else [cluster]:
@@ -49,14 +52,16 @@ def grounds(cluster: Cluster, count: int, sizes: tuple[int, ...], limit: Callabl
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """For each kind of place, the number of places, and the share of the work that one of them does in a balanced step."""
+    """For each kind of place, the number of places, and the share of the work that one of them does in a balanced
+    step."""
 
     counts: tuple[int, ...]
     shares: tuple[float, ...]
 
     @staticmethod
     def of(counts: Sequence[int], paces: Sequence[float]) -> Weights:
-        """From the number of places of each kind, and how often per second one of them could do the whole model (`paces`)."""
+        """From the number of places of each kind, and how often per second one of them could do the whole model
+        (`paces`)."""
         whole = sum(n * pace for n, pace in zip(counts, paces, strict=True))
         return Weights(tuple(counts), tuple(pace / whole for pace in paces))
 
@@ -66,7 +71,8 @@ class Weights:
         return sum(self.counts)
 
     def meant(self, models: Sequence[Model]) -> Model:
-        """The weighted mean of the Problems of all kinds, by which layouts are chosen: seconds of the whole model on a place of average speed."""
+        """The weighted mean of the Problems of all kinds, by which layouts are chosen: seconds of the whole model on a
+        place of average speed."""
         factors = [self.places * n * share**2 for n, share in zip(self.counts, self.shares, strict=True)]
 
         def mean(tables: list[np.ndarray]) -> np.ndarray:
@@ -77,13 +83,17 @@ class Weights:
         return replace(models[0], problem=replace(models[0].problem, nodes=nodes, nets=nets), plain=None)
 
     def even(self, length: float, microbatches: int) -> float:
-        """The least length of a step under any division of the model among places, as a share of `length`, that of the balanced division.
+        """The least length of a step under any division of the model among places, as a share of `length`, that of the
+        balanced division.
 
-        With one stage on each place, a step takes (m - 1) L + sum t_p. Taking work from the slowest place s lengthens L and shortens the sum; the step
-        gets longer as long as m - 1 >= sum of (t_s / t_p - 1), and the share is 1. With fewer microbatches, only the m L of the slowest place are certain.
+        With one stage on each place, a step takes (m - 1) L + sum t_p. Taking work from the slowest place s lengthens L
+        and shortens the sum; the step gets longer as long as m - 1 >= sum of (t_s / t_p - 1), and the share is 1. With
+        fewer microbatches, only the m L of the slowest place are certain.
         """
         least = min(self.shares)
-        enough = microbatches - 1 >= sum(n * (share / least - 1) for n, share in zip(self.counts, self.shares, strict=True))
+        enough = microbatches - 1 >= sum(
+            n * (share / least - 1) for n, share in zip(self.counts, self.shares, strict=True)
+        )
         return 1.0 if enough else microbatches / self.places / length
 
 

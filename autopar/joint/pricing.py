@@ -1,5 +1,5 @@
-"""The price of a shape: its Problems are solved, the model is cut into stages and timed under every timetable of the space, and as many blocks are
-run again as memory requires."""
+"""The price of a shape: its Problems are solved, the model is cut into stages and timed under every timetable of the
+space, and as many blocks are run again as memory requires."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ from autopar.text import gibibytes, seconds
 
 T = TypeVar("T")
 TABLES = 3
-"""Timetables for which it is tried what blocks that run again may keep, those that are fastest when nothing is kept: each try costs a price, and the
-others seldom become the fastest."""
+"""Timetables for which it is tried what blocks that run again may keep, those that are fastest when nothing is kept:
+each try costs a price, and the others seldom become the fastest."""
 
 OTHERS = 4
 """Other results of the glance at a shape that are laid out as they run at most."""
 
 SHIFTED = 0.05
-"""Relative: how much faster a pipeline may become by cuts that are shifted, which a glance does not try. Results of a glance that are slower by more are
-not laid out."""
+"""Relative: how much faster a pipeline may become by cuts that are shifted, which a glance does not try. Results of a
+glance that are slower by more are not laid out."""
 
 
 class Beaten(InfeasibleError):
-    """No plan on a shape is as fast as was asked for: `bound_s` is a proven lower bound in seconds; `full`: more memory might allow a faster one."""
+    """No plan on a shape is as fast as was asked for: `bound_s` is a proven lower bound in seconds; `full`: more memory
+    might allow a faster one."""
 
     def __init__(self, bound_s: float, *, full: bool) -> None:
         super().__init__(f"no plan there is faster than {seconds(bound_s)}")
@@ -60,9 +61,9 @@ class Glance:
 class Pricing:
     """Prices the shapes of one space.
 
-    `proven` is a lower bound in seconds for each shape that was priced (an estimate where only some blocks are run again, `_eased`). `roomy` is
-    the step time of those shapes for which more memory would not help (a lower bound of it where they are beaten). `laid` are all results of
-    the glances.
+    `proven` is a lower bound in seconds for each shape that was priced (an estimate where only some blocks are run
+    again, `_eased`). `roomy` is the step time of those shapes for which more memory would not help (a lower bound of it
+    where they are beaten). `laid` are all results of the glances.
     """
 
     context: SearchContext
@@ -73,8 +74,8 @@ class Pricing:
     _opened: dict[tuple[int, str, tuple[int, ...]], Fuller] = field(default_factory=dict)
 
     def glance(self, shape: Shape, cutoff_s: float) -> Found:
-        """A quick result: the best of all levels of rematerialisation that memory makes worth trying. Raises Beaten where nothing is as fast as
-        `cutoff_s`, InfeasibleError where nothing fits."""
+        """A quick result: the best of all levels of rematerialisation that memory makes worth trying. Raises Beaten
+        where nothing is as fast as `cutoff_s`, InfeasibleError where nothing fits."""
         tables = self.tables(shape)
         bounds: list[float] = []
         best: Found | None = None
@@ -107,7 +108,9 @@ class Pricing:
         """`found`, or the same with other results kept of the blocks that it runs again, where that is faster."""
         if not self._runs_again(found):
             return found
-        made = self._open(found.chosen).fastest(lambda chosen: self._glanced(found.shape, found.table, found.ground, chosen))
+        made = self._open(found.chosen).fastest(
+            lambda chosen: self._glanced(found.shape, found.table, found.ground, chosen)
+        )
         return found if made is None or made.step_s >= found.step_s else made
 
     def _open(self, chosen: Chosen) -> Fuller:
@@ -147,34 +150,51 @@ class Pricing:
     def exact(self, found: Found) -> Found | None:
         """The best plan of a shape, laid out as it runs; None where nothing fits.
 
-        Candidates are the exact solution, the glance's `found`, and as long as they promise as much as the best so far, or may once their cuts are
-        shifted, other results of the glance and the same with other results kept. Where none of them fits, the faster of the solutions with more blocks run again and those
-        under another timetable.
+        Candidates are the exact solution, the glance's `found`, and as long as they promise as much as the best so far,
+        or may once their cuts are shifted, other results of the glance and the same with other results kept. Where none
+        of them fits, the faster of the solutions with more blocks run again and those under another timetable.
         """
         best: Found | None = None
         with suppress(InfeasibleError):
             best = self.price(found.shape, [found.table], found.level, exact=True, models=found.chosen.models)
         own = found.table, found.level, found.chosen.models
-        others = [other for other in self.laid.get(found.shape, []) if (other.table, other.chosen.level, other.chosen.models) != own]
+        others = [
+            other
+            for other in self.laid.get(found.shape, [])
+            if (other.table, other.chosen.level, other.chosen.models) != own
+        ]
         others += self._kept_otherwise(found, best)
-        for other in [Glance(found.step_s, found.table, found.ground, found.chosen), *sorted(others, key=lambda way: way.step_s)[:OTHERS]]:
-            if best is not None and best.step_s <= other.step_s * (1 + CLOSE if other.table.stages == 1 else 1 - SHIFTED):
+        for other in [
+            Glance(found.step_s, found.table, found.ground, found.chosen),
+            *sorted(others, key=lambda way: way.step_s)[:OTHERS],
+        ]:
+            if best is not None and best.step_s <= other.step_s * (
+                1 + CLOSE if other.table.stages == 1 else 1 - SHIFTED
+            ):
                 break
             with suppress(InfeasibleError):
                 as_it_is = self._whole(found.shape, other.table, other.ground, other.chosen)
                 best = as_it_is if best is None or as_it_is.step_s < best.step_s else best
         if best is not None:
             return best
-        deeper = self.levels[self.levels.index(found.level) + 1:]
+        deeper = self.levels[self.levels.index(found.level) + 1 :]
         tables = [table for table in self.tables(found.shape) if table != found.table]
-        ways = [self._first(found.shape, [found.table], deeper), self._first(found.shape, tables, dict.fromkeys((found.level, *self.levels)))]
+        ways = [
+            self._first(found.shape, [found.table], deeper),
+            self._first(found.shape, tables, dict.fromkeys((found.level, *self.levels))),
+        ]
         return min((way for way in ways if way is not None), key=lambda way: way.step_s, default=None)
 
     def _kept_otherwise(self, found: Found, exact: Found | None) -> Iterator[Glance]:
-        """Every distinct solution that was found on a shape, with other results kept, where blocks are run again for want of memory."""
+        """Every distinct solution that was found on a shape, with other results kept, where blocks are run again for
+        want of memory."""
         if not any(self._runs_again(each) for each in (found, exact) if each is not None):
             return
-        seen = [*([] if exact is None else [exact.chosen]), found.chosen, *(way.chosen for way in self.laid.get(found.shape, ()))]
+        seen = [
+            *([] if exact is None else [exact.chosen]),
+            found.chosen,
+            *(way.chosen for way in self.laid.get(found.shape, ())),
+        ]
         for chosen in {id(each.solution): each for each in reversed(seen)}.values():
             yield from self._fuller_ways(found.shape, chosen)
 
@@ -185,26 +205,57 @@ class Pricing:
                 return self.price(shape, tables, level, exact=True)
         return None
 
-    def price(self, shape: Shape, tables: list[Timetable], level: str, *, exact: bool, cutoff_s: float = float("inf"),
-              bounds: list[float] | None = None, models: Models | None = None) -> Found:
-        """The best result under `tables`, with choices of `models`: left out, of all there are, and under timetables that take the backward apart also of those that let
-        them. The bound of the shape at this level is appended to `bounds`. Raises InfeasibleError where nothing fits, Beaten where nothing is as fast as `cutoff_s`."""
+    def price(
+        self,
+        shape: Shape,
+        tables: list[Timetable],
+        level: str,
+        *,
+        exact: bool,
+        cutoff_s: float = float("inf"),
+        bounds: list[float] | None = None,
+        models: Models | None = None,
+    ) -> Found:
+        """The best result under `tables`, with choices of `models`: left out, of all there are, and under timetables
+        that take the backward apart also of those that let them. The bound of the shape at this level is appended to
+        `bounds`. Raises InfeasibleError where nothing fits, Beaten where nothing is as fast as `cutoff_s`."""
         if not tables:
             raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
-        best = self._priced(shape, models or self.models(shape), tables, level, exact=exact, cutoff_s=cutoff_s, bounds=bounds)
+        best = self._priced(
+            shape, models or self.models(shape), tables, level, exact=exact, cutoff_s=cutoff_s, bounds=bounds
+        )
         splitting = [table for table in tables if table.schedule.splits_backward]
         if models is None and splitting and not best.chosen.separable:
             with suppress(InfeasibleError):
-                taken_apart = self._priced(shape, best.chosen.models.separable, splitting, level, exact=exact, cutoff_s=min(cutoff_s, best.step_s),
-                                           start=best.chosen.solution.choice)
+                taken_apart = self._priced(
+                    shape,
+                    best.chosen.models.separable,
+                    splitting,
+                    level,
+                    exact=exact,
+                    cutoff_s=min(cutoff_s, best.step_s),
+                    start=best.chosen.solution.choice,
+                )
                 best = taken_apart if taken_apart.step_s < best.step_s else best
         return best
 
-    def _priced(self, shape: Shape, models: Models, tables: list[Timetable], level: str, *, exact: bool, cutoff_s: float, bounds: list[float] | None = None,
-                start: tuple[int, ...] | None = None) -> Found:
-        """As `price`, of choices made by `models` for the timetable that keeps least in memory; `start` as SearchContext.solve has it."""
+    def _priced(
+        self,
+        shape: Shape,
+        models: Models,
+        tables: list[Timetable],
+        level: str,
+        *,
+        exact: bool,
+        cutoff_s: float,
+        bounds: list[float] | None = None,
+        start: tuple[int, ...] | None = None,
+    ) -> Found:
+        """As `price`, of choices made by `models` for the timetable that keeps least in memory; `start` as
+        SearchContext.solve has it."""
         least = min(tables, key=lambda t: (t.kept, t.length))
-        # a bound under the timetable that keeps least holds, scaled by their lengths, for the shortest one, which leaves no more room in memory
+        # a bound under the timetable that keeps least holds, scaled by their lengths, for the shortest one, which
+        # leaves no more room in memory
         slack = least.length / min(table.length for table in tables) / self._eased(shape, level)
         chosen = self.context.solve(models, least, level, exact=exact, cutoff_s=cutoff_s * slack, start=start)
         proven_s = chosen.bound_s / slack
@@ -225,8 +276,8 @@ class Pricing:
         return fastest(ways, laid, lambda way: even_s(*way, chosen))
 
     def _whole(self, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen) -> Found:
-        """`chosen` laid out as it runs, with as many blocks run again as memory requires, or with all of them where no smaller number is found to fit.
-        Raises InfeasibleError where that does not fit either."""
+        """`chosen` laid out as it runs, with as many blocks run again as memory requires, or with all of them where no
+        smaller number is found to fit. Raises InfeasibleError where that does not fit either."""
         try:
             return lay(self.context, self.space.name, shape, table, ground, chosen, whole=True)
         except InfeasibleError:
@@ -238,11 +289,13 @@ class Pricing:
         """Raises InfeasibleError where nothing at this level can fit."""
         held_bytes, limit_bytes = self.context.held_bytes(shape, level), self.context.mean_bytes(shape.places)
         if held_bytes > limit_bytes:
-            raise InfeasibleError(f"cut evenly it holds {gibibytes(held_bytes)} per device, {gibibytes(limit_bytes)} are there")
+            raise InfeasibleError(
+                f"cut evenly it holds {gibibytes(held_bytes)} per device, {gibibytes(limit_bytes)} are there"
+            )
 
     def _may_win(self, shape: Shape, level: str, cutoff_s: float, bounds: list[float]) -> None:
-        """Raises Beaten where no plan at this level can be as fast as `cutoff_s`, with as many blocks run again as memory requires, or where
-        offloading to the host gains too little (joint.offload_gain)."""
+        """Raises Beaten where no plan at this level can be as fast as `cutoff_s`, with as many blocks run again as
+        memory requires, or where offloading to the host gains too little (joint.offload_gain)."""
         floor_s = self.floor_s(shape, level) * self._eased(shape, level)
         if floor_s >= cutoff_s:
             bounds.append(floor_s)
@@ -252,8 +305,8 @@ class Pricing:
             raise Beaten(gained_s, full=True)
 
     def _eased(self, shape: Shape, level: str) -> float:
-        """The least work with as few blocks run again as memory requires, as a share of that with all blocks run again at `level`; memory is
-        counted as if everything were cut evenly."""
+        """The least work with as few blocks run again as memory requires, as a share of that with all blocks run again
+        at `level`; memory is counted as if everything were cut evenly."""
         none, limit_bytes = self.levels[0], self.context.mean_bytes(shape.places)
         if level == none:
             return 1.0
@@ -263,9 +316,12 @@ class Pricing:
         return 1.0 - (1.0 - share) * (1.0 - none_s / all_s)
 
     def floor_s(self, shape: Shape, level: str) -> float:
-        """A lower bound in seconds on plans of `shape` with all blocks run again at `level`: its share of the least work, followed by the least
-        update on hosts; or that work with the least wait of a pipeline for its first microbatch, where that is more."""
-        work_s = self.context.work(shape.places, level).step_s(self.context.request.cluster.devices, shape.places, shape.microbatches)
+        """A lower bound in seconds on plans of `shape` with all blocks run again at `level`: its share of the least
+        work, followed by the least update on hosts; or that work with the least wait of a pipeline for its first
+        microbatch, where that is more."""
+        work_s = self.context.work(shape.places, level).step_s(
+            self.context.request.cluster.devices, shape.places, shape.microbatches
+        )
         if any(SCHEDULES[kind.schedule].virtual != 1 for kind in self.space.kinds):
             return work_s + self.context.late_s
         return max(work_s + self.context.late_s, work_s * self._wait(shape))
@@ -280,7 +336,8 @@ class Pricing:
         return self.context.whole.open_levels
 
     def models(self, shape: Shape) -> Models:
-        """The Problems of a shape under the roles that the space has on its mesh. Raises InfeasibleError where those leave no choice."""
+        """The Problems of a shape under the roles that the space has on its mesh. Raises InfeasibleError where those
+        leave no choice."""
         return self.context.models(shape, self._used(shape))
 
     def _used(self, shape: Shape) -> Used:
@@ -290,13 +347,19 @@ class Pricing:
 
     def tables(self, shape: Shape) -> list[Timetable]:
         """The timetables of the space that can run `shape`."""
-        decided = (each for kind in self.space.kinds for each in kind.decided(shape.places, shape.microbatches, self.context.alike))
+        decided = (
+            each
+            for kind in self.space.kinds
+            for each in kind.decided(shape.places, shape.microbatches, self.context.alike)
+        )
         return [table for kind in decided if (table := self._table(kind, shape)) is not None]
 
     def _table(self, kind: Kind, shape: Shape) -> Timetable | None:
         """The timetable of one kind; None where it cannot run `shape`."""
         table = timetable(kind, shape.places, shape.microbatches)
-        if (shape.places == 1 and (table.virtual > 1 or table.schedule.splits_backward)) or table.stages > self.context.pieces:
+        if (
+            shape.places == 1 and (table.virtual > 1 or table.schedule.splits_backward)
+        ) or table.stages > self.context.pieces:
             return None
         try:
             return table if table.flying else None
@@ -305,10 +368,12 @@ class Pricing:
 
 
 def even_s(table: Timetable, ground: Ground, chosen: Chosen) -> float:
-    """An estimate of the seconds of a step of `chosen` under `table`, cut evenly, in which no block is run again that does not have to be.
+    """An estimate of the seconds of a step of `chosen` under `table`, cut evenly, in which no block is run again that
+    does not have to be.
 
     It is no bound: a pipeline with a short first or last stage fills sooner, and may take a few per cent less
-    (tests/unit/joint/test_timetables.py says how much). 0 for devices that run faster while others wait: nothing is known then.
+    (tests/unit/joint/test_timetables.py says how much). 0 for devices that run faster while others wait: nothing is
+    known then.
     """
     if ground.places.device(0).alone > 1:
         return 0.0
@@ -317,8 +382,8 @@ def even_s(table: Timetable, ground: Ground, chosen: Chosen) -> float:
 
 
 def fastest(ways: Iterable[T], price: Callable[[T], Found], hoped_s: Callable[[T], float]) -> Found:
-    """The fastest result of `price` over `ways`; a way whose estimate `hoped_s` is no better than the best so far is left out. Raises the last
-    InfeasibleError where no way fits."""
+    """The fastest result of `price` over `ways`; a way whose estimate `hoped_s` is no better than the best so far is
+    left out. Raises the last InfeasibleError where no way fits."""
     best: Found | None = None
     failed = InfeasibleError("")
     for way in ways:

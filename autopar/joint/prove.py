@@ -1,25 +1,29 @@
 """A lower bound on the step time of all plans.
 
-The bound is the least of many claims, each of the form "no plan on these shapes is faster than so many seconds". The claim with the lowest bound is
-refined first. Its looks, each closer than the one before:
+The bound is the least of many claims, each of the form "no plan on these shapes is faster than so many seconds". The
+claim with the lowest bound is refined first. Its looks, each closer than the one before:
 
-    floor      the least work, divided evenly over all devices, without communication; with offloading, also the least update on the host
-    together   shapes that differ only in microbatches, by the least seconds of their passes with unlimited memory. Neither operators nor collectives
-               get cheaper per sample when they get smaller, so a bound for the fewest microbatches holds for all (not where a cache makes small
-               data cheaper, `_spills`)
+    floor      the least work, divided evenly over all devices, without communication; with offloading, also the least
+               update on the host
+    together   shapes that differ only in microbatches, by the least seconds of their passes with unlimited memory.
+               Neither operators nor collectives get cheaper per sample when they get smaller, so a bound for the fewest
+               microbatches holds for all (not where a cache makes small data cheaper, `_spills`)
     shape      one shape, by the least length of its timetables (pipeline.makespan_bound), with its memory limit
 
 The bound of one shape consists of:
 
-    length    the least time that the schedule needs for the passes of all pieces, however these are cut into stages, and for sends in which each
-              value is divided over all ranks (pipeline.makespan_bound)
-    passes    the least seconds of the passes over all choices of layouts, by dual prices from cutting planes (joint.relaxed, joint.cutting_planes)
-    places    places may have layouts of their own, so each block, and each operator outside of blocks, is bounded alone, with free reshards in between
-    memory    no plan holds more bytes than the devices have, as the search counts them: the limit of one place, or the mean of several. A dual price
-              of bytes weighs what blocks keep against running them again. Temporaries are not counted on several places
+    length    the least time that the schedule needs for the passes of all pieces, however these are cut into stages,
+              and for sends in which each value is divided over all ranks (pipeline.makespan_bound)
+    passes    the least seconds of the passes over all choices of layouts, by dual prices from cutting planes
+              (joint.relaxed, joint.cutting_planes)
+    places    places may have layouts of their own, so each block, and each operator outside of blocks, is bounded
+              alone, with free reshards in between
+    memory    no plan holds more bytes than the devices have, as the search counts them: the limit of one place, or the
+              mean of several. A dual price of bytes weighs what blocks keep against running them again. Temporaries are
+              not counted on several places
 
-Plans with offloading have the same passes, another update, and on the device at least all bytes that do not belong to weights. Their bound is that of
-the passes with those bytes and without an update, plus the least update.
+Plans with offloading have the same passes, another update, and on the device at least all bytes that do not belong to
+weights. Their bound is that of the passes with those bytes and without an update, plus the least update.
 """
 
 from __future__ import annotations
@@ -53,7 +57,8 @@ CLOSE = len(LOOKS)
 """Looks per claim at most where the bound is to be as high as possible."""
 
 GLANCE, CLOSER = 2, 3
-"""Looks per claim at most where proving may take about as long as the search: with many claims, and with at most SMALL."""
+"""Looks per claim at most where proving may take about as long as the search: with many claims, and with at most
+SMALL."""
 
 SMALL = 24
 """Claims up to which CLOSER looks are affordable."""
@@ -63,20 +68,31 @@ GOAL = 0.02
 
 
 Bound = Callable[[Alone | Timed, float, bool], float]
-"""(a shape, a cutoff, whether something is offloaded) -> a lower bound in seconds, which need not be exact above the cutoff."""
+"""(a shape, a cutoff, whether something is offloaded) -> a lower bound in seconds, which need not be exact above the
+cutoff."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """No plan on any of `shapes`, in order of microbatches, takes less than `bound_s`. `looks`: how many of LOOKS were taken at it."""
+    """No plan on any of `shapes`, in order of microbatches, takes less than `bound_s`. `looks`: how many of LOOKS were
+    taken at it."""
 
     bound_s: float
     shapes: tuple[Shape, ...]
     looks: int = 0
 
 
-def proven_s(context: SearchContext, known_s: float, mesh: tuple[int, ...] | None = None, *, closely: bool = True, deadline: float = math.inf, only: Sequence[Shape] = ()) -> float:
-    """A lower bound in seconds on the step of all plans, at most `known_s`, the step of a known plan. On clusters of several parts it is the least work.
+def proven_s(
+    context: SearchContext,
+    known_s: float,
+    mesh: tuple[int, ...] | None = None,
+    *,
+    closely: bool = True,
+    deadline: float = math.inf,
+    only: Sequence[Shape] = (),
+) -> float:
+    """A lower bound in seconds on the step of all plans, at most `known_s`, the step of a known plan. On clusters of
+    several parts it is the least work.
 
         closely     take every look that may raise the bound; otherwise take about as long as a search
         deadline    begin no look later than this (time.monotonic)
@@ -91,12 +107,15 @@ def proven_s(context: SearchContext, known_s: float, mesh: tuple[int, ...] | Non
 
 def _spills(cluster: Cluster) -> bool:
     """Whether small data may be cheaper per byte, by what was measured of caches."""
-    return cluster.device.cache_bytes > 0 or any(protocol.spill > 1.0 for level in cluster.levels for protocol in level.protocols)
+    return cluster.device.cache_bytes > 0 or any(
+        protocol.spill > 1.0 for level in cluster.levels for protocol in level.protocols
+    )
 
 
 @dataclass(eq=False)
 class Prover:
-    """Bounds of all shapes of one graph, or of `only` some; `board` has the state of each claim. Arguments are those of `proven_s`."""
+    """Bounds of all shapes of one graph, or of `only` some; `board` has the state of each claim. Arguments are those of
+    `proven_s`."""
 
     context: SearchContext
     closely: bool = True
@@ -135,14 +154,18 @@ class Prover:
         return min(known_s, self.board.proven_s(self.enough_s(known_s)))
 
     def look(self, known_s: float, who: int = 0) -> bool:
-        """Take one more look at the claim with the lowest bound that no other process is looking at. False where no look can raise the bound any
-        further. `who` is the number of this process."""
+        """Take one more look at the claim with the lowest bound that no other process is looking at. False where no
+        look can raise the bound any further. `who` is the number of this process."""
         enough_s = self.enough_s(known_s)
         taken = self.board.take(who, enough_s)
         if taken is None:
             return False
         index, part = taken
-        claim, at, made = Claim(part.bound_s, self.all_claims[index].shapes[part.begin:part.end], part.looks), part.begin, list[Part]()
+        claim, at, made = (
+            Claim(part.bound_s, self.all_claims[index].shapes[part.begin : part.end], part.looks),
+            part.begin,
+            list[Part](),
+        )
         for closer in self.closer(claim, enough_s):
             made.append(Part(closer.bound_s, at, at + len(closer.shapes), closer.looks))
             at += len(closer.shapes)
@@ -150,13 +173,17 @@ class Prover:
         return True
 
     def shapes(self) -> list[Shape]:
-        """All shapes of plans: one place and one microbatch on every mesh, and the shapes that the search may choose."""
+        """All shapes of plans: one place and one microbatch on every mesh, and the shapes that the search may
+        choose."""
         if self.only:
             return list(self.only)
         request = self.context.request
         flat = [request.mesh] if request.mesh is not None else spaces(request.cluster, self.context.whole.cuts_samples)
         flat = flat if self.mesh is None else list(dict.fromkeys([*flat, self.mesh]))
-        return [*(Shape(1, mesh, 1) for mesh in flat), *(SEARCH.shapes(self.context) if request.settings.training else ())]
+        return [
+            *(Shape(1, mesh, 1) for mesh in flat),
+            *(SEARCH.shapes(self.context) if request.settings.training else ()),
+        ]
 
     def claims(self) -> list[Claim]:
         """The initial claims: one for each set of shapes that may be bounded together, with their floor."""
@@ -167,13 +194,15 @@ class Prover:
         return [Claim(min(map(self.floor_s, shapes)), tuple(shapes)) for shapes in kin.values()]
 
     def closer(self, claim: Claim, cutoff_s: float) -> Iterator[Claim]:
-        """`claim` after one more look. Where that look takes one shape at a time, the claim is divided: the first shape with its new bound, and the
-        others with the old one. Bounds above `cutoff_s` need not be exact."""
+        """`claim` after one more look. Where that look takes one shape at a time, the claim is divided: the first shape
+        with its new bound, and the others with the old one. Bounds above `cutoff_s` need not be exact."""
         together, effort = LOOKS[claim.looks]
         first, others = claim.shapes[:1], claim.shapes[1:]
         self.context.request.say(f"proving: {first[0]}")
         if together:
-            yield Claim(max(claim.bound_s, self.together_s(claim.shapes, cutoff_s, effort)), claim.shapes, claim.looks + 1)
+            yield Claim(
+                max(claim.bound_s, self.together_s(claim.shapes, cutoff_s, effort)), claim.shapes, claim.looks + 1
+            )
             return
         yield Claim(max(claim.bound_s, self.bound_s(first[0], cutoff_s, effort)), first, claim.looks + 1)
         if others:
@@ -181,15 +210,22 @@ class Prover:
 
     def floor_s(self, shape: Shape) -> float:
         """The least work in seconds on all devices of a shape."""
-        return self.context.work(shape.places).step_s(self.context.request.cluster.devices, shape.places, shape.microbatches)
+        return self.context.work(shape.places).step_s(
+            self.context.request.cluster.devices, shape.places, shape.microbatches
+        )
 
     def together_s(self, shapes: tuple[Shape, ...], cutoff_s: float = math.inf, effort: Effort = LOOKS[1][1]) -> float:
         """A lower bound in seconds on all plans on `shapes`, in order of microbatches, with unlimited memory."""
-        return self._least_s(shapes, lambda here, cutoff_s, hosted: here.roomy_s(cutoff_s, effort, hosted=hosted), cutoff_s)
+        return self._least_s(
+            shapes, lambda here, cutoff_s, hosted: here.roomy_s(cutoff_s, effort, hosted=hosted), cutoff_s
+        )
 
     def bound_s(self, shape: Shape, cutoff_s: float = math.inf, effort: Effort = CLOSEST) -> float:
-        """A lower bound in seconds on all plans on `shape`, which need not be exact above `cutoff_s`; infinite where there is no such plan."""
-        return self._least_s((shape,), lambda here, cutoff_s, hosted: here.bound_s(cutoff_s, effort, hosted=hosted), cutoff_s)
+        """A lower bound in seconds on all plans on `shape`, which need not be exact above `cutoff_s`; infinite where
+        there is no such plan."""
+        return self._least_s(
+            (shape,), lambda here, cutoff_s, hosted: here.bound_s(cutoff_s, effort, hosted=hosted), cutoff_s
+        )
 
     def _least_s(self, shapes: tuple[Shape, ...], least: Bound, cutoff_s: float) -> float:
         """`least` of the first of `shapes` that has any plan, over plans with and without offloading."""
@@ -208,7 +244,9 @@ class Prover:
         """The bounds of a shape; None where it has no plan."""
         if shape not in self._bounded:
             try:
-                self._bounded[shape] = Alone(self.context, shape) if shape.microbatches == 1 else Timed(self.context, self.pricing, shape)
+                self._bounded[shape] = (
+                    Alone(self.context, shape) if shape.microbatches == 1 else Timed(self.context, self.pricing, shape)
+                )
             except InfeasibleError:
                 self._bounded[shape] = None
         return self._bounded[shape]

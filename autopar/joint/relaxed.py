@@ -1,8 +1,10 @@
-"""A step bounded from below by a Problem whose costs are additive: the Lagrangian relaxation of the price of a step as it runs.
+"""A step bounded from below by a Problem whose costs are additive: the Lagrangian relaxation of the price of a step as
+it runs.
 
-The seconds of a pass are a convex function of a few quantities that add up over nodes and nets (problem.pass_tables). Any prices of these quantities in a
-polytope (joint.price_polytope) give a linear function below it. With them, each choice has a cost of its own, and the optimum of that Problem is a lower bound
-for all solutions. A memory limit adds m (bytes - limit) for a dual price m >= 0 in seconds per byte.
+The seconds of a pass are a convex function of a few quantities that add up over nodes and nets (problem.pass_tables).
+Any prices of these quantities in a polytope (joint.price_polytope) give a linear function below it. With them, each
+choice has a cost of its own, and the optimum of that Problem is a lower bound for all solutions. A memory limit adds m
+(bytes - limit) for a dual price m >= 0 in seconds per byte.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from autopar.problem.types import Net, Node, Problem
 Key = tuple[str, int]  # a scope, and one of its passes
 Span = tuple[float, float]
 Spans = Mapping[tuple[Key, str], Span]
-"""By pass and level of the cluster: the range of (seconds that the pass waits for collectives on the level's links) / (seconds that it computes). Level "": for all collectives."""
+"""By pass and level of the cluster: the range of (seconds that the pass waits for collectives on the level's links) /
+(seconds that it computes). Level "": for all collectives."""
 ALL: Span = (0.0, math.inf)
 
 
 @dataclass(frozen=True, eq=False)
 class Room:
-    """One memory limit: bytes of each node [choices] and net [rows, columns], which are at most `limit` in all. Those of `Relaxed.again` count `times` times."""
+    """One memory limit: bytes of each node [choices] and net [rows, columns], which are at most `limit` in all. Those
+    of `Relaxed.again` count `times` times."""
 
     nodes: Sequence[np.ndarray]
     nets: Sequence[np.ndarray]
@@ -37,7 +41,8 @@ class Room:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """One solution: by pass its quantities of problem.pass_tables, followed by a 1 (for constant terms of prices); its seconds outside of passes; its bytes above the limit of each Room (negative: below)."""
+    """One solution: by pass its quantities of problem.pass_tables, followed by a 1 (for constant terms of prices); its
+    seconds outside of passes; its bytes above the limit of each Room (negative: below)."""
 
     passes: Mapping[Key, np.ndarray]
     own_s: float
@@ -46,7 +51,8 @@ class Sums:
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """An additive Problem: seconds of each node [choices], of each net that counts [rows, columns], all >= 0, and a constant `more_s` (may be negative)."""
+    """An additive Problem: seconds of each node [choices], of each net that counts [rows, columns], all >= 0, and a
+    constant `more_s` (may be negative)."""
 
     node_s: list[np.ndarray]
     net_s: list[np.ndarray]
@@ -55,11 +61,13 @@ class Costs:
 
 @dataclass(eq=False)
 class Relaxed:
-    """The step to bound: the passes of `passing`, each `times` times (0 where not given), and seconds outside of passes, by node and net.
+    """The step to bound: the passes of `passing`, each `times` times (0 where not given), and seconds outside of
+    passes, by node and net.
 
         rooms     memory limits
         spans     only solutions are bounded whose waits are in these ranges
-        again     by scope of blocks that run again, the (seconds, bytes) one of which is added to its backward (joint.remat_bounds)
+        again     by scope of blocks that run again, the (seconds, bytes) one of which is added to its backward
+                  (joint.remat_bounds)
         fixed_s   a constant
     """
 
@@ -80,15 +88,20 @@ class Relaxed:
     @cached_property
     def keys(self) -> list[Key]:
         """The passes that count, by scope: those that run at least once."""
-        return [(scope, way) for scope in self.passing.scopes for way in PASSES if self.times.get((scope, way), 0.0) > 0.0]
+        return [
+            (scope, way) for scope in self.passing.scopes for way in PASSES if self.times.get((scope, way), 0.0) > 0.0
+        ]
 
     @property
     def hides(self) -> bool:
         """Whether any collective can be overlapped."""
         return self.passing.model.prices.overlap > 0.0
 
-    def sums(self, choice: Sequence[int], prices: Mapping[Key, np.ndarray] | None = None, bytes_s: np.ndarray | None = None) -> Sums:
-        """The sums of `choice`. Of each entry of `again`, the pair that is cheapest at these prices is added; without prices the first one."""
+    def sums(
+        self, choice: Sequence[int], prices: Mapping[Key, np.ndarray] | None = None, bytes_s: np.ndarray | None = None
+    ) -> Sums:
+        """The sums of `choice`. Of each entry of `again`, the pair that is cheapest at these prices is added; without
+        prices the first one."""
         passes = {key: np.eye(1, self.passing.width + 1, self.passing.width)[0] for key in self.keys}
         own_s, over = self.fixed_s, -np.array([room.limit for room in self.rooms], float)
         for v, c in enumerate(choice):
@@ -102,19 +115,28 @@ class Relaxed:
                 over += [float(room.nets[t][row, column]) for room in self.rooms]
                 _add(passes, self.passing.nets[t], np.s_[row, column])
         for scope, pairs in self.again.items():
-            seconds, nbytes = pairs[0] if prices is None else min(pairs, key=lambda pair: self._again_s(scope, pair, prices, bytes_s))
+            seconds, nbytes = (
+                pairs[0] if prices is None else min(pairs, key=lambda pair: self._again_s(scope, pair, prices, bytes_s))
+            )
             passes[scope, BACKWARD][[SHOWN, COMPUTE]] += seconds
             over += [room.times * nbytes for room in self.rooms]
         return Sums(passes, own_s, over)
 
-    def _again_s(self, scope: str, pair: tuple[float, float], prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray | None) -> float:
+    def _again_s(
+        self, scope: str, pair: tuple[float, float], prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray | None
+    ) -> float:
         """The cost of a (seconds, bytes) `pair` of `again` at the given prices."""
         second = float(prices[scope, BACKWARD][SHOWN] + prices[scope, BACKWARD][COMPUTE])
-        byte_s = sum(float(m) * room.times for m, room in zip(bytes_s, self.rooms, strict=True)) if bytes_s is not None else 0.0
+        byte_s = (
+            sum(float(m) * room.times for m, room in zip(bytes_s, self.rooms, strict=True))
+            if bytes_s is not None
+            else 0.0
+        )
         return second * pair[0] + byte_s * pair[1]
 
     def costs(self, prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray) -> Costs:
-        """The additive Problem at `prices` of each pass [quantities, then a constant], and at `bytes_s` [rooms] seconds per byte."""
+        """The additive Problem at `prices` of each pass [quantities, then a constant], and at `bytes_s` [rooms] seconds
+        per byte."""
         node_s, net_s, up_s = [], [], 0.0
         rooms = [(float(m), room) for m, room in zip(bytes_s, self.rooms, strict=True) if m > 0.0]
         for v, (table, own_s, barred) in enumerate(zip(self.passing.nodes, self.node_s, self._barred, strict=True)):
@@ -123,7 +145,8 @@ class Relaxed:
                 cost_s = cost_s + m * room.nodes[v]
             if barred is not None:
                 cost_s = np.where(barred, np.inf, cost_s)
-            least_s = min(0.0, float(cost_s.min()))  # costs must be >= 0: every solution has one choice of this node, so that a shift is a constant
+            # costs must be >= 0: every solution has one choice of this node, so that a shift is a constant
+            least_s = min(0.0, float(cost_s.min()))
             up_s -= least_s
             node_s.append(cost_s - least_s)
         for t, barred in self._counting.items():
@@ -134,26 +157,49 @@ class Relaxed:
             net_s.append(cost_s if barred is None else np.where(barred, np.inf, cost_s))
         over_s = sum(float(m) * room.limit for m, room in zip(bytes_s, self.rooms, strict=True))
         fixed_s = self.fixed_s + sum(float(values[-1]) for values in prices.values())
-        fixed_s += sum(min(self._again_s(scope, pair, prices, bytes_s) for pair in pairs) for scope, pairs in self.again.items())
+        fixed_s += sum(
+            min(self._again_s(scope, pair, prices, bytes_s) for pair in pairs) for scope, pairs in self.again.items()
+        )
         return Costs(node_s, net_s, fixed_s - up_s - over_s)
 
     def priced(self, costs: Costs) -> Problem:
         """The Problem that has these costs and no memory limit."""
         whole = self.problem
-        nodes = [Node(node.name, node.labels, cost_s, np.zeros(len(cost_s)), np.zeros(len(cost_s))) for node, cost_s in zip(whole.nodes, costs.node_s, strict=True)]
-        nets = [Net(net.name, net.producer, net.row, net.uses, cost_s, np.zeros_like(cost_s)) for net, cost_s in zip((whole.nets[t] for t in self._counting), costs.net_s, strict=True)]
+        nodes = [
+            Node(node.name, node.labels, cost_s, np.zeros(len(cost_s)), np.zeros(len(cost_s)))
+            for node, cost_s in zip(whole.nodes, costs.node_s, strict=True)
+        ]
+        nets = [
+            Net(net.name, net.producer, net.row, net.uses, cost_s, np.zeros_like(cost_s))
+            for net, cost_s in zip((whole.nets[t] for t in self._counting), costs.net_s, strict=True)
+        ]
         return Problem(tuple(nodes), tuple(nets), 0, math.inf, whole.name)
 
     @cached_property
     def _barred(self) -> list[np.ndarray | None]:
         """For each node, the mask of its impossible choices; None where all are possible."""
-        return [_some(np.isinf(node.cost_s) | np.isinf(own_s)) for node, own_s in zip(self.problem.nodes, self.node_s, strict=True)]
+        return [
+            _some(np.isinf(node.cost_s) | np.isinf(own_s))
+            for node, own_s in zip(self.problem.nodes, self.node_s, strict=True)
+        ]
 
     @cached_property
     def _counting(self) -> dict[int, np.ndarray | None]:
-        """The nets, by number, that may cost anything at some prices, each with the mask of its impossible pairs (None: all are possible). Nets between places are left out."""
-        barred = {t: _some(np.isinf(net.cost_s)) for t, net in enumerate(self.problem.nets) if t not in (self.passing.between or ())}
-        return {t: mask for t, mask in barred.items() if mask is not None or self.passing.nets[t].each.any() or self.net_s[t].any() or any(room.nets[t].any() for room in self.rooms)}
+        """The nets, by number, that may cost anything at some prices, each with the mask of its impossible pairs (None:
+        all are possible). Nets between places are left out."""
+        barred = {
+            t: _some(np.isinf(net.cost_s))
+            for t, net in enumerate(self.problem.nets)
+            if t not in (self.passing.between or ())
+        }
+        return {
+            t: mask
+            for t, mask in barred.items()
+            if mask is not None
+            or self.passing.nets[t].each.any()
+            or self.net_s[t].any()
+            or any(room.nets[t].any() for room in self.rooms)
+        }
 
 
 def _some(mask: np.ndarray) -> np.ndarray | None:

@@ -1,4 +1,5 @@
-"""Lower bounds of relaxed steps at given prices: by message passing, whose messages are kept from prices to prices, and by the exact search where these leave a gap.
+"""Lower bounds of relaxed steps at given prices: by message passing, whose messages are kept from prices to prices, and
+by the exact search where these leave a gap.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ CLOSE = 1e-3
 """Relative: a bound this close to the optimum is good enough."""
 
 RELAXED_SOLVE_S = 3.0
-"""Seconds at most of the exact search. Problems that take longer have many choices of nearly the same cost, and a bound close to it."""
+"""Seconds at most of the exact search. Problems that take longer have many choices of nearly the same cost, and a bound
+close to it."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """`bound_s`: a lower bound of all solutions at the given prices. `choice`: a solution close to it; None where the bound already reaches what is known."""
+    """`bound_s`: a lower bound of all solutions at the given prices. `choice`: a solution close to it; None where the
+    bound already reaches what is known."""
 
     bound_s: float
     choice: Choice | None
@@ -36,8 +39,11 @@ class Solver:
         self.levels, self.exact = levels, exact
         self._recosted: dict[int, Recosted] = {}
 
-    def __call__(self, number: int, prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray, known_s: float, cutoff_s: float) -> Seen:
-        """A bound for level `number` at `prices` and `bytes_s`. Ends once it reaches `cutoff_s`, or nearly `known_s`, the cost of the best known solution. Raises InfeasibleError where there is no solution."""
+    def __call__(
+        self, number: int, prices: Mapping[Key, np.ndarray], bytes_s: np.ndarray, known_s: float, cutoff_s: float
+    ) -> Seen:
+        """A bound for level `number` at `prices` and `bytes_s`. Ends once it reaches `cutoff_s`, or nearly `known_s`,
+        the cost of the best known solution. Raises InfeasibleError where there is no solution."""
         relaxed = self.levels[number]
         costs = relaxed.costs(prices, bytes_s)
         if number not in self._recosted:
@@ -50,5 +56,11 @@ class Solver:
         choice = recosted.solution()
         if choice is not None and (not self.exact or bound_s >= min(target_s, recosted.seconds(choice) * (1 - CLOSE))):
             return Seen(bound_s + costs.more_s, choice)
-        found = ilp.search(relaxed.priced(costs), time_limit_s=RELAXED_SOLVE_S, start=choice, cutoff_s=cutoff_s - costs.more_s, gap=CLOSE / 2)
+        found = ilp.search(
+            relaxed.priced(costs),
+            time_limit_s=RELAXED_SOLVE_S,
+            start=choice,
+            cutoff_s=cutoff_s - costs.more_s,
+            gap=CLOSE / 2,
+        )
         return Seen(max(found.bound_s, bound_s) + costs.more_s, found.choice)

@@ -1,4 +1,5 @@
-"""Relaxed steps (joint.relaxed) of one stage and one microbatch, of a timetable, and of one place, with their memory limits.
+"""Relaxed steps (joint.relaxed) of one stage and one microbatch, of a timetable, and of one place, with their memory
+limits.
 
 `hosted` in all of them: parameters may be on the host, so that their memory and the optimizer's step count nothing.
 """
@@ -24,59 +25,119 @@ from autopar.problem.types import Net, Node
 
 
 def alone(passing: PassTables, bytes_of: Model, limit_bytes: float, *, hosted: bool = False) -> Relaxed:
-    """A step of one stage and one microbatch (pipeline.single_stage). Bytes are those of `bytes_of`, a Model with the same choices."""
+    """A step of one stage and one microbatch (pipeline.single_stage). Bytes are those of `bytes_of`, a Model with the
+    same choices."""
     problem, held = passing.model.problem, bytes_of.problem
-    node_s = [passing.updates_s[index] * (not hosted) - _abreast_s(passing.model, node) for index, node in enumerate(problem.nodes)]
+    node_s = [
+        passing.updates_s[index] * (not hosted) - _abreast_s(passing.model, node)
+        for index, node in enumerate(problem.nodes)
+    ]
     nothing = [np.zeros(net.cost_s.shape) for net in problem.nets]
     shared = bytes_of.shared  # further nets count what blocks that run again store: leaving bytes out keeps it a bound
-    nodes = [node.memory_bytes * _counts(_rests(cluster), hosted) for node, cluster in zip(held.nodes, bytes_of.clusters, strict=True)]
-    nets = [net.memory_bytes * _counts(link.weight, hosted) for net, link in zip(held.nets[:shared], bytes_of.links, strict=False)]
+    nodes = [
+        node.memory_bytes * _counts(_rests(cluster), hosted)
+        for node, cluster in zip(held.nodes, bytes_of.clusters, strict=True)
+    ]
+    nets = [
+        net.memory_bytes * _counts(link.weight, hosted)
+        for net, link in zip(held.nets[:shared], bytes_of.links, strict=False)
+    ]
     room = [Room(nodes, [*nets, *nothing[shared:]], limit_bytes)] if math.isfinite(limit_bytes) else []
     return Relaxed(passing, _times(passing, 1.0, 1.0), node_s, nothing, tuple(room))
 
 
-def timed(passing: PassTables, bytes_of: Model, models: Models, table: Timetable, weights: Least, limit_bytes: float, *, hosted: bool = False) -> Relaxed:
-    """A step under `table`, whose seconds are bounded by `weights` (pipeline.makespan_bound). Bytes are those of `bytes_of`, a Model with the same choices as `models`."""
+def timed(
+    passing: PassTables,
+    bytes_of: Model,
+    models: Models,
+    table: Timetable,
+    weights: Least,
+    limit_bytes: float,
+    *,
+    hosted: bool = False,
+) -> Relaxed:
+    """A step under `table`, whose seconds are bounded by `weights` (pipeline.makespan_bound). Bytes are those of
+    `bytes_of`, a Model with the same choices as `models`."""
     once = models.once
-    node_s = [weights.once * (not hosted) * once.updates_s(index) + weights.inputs * table_.each[BACKWARD, :, INPUTS] for index, table_ in enumerate(passing.nodes)]
+    node_s = [
+        weights.once * (not hosted) * once.updates_s(index) + weights.inputs * table_.each[BACKWARD, :, INPUTS]
+        for index, table_ in enumerate(passing.nodes)
+    ]
     between = passing.between or frozenset()
     net_s = [weights.once * each for each in _once_s(passing, once)]
-    return Relaxed(passing, _times(passing, weights.forward, weights.backward), node_s, net_s, tuple(_held(bytes_of, passing.model, once, table, limit_bytes, between, hosted=hosted)),
-                   fixed_s=weights.fixed_s)
+    return Relaxed(
+        passing,
+        _times(passing, weights.forward, weights.backward),
+        node_s,
+        net_s,
+        tuple(_held(bytes_of, passing.model, once, table, limit_bytes, between, hosted=hosted)),
+        fixed_s=weights.fixed_s,
+    )
 
 
-def in_one_place(passing: PassTables, models: Models, microbatches: int, share: float, piece: int | None = None, *, hosted: bool = False) -> Relaxed:
-    """A lower bound of the seconds of a place that has the `share` of the only run of blocks, and outside of blocks the operator of node `piece` (None: nothing), for all
-    `microbatches`, once-per-step costs included. Without memory limits."""
+def in_one_place(
+    passing: PassTables,
+    models: Models,
+    microbatches: int,
+    share: float,
+    piece: int | None = None,
+    *,
+    hosted: bool = False,
+) -> Relaxed:
+    """A lower bound of the seconds of a place that has the `share` of the only run of blocks, and outside of blocks the
+    operator of node `piece` (None: nothing), for all `microbatches`, once-per-step costs included. Without memory
+    limits."""
     scope, once = next(iter(passing.model.links[0].program.runs)), models.once
-    node_s = [share * (not hosted) * once.updates_s(index) * (cluster.scope == scope) for index, cluster in enumerate(once.clusters)]
+    node_s = [
+        share * (not hosted) * once.updates_s(index) * (cluster.scope == scope)
+        for index, cluster in enumerate(once.clusters)
+    ]
     if piece is not None:
         node_s[piece] = node_s[piece] + microbatches * passing.nodes[piece].each[..., SHOWN].sum(0)
-    net_s = [share * each * (link.cluster.scope == scope) for link, each in zip(passing.model.links, _once_s(passing, once), strict=True)]
+    net_s = [
+        share * each * (link.cluster.scope == scope)
+        for link, each in zip(passing.model.links, _once_s(passing, once), strict=True)
+    ]
     return Relaxed(passing, {(scope, way): share * microbatches for way in PASSES}, node_s, net_s)
 
 
 def _times(passing: PassTables, forward: float, backward: float) -> dict[Key, float]:
     """The forward and backward of all scopes, each so many times."""
-    return {(scope, way): times for scope in passing.scopes for way, times in zip(PASSES, (forward, backward), strict=True)}
+    return {
+        (scope, way): times for scope in passing.scopes for way, times in zip(PASSES, (forward, backward), strict=True)
+    }
 
 
 def _once_s(passing: PassTables, once: Model) -> list[np.ndarray]:
-    """For each net of `passing`, seconds once per step [rows, columns]: of weights with one reader; 0 for all others, and for further nets, which only count bytes."""
-    found = [_finite(net.cost_s) * (link.weight and not passing.shared[link.ref]) for link, net in zip(once.links, once.problem.nets, strict=True)]
-    return [*found, *(np.zeros(net.cost_s.shape) for net in passing.model.problem.nets[len(found):])]
+    """For each net of `passing`, seconds once per step [rows, columns]: of weights with one reader; 0 for all others,
+    and for further nets, which only count bytes."""
+    found = [
+        _finite(net.cost_s) * (link.weight and not passing.shared[link.ref])
+        for link, net in zip(once.links, once.problem.nets, strict=True)
+    ]
+    return [*found, *(np.zeros(net.cost_s.shape) for net in passing.model.problem.nets[len(found) :])]
 
 
-def _held(micro: Model, priced: Model, once: Model, table: Timetable, limit_bytes: float, between: frozenset[int], *, hosted: bool) -> Iterator[Room]:
+def _held(
+    micro: Model,
+    priced: Model,
+    once: Model,
+    table: Timetable,
+    limit_bytes: float,
+    between: frozenset[int],
+    *,
+    hosted: bool,
+) -> Iterator[Room]:
     """The memory limits of a step under `table`.
 
-    On one place: parameters with their state, what one microbatch keeps, and what exists only while the longest run of blocks runs. On several places q, each stage
-    of which keeps at least n_q microbatches at the place's peak, the sum of their limits with any weights w_q >= 0 gives
+    On one place: parameters with their state, what one microbatch keeps, and what exists only while the longest run of
+    blocks runs. On several places q, each stage of which keeps at least n_q microbatches at the place's peak, the sum
+    of their limits with any weights w_q >= 0 gives
 
         sum of w_q limit >= (min of w_q) x bytes of parameters + (min of w_q n_q) x bytes that a microbatch keeps
 
-    for the whole model; used are w = 1 and w = 1 / n. Bytes are those of `micro`. `priced` may have further nets, of what blocks that run again store; leaving
-    these out keeps it a bound.
+    for the whole model; used are w = 1 and w = 1 / n. Bytes are those of `micro`. `priced` may have further nets, of
+    what blocks that run again store; leaving these out keeps it a bound.
     """
     if math.isinf(limit_bytes):
         return
@@ -84,18 +145,29 @@ def _held(micro: Model, priced: Model, once: Model, table: Timetable, limit_byte
     live = float(table.places == 1)
     for weights in dict.fromkeys(((1.0,) * table.places, tuple(1 / n for n in kept))):
         held = min(w * n for w, n in zip(weights, kept, strict=True))
-        nodes = [_counts(_rests(cluster), hosted) * (held * (node.memory_bytes - _live(node)) + min(weights) * rests.memory_bytes
-                                                                  + live * _in_blocks(micro, cluster.scope) * _live(node))
-                 for node, rests, cluster in zip(micro.problem.nodes, once.problem.nodes, micro.clusters, strict=True)]
-        nets = [(held * (net.memory_bytes - _live(net)) + live * _in_blocks(micro, _reading(link)) * _live(net)) * (index not in between) * _counts(link.weight, hosted)
-                for index, (net, link) in enumerate(zip(micro.problem.nets, micro.links, strict=True))]
+        nodes = [
+            _counts(_rests(cluster), hosted)
+            * (
+                held * (node.memory_bytes - _live(node))
+                + min(weights) * rests.memory_bytes
+                + live * _in_blocks(micro, cluster.scope) * _live(node)
+            )
+            for node, rests, cluster in zip(micro.problem.nodes, once.problem.nodes, micro.clusters, strict=True)
+        ]
+        nets = [
+            (held * (net.memory_bytes - _live(net)) + live * _in_blocks(micro, _reading(link)) * _live(net))
+            * (index not in between)
+            * _counts(link.weight, hosted)
+            for index, (net, link) in enumerate(zip(micro.problem.nets, micro.links, strict=True))
+        ]
         if priced is not micro:
-            nets = [*nets[:micro.shared], *(np.zeros(net.cost_s.shape) for net in priced.problem.nets[micro.shared:])]
+            nets = [*nets[: micro.shared], *(np.zeros(net.cost_s.shape) for net in priced.problem.nets[micro.shared :])]
         yield Room(nodes, nets, sum(weights) * limit_bytes, held)
 
 
 def _counts(weight: bool, hosted: bool) -> float:
-    """1 for what is in device memory in any case, 0 for weights, and for what is made of them, if these may be on the host."""
+    """1 for what is in device memory in any case, 0 for weights, and for what is made of them, if these may be on the
+    host."""
     return float(not (weight and hosted))
 
 
@@ -108,7 +180,11 @@ def between_pieces(model: Model) -> frozenset[int]:
     """The nets, by number, whose value may be read on another place, or in another block, than where it is made."""
     program = model.links[0].program
     home = homes(program, units(program))
-    return frozenset(index for index, link in enumerate(model.links) if link.kind != "edge" or any(home[op.name] != home[link.ref[0]] for op, _ in link.readers))
+    return frozenset(
+        index
+        for index, link in enumerate(model.links)
+        if link.kind != "edge" or any(home[op.name] != home[link.ref[0]] for op, _ in link.readers)
+    )
 
 
 def _in_blocks(model: Model, scope: str) -> float:
@@ -129,7 +205,8 @@ def _live(part: Node | Net) -> np.ndarray:
 
 
 def _abreast_s(model: Model, node: Node) -> np.ndarray:
-    """[choices] the most seconds that a choice saves by running in a lane beside others: with n lanes the longest takes at least their mean."""
+    """[choices] the most seconds that a choice saves by running in a lane beside others: with n lanes the longest takes
+    at least their mean."""
     lanes = model.problem.lanes
     if node.lane is None:
         return np.zeros(len(node.cost_s))

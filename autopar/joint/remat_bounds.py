@@ -1,15 +1,19 @@
 """Lower bounds of what running blocks again costs, whatever they keep, for a step of one stage and one microbatch.
 
-A block that runs again may keep results: the more bytes it keeps, the fewer seconds its second run takes. The lower convex hull of (seconds, bytes)
-is found exactly for given costs of each operator (problem.remat_frontier). Here these costs are lower bounds over all choices, so
-that the hull holds for all of them: every operator takes as long as its fastest option, and every result is sharded over all ranks.
+A block that runs again may keep results: the more bytes it keeps, the fewer seconds its second run takes. The lower
+convex hull of (seconds, bytes) is found exactly for given costs of each operator (problem.remat_frontier). Here these
+costs are lower bounds over all choices, so that the hull holds for all of them: every operator takes as long as its
+fastest option, and every result is sharded over all ranks.
 
-    seconds   beyond what runs again even if all results are kept that can be; that part is known by choice (problem.remat)
-    bytes     beyond what is held if nothing is kept. Results of all instances of a run but one: the one that runs has all of its results
-              anyway. What a block hands to the next one, or to what follows, counts nothing, as it may be kept in any case
+    seconds   beyond what runs again even if all results are kept that can be; that part is known by choice
+              (problem.remat)
+    bytes     beyond what is held if nothing is kept. Results of all instances of a run but one: the one that runs has
+              all of its results anyway. What a block hands to the next one, or to what follows, counts nothing, as it
+              may be kept in any case
 
-An operator that uses a runtime algorithm always runs again; its result takes no bytes. Where at most FEW operators have such options, the choices
-without any of them and those with each of them get bounds of their own, because those without may have to keep more bytes.
+An operator that uses a runtime algorithm always runs again; its result takes no bytes. Where at most FEW operators have
+such options, the choices without any of them and those with each of them get bounds of their own, because those without
+may have to keep more bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ from autopar.problem.saved import kept
 from autopar.problem.step_shares import ForwardPrices
 
 FEW = 3
-"""The most operators with runtime algorithms in all blocks for which choices with and without them get bounds of their own."""
+"""The most operators with runtime algorithms in all blocks for which choices with and without them get bounds of their
+own."""
 
 Corner = tuple[float, float]
 """(seconds in the backward, bytes per device) of one way to keep results."""
@@ -37,14 +42,16 @@ Corner = tuple[float, float]
 
 @dataclass(frozen=True, eq=False)
 class Again:
-    """For all choices that are not `barred` [nodes][choices]: by scope of blocks, the corners of the lower convex hull of what running them again costs."""
+    """For all choices that are not `barred` [nodes][choices]: by scope of blocks, the corners of the lower convex hull
+    of what running them again costs."""
 
     corners: Mapping[str, Sequence[Corner]]
     barred: Sequence[np.ndarray]
 
 
 def agains(model: Model, forward: ForwardPrices) -> Iterator[Again]:
-    """Bounds that together cover all choices of `model`, a Problem in which nothing runs again. `forward`: prices of a forward alone on the same mesh."""
+    """Bounds that together cover all choices of `model`, a Problem in which nothing runs again. `forward`: prices of a
+    forward alone on the same mesh."""
     blocks = _Blocks(model, forward)
     none = [np.zeros(len(node.cost_s), bool) for node in model.problem.nodes]
     if not blocks.with_algorithms or len(blocks.with_algorithms) > FEW:
@@ -54,19 +61,31 @@ def agains(model: Model, forward: ForwardPrices) -> Iterator[Again]:
     for name in blocks.with_algorithms:
         index, runs = blocks.runs(name)
         without[index] = without[index] | runs
-        each.append(Again(blocks.corners(free=blocks.with_algorithms), [~runs if v == index else mask for v, mask in enumerate(none)]))
+        each.append(
+            Again(
+                blocks.corners(free=blocks.with_algorithms),
+                [~runs if v == index else mask for v, mask in enumerate(none)],
+            )
+        )
     yield Again(blocks.corners(free=()), without)
     yield from each
 
 
 class _Blocks:
-    """The operators of all blocks of a Problem in which nothing runs again. `with_algorithms`: those whose results can be kept, with a runtime algorithm in some option."""
+    """The operators of all blocks of a Problem in which nothing runs again. `with_algorithms`: those whose results can
+    be kept, with a runtime algorithm in some option."""
 
     def __init__(self, model: Model, forward: ForwardPrices) -> None:
         self.model, self.forward, self.program = model, forward, model.links[0].program
-        self.at: dict[str, tuple[int, Member]] = {member.op.name: (index, member) for index, members in enumerate(model.members) for member in members
-                                                 if member.op.scope in self.program.runs and member.op.role == "op"}
-        self.with_algorithms = [name for name, (_, member) in self.at.items() if keepable(member.op) and any(member.runs)]
+        self.at: dict[str, tuple[int, Member]] = {
+            member.op.name: (index, member)
+            for index, members in enumerate(model.members)
+            for member in members
+            if member.op.scope in self.program.runs and member.op.role == "op"
+        }
+        self.with_algorithms = [
+            name for name, (_, member) in self.at.items() if keepable(member.op) and any(member.runs)
+        ]
 
     def runs(self, name: str) -> tuple[int, np.ndarray]:
         """The node of an operator, and [choices] whether it uses a runtime algorithm."""
@@ -106,5 +125,10 @@ class _Blocks:
         """The values that blocks hand to the next block, or to what follows the run."""
         keeps = kept(self.model.clusters, self.program)
         inside = [ref for run in self.program.runs.values() for ref in run.carried]
-        read = [ref for op in self.program.ops.values() for ref in op.operands if self.program.ops[ref[0]].scope not in ("", op.scope)]
+        read = [
+            ref
+            for op in self.program.ops.values()
+            for ref in op.operands
+            if self.program.ops[ref[0]].scope not in ("", op.scope)
+        ]
         return {keeps.owner(ref) for ref in (*inside, *read)}

@@ -1,7 +1,8 @@
 """SearchContext: everything that the search derives from one graph, made when first asked for and then shared.
 
-For each shape and one role per mesh axis, these are the Problems of one microbatch and of what happens once per step, and their solution for a
-timetable. Beside them the least work, the memory of parameters, and how microbatches share values.
+For each shape and one role per mesh axis, these are the Problems of one microbatch and of what happens once per step,
+and their solution for a timetable. Beside them the least work, the memory of parameters, and how microbatches share
+values.
 """
 
 from __future__ import annotations
@@ -51,10 +52,12 @@ TRUST = 0.95  # factor on the bound of a Problem of several kinds of places: the
 class SearchContext:
     """All Problems of one graph, made when first asked for.
 
-    Contexts for another memory limit, recipe, offloading or division of runs share all results that do not depend on what differs (`_derived`).
+    Contexts for another memory limit, recipe, offloading or division of runs share all results that do not depend on
+    what differs (`_derived`).
 
-    `whole` is the planner of the graph at the sizes of the whole batch. `limit_bytes` is the memory that a plan may fill on each device, `timer` the
-    time that is left for the search. With offloading, `on_devices` is the same without it. `best_s` is the fastest step that is known.
+    `whole` is the planner of the graph at the sizes of the whole batch. `limit_bytes` is the memory that a plan may
+    fill on each device, `timer` the time that is left for the search. With offloading, `on_devices` is the same without
+    it. `best_s` is the fastest step that is known.
     """
 
     def __init__(self, gm: fx.GraphModule, hints: Mapping[str, int], request: Request) -> None:
@@ -80,9 +83,15 @@ class SearchContext:
         """Begin the time limit anew."""
         self.timer = Timer(self.request.time_limit_s)
 
-    def _derived(self, *, of_program: ProgramResults | None = None, of_weights: WeightTotals | None = None,
-                 hosted: dict[str, SearchContext] | None = None) -> SearchContext:
-        """A copy that shares all results but those given; Problems depend on both kinds. `hosted`: copies with offloading that stay valid (none)."""
+    def _derived(
+        self,
+        *,
+        of_program: ProgramResults | None = None,
+        of_weights: WeightTotals | None = None,
+        hosted: dict[str, SearchContext] | None = None,
+    ) -> SearchContext:
+        """A copy that shares all results but those given; Problems depend on both kinds. `hosted`: copies with
+        offloading that stay valid (none)."""
         other = copy.copy(self)
         if of_program is not None or of_weights is not None:
             other._models = {}
@@ -140,7 +149,8 @@ class SearchContext:
 
     @property
     def roomy(self) -> dict[Shape, float]:
-        """Step times of shapes for which the search without offloading was not short of memory: offloading gains nothing there."""
+        """Step times of shapes for which the search without offloading was not short of memory: offloading gains
+        nothing there."""
         return self._roomy.setdefault(self.limit_bytes, {})
 
     @property
@@ -160,17 +170,23 @@ class SearchContext:
 
     @property
     def alike(self) -> int:
-        """How many of the pieces are blocks, of which stages should have about the same number; all pieces where there are no blocks."""
+        """How many of the pieces are blocks, of which stages should have about the same number; all pieces where there
+        are no blocks."""
         return sum(run.count for run in self.whole.program.runs.values()) or self.pieces
 
     def work(self, places: int, level: str = "none") -> Work:
-        """The least work of a step on one place or on several, with all blocks run again at one of problem.remat.LEVELS."""
+        """The least work of a step on one place or on several, with all blocks run again at one of
+        problem.remat.LEVELS."""
         parts = self.request.cluster.parts
         if places == 1 or not parts:
             return self.whole.work(level)
         if level not in self._mixed:
-            self._mixed[level] = Work.mixed(self.whole.program, [(part.device, part.devices) for part in parts], self.request.settings,
-                                            self.whole.again(level))
+            self._mixed[level] = Work.mixed(
+                self.whole.program,
+                [(part.device, part.devices) for part in parts],
+                self.request.settings,
+                self.whole.again(level),
+            )
         return self._mixed[level]
 
     def pace(self, device: Device) -> float:
@@ -180,15 +196,20 @@ class SearchContext:
         return self._paces[device]
 
     def paces(self, shape: Shape) -> list[list[float]]:
-        """The `pace` of the devices of each place (1 where all are alike), for every order of the cluster's parts that is tried."""
+        """The `pace` of the devices of each place (1 where all are alike), for every order of the cluster's parts that
+        is tried."""
         if not self.request.cluster.parts or shape.places == 1:
             return [[1.0] * shape.places]
-        return [[self.pace(ground.places.device(place)) for place in range(shape.places)] for ground in self.grounds(shape)]
+        return [
+            [self.pace(ground.places.device(place)) for place in range(shape.places)] for ground in self.grounds(shape)
+        ]
 
     def planner(self, microbatches: int) -> Planner:
         """The program at the sizes of one microbatch."""
         if microbatches not in self._of_program.planners:
-            self._of_program.planners[microbatches] = Planner.of(self.gm, {**self.hints, "b": self.batch // microbatches}, self.request)
+            self._of_program.planners[microbatches] = Planner.of(
+                self.gm, {**self.hints, "b": self.batch // microbatches}, self.request
+            )
         return self._of_program.planners[microbatches]
 
     def mesh(self, shape: Shape) -> Mesh:
@@ -232,30 +253,55 @@ class SearchContext:
             self._others[key] = Kernels(device, settings), Kernels(device, replace(settings, mode="inference"))
         return self._others[key]
 
-    def solve(self, models: Models, table: Timetable, level: str, *, exact: bool, cutoff_s: float = math.inf, start: tuple[int, ...] | None = None) -> Chosen:
-        """Choose the layouts of a place under `table`, with all blocks run again at `level`: exactly, or at a glance, which ends once it is proven that
-        nothing is as fast as `cutoff_s`, and begins also at the solution `start`, which may do what is forbidden in `models`. Raises InfeasibleError where nothing fits."""
+    def solve(
+        self,
+        models: Models,
+        table: Timetable,
+        level: str,
+        *,
+        exact: bool,
+        cutoff_s: float = math.inf,
+        start: tuple[int, ...] | None = None,
+    ) -> Chosen:
+        """Choose the layouts of a place under `table`, with all blocks run again at `level`: exactly, or at a glance,
+        which ends once it is proven that nothing is as fast as `cutoff_s`, and begins also at the solution `start`,
+        which may do what is forbidden in `models`. Raises InfeasibleError where nothing fits."""
         share, trust = Share(table.length, 1 / table.places, table.kept, 1 / table.places), 1.0
         if isinstance(models, Mixed):
             trust = TRUST * models.weights.even(table.length, table.microbatches)
         limit_bytes = self.mean_bytes(table.places)
         model = combined(models.at(level), models.once, share, limit_bytes)
-        solution = (ilp.search(model.problem, time_limit_s=SHAPE_SOLVE_S, seed=self.request.seed, gap=SOLVED) if exact else
-                    ilp.glance(model.problem, time_limit_s=SHAPE_SOLVE_S, cutoff_s=cutoff_s / trust, twice=True, start=start))
-        return Chosen(models, model, solution, level, table.places > 1, self.request.remat != "auto", trust * solution.bound_s)
+        solution = (
+            ilp.search(model.problem, time_limit_s=SHAPE_SOLVE_S, seed=self.request.seed, gap=SOLVED)
+            if exact
+            else ilp.glance(
+                model.problem, time_limit_s=SHAPE_SOLVE_S, cutoff_s=cutoff_s / trust, twice=True, start=start
+            )
+        )
+        return Chosen(
+            models, model, solution, level, table.places > 1, self.request.remat != "auto", trust * solution.bound_s
+        )
 
     def held_bytes(self, shape: Shape, level: str) -> float:
-        """Bytes per device if everything that is held were cut evenly over all devices, and each place kept one microbatch."""
+        """Bytes per device if everything that is held were cut evenly over all devices, and each place kept one
+        microbatch."""
         known = self._of_weights.held_bytes
         if level not in known:
-            known[level] = least_bytes(self.whole.program, self.whole.clusters, self.whole.joints(roles.nothing, 1), self.request.cluster,
-                                            self.request.settings, self.whole.levels(level))
+            known[level] = least_bytes(
+                self.whole.program,
+                self.whole.clusters,
+                self.whole.joints(roles.nothing, 1),
+                self.request.cluster,
+                self.request.settings,
+                self.whole.levels(level),
+            )
         rest = self.rest_bytes / self.request.cluster.devices
         return rest + (known[level] - rest) / shape.microbatches
 
     @property
     def rest_bytes(self) -> float:
-        """Bytes of all parameters with gradients and optimizer state on the device, not divided by the number of devices."""
+        """Bytes of all parameters with gradients and optimizer state on the device, not divided by the number of
+        devices."""
         if self._of_weights.rest_bytes is None:
             self._of_weights.rest_bytes = self._of_parameters(Prices.rest_bytes)
         return self._of_weights.rest_bytes
@@ -276,7 +322,9 @@ class SearchContext:
         """The sum of a price over all parameters, whole on one device."""
         cluster, table = self.request.cluster, self.whole.table(1, placed=False)
         prices = Prices(cluster.line(1).mesh((1,)), cluster.device, self.request.settings)
-        return sum(price(prices, op, table[op.name][:1]) for op in self.whole.program.ops.values() if op.role == "param")
+        return sum(
+            price(prices, op, table[op.name][:1]) for op in self.whole.program.ops.values() if op.role == "param"
+        )
 
     def shared(self, microbatches: int) -> Microbatching | None:
         """How so many microbatches share values; None for one.
@@ -286,11 +334,21 @@ class SearchContext:
         if microbatches == 1:
             return None
         known = self._of_program.shared
-        if microbatches not in known and self._entire is not None and (entire := self._entire.shared(microbatches)) is not None:
+        if (
+            microbatches not in known
+            and self._entire is not None
+            and (entire := self._entire.shared(microbatches)) is not None
+        ):
             known[microbatches] = of_parts(entire, self.whole.program, self.origin)
         if microbatches not in known:
-            known[microbatches] = sharing(self.whole.program, self.whole.clusters, self.whole.table(microbatches, placed=False),
-                                          microbatches, self.request.cluster, self.request.settings)
+            known[microbatches] = sharing(
+                self.whole.program,
+                self.whole.clusters,
+                self.whole.table(microbatches, placed=False),
+                microbatches,
+                self.request.cluster,
+                self.request.settings,
+            )
         return known[microbatches]
 
     @property
@@ -299,10 +357,14 @@ class SearchContext:
         return self._of_program.barred
 
     def filled(self, costs: Sequence[Cost]) -> tuple[int, ...]:
-        """The pieces, as they cost, that each place needs one of: those with parameters, which in training get gradients."""
+        """The pieces, as they cost, that each place needs one of: those with parameters, which in training get
+        gradients."""
         training = self.request.settings.training
-        return tuple(number for number, (unit, cost) in enumerate(zip(self.units, costs, strict=True))
-                     if cost.rest_bytes > 0 and (unit.name in self._of_program.trained or not training))
+        return tuple(
+            number
+            for number, (unit, cost) in enumerate(zip(self.units, costs, strict=True))
+            if cost.rest_bytes > 0 and (unit.name in self._of_program.trained or not training)
+        )
 
     def crossing(self, plan: Plan, microbatches: int) -> list[tuple[Ref, ...]]:
         """What a cut in front of each piece sends: the same for all plans of this graph."""
@@ -322,8 +384,11 @@ class SearchContext:
 
     def _why_not_sharable(self) -> str:
         if "b" not in self.hints:
-            return ("no size of the inputs is the batch: none is dim 0 of all of them, or the model fixes it (a note of a plan without a pipeline says which); "
-                    "name it in dynamic_shapes, 'b' for dim 0 of each input that has the samples (on the command line: let the factory give inputs of one first size)")
+            return (
+                "no size of the inputs is the batch: none is dim 0 of all of them, or the model fixes it (a note of a "
+                "plan without a pipeline says which); name it in dynamic_shapes, 'b' for dim 0 of each input that has "
+                "the samples (on the command line: let the factory give inputs of one first size)"
+            )
         if self.batch < 2:
             return "a batch of one sample has no microbatches"
         try:

@@ -1,7 +1,8 @@
 """Lower bounds of the seconds of all plans of one shape.
 
-The first bound ignores the memory limit (*roomy*). Running blocks again then gains nothing, as every choice takes at least as long with it as
-without, in every pass. Only where the solutions behind that bound do not fit are limits added, with all levels at which blocks may run again.
+The first bound ignores the memory limit (*roomy*). Running blocks again then gains nothing, as every choice takes at
+least as long with it as without, in every pass. Only where the solutions behind that bound do not fit are limits added,
+with all levels at which blocks may run again.
 """
 
 from __future__ import annotations
@@ -42,11 +43,17 @@ Choices = list[tuple[int, ...]]
 
 
 def cut_s(levels: Sequence[Relaxed], cutoff_s: float, effort: Effort, met: Choices, cases: Sequence[Key] = ()) -> float:
-    """A lower bound of the seconds of all mixtures of `levels`, infinite where none is possible. Ends once it reaches `cutoff_s`.
+    """A lower bound of the seconds of all mixtures of `levels`, infinite where none is possible. Ends once it reaches
+    `cutoff_s`.
 
-    `met`: known solutions of all levels, to which new ones are added. `cases`: the passes of a single level that are divided into cases (joint.wait_cases), if `effort` has any.
+    `met`: known solutions of all levels, to which new ones are added. `cases`: the passes of a single level that are
+    divided into cases (joint.wait_cases), if `effort` has any.
     """
-    cutting = Cutting([Level(each, [each.sums(choice) for choice in met]) for each in levels], Solver(levels, exact=effort.cases > 0), met)
+    cutting = Cutting(
+        [Level(each, [each.sums(choice) for choice in met]) for each in levels],
+        Solver(levels, exact=effort.cases > 0),
+        met,
+    )
     keys = [key for key in cases if key in levels[0].keys] if effort.cases and levels[0].hides else []
     try:
         return bound_s(cutting, keys, cutoff_s, effort) if keys else cutting.bound_s(cutoff_s, effort.rounds)
@@ -61,8 +68,9 @@ def _cases_s(relaxed: Relaxed, cutoff_s: float, effort: Effort, met: Choices) ->
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """Bounds for blocks that run again and keep any of their results: the passes if all results are kept that can be (`most`), the least cost of running blocks again beyond that
-    (`agains`), and the bytes if nothing is kept (`fewest`)."""
+    """Bounds for blocks that run again and keep any of their results: the passes if all results are kept that can be
+    (`most`), the least cost of running blocks again beyond that (`agains`), and the bytes if nothing is kept
+    (`fewest`)."""
 
     most: PassTables
     agains: Sequence[Again]
@@ -70,13 +78,18 @@ class _Kept:
 
     @staticmethod
     def of(plain: Model, fewest: Model, forward: ForwardPrices, passing: Callable[[Model], PassTables]) -> _Kept:
-        """`plain` is a Problem in which nothing runs again, `fewest` the same with all blocks run again and nothing kept."""
+        """`plain` is a Problem in which nothing runs again, `fewest` the same with all blocks run again and nothing
+        kept."""
         program = plain.links[0].program
-        all_kept = {scope: [op.name for op in program.ops.values() if op.scope == scope and keepable(op)] for scope in program.runs}
+        all_kept = {
+            scope: [op.name for op in program.ops.values() if op.scope == scope and keepable(op)]
+            for scope in program.runs
+        }
         return _Kept(passing(rematerialised(plain, forward, all_kept)), list(agains(plain, forward)), fewest)
 
     def levels(self, counted: Callable[[PassTables, Model], Relaxed]) -> Iterator[Relaxed]:
-        """Relaxed steps, of which some mixture is as fast and as small as any way to run blocks again. `counted` makes one of passes and the Model that counts bytes."""
+        """Relaxed steps, of which some mixture is as fast and as small as any way to run blocks again. `counted` makes
+        one of passes and the Model that counts bytes."""
         base = counted(self.most, self.fewest)
         for each in self.agains:
             barred_s = [np.where(mask, np.inf, own) for mask, own in zip(each.barred, base.node_s, strict=True)]
@@ -90,9 +103,12 @@ class Alone:
         self.context, self.whole = context, context.whole
         self.plain = self.whole.model(shape.mesh, space(shape.mesh), str(shape))
         cluster = context.request.cluster
-        self.forward = ForwardPrices(cluster.mesh(shape.mesh), cluster.device, context.request.settings, self.whole.forward_kernels)
+        self.forward = ForwardPrices(
+            cluster.mesh(shape.mesh), cluster.device, context.request.settings, self.whole.forward_kernels
+        )
         self.passing = PassTables(self.plain, self.forward, sums_at_end=False, linked=True)
-        self._met: dict[bool, Choices] = {False: [], True: []}  # by `hosted`: solutions without memory limit, with which later calls begin
+        # by `hosted`: solutions without memory limit, with which later calls begin
+        self._met: dict[bool, Choices] = {False: [], True: []}
 
     def roomy_s(self, cutoff_s: float, effort: Effort, *, hosted: bool = False) -> float:
         """A lower bound that ignores the memory limit; `hosted` as in bound_s."""
@@ -104,7 +120,8 @@ class Alone:
         return cut_s([roomy], cutoff_s, effort, met), roomy, met
 
     def bound_s(self, cutoff_s: float, effort: Effort = CLOSEST, *, hosted: bool = False) -> float:
-        """A lower bound of the seconds of all plans; with `hosted`, of plans that use host memory, without the update there."""
+        """A lower bound of the seconds of all plans; with `hosted`, of plans that use host memory, without the update
+        there."""
         roomy_s, roomy, met = self._roomy(cutoff_s, effort, hosted=hosted)
         if roomy_s >= cutoff_s:
             return roomy_s
@@ -117,26 +134,40 @@ class Alone:
         return max(limited_s, _cases_s(levels[0], cutoff_s, effort, solutions) if len(levels) == 1 else 0.0)
 
     def _limited(self, *, hosted: bool) -> Iterator[Relaxed]:
-        """Relaxed steps with the memory limit: no block run again; all of them, at the level that was asked for; or, if the level is free, all of them with any results kept
-        (`_Kept`). A plan that runs some blocks again is a mixture of these. Cases (joint.wait_cases) are only for a single one."""
+        """Relaxed steps with the memory limit: no block run again; all of them, at the level that was asked for; or, if
+        the level is free, all of them with any results kept (`_Kept`). A plan that runs some blocks again is a mixture
+        of these. Cases (joint.wait_cases) are only for a single one."""
         asked, free = self.context.request.remat_level, len(self.whole.open_levels) > 1
         if free or asked == "none":
             yield alone(self.passing, self.plain, self.context.limit_bytes, hosted=hosted)
         if asked != "none" and not free:
             here = rematerialised(self.plain, self.forward, self.whole.levels(asked))
-            yield alone(PassTables(here, self.forward, sums_at_end=False, linked=True), here, self.context.limit_bytes, hosted=hosted)
+            yield alone(
+                PassTables(here, self.forward, sums_at_end=False, linked=True),
+                here,
+                self.context.limit_bytes,
+                hosted=hosted,
+            )
         if free:
-            yield from self._kept.levels(lambda most, fewest: alone(most, fewest, self.context.limit_bytes, hosted=hosted))
+            yield from self._kept.levels(
+                lambda most, fewest: alone(most, fewest, self.context.limit_bytes, hosted=hosted)
+            )
 
     @cached_property
     def _kept(self) -> _Kept:
         """Bounds of running blocks again with any results kept."""
         fewest = rematerialised(self.plain, self.forward, self.whole.levels("full"))
-        return _Kept.of(self.plain, fewest, self.forward, lambda model: PassTables(model, self.forward, sums_at_end=False, linked=True))
+        return _Kept.of(
+            self.plain,
+            fewest,
+            self.forward,
+            lambda model: PassTables(model, self.forward, sums_at_end=False, linked=True),
+        )
 
 
 class Timed:
-    """Bounds of several microbatches on one or more places, which may have layouts of their own, under any timetable. Raises InfeasibleError where there is no timetable, or some operator has no choice."""
+    """Bounds of several microbatches on one or more places, which may have layouts of their own, under any timetable.
+    Raises InfeasibleError where there is no timetable, or some operator has no choice."""
 
     def __init__(self, context: SearchContext, pricing: Pricing, shape: Shape) -> None:
         self.context, self.shape = context, shape
@@ -150,7 +181,11 @@ class Timed:
     def roomy_s(self, cutoff_s: float, effort: Effort, *, hosted: bool = False) -> float:
         """A lower bound over all timetables that ignores the memory limit; `hosted` as in Alone.bound_s."""
         whole_s = self.whole_s(cutoff_s, effort, hosted=hosted)
-        return whole_s if whole_s >= cutoff_s else max(whole_s, cut_s([self.mean(hosted=hosted)], cutoff_s, effort, [], self._cases))
+        return (
+            whole_s
+            if whole_s >= cutoff_s
+            else max(whole_s, cut_s([self.mean(hosted=hosted)], cutoff_s, effort, [], self._cases))
+        )
 
     def bound_s(self, cutoff_s: float, effort: Effort = CLOSEST, *, hosted: bool = False) -> float:
         """A lower bound of the seconds of all plans; `hosted` as in Alone.bound_s."""
@@ -164,40 +199,65 @@ class Timed:
         return max(mean_s, found) if ways else mean_s
 
     def whole_s(self, cutoff_s: float, effort: Effort = CLOSEST, *, hosted: bool = False) -> float:
-        """A lower bound from blocks being indivisible, for a model with one run of n blocks on p > 1 places; 0 for others.
+        """A lower bound from blocks being indivisible, for a model with one run of n blocks on p > 1 places; 0 for
+        others.
 
-        With k = n / p rounded up, either some place has k + 1 blocks or more, or none has more than k. In the second case some place has k, and the place with the largest operator
-        outside of blocks has at least n - k (p - 1).
+        With k = n / p rounded up, either some place has k + 1 blocks or more, or none has more than k. In the second
+        case some place has k, and the place with the largest operator outside of blocks has at least n - k (p - 1).
         """
-        runs, places, microbatches = self.passing.model.links[0].program.runs, self.shape.places, self.shape.microbatches
+        runs, places, microbatches = (
+            self.passing.model.links[0].program.runs,
+            self.shape.places,
+            self.shape.microbatches,
+        )
         if places == 1 or len(runs) != 1:
             return 0.0
         count = next(iter(runs.values())).count
         most = math.ceil(count / places)
         wanted_s = cutoff_s * count / most
-        blocks_s = cut_s([in_one_place(self.passing, self.models, microbatches, 1.0, hosted=hosted)], wanted_s, effort, [], self._cases)
+        blocks_s = cut_s(
+            [in_one_place(self.passing, self.models, microbatches, 1.0, hosted=hosted)],
+            wanted_s,
+            effort,
+            [],
+            self._cases,
+        )
         even_s, uneven_s = blocks_s * most / count, blocks_s * (most + 1) / count
         if even_s >= min(cutoff_s, uneven_s) or self._largest is None:
             return even_s
         least = max(0, count - most * (places - 1))
-        there_s = cut_s([in_one_place(self.passing, self.models, microbatches, least / count, self._largest, hosted=hosted)], min(cutoff_s, uneven_s), effort, [], self._cases)
+        there_s = cut_s(
+            [in_one_place(self.passing, self.models, microbatches, least / count, self._largest, hosted=hosted)],
+            min(cutoff_s, uneven_s),
+            effort,
+            [],
+            self._cases,
+        )
         return min(uneven_s, max(even_s, there_s))
 
     @cached_property
     def _largest(self) -> int | None:
         """The node outside of blocks with the most seconds at its fastest choice; None where there is none."""
         nodes = self.passing.model.problem.nodes
-        least_s = {index: float(np.where(np.isinf(nodes[index].cost_s), np.inf, table.each[..., SHOWN].sum(0)).min())
-                   for index, table in enumerate(self.passing.nodes) if not table.scope and self.passing.model.clusters[index].root.role == "op"}
+        least_s = {
+            index: float(np.where(np.isinf(nodes[index].cost_s), np.inf, table.each[..., SHOWN].sum(0)).min())
+            for index, table in enumerate(self.passing.nodes)
+            if not table.scope and self.passing.model.clusters[index].root.role == "op"
+        }
         return max(least_s, key=least_s.__getitem__, default=None)
 
-    def _open(self, cutoff_s: float, effort: Effort, *, hosted: bool) -> tuple[float, list[tuple[Timetable, Least]], Choices]:
-        """The bound by the mean over places; the timetables to bound one by one (none if the mean reaches `cutoff_s`); and the solutions met."""
+    def _open(
+        self, cutoff_s: float, effort: Effort, *, hosted: bool
+    ) -> tuple[float, list[tuple[Timetable, Least]], Choices]:
+        """The bound by the mean over places; the timetables to bound one by one (none if the mean reaches `cutoff_s`);
+        and the solutions met."""
         met: Choices = []
         mean_s = cut_s([self.mean(hosted=hosted)], cutoff_s, effort, met, self._cases)
         return mean_s, self._lengths(self._example(met[-1], hosted=hosted)) if mean_s < cutoff_s else [], met
 
-    def _bound_s(self, table: Timetable, weights: Least, cutoff_s: float, effort: Effort, met: Choices, *, hosted: bool) -> float:
+    def _bound_s(
+        self, table: Timetable, weights: Least, cutoff_s: float, effort: Effort, met: Choices, *, hosted: bool
+    ) -> float:
         def counted(passing: PassTables, bytes_of: Model, limit_bytes: float = self.context.limit_bytes) -> Relaxed:
             return timed(passing, bytes_of, self.models, table, weights, limit_bytes, hosted=hosted)
 
@@ -206,17 +266,31 @@ class Timed:
         limited = counted(self.passing, plain)
         if roomy_s >= cutoff_s or not any((limited.sums(choice).over > 0).any() for choice in met):
             return roomy_s
-        again = self._kept.levels(counted) if len(self.context.whole.open_levels) > 1 else (counted(passing, passing.model) for passing in self._asked)
+        again = (
+            self._kept.levels(counted)
+            if len(self.context.whole.open_levels) > 1
+            else (counted(passing, passing.model) for passing in self._asked)
+        )
         return max(roomy_s, cut_s([limited, *again], cutoff_s, effort, []))
 
     def mean(self, *, hosted: bool) -> Relaxed:
-        """The relaxed step whose seconds are the mean of the work of all places, which holds for any timetable, without memory limit."""
-        return timed(self.passing, self.models.micro, self.models, self.tables[0], mean(self.shape.places, self.shape.microbatches), math.inf, hosted=hosted)
+        """The relaxed step whose seconds are the mean of the work of all places, which holds for any timetable, without
+        memory limit."""
+        return timed(
+            self.passing,
+            self.models.micro,
+            self.models,
+            self.tables[0],
+            mean(self.shape.places, self.shape.microbatches),
+            math.inf,
+            hosted=hosted,
+        )
 
     @cached_property
     def _cases(self) -> Sequence[Key]:
-        """The passes that can be divided into cases of waiting (joint.wait_cases). On several places only those of blocks, as what is outside of blocks is not on one place. Not used with a memory
-        limit on several places, which holds for their mean and not for each of them."""
+        """The passes that can be divided into cases of waiting (joint.wait_cases). On several places only those of
+        blocks, as what is outside of blocks is not on one place. Not used with a memory limit on several places, which
+        holds for their mean and not for each of them."""
         return [(scope, way) for scope in self.passing.scopes for way in PASSES if scope or self.shape.places == 1]
 
     @cached_property
@@ -231,34 +305,78 @@ class Timed:
         return [self._passing(self.models.at(asked))] if asked != "none" else []
 
     def _example(self, choice: tuple[int, ...], *, hosted: bool) -> Example:
-        """The passes of a solution, as an example for pipeline.makespan_bound: background collectives count by the compute that they slow down."""
+        """The passes of a solution, as an example for pipeline.makespan_bound: background collectives count by the
+        compute that they slow down."""
         plain = self.mean(hosted=hosted)
-        sums, scopes, hides = plain.sums(choice), self.passing.scopes, self.passing.model.prices.contention if plain.hides else 1.0
-        forward_s, backward_s = (sum(float(each[SHOWN]) + hides * self.passing.background_s(each) for each in [sums.passes[scope, way] for scope in scopes])
-                                 for way in PASSES)
-        return Example(forward_s, backward_s, sum(float(sums.passes[scope, BACKWARD][INPUTS]) for scope in scopes), sums.own_s * self.shape.places)
+        sums, scopes, hides = (
+            plain.sums(choice),
+            self.passing.scopes,
+            self.passing.model.prices.contention if plain.hides else 1.0,
+        )
+        forward_s, backward_s = (
+            sum(
+                float(each[SHOWN]) + hides * self.passing.background_s(each)
+                for each in [sums.passes[scope, way] for scope in scopes]
+            )
+            for way in PASSES
+        )
+        return Example(
+            forward_s,
+            backward_s,
+            sum(float(sums.passes[scope, BACKWARD][INPUTS]) for scope in scopes),
+            sums.own_s * self.shape.places,
+        )
 
     def _passing(self, model: Model) -> PassTables:
         return PassTables(model, self.models.forward, sums_at_end=True, between=self.between, linked=True)
 
     @cached_property
     def _crossing_bytes(self) -> list[list[float]]:
-        """For each cut (before each piece but the first), the least bytes that a rank sends of each value: sharded over all ranks."""
+        """For each cut (before each piece but the first), the least bytes that a rank sends of each value: sharded over
+        all ranks."""
         micro, shape, context = self.models.micro, self.shape, self.context
         some = [int(np.isfinite(node.cost_s).argmax()) for node in micro.problem.nodes]
-        plan, program = bare_plan(context.whole, context.mesh(shape), micro.decode(some), ""), context.planner(shape.microbatches).program
-        return [[program.bytes_of(ref) / math.prod(shape.mesh) for ref in sends] for sends in context.crossing(plan, shape.microbatches)[1:]]
+        plan, program = (
+            bare_plan(context.whole, context.mesh(shape), micro.decode(some), ""),
+            context.planner(shape.microbatches).program,
+        )
+        return [
+            [program.bytes_of(ref) / math.prod(shape.mesh) for ref in sends]
+            for sends in context.crossing(plan, shape.microbatches)[1:]
+        ]
 
     def _sends_s(self, table: Timetable) -> list[float]:
-        """For each stage but the last, the least seconds of a send to the next: over the positions of that cut which leave every stage a piece."""
-        places, cuts, spare = self.context.grounds(self.shape)[0].places, self._crossing_bytes, len(self._crossing_bytes) - (table.stages - 1)
+        """For each stage but the last, the least seconds of a send to the next: over the positions of that cut which
+        leave every stage a piece."""
+        places, cuts, spare = (
+            self.context.grounds(self.shape)[0].places,
+            self._crossing_bytes,
+            len(self._crossing_bytes) - (table.stages - 1),
+        )
         hops = [places.link(one, other) for one, other in pairwise(table.at)]
-        took_s = {link: [sum(collective_s("send", nbytes, link) for nbytes in sends) for sends in cuts] for link in dict.fromkeys(hops)}
-        return [min(took_s[link][hop:hop + spare + 1]) for hop, link in enumerate(hops)]
+        took_s = {
+            link: [sum(collective_s("send", nbytes, link) for nbytes in sends) for sends in cuts]
+            for link in dict.fromkeys(hops)
+        }
+        return [min(took_s[link][hop : hop + spare + 1]) for hop, link in enumerate(hops)]
 
     def _lengths(self, example: Example) -> list[tuple[Timetable, Least]]:
-        """The timetables with the weights that bound their steps best for `example`, the shortest first. On one place, or places that share cores, the mean over places."""
+        """The timetables with the weights that bound their steps best for `example`, the shortest first. On one place,
+        or places that share cores, the mean over places."""
         alike = self.shape.places == 1 or self.context.request.cluster.device.alone > 1
-        found = [(table, mean(table.places, table.microbatches) if alike else
-                  least(flow_of(table.kind, table.places, table.microbatches), table.stages, table.microbatches, example, self._sends_s(table))) for table in self.tables]
+        found = [
+            (
+                table,
+                mean(table.places, table.microbatches)
+                if alike
+                else least(
+                    flow_of(table.kind, table.places, table.microbatches),
+                    table.stages,
+                    table.microbatches,
+                    example,
+                    self._sends_s(table),
+                ),
+            )
+            for table in self.tables
+        ]
         return sorted(found, key=lambda way: way[1].step_s(example))

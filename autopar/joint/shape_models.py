@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def open_choices(context: SearchContext, shape: Shape, used: tuple[Role, ...]) -> Models:
-    """The Problems of `shape` with the role `used` on each mesh axis. Raises InfeasibleError where sizes and roles leave some operator
-    without a choice."""
+    """The Problems of `shape` with the role `used` on each mesh axis. Raises InfeasibleError where sizes and roles
+    leave some operator without a choice."""
     if context.on_devices is not None and not context.request.cluster.parts:
         return _hosted(context, context.on_devices.models(shape, used))
     here, ground = context.planner(shape.microbatches), context.grounds(shape)[0]

@@ -1,5 +1,4 @@
-"""The Problems of one shape, and a solution of them with its costs per piece.
-"""
+"""The Problems of one shape, and a solution of them with its costs per piece."""
 
 from __future__ import annotations
 
@@ -21,7 +20,8 @@ from autopar.problem.types import Solution
 
 @dataclass(eq=False)
 class Models:
-    """Two Problems with the same choices, `micro` for what happens in each microbatch and `once` for what happens once per step, and prices of a forward alone."""
+    """Two Problems with the same choices, `micro` for what happens in each microbatch and `once` for what happens once
+    per step, and prices of a forward alone."""
 
     micro: Model
     once: Model
@@ -47,7 +47,8 @@ class Models:
 
 @dataclass(eq=False)
 class Mixed(Models):
-    """The Problems of places on several kinds of devices (`each`). `micro`, `once` and `at` are their weighted means, by which layouts are chosen."""
+    """The Problems of places on several kinds of devices (`each`). `micro`, `once` and `at` are their weighted means,
+    by which layouts are chosen."""
 
     each: Sequence[Models] = field(kw_only=True)
     weights: Weights = field(kw_only=True)
@@ -55,7 +56,13 @@ class Mixed(Models):
     @staticmethod
     def of(each: Sequence[Models], weights: Weights) -> Mixed:
         """The means of `each` by `weights`."""
-        return Mixed(weights.meant([m.micro for m in each]), weights.meant([m.once for m in each]), each[0].forward, each=each, weights=weights)
+        return Mixed(
+            weights.meant([m.micro for m in each]),
+            weights.meant([m.once for m in each]),
+            each[0].forward,
+            each=each,
+            weights=weights,
+        )
 
     @property
     def kinds(self) -> Sequence[Models]:
@@ -76,10 +83,12 @@ class Mixed(Models):
 
 @dataclass(eq=False)
 class Chosen:
-    """The layouts of all places: `solution` of `model`, which is `models` combined for one timetable, with all blocks run again at `level`.
+    """The layouts of all places: `solution` of `model`, which is `models` combined for one timetable, with all blocks
+    run again at `level`.
 
         apart        pieces are in different stages (pipeline.costs)
-        all_again    the user asked for the level, so that all blocks run again; otherwise only as many as memory requires
+        all_again    the user asked for the level, so that all blocks run again; otherwise only as many as memory
+                     requires
         bound_s      no plan of the shape is faster
         kept         which results blocks keep that run again, where that is not what `level` says (joint.kept_results)
     """
@@ -95,7 +104,8 @@ class Chosen:
 
     @cached_property
     def pieces(self) -> list[Pieces]:
-        """The costs of all pieces on each kind of place, plain and run again. With `all_again` the plain costs are those of running again."""
+        """The costs of all pieces on each kind of place, plain and run again. With `all_again` the plain costs are
+        those of running again."""
         return [self._pieces(models) for models in self.models.kinds]
 
     @cached_property
@@ -108,7 +118,8 @@ class Chosen:
         return [shared_updates(models.once, self.solution.choice) for models in self.models.kinds]
 
     def updates(self, place: int, kind: int) -> list[Update]:
-        """The optimizer's steps of weights that several pieces read, on place number `place`, which is of kind number `kind`."""
+        """The optimizer's steps of weights that several pieces read, on place number `place`, which is of kind number
+        `kind`."""
         return self._updates[kind]
 
     def on(self, place: int, kind: int) -> Pieces:
@@ -134,7 +145,8 @@ class Chosen:
 
 @dataclass(eq=False)
 class Apart(Chosen):
-    """Places with layouts of their own: `each` has those of every place. What several places read has the layout of `solution` on all of them."""
+    """Places with layouts of their own: `each` has those of every place. What several places read has the layout of
+    `solution` on all of them."""
 
     each: tuple[Chosen, ...] = field(kw_only=True)
 

@@ -1,4 +1,5 @@
-"""Shapes: how many places a pipeline has, the mesh of each, how many microbatches; which there are, and which are next to which."""
+"""Shapes: how many places a pipeline has, the mesh of each, how many microbatches; which there are, and which are next
+to which."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ class Shape:
 
     def __str__(self) -> str:
         mesh = "x".join(map(str, self.mesh))
-        return f"{self.places} places of {mesh}, {self.microbatches} microbatches" if self.places > 1 else f"{mesh}, {self.microbatches} microbatches"
+        return (
+            f"{self.places} places of {mesh}, {self.microbatches} microbatches"
+            if self.places > 1
+            else f"{mesh}, {self.microbatches} microbatches"
+        )
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -31,9 +36,13 @@ class Shape:
 
 
 def layouts(cluster: Cluster, most_axes: int, pieces: int) -> list[tuple[int, tuple[int, ...]]]:
-    """All (places, mesh of a place) with two or more places, on which `pieces` (operators and blocks) can be cut; none where a
-    place may have no axis."""
-    return [(places, context) for places, context in (pipelines(cluster, most_axes) if most_axes else []) if places <= pieces]
+    """All (places, mesh of a place) with two or more places, on which `pieces` (operators and blocks) can be cut; none
+    where a place may have no axis."""
+    return [
+        (places, context)
+        for places, context in (pipelines(cluster, most_axes) if most_axes else [])
+        if places <= pieces
+    ]
 
 
 def counts(batch: int, least: int) -> list[int]:
@@ -42,17 +51,19 @@ def counts(batch: int, least: int) -> list[int]:
 
 
 def neighbours(shape: Shape, among: Sequence[Shape]) -> list[Shape]:
-    """The shapes of `among` that are one move away: the next number of microbatches up or down, or one prime factor moved from
-    one axis to another; nearest in microbatches."""
+    """The shapes of `among` that are one move away: the next number of microbatches up or down, or one prime factor
+    moved from one axis to another; nearest in microbatches."""
     same = sorted(s.microbatches for s in among if s.key == shape.key)
     at = same.index(shape.microbatches)
-    found = [Shape(shape.places, shape.mesh, m) for m in (*same[max(0, at - 1):at], *same[at + 1:at + 2])]
+    found = [Shape(shape.places, shape.mesh, m) for m in (*same[max(0, at - 1) : at], *same[at + 1 : at + 2])]
     others: dict[tuple[int, ...], list[Shape]] = {}
     for other in among:
         if other.key != shape.key and _one_move(shape.key, other.key):
             others.setdefault(other.key, []).append(other)
     samples = shape.microbatches * _ways(shape)
-    found += [min(group, key=lambda s: (abs(math.log(s.microbatches * _ways(s) / samples)), s)) for group in others.values()]
+    found += [
+        min(group, key=lambda s: (abs(math.log(s.microbatches * _ways(s) / samples)), s)) for group in others.values()
+    ]
     return found
 
 
@@ -79,13 +90,23 @@ def fewest(batch: int) -> int:
 
 
 def starts(shapes: Sequence[Shape], context: int, batch: int) -> list[Shape]:
-    """Where to begin: for each number of places the mesh whose innermost axis is `context`, a node, or nearest to it, with as many
-    microbatches as leave each rank of the other axes a sample; on one place also the mesh of one axis, all ranks of which cut samples, with as many as leave each of them one."""
+    """Where to begin: for each number of places the mesh whose innermost axis is `context`, a node, or nearest to it,
+    with as many microbatches as leave each rank of the other axes a sample; on one place also the mesh of one axis, all
+    ranks of which cut samples, with as many as leave each of them one."""
     found = []
     for places, group in itertools.groupby(sorted(shapes), key=lambda s: s.places):
         here = list(group)
-        found.append(min(here, key=lambda s: (abs(math.log(s.mesh[-1] / context)), len(s.mesh),
-                                              abs(math.log(s.microbatches * _ways(s) / batch)), s.microbatches)))
+        found.append(
+            min(
+                here,
+                key=lambda s: (
+                    abs(math.log(s.mesh[-1] / context)),
+                    len(s.mesh),
+                    abs(math.log(s.microbatches * _ways(s) / batch)),
+                    s.microbatches,
+                ),
+            )
+        )
         flat = [s for s in here if len(s.mesh) == 1 and places == 1]
         found += sorted(flat, key=lambda s: (abs(math.log(s.microbatches * s.mesh[0] / batch)), s.microbatches))[:1]
     return list(dict.fromkeys(found))

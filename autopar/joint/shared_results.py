@@ -40,7 +40,8 @@ class ProgramResults:
 
 @dataclass(eq=False)
 class WeightTotals:
-    """Totals over all parameters, which depend on what is offloaded, and not on memory limits, recipes, or how runs of blocks are divided."""
+    """Totals over all parameters, which depend on what is offloaded, and not on memory limits, recipes, or how runs of
+    blocks are divided."""
 
     held_bytes: dict[str, float] = field(default_factory=dict)  # by level of rematerialisation
     rest_bytes: float | None = None

@@ -23,8 +23,9 @@ MOST_NAMED = 12  # meshes in a message
 
 @dataclass(frozen=True)
 class Space:
-    """`roles_on(mesh)` gives what the axes of a place's mesh may do, None for meshes that are not in the space; `alone`: whether
-    one place with several microbatches is in it; `mesh`: the only one there is in it, None where that is the one that was asked for, if any."""
+    """`roles_on(mesh)` gives what the axes of a place's mesh may do, None for meshes that are not in the space;
+    `alone`: whether one place with several microbatches is in it; `mesh`: the only one there is in it, None where that
+    is the one that was asked for, if any."""
 
     name: str
     roles_on: Callable[[tuple[int, ...]], Used | None]
@@ -35,16 +36,29 @@ class Space:
 
     def shapes(self, context: SearchContext) -> list[Shape]:
         """All shapes of the space on the cluster that `context` is for, in order."""
-        return sorted(shape for shape in self._laid(context) if self._rests_bytes(context, shape) <= context.mean_bytes(shape.places))
+        return sorted(
+            shape
+            for shape in self._laid(context)
+            if self._rests_bytes(context, shape) <= context.mean_bytes(shape.places)
+        )
 
     def none(self, context: SearchContext) -> str:
         """Why the space has no shapes."""
-        short = min(((self._rests_bytes(context, shape), context.mean_bytes(shape.places)) for shape in self._laid(context)), key=lambda bytes_: bytes_[0] - bytes_[1], default=None)
+        short = min(
+            ((self._rests_bytes(context, shape), context.mean_bytes(shape.places)) for shape in self._laid(context)),
+            key=lambda bytes_: bytes_[0] - bytes_[1],
+            default=None,
+        )
         if short is not None:
             rests, room = (gibibytes(nbytes) for nbytes in short)
-            return (f"weights, gradients and optimizer state alone take {rests} per device, cut as evenly as its axes allow, {room} are there: "
-                    "use more or larger devices, or a recipe that cuts them over more ranks")
-        return f"no way to lay {context.pieces} pieces and a batch of {context.batch} on {context.request.cluster.devices} devices" + (f" ({context.sharable})" if context.sharable else "")
+            return (
+                f"weights, gradients and optimizer state alone take {rests} per device, cut as evenly as its axes "
+                f"allow, {room} are there: use more or larger devices, or a recipe that cuts them over more ranks"
+            )
+        return (
+            f"no way to lay {context.pieces} pieces and a batch of {context.batch} on "
+            f"{context.request.cluster.devices} devices" + (f" ({context.sharable})" if context.sharable else "")
+        )
 
     def _laid(self, context: SearchContext) -> Iterator[Shape]:
         """All shapes, whatever the memory is."""
@@ -78,7 +92,9 @@ class Space:
     def _rests_bytes(self, context: SearchContext, shape: Shape) -> float:
         """Bytes per device of weights, gradients and optimizer state alone, cut as evenly as the roles allow."""
         used = self.roles_on(shape.mesh) or ()
-        return context.rest_bytes / (shape.places * math.prod(n for n, role in zip(shape.mesh, used, strict=True) if role is not roles.data))
+        return context.rest_bytes / (
+            shape.places * math.prod(n for n, role in zip(shape.mesh, used, strict=True) if role is not roles.data)
+        )
 
 
 SEARCH = Space("search", lambda mesh: (roles.nothing,) if mesh == (1,) else space(mesh), SEARCHED, axes=2, alone=True)
@@ -87,13 +103,17 @@ SEARCH = Space("search", lambda mesh: (roles.nothing,) if mesh == (1,) else spac
 def of_recipe(recipe: PipelineRecipe) -> Space:
     """What a named pipeline leaves open: the shape. Raises PlanError where its schedule is none."""
     if recipe.schedule not in SCHEDULES:
-        raise PlanError(f"recipe {recipe.name}: schedule is {recipe.schedule!r}, wanted one of {', '.join(SCHEDULES)}{near(recipe.schedule, SCHEDULES)}")
+        raise PlanError(
+            f"recipe {recipe.name}: schedule is {recipe.schedule!r}, wanted one of "
+            f"{', '.join(SCHEDULES)}{near(recipe.schedule, SCHEDULES)}"
+        )
     virtual = SCHEDULES[recipe.schedule].virtual or recipe.virtual
     return Space(recipe.name, recipe.roles_on, (Kind(recipe.schedule, virtual),), len(recipe.roles))
 
 
 def asked(recipe: PipelineRecipe, context: SearchContext) -> Space:
-    """What a named pipeline leaves open with the mesh of a place that was asked for, if one was. An axis of size 1 has nothing to do: it is left out, with its role.
+    """What a named pipeline leaves open with the mesh of a place that was asked for, if one was. An axis of size 1 has
+    nothing to do: it is left out, with its role.
 
     Raises PlanError, with the meshes that are possible, where there are no stages on places of that mesh.
     """
@@ -111,7 +131,9 @@ def asked(recipe: PipelineRecipe, context: SearchContext) -> Space:
     return replace(found, roles_on=lambda sizes: used if sizes == small else None, mesh=small)
 
 
-def _impossible(found: Space, context: SearchContext, mesh: tuple[int, ...], possible: Sequence[tuple[int, ...]]) -> str:
+def _impossible(
+    found: Space, context: SearchContext, mesh: tuple[int, ...], possible: Sequence[tuple[int, ...]]
+) -> str:
     """Why no place of a pipeline has a mesh, and which it may have."""
     devices, size, axes, each = context.request.cluster.devices, math.prod(mesh), found.axes, found.least_stages
     if len(mesh) > axes:
@@ -122,7 +144,12 @@ def _impossible(found: Space, context: SearchContext, mesh: tuple[int, ...], pos
         why = f"that leaves one place of {devices} devices, and stages take two or more"
     else:
         stages = f", of {each} stages each," if each > 1 else ""
-        why = f"its {devices // size} places{stages} do not lie so on the devices, or are more than the {context.pieces} pieces that the model can be cut into"
+        why = (
+            f"its {devices // size} places{stages} do not lie so on the devices, or are more than the {context.pieces} "
+            "pieces that the model can be cut into"
+        )
     wanted = ", ".join(map(times, possible[:MOST_NAMED])) + ", or others" * (len(possible) > MOST_NAMED)
-    return (f"recipe {found.name} cannot have mesh {times(mesh)} in each place on {context.request.cluster.label}: {why}; "
-            + (f"wanted {wanted}" if possible else "use another recipe"))
+    return (
+        f"recipe {found.name} cannot have mesh {times(mesh)} in each place on {context.request.cluster.label}: {why}; "
+        + (f"wanted {wanted}" if possible else "use another recipe")
+    )

@@ -23,8 +23,8 @@ from autopar.problem.graph import Program, Ref
 
 @dataclass(frozen=True, eq=False)
 class Laying:
-    """The input of `lay`: choices of a shape under one timetable, on the places of `ground`. `flat` is the plan of one stage with these choices; `whole`
-    as in `lay`."""
+    """The input of `lay`: choices of a shape under one timetable, on the places of `ground`. `flat` is the plan of one
+    stage with these choices; `whole` as in `lay`."""
 
     context: SearchContext
     shape: Shape
@@ -47,8 +47,13 @@ def all_times(here: Laying, plan: Plan, parts: Sequence[Sequence[Cost]], seen: S
 def one_time(here: Laying, stage: int, part: Sequence[Cost], send_s: float, view: View) -> StageTime:
     """Seconds of one of several stages, which is separable as in `view`."""
     table = here.table
-    return stage_time(part, send_s, split=table.schedule.splits_backward and view.separable, training=here.context.request.settings.training,
-                      action_s=here.ground.places.device(table.at[stage]).action_s if table.places > 1 else 0.0)
+    return stage_time(
+        part,
+        send_s,
+        split=table.schedule.splits_backward and view.separable,
+        training=here.context.request.settings.training,
+        action_s=here.ground.places.device(table.at[stage]).action_s if table.places > 1 else 0.0,
+    )
 
 
 def _hops(here: Laying) -> list[MeshAxis]:
@@ -57,7 +62,8 @@ def _hops(here: Laying) -> list[MeshAxis]:
 
 
 def pieces_send_s(here: Laying) -> list[float]:
-    """For each piece, seconds of one microbatch for sending what crosses a cut before it, over the slowest link between two stages."""
+    """For each piece, seconds of one microbatch for sending what crosses a cut before it, over the slowest link between
+    two stages."""
     program, flat = here.context.planner(here.shape.microbatches).program, here.flat
     known: dict[tuple[Ref, ...], float] = {}
     for sends in (crossings := here.context.crossing(flat, here.shape.microbatches)):

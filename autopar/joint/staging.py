@@ -1,4 +1,5 @@
-"""Laying out a shape under one timetable: the model is cut into stages, the step timed by the schedule's own order of actions, and memory counted."""
+"""Laying out a shape under one timetable: the model is cut into stages, the step timed by the schedule's own order of
+actions, and memory counted."""
 
 from __future__ import annotations
 
@@ -43,11 +44,13 @@ ALIKE = 1e-3  # relative: of cuts whose steps differ by less, the most even one 
 class Found:
     """One priced pipeline.
 
-        plan            the plan, without a prediction; `program` is what it is for, with runs of blocks in parts where places differ
-        level           the level of rematerialisation of blocks that run again
-        step_s          seconds of a step; `busy_s`: of the work of the busiest place in it
-        places_bytes    bytes of the fullest rank of each place; `filled`: the largest share of its limit that one of them takes
-        chosen, ground, cuts    the choices, the places and the cut that were laid out
+    plan            the plan, without a prediction; `program` is what it is for, with runs of blocks in parts where
+                    places differ
+    level           the level of rematerialisation of blocks that run again
+    step_s          seconds of a step; `busy_s`: of the work of the busiest place in it
+    places_bytes    bytes of the fullest rank of each place; `filled`: the largest share of its limit that one of
+                    them takes
+    chosen, ground, cuts    the choices, the places and the cut that were laid out
     """
 
     plan: Plan
@@ -71,14 +74,31 @@ class Found:
         return max(self.places_bytes)
 
 
-def lay(context: SearchContext, name: str, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen, *, whole: bool = False) -> Found:
-    """Lay out the choices `chosen` of a shape under `table`, on the places of `ground`, with as few blocks run again as memory requires.
+def lay(
+    context: SearchContext,
+    name: str,
+    shape: Shape,
+    table: Timetable,
+    ground: Ground,
+    chosen: Chosen,
+    *,
+    whole: bool = False,
+) -> Found:
+    """Lay out the choices `chosen` of a shape under `table`, on the places of `ground`, with as few blocks run again as
+    memory requires.
 
-    `whole`: time the order of the whole step, not of a shorter one, and walk its memory, in place of adding it up; cuts are shifted (pipeline.cut_search) also where a model has many.
+    `whole`: time the order of the whole step, not of a shorter one, and walk its memory, in place of adding it up; cuts
+    are shifted (pipeline.cut_search) also where a model has many.
 
     Raises InfeasibleError where no cut fits, or a place would have nothing to train.
     """
-    flat = bare_plan(context.whole, context.mesh(shape), chosen.model.decode(chosen.solution.choice), name, cluster=ground.places.cluster)
+    flat = bare_plan(
+        context.whole,
+        context.mesh(shape),
+        chosen.model.decode(chosen.solution.choice),
+        name,
+        cluster=ground.places.cluster,
+    )
     here = Laying(context, shape, table, ground, chosen, flat, whole)
     even, times = _cut(here, ())
     found = [even]
@@ -90,13 +110,18 @@ def lay(context: SearchContext, name: str, shape: Shape, table: Timetable, groun
             found.append(_cut(here, pieces_send_s(here))[0])
     fastest_s = min(f.step_s for f in found)
     best = next(f for f in found if f.step_s <= fastest_s * (1 + ALIKE))
-    shifts = table.stages > 1 and context.request.cluster.device.alone <= 1 and (whole or are_few(len(context.units), table.stages, context.barred))
+    shifts = (
+        table.stages > 1
+        and context.request.cluster.device.alone <= 1
+        and (whole or are_few(len(context.units), table.stages, context.barred))
+    )
     return _shifted(here, best) if shifts else best
 
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """A plan that is cut into stages: the pieces of each stage (`parts`) and the bytes per device of each place (`held`); `on` is what it was made from."""
+    """A plan that is cut into stages: the pieces of each stage (`parts`) and the bytes per device of each place
+    (`held`); `on` is what it was made from."""
 
     on: Laying
     cuts: Cuts
@@ -116,33 +141,52 @@ def _waits_for_links(times: Sequence[StageTime]) -> bool:
 
 
 def _unevenly_busy(table: Timetable, times: Sequence[StageTime]) -> bool:
-    """Whether one place is busier than the others: then a cut that relieves it may be faster, though its slowest stage is longer."""
+    """Whether one place is busier than the others: then a cut that relieves it may be faster, though its slowest stage
+    is longer."""
     busy = _by_place(table, [time.of("F") + time.of("B") for time in times])
     return max(busy) * table.places > sum(busy) * (1 + UNEVEN)
 
 
 def _cut(here: Laying, sends_s: Sequence[float], *, by_place: bool = False) -> tuple[Found, Sequence[StageTime]]:
-    """Cut by `balance`, given the seconds `sends_s` that a cut in front of each piece sends: the result, and the times of its stages."""
+    """Cut by `balance`, given the seconds `sends_s` that a cut in front of each piece sends: the result, and the times
+    of its stages."""
     context, table, ground = here.context, here.table, here.ground
     pieces = _by_stage(here)
     largest = max(ground.limits)
 
     def cut(limits: Sequence[float]) -> _Cut:
-        cuts = balance(pieces, table.flying, [limits[place] for place in table.at], sends_s, context.barred, table.at,
-                       needed=context.filled(pieces[0].costs), by_place=by_place)
+        cuts = balance(
+            pieces,
+            table.flying,
+            [limits[place] for place in table.at],
+            sends_s,
+            context.barred,
+            table.at,
+            needed=context.filled(pieces[0].costs),
+            by_place=by_place,
+        )
         return _made(here, pieces, fitted(pieces, cuts, table.at, table.in_flight, limits))
 
     def peak_bytes(made: _Cut) -> float:
         """The peak, as if all places had as much as the largest."""
-        return max(nbytes + (largest - own if own < largest else 0.0) for nbytes, own in zip(made.held, ground.limits, strict=True))
+        return max(
+            nbytes + (largest - own if own < largest else 0.0)
+            for nbytes, own in zip(made.held, ground.limits, strict=True)
+        )
 
     made = _reserving(here, cut)
-    return _timed(here, made or within(largest, lambda limit_bytes: cut([own - (largest - limit_bytes) for own in ground.limits]), peak_bytes))
+    return _timed(
+        here,
+        made
+        or within(
+            largest, lambda limit_bytes: cut([own - (largest - limit_bytes) for own in ground.limits]), peak_bytes
+        ),
+    )
 
 
 def _reserving(here: Laying, cut: Callable[[Sequence[float]], _Cut]) -> _Cut | None:
-    """A cut in which each place that is too full has room reserved for what the walk counts there beyond the sum of its pieces; None where that does not fit soon. Raises InfeasibleError
-    where nothing fits with nothing reserved."""
+    """A cut in which each place that is too full has room reserved for what the walk counts there beyond the sum of its
+    pieces; None where that does not fit soon. Raises InfeasibleError where nothing fits with nothing reserved."""
     limits, reserved = here.ground.limits, [0.0] * len(here.ground.limits)
     for attempt in range(RESERVED):
         try:
@@ -154,17 +198,23 @@ def _reserving(here: Laying, cut: Callable[[Sequence[float]], _Cut]) -> _Cut | N
         if all(nbytes <= own for nbytes, own in zip(made.held, limits, strict=True)):
             return made
         before, added = reserved, _held(made.parts, here.table)
-        reserved = [max(more, nbytes - sum_) if nbytes > own else more for more, nbytes, sum_, own in zip(before, made.held, added, limits, strict=True)]
+        reserved = [
+            max(more, nbytes - sum_) if nbytes > own else more
+            for more, nbytes, sum_, own in zip(before, made.held, added, limits, strict=True)
+        ]
         if reserved == before:
             return None
     return None
 
 
 def _parted(here: Laying, cuts: Cuts) -> Laying:
-    """`here` with runs of blocks divided into parts at the cuts, where places have layouts of their own; else unchanged."""
+    """`here` with runs of blocks divided into parts at the cuts, where places have layouts of their own; else
+    unchanged."""
     if not isinstance(here.chosen, Apart):
         return here
-    context, chosen, flat = parted_graph.parted(here.context, here.shape, here.ground, here.chosen, _assembled(here, cuts))
+    context, chosen, flat = parted_graph.parted(
+        here.context, here.shape, here.ground, here.chosen, _assembled(here, cuts)
+    )
     return replace(here, context=context, chosen=chosen, flat=flat)
 
 
@@ -175,7 +225,9 @@ def _made(here: Laying, pieces: Sequence[Pieces], cuts: Cuts) -> _Cut:
     held = _held(parts, here.table)
     plan, program = _assembled(on, cuts), on.context.whole.program
     _check_trained(program, plan)
-    return _Cut(on, cuts, plan, parts, [place.peak_bytes for place in predict(program, plan).places] if here.whole else held)
+    return _Cut(
+        on, cuts, plan, parts, [place.peak_bytes for place in predict(program, plan).places] if here.whole else held
+    )
 
 
 def _shifted(here: Laying, found: Found) -> Found:
@@ -186,9 +238,16 @@ def _shifted(here: Laying, found: Found) -> Found:
     def time_of(stage: int, part: Sequence[Cost], stop: int) -> StageTime:
         return one_time(here, stage, part, sends_s[stop], seen[stage])
 
-    room = [limit - max(0.0, walked - added) for limit, walked, added in zip(ground.limits, found.places_bytes, _held(found.cuts.parts(pieces), table), strict=True)]
+    room = [
+        limit - max(0.0, walked - added)
+        for limit, walked, added in zip(
+            ground.limits, found.places_bytes, _held(found.cuts.parts(pieces), table), strict=True
+        )
+    ]
     blocks = frozenset(index for index, unit in enumerate(context.units) if unit.instance >= 0)
-    cuts = Shifting(pieces, table.in_flight, room, table.at, context.barred, blocks, time_of, table.ends_all_s, table.actions).shifted(found.cuts)
+    cuts = Shifting(
+        pieces, table.in_flight, room, table.at, context.barred, blocks, time_of, table.ends_all_s, table.actions
+    ).shifted(found.cuts)
     if cuts == found.cuts:
         return found
     with suppress(InfeasibleError):
@@ -208,10 +267,31 @@ def _timed(here: Laying, made: _Cut) -> tuple[Found, Sequence[StageTime]]:
     seen = views(program, plan) if table.stages > 1 else ()
     times = all_times(made.on, plan, parts, seen)
     ends = table.ends_s(times, whole=here.whole, alone=context.request.cluster.device.alone)
-    step_s = max(_done_s(made, ends, shared_weights(program, plan, seen, ground.places) if context.request.settings.training and table.places > 1 else ()))
+    step_s = max(
+        _done_s(
+            made,
+            ends,
+            shared_weights(program, plan, seen, ground.places)
+            if context.request.settings.training and table.places > 1
+            else (),
+        )
+    )
     busy = _by_place(table, [shape.microbatches * sum(c.micro_s for c in part) for part in parts])
     filled = max(nbytes / own for nbytes, own in zip(held, ground.limits, strict=True))
-    return Found(plan, shape, table, here.chosen.level, step_s, tuple(held), filled, max(busy), here.chosen, ground, made.cuts, program), times
+    return Found(
+        plan,
+        shape,
+        table,
+        here.chosen.level,
+        step_s,
+        tuple(held),
+        filled,
+        max(busy),
+        here.chosen,
+        ground,
+        made.cuts,
+        program,
+    ), times
 
 
 def _check_trained(program: Program, plan: Plan) -> None:
@@ -221,7 +301,10 @@ def _check_trained(program: Program, plan: Plan) -> None:
     for place in range(plan.places):
         mine = {name for stage in plan.stages if stage.place == place for name in (*stage.nodes, *stage.blocks)}
         if plan.stages and not mine & program.trained:
-            raise InfeasibleError(f"place {place} would have nothing to train ({', '.join(sorted(mine)[:3])}); use fewer places, or a recipe without a pipeline")
+            raise InfeasibleError(
+                f"place {place} would have nothing to train ({', '.join(sorted(mine)[:3])}); use fewer places, or a "
+                "recipe without a pipeline"
+            )
 
 
 def _assembled(here: Laying, cuts: Cuts) -> Plan:
@@ -230,12 +313,21 @@ def _assembled(here: Laying, cuts: Cuts) -> Plan:
     rerun = chosen.all_again or any(cuts.again)
     remat = chosen.levels(context.whole) if rerun else {}
     run_again = replace(here.flat, remat={scope: tuple(names) for scope, names in remat.items()})
-    made = pipelined(run_again, context.whole.program, cuts.bounds, here.table.kind.schedule, shape.places, context.shared(shape.microbatches),
-                     shape.microbatches)
+    made = pipelined(
+        run_again,
+        context.whole.program,
+        cuts.bounds,
+        here.table.kind.schedule,
+        shape.places,
+        context.shared(shape.microbatches),
+        shape.microbatches,
+    )
     if chosen.all_again or not rerun:
         return made
-    stages = [replace(stage, again=_counts(context.units[first:first + count], stage))
-              for stage, first, count in zip(made.stages, [0, *cuts.bounds], cuts.again, strict=True)]
+    stages = [
+        replace(stage, again=_counts(context.units[first : first + count], stage))
+        for stage, first, count in zip(made.stages, [0, *cuts.bounds], cuts.again, strict=True)
+    ]
     return replace(made, stages=tuple(stages))
 
 
@@ -250,11 +342,21 @@ def _by_place(table: Timetable, values: Sequence[float]) -> list[float]:
 
 
 def _done_s(made: _Cut, ends: Sequence[float], shared: Sequence[Shared]) -> list[float]:
-    """Seconds until each place is done, whose stages are at `ends`: each stage sums its gradients, places those of what they share, when all of them are there; then they are
-    stepped."""
+    """Seconds until each place is done, whose stages are at `ends`: each stage sums its gradients, places those of what
+    they share, when all of them are there; then they are stepped."""
     table, parts = made.on.table, made.parts
-    update_s = [own - more for own, more in zip(_by_place(table, [sum(c.update_s for c in part) for part in parts]), _updated_twice_s(made.on, parts), strict=True)]
-    sums_s = _by_place(table, [sum(c.once_s - c.update_s for c in part) + begun_s(one for c in part for one in c.sums) for part in parts])
+    update_s = [
+        own - more
+        for own, more in zip(
+            _by_place(table, [sum(c.update_s for c in part) for part in parts]),
+            _updated_twice_s(made.on, parts),
+            strict=True,
+        )
+    ]
+    sums_s = _by_place(
+        table,
+        [sum(c.once_s - c.update_s for c in part) + begun_s(one for c in part for one in c.sums) for part in parts],
+    )
     summed = [end + own for end, own in zip(ends, sums_s, strict=True)]
     for each in shared:
         together = max(summed[place] for place in each.places) + each.seconds
@@ -263,21 +365,28 @@ def _done_s(made: _Cut, ends: Sequence[float], shared: Sequence[Shared]) -> list
 
 
 def _updated_twice_s(here: Laying, parts: Sequence[Sequence[Cost]]) -> list[float]:
-    """By place, seconds of updates that the prices of its pieces count several times, though the place has the weight once."""
+    """By place, seconds of updates that the prices of its pieces count several times, though the place has the weight
+    once."""
     if not here.chosen.apart:
         return [0.0] * here.table.places
     table, first = here.table, [0, *itertools.accumulate(map(len, parts))]
     names = [[unit.name for unit in here.context.units[a:b]] for a, b in itertools.pairwise(first)]
     each = [[name for mine in table.of_place(place, names) for name in mine] for place in range(table.places)]
-    return [sum(update.too_many_s(pieces) for update in here.chosen.updates(place, here.ground.kinds[place])) for place, pieces in enumerate(each)]
+    return [
+        sum(update.too_many_s(pieces) for update in here.chosen.updates(place, here.ground.kinds[place]))
+        for place, pieces in enumerate(each)
+    ]
 
 
 def _held(parts: Sequence[Sequence[Cost]], table: Timetable) -> list[float]:
-    """Bytes of each place. Raises InfeasibleError where a place would hold no parameter: torch's optimizers refuse a rank without
-    any, and there is nothing to gain."""
+    """Bytes of each place. Raises InfeasibleError where a place would hold no parameter: torch's optimizers refuse a
+    rank without any, and there is nothing to gain."""
     rest = _by_place(table, [sum(c.rest_bytes for c in part) for part in parts])
     if not all(rest):
         have, count = sum(c.rest_bytes > 0 for part in parts for c in part), sum(map(len, parts))
-        raise InfeasibleError(f"place {rest.index(0)} of {table.places} would hold no parameter: {have} of the {count} pieces that stages are made of (blocks, and "
-                              "operators outside of blocks) have any; use fewer places, or a recipe without a pipeline")
+        raise InfeasibleError(
+            f"place {rest.index(0)} of {table.places} would hold no parameter: {have} of the {count} pieces that "
+            "stages are made of (blocks, and operators outside of blocks) have any; use fewer places, or a recipe "
+            "without a pipeline"
+        )
     return [place_bytes(table.of_place(place, parts), flying) for place, flying in enumerate(table.in_flight)]

@@ -1,7 +1,7 @@
 """Timetables: a pipeline schedule with a number of stages per place, and the seconds and memory of a step under it.
 
-SEARCHED are the kinds that the search tries. GPipe is not among them because 1F1B takes as long with less memory, nor are looped schedules that run
-the forwards of all microbatches first, for the same reason. Recipes name such schedules.
+SEARCHED are the kinds that the search tries. GPipe is not among them because 1F1B takes as long with less memory, nor
+are looped schedules that run the forwards of all microbatches first, for the same reason. Recipes name such schedules.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ class Kind:
     def decided(self, places: int, microbatches: int, pieces: int) -> Iterator[Kind]:
         """This kind; if it leaves `virtual` open, one kind for each number v of stages per place that is worth trying.
 
-        Two always are. More are if no fewer stages spread `pieces` as evenly, and if the step with its pipeline bubble, m + (p - 1) / v microbatches long (a third of the bubble where
-        backwards are split), is shorter by WORTH than with the last number tried.
+        Two always are. More are if no fewer stages spread `pieces` as evenly, and if the step with its pipeline bubble,
+        m + (p - 1) / v microbatches long (a third of the bubble where backwards are split), is shorter by WORTH than
+        with the last number tried.
         """
         if self.virtual is not None:
             yield self
             return
-        bubble = (places - 1) / (3 if SCHEDULES[self.schedule].splits_backward else 1)  # with one stage per place, in microbatches
+        # with one stage per place, in microbatches
+        bubble = (places - 1) / (3 if SCHEDULES[self.schedule].splits_backward else 1)
         before = microbatches + bubble
         even = {-(-pieces // (places * each)) for each in range(1, pieces // places + 1)}
         for virtual in sorted({2, *(n for n in even if n > 2)}):
@@ -47,7 +49,13 @@ class Kind:
                 yield Kind(self.schedule, virtual)
 
 
-SEARCHED = (Kind("1f1b"), Kind("interleaved_1f1b", None), Kind("interleaved_zero_bubble", None), Kind("zbv_zero_bubble", 2), Kind("dualpipev", 2))
+SEARCHED = (
+    Kind("1f1b"),
+    Kind("interleaved_1f1b", None),
+    Kind("interleaved_zero_bubble", None),
+    Kind("zbv_zero_bubble", 2),
+    Kind("dualpipev", 2),
+)
 
 WORTH = 0.02  # relative: more stages per place are tried where the step is shorter by so much
 ROUNDS = 4  # after so many rounds of microbatches every pipeline is full
@@ -55,7 +63,8 @@ ROUNDS = 4  # after so many rounds of microbatches every pipeline is full
 
 @dataclass(frozen=True)
 class Timetable:
-    """`microbatches` under `kind` on `places`. Properties and methods that need the order of actions raise PlanError where the schedule cannot run them."""
+    """`microbatches` under `kind` on `places`. Properties and methods that need the order of actions raise PlanError
+    where the schedule cannot run them."""
 
     kind: Kind
     places: int
@@ -84,10 +93,12 @@ class Timetable:
 
     @cached_property
     def short(self) -> tuple[int, ...]:
-        """The numbers of microbatches that are simulated: its own, or two smaller ones from which the step is extrapolated.
+        """The numbers of microbatches that are simulated: its own, or two smaller ones from which the step is
+        extrapolated.
 
-        Once a pipeline is full, every further round of `places` microbatches takes as long as the one before, and keeps no more:
-        exact for even stages, within half a percent for uneven ones (tests/unit/joint/test_timetables.py, all schedules).
+        Once a pipeline is full, every further round of `places` microbatches takes as long as the one before, and keeps
+        no more: exact for even stages, within half a percent for uneven ones (tests/unit/joint/test_timetables.py, all
+        schedules).
         """
         if self.microbatches <= (ROUNDS + 2) * self.places:
             return (self.microbatches,)
@@ -96,7 +107,8 @@ class Timetable:
 
     @cached_property
     def flying(self) -> list[Flying]:
-        """For each stage, the microbatches in flight at the moment at which its place keeps most activations, where all its stages keep alike."""
+        """For each stage, the microbatches in flight at the moment at which its place keeps most activations, where all
+        its stages keep alike."""
         return in_flight(self._orders, self.stages)
 
     @cached_property
@@ -114,8 +126,9 @@ class Timetable:
         return orders(self.kind.schedule, self.places, self.stages, self.short[-1])
 
     def ends_s(self, times: Sequence[StageTime], *, whole: bool = False, alone: float = 1.0) -> list[float]:
-        """Seconds until each place is done with a step, for the times of each stage. `whole`: simulate all microbatches instead of extrapolating from
-        `short`. `alone`: how many times as fast a place is while the others wait (Device.alone)."""
+        """Seconds until each place is done with a step, for the times of each stage. `whole`: simulate all microbatches
+        instead of extrapolating from `short`. `alone`: how many times as fast a place is while the others wait
+        (Device.alone)."""
         counts = (self.microbatches,) if whole else self.short
         flows = [flow_of(self.kind, self.places, m) for m in counts]
         runs = [shared_cores.ends_s(flow, times, alone) if alone > 1 else flow.ends_s(times) for flow in flows]
@@ -124,7 +137,8 @@ class Timetable:
         return [second + self._rounds * (second - first) for first, second in zip(*runs, strict=True)]
 
     def ends_all_s(self, took_s: np.ndarray, send_s: np.ndarray) -> np.ndarray:
-        """[places, ways] the same for many ways at once, for seconds of actions [kinds, stages, ways] and of sends [stages, ways]."""
+        """[places, ways] the same for many ways at once, for seconds of actions [kinds, stages, ways] and of sends
+        [stages, ways]."""
         first, *others = (flow_of(self.kind, self.places, m).ends_all_s(took_s, send_s) for m in self.short)
         return others[0] + self._rounds * (others[0] - first) if others else first
 
@@ -140,7 +154,8 @@ class Timetable:
 
     @cached_property
     def length(self) -> float:
-        """The length of a step in units of one microbatch through all stages, which are even, with a third of the time in the forward; sends take none."""
+        """The length of a step in units of one microbatch through all stages, which are even, with a third of the time
+        in the forward; sends take none."""
         third = 1 / (3 * self.stages)
         split = self.schedule.splits_backward
         even = StageTime(third, third if split else 2 * third, third if split else 0.0)
@@ -148,12 +163,14 @@ class Timetable:
 
     @property
     def least_length(self) -> float:
-        """A lower bound of `length` for any ratio of forward, backward for inputs and for weights: split backwards may fill the whole bubble."""
+        """A lower bound of `length` for any ratio of forward, backward for inputs and for weights: split backwards may
+        fill the whole bubble."""
         return self.microbatches / self.places if self.schedule.splits_backward else self.length
 
     @cached_property
     def kept(self) -> float:
-        """Activations at the peak of the place that keeps most, in units of those of one microbatch of the whole model, with even stages."""
+        """Activations at the peak of the place that keeps most, in units of those of one microbatch of the whole model,
+        with even stages."""
         return max(sum(n.kept for n in self.of_place(place, self.flying)) for place in range(self.places)) / self.stages
 
 

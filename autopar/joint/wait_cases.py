@@ -1,8 +1,9 @@
 """Branch and bound over how long passes wait for collectives.
 
-Background collectives overlap compute and waits evenly, and slow down waits for links that they share. The linear bounds (joint.price_polytope) can only use this if
-the ratio of waiting to compute in a pass is known to lie in a span. So the solutions are divided by these ratios: the case with the lowest bound is split,
-at the pass and level of links where a narrow span would raise the bound most, until nothing is gained.
+Background collectives overlap compute and waits evenly, and slow down waits for links that they share. The linear
+bounds (joint.price_polytope) can only use this if the ratio of waiting to compute in a pass is known to lie in a span.
+So the solutions are divided by these ratios: the case with the lowest bound is split, at the pass and level of links
+where a narrow span would raise the bound most, until nothing is gained.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from autopar.joint.relaxed_solving import Seen
 from autopar.problem.pass_quantities import COMPUTE, WAITED
 
 LIMIT_S = 60.0
-"""Seconds at most for all cases of one shape: where memory is short one case can take minutes, and hardly raises the bound."""
+"""Seconds at most for all cases of one shape: where memory is short one case can take minutes, and hardly raises the
+bound."""
 
 NARROW = 1.1
 """Spans whose ends differ by less than this factor are not split."""
@@ -44,8 +46,8 @@ Of = tuple[Key, str]
 
 @dataclass(order=True)
 class _Case:
-    """The bound of the solutions within the spans of `relaxed`. `mean`: the quantities of its passes, averaged over the solutions that keep the bound
-    from being higher, with their weights in the linear program."""
+    """The bound of the solutions within the spans of `relaxed`. `mean`: the quantities of its passes, averaged over the
+    solutions that keep the bound from being higher, with their weights in the linear program."""
 
     bound_s: float
     number: int
@@ -54,7 +56,8 @@ class _Case:
 
 
 def bound_s(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, effort: Effort) -> float:
-    """A lower bound of the seconds of all solutions of the only level of `cutting`, by at most `effort.cases` cases of the passes `keys`. Ends once the bound reaches `cutoff_s`."""
+    """A lower bound of the seconds of all solutions of the only level of `cutting`, by at most `effort.cases` cases of
+    the passes `keys`. Ends once the bound reaches `cutoff_s`."""
     level = cutting.levels[0]
     open_, made = [_case(cutting, keys, cutoff_s, 0)], 1
     deadline = time.perf_counter() + LIMIT_S
@@ -78,16 +81,23 @@ def _case(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, number: int) -
     except InfeasibleError:
         return _Case(math.inf, number, level.relaxed, {})
     mean = {key: np.zeros(level.relaxed.passing.width + 1) for key in keys}
-    for weight, sums in zip(cutting.weights, level.met, strict=False):  # the solution at the last prices has no weight yet
+    # the solution at the last prices has no weight yet
+    for weight, sums in zip(cutting.weights, level.met, strict=False):
         for key in keys:
             mean[key] += weight * sums.passes[key]
     return _Case(proven_s, number, level.relaxed, mean)
 
 
 def _split(case: _Case, keys: Sequence[Key]) -> tuple[Of, list[Span]] | None:
-    """What to split, and into which spans: in the pass whose bound rises most if all its ratios were known, the level whose ratio alone raises it most. None where
-    that gains nothing, or all spans are narrow."""
-    gains = [(_least_s(case, key, {**case.relaxed.spans, **_around(case, key)}) - _least_s(case, key, case.relaxed.spans), key) for key in keys]
+    """What to split, and into which spans: in the pass whose bound rises most if all its ratios were known, the level
+    whose ratio alone raises it most. None where that gains nothing, or all spans are narrow."""
+    gains = [
+        (
+            _least_s(case, key, {**case.relaxed.spans, **_around(case, key)}) - _least_s(case, key, case.relaxed.spans),
+            key,
+        )
+        for key in keys
+    ]
     for gain_s, key in sorted(gains, reverse=True):
         if gain_s <= GAIN * case.bound_s:
             return None
@@ -111,20 +121,28 @@ def _narrow(span: Span) -> bool:
 
 
 def _around(case: _Case, key: Key) -> dict[Of, Span]:
-    """Narrow spans around the mean ratios of a pass in the solutions of `case`: of all collectives (""), and of those on each level's links."""
+    """Narrow spans around the mean ratios of a pass in the solutions of `case`: of all collectives (""), and of those
+    on each level's links."""
     passing, mean = case.relaxed.passing, case.mean[key]
     waits_s = {"": float(mean[WAITED])}
     for axis, level in enumerate(passing.link):
         if level:
             waits_s[level] = waits_s.get(level, 0.0) + float(mean[passing.links_waited(axis)])
     compute_s = float(mean[COMPUTE])
-    return {(key, level): (seconds / compute_s / SPREAD, seconds / compute_s * SPREAD) for level, seconds in waits_s.items() if seconds > 0.0 < compute_s}
+    return {
+        (key, level): (seconds / compute_s / SPREAD, seconds / compute_s * SPREAD)
+        for level, seconds in waits_s.items()
+        if seconds > 0.0 < compute_s
+    }
 
 
 def _least_s(case: _Case, key: Key, spans: Mapping[Of, Span]) -> float:
-    """The lower bound of the seconds of one pass, for the mean quantities of the solutions of `case`, if its ratios are within `spans`."""
+    """The lower bound of the seconds of one pass, for the mean quantities of the solutions of `case`, if its ratios are
+    within `spans`."""
     relaxed = replace(case.relaxed, times={key: case.relaxed.times[key]}, spans=spans)
-    return Cutting([Level(relaxed, [Sums({key: case.mean[key]}, 0.0, np.zeros(len(relaxed.rooms)))])], _nothing).most_s()
+    return Cutting(
+        [Level(relaxed, [Sums({key: case.mean[key]}, 0.0, np.zeros(len(relaxed.rooms)))])], _nothing
+    ).most_s()
 
 
 def _nothing(number: int, prices: Prices, bytes_s: np.ndarray, known_s: float, cutoff_s: float) -> Seen:

@@ -1,7 +1,9 @@
-"""Gathers that begin before their use (runtime.prefetch): what of the blocks to come is there beside what a block gathers itself.
+"""Gathers that begin before their use (runtime.prefetch): what of the blocks to come is there beside what a block
+gathers itself.
 
     the block          all that it gathers, and what the last collective of each gather over several axes took
-    those behind it    as far as prefetching.ends has begun them: what the last collective that has begun took, and what it brings
+    those behind it    as far as prefetching.ends has begun them: what the last collective that has begun took, and what
+                       it brings
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from autopar.prefetching import ends
 class Unit:
     """The weights that one block gathers, or one operator outside of blocks.
 
-        storages    of the gathered weights; none for blocks that are not walked because they are like one that is
-        time        when the first of the storages was made, in steps of the Book
-        ways        number of collectives of a gather -> bytes that each of them takes, in order, and that the last one brings
-        more        bytes of whole gradients that are being scattered, which were not there yet when the unit before it ran
-        end         when the backward of the block has ended; its weights may have been freed before
+    storages    of the gathered weights; none for blocks that are not walked because they are like one that is
+    time        when the first of the storages was made, in steps of the Book
+    ways        number of collectives of a gather -> bytes that each of them takes, in order, and that the last one
+                brings
+    more        bytes of whole gradients that are being scattered, which were not there yet when the unit before it
+                ran
+    end         when the backward of the block has ended; its weights may have been freed before
     """
 
     storages: list[Storage] = field(default_factory=list)
@@ -49,7 +53,8 @@ class Unit:
 
 
 def gather_into(units: list[Unit], block: Unit | None, storage: Storage) -> None:
-    """Count a weight that is gathered for an operator to the unit of the `block` that is walked, or to a unit of its own outside of blocks."""
+    """Count a weight that is gathered for an operator to the unit of the `block` that is walked, or to a unit of its
+    own outside of blocks."""
     unit = block if block is not None else Unit()
     if not unit.storages:
         units.append(unit)
@@ -57,10 +62,11 @@ def gather_into(units: list[Unit], block: Unit | None, storage: Storage) -> None
 
 
 def begin_ahead(book: Book, units: Sequence[Unit], start: int | None = None) -> None:
-    """Move the begin of each gather of one direction (forward or backward; `units` in order) to where the runtime begins it (autopar.prefetching). The
-    first ones begin at time `start` if that is given.
+    """Move the begin of each gather of one direction (forward or backward; `units` in order) to where the runtime
+    begins it (autopar.prefetching). The first ones begin at time `start` if that is given.
 
-    A block that is walked also stands for the like blocks before it that are not: if what comes ahead of the unit before it is more, that is counted.
+    A block that is walked also stands for the like blocks before it that are not: if what comes ahead of the unit
+    before it is more, that is counted.
     """
     if start is not None and units:
         units[0].time = start
@@ -78,15 +84,15 @@ def begin_ahead(book: Book, units: Sequence[Unit], start: int | None = None) -> 
             unseen += max(0.0, _Coming.of(units, nbytes, at - 1).nbytes - coming.nbytes - unit.more)
         if unseen:
             made = book.new("gathered weights", "weights of the blocks to come", "", unseen)
-            following = [later.time for later in units[at + 1:] if later.storages]
+            following = [later.time for later in units[at + 1 :] if later.storages]
             last = unit.end or (following[0] - 1 if following else max(storage.last for storage in unit.storages))
             made.born, made.last = unit.time, max(unit.time, last)
 
 
 @dataclass(frozen=True)
 class _Coming:
-    """What is in memory while a unit runs beside its own weights, because its gather has begun: bytes in all, and the storages of weights whose last
-    collective has begun."""
+    """What is in memory while a unit runs beside its own weights, because its gather has begun: bytes in all, and the
+    storages of weights whose last collective has begun."""
 
     nbytes: float
     storages: list[Storage]
@@ -99,6 +105,6 @@ class _Coming:
         for number in range(at + 1, max((end for each in stops.values() for end in each), default=0)):
             for legs, way in units[number].ways.items():
                 begun = sum(number < end for end in stops[legs])
-                found += sum(way[begun - 1:begun + 1]) if begun else 0.0
+                found += sum(way[begun - 1 : begun + 1]) if begun else 0.0
             whole += [storage for storage in units[number].storages if number < stops[len(storage.takes)][-1]]
         return _Coming(found, whole)

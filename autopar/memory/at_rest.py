@@ -18,12 +18,14 @@ ALWAYS = "the whole step"
 
 
 def instances(shares: Shares, views: Sequence[View]) -> dict[str, int]:
-    """How many tensors of each holder (parameter, buffer, constant, input) the stages of a place have: those of blocks one per block,
-    all others one however many stages read them."""
+    """How many tensors of each holder (parameter, buffer, constant, input) the stages of a place have: those of blocks
+    one per block, all others one however many stages read them."""
     found: dict[str, int] = {}
     for op in shares.program.ops.values():
         if op.scope:
-            found[op.name] = sum(stop - first for view in views for scope, (first, stop) in view.blocks.items() if scope == op.scope)
+            found[op.name] = sum(
+                stop - first for view in views for scope, (first, stop) in view.blocks.items() if scope == op.scope
+            )
         else:
             found[op.name] = int(op.role == "input" or any(op.name in view.held for view in views))
     return found
@@ -38,25 +40,52 @@ def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:
         count, numel = counts[op.name], elements(shares, op)
         name = named(op)
         if op.role == "input":
-            yield Entry("inputs", name, op.where, float(numel * itemsize(rests_in(str(op.out_dtypes[0]), plan.precision))), count, ALWAYS, ALWAYS)
+            yield Entry(
+                "inputs",
+                name,
+                op.where,
+                float(numel * itemsize(rests_in(str(op.out_dtypes[0]), plan.precision))),
+                count,
+                ALWAYS,
+                ALWAYS,
+            )
             if plan.pipelined and (cast := cast_bytes(shares, op)):
                 yield Entry("pipeline buffers", name, op.where, cast, count, ALWAYS, ALWAYS)
             continue
         if op.role != "param":
-            yield Entry("buffers", name, op.where, float(numel * op.out_dtypes[0].itemsize * count), count, ALWAYS, ALWAYS)
+            yield Entry(
+                "buffers", name, op.where, float(numel * op.out_dtypes[0].itemsize * count), count, ALWAYS, ALWAYS
+            )
             continue
         lies = shares.lies((op.name, 0))
         rest = shares.elements(op.call.outs[0].sizes, lies.rest)
-        held = parameter_bytes(rest * count, str(op.out_dtypes[0]).removeprefix("torch."), precision=plan.precision,
-                               optimizer=plan.optimizer, training=plan.mode == "train" and op.call.outs[0].grad,
-                               leaf=numel * count if lies.gathered else None, offload=plan.offload)
+        held = parameter_bytes(
+            rest * count,
+            str(op.out_dtypes[0]).removeprefix("torch."),
+            precision=plan.precision,
+            optimizer=plan.optimizer,
+            training=plan.mode == "train" and op.call.outs[0].grad,
+            leaf=numel * count if lies.gathered else None,
+            offload=plan.offload,
+        )
         if shares.habits.standing and held.gradients:
             whole = numel * count if lies.gathered and EACH not in plan.nodes[op.name].runs else rest * count
-            held = replace(held, gradients=float(whole * (shares.habits.gradient_bytes or itemsize(rests_in(str(op.out_dtypes[0]), plan.precision)))))
-        elif lies.gathered and plan.microbatches > 1 and EACH not in plan.nodes[op.name].runs:  # whole gradients add up over the microbatches
+            held = replace(
+                held,
+                gradients=float(
+                    whole * (shares.habits.gradient_bytes or itemsize(rests_in(str(op.out_dtypes[0]), plan.precision)))
+                ),
+            )
+        # whole gradients add up over the microbatches
+        elif lies.gathered and plan.microbatches > 1 and EACH not in plan.nodes[op.name].runs:
             held = replace(held, gradients=held.gradients * (1 + numel / max(rest, 1)))
         if shares.habits.moment_bytes:
-            held = replace(held, optimizer=held.optimizer * shares.habits.moment_bytes / itemsize(rests_in(str(op.out_dtypes[0]), plan.precision)))
+            held = replace(
+                held,
+                optimizer=held.optimizer
+                * shares.habits.moment_bytes
+                / itemsize(rests_in(str(op.out_dtypes[0]), plan.precision)),
+            )
         here = 1.0 - _hosted(shares, views)
         held = replace(held, optimizer=held.optimizer * here, master=held.master * here)
         for kind, nbytes in asdict(held).items():
@@ -65,13 +94,22 @@ def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:
 
 
 def host_bytes(shares: Shares, views: Sequence[View]) -> float:
-    """Bytes in the memory of the host for this rank: what the plan puts there of the parameters that the stages of a place hold."""
+    """Bytes in the memory of the host for this rank: what the plan puts there of the parameters that the stages of a
+    place hold."""
     plan, counts = shares.plan, instances(shares, views)
     if not plan.offload:
         return 0.0
-    return sum(host_bytes_of(shares.elements(op.call.outs[0].sizes, shares.lies((op.name, 0)).rest) * counts[op.name],
-                             str(op.out_dtypes[0]).removeprefix("torch."), plan.precision, plan.optimizer, plan.offload)
-               for op in shares.program.ops.values() if op.role == "param" and op.call.outs[0].grad)
+    return sum(
+        host_bytes_of(
+            shares.elements(op.call.outs[0].sizes, shares.lies((op.name, 0)).rest) * counts[op.name],
+            str(op.out_dtypes[0]).removeprefix("torch."),
+            plan.precision,
+            plan.optimizer,
+            plan.offload,
+        )
+        for op in shares.program.ops.values()
+        if op.role == "param" and op.call.outs[0].grad
+    )
 
 
 def _hosted(shares: Shares, views: Sequence[View]) -> float:
@@ -86,25 +124,33 @@ def elements(shares: Shares, op: Op) -> int:
 
 
 def cast_bytes(shares: Shares, op: Op) -> float:
-    """Bytes of the copy of an input in the dtype of the computation, where mixed precision has another one: what is given is in that of parameters at rest (runtime/batch.py: as_computed)."""
+    """Bytes of the copy of an input in the dtype of the computation, where mixed precision has another one: what is
+    given is in that of parameters at rest (runtime/batch.py: as_computed)."""
     computed = str(op.out_dtypes[0])
-    return float(elements(shares, op) * itemsize(computed)) if itemsize(rests_in(computed, shares.plan.precision)) != itemsize(computed) else 0.0
+    return (
+        float(elements(shares, op) * itemsize(computed))
+        if itemsize(rests_in(computed, shares.plan.precision)) != itemsize(computed)
+        else 0.0
+    )
 
 
 def largest_state(shares: Shares, views: Sequence[View]) -> float:
-    """Bytes of the largest trained parameter on this rank: what an optimizer that goes from parameter to parameter works with."""
+    """Bytes of the largest trained parameter on this rank: what an optimizer that goes from parameter to parameter
+    works with."""
     return max(_trained(shares, views), default=0.0)
 
 
 def roots_bytes(shares: Shares, views: Sequence[View]) -> float:
-    """The most that torch's Adam makes while it goes from parameter to parameter: the root of a second moment, what that is divided by, and the same of
-    the parameter before, which has its name until then."""
-    return max((before + 2 * nbytes for before, nbytes in itertools.pairwise((0.0, *_trained(shares, views)))), default=0.0)
+    """The most that torch's Adam makes while it goes from parameter to parameter: the root of a second moment, what
+    that is divided by, and the same of the parameter before, which has its name until then."""
+    return max(
+        (before + 2 * nbytes for before, nbytes in itertools.pairwise((0.0, *_trained(shares, views)))), default=0.0
+    )
 
 
 def _trained(shares: Shares, views: Sequence[View]) -> Iterator[float]:
-    """Bytes of trained parameters on this rank, in the order in which they are read first, which is that of most models; those of a run of blocks twice:
-    behind the last of a block comes the first of the next one."""
+    """Bytes of trained parameters on this rank, in the order in which they are read first, which is that of most
+    models; those of a run of blocks twice: behind the last of a block comes the first of the next one."""
     program, counts = shares.program, instances(shares, views)
     first: dict[str, int] = {}
     for number, op in enumerate(program.ops.values()):
@@ -112,8 +158,16 @@ def _trained(shares: Shares, views: Sequence[View]) -> Iterator[float]:
             first.setdefault(name, number)
     held = [op for op in program.ops.values() if op.role == "param" and op.call.outs[0].grad and counts[op.name]]
     for _, block in itertools.groupby(sorted(held, key=lambda op: first.get(op.name, 0)), key=lambda op: op.scope):
-        sizes = [(float(shares.elements(op.call.outs[0].sizes, shares.lies((op.name, 0)).rest) * itemsize(rests_in(str(op.out_dtypes[0]), shares.plan.precision))),
-                  counts[op.name] > 1) for op in block]
+        sizes = [
+            (
+                float(
+                    shares.elements(op.call.outs[0].sizes, shares.lies((op.name, 0)).rest)
+                    * itemsize(rests_in(str(op.out_dtypes[0]), shares.plan.precision))
+                ),
+                counts[op.name] > 1,
+            )
+            for op in block
+        ]
         yield from (nbytes for nbytes, _ in sizes)
         yield from (nbytes for nbytes, several in sizes if several)
 

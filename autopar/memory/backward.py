@@ -25,8 +25,8 @@ SETTLED_BYTES = 4 * BUCKET_BYTES
 
 
 class Backward:
-    """Goes back over one forward. Where gradients `stay`, those of parameters are made here and are there to the end of the step;
-    else they are added to ones that are there already."""
+    """Goes back over one forward. Where gradients `stay`, those of parameters are made here and are there to the end of
+    the step; else they are added to ones that are there already."""
 
     def __init__(self, forward: Forward, *, stay: bool, scattering: bool = True) -> None:
         self.forward, self.book, self.shares = forward, forward.book, forward.shares
@@ -34,12 +34,14 @@ class Backward:
         self.final: list[Storage] = []  # gradients of parameters
         self.late: Queue[Whole] = Queue(BUCKETS * BUCKET_BYTES)
         self.grown = 0.0  # by how much more of them are on their way behind one block than behind the one before
-        self.sending: list[tuple[Storage, Sequence[float]]] = []  # what the block that is walked has scattered late, with what comes on the way
+        # what the block that is walked has scattered late, with what comes on the way
+        self.sending: list[tuple[Storage, Sequence[float]]] = []
         self.buckets = Buckets(self.book, self.shares.on_cpu)
         self.again: dict[Storage, Storage] = {}
         self.units: list[Unit] = []  # what is gathered again, block by block
         self.block: Unit | None = None  # that of the block that is walked
-        self.waiting: dict[Storage, None] = {}  # gradients that wait for the weights' part of a backward that is taken apart
+        # gradients that wait for the weights' part of a backward that is taken apart
+        self.waiting: dict[Storage, None] = {}
         self.waiting_bytes = 0.0
 
     def walk(self) -> None:
@@ -58,12 +60,16 @@ class Backward:
                 self._step(step, {})
         begin_ahead(self.book, self.units, None if self.shares.plan.pipelined else start)
         for value in self.forward.sent if self.habits.keeps_sent else ():
-            if not self.forward.part.leaves:  # torch's stages keep what they made, and what came back for it, until the backward is done
+            # torch's stages keep what they made, and what came back for it, until the backward is done
+            if not self.forward.part.leaves:
                 self.book.use(value.storage)
             self.book.use(came.get(value))
         self.buckets.drain()
         self._stay_apart(start - 1)
-        for storage in (*self.final, *(storage for late, _ in self.late.waiting for storage in (late.held, late.coming) if storage is not None)):
+        for storage in (
+            *self.final,
+            *(storage for late, _ in self.late.waiting for storage in (late.held, late.coming) if storage is not None),
+        ):
             self.book.use(storage)
         for ref in self.forward.part.receives:
             self.book.use(self.forward.values[ref].slot)
@@ -71,19 +77,35 @@ class Backward:
             self.book.use(arrived)
 
     def _stay_apart(self, turn: int) -> None:
-        """Of a backward that is taken apart, all that the forward has kept is there when the part for inputs ends, since torch's stages retain the graph (stage_backward_input), and so
-        are the gradients that the part for weights takes. A stage that is given nothing with a gradient has weights alone, and does all at once."""
-        if self.scattering or not self.habits.keeps_sent or not any(self.forward.values[ref].grad_bytes for ref in self.forward.part.receives):
+        """Of a backward that is taken apart, all that the forward has kept is there when the part for inputs ends,
+        since torch's stages retain the graph (stage_backward_input), and so are the gradients that the part for weights
+        takes. A stage that is given nothing with a gradient has weights alone, and does all at once."""
+        if (
+            self.scattering
+            or not self.habits.keeps_sent
+            or not any(self.forward.values[ref].grad_bytes for ref in self.forward.part.receives)
+        ):
             return
-        for storage in (*self.waiting, *(storage for storage in self.book.storages if storage.born <= turn < storage.last)):
+        for storage in (
+            *self.waiting,
+            *(storage for storage in self.book.storages if storage.born <= turn < storage.last),
+        ):
             self.book.use(storage)
 
     def early(self) -> list[Storage]:
-        """What the loss keeps behind the last operator with a weight: the weights' part of a backward that is taken apart needs none of it."""
+        """What the loss keeps behind the last operator with a weight: the weights' part of a backward that is taken
+        apart needs none of it."""
         steps = self.forward.steps if self.forward.ends else []
-        last = max((i for i, step in enumerate(steps) if isinstance(step, Blocks) or (step.op is not None and any(step.op.weight))), default=len(steps))
-        before = {storage for step in steps[:last + 1] if isinstance(step, Step) for storage in step.kept}
-        behind = dict.fromkeys(storage for step in steps[last + 1:] if isinstance(step, Step) for storage in step.kept)
+        last = max(
+            (
+                i
+                for i, step in enumerate(steps)
+                if isinstance(step, Blocks) or (step.op is not None and any(step.op.weight))
+            ),
+            default=len(steps),
+        )
+        before = {storage for step in steps[: last + 1] if isinstance(step, Step) for storage in step.kept}
+        behind = dict.fromkeys(storage for step in steps[last + 1 :] if isinstance(step, Step) for storage in step.kept)
         return [storage for storage in behind if storage not in before and storage.nbytes and not storage.regathered]
 
     def _blocks(self, blocks: Blocks) -> None:
@@ -119,7 +141,8 @@ class Backward:
         return gathered
 
     def _run_again(self, blocks: Blocks) -> dict[Storage, Storage]:
-        """A block makes anew what it has not kept; all of it is there until the last tensor is made that the backward needs."""
+        """A block makes anew what it has not kept; all of it is there until the last tensor is made that the backward
+        needs."""
         self.book.step(f"{blocks.run.scope} run again")
         needed = blocks.made if self.habits.frames else _kept_of(blocks)
         made = {storage: self.book.like(storage, self.book.now) for storage in needed}
@@ -129,8 +152,9 @@ class Backward:
         return made
 
     def _between(self, blocks: Blocks) -> None:
-        """From the last block to the first: gradients of what goes round go on, those of parameters of all between are there. What the blocks between have kept is gone by then: one goes as
-        the other comes, so that there is most of both together at one of the ends."""
+        """From the last block to the first: gradients of what goes round go on, those of parameters of all between are
+        there. What the blocks between have kept is gone by then: one goes as the other comes, so that there is most of
+        both together at one of the ends."""
         if blocks.count > 2:
             self.book.step(f"backward of {blocks.run.scope}")
             for port in blocks.ports:
@@ -142,13 +166,20 @@ class Backward:
                 value.slot = value.slot if value.ref in ports else None
         for port, out in zip(blocks.ports, blocks.carried, strict=False):
             if port.slot is not None and out.grad_bytes:
-                out.slot = self._own("gradients of activations", out) if port.grad_bytes != out.grad_bytes else port.slot
+                out.slot = (
+                    self._own("gradients of activations", out) if port.grad_bytes != out.grad_bytes else port.slot
+                )
             port.slot = None
 
     def _gradients_between(self, blocks: Blocks, count: int) -> None:
-        """Those of parameters of `count` blocks stay; of those that are scattered the whole ones go, as the next of them begin."""
-        leaves = {value.leaf.name: (value, value.leaf, value.slot) for step in reversed(blocks.steps) for value in step.ins
-                  if value.leaf is not None and value.leaf.scope and value.slot is not None}
+        """Those of parameters of `count` blocks stay; of those that are scattered the whole ones go, as the next of
+        them begin."""
+        leaves = {
+            value.leaf.name: (value, value.leaf, value.slot)
+            for step in reversed(blocks.steps)
+            for value in step.ins
+            if value.leaf is not None and value.leaf.scope and value.slot is not None
+        }
         whole = [(value, slot) for value, _, slot in leaves.values() if self._scattered(value) and slot.nbytes]
         for unit in _units(count, [slot for _, slot in whole]):
             for value, slot in whole:
@@ -161,7 +192,9 @@ class Backward:
                 self.late.add(Whole(self.book, self.book.like(slot, self.book.now), ways), unit)
             self.grown = self._late_bytes() - before
         for value, op, slot in leaves.values() if self.stay else ():
-            self.final.append(self._rests(value, op, count) if self._scattered(value) else self.book.like(slot, self.book.now, count))
+            self.final.append(
+                self._rests(value, op, count) if self._scattered(value) else self.book.like(slot, self.book.now, count)
+            )
 
     def _late_bytes(self) -> float:
         """Whole gradients of gathered weights that are on their way."""
@@ -187,14 +220,28 @@ class Backward:
         assert step.local is not None, "operators have their bytes with them"
         self.book.step(f"backward of {op.name}")
         for storage in step.kept:
-            self.book.use(self._gathered_again(storage) if storage.regathered and storage not in twins else twins.get(storage, storage))
+            self.book.use(
+                self._gathered_again(storage)
+                if storage.regathered and storage not in twins
+                else twins.get(storage, storage)
+            )
         slots = [value.slot for value in step.outs if value.slot is not None]
         for slot in slots:
             self.book.use(slot)
         if op.weighs:
             self._wait(slots)
-        self.book.new("temporaries", op.name, op.where, backward_bytes(step.local, self.shares.plan.nodes[op.name].runs, self.habits))
-        self.book.new("temporaries", op.name, op.where, made_whole(step.local, min((slot.nbytes for slot in slots), default=math.inf)))
+        self.book.new(
+            "temporaries",
+            op.name,
+            op.where,
+            backward_bytes(step.local, self.shares.plan.nodes[op.name].runs, self.habits),
+        )
+        self.book.new(
+            "temporaries",
+            op.name,
+            op.where,
+            made_whole(step.local, min((slot.nbytes for slot in slots), default=math.inf)),
+        )
         self.forward.passing(op, backward=True)
         for index, value in enumerate(step.ins):
             if value.grad_bytes:
@@ -225,7 +272,9 @@ class Backward:
 
         moved_by = moving(back, sizes)
         if reshard.weight and reshard.fetches(sizes) and moved_by and self.scattering:
-            self.book.new("temporaries", node.name, node.where, workspace(moved_by[:1], value, staged=self.shares.on_cpu))
+            self.book.new(
+                "temporaries", node.name, node.where, workspace(moved_by[:1], value, staged=self.shares.on_cpu)
+            )
             ways = halfway(moved_by, value)
             self.sending.append((moved.slot, ways))
             self.late.add(Whole(self.book, moved.slot, ways), self.block or object())
@@ -242,7 +291,8 @@ class Backward:
         return self.again[storage]
 
     def _gradient(self, op: Op, value: Value) -> Storage:
-        """The gradient of an operand; that of a weight is added to its buffer by the matmul that makes it, where there is one, or cast to the dtype in which it rests."""
+        """The gradient of an operand; that of a weight is added to its buffer by the matmul that makes it, where there
+        is one, or cast to the dtype in which it rests."""
         made = self._own("gradients of activations", value)
         wider = self._wider(self.forward.program.ops[value.ref[0]])
         if wider > 1:
@@ -253,7 +303,8 @@ class Backward:
         return made
 
     def _wider(self, op: Op) -> float:
-        """How many times as wide as in the computation the gradient of a parameter is where ranks sum it and where it rests; 1 of all else."""
+        """How many times as wide as in the computation the gradient of a parameter is where ranks sum it and where it
+        rests; 1 of all else."""
         if op.role != "param" or not self.habits.casts_gradients:
             return 1.0
         computed = str(op.out_dtypes[0])
@@ -280,21 +331,31 @@ class Backward:
         if self.stay:
             self.final.append(self._rests(value, op) if scattered else grad)
         if scattered:
-            self.buckets.add(self.shares.lies(value.ref), grad, self.block or object(), self.final[-1] if self.stay else None)
+            self.buckets.add(
+                self.shares.lies(value.ref), grad, self.block or object(), self.final[-1] if self.stay else None
+            )
 
     def _scattered(self, value: Value) -> bool:
         """Whether the gradient of a parameter goes to where that rests as soon as it is there."""
-        return bool(self.shares.lies(value.ref).gathered) and (self.stay or EACH in self.shares.plan.nodes[value.ref[0]].runs)
+        return bool(self.shares.lies(value.ref).gathered) and (
+            self.stay or EACH in self.shares.plan.nodes[value.ref[0]].runs
+        )
 
     def _rests(self, value: Value, op: Op, count: int = 1) -> Storage:
         """The gradient of a parameter of `count` blocks where that rests."""
         rest = self.shares.value(value.ref, self.shares.lies(value.ref).rest)
-        return self.book.new("gradients", named(op), op.where, rest * itemsize(rests_in(str(op.out_dtypes[0]), self.shares.plan.precision))
-                             / op.out_dtypes[0].itemsize, count)
+        return self.book.new(
+            "gradients",
+            named(op),
+            op.where,
+            rest * itemsize(rests_in(str(op.out_dtypes[0]), self.shares.plan.precision)) / op.out_dtypes[0].itemsize,
+            count,
+        )
 
 
 def _units(count: int, whole: Sequence[Storage]) -> list[object]:
-    """As many of `count` blocks, each with these whole gradients, as it takes until no more of them are on their way."""
+    """As many of `count` blocks, each with these whole gradients, as it takes until no more of them are on their
+    way."""
     nbytes = sum(slot.nbytes for slot in whole)
     return [object() for _ in range(min(count, math.ceil(SETTLED_BYTES / nbytes)))] if nbytes else []
 

@@ -1,4 +1,5 @@
-"""Whole gradients on their way to where their parameters rest; those of ZeRO-1 and 2 bucket by bucket, as runtime.gradsync sends them."""
+"""Whole gradients on their way to where their parameters rest; those of ZeRO-1 and 2 bucket by bucket, as
+runtime.gradsync sends them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from autopar.memory.storages import Book, Storage
 
 
 class Whole:
-    """A whole gradient, or a flat copy of a bucket of them: what the collective that runs takes (`held`), and what it brings where others follow (`coming`), with the bytes of what these bring."""
+    """A whole gradient, or a flat copy of a bucket of them: what the collective that runs takes (`held`), and what it
+    brings where others follow (`coming`), with the bytes of what these bring."""
 
     def __init__(self, book: Book, held: Storage, halfway: Sequence[float] = ()) -> None:
         self.book = book
@@ -46,8 +48,8 @@ class Whole:
 
 @dataclass(eq=False)
 class Buckets:
-    """A flat copy of a bucket is there until its scatter is waited for: when a later block has begun others behind it (autopar.deferred_waits). `staged`: another one while
-    it runs, that gloo sums in; scatters run one by one."""
+    """A flat copy of a bucket is there until its scatter is waited for: when a later block has begun others behind it
+    (autopar.deferred_waits). `staged`: another one while it runs, that gloo sums in; scatters run one by one."""
 
     book: Book
     staged: bool
@@ -56,8 +58,8 @@ class Buckets:
     running: Queue[Whole] = field(default_factory=lambda: Queue(BUCKET_BYTES))
 
     def add(self, together: Hashable, gradient: Storage, unit: object, rest: Storage | None = None) -> None:
-        """One more gradient is there, of the block `unit`; those that go `together` are in one bucket, which begins when it is full. `rest`, what the scatter of this one brings, is
-        there from then on."""
+        """One more gradient is there, of the block `unit`; those that go `together` are in one bucket, which begins
+        when it is full. `rest`, what the scatter of this one brings, is there from then on."""
         if rest is not None:
             self.resting[gradient] = rest
         members = self.filling.setdefault(together, [])

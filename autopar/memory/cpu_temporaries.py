@@ -16,7 +16,8 @@ POINT = (1, 1)  # a kernel of one pixel is a product
 
 
 def _blocks(formula: str, local: Local) -> float:
-    """Copies by which oneDNN's convolutions reorder images to blocks of channels and back; none for kernels of one pixel, which are matmuls."""
+    """Copies by which oneDNN's convolutions reorder images to blocks of channels and back; none for kernels of one
+    pixel, which are matmuls."""
     return 0.0 if tuple(local.op.call.ins[1].sizes[2:]) == POINT else taken(formula)(local)
 
 
@@ -27,8 +28,8 @@ def _scores(local: Local) -> float:
 
 
 def _scored(local: Local) -> float:
-    """The scores before the softmax, where nothing is dropped of it. Of narrower tensors queries, keys and values in float32, before they are scaled and put in order; then the
-    softmax and the result are cast back."""
+    """The scores before the softmax, where nothing is dropped of it. Of narrower tensors queries, keys and values in
+    float32, before they are scaled and put in order; then the softmax and the result are cast back."""
     scores, dropped = _scores(local), bool(local.given("dropout_p"))
     if local.op.call.outs[0].itemsize >= WIDE:
         return scores * (not dropped)
@@ -37,7 +38,8 @@ def _scored(local: Local) -> float:
 
 
 def _scored_back(local: Local) -> float:
-    """The gradient of the softmax, and that of the scores where nothing is dropped, which lets go of as much. Of the gradients of operands that of values is there by then."""
+    """The gradient of the softmax, and that of the scores where nothing is dropped, which lets go of as much. Of the
+    gradients of operands that of values is there by then."""
     times, made = WIDE / min(WIDE, local.op.call.outs[0].itemsize), sum(local.ins[i] for i in range(3) if local.grad(i))
     if not local.op.copies:
         return 0.0
@@ -62,8 +64,9 @@ def _norm_forward(local: Local) -> float:
 
 
 def _norm_back(local: Local) -> float:
-    """Of rows: that of what the weight is multiplied with, theirs from the product, that of the mean, and two of the power; by then what was kept for the weight's own gradient is gone, and so is
-    that of the result. Of the weight alone its own at full size, and the gradient cast."""
+    """Of rows: that of what the weight is multiplied with, theirs from the product, that of the mean, and two of the
+    power; by then what was kept for the weight's own gradient is gone, and so is that of the result. Of the weight
+    alone its own at full size, and the gradient cast."""
     graded, *weight = (each.grad for each in local.op.call.ins)
     if not graded:
         return _wide(local) + _norm(local)
@@ -71,14 +74,27 @@ def _norm_back(local: Local) -> float:
 
 
 CPU: dict[Any, tuple[Bytes, Bytes]] = {
-    **dict.fromkeys(named("conv1d.default conv1d.padding conv2d.default conv2d.padding conv3d.default conv3d.padding"), (partial(_blocks, "o"), partial(_blocks, "a+o"))),
-    **dict.fromkeys(named("conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"),
-                    (lambda local: local.out * (len(local.ins) - 1), taken("a+o"))),
-    **dict.fromkeys(named("upsample_nearest2d.default upsample_nearest2d.vec upsample_bilinear2d.default upsample_bilinear2d.vec _upsample_nearest_exact2d.vec"), (taken("a+o"), nothing)),  # channels last
+    **dict.fromkeys(
+        named("conv1d.default conv1d.padding conv2d.default conv2d.padding conv3d.default conv3d.padding"),
+        (partial(_blocks, "o"), partial(_blocks, "a+o")),
+    ),
+    **dict.fromkeys(
+        named("conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"),
+        (lambda local: local.out * (len(local.ins) - 1), taken("a+o")),
+    ),
+    # channels last
+    **dict.fromkeys(
+        named(
+            "upsample_nearest2d.default upsample_nearest2d.vec upsample_bilinear2d.default upsample_bilinear2d.vec "
+            "_upsample_nearest_exact2d.vec"
+        ),
+        (taken("a+o"), nothing),
+    ),
     **dict.fromkeys(named("_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec"), (taken("0.6o"), nothing)),
     **matrices.CPU,
     **recurrent.CPU,
-    ops.grouped_matmul: (taken("o"), lambda local: local.out + local.ins[1] * local.grad(1)),  # one product for each group
+    # one product for each group
+    ops.grouped_matmul: (taken("o"), lambda local: local.out + local.ins[1] * local.grad(1)),
     aten.rms_norm.default: (_norm_forward, _norm_back),
     aten.scaled_dot_product_attention.default: (_scored, _scored_back),
 }

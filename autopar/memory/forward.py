@@ -1,7 +1,9 @@
-"""The forward of one stage as the emitted module runs it: what it makes, what it keeps for the backward, and until when.
+"""The forward of one stage as the emitted module runs it: what it makes, what it keeps for the backward, and until
+when.
 
-A forward is a Python function whose variables have names of their own, so everything that it makes is there until it returns; what
-autograd keeps lives on. The blocks of a run are walked once, as the last of them; what the others keep is added behind it.
+A forward is a Python function whose variables have names of their own, so everything that it makes is there until it
+returns; what autograd keeps lives on. The blocks of a run are walked once, as the last of them; what the others keep is
+added behind it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from passes.annotate_memory import joins_heads
 class Forward:
     """Walks one part; `steps` is what the backward goes back over."""
 
-    def __init__(self, shares: Shares, edges: Edges, extra_bytes: Callable[[Op], float], book: Book, part: Part) -> None:
+    def __init__(
+        self, shares: Shares, edges: Edges, extra_bytes: Callable[[Op], float], book: Book, part: Part
+    ) -> None:
         self.shares, self.book, self.part, self.extra_bytes = shares, book, part, extra_bytes
         self.program: Program = shares.program
         self.habits = shares.habits
@@ -39,12 +43,14 @@ class Forward:
         self.reshards = {(r.ref, r.role, r.dst, r.scope if r.role == "edge" else ""): r for r in edges.reshards}
         self.edges, self.sync = edges, edges.sync
         self.values: dict[Ref, Value] = {}
-        self.plain: dict[str, None] = {}  # the run whose blocks are walked as they are, where others of it are run again
+        # the run whose blocks are walked as they are, where others of it are run again
+        self.plain: dict[str, None] = {}
         self.moved: dict[tuple[Ref, str, LayoutPair, str], Value] = {}
         self.narrowed: dict[Storage, Storage] = {}
         self.steps: list[Step | Blocks] = []
         self.frame: list[Storage | None] = []
-        self.received: list[Storage | None] = []  # what came: the storage of one that is passed on becomes that of its copy
+        # what came: the storage of one that is passed on becomes that of its copy
+        self.received: list[Storage | None] = []
         self.sent: list[Value] = []
         self.ends: list[Value] = []  # the loss
         self.units: list[Unit] = []  # what is gathered where it is used, block by block
@@ -54,7 +60,8 @@ class Forward:
         """All of the part, to the end of its forward."""
         for ref in self.part.receives:
             op = self.program.ops[ref[0]]
-            nbytes = self.shares.value(ref, self.shares.lies(ref).value) if self.part.brought else 0.0  # else the place has it as what it made
+            # else the place has it as what it made
+            nbytes = self.shares.value(ref, self.shares.lies(ref).value) if self.part.brought else 0.0
             self.values[ref] = self._value(ref, self.book.new("pipeline buffers", op.name, op.where, nbytes))
             self.values[ref].view = True
             self.received.append(self.values[ref].storage)
@@ -78,7 +85,9 @@ class Forward:
         """What goes to the next stage is a copy of what has no gradient or is a view (runtime.stepping._sendable)."""
         if value.view or not value.grad_bytes:
             op = self.program.ops[value.ref[0]]
-            value.storage = self.book.new("activations", op.name, op.where, self.shares.value(value.ref, value.pair.value))
+            value.storage = self.book.new(
+                "activations", op.name, op.where, self.shares.value(value.ref, value.pair.value)
+            )
         return value
 
     def _value(self, ref: Ref, storage: Storage | None, pair: LayoutPair | None = None) -> Value:
@@ -95,7 +104,8 @@ class Forward:
         self.values[op.name, 0] = value
 
     def _cast_input(self, op: Op) -> Storage | None:
-        """The copy of an input that is cast, which is there until the forward returns; in a pipeline that of the whole batch, the whole step (memory/at_rest.py)."""
+        """The copy of an input that is cast, which is there until the forward returns; in a pipeline that of the whole
+        batch, the whole step (memory/at_rest.py)."""
         if self.shares.plan.pipelined or not (nbytes := cast_bytes(self.shares, op)):
             return None
         self.frame.append(self.book.new("activations", op.name, op.where, nbytes))
@@ -106,7 +116,9 @@ class Forward:
         for storage in frame if self.habits.frames else ():
             self.book.use(storage)
 
-    def arrive(self, ref: Ref, dst: LayoutPair, role: str, scope: str, steps: list[Step] | list[Step | Blocks]) -> Value:
+    def arrive(
+        self, ref: Ref, dst: LayoutPair, role: str, scope: str, steps: list[Step] | list[Step | Blocks]
+    ) -> Value:
         """The value as a reader wants it; the change of layout is made once per scope."""
         source = self.values[ref]
         reshard = self.reshards.get((ref, role, dst, scope if role == "edge" else ""))
@@ -117,7 +129,9 @@ class Forward:
             self.moved[key] = self._moved(source, reshard, dst, steps)
         return self.moved[key]
 
-    def _moved(self, source: Value, reshard: Reshard, dst: LayoutPair, steps: list[Step] | list[Step | Blocks]) -> Value:
+    def _moved(
+        self, source: Value, reshard: Reshard, dst: LayoutPair, steps: list[Step] | list[Step | Blocks]
+    ) -> Value:
         ref, forward = source.ref, done(reshard.forward(self.sizes), self.sizes)
         self.book.step(f"reshard of {named(self.program.ops[ref[0]])}")
         self.book.use(source.storage)
@@ -126,14 +140,29 @@ class Forward:
             kind = "gathered weights" if reshard.weight else "reshards"
             op = self.program.ops[ref[0]]
             storage = self.book.new(kind, named(op), op.where, self.shares.value(ref, dst.value))
-            storage.regathered = reshard.gathers(self.sizes) if reshard.scope in self.plain else reshard.regathers(self.sizes)
-            if self.habits.regathers and not reshard.weight and source.storage is not None and any(step.kind == "all_gather" for step in forward):
+            storage.regathered = (
+                reshard.gathers(self.sizes) if reshard.scope in self.plain else reshard.regathers(self.sizes)
+            )
+            if (
+                self.habits.regathers
+                and not reshard.weight
+                and source.storage is not None
+                and any(step.kind == "all_gather" for step in forward)
+            ):
                 storage.regathered, storage.sources = True, (source.storage,)
             left = forward
             if reshard.fetches(self.sizes):
-                storage.takes, left = (self._cast_bytes(ref), *halfway(moving(forward, self.sizes), partial(self.shares.value, ref))), forward[-1:]
+                storage.takes, left = (
+                    (self._cast_bytes(ref), *halfway(moving(forward, self.sizes), partial(self.shares.value, ref))),
+                    forward[-1:],
+                )
                 gather_into(self.units, self.block, storage)
-            self.book.new("temporaries", ref[0], op.where, workspace(left, partial(self.shares.value, ref), staged=self.shares.on_cpu))
+            self.book.new(
+                "temporaries",
+                ref[0],
+                op.where,
+                workspace(left, partial(self.shares.value, ref), staged=self.shares.on_cpu),
+            )
         value = self._value(ref, storage, dst)
         self.frame.append(storage)
         steps.append(Step((source,), (value,), reshard=reshard))
@@ -145,7 +174,10 @@ class Forward:
         return self.shares.value(ref, self.shares.lies(ref).value) if any(op.target is CAST for op in turned) else 0.0
 
     def _op(self, op: Op, steps: list[Step] | list[Step | Blocks]) -> None:
-        ins = tuple(self.arrive(ref, self.shares.asked(op.name, i), "edge", op.scope, steps) for i, ref in enumerate(op.operands))
+        ins = tuple(
+            self.arrive(ref, self.shares.asked(op.name, i), "edge", op.scope, steps)
+            for i, ref in enumerate(op.operands)
+        )
         if op.role in RESULTS:
             self.ends += ins if op.role == "loss" else ()
             return
@@ -166,26 +198,40 @@ class Forward:
         steps.append(Step(ins, tuple(outs), op, local, kept=self._kept(op, ins, outs, local, runs)))
 
     def passing(self, op: Op, *, backward: bool) -> None:
-        """Parts of weights that an algorithm of `op` gathers, and of their whole gradients, which are there while it runs only."""
+        """Parts of weights that an algorithm of `op` gathers, and of their whole gradients, which are there while it
+        runs only."""
         for algorithm, site in sites(op, self.shares.options(op), self.sizes, self.shares.plan.precision):
             if algorithm.gathers:
                 weight = self.program.ops[op.operands[weight_of(site)][0]]
-                for kind, nbytes in zip(("gathered weights", "whole gradients"), algorithm.gathers[backward](site), strict=True):
+                for kind, nbytes in zip(
+                    ("gathered weights", "whole gradients"), algorithm.gathers[backward](site), strict=True
+                ):
                     self.book.new(kind, named(weight), weight.where, nbytes)
 
     def _made(self, op: Op, ins: Sequence[Value], nbytes: float) -> Storage:
-        """What an operator makes: nothing where it runs in the kernel of its reader, whose backward works from what this one read."""
+        """What an operator makes: nothing where it runs in the kernel of its reader, whose backward works from what
+        this one read."""
         if not self.habits.fused or op.leads or op.free:
             return self.book.new("activations", op.name, op.where, nbytes)
         made = self.book.new("activations", op.name, op.where, 0.0)
-        made.sources = tuple(dict.fromkeys(real for value in ins if value.storage is not None for real in value.storage.real))
+        made.sources = tuple(
+            dict.fromkeys(real for value in ins if value.storage is not None for real in value.storage.real)
+        )
         return made
 
     def _local(self, op: Op, ins: Sequence[Value]) -> Local:
         outs = [self.shares.value((op.name, i), self.shares.lies((op.name, i)).value) for i in range(len(op.call.outs))]
-        return Local(op, [self.shares.value(v.ref, v.pair.value) for v in ins], outs, self.extra_bytes(op), self.program.device == "cpu")
+        return Local(
+            op,
+            [self.shares.value(v.ref, v.pair.value) for v in ins],
+            outs,
+            self.extra_bytes(op),
+            self.program.device == "cpu",
+        )
 
-    def _kept(self, op: Op, ins: Sequence[Value], outs: Sequence[Value], local: Local, runs: Sequence[str]) -> list[Storage]:
+    def _kept(
+        self, op: Op, ins: Sequence[Value], outs: Sequence[Value], local: Local, runs: Sequence[str]
+    ) -> list[Storage]:
         """What autograd keeps for the backward of `op`, each storage once; what rests is there anyway."""
         kept: dict[Storage, None] = {}
         for index in op.saves:
@@ -193,9 +239,14 @@ class Forward:
             if copies(op, index, runs, self.habits):
                 kept[self.book.new("activations", op.name, op.where, local.ins[0])] = None
             elif index == 0 and self.habits.kept_bytes and op.scope and op.flops > 0 and op.weight[1:2] == (True,):
-                kept.update(dict.fromkeys(self._narrow(op, real) for real in (value.storage.real if value.storage else ())))
-            elif value.storage is not None and not (index == 0 and "halo" in runs):  # of an image with borders the copy is kept
-                kept.update(dict.fromkeys((*value.storage.real, *([value.storage] if value.storage.regathered else ()))))
+                kept.update(
+                    dict.fromkeys(self._narrow(op, real) for real in (value.storage.real if value.storage else ()))
+                )
+            # of an image with borders the copy is kept
+            elif value.storage is not None and not (index == 0 and "halo" in runs):
+                kept.update(
+                    dict.fromkeys((*value.storage.real, *([value.storage] if value.storage.regathered else ())))
+                )
         if local.extra:
             kept[self.book.new("activations", op.name, op.where, local.extra)] = None
         return list(kept)
@@ -203,22 +254,29 @@ class Forward:
     def _narrow(self, op: Op, rows: Storage) -> Storage:
         """The copy of what a matmul reads in fewer bits, one for all matmuls that read it."""
         if rows not in self.narrowed:
-            self.narrowed[rows] = self.book.new("activations", rows.node, op.where, rows.nbytes * self.habits.kept_bytes / op.out_dtypes[0].itemsize)
+            self.narrowed[rows] = self.book.new(
+                "activations", rows.node, op.where, rows.nbytes * self.habits.kept_bytes / op.out_dtypes[0].itemsize
+            )
         return self.narrowed[rows]
 
     def _run(self, run: Run) -> None:
         """The last of the blocks, and what the others keep."""
         first, stop = self.part.blocks[run.scope]
         count = stop - first
-        feeds = [self.values[run.carried[i]] if first > 0 and i < len(run.carried) else
-                 self.arrive(ref, self.shares.asked(port, 0), "feed", "", self.steps)
-                 for i, (port, ref) in enumerate(zip(run.ports, run.feeds, strict=True))]
+        feeds = [
+            self.values[run.carried[i]]
+            if first > 0 and i < len(run.carried)
+            else self.arrive(ref, self.shares.asked(port, 0), "feed", "", self.steps)
+            for i, (port, ref) in enumerate(zip(run.ports, run.feeds, strict=True))
+        ]
         began, ports = self.book.now, []
         for i, (port, feed) in enumerate(zip(run.ports, feeds, strict=True)):
             storage = feed.storage
             if i < len(run.carried) and count > 1:
                 made = self.program.ops[run.carried[i][0]]
-                storage = self.book.new("activations", port, made.where, self.shares.value((port, 0), self.shares.lies((port, 0)).value))
+                storage = self.book.new(
+                    "activations", port, made.where, self.shares.value((port, 0), self.shares.lies((port, 0)).value)
+                )
             ports.append(self._value((port, 0), storage))
             self.values[port, 0] = ports[-1]
         again = self.part.again.get(run.scope, count) if run.scope in self.edges.reruns else 0
@@ -243,16 +301,23 @@ class Forward:
         self.steps.append(blocks)
 
     def _other_blocks(self, blocks: Blocks, began: int, again: int) -> None:
-        """Stand-ins for what all blocks but the walked one keep, the first `again` of all of which are run again. What goes round is one tensor for two blocks: kept by the one that
-        makes it, it is not counted again by the one that gets it."""
+        """Stand-ins for what all blocks but the walked one keep, the first `again` of all of which are run again. What
+        goes round is one tensor for two blocks: kept by the one that makes it, it is not counted again by the one that
+        gets it."""
         if blocks.count < 2:
             return
         mixed = 0 < again < blocks.count
-        kept = blocks.stored if again == blocks.count else {s: None for step in blocks.steps for s in step.kept if not s.regathered}
+        kept = (
+            blocks.stored
+            if again == blocks.count
+            else {s: None for step in blocks.steps for s in step.kept if not s.regathered}
+        )
         if mixed:
             self._first_again(blocks, began, again, kept)
-        makers = {port.storage: (feed.storage, out.storage)
-                  for port, feed, out in zip(blocks.ports, blocks.feeds, blocks.carried, strict=False)}
+        makers = {
+            port.storage: (feed.storage, out.storage)
+            for port, feed, out in zip(blocks.ports, blocks.feeds, blocks.carried, strict=False)
+        }
         between = blocks.count - 1 - again if mixed else blocks.count - 2
         for storage in kept:
             if storage in makers:
@@ -282,7 +347,8 @@ class Forward:
                 blocks.twins[storage] = self.book.like(storage, began)
 
     def _stored(self, blocks: Blocks) -> tuple[dict[Storage, None], list[Storage]]:
-        """What a block that is run again keeps (what it is given, and the results that the plan says), and what it makes again."""
+        """What a block that is run again keeps (what it is given, and the results that the plan says), and what it
+        makes again."""
         about = self.edges.reruns[blocks.run.scope]
         stored = {port.storage: None for port in blocks.ports if port.storage is not None}
         made: list[Storage] = []
@@ -302,5 +368,6 @@ class Forward:
 
 
 def _put_in_order(op: Op, ins: Sequence[Value]) -> bool:
-    """Whether heads that are joined are copied: what another rank has sent of them is in the order of its own dims, not in that of the query's memory."""
+    """Whether heads that are joined are copied: what another rank has sent of them is in the order of its own dims, not
+    in that of the query's memory."""
     return joins_heads(op.node) and ins[0].storage is not None and ins[0].storage.kind == "reshards"

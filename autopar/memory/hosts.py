@@ -13,13 +13,15 @@ from autopar.problem.graph import Program
 def of_places(program: Program, plan: Plan) -> tuple[float, ...]:
     """Bytes in the memory of the host for one rank of each place; sizes as in `predict`."""
     shares, found = Shares(program, plan), views(program, plan) if len(plan.stages) > 1 else (whole(program),)
-    return tuple(host_bytes(shares, [view for view, stage in zip(found, plan.stages, strict=True) if stage.place == place])
-                 for place in range(plan.places))
+    return tuple(
+        host_bytes(shares, [view for view, stage in zip(found, plan.stages, strict=True) if stage.place == place])
+        for place in range(plan.places)
+    )
 
 
 def of_a_device(program: Program, plan: Plan) -> float:
     """Bytes for each device of the node (the innermost level) whose devices need most on average."""
     each, node = of_places(program, plan), Cluster.from_dict(dict(plan.cluster)).levels[-1].size
     ranks = [nbytes for nbytes in each for _ in range(plan.ranks // plan.places)]
-    nodes = [ranks[first:first + node] for first in range(0, len(ranks), node)]
+    nodes = [ranks[first : first + node] for first in range(0, len(ranks), node)]
     return max(sum(here) / len(here) for here in nodes)

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 
 def largest(peak_bytes: Callable[[int], float], limit_bytes: float, step: int, most: int) -> int:
-    """The largest multiple of `step`, at most `most`, at which `peak_bytes` stays within the limit; 0 where not even `step` does.
+    """The largest multiple of `step`, at most `most`, at which `peak_bytes` stays within the limit; 0 where not even
+    `step` does.
 
-    `peak_bytes` must not fall with the size. It grows in straight pieces, so the size where the line between the last two bounds meets
-    the limit comes first, then its neighbour, then the middle.
+    `peak_bytes` must not fall with the size. It grows in straight pieces, so the size where the line between the last
+    two bounds meets the limit comes first, then its neighbour, then the middle.
     """
     known: dict[int, float] = {}
 

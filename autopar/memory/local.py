@@ -1,6 +1,7 @@
 """One call on one rank, and formulas of bytes in the sizes of its tensors.
 
-    2w+m+3o     w: the largest tensor of the call, m: a byte for each of its elements, o: the result, a, b: the first and the second operand
+2w+m+3o     w: the largest tensor of the call, m: a byte for each of its elements, o: the result, a, b: the first
+            and the second operand
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from autopar.rules.arguments import given, named
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """One call on one rank: bytes of operands and results, of what its backward keeps beside them, and whether it runs on a CPU."""
+    """One call on one rank: bytes of operands and results, of what its backward keeps beside them, and whether it runs
+    on a CPU."""
 
     op: Op
     ins: Sequence[float]
@@ -30,9 +32,14 @@ class Local:
 
     @property
     def whole(self) -> tuple[float, int]:
-        """Bytes of the largest tensor, of those of floating point numbers where there are any, and of one of its elements."""
+        """Bytes of the largest tensor, of those of floating point numbers where there are any, and of one of its
+        elements."""
         tensors = list(zip((*self.ins, *self.outs), (*self.op.call.ins, *self.op.call.outs), strict=True))
-        return max([(nbytes, each.itemsize) for nbytes, each in tensors if each.floating] or [(nbytes, each.itemsize) for nbytes, each in tensors], default=(0.0, 1))
+        return max(
+            [(nbytes, each.itemsize) for nbytes, each in tensors if each.floating]
+            or [(nbytes, each.itemsize) for nbytes, each in tensors],
+            default=(0.0, 1),
+        )
 
     def grad(self, operand: int) -> bool:
         """Whether an operand is there and has a gradient."""
@@ -62,7 +69,13 @@ def taken(formula: str) -> Bytes:
 
     def nbytes(local: Local) -> float:
         whole, itemsize = local.whole
-        sizes = {"w": whole, "m": whole / itemsize, "o": local.out, "a": local.ins[0] if local.ins else 0.0, "b": local.ins[1] if len(local.ins) > 1 else 0.0}
+        sizes = {
+            "w": whole,
+            "m": whole / itemsize,
+            "o": local.out,
+            "a": local.ins[0] if local.ins else 0.0,
+            "b": local.ins[1] if len(local.ins) > 1 else 0.0,
+        }
         return sum(times * sizes[what] for times, what in parts)
 
     return nbytes
@@ -70,5 +83,8 @@ def taken(formula: str) -> Bytes:
 
 def rows(formulas: Mapping[str, str]) -> dict[Any, Bytes]:
     """Formula -> names of operators, as target -> bytes."""
-    return {target: taken(formula) for formula, names in formulas.items()
-            for target in named(" ".join(name if "." in name else f"{name}.default" for name in names.split()))}
+    return {
+        target: taken(formula)
+        for formula, names in formulas.items()
+        for target in named(" ".join(name if "." in name else f"{name}.default" for name in names.split()))
+    }

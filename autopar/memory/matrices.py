@@ -1,6 +1,8 @@
-"""Temporary memory (memory.temporaries) of linear algebra on batches of matrices, and of norms, quantiles and short-time Fourier transforms.
+"""Temporary memory (memory.temporaries) of linear algebra on batches of matrices, and of norms, quantiles and
+short-time Fourier transforms.
 
-Read off torch's FunctionsManual.cpp, BatchLinearAlgebra.cpp and SpectralOps.cpp. Each function gives bytes on a rank, from the local sizes of the operands.
+Read off torch's FunctionsManual.cpp, BatchLinearAlgebra.cpp and SpectralOps.cpp. Each function gives bytes on a rank,
+from the local sizes of the operands.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ def _rows(times: float) -> Bytes:
 
 
 def _oblong(local: Local, dims: tuple[int, int] = (-2, -1)) -> tuple[float, float]:
-    """For the m x n matrices in two dims of the first operand, bytes of as many square matrices: of max(m, n) rows, and of min(m, n) rows."""
+    """For the m x n matrices in two dims of the first operand, bytes of as many square matrices: of max(m, n) rows, and
+    of min(m, n) rows."""
     short, long = sorted(local.op.call.ins[0].sizes[dim] for dim in dims)
     return local.ins[0] * long / short, local.ins[0] * short / long
 
@@ -36,15 +39,16 @@ def _tall(local: Local) -> bool:
 
 
 def _inverted(local: Local) -> float:
-    """Pseudoinverse: singular vectors of both sides, a copy of the right ones divided by the singular values, these values and their reciprocals."""
+    """Pseudoinverse: singular vectors of both sides, a copy of the right ones divided by the singular values, these
+    values and their reciprocals."""
     _, short = _oblong(local)
     size = min(local.op.call.ins[0].sizes[-2:])
     return local.ins[0] + short + (short if _tall(local) else local.ins[0]) + 2 * short / size
 
 
 def _inverted_back(local: Local) -> float:
-    """Nine tensors of the matrices' size, and three products of a matrix with its transpose: of tall ones two of rows x rows and one of columns x columns, else three of the
-    shorter side."""
+    """Nine tensors of the matrices' size, and three products of a matrix with its transpose: of tall ones two of rows x
+    rows and one of columns x columns, else three of the shorter side."""
     long, short = _oblong(local)
     return 9 * local.ins[0] + (2 * long + short if _tall(local) else 3 * short)
 
@@ -60,7 +64,8 @@ def _factored_back(local: Local) -> float:
 
 
 def _solved_back(local: Local) -> float:
-    """Linear solve: gradients at the size of the result, and where the matrices have a gradient the outer product and its negative; less the gradients themselves."""
+    """Linear solve: gradients at the size of the result, and where the matrices have a gradient the outer product and
+    its negative; less the gradients themselves."""
     matrices, wanted = (each.sizes for each in local.op.call.ins)
     size = matrices[-1]
     vectors = len(wanted) == 1 or tuple(wanted) == tuple(matrices[:-1])
@@ -86,7 +91,8 @@ def _matrix_norm(local: Local) -> float:
 
 
 def _matrix_norm_back(local: Local) -> float:
-    """Norms of singular values: a product of the singular vectors of the shorter side. Norms of vectors: signs or powers; of order infinity also masks of the extreme elements."""
+    """Norms of singular values: a product of the singular vectors of the shorter side. Norms of vectors: signs or
+    powers; of order infinity also masks of the extreme elements."""
     dims, order = matrix_dims(given(local.op.call), len(local.op.call.ins[0].shape)), local.given("ord")
     if dims is not None:
         return _oblong(local, dims)[1] if order in SPECTRAL else local.ins[0]
@@ -103,7 +109,8 @@ def _sorted(local: Local) -> float:
 
 
 def _frames(local: Local, spectrum: int) -> float:
-    """Frames of a signal, by their spectrum, which is an operand or a result: of real numbers half of the frequencies."""
+    """Frames of a signal, by their spectrum, which is an operand or a result: of real numbers half of the
+    frequencies."""
     call = local.op.call
     (nbytes, sizes) = (local.ins[0], call.ins[0].sizes) if spectrum == 0 else (local.out, call.outs[0].sizes)
     frequencies = sizes[-2 if spectrum == 0 or local.given("return_complex") else -3]
@@ -111,12 +118,14 @@ def _frames(local: Local, spectrum: int) -> float:
 
 
 def _framed(local: Local) -> float:
-    """STFT: a contiguous copy of the frames of several signals without a window (with one, the product is contiguous)."""
+    """STFT: a contiguous copy of the frames of several signals without a window (with one, the product is
+    contiguous)."""
     return _frames(local, -1) if len(local.ins) == 1 and math.prod(local.op.call.ins[0].sizes[:-1]) > 1 else 0.0
 
 
 def _framed_back(local: Local) -> float:
-    """Backward of the STFT: the two-sided spectrum before and after the transform, less the gradient of the signal, which is made later."""
+    """Backward of the STFT: the two-sided spectrum before and after the transform, less the gradient of the signal,
+    which is made later."""
     return max(0.0, 4 * _frames(local, -1) - local.ins[0])
 
 
@@ -136,7 +145,11 @@ def _eigen(local: Local) -> float:
     """The workspace of LAPACK's syevd (divide and conquer), for one matrix at a time: floating-point and integer."""
     tensor = local.op.call.ins[0]
     size = tensor.sizes[-1]
-    return float(tensor.itemsize * (2 * size**2 + 6 * size + 1) + 4 * (5 * size + 3) if tensor.grad or local.op.target is aten.linalg_eigh.default else tensor.itemsize * (2 * size + 1))
+    return float(
+        tensor.itemsize * (2 * size**2 + 6 * size + 1) + 4 * (5 * size + 3)
+        if tensor.grad or local.op.target is aten.linalg_eigh.default
+        else tensor.itemsize * (2 * size + 1)
+    )
 
 
 def _least(local: Local) -> float:
@@ -156,7 +169,8 @@ def _copied(local: Local) -> float:
 
 
 def _lower_and_upper_back(local: Local) -> float:
-    """LU: three products of triangles, or the gradient that both are joined to, if that is larger (linalg_lu_backward)."""
+    """LU: three products of triangles, or the gradient that both are joined to, if that is larger
+    (linalg_lu_backward)."""
     return max(3 * _least(local), local.ins[0])
 
 
@@ -167,7 +181,8 @@ def _factors_back(local: Local) -> float:
 
 
 def _unpacked(local: Local) -> float:
-    """Two numbers per row for the permutation; later a copy of the triangle of matrices that are not square. The larger of the two."""
+    """Two numbers per row for the permutation; later a copy of the triangle of matrices that are not square. The larger
+    of the two."""
     square = local.op.call.ins[0].sizes[-1] == local.op.call.ins[0].sizes[-2]
     return max(_rows(2)(local), 0.0 if square else _least(local))
 
@@ -178,8 +193,9 @@ def _unpacked_back(local: Local) -> float:
 
 
 def _by_factors_back(local: Local) -> float:
-    """Of what is solved for another solution. Of the factors both triangles, two products, a solution and its triangle; where rows are put in order, by another square, the result too,
-    as long as products are made of it (linalg_lu_solve_backward)."""
+    """Of what is solved for another solution. Of the factors both triangles, two products, a solution and its triangle;
+    where rows are put in order, by another square, the result too, as long as products are made of it
+    (linalg_lu_solve_backward)."""
     if not local.grad(0):
         return _copied(local)
     ordered = local.given("left") == local.given("adjoint")
@@ -187,7 +203,8 @@ def _by_factors_back(local: Local) -> float:
 
 
 def _reflected_back(local: Local) -> float:
-    """The reflections, and two squares of their rows, which the loop over them works in; of each reflection and of each row a few numbers (householder_product_backward)."""
+    """The reflections, and two squares of their rows, which the loop over them works in; of each reflection and of each
+    row a few numbers (householder_product_backward)."""
     (matrices, factors), sizes = local.ins[:2], local.op.call.ins[0].sizes
     return matrices * (1 + (2 * sizes[-2] + 2) / sizes[-1]) + 3 * factors - factors * local.grad(1)
 
@@ -220,12 +237,14 @@ def _as_complex(local: Local) -> float:
 
 
 def _eigenvalues_back(local: Local) -> float:
-    """Eigenvectors times the gradients of the eigenvalues, and a linear solve: a copy, the LU factors with their pivots, and the result."""
+    """Eigenvectors times the gradients of the eigenvalues, and a linear solve: a copy, the LU factors with their
+    pivots, and the result."""
     return 4 * _as_complex(local) + _rows(1)(local) - local.ins[0]
 
 
 def _eigenvalues(local: Local) -> float:
-    """Eigenvalues as real and imaginary parts, a copy, the eigenvectors in real numbers, and the workspace of LAPACK's geev for one matrix at a time, in blocks of MKL's sizes."""
+    """Eigenvalues as real and imaginary parts, a copy, the eigenvectors in real numbers, and the workspace of LAPACK's
+    geev for one matrix at a time, in blocks of MKL's sizes."""
     tensor = local.op.call.ins[0]
     size = tensor.sizes[-1]
     block = 2 * VECTORS if tensor.grad and size >= BLOCKED else HESSENBERG
@@ -233,21 +252,32 @@ def _eigenvalues(local: Local) -> float:
 
 
 HESSENBERG, VECTORS, BLOCKED = 32, 192, 12
-"""Rows of the blocks in which MKL makes a matrix triangular (gehrd), and its eigenvectors (trevc3), these of matrices from that size on."""
+"""Rows of the blocks in which MKL makes a matrix triangular (gehrd), and its eigenvectors (trevc3), these of matrices
+from that size on."""
 
 PSEUDOINVERSES = "linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor linalg_pinv.default pinverse.default"
 NORMS = "linalg_matrix_norm.default linalg_matrix_norm.str_ord linalg_norm.default linalg_norm.ord_str"
 
 FORWARD: dict[Any, Bytes] = {
-    **rows({"a": "inverse linalg_inv linalg_inv_ex linalg_svd linalg_svdvals", "2a": "nanquantile.scalar", "2w+m": "nanmean", "10a": "linalg_matrix_exp matrix_exp"}),
-    **dict.fromkeys(named("det.default linalg_det.default linalg_slogdet.default logdet.default slogdet.default"), _rows(3)),
+    **rows(
+        {
+            "a": "inverse linalg_inv linalg_inv_ex linalg_svd linalg_svdvals",
+            "2a": "nanquantile.scalar",
+            "2w+m": "nanmean",
+            "10a": "linalg_matrix_exp matrix_exp",
+        }
+    ),
+    **dict.fromkeys(
+        named("det.default linalg_det.default linalg_slogdet.default logdet.default slogdet.default"), _rows(3)
+    ),
     **dict.fromkeys(named(NORMS), _matrix_norm),
     **dict.fromkeys(named("linalg_matrix_power.default matrix_power.default"), _power),
     **dict.fromkeys(named(PSEUDOINVERSES), _inverted),
     **dict.fromkeys(named("stft.center stft.default"), _framed),
     **dict.fromkeys((aten.linalg_cond.default, aten.linalg_cond.p_str), _condition),
     aten.istft.default: _joined_frames,
-    aten.linalg_lu.default: lambda local: local.ins[0] + _rows(1)(local),  # factors with their pivots, before they are taken apart
+    # factors with their pivots, before they are taken apart
+    aten.linalg_lu.default: lambda local: local.ins[0] + _rows(1)(local),
     aten.linalg_lu_solve.default: _copied,
     aten.linalg_qr.default: lambda local: local.outs[1] * _tall(local),
     aten.lu_unpack.default: _rows(2),
@@ -257,7 +287,15 @@ FORWARD: dict[Any, Bytes] = {
 """Operator -> temporary bytes in the forward."""
 
 BACKWARD: dict[Any, Bytes] = {
-    **rows({"a": "linalg_eigvalsh linalg_slogdet logdet slogdet", "2a": "det inverse linalg_det linalg_inv linalg_inv_ex", "3a": "linalg_cholesky_ex linalg_eigh", "47a": "linalg_matrix_exp matrix_exp", "w+2m": "nanmean"}),
+    **rows(
+        {
+            "a": "linalg_eigvalsh linalg_slogdet logdet slogdet",
+            "2a": "det inverse linalg_det linalg_inv linalg_inv_ex",
+            "3a": "linalg_cholesky_ex linalg_eigh",
+            "47a": "linalg_matrix_exp matrix_exp",
+            "w+2m": "nanmean",
+        }
+    ),
     **dict.fromkeys(named(NORMS), _matrix_norm_back),
     **dict.fromkeys(named("linalg_matrix_power.default matrix_power.default"), _power_back),
     **dict.fromkeys(named("nanquantile.scalar quantile.scalar"), lambda local: max(0.0, local.ins[0] - 3 * local.out)),

@@ -1,4 +1,5 @@
-"""What a call takes for itself while it runs under its runtime algorithms, and which operators hand their gradient on without a copy."""
+"""What a call takes for itself while it runs under its runtime algorithms, and which operators hand their gradient on
+without a copy."""
 
 from __future__ import annotations
 
@@ -25,12 +26,13 @@ COPIED = (ops.cross_entropy_sum, ops.cross_entropy_each)
 
 
 SPLIT_LOSS = "cross_entropy"
-"""A loss over classes that are split over ranks (runtime/algorithms/vocab_cross_entropy.py), which keeps operand 0; with `Habits.log_softmax` not."""
+"""A loss over classes that are split over ranks (runtime/algorithms/vocab_cross_entropy.py), which keeps operand 0;
+with `Habits.log_softmax` not."""
 
 
 def _exponentials(local: Local, habits: Habits, *, backward: bool) -> float:
-    """Of 16-bit logits a copy in float32, which is worked in; of others the exponentials, which in the backward become the gradient. Beside a log-softmax there are
-    exponentials as wide as that, and in the backward the gradient too."""
+    """Of 16-bit logits a copy in float32, which is worked in; of others the exponentials, which in the backward become
+    the gradient. Beside a log-softmax there are exponentials as wide as that, and in the backward the gradient too."""
     if habits.log_softmax:
         return local.ins[0] * (1 + backward)
     itemsize = local.op.call.ins[0].itemsize
@@ -39,14 +41,29 @@ def _exponentials(local: Local, habits: Habits, *, backward: bool) -> float:
 
 _ALL = frozenset(named("cat.default stack.default sum.default sum.dim_IntList view_as_real.default"))
 """Operators whose operands have views of it."""
-_COPIES_GRADIENT = (aten.expand.default, aten.select.int, aten.slice.Tensor, aten.narrow.default, aten.split.Tensor,
-                    aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, aten.diagonal.default, aten.unfold.default)
+_COPIES_GRADIENT = (
+    aten.expand.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.narrow.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.chunk.default,
+    aten.unbind.int,
+    aten.diagonal.default,
+    aten.unfold.default,
+)
 """Views whose gradient is a tensor of its own: a sum, or zeros with the gradient put in."""
 
 
 def copies(op: Op, operand: int, runs: Sequence[str], habits: Habits) -> bool:
     """Whether an operator keeps a tensor of its own in the place of an operand."""
-    return operand == 0 and op.target in COPIED and (SPLIT_LOSS not in runs or habits.log_softmax) and not habits.loss_in_place
+    return (
+        operand == 0
+        and op.target in COPIED
+        and (SPLIT_LOSS not in runs or habits.log_softmax)
+        and not habits.loss_in_place
+    )
 
 
 def in_place(op: Op, habits: Habits) -> bool:
@@ -66,8 +83,9 @@ def hands_on(op: Op, operand: int, local: Local) -> bool:
 
 
 def _tiled(local: Local, count: int) -> tuple[float, float]:
-    """Of a product or lookup in `count` tiles (runtime/algorithms/tiled.py), beside weights: forward and backward. Parts of results and gradients, and where
-    parts add up the one that is added; of 16-bit numbers the sum is as wide as two of them."""
+    """Of a product or lookup in `count` tiles (runtime/algorithms/tiled.py), beside weights: forward and backward.
+    Parts of results and gradients, and where parts add up the one that is added; of 16-bit numbers the sum is as wide
+    as two of them."""
     (x, *_), y, sums = local.ins, local.out, 2 if local.op.call.outs[0].itemsize < 4 else 1
     if tiles.OPERATORS[local.op.target] == "lookup_tiles":
         return y + 3 * local.ins[1], y + 3 * local.ins[1]  # the rows of a tile, with their places

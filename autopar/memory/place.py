@@ -34,8 +34,9 @@ WEIGHTS, SUMS, UPDATE = "backward for weights", "sums of gradients", "update"
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A candidate for the peak: bytes, what happens, the stage that runs (-1: none) and the time in its profile, microbatches of each
-    stage that wait for their backward, or for its part for the weights, what is in transit, and whether gradients of parameters are all there."""
+    """A candidate for the peak: bytes, what happens, the stage that runs (-1: none) and the time in its profile,
+    microbatches of each stage that wait for their backward, or for its part for the weights, what is in transit, and
+    whether gradients of parameters are all there."""
 
     nbytes: float
     phase: str
@@ -49,7 +50,8 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Bytes of a place when something begins, at most while it runs, and when it has ended; `at` is how far into it that most is (0 to 1)."""
+    """Bytes of a place when something begins, at most while it runs, and when it has ended; `at` is how far into it
+    that most is (0 to 1)."""
 
     begin: float
     most: float
@@ -59,8 +61,8 @@ class Level:
 
 @dataclass(eq=False)
 class Holding:
-    """One place: the views of its stages, and their profiles by stage number; `staged`: whether the plan has several stages. `transits` says of
-    each action what is in transit meanwhile; it is empty where nothing ever is."""
+    """One place: the views of its stages, and their profiles by stage number; `staged`: whether the plan has several
+    stages. `transits` says of each action what is in transit meanwhile; it is empty where nothing ever is."""
 
     shares: Shares
     number: int
@@ -81,10 +83,18 @@ class Holding:
         peak = max(moments, key=lambda moment: moment.nbytes)
         order, flying = sorted(self.profiles), self._in_flight()
         return Place(
-            self.number, self._when(peak), self._entries(peak, still, gradients), by_kind(rest),
-            tuple(self.profiles[i].kept_bytes for i in order), tuple(flying.get(i, 0) for i in order),
-            {phase: max(m.nbytes for m in moments if m.phase == phase) for phase in dict.fromkeys(m.phase for m in moments)},
-            host_bytes(self.shares, self.views))
+            self.number,
+            self._when(peak),
+            self._entries(peak, still, gradients),
+            by_kind(rest),
+            tuple(self.profiles[i].kept_bytes for i in order),
+            tuple(flying.get(i, 0) for i in order),
+            {
+                phase: max(m.nbytes for m in moments if m.phase == phase)
+                for phase in dict.fromkeys(m.phase for m in moments)
+            },
+            host_bytes(self.shares, self.views),
+        )
 
     def _apart(self, rest: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
         """Gradients of parameters that come and go, and what is there in the forward too."""
@@ -93,7 +103,8 @@ class Holding:
         return [e for e in rest if e.kind == "gradients"], [e for e in rest if e.kind != "gradients"]
 
     def levels(self) -> list[Level]:
-        """Bytes over time: of each action in order; in training then of the sums of gradients, and of the optimizer's step."""
+        """Bytes over time: of each action in order; in training then of the sums of gradients, and of the optimizer's
+        step."""
         training, several = self.shares.plan.mode == "train", self.shares.plan.microbatches > 1
         rest = [*resting(self.shares, self.views), *workspace(self.shares)]
         gradients, still = self._apart(rest)
@@ -102,21 +113,34 @@ class Holding:
         flying = [(action, self._beside(kept, halfway, transit)) for action, kept, halfway, transit in self._flying()]
         for index, (action, beside) in enumerate(flying):
             back = back or action.kind != "F"
-            nbytes, time = (0.0, 0) if action.kind == "W" else self.profiles[action.stage].peak(forward=action.kind == "F")
+            nbytes, time = (
+                (0.0, 0) if action.kind == "W" else self.profiles[action.stage].peak(forward=action.kind == "F")
+            )
             kept, there = self.profiles[action.stage].kept_bytes, held if back else 0.0
             after = self._later(flying, index)
             begin, end = base + before + (there if several else 0.0), base + after + there
-            found.append(Level(begin, max(begin, end, base + beside + nbytes + (there if several else 0.0) + kept * (action.kind == "W")), end,
-                               self.profiles[action.stage].share(time, forward=action.kind == "F")))
+            found.append(
+                Level(
+                    begin,
+                    max(begin, end, base + beside + nbytes + (there if several else 0.0) + kept * (action.kind == "W")),
+                    end,
+                    self.profiles[action.stage].share(time, forward=action.kind == "F"),
+                )
+            )
             before = after
         if training:
             late = sum(e.nbytes for e in _rested(still, gradients))
-            found += [Level(base + held, base + held + self.sums_bytes(), late), Level(late, late + self.update_bytes(), late)]
+            found += [
+                Level(base + held, base + held + self.sums_bytes(), late),
+                Level(late, late + self.update_bytes(), late),
+            ]
         return found
 
     def _beside(self, kept: Mapping[int, int], halfway: Mapping[int, int], transit: Transit) -> float:
         """What waiting microbatches hold, and what is in transit."""
-        waiting = sum(kept[i] * p.kept_bytes * self._here(i) + halfway[i] * p.halfway_bytes for i, p in self.profiles.items())
+        waiting = sum(
+            kept[i] * p.kept_bytes * self._here(i) + halfway[i] * p.halfway_bytes for i, p in self.profiles.items()
+        )
         return waiting + sum(n * self._passing(kind, stage) for (kind, stage), n in transit.items())
 
     def _passing(self, kind: Kind, stage: int) -> float:
@@ -133,18 +157,29 @@ class Holding:
             return 0.0
         action, beside = flying[index + 1]
         profile = self.profiles[action.stage]
-        return beside + (0.0 if action.kind == "F" else profile.kept_bytes) + (profile.halfway_bytes if action.kind == "W" else 0.0)
+        return (
+            beside
+            + (0.0 if action.kind == "F" else profile.kept_bytes)
+            + (profile.halfway_bytes if action.kind == "W" else 0.0)
+        )
 
     def _in_flight(self) -> dict[int, int]:
         """Of how many microbatches each stage keeps what its backward needs when all of them together keep most."""
-        here = ({stage: n + (action.stage == stage) for stage, n in waiting.items()} for action, waiting, *_ in self._flying())
-        return max(here, key=lambda counts: sum(n * self.profiles[stage].kept_bytes for stage, n in counts.items()), default={})
+        here = (
+            {stage: n + (action.stage == stage) for stage, n in waiting.items()}
+            for action, waiting, *_ in self._flying()
+        )
+        return max(
+            here, key=lambda counts: sum(n * self.profiles[stage].kept_bytes for stage, n in counts.items()), default={}
+        )
 
     def _flying(self) -> Iterator[tuple[Action, dict[int, int], dict[int, int], Transit]]:
-        """Each action with the microbatches of each stage that are kept meanwhile, beside its own: all of them, and those that wait for
-        the weights' part of their backward; and with what is in transit."""
+        """Each action with the microbatches of each stage that are kept meanwhile, beside its own: all of them, and
+        those that wait for the weights' part of their backward; and with what is in transit."""
         kept, halfway = dict.fromkeys(self.profiles, 0), dict.fromkeys(self.profiles, 0)
-        for action, (stage, more), transit in zip(self.actions, changed(self.actions), self.transits or itertools.repeat({}), strict=False):
+        for action, (stage, more), transit in zip(
+            self.actions, changed(self.actions), self.transits or itertools.repeat({}), strict=False
+        ):
             own, own_halfway = action.kind != "F", action.kind == "W"
             kept[stage] -= own
             halfway[stage] -= own_halfway
@@ -153,7 +188,8 @@ class Holding:
             halfway[stage] += more.halfway + own_halfway
 
     def _moments(self, base: float, held: float) -> Iterator[Moment]:
-        """One per distinct situation; gradients are there in full from the first backward on where several microbatches add to them."""
+        """One per distinct situation; gradients are there in full from the first backward on where several microbatches
+        add to them."""
         stages = sorted(self.profiles)
         several, back, seen = self.shares.plan.microbatches > 1, False, dict[tuple[object, ...], None]()
         for action, waiting, halfway, transit in self._flying():
@@ -167,53 +203,87 @@ class Holding:
                 waiting[action.stage] += 1
                 halfway[action.stage] += 1
                 total = base + self._beside(waiting, halfway, transit) + (held if several else 0.0)
-                yield Moment(total, WEIGHTS, -1, 0, tuple(waiting[i] for i in stages), tuple(halfway[i] for i in stages), transit, several)
+                yield Moment(
+                    total,
+                    WEIGHTS,
+                    -1,
+                    0,
+                    tuple(waiting[i] for i in stages),
+                    tuple(halfway[i] for i in stages),
+                    transit,
+                    several,
+                )
                 continue
             nbytes, time = self.profiles[action.stage].peak(forward=forward)
             total = base + self._beside(waiting, halfway, transit) + nbytes + (held if several and back else 0.0)
-            yield Moment(total, "forward" if forward else "backward", action.stage, time, tuple(waiting[i] for i in stages),
-                         tuple(halfway[i] for i in stages), transit, several and back)
+            yield Moment(
+                total,
+                "forward" if forward else "backward",
+                action.stage,
+                time,
+                tuple(waiting[i] for i in stages),
+                tuple(halfway[i] for i in stages),
+                transit,
+                several and back,
+            )
 
     def _after(self, still: Sequence[Entry], gradients: Sequence[Entry]) -> Iterator[Moment]:
         """When the backward has ended: sums of gradients over ranks, then the optimizer."""
         nothing = (0,) * len(self.profiles)
         summed = sum(e.nbytes for e in (*still, *gradients))
         yield Moment(summed + self.sums_bytes(), SUMS, -1, 0, nothing, nothing, {}, True)
-        yield Moment(sum(e.nbytes for e in _rested(still, gradients)) + self.update_bytes(), UPDATE, -1, 0, nothing, nothing, {}, True)
+        yield Moment(
+            sum(e.nbytes for e in _rested(still, gradients)) + self.update_bytes(),
+            UPDATE,
+            -1,
+            0,
+            nothing,
+            nothing,
+            {},
+            True,
+        )
 
     def sums_bytes(self) -> float:
-        """What the fullest moment of sums of gradients takes beside what rests: a flat copy of one bucket. Of gradients that are scattered
-        (ZeRO-1 and 2) also the whole ones of the bucket, unless they have waited for more microbatches and so rest; and on the CPU the
-        copy that gloo's reduce-scatter sums in."""
+        """What the fullest moment of sums of gradients takes beside what rests: a flat copy of one bucket. Of gradients
+        that are scattered (ZeRO-1 and 2) also the whole ones of the bucket, unless they have waited for more
+        microbatches and so rest; and on the CPU the copy that gloo's reduce-scatter sums in."""
         plan, ops = self.shares.plan, self.shares.program.ops
         if self.shares.habits.standing:
             return 0.0  # in their buffers
         scattered = {name: None for name in self.synced if self.shares.lies((name, 0)).gathered}
         wait = {name: None for name in scattered if plan.microbatches > 1 and EACH not in plan.nodes[name].runs}
-        more = self._bucket_bytes([ops[name] for name in scattered if name not in wait]) + (self._bucket_bytes([ops[name] for name in scattered]) if self.shares.on_cpu else 0.0)
+        more = self._bucket_bytes([ops[name] for name in scattered if name not in wait]) + (
+            self._bucket_bytes([ops[name] for name in scattered]) if self.shares.on_cpu else 0.0
+        )
         return self._bucket_bytes([op for op in ops.values() if op.role == "param" and op.name in self.synced]) + more
 
     def _bucket_bytes(self, ops: Sequence[Op]) -> float:
-        """The largest flat copy of gradients of `ops` that are summed together, in the dtype in which parameters rest: a bucket is closed by the one that makes it full, with
-        all of that one in it; those that move over other axes have buckets of their own (runtime.gradsync)."""
+        """The largest flat copy of gradients of `ops` that are summed together, in the dtype in which parameters rest:
+        a bucket is closed by the one that makes it full, with all of that one in it; those that move over other axes
+        have buckets of their own (runtime.gradsync)."""
         most, filling = 0.0, dict[tuple[int, ...], float]()
         for op in self._in_turn(ops[::-1]):
             lies = self.shares.lies((op.name, 0))
-            size = float(self.shares.elements(op.call.outs[0].sizes, lies.value) * itemsize(rests_in(str(op.out_dtypes[0]), self.shares.plan.precision)))
+            size = float(
+                self.shares.elements(op.call.outs[0].sizes, lies.value)
+                * itemsize(rests_in(str(op.out_dtypes[0]), self.shares.plan.precision))
+            )
             full = filling.get(lies.gathered, 0.0) + size
             most, filling[lies.gathered] = max(most, full), 0.0 if full >= BUCKET_BYTES else full
         return most
 
     def _in_turn(self, ops: Sequence[Op]) -> Iterator[Op]:
-        """Those of the parameters `ops` that this place holds, one by one: of a run those of a block, as often as there are blocks."""
+        """Those of the parameters `ops` that this place holds, one by one: of a run those of a block, as often as there
+        are blocks."""
         counts = instances(self.shares, self.views)
         for _, block in itertools.groupby((op for op in ops if counts[op.name]), key=lambda op: op.scope):
             members = list(block)
             yield from members * max(counts[op.name] for op in members)
 
     def update_bytes(self) -> float:
-        """What the optimizer's step takes beside what rests. torch's Adam and AdamW take parameters one after the other where they are DTensors (optim/optimizer.py: _default_to_fused_or_foreach);
-        where their state is on the host they are called for one after the other, which brings that of one and leaves nothing of the one before."""
+        """What the optimizer's step takes beside what rests. torch's Adam and AdamW take parameters one after the other
+        where they are DTensors (optim/optimizer.py: _default_to_fused_or_foreach); where their state is on the host
+        they are called for one after the other, which brings that of one and leaves nothing of the one before."""
         offload, values = self.shares.plan.offload, OPTIMIZERS[self.shares.plan.optimizer].state
         if offload == "parameters":
             return 0.0  # on the host
@@ -223,9 +293,14 @@ class Holding:
         return roots_bytes(self.shares, self.views) if roots else 0.0
 
     def _waiting(self, profile: Profile, n: int, halfway: int, share: float) -> list[Entry]:
-        """What `n` microbatches keep, of which so many are `halfway` through their backward; `share` of it is on the device."""
+        """What `n` microbatches keep, of which so many are `halfway` through their backward; `share` of it is on the
+        device."""
         counts = {storage: n - halfway * (storage in profile.early) for storage in profile.kept}
-        return [replace(e, nbytes=e.nbytes * m * share, count=e.count * m) for storage, m in counts.items() if m and (e := profile.book.entry(storage))]
+        return [
+            replace(e, nbytes=e.nbytes * m * share, count=e.count * m)
+            for storage, m in counts.items()
+            if m and (e := profile.book.entry(storage))
+        ]
 
     def _when(self, peak: Moment) -> str:
         if peak.stage < 0:
@@ -238,18 +313,34 @@ class Holding:
         for stage, n, halfway in zip(sorted(self.profiles), peak.waiting, peak.halfway, strict=True):
             found += self._waiting(self.profiles[stage], n, halfway, self._here(stage))
         for stage, n in zip(sorted(self.profiles), peak.halfway, strict=True):
-            found.append(Entry("gradients of activations", f"stage {stage}, for its weights", "", n * self.profiles[stage].waiting_bytes, n))
-        found += [Entry("pipeline buffers", f"stage {stage}, {kind} in transit", "", n * self._passing(kind, stage), n) for (kind, stage), n in peak.transit.items()]
+            found.append(
+                Entry(
+                    "gradients of activations",
+                    f"stage {stage}, for its weights",
+                    "",
+                    n * self.profiles[stage].waiting_bytes,
+                    n,
+                )
+            )
+        found += [
+            Entry("pipeline buffers", f"stage {stage}, {kind} in transit", "", n * self._passing(kind, stage), n)
+            for (kind, stage), n in peak.transit.items()
+        ]
         if peak.stage >= 0:
             found += self.profiles[peak.stage].entries(peak.time)
         elif peak.phase != WEIGHTS:
             nbytes = self.sums_bytes() if peak.phase == SUMS else self.update_bytes()
-            found += [Entry("gradient sums" if peak.phase == SUMS else "temporaries", peak.phase, "", nbytes, 1, ALWAYS, ALWAYS)]
+            found += [
+                Entry(
+                    "gradient sums" if peak.phase == SUMS else "temporaries", peak.phase, "", nbytes, 1, ALWAYS, ALWAYS
+                )
+            ]
         return tuple(sorted(_merged(found), key=lambda e: -e.nbytes))
 
 
 def _rested(still: Sequence[Entry], gradients: Sequence[Entry]) -> list[Entry]:
-    """What of both is there when the step has ended: whole gradients are scattered by then, and inputs that were cast for its microbatches are gone."""
+    """What of both is there when the step has ended: whole gradients are scattered by then, and inputs that were cast
+    for its microbatches are gone."""
     return [*(e for e in still if e.kind != "pipeline buffers"), *(e for e in gradients if e.kind == "gradients")]
 
 
@@ -258,5 +349,9 @@ def _merged(entries: Sequence[Entry]) -> list[Entry]:
     found: dict[tuple[str, str], Entry] = {}
     for entry in entries:
         before = found.get((entry.kind, entry.node))
-        found[entry.kind, entry.node] = entry if before is None else replace(before, nbytes=before.nbytes + entry.nbytes, count=before.count + entry.count)
+        found[entry.kind, entry.node] = (
+            entry
+            if before is None
+            else replace(before, nbytes=before.nbytes + entry.nbytes, count=before.count + entry.count)
+        )
     return [entry for entry in found.values() if entry.nbytes]

@@ -28,8 +28,8 @@ from autopar.problem.settings import Settings
 
 
 def predict(program: Program, plan: Plan, habits: Habits = EMITTED) -> Prediction:
-    """Bytes at the peak of each place, for the sizes at which `program` was read: those of the whole batch of `plan`. `habits` are those of
-    the software that runs it, where that is not an emitted module."""
+    """Bytes at the peak of each place, for the sizes at which `program` was read: those of the whole batch of `plan`.
+    `habits` are those of the software that runs it, where that is not an emitted module."""
     return Prediction(tuple(rank.place() for rank in fullest(program, plan, habits)))
 
 
@@ -48,14 +48,24 @@ def fullest(program: Program, plan: Plan, habits: Habits = EMITTED) -> list[Hold
     profiles: list[dict[Any, Profile]] = [{} for _ in coords]
     places = []
     for number in range(plan.places):
-        ranks = [_holding(Shares(program, plan, coord, habits), found, stages, number, (lines[number], transits[number]), known)
-                 for coord, known in zip(coords, profiles, strict=True)]
+        ranks = [
+            _holding(
+                Shares(program, plan, coord, habits), found, stages, number, (lines[number], transits[number]), known
+            )
+            for coord, known in zip(coords, profiles, strict=True)
+        ]
         places.append(max(ranks, key=lambda rank: rank.place().peak_bytes) if len(ranks) > 1 else ranks[0])
     return places
 
 
-def _holding(shares: Shares, found: Edges, stages: Sequence[View], number: int,
-             line: tuple[Sequence[Action], Sequence[Transit]], known: dict[Any, Profile]) -> Holding:
+def _holding(
+    shares: Shares,
+    found: Edges,
+    stages: Sequence[View],
+    number: int,
+    line: tuple[Sequence[Action], Sequence[Transit]],
+    known: dict[Any, Profile],
+) -> Holding:
     """One rank of a place, which runs `line`; `known` are the profiles of stages that do the same."""
     plan = shares.plan
     here = [view for view, stage in zip(stages, plan.stages, strict=True) if stage.place == number]
@@ -65,26 +75,58 @@ def _holding(shares: Shares, found: Edges, stages: Sequence[View], number: int,
     for view in here:
         part, scattering = _part(view, plan), not (splits and view.separable)
         blocks = tuple((scope, first > 0, stop - first) for scope, (first, stop) in part.blocks.items())
-        key = (part.ops, blocks, part.given, part.receives, part.sends, part.results, tuple(part.again.items()), part.brought, part.leaves, scattering)
+        key = (
+            part.ops,
+            blocks,
+            part.given,
+            part.receives,
+            part.sends,
+            part.results,
+            tuple(part.again.items()),
+            part.brought,
+            part.leaves,
+            scattering,
+        )
         if key not in known:
-            known[key] = profile(shares, found, extra, part, training=training, stay=plan.microbatches == 1 and not shares.habits.standing, scattering=scattering)
+            known[key] = profile(
+                shares,
+                found,
+                extra,
+                part,
+                training=training,
+                stay=plan.microbatches == 1 and not shares.habits.standing,
+                scattering=scattering,
+            )
         profiles[view.index] = known[key]
     synced = frozenset(reshard.ref[0] for reshard in found.reshards if reshard.role == "sync")
     return Holding(shares, number, here, profiles, len(plan.stages) > 1, *line, synced)
 
 
 def _part(view: View, plan: Plan) -> Part:
-    again = {scope: plan.again(plan.stages[view.index], scope, stop - first) for scope, (first, stop) in view.blocks.items()}
-    places = [stage.place for stage in plan.stages[max(0, view.index - 1):view.index + 2]]
+    again = {
+        scope: plan.again(plan.stages[view.index], scope, stop - first) for scope, (first, stop) in view.blocks.items()
+    }
+    places = [stage.place for stage in plan.stages[max(0, view.index - 1) : view.index + 2]]
     borders = [here != there for here, there in itertools.pairwise(places)]
     brought, leaves = view.index > 0 and borders[0], view.index + 1 < len(plan.stages) and borders[-1]
-    return Part(frozenset(view.ops), dict(view.blocks), view.given, view.receives, view.sends, frozenset(op.name for _, op in view.results), again, brought, leaves)
+    return Part(
+        frozenset(view.ops),
+        dict(view.blocks),
+        view.given,
+        view.receives,
+        view.sends,
+        frozenset(op.name for _, op in view.results),
+        again,
+        brought,
+        leaves,
+    )
 
 
 def extra_bytes(shares: Shares) -> Callable[[Op], float]:
-    """What the backward of one call keeps beside tensors of the graph, in one microbatch, by the prices of the plan's cluster."""
+    """What the backward of one call keeps beside tensors of the graph, in one microbatch, by the prices of the plan's
+    cluster."""
     plan, cluster = shares.plan, Cluster.from_dict(dict(shares.plan.cluster))
-    places = cluster.places(plan.places, plan.mesh)  # how much is kept depends on the kind of device only, which all places share
+    # how much is kept depends on the kind of device only, which all places share
+    places = cluster.places(plan.places, plan.mesh)
     prices = Prices(places.mesh(0), places.device(0), Settings.of(plan))
     return lambda op: prices.extra_bytes(op, shares.options(op)) / op.count * shares.scale(op)
-

@@ -1,7 +1,9 @@
-"""What recurrent networks take for themselves on a CPU, beside what they keep (passes/recurrent.py): of one direction of one layer after the other.
+"""What recurrent networks take for themselves on a CPU, beside what they keep (passes/recurrent.py): of one direction
+of one layer after the other.
 
-The products of all that comes in with the first matrix are made at once, for all positions: `gates`. Plain operators then go from position to position, and join
-what both directions give; oneDNN's LSTM works in the memory of the gates both ways, on a copy of the weights.
+The products of all that comes in with the first matrix are made at once, for all positions: `gates`. Plain operators
+then go from position to position, and join what both directions give; oneDNN's LSTM works in the memory of the gates
+both ways, on a copy of the weights.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ STATES = 6
 
 @dataclass(frozen=True)
 class Layer:
-    """Bytes of one direction of the last layer on one rank: what it gives, its gates, its weights and its states of one position."""
+    """Bytes of one direction of the last layer on one rank: what it gives, its gates, its weights and its states of one
+    position."""
 
     given: float
     gates: float
@@ -40,7 +43,14 @@ class Layer:
         rows, numbers = params[1].sizes
         fused = local.op.target is aten.lstm.input and local.op.out_dtypes[0] in ONEDNN and rows == 4 * numbers
         gates = line(rows, local.op.call.outs[0].itemsize) if fused else rows
-        return Layer(local.out / ways, local.out / ways * gates / numbers, sum(local.ins[-len(params):]) / count, local.outs[1] / count, ways, fused)
+        return Layer(
+            local.out / ways,
+            local.out / ways * gates / numbers,
+            sum(local.ins[-len(params) :]) / count,
+            local.outs[1] / count,
+            ways,
+            fused,
+        )
 
 
 def _forward(local: Local) -> float:
@@ -52,7 +62,8 @@ def _forward(local: Local) -> float:
 
 
 def _backward(local: Local) -> float:
-    """Of plain operators less than what they let go. Beside the gates oneDNN makes the gradient of what comes in to each layer, whether anybody wants it or not, one from each direction."""
+    """Of plain operators less than what they let go. Beside the gates oneDNN makes the gradient of what comes in to
+    each layer, whether anybody wants it or not, one from each direction."""
     layer = Layer.of(local)
     if not layer.fused:
         return 0.0
@@ -61,7 +72,8 @@ def _backward(local: Local) -> float:
 
 
 def _reset(local: Local) -> float:
-    """A cell's candidate, its difference from the state and what is multiplied in place, which is kept; of one that keeps nothing the products with the gates."""
+    """A cell's candidate, its difference from the state and what is multiplied in place, which is kept; of one that
+    keeps nothing the products with the gates."""
     return (3 if local.extra else 7) * local.out
 
 
@@ -71,10 +83,14 @@ def _both(local: Local) -> float:
 
 
 def _cell_back(early: int, gates: int) -> Bytes:
-    """So many states at the begin; at the end all gradients and that of the gates, when nothing of what was kept is there any more: less than nothing where that is more."""
+    """So many states at the begin; at the end all gradients and that of the gates, when nothing of what was kept is
+    there any more: less than nothing where that is more."""
 
     def nbytes(local: Local) -> float:
-        given, made = sum(local.outs), sum(nbytes for nbytes, each in zip(local.ins, local.op.call.ins, strict=True) if each.grad)
+        given, made = (
+            sum(local.outs),
+            sum(nbytes for nbytes, each in zip(local.ins, local.op.call.ins, strict=True) if each.grad),
+        )
         return max(early * local.out, made + gates * local.out - local.extra) - given - made
 
     return nbytes

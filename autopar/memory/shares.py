@@ -16,8 +16,9 @@ from autopar.rules.language import Option
 
 @dataclass(eq=False)
 class Shares:
-    """The rank that holds the first chunk of everything that is cut, the largest of uneven ones. `coord` says where it is on the
-    axes on which operators are placed: what is placed elsewhere takes none of its memory. `habits` are those of the software that runs it."""
+    """The rank that holds the first chunk of everything that is cut, the largest of uneven ones. `coord` says where it
+    is on the axes on which operators are placed: what is placed elsewhere takes none of its memory. `habits` are those
+    of the software that runs it."""
 
     program: Program
     plan: Plan
@@ -75,8 +76,14 @@ class Shares:
     @property
     def placed_axes(self) -> tuple[int, ...]:
         """The axes on which operators are placed."""
-        uses = [pair.partition("|")[0].split(",") for node in self.plan.nodes.values() for pair in (*node.ins, *node.outs)]
-        return tuple(axis for axis in range(len(self.plan.mesh)) if any(entries[axis][:1] == "O" for entries in uses if axis < len(entries)))
+        uses = [
+            pair.partition("|")[0].split(",") for node in self.plan.nodes.values() for pair in (*node.ins, *node.outs)
+        ]
+        return tuple(
+            axis
+            for axis in range(len(self.plan.mesh))
+            if any(entries[axis][:1] == "O" for entries in uses if axis < len(entries))
+        )
 
 
 def named(op: Op) -> str:

@@ -1,4 +1,5 @@
-"""The profile of one microbatch in one stage: bytes at each time of its forward and backward, and what is kept between them."""
+"""The profile of one microbatch in one stage: bytes at each time of its forward and backward, and what is kept between
+them."""
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ from autopar.problem.graph import Op
 
 @dataclass(eq=False)
 class Profile:
-    """`turn` is the time at which the forward ends, `gradients` are those of parameters that are made on the way and stay. `waiting_bytes`
-    are gradients of activations that wait for the weights' part of a backward that is taken apart; `early` is what is
-    kept and let go with the part before that; `transit_bytes` what one microbatch has on its way to the stage or from it, by kind."""
+    """`turn` is the time at which the forward ends, `gradients` are those of parameters that are made on the way and
+    stay. `waiting_bytes` are gradients of activations that wait for the weights' part of a backward that is taken
+    apart; `early` is what is kept and let go with the part before that; `transit_bytes` what one microbatch has on its
+    way to the stage or from it, by kind."""
 
     book: Book
     turn: int
@@ -70,10 +72,19 @@ class Profile:
         return [self.book.entry(s) for s in self.book.storages if s.nbytes and s.alive(time)]
 
 
-def profile(shares: Shares, edges: Edges, extra_bytes: Callable[[Op], float], part: Part, *, training: bool, stay: bool,
-            scattering: bool = True) -> Profile:
-    """Walk one microbatch through `part`, forward and, in training, backward. `stay`: whether it is the only microbatch, whose gradients
-    of parameters are made on the way; `scattering`: whether gradients of gathered weights are scattered as they come."""
+def profile(
+    shares: Shares,
+    edges: Edges,
+    extra_bytes: Callable[[Op], float],
+    part: Part,
+    *,
+    training: bool,
+    stay: bool,
+    scattering: bool = True,
+) -> Profile:
+    """Walk one microbatch through `part`, forward and, in training, backward. `stay`: whether it is the only
+    microbatch, whose gradients of parameters are made on the way; `scattering`: whether gradients of gathered weights
+    are scattered as they come."""
     forward = Forward(shares, edges, extra_bytes, Book(), part)
     forward.walk()
     turn = forward.book.now
@@ -86,5 +97,13 @@ def profile(shares: Shares, edges: Edges, extra_bytes: Callable[[Op], float], pa
         "activation": sum(shares.value(value.ref, shares.lies(value.ref).value) for value in received),
         "gradient": sum(value.grad_bytes for value in forward.sent),
         "sent activation": sum(shares.value(value.ref, value.pair.value) for value in forward.sent),
-        "sent gradient": sum(value.grad_bytes for value in received)}
-    return Profile(forward.book, turn, backward.final, backward.waiting_bytes, backward.early(), transit if shares.habits.keeps_sent else {})
+        "sent gradient": sum(value.grad_bytes for value in received),
+    }
+    return Profile(
+        forward.book,
+        turn,
+        backward.final,
+        backward.waiting_bytes,
+        backward.early(),
+        transit if shares.habits.keeps_sent else {},
+    )

@@ -1,4 +1,5 @@
-"""Storages, and the times at which they are alive. A time is one step of the walk: an operator or a change of layout."""
+"""Storages, and the times at which they are alive. A time is one step of the walk: an operator or a change of
+layout."""
 
 from __future__ import annotations
 
@@ -21,8 +22,10 @@ class Storage:
     last: int
     count: int = 1
     regathered: bool = False  # the backward gathers it again, so that keeping it costs nothing
-    takes: tuple[float, ...] = ()  # where it is gathered by collectives one after the other, what each of them takes: 0 of what rests
-    sources: tuple[Storage, ...] = ()  # what a kernel read that makes it in registers, or what it is gathered from: kept in its place
+    # where it is gathered by collectives one after the other, what each of them takes: 0 of what rests
+    takes: tuple[float, ...] = ()
+    # what a kernel read that makes it in registers, or what it is gathered from: kept in its place
+    sources: tuple[Storage, ...] = ()
 
     def alive(self, time: int) -> bool:
         """Whether it is there at that time."""
@@ -84,4 +87,12 @@ class Book:
 
     def entry(self, storage: Storage) -> Entry:
         """For the report."""
-        return Entry(storage.kind, storage.node, storage.where, storage.total, storage.count, self.labels[storage.born], self.labels[storage.last])
+        return Entry(
+            storage.kind,
+            storage.node,
+            storage.where,
+            storage.total,
+            storage.count,
+            self.labels[storage.born],
+            self.labels[storage.last],
+        )

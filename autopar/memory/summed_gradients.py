@@ -1,7 +1,9 @@
-"""Gradients of sums: one number that is seen at full size, for which memory is taken where a kernel reads rows in memory.
+"""Gradients of sums: one number that is seen at full size, for which memory is taken where a kernel reads rows in
+memory.
 
-Most backwards read such a gradient as it is. These copy it first (`grad.contiguous()` in their kernels, `expect_contiguous`, or a reshape), on every device; those
-of `ON_CPU` on a CPU alone. The tests give every operator that has a rule such a gradient, and count.
+Most backwards read such a gradient as it is. These copy it first (`grad.contiguous()` in their kernels,
+`expect_contiguous`, or a reshape), on every device; those of `ON_CPU` on a CPU alone. The tests give every operator
+that has a rule such a gradient, and count.
 """
 
 from __future__ import annotations
@@ -35,28 +37,42 @@ def _one_row(local: Local) -> bool:
 
 ROWS: dict[Any, Callable[[Local], bool]] = {
     **dict.fromkeys((ops.affine, ops.bag, ops.ragged_bags), _always),
-    **dict.fromkeys(named("""
-        einsum.default linear.default linalg_matrix_power.default lstm.input lstm_cell.default matmul.default matrix_power.default mm.default
-        conv1d.default conv1d.padding conv2d.default conv2d.padding conv3d.default conv3d.padding conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input
+    **dict.fromkeys(
+        named("""
+        einsum.default linear.default linalg_matrix_power.default lstm.input lstm_cell.default matmul.default
+        matrix_power.default mm.default
+        conv1d.default conv1d.padding conv2d.default conv2d.padding conv3d.default conv3d.padding
+        conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input
         col2im.default grid_sampler.default im2col.default
         _log_softmax.default _softmax.default log_softmax.int softmax.int
         _weight_norm.default group_norm.default layer_norm.default native_layer_norm.default
-        adaptive_avg_pool1d.default adaptive_avg_pool2d.default adaptive_avg_pool3d.default adaptive_max_pool1d.default adaptive_max_pool2d.default adaptive_max_pool3d.default
-        avg_pool1d.default avg_pool2d.default avg_pool3d.default max_pool1d.default max_pool1d_with_indices.default max_pool2d.default max_pool2d_with_indices.default
+        adaptive_avg_pool1d.default adaptive_avg_pool2d.default adaptive_avg_pool3d.default adaptive_max_pool1d.default
+        adaptive_max_pool2d.default adaptive_max_pool3d.default
+        avg_pool1d.default avg_pool2d.default avg_pool3d.default max_pool1d.default max_pool1d_with_indices.default
+        max_pool2d.default max_pool2d_with_indices.default
         max_pool3d.default max_pool3d_with_indices.default max_unpool2d.default max_unpool3d.default
-        _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec _upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec
-        upsample_bicubic2d.default upsample_bicubic2d.vec upsample_bilinear2d.default upsample_bilinear2d.vec upsample_linear1d.default upsample_linear1d.vec
-        upsample_nearest1d.default upsample_nearest1d.vec upsample_nearest2d.default upsample_nearest2d.vec upsample_nearest3d.vec upsample_trilinear3d.vec
-        reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default replication_pad1d.default replication_pad2d.default replication_pad3d.default
+        _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec _upsample_nearest_exact1d.vec
+        _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec
+        upsample_bicubic2d.default upsample_bicubic2d.vec upsample_bilinear2d.default upsample_bilinear2d.vec
+        upsample_linear1d.default upsample_linear1d.vec
+        upsample_nearest1d.default upsample_nearest1d.vec upsample_nearest2d.default upsample_nearest2d.vec
+        upsample_nearest3d.vec upsample_trilinear3d.vec
+        reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default replication_pad1d.default
+        replication_pad2d.default replication_pad3d.default
         channel_shuffle.default pixel_shuffle.default pixel_unshuffle.default
         embedding.default segment_reduce.default
-        fft_fft.default fft_fft2.default fft_fftn.default fft_hfft.default fft_ifft2.default fft_ifftn.default fft_irfft2.default fft_irfftn.default
-        nanquantile.scalar quantile.scalar"""), _always),
+        fft_fft.default fft_fft2.default fft_fftn.default fft_hfft.default fft_ifft2.default fft_ifftn.default
+        fft_irfft2.default fft_irfftn.default
+        nanquantile.scalar quantile.scalar"""),
+        _always,
+    ),
     **dict.fromkeys((aten.tril.default, aten.triu.default), lambda local: len(local.op.call.ins[0].shape) > 2),
     aten.bmm.default: _always,
     aten.cdist.default: _without(1),
     aten.fft_irfft.default: _one_row,
-    aten.kl_div.default: lambda local: local.given("reduction") == 0 and not local.given("log_target") and not local.grad(1),
+    aten.kl_div.default: lambda local: (
+        local.given("reduction") == 0 and not local.given("log_target") and not local.grad(1)
+    ),
     aten.masked_scatter.default: lambda local: local.grad(len(local.ins) - 1),
     aten.pad.default: lambda local: local.given("mode") != "constant",
     aten.roll.default: lambda local: not local.given("dims"),
@@ -70,7 +86,8 @@ BATCHES = frozenset((aten.bmm.default, aten.matmul.default))
 
 
 def made_whole(local: Local, gradient_bytes: float) -> float:
-    """Bytes of the gradient of a result as rows, where `gradient_bytes` say that it is that of a sum and the backward does not read it as it is."""
+    """Bytes of the gradient of a result as rows, where `gradient_bytes` say that it is that of a sum and the backward
+    does not read it as it is."""
     if gradient_bytes >= local.out:
         return 0.0
     wants = ROWS.get(local.op.target)

@@ -1,7 +1,9 @@
-"""Temporary memory of operators: bytes that are allocated and freed while an operator runs, one row each, as formulas in the sizes of its tensors (`local.taken`).
+"""Temporary memory of operators: bytes that are allocated and freed while an operator runs, one row each, as formulas
+in the sizes of its tensors (`local.taken`).
 
-Most are results of the plain operators that a composite operator or a derivative consists of (torch's derivatives.yaml, FunctionsManual.cpp, Loss.cpp), on
-all devices. `CPU` has what only CPU kernels allocate. The tests measure every operator that has a rule on its samples, so that one without a row shows.
+Most are results of the plain operators that a composite operator or a derivative consists of (torch's derivatives.yaml,
+FunctionsManual.cpp, Loss.cpp), on all devices. `CPU` has what only CPU kernels allocate. The tests measure every
+operator that has a rule on its samples, so that one without a row shows.
 """
 
 from __future__ import annotations
@@ -21,13 +23,18 @@ from passes import ops
 aten = torch.ops.aten
 
 
-FIRST = frozenset(named("""_to_copy.default add.Scalar add.Tensor addcdiv.default addcmul.default addmv.default clone.default contiguous.default fmod.Scalar fmod.Tensor frac.default
-    index_add.default lift_fresh_copy.default remainder.Scalar remainder.Tensor scatter_add.default sgn.default sub.Scalar sub.Tensor"""))
+FIRST = frozenset(
+    named("""_to_copy.default add.Scalar add.Tensor addcdiv.default addcmul.default addmv.default clone.default
+    contiguous.default fmod.Scalar fmod.Tensor frac.default
+    index_add.default lift_fresh_copy.default remainder.Scalar remainder.Tensor scatter_add.default sgn.default
+    sub.Scalar sub.Tensor""")
+)
 """Operators that hand the gradient of their result on to the first operand without a copy, or make none."""
 
 
 def same(op: Op, operand: int) -> bool:
-    """Whether the gradient of an operand is the gradient of the result itself, but for the sum where the operand is broadcast."""
+    """Whether the gradient of an operand is the gradient of the result itself, but for the sum where the operand is
+    broadcast."""
     if operand == 1:
         return op.target in (aten.add.Tensor, aten.rsub.Tensor) and op.call.kwargs.get("alpha", 1) == 1
     return op.target in FIRST or (op.target is aten.index_put.default and bool(given(op.call)["accumulate"]))
@@ -38,7 +45,10 @@ def reduced(local: Local) -> float:
     if local.op.target not in pointwise.RULES or not local.outs:
         return 0.0
     elements = local.out / local.op.call.outs[0].itemsize
-    made = [each.grad and nbytes / each.itemsize < elements and not same(local.op, i) for i, (nbytes, each) in enumerate(zip(local.ins, local.op.call.ins, strict=True))]
+    made = [
+        each.grad and nbytes / each.itemsize < elements and not same(local.op, i)
+        for i, (nbytes, each) in enumerate(zip(local.ins, local.op.call.ins, strict=True))
+    ]
     return sum(made) * local.out
 
 
@@ -84,19 +94,28 @@ def _joined(local: Local) -> float:
     """Bytes of the larger of two operands after each is broadcast to the common size."""
     (x, a), (y, b) = ((nbytes, each.sizes) for nbytes, each in zip(local.ins, local.op.call.ins, strict=True))
     rank = max(len(a), len(b))
-    wide = math.prod(max(sizes) for sizes in zip(*((1,) * (rank - len(each)) + tuple(each) for each in (a, b)), strict=True))
+    wide = math.prod(
+        max(sizes) for sizes in zip(*((1,) * (rank - len(each)) + tuple(each) for each in (a, b)), strict=True)
+    )
     return max(x * wide / math.prod(a), y * wide / math.prod(b))
 
 
 def _smaller(local: Local) -> float:
     """A gradient at full size where an operand that has one is broadcast."""
-    return taken("w")(local) if any(each.grad and nbytes < local.whole[0] for nbytes, each in zip(local.ins, local.op.call.ins, strict=True)) else 0.0
+    return (
+        taken("w")(local)
+        if any(each.grad and nbytes < local.whole[0] for nbytes, each in zip(local.ins, local.op.call.ins, strict=True))
+        else 0.0
+    )
 
 
 def _similarity_back(local: Local) -> float:
-    """Four products at the common size, less those that become gradients; and gradients before they are summed over broadcast dims."""
+    """Four products at the common size, less those that become gradients; and gradients before they are summed over
+    broadcast dims."""
     wide = _joined(local)
-    return (4 - local.grads) * wide + sum(wide - nbytes for nbytes, each in zip(local.ins, local.op.call.ins, strict=True) if each.grad)
+    return (4 - local.grads) * wide + sum(
+        wide - nbytes for nbytes, each in zip(local.ins, local.op.call.ins, strict=True) if each.grad
+    )
 
 
 def _transform(plain: str, sized: str) -> Bytes:
@@ -106,7 +125,9 @@ def _transform(plain: str, sized: str) -> Bytes:
 
 def _along(last: str, other: str) -> Bytes:
     """`last` where the dim of the operator is the last one, else `other`."""
-    return lambda local: taken(last if local.given("dim") in (-1, len(local.op.call.ins[0].shape) - 1) else other)(local)
+    return lambda local: taken(last if local.given("dim") in (-1, len(local.op.call.ins[0].shape) - 1) else other)(
+        local
+    )
 
 
 def _masked(local: Local) -> float:
@@ -153,25 +174,33 @@ def _truths(local: Local) -> float:
 
 def _counts(local: Local) -> float:
     """Of a mean the number of sources of each index: ones that are added up, then a mask of the zeros."""
-    return local.ins[0] + max(local.ins[2], local.ins[0] / local.op.call.ins[0].itemsize) if local.given("reduce") == "mean" else 0.0
+    return (
+        local.ins[0] + max(local.ins[2], local.ins[0] / local.op.call.ins[0].itemsize)
+        if local.given("reduce") == "mean"
+        else 0.0
+    )
 
 
 SPREAD = {"mean": (2, 3, 0), "amax": (4, 4, 0), "amin": (4, 4, 0), "prod": (6, 7, 2)}
-"""Reduction -> the number of tensors of the operand's size, of the source's size, and of masks of the source in index_reduce_backward, both gradients included."""
+"""Reduction -> the number of tensors of the operand's size, of the source's size, and of masks of the source in
+index_reduce_backward, both gradients included."""
 
 
 def _spread_back(local: Local) -> float:
     """Bytes of the tensors of `SPREAD`, less the gradients that are wanted."""
     wide, sources, masks = SPREAD[local.given("reduce")]
     source = local.ins[2]
-    return (wide - local.grad(0)) * local.ins[0] + (sources - local.grad(2) + masks / local.op.call.ins[2].itemsize) * source
+    return (wide - local.grad(0)) * local.ins[0] + (
+        sources - local.grad(2) + masks / local.op.call.ins[2].itemsize
+    ) * source
 
 
 NONE, MEAN = 0, 1  # the reduction argument of ATen losses
 
 
 def _terms(each: float, summed: float) -> Bytes:
-    """A loss that adds up terms: `each` tensors without a reduction, `summed` with one. Some losses sum into the memory of the terms, so that the scalar keeps all of it alive."""
+    """A loss that adds up terms: `each` tensors without a reduction, `summed` with one. Some losses sum into the memory
+    of the terms, so that the scalar keeps all of it alive."""
     return lambda local: (each if local.given("reduction") == NONE else summed) * taken("w")(local)
 
 
@@ -205,15 +234,24 @@ def _of_mean(rest: Bytes) -> Bytes:
 
 
 FORWARD: dict[Any, Bytes] = {
-    **rows({
-        "w": "isinf native_dropout normal.Tensor_float median histc trapezoid.dx",
-        "w+m": "count_nonzero.dim_IntList", "w+2m": "isfinite", "2w+3m": "isclose", "w+8m": "kthvalue",
-        "w+o": "logsumexp special_logsumexp", "a": "argsort argsort.stable", "b": "cholesky_solve",
-    }),
+    **rows(
+        {
+            "w": "isinf native_dropout normal.Tensor_float median histc trapezoid.dx",
+            "w+m": "count_nonzero.dim_IntList",
+            "w+2m": "isfinite",
+            "2w+3m": "isclose",
+            "w+8m": "kthvalue",
+            "w+o": "logsumexp special_logsumexp",
+            "a": "argsort argsort.stable",
+            "b": "cholesky_solve",
+        }
+    ),
     **dict.fromkeys(named("all.default all.dim all.dims any.default any.dim any.dims"), _truths),
     **dict.fromkeys((aten.median.dim, aten.nanmedian.dim), _along("", "w")),
     **dict.fromkeys((aten.fft_fftshift.default, aten.fft_ifftshift.default), _turns("dim")),
-    **dict.fromkeys(named("fft_fft2.default fft_fftn.default fft_ifft2.default fft_ifftn.default"), _transform("o", "2o")),
+    **dict.fromkeys(
+        named("fft_fft2.default fft_fftn.default fft_ifft2.default fft_ifftn.default"), _transform("o", "2o")
+    ),
     **dict.fromkeys(named("fft_irfft2.default fft_irfftn.default"), _transform("2a", "a")),
     aten.fft_irfft.default: _along("", "2.5a"),
     aten.fft_hfft.default: _along("a", "3.5a"),
@@ -227,9 +265,13 @@ FORWARD: dict[Any, Bytes] = {
     aten.binary_cross_entropy.default: _terms(0, 1),
     aten.binary_cross_entropy_with_logits.default: _terms(1, 2),
     aten.cosine_embedding_loss.default: taken("w"),
-    aten.cross_entropy_loss.default: lambda local: taken("w")(local) * local.op.call.ins[1].floating,  # of shares of classes
+    # of shares of classes
+    aten.cross_entropy_loss.default: lambda local: taken("w")(local) * local.op.call.ins[1].floating,
     **dict.fromkeys((ops.cross_entropy_each, ops.cross_entropy_sum), lambda local: taken("a")(local) * _smooths(local)),
-    ops.weigh_valid: lambda local: local.ins[0] + local.ins[0] / local.op.call.ins[0].itemsize * (1 + local.op.call.ins[1].itemsize),  # labels, which are left out, and weights
+    # labels, which are left out, and weights
+    ops.weigh_valid: lambda local: (
+        local.ins[0] + local.ins[0] / local.op.call.ins[0].itemsize * (1 + local.op.call.ins[1].itemsize)
+    ),
     aten.hinge_embedding_loss.default: _terms(4, 5),
     aten.huber_loss.default: _terms(0, 1),
     aten.kl_div.default: _divergence,
@@ -249,24 +291,51 @@ FORWARD: dict[Any, Bytes] = {
 """Bytes beside operands, results and what is kept, while the forward runs."""
 
 BACKWARD: dict[Any, Bytes] = {
-    **rows({
-        "0.5w": "repeat", "m": "clamp_min clamp_max clamp_min.Tensor clamp_max.Tensor clamp.Tensor", "2m": "fmax fmin",
-        "w": """batch_norm copysign.Scalar copysign.Tensor cosh digamma div.Tensor_mode exp2 expm1 frobenius_norm.dim hypot instance_norm lerp.Tensor lgamma linalg_vector_norm
-                log10 log1p log2 native_dropout norm.Scalar norm.ScalarOpt_dim pow.Scalar prelu prod sin sinh special_i0 special_log1p special_xlogy.self_scalar sqrt
+    **rows(
+        {
+            "0.5w": "repeat",
+            "m": "clamp_min clamp_max clamp_min.Tensor clamp_max.Tensor clamp.Tensor",
+            "2m": "fmax fmin",
+            "w": """batch_norm copysign.Scalar copysign.Tensor cosh digamma div.Tensor_mode exp2 expm1
+            frobenius_norm.dim hypot instance_norm lerp.Tensor lgamma linalg_vector_norm
+                log10 log1p log2 native_dropout norm.Scalar norm.ScalarOpt_dim pow.Scalar prelu prod sin sinh
+                special_i0 special_log1p special_xlogy.self_scalar sqrt
                 trapezoid.dx xlogy.Scalar_Self""",
-        "w+m": "nan_to_num", "w+2m": "max.other maximum min.other minimum nansum", "w+3m": "special_xlog1py special_xlogy xlogy.Tensor",
-        "1.5b": "ldexp.Tensor", "1.5w": "float_power.Scalar", "w+2o": "var var.correction var.dim", "w+3o": "prod.dim_int std std.correction std.dim", "w+m+3o": "amax amin",
-        "2w": """atan cholesky_inverse cos cumsum logsumexp pow.Tensor_Scalar reciprocal rsqrt special_logsumexp special_xlog1py.self_scalar square std_mean.correction
+            "w+m": "nan_to_num",
+            "w+2m": "max.other maximum min.other minimum nansum",
+            "w+3m": "special_xlog1py special_xlogy xlogy.Tensor",
+            "1.5b": "ldexp.Tensor",
+            "1.5w": "float_power.Scalar",
+            "w+2o": "var var.correction var.dim",
+            "w+3o": "prod.dim_int std std.correction std.dim",
+            "w+m+3o": "amax amin",
+            "2w": """atan cholesky_inverse cos cumsum logsumexp pow.Tensor_Scalar reciprocal rsqrt special_logsumexp
+            special_xlog1py.self_scalar square std_mean.correction
                  std_mean.dim tan var_mean.correction var_mean.dim""",
-        "2w+m": "max median min", "2w+m+3o": "aminmax", "2.5w": "float_power.Tensor_Scalar",
-        "3w": "acosh asinh atanh cholesky linalg_cholesky logaddexp logaddexp2 special_entr", "3w+m": "cumprod",
-        "4w": "asin erf erfc erfinv", "4w+m": "pow.Tensor_Tensor", "5w": "acos float_power.Tensor_Tensor", "7w": "logcumsumexp sinc",
-        "a": "fft_fft fft_fft2 fft_fftn fft_ifft2 fft_ifftn", "a+o": "fft_ifft", "3a": "fft_ihfft fft_rfft fft_rfft2 fft_rfftn", "4b": "embedding_bag.padding_idx",
-    }),
+            "2w+m": "max median min",
+            "2w+m+3o": "aminmax",
+            "2.5w": "float_power.Tensor_Scalar",
+            "3w": "acosh asinh atanh cholesky linalg_cholesky logaddexp logaddexp2 special_entr",
+            "3w+m": "cumprod",
+            "4w": "asin erf erfc erfinv",
+            "4w+m": "pow.Tensor_Tensor",
+            "5w": "acos float_power.Tensor_Tensor",
+            "7w": "logcumsumexp sinc",
+            "a": "fft_fft fft_fft2 fft_fftn fft_ifft2 fft_ifftn",
+            "a+o": "fft_ifft",
+            "3a": "fft_ihfft fft_rfft fft_rfft2 fft_rfftn",
+            "4b": "embedding_bag.padding_idx",
+        }
+    ),
     **dict.fromkeys((aten.fft_fftshift.default, aten.fft_ifftshift.default), _turns("dim")),
     **dict.fromkeys((aten.div.Tensor, aten.true_divide.Tensor), _quotient),
-    **dict.fromkeys((aten.fmod.Tensor, aten.remainder.Tensor, aten.masked_scatter.default), lambda local: _for(len(local.ins) - 1, "w")(local)),
-    **dict.fromkeys((aten.select_scatter.default, aten.slice_scatter.default, aten.diagonal_scatter.default), _for(1, "", "b")),
+    **dict.fromkeys(
+        (aten.fmod.Tensor, aten.remainder.Tensor, aten.masked_scatter.default),
+        lambda local: _for(len(local.ins) - 1, "w")(local),
+    ),
+    **dict.fromkeys(
+        (aten.select_scatter.default, aten.slice_scatter.default, aten.diagonal_scatter.default), _for(1, "", "b")
+    ),
     **dict.fromkeys((ops.bag, ops.ragged_bags), taken("4b")),
     aten.abs.default: lambda local: _complex(local, 2.0) or taken("w")(local),
     aten.addcdiv.default: lambda local: 4 * local.out * (local.grad(1) or local.grad(2)),
@@ -293,7 +362,9 @@ BACKWARD: dict[Any, Bytes] = {
     aten.pad.default: _circular,
     aten.roll.default: _turns("shifts"),
     aten.scatter_reduce.two: _not_summed("5w"),
-    aten.binary_cross_entropy_with_logits.default: lambda local: taken("w")(local) * (len(local.ins) > 2 or local.grad(1)) * max(1, len(local.ins) - 1),
+    aten.binary_cross_entropy_with_logits.default: lambda local: (
+        taken("w")(local) * (len(local.ins) > 2 or local.grad(1)) * max(1, len(local.ins) - 1)
+    ),
     aten.cosine_embedding_loss.default: lambda local: local.grads * taken("w")(local),
     aten.cosine_similarity.default: _similarity_back,
     aten.cross_entropy_loss.default: taken("w"),

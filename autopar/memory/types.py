@@ -6,15 +6,30 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-KINDS = ("weights", "gradients", "optimizer", "master", "buffers", "inputs", "activations", "gathered weights", "whole gradients",
-         "gradients of activations", "reshards", "temporaries", "gradient sums", "pipeline buffers")
+KINDS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "master",
+    "buffers",
+    "inputs",
+    "activations",
+    "gathered weights",
+    "whole gradients",
+    "gradients of activations",
+    "reshards",
+    "temporaries",
+    "gradient sums",
+    "pipeline buffers",
+)
 """What bytes are for. Of them weights to inputs rest: they are there whatever a microbatch does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Bytes that are alive at the peak: what for (one of KINDS), whose (`node`, an operator or parameter), `count` tensors of them
-    all together (instances of a block, microbatches), made at `since` and let go at `until` (operators of the walk)."""
+    """Bytes that are alive at the peak: what for (one of KINDS), whose (`node`, an operator or parameter), `count`
+    tensors of them all together (instances of a block, microbatches), made at `since` and let go at `until` (operators
+    of the walk)."""
 
     kind: str
     node: str
@@ -29,10 +44,10 @@ class Entry:
 class Place:
     """One place of a pipeline (the only one of a plan that has none): bytes on its fullest rank.
 
-    `when` is the moment of the peak and `entries` what is alive then, largest first. `rest` are the bytes that a training step
-    holds in the end, by kind; `kept_bytes` what one microbatch leaves for its backward, by stage, and `in_flight` of how many a
-    stage keeps that when the place keeps most; `phases` the peak of each part of the step: forward, backward, update; `host_bytes` what is in the
-    memory of the host for one rank.
+    `when` is the moment of the peak and `entries` what is alive then, largest first. `rest` are the bytes that a
+    training step holds in the end, by kind; `kept_bytes` what one microbatch leaves for its backward, by stage, and
+    `in_flight` of how many a stage keeps that when the place keeps most; `phases` the peak of each part of the step:
+    forward, backward, update; `host_bytes` what is in the memory of the host for one rank.
     """
 
     number: int
@@ -85,7 +100,22 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types only."""
-        return {"peak_bytes": self.peak_bytes, "fullest": self.fullest.number, "places": [
-            {"number": p.number, "when": p.when, "peak_bytes": p.peak_bytes, "rest": dict(p.rest), "kept_bytes": list(p.kept_bytes),
-             "in_flight": list(p.in_flight), "phases": dict(p.phases), "host_bytes": p.host_bytes, "by_kind": p.by_kind(), "entries": [asdict(e) for e in p.entries]}
-            for p in self.places]}
+        return {
+            "peak_bytes": self.peak_bytes,
+            "fullest": self.fullest.number,
+            "places": [
+                {
+                    "number": p.number,
+                    "when": p.when,
+                    "peak_bytes": p.peak_bytes,
+                    "rest": dict(p.rest),
+                    "kept_bytes": list(p.kept_bytes),
+                    "in_flight": list(p.in_flight),
+                    "phases": dict(p.phases),
+                    "host_bytes": p.host_bytes,
+                    "by_kind": p.by_kind(),
+                    "entries": [asdict(e) for e in p.entries],
+                }
+                for p in self.places
+            ],
+        }

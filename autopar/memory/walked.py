@@ -13,8 +13,8 @@ from autopar.problem.pairs import LayoutPair
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """A value as its readers have it. `slot` is the gradient that has come so far, `leaf` the parameter that it is; `view`: whether
-    it looks at another one's memory."""
+    """A value as its readers have it. `slot` is the gradient that has come so far, `leaf` the parameter that it is;
+    `view`: whether it looks at another one's memory."""
 
     ref: Ref
     pair: LayoutPair
@@ -39,9 +39,10 @@ class Step:
 
 @dataclass(eq=False, slots=True)
 class Blocks:
-    """A run of `count` blocks as it was walked: the steps of one, what goes in and round, and what stands for the other blocks: `twins`
-    of the first one by what the last one keeps, and the rest of them together. Where blocks are run again in the backward, `stored` is
-    what they keep for it, and `made` what they make again; `again`: whether the first one is, and the last."""
+    """A run of `count` blocks as it was walked: the steps of one, what goes in and round, and what stands for the other
+    blocks: `twins` of the first one by what the last one keeps, and the rest of them together. Where blocks are run
+    again in the backward, `stored` is what they keep for it, and `made` what they make again; `again`: whether the
+    first one is, and the last."""
 
     run: Run
     count: int
@@ -58,10 +59,11 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Part:
-    """What of a program one walk goes over: top-level operators, and the number of instances of each run of blocks, begun
-    earlier or not; values that come in and that go to the next stage; `given` are sums that a step takes once; `again`: of how many
-    instances of a run, the first ones, the forward is run again in the backward (absent: of all, where the plan runs them again);
-    `brought`: whether what comes in is from another place, `leaves`: whether what is sent goes to one."""
+    """What of a program one walk goes over: top-level operators, and the number of instances of each run of blocks,
+    begun earlier or not; values that come in and that go to the next stage; `given` are sums that a step takes once;
+    `again`: of how many instances of a run, the first ones, the forward is run again in the backward (absent: of all,
+    where the plan runs them again); `brought`: whether what comes in is from another place, `leaves`: whether what is
+    sent goes to one."""
 
     ops: frozenset[str]
     blocks: dict[str, tuple[int, int]]

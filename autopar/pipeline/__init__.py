@@ -5,8 +5,8 @@
     views(program, plan)          what each stage of a plan computes, receives, sends and holds
     microbatching(...)            how each value is shared by the microbatches of a step
 
-A stage is a part of the graph, not a graph of its own: layouts, reshards and prices are those of the whole program, and a
-value that crosses is sent by each rank to the rank with the same coordinates in the next stage, as it lies.
+A stage is a part of the graph, not a graph of its own: layouts, reshards and prices are those of the whole program, and
+a value that crosses is sent by each rank to the rank with the same coordinates in the next stage, as it lies.
 """
 
 from autopar.pipeline.schedules import SCHEDULES, Schedule

@@ -1,7 +1,8 @@
 """The seconds of each piece in each pass: its work, and its part of the exposed communication.
 
-Exposed communication is found per *scope*, which is a run of blocks, or all operators outside of blocks ("") together: all background collectives of a scope
-overlap all of its work (pipeline.work.shown_s). The share that is exposed is the same for all pieces of a scope. Where this is known to be wrong it is corrected:
+Exposed communication is found per *scope*, which is a run of blocks, or all operators outside of blocks ("") together:
+all background collectives of a scope overlap all of its work (pipeline.work.shown_s). The share that is exposed is the
+same for all pieces of a scope. Where this is known to be wrong it is corrected:
 
     first gathers     of a backward after its forward overlap what the model computes before its blocks' backward
     after the blocks  gathers of a stage overlap its last blocks
@@ -25,8 +26,9 @@ from autopar.problem.hiding import Loads
 
 @dataclass(frozen=True, eq=False)
 class Aggregate:
-    """The work of all pieces, by name, of `program`. `apart`: they are in different stages of a pipeline. `sums_at_end`: sums of gradients that happen once per
-    step wait for its end, as with several microbatches. `line` has the collectives in program order."""
+    """The work of all pieces, by name, of `program`. `apart`: they are in different stages of a pipeline.
+    `sums_at_end`: sums of gradients that happen once per step wait for its end, as with several microbatches. `line`
+    has the collectives in program order."""
 
     program: Program
     did: Mapping[str, Did]
@@ -49,7 +51,13 @@ class Aggregate:
             return found
         for way in (FORWARD, BACKWARD):
             follows_forward = way == BACKWARD and not self.sums_at_end
-            more_s = self.line.more_s(scopes, {scope: each[way] for scope, each in exposed.items()}, way, contention, gathers_first=follows_forward)
+            more_s = self.line.more_s(
+                scopes,
+                {scope: each[way] for scope, each in exposed.items()},
+                way,
+                contention,
+                gathers_first=follows_forward,
+            )
             moved_s = {name: self._moved_s(name, way) for name in found}
             for name, own_s in found.items():
                 own_s[way] += more_s * moved_s[name] / (sum(moved_s.values()) or 1.0)
@@ -66,18 +74,27 @@ class Aggregate:
         """By scope, the passes over all of its pieces."""
         scopes: dict[str, list[Pass]] = {}
         for name, did in self.did.items():
-            for total, part in zip(scopes.setdefault(self._scope(name), [Pass() for _ in PASSES]), did.passes, strict=True):
+            for total, part in zip(
+                scopes.setdefault(self._scope(name), [Pass() for _ in PASSES]), did.passes, strict=True
+            ):
                 total.add(part)
         return scopes
 
     def _seconds(self, exposed: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-        """By piece, the seconds of each pass with the share `exposed`, by scope and pass, of its background collectives."""
-        return {name: [part.work_s + share * part.background_s for part, share in zip(did.passes, exposed[self._scope(name)], strict=True)]
-                for name, did in self.did.items()}
+        """By piece, the seconds of each pass with the share `exposed`, by scope and pass, of its background
+        collectives."""
+        return {
+            name: [
+                part.work_s + share * part.background_s
+                for part, share in zip(did.passes, exposed[self._scope(name)], strict=True)
+            ]
+            for name, did in self.did.items()
+        }
 
     def _without_blocks(self, found: dict[str, list[float]], contention: float) -> None:
-        """Raise the seconds of pieces of a model without blocks. Which of them will share a stage is not known yet, so that one overlaps at most as much compute as it has itself and
-        as all pieces before it have, during which its gathers begin and the scatters go on."""
+        """Raise the seconds of pieces of a model without blocks. Which of them will share a stage is not known yet, so
+        that one overlaps at most as much compute as it has itself and as all pieces before it have, during which its
+        gathers begin and the scatters go on."""
         before_s = [0.0] * len(PASSES)
         for name, did in self.did.items():
             for way, part in enumerate(did.passes):
@@ -92,15 +109,26 @@ class Aggregate:
         part = self.did[name].passes[way]
         return part.background_s + part.after.all_s
 
-    def _overlap_first_gathers(self, scopes: Mapping[str, Sequence[Pass]], exposed: Mapping[str, list[float]], contention: float) -> None:
-        """A backward that follows its forward begins with the gathers of the block whose backward comes first (runtime.regather). They overlap what the model
-        computes before that block: lower the exposed share of that run of blocks by it."""
-        first = next((scope for scope in reversed(self.program.runs) if scope in scopes and scopes[scope][BACKWARD].ahead.moving_s), None)
+    def _overlap_first_gathers(
+        self, scopes: Mapping[str, Sequence[Pass]], exposed: Mapping[str, list[float]], contention: float
+    ) -> None:
+        """A backward that follows its forward begins with the gathers of the block whose backward comes first
+        (runtime.regather). They overlap what the model computes before that block: lower the exposed share of that run
+        of blocks by it."""
+        first = next(
+            (
+                scope
+                for scope in reversed(self.program.runs)
+                if scope in scopes and scopes[scope][BACKWARD].ahead.moving_s
+            ),
+            None,
+        )
         if first is None or "" not in scopes:
             return
         blocks, outside = scopes[first][BACKWARD], scopes[""][BACKWARD]
         share = 1.0 / self.program.runs[first].count
-        without, with_first = Pass(), Pass()  # the run without the gathers of one block, and what is outside of blocks with them
+        # the run without the gathers of one block, and what is outside of blocks with them
+        without, with_first = Pass(), Pass()
         without.add(blocks)
         without.ahead = Loads(load.times(1.0 - share) for load in blocks.ahead.moving())
         with_first.add(outside)
@@ -109,9 +137,13 @@ class Aggregate:
         exposed[first][BACKWARD] = min(exposed[first][BACKWARD], exposed_s / blocks.background_s)
 
     def _exposed_after_blocks(self, scopes: Mapping[str, Sequence[Pass]], share: float, contention: float) -> float:
-        """The exposed share of what a stage gathers for operators after its blocks. These gathers begin with the last block, or a few blocks earlier
-        (runtime.prefetch), and overlap the compute of these that the blocks' own collectives leave. `share` where there are no blocks."""
-        outside, last = scopes[""][FORWARD], next((scope for scope in reversed(self.program.runs) if scope in scopes), None)
+        """The exposed share of what a stage gathers for operators after its blocks. These gathers begin with the last
+        block, or a few blocks earlier (runtime.prefetch), and overlap the compute of these that the blocks' own
+        collectives leave. `share` where there are no blocks."""
+        outside, last = (
+            scopes[""][FORWARD],
+            next((scope for scope in reversed(self.program.runs) if scope in scopes), None),
+        )
         if last is None or not outside.background_s:
             return share
         blocks, count = scopes[last][FORWARD], self.program.runs[last].count

@@ -14,8 +14,15 @@ from autopar.plan import Plan
 from autopar.problem.graph import Program
 
 
-def pipelined(plan: Plan, program: Program, bounds: Sequence[int], schedule: str, places: int, micro: Microbatching | None,
-              microbatches: int) -> Plan:
+def pipelined(
+    plan: Plan,
+    program: Program,
+    bounds: Sequence[int],
+    schedule: str,
+    places: int,
+    micro: Microbatching | None,
+    microbatches: int,
+) -> Plan:
     """`plan`, whose mesh is that of one place, with stages between `bounds` (see units.stages_of) under `schedule`.
 
     `micro` says how microbatches share values; None for one microbatch. Raises PlanError for an unknown schedule, and
@@ -32,5 +39,12 @@ def pipelined(plan: Plan, program: Program, bounds: Sequence[int], schedule: str
     nodes = plan.nodes
     if micro is not None:
         nodes = {name: replace(node, micro=micro.entries[name]) for name, node in nodes.items()}
-    return replace(plan, nodes=nodes, stages=stages, schedule=schedule, microbatches=microbatches,
-                   totals=totals, shared=micro.shared if micro is not None else ())
+    return replace(
+        plan,
+        nodes=nodes,
+        stages=stages,
+        schedule=schedule,
+        microbatches=microbatches,
+        totals=totals,
+        shared=micro.shared if micro is not None else (),
+    )

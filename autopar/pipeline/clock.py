@@ -1,11 +1,14 @@
 """The collectives of a program in program order: by how much a pass is longer than its aggregate price says.
 
-The aggregate price of a pass (pipeline.passes) overlaps all of its background collectives with all of its compute. In program order
-less may overlap: a gather can only run between the gather before it and its use, and the sum of a gradient only after that gradient.
+The aggregate price of a pass (pipeline.passes) overlaps all of its background collectives with all of its compute. In
+program order less may overlap: a gather can only run between the gather before it and its use, and the sum of a
+gradient only after that gradient.
 
-    forward    a gather begins with the block or the gather before it (runtime.prefetch), as gathers of leaves begin with buckets (runtime.leaves)
-    backward   the same in reverse order, what runs again of a block first; the scatter of a gradient to the layout of its leaf is waited for when enough
-               bytes are queued behind it (autopar.deferred_waits); then the gradient is summed over ranks in buckets (runtime.gradsync)
+    forward    a gather begins with the block or the gather before it (runtime.prefetch), as gathers of leaves begin
+               with buckets (runtime.leaves)
+    backward   the same in reverse order, what runs again of a block first; the scatter of a gradient to the layout of
+               its leaf is waited for when enough bytes are queued behind it (autopar.deferred_waits); then the gradient
+               is summed over ranks in buckets (runtime.gradsync)
 
 Of a long run of blocks MOST are run through; those in the middle take as long as these do there.
 """
@@ -27,7 +30,8 @@ MOST = 32
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A leaf that is gathered once per step, by collectives of one `kind`, read first at `reader`; `ahead`: all of them are gathers, which begin early."""
+    """A leaf that is gathered once per step, by collectives of one `kind`, read first at `reader`; `ahead`: all of them
+    are gathers, which begin early."""
 
     sent: Sent
     kinds: Hashable
@@ -47,20 +51,31 @@ class Timeline:
         return self.program.ops[self.program.runs[scope].ports[0]].count if scope else 1
 
     def add_sum(self, reader: str, gradient: Sum, count: float) -> None:
-        """Note the sum of a weight's gradient, whose first `reader` is an operator. `count`: instances in all blocks."""
+        """Note the sum of a weight's gradient, whose first `reader` is an operator. `count`: instances in all
+        blocks."""
         op = self.program.ops[reader]
         self.stops.at(op, BACK).sums.append(gradient.times(count / self.blocks(op.scope)))
 
     def add_leaf(self, reader: str, sent: Sent, kinds: Hashable, *, ahead: bool) -> None:
-        """Note the gather of a leaf once per step, whose first `reader` is an operator; `ahead`: it consists of gathers, which begin early in buckets."""
+        """Note the gather of a leaf once per step, whose first `reader` is an operator; `ahead`: it consists of
+        gathers, which begin early in buckets."""
         op = self.program.ops[reader]
         self._leaves.setdefault(op.scope, []).append(_Leaf(sent, kinds, self.program.order[reader], ahead))
 
-    def more_s(self, scopes: Mapping[str, Sequence[Pass]], exposed: Mapping[str, float], way: int, contention: float, *, gathers_first: bool) -> float:
+    def more_s(
+        self,
+        scopes: Mapping[str, Sequence[Pass]],
+        exposed: Mapping[str, float],
+        way: int,
+        contention: float,
+        *,
+        gathers_first: bool,
+    ) -> float:
         """Seconds that program order adds to the aggregate price of the pass `way`.
 
-        `scopes`: by scope ("" for what is outside of blocks) the aggregate passes; `exposed`: the share of their background collectives
-        that the aggregate price exposes. `gathers_first`: the first gathers begin with the pass, as in a backward right after its forward.
+        `scopes`: by scope ("" for what is outside of blocks) the aggregate passes; `exposed`: the share of their
+        background collectives that the aggregate price exposes. `gathers_first`: the first gathers begin with the pass,
+        as in a backward right after its forward.
 
         Never negative where there are blocks. Without blocks it may be less than the aggregate price, but is not below
         the price with all collectives overlapped by all compute.
@@ -76,18 +91,31 @@ class Timeline:
         return max(ordered_s, least) - aggregate_s
 
     def _opening_s(self, *, backward: bool) -> float:
-        """Seconds of gathers before any compute. The aggregate price counts them as work; the clock counts them as exposed."""
-        return sum(load.seconds for stop in self.stops.named("", BACK if backward else AHEAD).values() for _, sent in stop.opens for load in sent.way)
+        """Seconds of gathers before any compute. The aggregate price counts them as work; the clock counts them as
+        exposed."""
+        return sum(
+            load.seconds
+            for stop in self.stops.named("", BACK if backward else AHEAD).values()
+            for _, sent in stop.opens
+            for load in sent.way
+        )
 
-    def _exposed_s(self, scopes: Mapping[str, object], contention: float, *, backward: bool, gathers_first: bool) -> float:
-        """Seconds in which the pass, in program order, waits for gathers and gradients, or computes slower because of them."""
+    def _exposed_s(
+        self, scopes: Mapping[str, object], contention: float, *, backward: bool, gathers_first: bool
+    ) -> float:
+        """Seconds in which the pass, in program order, waits for gathers and gradients, or computes slower because of
+        them."""
         walked = {scope: min(MOST, self.blocks(scope)) for scope in scopes if scope}
         turns = self._turns(walked, backward=backward)
         exposed_s = Clock(turns, contention, () if backward else self._buckets(walked)).run(gathers_first=gathers_first)
         begins: dict[Hashable, float] = {}
         for turn, so_far_s in zip(turns, exposed_s[:-1], strict=True):
             begins.setdefault(turn.block, so_far_s)
-        return exposed_s[-1] + sum((self.blocks(scope) - count) * _each_s(begins, scope, count) for scope, count in walked.items() if count < self.blocks(scope))
+        return exposed_s[-1] + sum(
+            (self.blocks(scope) - count) * _each_s(begins, scope, count)
+            for scope, count in walked.items()
+            if count < self.blocks(scope)
+        )
 
     def _turns(self, walked: Mapping[str, int], *, backward: bool) -> list[Turn]:
         """The operators of a pass in the order in which they run, of each run of blocks as many as are `walked`."""
@@ -100,18 +128,25 @@ class Timeline:
                 continue
             stops = [*(self.stops.of(scope, AGAIN) if backward else ()), *self.stops.of(scope, way)]
             numbers = range(walked[scope])
-            found += [Turn(stop, (scope, number)) for number in (reversed(numbers) if backward else numbers) for stop in stops]
+            found += [
+                Turn(stop, (scope, number)) for number in (reversed(numbers) if backward else numbers) for stop in stops
+            ]
         return found
 
     def _buckets(self, walked: Mapping[str, int]) -> list[LeafBucket]:
-        """The gathers of leaves as runtime.leaves fills buckets: in the order in which they are read, those outside of blocks first."""
+        """The gathers of leaves as runtime.leaves fills buckets: in the order in which they are read, those outside of
+        blocks first."""
         order = sorted(walked, key=lambda scope: self.program.order[self.program.runs[scope].ports[0]])
         blocks: list[Hashable] = [OUTSIDE, *((scope, number) for scope in order for number in range(walked[scope]))]
         by_reader = {scope: sorted(leaves, key=lambda leaf: leaf.reader) for scope, leaves in self._leaves.items()}
         found, filled_bytes, before = list[list[tuple[_Leaf, Hashable]]](), 0.0, None
         for block in blocks:
             for leaf in by_reader.get(block[0] if isinstance(block, tuple) else "", ()):
-                full = filled_bytes >= BUCKET_BYTES or (found and found[-1][-1][1] != block and (2 * filled_bytes >= BUCKET_BYTES or found[-1][-1][1] is OUTSIDE))
+                full = filled_bytes >= BUCKET_BYTES or (
+                    found
+                    and found[-1][-1][1] != block
+                    and (2 * filled_bytes >= BUCKET_BYTES or found[-1][-1][1] is OUTSIDE)
+                )
                 if not found or not leaf.ahead or leaf.kinds != before or full:
                     found.append([])
                     filled_bytes = 0.0
@@ -121,7 +156,11 @@ class Timeline:
 
 
 def _bucket(members: Sequence[tuple[_Leaf, Hashable]]) -> LeafBucket:
-    return LeafBucket(in_one_bucket([leaf.sent for leaf, _ in members]), members[0][0].ahead, dict.fromkeys(block for _, block in members))
+    return LeafBucket(
+        in_one_bucket([leaf.sent for leaf, _ in members]),
+        members[0][0].ahead,
+        dict.fromkeys(block for _, block in members),
+    )
 
 
 def _each_s(begins: Mapping[Hashable, float], scope: str, count: int) -> float:
@@ -131,5 +170,6 @@ def _each_s(begins: Mapping[Hashable, float], scope: str, count: int) -> float:
 
 
 def waits_s(stops: Sequence[Stop], contention: float) -> float:
-    """Exposed seconds of a pass over a pipeline stage that has no blocks: its operators `stops` in the order in which they run."""
+    """Exposed seconds of a pass over a pipeline stage that has no blocks: its operators `stops` in the order in which
+    they run."""
     return Clock([Turn(stop) for stop in stops], contention).run(gathers_first=False)[-1]

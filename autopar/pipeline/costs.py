@@ -1,6 +1,7 @@
 """The cost of each piece of a program under a solution: seconds of its passes (pipeline.passes), and bytes.
 
-Bytes come from two Problems (problem.step_shares): `micro` has what happens in each microbatch, `once` what happens once per step.
+Bytes come from two Problems (problem.step_shares): `micro` has what happens in each microbatch, `once` what happens
+once per step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from autopar.problem.step_shares import ForwardPrices
 
 @dataclass(eq=False)
 class _Held:
-    """Running sums for one piece (all blocks of a run): bytes, as in stretches.Cost, and seconds of the optimizer's step."""
+    """Running sums for one piece (all blocks of a run): bytes, as in stretches.Cost, and seconds of the optimizer's
+    step."""
 
     update_s: float = 0.0
     kept_bytes: float = 0.0
@@ -31,12 +33,15 @@ class _Held:
     live_bytes: float = 0.0
 
 
-def costs(program: Program, micro: Model, once: Model, choice: Sequence[int], forward: ForwardPrices, *,
-          apart: bool = True) -> list[Cost]:
-    """The cost of every unit of `program`, in order. `choice` solves both models; `forward` are prices of a forward alone on the same mesh.
+def costs(
+    program: Program, micro: Model, once: Model, choice: Sequence[int], forward: ForwardPrices, *, apart: bool = True
+) -> list[Cost]:
+    """The cost of every unit of `program`, in order. `choice` solves both models; `forward` are prices of a forward
+    alone on the same mesh.
 
-    Operators that every stage may repeat (units.free_ops) count with their first reader. `apart`: pieces that read the same weight are in different stages,
-    each of which has a copy, gathers it, adds and sums its gradient and steps the optimizer.
+    Operators that every stage may repeat (units.free_ops) count with their first reader. `apart`: pieces that read the
+    same weight are in different stages, each of which has a copy, gathers it, adds and sums its gradient and steps the
+    optimizer.
     """
     did = Passes(program, micro, choice, forward, apart=apart, sums_at_end=True)
     held: dict[str, _Held] = {name: _Held() for name in did.did}
@@ -62,35 +67,58 @@ def costs(program: Program, micro: Model, once: Model, choice: Sequence[int], fo
             held[name].kept_bytes += float(net.memory_bytes[row, column]) - live
     seconds = did.seconds(micro.prices.contention, shared=micro.prices.overlap == 0.0)
     count = {run.scope: run.count for run in program.runs.values()}
-    ends = {scope: tuple([did.ends_s(scope, blocks) for blocks in range(1, BLOCKS + 1)]) for scope in count if apart and micro.prices.overlap > 0.0}
+    ends = {
+        scope: tuple([did.ends_s(scope, blocks) for blocks in range(1, BLOCKS + 1)])
+        for scope in count
+        if apart and micro.prices.overlap > 0.0
+    }
     contention = micro.prices.contention if micro.prices.overlap > 0.0 else 1.0
     in_order = apart and not count and micro.prices.overlap > 0.0
-    return [replace(_per_instance(held[unit.name], seconds[unit.name], did.did[unit.name], count.get(unit.name, 1)), ends_s=ends.get(unit.name, ()), contention=contention,
-                    stops=_stops(did, unit.name) if in_order else ((), ()), work_s=_work_s(did.did[unit.name]),
-                    hidden_s=(0.0, 0.0) if unit.name in count or not count else _hidden_s(did.did[unit.name], seconds[unit.name])) for unit in did.pieces]
+    return [
+        replace(
+            _per_instance(held[unit.name], seconds[unit.name], did.did[unit.name], count.get(unit.name, 1)),
+            ends_s=ends.get(unit.name, ()),
+            contention=contention,
+            stops=_stops(did, unit.name) if in_order else ((), ()),
+            work_s=_work_s(did.did[unit.name]),
+            hidden_s=(0.0, 0.0)
+            if unit.name in count or not count
+            else _hidden_s(did.did[unit.name], seconds[unit.name]),
+        )
+        for unit in did.pieces
+    ]
 
 
 def _hidden_s(did: Did, seconds: Sequence[float]) -> tuple[float, float]:
     """Seconds of collectives in the forward and in the backward of a piece that are overlapped."""
-    forward_s, backward_s = (max(0.0, part.work_s + part.background_s - seconds[way]) for way, part in enumerate(did.passes[:2]))
+    forward_s, backward_s = (
+        max(0.0, part.work_s + part.background_s - seconds[way]) for way, part in enumerate(did.passes[:2])
+    )
     return forward_s, backward_s
 
 
 def _stops(did: Passes, name: str) -> tuple[tuple[Stop, ...], tuple[Stop, ...]]:
-    """The operators of a piece outside of blocks with their collectives, in the order of its forward and of its backward."""
-    forward, backward = (tuple([stop for op, stop in did.stops.named("", way).items() if did.home[op] == name]) for way in (AHEAD, BACK))
+    """The operators of a piece outside of blocks with their collectives, in the order of its forward and of its
+    backward."""
+    forward, backward = (
+        tuple([stop for op, stop in did.stops.named("", way).items() if did.home[op] == name]) for way in (AHEAD, BACK)
+    )
     return forward, backward[::-1]
 
 
 def _work_s(did: Did) -> tuple[float, float]:
-    """Seconds of the work of a piece in its forward and in its backward: without background collectives and sums of gradients."""
+    """Seconds of the work of a piece in its forward and in its backward: without background collectives and sums of
+    gradients."""
     return did.passes[FORWARD].work_s, did.passes[BACKWARD].work_s - sum(one.seconds - one.behind_s for one in did.each)
 
 
 def _each_s(did: Did, seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Exposed seconds of the sums after a microbatch of a piece: in the backward, in its part for weights, and in both parts at once."""
+    """Exposed seconds of the sums after a microbatch of a piece: in the backward, in its part for weights, and in both
+    parts at once."""
     all_s, behind_s = sum(one.seconds for one in did.each), sum(one.behind_s for one in did.each)
-    backward_s, weights_s, both_s = (all_s - behind_s * _overlapped(did.passes[way], seconds[way]) for way in (BACKWARD, WEIGHTS, BOTH))
+    backward_s, weights_s, both_s = (
+        all_s - behind_s * _overlapped(did.passes[way], seconds[way]) for way in (BACKWARD, WEIGHTS, BOTH)
+    )
     return backward_s, weights_s, both_s
 
 
@@ -101,19 +129,38 @@ def _overlapped(part: Pass, took_s: float) -> float:
 
 def _per_instance(held: _Held, seconds: Sequence[float], did: Did, count: int) -> Cost:
     once_s = held.update_s + did.once.all_s
-    return Cost((seconds[FORWARD] + seconds[BACKWARD]) / count, once_s / count, held.kept_bytes / count, held.halfway_bytes / count, held.rest_bytes / count, held.live_bytes,
-                seconds[FORWARD] / count, seconds[INPUTS] / count, seconds[WEIGHTS] / count, seconds[BOTH] / count, update_s=held.update_s / count, sums=merged(did.sums), each=merged(did.each), each_s=_each_s(did, seconds))
+    return Cost(
+        (seconds[FORWARD] + seconds[BACKWARD]) / count,
+        once_s / count,
+        held.kept_bytes / count,
+        held.halfway_bytes / count,
+        held.rest_bytes / count,
+        held.live_bytes,
+        seconds[FORWARD] / count,
+        seconds[INPUTS] / count,
+        seconds[WEIGHTS] / count,
+        seconds[BOTH] / count,
+        update_s=held.update_s / count,
+        sums=merged(did.sums),
+        each=merged(did.each),
+        each_s=_each_s(did, seconds),
+    )
 
 
 def halfway_bytes(program: Program, micro: Model, index: int, c: int) -> float:
-    """Bytes of the gradients that are kept between the two parts of a split backward: those of the results of operators with weights, each once."""
+    """Bytes of the gradients that are kept between the two parts of a split backward: those of the results of operators
+    with weights, each once."""
     found = 0.0
     for member, op in enumerate(micro.clusters[index].members):
         if op.name in program.waiting:
             options = [joint.options[member] for joint in micro.choices[index][c]]
             for i, out in enumerate(op.call.outs):
                 made = LayoutPair.of_uses(tuple([option.outs[i] for option in options]))
-                found += op.count * micro.prices.local_bytes(math.prod(out.sizes) * out.itemsize, made.back) if out.grad else 0.0
+                found += (
+                    op.count * micro.prices.local_bytes(math.prod(out.sizes) * out.itemsize, made.back)
+                    if out.grad
+                    else 0.0
+                )
     return found
 
 

@@ -13,9 +13,12 @@ from autopar.problem.graph import Program, Ref
 
 
 def crossing(program: Program, plan: Plan, totals: Collection[str]) -> list[tuple[Ref, ...]]:
-    """For each of `units(program)` the values that cross a cut in front of it, whatever the layouts of `plan`: what every piece as a stage
-    of its own receives. `totals` are the values that all stages are given."""
+    """For each of `units(program)` the values that cross a cut in front of it, whatever the layouts of `plan`: what
+    every piece as a stage of its own receives. `totals` are the values that all stages are given."""
     count = len(units(program))
     schedule = SCHEDULES["1f1b"]
     stages = stages_of(program, range(1, count), schedule, count, [total_ref(text) for text in totals])
-    return [view.receives for view in views(program, replace(plan, stages=stages, schedule=schedule.name, totals=tuple(totals)))]
+    return [
+        view.receives
+        for view in views(program, replace(plan, stages=stages, schedule=schedule.name, totals=tuple(totals)))
+    ]

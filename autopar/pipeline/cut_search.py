@@ -1,9 +1,12 @@
-"""Local search over cuts: pieces move from stage to stage while the step, timed by the schedule's own order of actions, gets shorter.
+"""Local search over cuts: pieces move from stage to stage while the step, timed by the schedule's own order of actions,
+gets shorter.
 
-`balance` makes the slowest stage as fast as possible. With few microbatches that is not the fastest step: a pipeline fills sooner behind short first stages,
-and drains sooner where the last ones are short. From a cut of `balance`, or from the fastest of all where a model has few cuts, a move gives one piece from one stage to another, and shifts the stages
-between them by one piece; or one block less runs again, on a place with several stages also in exchange for one of another stage. All moves are timed at once and the best one
-is made, until none gains enough. A stage that has blocks keeps at least one: without blocks, hardly any communication of a stage is overlapped, and prices of that are rough.
+`balance` makes the slowest stage as fast as possible. With few microbatches that is not the fastest step: a pipeline
+fills sooner behind short first stages, and drains sooner where the last ones are short. From a cut of `balance`, or
+from the fastest of all where a model has few cuts, a move gives one piece from one stage to another, and shifts the
+stages between them by one piece; or one block less runs again, on a place with several stages also in exchange for one
+of another stage. All moves are timed at once and the best one is made, until none gains enough. A stage that has blocks
+keeps at least one: without blocks, hardly any communication of a stage is overlapped, and prices of that are rough.
 """
 
 from __future__ import annotations
@@ -25,15 +28,17 @@ from autopar.pipeline.stretches import Cost, Pieces
 
 GAIN = 1e-5  # relative: moves that gain less are not worth it
 SWEEP, ALL = 1e7, 1e8
-"""The work of timing moves, in actions times moves: at most so much in one round, and in all rounds together. Where there is more to do, stages give
-pieces to nearby stages only."""
+"""The work of timing moves, in actions times moves: at most so much in one round, and in all rounds together. Where
+there is more to do, stages give pieces to nearby stages only."""
 
 FEW, TRIED = 2000, 200
-"""Where a model has at most FEW cuts they are all timed. Of those that fit only if some of their blocks run again, at most TRIED are tried."""
+"""Where a model has at most FEW cuts they are all timed. Of those that fit only if some of their blocks run again, at
+most TRIED are tried."""
 
 SHIFTS = ((0, 0, 0), (0, -1, 0), (-1, -1, 0), (-1, 0, 0), (0, 1, 0), (1, 1, 0), (1, 0, 0), (0, 0, -1), (0, 0, 1))
-"""By how many pieces the two ends of a stage may shift: not at all; for a piece that goes to a later stage, those of the giver, of stages between, of the
-taker; for a piece that goes to an earlier stage, those of the taker, of stages between, of the giver. And by how many more of its pieces run again."""
+"""By how many pieces the two ends of a stage may shift: not at all; for a piece that goes to a later stage, those of
+the giver, of stages between, of the taker; for a piece that goes to an earlier stage, those of the taker, of stages
+between, of the giver. And by how many more of its pieces run again."""
 
 LESS, MORE = 7, 8
 """One piece less runs again, and one more."""
@@ -52,8 +57,8 @@ def are_few(pieces: int, stages: int, barred: Collection[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """A possible stage: seconds of its actions by kind, of a send, and once per step; bytes of parameters and state, that exist only while it runs, that a microbatch in flight keeps, and
-    more between the two parts of its backward."""
+    """A possible stage: seconds of its actions by kind, of a send, and once per step; bytes of parameters and state,
+    that exist only while it runs, that a microbatch in flight keeps, and more between the two parts of its backward."""
 
     took_s: tuple[float, ...]
     send_s: float
@@ -68,15 +73,15 @@ class _Stretch:
 class Shifting:
     """The local search.
 
-        pieces     for each stage, the costs of all pieces on its place
-        flying     for each place, the microbatches in flight
-        limits     bytes of each place
-        at         the place of each stage
-        barred     the pieces before which no stage can begin
-        blocks     the pieces that are blocks
-        time_of    the times of a stage
-        ends_of    when each place is done, for many ways at once
-        actions    how many actions are simulated to time one way
+    pieces     for each stage, the costs of all pieces on its place
+    flying     for each place, the microbatches in flight
+    limits     bytes of each place
+    at         the place of each stage
+    barred     the pieces before which no stage can begin
+    blocks     the pieces that are blocks
+    time_of    the times of a stage
+    ends_of    when each place is done, for many ways at once
+    actions    how many actions are simulated to time one way
     """
 
     pieces: Sequence[Pieces]
@@ -101,12 +106,14 @@ class Shifting:
                 break
             edges = [0, *(stop + SHIFTS[way][1] for stop, way in zip(edges[1:], moves[best], strict=True))]
             again = [n + SHIFTS[way][2] for n, way in zip(cuts.again, moves[best], strict=True)]
-            cuts = Cuts(edges[1:-1], [min(n, b - a) for n, (a, b) in zip(again, itertools.pairwise(edges), strict=True)])
+            cuts = Cuts(
+                edges[1:-1], [min(n, b - a) for n, (a, b) in zip(again, itertools.pairwise(edges), strict=True)]
+            )
         return cuts
 
     def _fastest_of_all(self, cuts: Cuts) -> Cuts:
-        """The fastest of all cuts that fit and have as many stages with blocks, where there are few; with as few pieces run again as memory
-        allows. `cuts` where none is faster."""
+        """The fastest of all cuts that fit and have as many stages with blocks, where there are few; with as few pieces
+        run again as memory allows. `cuts` where none is faster."""
         count, stages = len(self.pieces[0].costs), len(self.at)
         if not are_few(count, stages, self.barred):
             return cuts
@@ -114,7 +121,10 @@ class Shifting:
         least, every = self._with_blocks(cuts.bounds), itertools.combinations(ends, stages - 1)
         ways = [Cuts([*bounds], [0] * stages) for bounds in every if self._with_blocks(bounds) >= least]
         best_s = float(self._timed([cuts])[0][0])
-        (steps_s, fits), (_, possible) = self._timed(ways), self._timed([Cuts(way.bounds, [count] * stages) for way in ways])
+        (steps_s, fits), (_, possible) = (
+            self._timed(ways),
+            self._timed([Cuts(way.bounds, [count] * stages) for way in ways]),
+        )
         tried = 0
         for index in np.argsort(steps_s, kind="stable"):  # as fast as if nothing had to run again
             if not steps_s[index] < best_s * (1 - GAIN) or tried == TRIED:
@@ -134,7 +144,13 @@ class Shifting:
 
     def _timed(self, ways: Sequence[Cuts]) -> tuple[np.ndarray, np.ndarray]:
         """[ways] seconds of a step, and whether every place has room for its stages, for possible cuts."""
-        made = [[self._stretch(stage, *edges, again, some=False) for stage, (edges, again) in enumerate(zip(self._edges(way.bounds), way.again, strict=True))] for way in ways]
+        made = [
+            [
+                self._stretch(stage, *edges, again, some=False)
+                for stage, (edges, again) in enumerate(zip(self._edges(way.bounds), way.again, strict=True))
+            ]
+            for way in ways
+        ]
         numbers = np.array([[_numbers(stretch) for stretch in stretches] for stretches in made]).transpose(2, 1, 0)
         return self._steps_of(numbers), self._fits(*numbers[-4:])
 
@@ -146,7 +162,12 @@ class Shifting:
         """[moves, stages]: the shifts of all stages; the first one moves nothing."""
         stages = len(self.at)
         reach = max(1, int(SWEEP / (self.actions * 2 * stages)))
-        given = (move for a in range(stages) for b in range(a + 1, min(stages, a + 1 + reach)) for move in _between(a, b, stages))
+        given = (
+            move
+            for a in range(stages)
+            for b in range(a + 1, min(stages, a + 1 + reach))
+            for move in _between(a, b, stages)
+        )
         return np.array([[0] * stages, *given, *self._exchanged()])
 
     def _exchanged(self) -> Iterator[list[int]]:
@@ -159,7 +180,15 @@ class Shifting:
         """[moves] seconds of a step after each move; infinite where it is impossible, or does not fit."""
         stages = range(len(self.at))
         some = [self._block_between(*ends) for ends in itertools.pairwise(edges)]
-        ways = [[self._stretch(stage, edges[stage] + first, edges[stage + 1] + stop, again[stage] + more, some=some[stage]) for stage in stages] for first, stop, more in SHIFTS]
+        ways = [
+            [
+                self._stretch(
+                    stage, edges[stage] + first, edges[stage + 1] + stop, again[stage] + more, some=some[stage]
+                )
+                for stage in stages
+            ]
+            for first, stop, more in SHIFTS
+        ]
         there = np.array([[way is not None for way in row] for row in ways])
         numbers = np.array([[_numbers(way) for way in row] for row in ways])
         possible = np.flatnonzero(there[moves, stages].all(1))
@@ -172,11 +201,12 @@ class Shifting:
 
     def _steps_of(self, numbers: np.ndarray) -> np.ndarray:
         """[ways] seconds of a step, given the numbers of `_numbers` [numbers, stages, ways]."""
-        send_s, once_s = numbers[len(KINDS):-4]
-        return np.asarray((self.ends_of(numbers[:len(KINDS)], send_s) + self._on @ once_s).max(0))
+        send_s, once_s = numbers[len(KINDS) : -4]
+        return np.asarray((self.ends_of(numbers[: len(KINDS)], send_s) + self._on @ once_s).max(0))
 
     def _fits(self, rest: np.ndarray, live: np.ndarray, kept: np.ndarray, halfway: np.ndarray) -> np.ndarray:
-        """[moves] whether every place has room for its stages, and something to train, given their bytes [stages, moves]."""
+        """[moves] whether every place has room for its stages, and something to train, given their bytes [stages,
+        moves]."""
         fits = np.ones(rest.shape[1], bool)
         for mine, flying, limit in zip(self._on > 0.0, self.flying, self.limits, strict=True):
             held = rest[mine].sum(0)
@@ -193,10 +223,22 @@ class Shifting:
         return any(piece in self.blocks for piece in range(first, stop))
 
     def _stretch(self, stage: int, first: int, stop: int, again: int, *, some: bool) -> _Stretch | None:
-        """A stage of the pieces `[first, stop)`, the first `again` of which run again; None where it is impossible, or has no block though it must have `some`."""
+        """A stage of the pieces `[first, stop)`, the first `again` of which run again; None where it is impossible, or
+        has no block though it must have `some`."""
         count, last = len(self.pieces[stage].costs), len(self.at) - 1
-        inside = first >= 0 and first < stop <= count and (first == 0) == (stage == 0) and (stop == count) == (stage == last) and again >= 0
-        if not inside or first in self.barred or (stop < count and stop in self.barred) or (some and not self._block_between(first, stop)):
+        inside = (
+            first >= 0
+            and first < stop <= count
+            and (first == 0) == (stage == 0)
+            and (stop == count) == (stage == last)
+            and again >= 0
+        )
+        if (
+            not inside
+            or first in self.barred
+            or (stop < count and stop in self.barred)
+            or (some and not self._block_between(first, stop))
+        ):
             return None
         key = stage, first, stop, min(again, stop - first)
         if key not in self._known:
@@ -204,14 +246,25 @@ class Shifting:
         return self._known[key]
 
     def _made(self, stage: int, first: int, stop: int, again: int) -> _Stretch:
-        part = [*self.pieces[stage].again[first:first + again], *self.pieces[stage].costs[first + again:stop]]
+        part = [*self.pieces[stage].again[first : first + again], *self.pieces[stage].costs[first + again : stop]]
         time = self.time_of(stage, part, stop)
-        once_s, rest, kept, halfway = (sum(getattr(c, name) for c in part) for name in ("once_s", "rest_bytes", "kept_bytes", "halfway_bytes"))
-        return _Stretch(tuple(time.of(kind) for kind in KINDS), time.send_s, once_s, rest, max(c.live_bytes for c in part), kept, halfway)
+        once_s, rest, kept, halfway = (
+            sum(getattr(c, name) for c in part) for name in ("once_s", "rest_bytes", "kept_bytes", "halfway_bytes")
+        )
+        return _Stretch(
+            tuple(time.of(kind) for kind in KINDS),
+            time.send_s,
+            once_s,
+            rest,
+            max(c.live_bytes for c in part),
+            kept,
+            halfway,
+        )
 
 
 def _numbers(stretch: _Stretch | None) -> tuple[float, ...]:
-    """The fields of a stretch in a row, zeros where it is impossible: seconds of its actions by kind, of a send, and once per step, and its bytes of four kinds."""
+    """The fields of a stretch in a row, zeros where it is impossible: seconds of its actions by kind, of a send, and
+    once per step, and its bytes of four kinds."""
     return (*stretch.took_s, *astuple(stretch)[1:]) if stretch is not None else (0.0,) * (len(KINDS) + 6)
 
 

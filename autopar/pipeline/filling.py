@@ -17,8 +17,8 @@ from autopar.pipeline.stretches import Cost, Pieces, Table
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """`bounds` are the positions at which stages 1, 2, ... begin; `again` says for each stage how many of its first pieces are run
-    again in the backward."""
+    """`bounds` are the positions at which stages 1, 2, ... begin; `again` says for each stage how many of its first
+    pieces are run again in the backward."""
 
     bounds: list[int]
     again: list[int]
@@ -26,14 +26,24 @@ class Cuts:
     def parts(self, pieces: Sequence[Pieces]) -> list[list[Cost]]:
         """What each stage is made of; `pieces` are those of the place of each stage."""
         edges = [0, *self.bounds, len(pieces[0].costs)]
-        return [[*here.again[a:a + n], *here.costs[a + n:b]]
-                for here, (a, b), n in zip(pieces, itertools.pairwise(edges), self.again, strict=True)]
+        return [
+            [*here.again[a : a + n], *here.costs[a + n : b]]
+            for here, (a, b), n in zip(pieces, itertools.pairwise(edges), self.again, strict=True)
+        ]
 
 
 class Links:
-    """The possible cuts, before each piece but the first, and the seconds that each keeps its link busy. Each of the stages `whose` must have one of the pieces `needed`; the others any piece."""
+    """The possible cuts, before each piece but the first, and the seconds that each keeps its link busy. Each of the
+    stages `whose` must have one of the pieces `needed`; the others any piece."""
 
-    def __init__(self, count: int, sends_s: Sequence[float], barred: Sequence[int], needed: Sequence[int] = (), whose: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        count: int,
+        sends_s: Sequence[float],
+        barred: Sequence[int],
+        needed: Sequence[int] = (),
+        whose: Collection[int] = (),
+    ) -> None:
         self.count, self._needed, self._whose = count, needed, whose
         self.seconds = 2 * np.array(sends_s[1:] or [0.0] * (count - 1))
         self.free = np.ones(count - 1, dtype=bool)
@@ -60,7 +70,8 @@ class Links:
         return fullest if fullest > self._emptiest_s else 0.0
 
     def ends(self, limit_s: float) -> list[int]:
-        """Where a stage may end: cuts whose link is busy for no longer than `limit_s`, or than that of the cut that sends least."""
+        """Where a stage may end: cuts whose link is busy for no longer than `limit_s`, or than that of the cut that
+        sends least."""
         allowed = max(limit_s, self._emptiest_s)
         return [*(int(i) + 1 for i in np.flatnonzero((self.seconds <= allowed) & self.free)), self.count]
 
@@ -92,11 +103,26 @@ class Links:
 
 
 class Filling:
-    """Stages that take as many pieces as they may, one after the other: each `stage_s` at most, as what its links send, and with those before it on its place `mean_s` each
-    in the mean."""
+    """Stages that take as many pieces as they may, one after the other: each `stage_s` at most, as what its links send,
+    and with those before it on its place `mean_s` each in the mean."""
 
-    def __init__(self, tables: Sequence[Table], links: Links, in_flight: Sequence[Flying], budgets: Budgets, stage_s: float, mean_s: float) -> None:
-        self.tables, self.links, self.in_flight, self.budgets, self._stage_s, self._mean_s = tables, links, in_flight, budgets, stage_s, mean_s
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        links: Links,
+        in_flight: Sequence[Flying],
+        budgets: Budgets,
+        stage_s: float,
+        mean_s: float,
+    ) -> None:
+        self.tables, self.links, self.in_flight, self.budgets, self._stage_s, self._mean_s = (
+            tables,
+            links,
+            in_flight,
+            budgets,
+            stage_s,
+            mean_s,
+        )
         self.ends = links.ends(stage_s)  # where a stage may end
         self.last_ends = links.last_ends(self.ends, len(tables))
         self.edges = [0]  # where each stage begins, and the last one ends
@@ -113,7 +139,10 @@ class Filling:
             end = self._furthest(stage)
             if end is not None:
                 self.edges.append(end)
-            elif not any(self._ends_at(stage, stop) and self._moved(stage) for stop in reversed(self.ends[:bisect_left(self.ends, self.links.first_stop(stage, self.edges[-1]))])):
+            elif not any(
+                self._ends_at(stage, stop) and self._moved(stage)
+                for stop in reversed(self.ends[: bisect_left(self.ends, self.links.first_stop(stage, self.edges[-1]))])
+            ):
                 return False
             self.spent.append(self._spent(stage))
         return self.edges[-1] == self.ends[-1]
@@ -121,7 +150,10 @@ class Filling:
     @property
     def cuts(self) -> Cuts:
         """Where the stages begin, and what they run again."""
-        return Cuts(self.edges[1:-1], [self._again(stage, *edges) or 0 for stage, edges in enumerate(itertools.pairwise(self.edges))])
+        return Cuts(
+            self.edges[1:-1],
+            [self._again(stage, *edges) or 0 for stage, edges in enumerate(itertools.pairwise(self.edges))],
+        )
 
     def longest_s(self) -> float:
         """Seconds of the slowest stage or of the fullest link."""
@@ -143,14 +175,15 @@ class Filling:
 
     def _spent(self, stage: int) -> Spent:
         """What a stage takes as it is."""
-        table, (first, stop), flying = self.tables[stage], self.edges[stage:stage + 2], self.in_flight[stage]
+        table, (first, stop), flying = self.tables[stage], self.edges[stage : stage + 2], self.in_flight[stage]
         again = self._again(stage, first, stop) or 0
         held = table.held(first, stop, flying) - table.saved(first, first + again, flying)
-        live = max(table.live(first, stop), float(table.live_again[first:first + again].max(initial=0.0)))
+        live = max(table.live(first, stop), float(table.live_again[first : first + again].max(initial=0.0)))
         return Spent(table.time_s(first, stop, again), held, live)
 
     def _furthest(self, stage: int) -> int | None:
-        """The last end that a stage may have, with one left for each stage behind; None where it cannot even have the next one."""
+        """The last end that a stage may have, with one left for each stage behind; None where it cannot even have the
+        next one."""
         first, ends = self.edges[-1], self.ends
         low, high = bisect_left(ends, self.links.first_stop(stage, first)), bisect_left(ends, self.last_ends[stage])
         if low > high or self._again(stage, first, ends[low]) is None:
@@ -161,23 +194,29 @@ class Filling:
         return ends[low]
 
     def _ends_at(self, stage: int, stop: int) -> bool:
-        """Make a stage end at `stop`, which is no further than where it ends now, or begins: those before it take fewer pieces if need be, as
-        where it is on a slower or smaller place and cannot have the piece that they have left. False where that cannot be."""
+        """Make a stage end at `stop`, which is no further than where it ends now, or begins: those before it take fewer
+        pieces if need be, as where it is on a slower or smaller place and cannot have the piece that they have left.
+        False where that cannot be."""
         if self.links.first_stop(stage, self.edges[stage]) <= stop:
-            self.edges[stage + 1:] = [stop]
+            self.edges[stage + 1 :] = [stop]
             return True
-        for first in reversed(self.ends[:bisect_right(self.ends, self.links.last_begin(stage, stop))] if stage and (stage, stop) not in self.never else ()):
+        for first in reversed(
+            self.ends[: bisect_right(self.ends, self.links.last_begin(stage, stop))]
+            if stage and (stage, stop) not in self.never
+            else ()
+        ):
             if self._again(stage, first, stop) is None:
                 break
             if self._ends_at(stage - 1, first):
-                self.edges[stage + 1:] = [stop]
+                self.edges[stage + 1 :] = [stop]
                 return True
         self.never[stage, stop] = None
         return False
 
     def _moved(self, stage: int) -> bool:
-        """Take for `stage` and those before it what they may have as these end now. False, and nothing is taken, where one may not have what it was moved to: of two stages of a place
-        the first can have more there than what the second was told that it leaves."""
+        """Take for `stage` and those before it what they may have as these end now. False, and nothing is taken, where
+        one may not have what it was moved to: of two stages of a place the first can have more there than what the
+        second was told that it leaves."""
         moved = Filling(self.tables, self.links, self.in_flight, self.budgets, self._stage_s, self._mean_s)
         moved.edges = self.edges
         for other, (first, stop) in enumerate(itertools.pairwise(self.edges)):

@@ -1,7 +1,9 @@
-"""The State for honing: a solution that local search changes, whose seconds are those of its passes (problem.pass_tables) instead of the Problem's.
+"""The State for honing: a solution that local search changes, whose seconds are those of its passes
+(problem.pass_tables) instead of the Problem's.
 
-It approximates pipeline.passes well enough to say which moves are worth pricing exactly, and is as cheap to ask for all moves at once as the Problem's seconds.
-Left out are that small collectives take less of a link than large ones, and the separate buckets of gradients with different collectives.
+It approximates pipeline.passes well enough to say which moves are worth pricing exactly, and is as cheap to ask for all
+moves at once as the Problem's seconds. Left out are that small collectives take less of a link than large ones, and the
+separate buckets of gradients with different collectives.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from autopar.search.state import BYTES, FIXED, FORBIDDEN, SECONDS, State
 
 @dataclass(frozen=True, eq=False)
 class _Leaves:
-    """The leaves of a run of `count` blocks (problem.leaf_gathers.in_a_row). For each weight, in the order in which buckets are filled: the node that decides its
-    layout, and by its choice the bytes that are gathered once per step. The share of them that is prefetched is kept in the totals at `row`."""
+    """The leaves of a run of `count` blocks (problem.leaf_gathers.in_a_row). For each weight, in the order in which
+    buckets are filled: the node that decides its layout, and by its choice the bytes that are gathered once per step.
+    The share of them that is prefetched is kept in the totals at `row`."""
 
     nodes: Sequence[int]
     nbytes: Sequence[np.ndarray]
@@ -31,33 +34,53 @@ class _Leaves:
     row: int
 
     def after(self, choice: Sequence[int], v: int = -1) -> np.ndarray:
-        """The share of the leaves that is prefetched before their block begins: [1] under `choice`, or [choices] for each choice of node `v` with all others unchanged."""
-        each = [own if w == v else own[choice[w]] * (choice[w] >= 0) for w, own in zip(self.nodes, self.nbytes, strict=True)]
-        ways, of = np.unique(np.stack(np.broadcast_arrays(*each), -1).reshape(-1, len(each)), axis=0, return_inverse=True)
+        """The share of the leaves that is prefetched before their block begins: [1] under `choice`, or [choices] for
+        each choice of node `v` with all others unchanged."""
+        each = [
+            own if w == v else own[choice[w]] * (choice[w] >= 0) for w, own in zip(self.nodes, self.nbytes, strict=True)
+        ]
+        ways, of = np.unique(
+            np.stack(np.broadcast_arrays(*each), -1).reshape(-1, len(each)), axis=0, return_inverse=True
+        )
         return np.array([share_ahead(way.tolist(), self.count) for way in ways])[of.reshape(-1)]
 
 
 class HoningState(State):
     """The State of a step of one stage and one microbatch (pipeline.single_stage), or of a pipeline.
 
-    For a pipeline, the step is `times` as long as the passes of one microbatch, plus `own_s` seconds by node and choice. Its memory is that of
-    `problem`, which has the nodes of `passing`, and after its nets those of what happens once per step. `opening` is, for each run of blocks, the
-    share of blocks that begin a stage: nothing before them overlaps their gathers.
+    For a pipeline, the step is `times` as long as the passes of one microbatch, plus `own_s` seconds by node and
+    choice. Its memory is that of `problem`, which has the nodes of `passing`, and after its nets those of what happens
+    once per step. `opening` is, for each run of blocks, the share of blocks that begin a stage: nothing before them
+    overlaps their gathers.
 
-    Totals are [seconds beside passes, bytes, forbidden pairs, quantities of each pass of each scope, share of the leaves of each run that is prefetched].
-    The last ones are not sums over nodes, but the change by each single move is exact. `limit_bytes` may be set to another memory limit.
+    Totals are [seconds beside passes, bytes, forbidden pairs, quantities of each pass of each scope, share of the
+    leaves of each run that is prefetched]. The last ones are not sums over nodes, but the change by each single move is
+    exact. `limit_bytes` may be set to another memory limit.
     """
 
-    def __init__(self, passing: PassTables, choice: Sequence[int], problem: Problem | None = None, times: float = 1.0, own_s: Sequence[np.ndarray] = (),
-                 opening: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        passing: PassTables,
+        choice: Sequence[int],
+        problem: Problem | None = None,
+        times: float = 1.0,
+        own_s: Sequence[np.ndarray] = (),
+        opening: Mapping[str, float] | None = None,
+    ) -> None:
         self.passing, self.times, self.own_s, self.opening = passing, times, own_s or passing.updates_s, opening or {}
         self.first = {scope: FIXED + 2 * passing.width * index for index, scope in enumerate(passing.scopes)}
-        each = [link_shares("all_gather", axis.size * BUCKET_BYTES, axis) if axis.size > 1 else {} for axis in passing.model.prices.mesh.axes]
+        each = [
+            link_shares("all_gather", axis.size * BUCKET_BYTES, axis) if axis.size > 1 else {}
+            for axis in passing.model.prices.mesh.axes
+        ]
         levels = list(dict.fromkeys(level for shares in each for level in shares)) or [""]
-        self.shares = np.array([[shares.get(level, 0.0) for level in levels] for shares in each])  # [axes, levels]: the share of a level's link that a large gather takes
+        # [axes, levels]: the share of a level's link that a large gather takes
+        self.shares = np.array([[shares.get(level, 0.0) for level in levels] for shares in each])
         self.used = [np.flatnonzero(shares) if shares.any() else np.array([0]) for shares in self.shares]
         read = {} if passing.sums_at_end else {scope: own for scope, own in passing.of_blocks.items() if own}
-        self.leaves = {scope: self._leaves_of(scope, own, row) for row, (scope, own) in enumerate(read.items(), self._added)}
+        self.leaves = {
+            scope: self._leaves_of(scope, own, row) for row, (scope, own) in enumerate(read.items(), self._added)
+        }
         self.leading: dict[int, list[_Leaves]] = {}  # by node that decides the layout of leaves
         for leaves in self.leaves.values():
             for v in set(leaves.nodes):
@@ -66,7 +89,12 @@ class HoningState(State):
 
     def _leaves_of(self, scope: str, own: Sequence[int], row: int) -> _Leaves:
         links = [self.passing.model.links[index] for index in own]
-        return _Leaves([link.producer for link in links], [self.passing.gathered(link)[link.row] for link in links], in_a_row(self.passing.model.links[0].program, scope), row)
+        return _Leaves(
+            [link.producer for link in links],
+            [self.passing.gathered(link)[link.row] for link in links],
+            in_a_row(self.passing.model.links[0].program, scope),
+            row,
+        )
 
     @property
     def _added(self) -> int:
@@ -114,13 +142,19 @@ class HoningState(State):
         for scope, first in self.first.items():
             for way in PASSES:
                 ahead = np.clip(totals[self.leaves[scope].row], 0.0, 1.0) if scope in self.leaves else 1.0
-                found += self.times * self._together_s(totals[first + way * width:first + (way + 1) * width], self.opening.get(scope, 0.0), ahead)
+                found += self.times * self._together_s(
+                    totals[first + way * width : first + (way + 1) * width], self.opening.get(scope, 0.0), ahead
+                )
         return found
 
     def _together_s(self, of: np.ndarray, opening: float = 0.0, first: np.ndarray | float = 1.0) -> np.ndarray:
-        """[columns] seconds of one pass of a scope, for columns of its quantities: problem.hiding.together_s for all at once. `opening`: the share of prefetched gathers that is exposed. `first`: the share of leaves that is prefetched."""
+        """[columns] seconds of one pass of a scope, for columns of its quantities: problem.hiding.together_s for all at
+        once. `opening`: the share of prefetched gathers that is exposed. `first`: the share of leaves that is
+        prefetched."""
         passing, axes = self.passing, self.passing.axes
-        ahead, behind, leaf, waits = (of[begin(0):begin(0) + axes] for begin in (passing.ahead, passing.behind, passing.leaf, passing.waits))
+        ahead, behind, leaf, waits = (
+            of[begin(0) : begin(0) + axes] for begin in (passing.ahead, passing.behind, passing.leaf, passing.waits)
+        )
         shown_s = of[SHOWN] + ((1.0 - first) * leaf).sum(0) + opening * ahead.sum(0)
         left = (1.0 - opening) * ahead + behind + first * leaf
         if passing.model.prices.overlap == 0.0 or not axes:
@@ -138,7 +172,8 @@ class HoningState(State):
         return np.asarray(shown_s - compute_s - of[WAITED] + took_s + rest_s)
 
     def _pace(self, compute_s: np.ndarray, waits: np.ndarray, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[columns] seconds of all of the work beside the `running` background, and [axes, columns] the seconds of background collectives that run meanwhile."""
+        """[columns] seconds of all of the work beside the `running` background, and [axes, columns] the seconds of
+        background collectives that run meanwhile."""
         taken = self.shares.T @ running  # [levels, columns] of each link
         slower = [np.maximum(1.0, taken[used].max(0)) for used in self.used]
         pace_s = compute_s / (1.0 - np.minimum(0.99, self.passing.model.prices.contention * running.sum(0)))
@@ -170,7 +205,13 @@ class HoningState(State):
         net = self.problem.nets[t]
         forbidden = np.isinf(net.cost_s)
         once = t >= self.passing.model.shared
-        fixed = np.stack([np.where(forbidden | (not once), 0.0, net.cost_s), np.where(forbidden, 0.0, net.memory_bytes), forbidden.astype(float)])
+        fixed = np.stack(
+            [
+                np.where(forbidden | (not once), 0.0, net.cost_s),
+                np.where(forbidden, 0.0, net.memory_bytes),
+                forbidden.astype(float),
+            ]
+        )
         return fixed if once else np.concatenate([fixed, _of_passes(self.passing.nets[t].each)])
 
 

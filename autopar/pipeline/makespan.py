@@ -1,7 +1,8 @@
-"""The makespan of a pipeline schedule: the dependencies between its actions, found once, and the time when each place is done for given times of its stages.
+"""The makespan of a pipeline schedule: the dependencies between its actions, found once, and the time when each place
+is done for given times of its stages.
 
-A place runs its actions in the schedule's order, each as soon as its operands are there. It sends the result of an action when that has ended, while it
-computes on; a place sends one tensor at a time, in both directions together.
+A place runs its actions in the schedule's order, each as soon as its operands are there. It sends the result of an
+action when that has ended, while it computes on; a place sends one tensor at a time, in both directions together.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ AT_ONCE = 512
 
 
 class Step(NamedTuple):
-    """One action of one microbatch: its place, its stage, and its kind as an index of KINDS. `hop`: it sends its result between stages `hop` and `hop` + 1, in either direction (-1:
-    nothing is sent). `here` and `sent`: positions in Flow.steps of the actions on its own place that it waits for, and of those on other places whose results have to arrive."""
+    """One action of one microbatch: its place, its stage, and its kind as an index of KINDS. `hop`: it sends its result
+    between stages `hop` and `hop` + 1, in either direction (-1: nothing is sent). `here` and `sent`: positions in
+    Flow.steps of the actions on its own place that it waits for, and of those on other places whose results have to
+    arrive."""
 
     place: int
     stage: int
@@ -35,14 +38,16 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """All actions of a schedule in topological order: each comes after those that it waits for. `places`: their number."""
+    """All actions of a schedule in topological order: each comes after those that it waits for. `places`: their
+    number."""
 
     places: int
     steps: list[Step]
 
     @staticmethod
     def of(lines: Sequence[Sequence[Action]], places: Sequence[int]) -> Flow:
-        """From the actions of each place in order (`lines`), where stage i is on `places[i]`. Raises PlanError where the order is a deadlock."""
+        """From the actions of each place in order (`lines`), where stage i is on `places[i]`. Raises PlanError where
+        the order is a deadlock."""
         waits = _Waits(lines, places)
         steps: list[Step] = []
         at = [0] * len(lines)
@@ -61,7 +66,10 @@ class Flow:
                     at[place] += 1
                     moved = True
         if len(steps) < sum(map(len, lines)):
-            raise PlanError(f"the schedule waits for itself: {[line[i] for line, i in zip(lines, at, strict=True) if i < len(line)]}")
+            raise PlanError(
+                "the schedule waits for itself: "
+                f"{[line[i] for line, i in zip(lines, at, strict=True) if i < len(line)]}"
+            )
         return Flow(len(lines), steps)
 
     def ends_s(self, times: Sequence[StageTime]) -> list[float]:
@@ -86,9 +94,16 @@ class Flow:
         return clock
 
     def ends_all_s(self, took_s: np.ndarray, send_s: np.ndarray) -> np.ndarray:
-        """`ends_s` for many sets of times at once, [places, sets]: of actions `took_s` [kinds, stages, sets] and of sends `send_s` [stages, sets]."""
+        """`ends_s` for many sets of times at once, [places, sets]: of actions `took_s` [kinds, stages, sets] and of
+        sends `send_s` [stages, sets]."""
         starts = range(0, took_s.shape[2], AT_ONCE)
-        return np.concatenate([self._ends_all_s(took_s[..., start:start + AT_ONCE], send_s[:, start:start + AT_ONCE]) for start in starts], axis=1)
+        return np.concatenate(
+            [
+                self._ends_all_s(took_s[..., start : start + AT_ONCE], send_s[:, start : start + AT_ONCE])
+                for start in starts
+            ],
+            axis=1,
+        )
 
     def _ends_all_s(self, took_s: np.ndarray, send_s: np.ndarray) -> np.ndarray:
         clock, free = ([np.zeros(took_s.shape[2])] * self.places for _ in range(2))
@@ -113,16 +128,19 @@ _Needs = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class _Waits:
-    """The actions that are done, as positions in Flow.steps by kind, stage and microbatch (-1: not yet). Lists, not dicts: a schedule may have hundreds of thousands."""
+    """The actions that are done, as positions in Flow.steps by kind, stage and microbatch (-1: not yet). Lists, not
+    dicts: a schedule may have hundreds of thousands."""
 
     def __init__(self, lines: Sequence[Sequence[Action]], places: Sequence[int]) -> None:
         micro = 1 + max(action.microbatch for line in lines for action in line)
         self._at = [[[-1] * micro for _ in places] for _ in KINDS]
         self._last = len(places) - 1
-        self._hops = [i < self._last and places[i] != places[i + 1] for i in range(len(places))]  # whether the next stage is on another place
+        # whether the next stage is on another place
+        self._hops = [i < self._last and places[i] != places[i + 1] for i in range(len(places))]
 
     def done(self, kind: int, stage: int, micro: int, position: int) -> None:
-        """Record an action. The gradient of inputs, of a backward that is split in two, is what others wait for, so it counts as a whole backward."""
+        """Record an action. The gradient of inputs, of a backward that is split in two, is what others wait for, so it
+        counts as a whole backward."""
         self._at[WHOLE if kind == INPUTS else kind][stage][micro] = position
 
     def hop(self, kind: int, stage: int) -> int:
@@ -132,7 +150,8 @@ class _Waits:
         return hop if hop >= 0 and self._hops[hop] else -1
 
     def of(self, kind: int, stage: int, micro: int) -> _Needs | None:
-        """The positions of what an action waits for, on its own place and on others; None while one of them is not done."""
+        """The positions of what an action waits for, on its own place and on others; None while one of them is not
+        done."""
         if kind == FORWARD:
             return self._arriving((), self._at[FORWARD][stage - 1][micro], stage - 1) if stage else ((), ())
         own = self._at[WHOLE if kind == WEIGHTS else FORWARD][stage][micro]
@@ -143,7 +162,8 @@ class _Waits:
         return self._arriving((own,), self._at[WHOLE][stage + 1][micro], stage)
 
     def _arriving(self, own: tuple[int, ...], position: int, hop: int) -> _Needs | None:
-        """`own`, and the result of the action at `position` over `hop`, which is on the same place where nothing is sent."""
+        """`own`, and the result of the action at `position` over `hop`, which is on the same place where nothing is
+        sent."""
         if position < 0:
             return None
         return (own, (position,)) if self._hops[hop] else ((*own, position), ())

@@ -8,9 +8,10 @@
     O      seconds once per step, of all places together, after their last actions
     fixed  from the least seconds of each send
 
-The weights f, b, i, o are dual values of a linear program in which the seconds of every stage are free, and add up to F, B, I, O of an example. The seconds of a step
-are a convex and homogeneous function of those of its stages and sends, so that the tangent at one example is a lower bound for all others. Waiting of sends for each other on one
-link, and the host, are left out.
+The weights f, b, i, o are dual values of a linear program in which the seconds of every stage are free, and add up to
+F, B, I, O of an example. The seconds of a step are a convex and homogeneous function of those of its stages and sends,
+so that the tangent at one example is a lower bound for all others. Waiting of sends for each other on one link, and the
+host, are left out.
 """
 
 from __future__ import annotations
@@ -51,7 +52,13 @@ class Least:
 
     def step_s(self, example: Example) -> float:
         """The least seconds of a step whose stages together take `example`."""
-        return self.forward * example.forward_s + self.backward * example.backward_s + self.inputs * example.inputs_s + self.once * example.once_s + self.fixed_s
+        return (
+            self.forward * example.forward_s
+            + self.backward * example.backward_s
+            + self.inputs * example.inputs_s
+            + self.once * example.once_s
+            + self.fixed_s
+        )
 
 
 def mean(places: int, microbatches: int) -> Least:
@@ -60,7 +67,8 @@ def mean(places: int, microbatches: int) -> Least:
 
 
 def least(flow: Flow, stages: int, microbatches: int, example: Example, sends_s: Sequence[float] = ()) -> Least:
-    """The weights for `flow` that give the highest bound for `example`. `sends_s`: the least seconds of a send between each stage and the next (default: 0)."""
+    """The weights for `flow` that give the highest bound for `example`. `sends_s`: the least seconds of a send between
+    each stage and the next (default: 0)."""
     plain = mean(flow.places, microbatches)
     if len(flow.steps) > MOST:
         return plain
@@ -69,7 +77,8 @@ def least(flow: Flow, stages: int, microbatches: int, example: Example, sends_s:
 
 
 class _Program:
-    """The linear program, in units of F + B: columns for the seconds of each stage and for the end of each action; its least last end is the bound."""
+    """The linear program, in units of F + B: columns for the seconds of each stage and for the end of each action; its
+    least last end is the bound."""
 
     def __init__(self, flow: Flow, stages: int, example: Example, sends_s: Sequence[float]) -> None:
         self.flow, self.sends_s, self.unit_s = flow, sends_s, example.forward_s + example.backward_s
@@ -84,8 +93,15 @@ class _Program:
             self._row([(self.early[stage], 1.0), (self.late[stage], 1.0), (self.backward[stage], -1.0)], 0.0)
             self._row([(self.early[stage], 1.0), (self.inputs[stage], -1.0)], 0.0)
             self._row([(self.backward[stage], 1.0), (self.inputs[stage], -1.0)], 0.0)
-        wanted = (self.forward, example.forward_s), (self.backward, example.backward_s), (self.inputs, example.inputs_s), (self.once, example.once_s)
-        self.totals = [self._row([(int(column), 1.0) for column in columns], seconds / self.unit_s) for columns, seconds in wanted]
+        wanted = (
+            (self.forward, example.forward_s),
+            (self.backward, example.backward_s),
+            (self.inputs, example.inputs_s),
+            (self.once, example.once_s),
+        )
+        self.totals = [
+            self._row([(int(column), 1.0) for column in columns], seconds / self.unit_s) for columns, seconds in wanted
+        ]
         self._order()
 
     def _columns(self, count: int, cost: float = 0.0) -> np.ndarray:
@@ -93,18 +109,28 @@ class _Program:
 
     def _row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float = math.inf) -> int:
         row = self.model.add_rows(1, lower, upper)
-        self.model.add_entries(np.full(len(terms), row), np.array([column for column, _ in terms]), np.array([value for _, value in terms]))
+        self.model.add_entries(
+            np.full(len(terms), row), np.array([column for column, _ in terms]), np.array([value for _, value in terms])
+        )
         return row
 
     def _order(self) -> None:
-        """Add rows: each action ends its own seconds after everything that it waits for, and a step ends once-per-step seconds after the last action of each place."""
+        """Add rows: each action ends its own seconds after everything that it waits for, and a step ends once-per-step
+        seconds after the last action of each place."""
         took = {FORWARD: self.forward, WHOLE: self.backward, INPUTS: self.early, WEIGHTS: self.late}
         before: dict[int, int] = {}
         for index, step in enumerate(self.flow.steps):
             own = [] if step.place not in before else [before[step.place]]
             for other in dict.fromkeys((*own, *step.here, *step.sent)) or [None]:
                 sent_s = self.sends_s[self.flow.steps[other].hop] if other in step.sent else 0.0
-                row = self._row([(self.ends[index], 1.0), (took[step.kind][step.stage], -1.0), *([] if other is None else [(self.ends[other], -1.0)])], sent_s / self.unit_s)
+                row = self._row(
+                    [
+                        (self.ends[index], 1.0),
+                        (took[step.kind][step.stage], -1.0),
+                        *([] if other is None else [(self.ends[other], -1.0)]),
+                    ],
+                    sent_s / self.unit_s,
+                )
                 self.sent += [(row, sent_s)] * (sent_s > 0.0)
             before[step.place] = index
         for place, index in before.items():

@@ -1,4 +1,5 @@
-"""Which option each operator takes on the axis of microbatches: split by samples, with as few changes of layout as there can be."""
+"""Which option each operator takes on the axis of microbatches: split by samples, with as few changes of layout as
+there can be."""
 
 from __future__ import annotations
 
@@ -32,8 +33,16 @@ LIMIT_S = 5.0
 class _Matching(Prices):
     """Prices under which all that matters is whether values are wanted as they are made."""
 
-    def table_s(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float, again: Sequence[bool] = (), *,
-                weight: bool = False, grad_bytes: float | None = None) -> np.ndarray:
+    def table_s(
+        self,
+        rows: Sequence[LayoutPair],
+        columns: Sequence[LayoutPair],
+        size_bytes: float,
+        again: Sequence[bool] = (),
+        *,
+        weight: bool = False,
+        grad_bytes: float | None = None,
+    ) -> np.ndarray:
         """What every change of a value's layout takes; gradients add up whatever they are."""
         return np.array([[self._change_s(row, column) for column in columns] for row in rows])
 
@@ -46,7 +55,8 @@ class _Matching(Prices):
 
 
 def _results(op: Op) -> list[Joint]:
-    """What is read of results: of a loss parts of a sum, of what else the model returns whatever there is. None for other operators."""
+    """What is read of results: of a loss parts of a sum, of what else the model returns whatever there is. None for
+    other operators."""
     if op.role not in ("loss", "output"):
         return []
     entries = ("P",) if op.role == "loss" else ("R", "P", *(shard(dim) for dim in range(len(op.call.ins[0].shape))))
@@ -54,22 +64,36 @@ def _results(op: Op) -> list[Joint]:
 
 
 def _apart(program: Program, clusters: list[OpCluster]) -> list[OpCluster]:
-    """`clusters`, those with operators of inputs alone one by one: what these sum up may be a total, which others then take whole."""
+    """`clusters`, those with operators of inputs alone one by one: what these sum up may be a total, which others then
+    take whole."""
     cone = from_inputs(program)
-    home = {op.name: OpCluster(op.name, [op], anchor=True) if len(cluster.members) > 1 and any(m.role == "op" and m.name in cone for m in cluster.members) else cluster
-            for cluster in clusters for op in cluster.members}
+    home = {
+        op.name: OpCluster(op.name, [op], anchor=True)
+        if len(cluster.members) > 1 and any(m.role == "op" and m.name in cone for m in cluster.members)
+        else cluster
+        for cluster in clusters
+        for op in cluster.members
+    }
     return list({home[name].name: home[name] for name in program.ops}.values())
 
 
-def sharing(program: Program, clusters: list[OpCluster], table: Table, count: int, cluster: Cluster, settings: Settings) -> Microbatching:
+def sharing(
+    program: Program, clusters: list[OpCluster], table: Table, count: int, cluster: Cluster, settings: Settings
+) -> Microbatching:
     """How `count` microbatches share the values of `program`; `table` has the options of an axis of `count` ranks.
 
-    Raises PlanError, naming the operator, where microbatches would not compute what the batch computes, InfeasibleError where
-    the batch cannot be cut by `count`.
+    Raises PlanError, naming the operator, where microbatches would not compute what the batch computes, InfeasibleError
+    where the batch cannot be cut by `count`.
     """
     clusters = _apart(program, clusters)
     joints = [_results(cluster.root) or join(cluster, table, roles.data(count)) for cluster in clusters]
-    model = build(program, clusters, [joints], _Matching(cluster.line(count).mesh((count,)), cluster.device, settings), float("inf"),
-                  "microbatches")
+    model = build(
+        program,
+        clusters,
+        [joints],
+        _Matching(cluster.line(count).mesh((count,)), cluster.device, settings),
+        float("inf"),
+        "microbatches",
+    )
     decisions = model.decode(ilp.search(model.problem, time_limit_s=LIMIT_S).choice)
     return microbatching(program, {name: options[0] for name, options in decisions.items()}, count)

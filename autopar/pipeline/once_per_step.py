@@ -1,10 +1,13 @@
-"""Corrections to the price of a pipeline's place, which is otherwise the sum of the prices of its pieces (pipeline.costs).
+"""Corrections to the price of a pipeline's place, which is otherwise the sum of the prices of its pieces
+(pipeline.costs).
 
-    updates    Each piece is priced with the optimizer's step of every weight that it reads, as if it were alone on its place. A place with several
-               readers of one weight has that weight once, and steps it once (`Update.too_many_s`); each of its stages still sums a gradient.
-    sums       A piece is priced with its share of full buckets. A place with less than one bucket starts a collective all the same (`begun_s`).
-    each       Sums after every microbatch are priced as if the model were one stage. A stage with less than one bucket overlaps none of
-               them with its backward (`each_s`).
+    updates    Each piece is priced with the optimizer's step of every weight that it reads, as if it were alone on its
+               place. A place with several readers of one weight has that weight once, and steps it once
+               (`Update.too_many_s`); each of its stages still sums a gradient.
+    sums       A piece is priced with its share of full buckets. A place with less than one bucket starts a collective
+               all the same (`begun_s`).
+    each       Sums after every microbatch are priced as if the model were one stage. A stage with less than one bucket
+               overlaps none of them with its backward (`each_s`).
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from autopar.problem.build import Model
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The optimizer's step of one weight that several `pieces` read: the price of each of them contains its `seconds`."""
+    """The optimizer's step of one weight that several `pieces` read: the price of each of them contains its
+    `seconds`."""
 
     pieces: Mapping[str, None]
     seconds: float
@@ -31,10 +35,18 @@ class Update:
 
 
 def shared_updates(once: Model, choice: Sequence[int]) -> list[Update]:
-    """The updates of weights outside of blocks that several pieces read, under the solution `choice` of `once` (problem.step_shares)."""
+    """The updates of weights outside of blocks that several pieces read, under the solution `choice` of `once`
+    (problem.step_shares)."""
     program = once.links[0].program
-    shared = [op for op in program.ops.values() if op.role == "param" and not op.scope and len(program.readers.get((op.name, 0), ())) > 1]
-    home, at = homes(program, units(program)) if shared else {}, {cluster.members[0].name: index for index, cluster in enumerate(once.clusters)}
+    shared = [
+        op
+        for op in program.ops.values()
+        if op.role == "param" and not op.scope and len(program.readers.get((op.name, 0), ())) > 1
+    ]
+    home, at = (
+        homes(program, units(program)) if shared else {},
+        {cluster.members[0].name: index for index, cluster in enumerate(once.clusters)},
+    )
     found = []
     for op in shared:
         pieces = {home[reader.name]: None for reader, _ in program.readers[op.name, 0]}
@@ -45,7 +57,8 @@ def shared_updates(once: Model, choice: Sequence[int]) -> list[Update]:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The gradients of a piece that are summed by the same collectives (`kinds`) as others of their stage, in the same buckets.
+    """The gradients of a piece that are summed by the same collectives (`kinds`) as others of their stage, in the same
+    buckets.
 
         each_bytes    bytes of each on a rank, in the order of use
         full_bytes    of a full bucket
@@ -76,16 +89,30 @@ def merged(sums: Iterable[Sums]) -> tuple[Sums, ...]:
     for one in sums:
         if one.nbytes > 0.0:
             together.setdefault(one.kinds, []).append(one)
-    return tuple([Sums(kinds, tuple([nbytes for one in found for nbytes in one.each_bytes]), found[0].full_bytes,
-                       tuple([(*moves[0][:2], sum(seconds for *_, seconds in moves)) for moves in zip(*(one.moves for one in found), strict=True)]), sum(one.behind_s for one in found))
-                  for kinds, found in together.items()])
+    return tuple(
+        [
+            Sums(
+                kinds,
+                tuple([nbytes for one in found for nbytes in one.each_bytes]),
+                found[0].full_bytes,
+                tuple(
+                    [
+                        (*moves[0][:2], sum(seconds for *_, seconds in moves))
+                        for moves in zip(*(one.moves for one in found), strict=True)
+                    ]
+                ),
+                sum(one.behind_s for one in found),
+            )
+            for kinds, found in together.items()
+        ]
+    )
 
 
 def begun_s(place: Iterable[Sums]) -> float:
     """Seconds by which the sums of one place take longer than its pieces' shares of full buckets.
 
-    For gradients of n bytes in all, less than the b bytes of a full bucket, a piece is priced with a share of the time t(b), but the place takes t(n):
-    its seconds times (t(n) / n) / (t(b) / b) - 1, at least 0.
+    For gradients of n bytes in all, less than the b bytes of a full bucket, a piece is priced with a share of the time
+    t(b), but the place takes t(n): its seconds times (t(n) / n) / (t(b) / b) - 1, at least 0.
     """
     found = 0.0
     for one in merged(place):
@@ -98,8 +125,9 @@ def begun_s(place: Iterable[Sums]) -> float:
 def each_s(stage: Iterable[tuple[float, Sequence[Sums]]], contention: float) -> float:
     """Seconds by which sums after a microbatch make the backward of a stage longer.
 
-    `stage`: its pieces in the order of the backward, each with its seconds without such sums. Gradients come evenly spread over a piece; a
-    bucket is summed when it is full or the backward is done. Seconds that overlap the backward count `contention` times (1: nothing overlaps).
+    `stage`: its pieces in the order of the backward, each with its seconds without such sums. Gradients come evenly
+    spread over a piece; a bucket is summed when it is full or the backward is done. Seconds that overlap the backward
+    count `contention` times (1: nothing overlaps).
     """
     buckets = _Buckets()
     for seconds, sums in stage:
@@ -116,8 +144,9 @@ def each_s(stage: Iterable[tuple[float, Sequence[Sums]]], contention: float) -> 
 
 @dataclass(eq=False)
 class _Buckets:
-    """The buckets of a stage during its backward (runtime.gradsync), in seconds since its begin: `now_s`, when the last collective of each axis ends
-    (`until_s`), the seconds of all collectives so far (`moved_s`), and by kinds the bucket that is being filled, with its bytes."""
+    """The buckets of a stage during its backward (runtime.gradsync), in seconds since its begin: `now_s`, when the last
+    collective of each axis ends (`until_s`), the seconds of all collectives so far (`moved_s`), and by kinds the bucket
+    that is being filled, with its bytes."""
 
     now_s: float = 0.0
     moved_s: float = 0.0

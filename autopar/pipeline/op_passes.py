@@ -1,4 +1,5 @@
-"""The operators' part of the passes of a microbatch (pipeline.passes): compute, and the collectives inside of operators."""
+"""The operators' part of the passes of a microbatch (pipeline.passes): compute, and the collectives inside of
+operators."""
 
 from __future__ import annotations
 
@@ -20,12 +21,15 @@ from autopar.rules.language import Option
 
 
 class OpPasses:
-    """What the operators of all pieces of `program` do in each pass, under the solution `choice` of `model`; `forward` and `apart` as in Passes.
+    """What the operators of all pieces of `program` do in each pass, under the solution `choice` of `model`; `forward`
+    and `apart` as in Passes.
 
     `did` has it by piece; `stops` in program order, per block, of operators whose position counts (`_recorded`).
     """
 
-    def __init__(self, program: Program, model: Model, choice: Sequence[int], forward: ForwardPrices, *, apart: bool) -> None:
+    def __init__(
+        self, program: Program, model: Model, choice: Sequence[int], forward: ForwardPrices, *, apart: bool
+    ) -> None:
         self.program, self.model, self.choice, self.forward, self.apart = program, model, choice, forward, apart
         self.prices: Prices = model.prices
         self.line = Timeline(program)
@@ -42,13 +46,18 @@ class OpPasses:
         return self.apart and bool(self.program.runs)
 
     def _recorded(self, op: Op) -> bool:
-        """Whether the position of an operator in program order is recorded in `stops`: where stages are made of blocks that of operators of these (`ends_s`), else of
-        all (pipeline.clock)."""
+        """Whether the position of an operator in program order is recorded in `stops`: where stages are made of blocks
+        that of operators of these (`ends_s`), else of all (pipeline.clock)."""
         return bool(op.scope) or not self.by_block
 
     def _add_node(self, index: int, cluster: Cluster) -> None:
-        """Add the operators of a node: forward, backward, the collectives inside of them, and what of its cost in the Problem is left, which runs again."""
-        node, c, combo = self.model.problem.nodes[index], self.choice[index], self.model.choices[index][self.choice[index]]
+        """Add the operators of a node: forward, backward, the collectives inside of them, and what of its cost in the
+        Problem is left, which runs again."""
+        node, c, combo = (
+            self.model.problem.nodes[index],
+            self.choice[index],
+            self.model.choices[index][self.choice[index]],
+        )
         left_s, ahead_s, inside = float(node.cost_s[c]), 0.0, list[tuple[Load, float]]()
         for member, op in enumerate(cluster.members):
             options: tuple[Option, ...] = tuple([joint.options[member] for joint in combo])
@@ -88,15 +97,25 @@ class OpPasses:
 
     def _load(self, wait: Wait) -> Load:
         """A collective inside an operator as a Load."""
-        return Load(wait.axis, wait.seconds, link_shares(wait.kind, wait.nbytes, self.prices.mesh.axes[wait.axis]), wait.kind)
+        return Load(
+            wait.axis, wait.seconds, link_shares(wait.kind, wait.nbytes, self.prices.mesh.axes[wait.axis]), wait.kind
+        )
 
     def _add_waits(self, name: str, ahead: Sequence[Load], back: Sequence[Load], weights: float, count: float) -> None:
-        """Add collectives inside an operator that compute waits for. The share `weights` of those of a backward belongs to the part for weights."""
-        for way, loads, share in ((FORWARD, ahead, 1.0), (BACKWARD, back, 1.0), (INPUTS, back, 1 - weights), (WEIGHTS, back, weights), (BOTH, back, 1.0)):
+        """Add collectives inside an operator that compute waits for. The share `weights` of those of a backward belongs
+        to the part for weights."""
+        for way, loads, share in (
+            (FORWARD, ahead, 1.0),
+            (BACKWARD, back, 1.0),
+            (INPUTS, back, 1 - weights),
+            (WEIGHTS, back, weights),
+            (BOTH, back, 1.0),
+        ):
             self.did[name].passes[way].wait(loads, count * share)
 
     def _add_rerun(self, op: Op, again_s: float, ahead_s: float, inside: Sequence[tuple[Load, float]]) -> None:
-        """Add `again_s` of a node whose forward takes `ahead_s`, and whose first operator is `op`, that run again in the backward, and the same share of the collectives inside of it."""
+        """Add `again_s` of a node whose forward takes `ahead_s`, and whose first operator is `op`, that run again in
+        the backward, and the same share of the collectives inside of it."""
         name, share = self.home[op.name], min(1.0, again_s / ahead_s) if ahead_s > 0 else 0.0
         compute_s = again_s - share * sum(count * load.seconds for load, count in inside)
         self._add_compute(name, 0.0, compute_s, 0.0)
@@ -109,7 +128,13 @@ class OpPasses:
 
     def _add_compute(self, name: str, forward_s: float, back_s: float, weights: float) -> None:
         """Add compute of a piece. The share `weights` of its backward is for the gradients of weights."""
-        for way, seconds in ((FORWARD, forward_s), (BACKWARD, back_s), (INPUTS, (1 - weights) * back_s), (WEIGHTS, weights * back_s), (BOTH, back_s)):
+        for way, seconds in (
+            (FORWARD, forward_s),
+            (BACKWARD, back_s),
+            (INPUTS, (1 - weights) * back_s),
+            (WEIGHTS, weights * back_s),
+            (BOTH, back_s),
+        ):
             self.did[name].passes[way].compute_s += seconds
 
 

@@ -45,7 +45,8 @@ class _Stage:
 
 @lru_cache(maxsize=256)
 def orders(schedule: str, places: int, stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """The actions of each place. Raises PlanError where the schedule cannot run so many microbatches in so many stages."""
+    """The actions of each place. Raises PlanError where the schedule cannot run so many microbatches in so many
+    stages."""
     if schedule in PLAIN:
         return tuple(tuple(PLAIN[schedule](place, places, microbatches)) for place in range(places))
     lines = laid_out(schedule, places, stages, microbatches)
@@ -53,27 +54,36 @@ def orders(schedule: str, places: int, stages: int, microbatches: int) -> tuple[
 
 
 def laid_out(schedule: str, places: int, stages: int, microbatches: int) -> Mapping[int, Sequence[Any]]:
-    """The actions of each place as torch writes them, with None where it waits, of a schedule that is not in `PLAIN`. Raises PlanError as `orders` does."""
+    """The actions of each place as torch writes them, with None where it waits, of a schedule that is not in `PLAIN`.
+    Raises PlanError as `orders` does."""
     about = SCHEDULES[schedule]
     kind = order_only(getattr(pipelining.schedules, about.torch_name))
     mine = [_Stage(i, 0, places, stages) for i in range(stages) if about.place(i, places) == 0]
     try:
         made = kind(mine, microbatches, loss_fn=len, scale_grads=False)
     except ValueError as error:
-        raise PlanError(f"schedule {schedule} cannot run {microbatches} microbatches in {stages} stages on {places} groups of ranks: "
-                        f"{' '.join(str(error).split())}") from error
+        raise PlanError(
+            f"schedule {schedule} cannot run {microbatches} microbatches in {stages} stages on {places} groups of "
+            f"ranks: {' '.join(str(error).split())}"
+        ) from error
     order: Mapping[int, Sequence[Any]] = made.pipeline_order
     return order
 
 
 def lines_of(plan: Plan) -> Sequence[Sequence[Action]]:
-    """What each place runs in a step of `plan`, in order: the schedule's actions, or on one place one microbatch after the other. A plan
-    for inference runs all microbatches through a stage before the next one (runtime.stepping.run_forward)."""
+    """What each place runs in a step of `plan`, in order: the schedule's actions, or on one place one microbatch after
+    the other. A plan for inference runs all microbatches through a stage before the next one
+    (runtime.stepping.run_forward)."""
     stages, micro = range(len(plan.stages)), range(plan.microbatches)
     if plan.mode != "train":
-        return [[Action("F", i, m) for i in stages if plan.stages[i].place == place for m in micro] for place in range(plan.places)]
+        return [
+            [Action("F", i, m) for i in stages if plan.stages[i].place == place for m in micro]
+            for place in range(plan.places)
+        ]
     if plan.places == 1:
-        return [[Action(kind, i, m) for m in micro for kind in "FB" for i in (stages if kind == "F" else reversed(stages))]]
+        return [
+            [Action(kind, i, m) for m in micro for kind in "FB" for i in (stages if kind == "F" else reversed(stages))]
+        ]
     return orders(plan.schedule, plan.places, len(stages), plan.microbatches)
 
 
@@ -84,7 +94,10 @@ def _gpipe(place: int, places: int, microbatches: int) -> list[Action]:
 def _one_forward_one_backward(place: int, places: int, microbatches: int) -> list[Action]:
     """As torch runs it; the order that torch shows of it has a microbatch too many on the last place."""
     if microbatches < places:
-        raise PlanError(f"schedule 1f1b cannot run {microbatches} microbatches in {places} stages: it wants at least as many microbatches")
+        raise PlanError(
+            f"schedule 1f1b cannot run {microbatches} microbatches in {places} stages: it wants at least as many "
+            "microbatches"
+        )
     begun = min(microbatches, places - place)
     found = [Action("F", place, m) for m in range(begun)]
     for m in range(microbatches):
@@ -99,14 +112,21 @@ PLAIN = {"naive": _gpipe, "gpipe": _gpipe, "1f1b": _one_forward_one_backward}
 
 
 def actions_of(line: Sequence[Any]) -> list[Action]:
-    """Torch's actions as ours, in order, without transfers; two that overlap one after the other, as eager execution has them."""
-    return [Action(kind, int(stage), int(micro)) for item in line if item is not None for stage, kind, micro in _ACTION.findall(str(item))]
+    """Torch's actions as ours, in order, without transfers; two that overlap one after the other, as eager execution
+    has them."""
+    return [
+        Action(kind, int(stage), int(micro))
+        for item in line
+        if item is not None
+        for stage, kind, micro in _ACTION.findall(str(item))
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """Seconds of one microbatch in one stage: of its forward; of the backward's parts for inputs and for weights (`weights_s` is 0 where the backward is
-    not split); of sending its result; and of both parts at once (0: their sum)."""
+    """Seconds of one microbatch in one stage: of its forward; of the backward's parts for inputs and for weights
+    (`weights_s` is 0 where the backward is not split); of sending its result; and of both parts at once (0: their
+    sum)."""
 
     forward_s: float
     inputs_s: float
@@ -116,11 +136,17 @@ class StageTime:
 
     def of(self, kind: str) -> float:
         """Seconds of an action of this kind."""
-        return {"F": self.forward_s, "B": self.both_s or self.inputs_s + self.weights_s, "I": self.inputs_s, "W": self.weights_s}[kind]
+        return {
+            "F": self.forward_s,
+            "B": self.both_s or self.inputs_s + self.weights_s,
+            "I": self.inputs_s,
+            "W": self.weights_s,
+        }[kind]
 
 
 class Flying(NamedTuple):
-    """Microbatches in flight in a stage: of how many it keeps activations, and for how many it keeps gradients between the two parts of a split backward."""
+    """Microbatches in flight in a stage: of how many it keeps activations, and for how many it keeps gradients between
+    the two parts of a split backward."""
 
     kept: int
     halfway: int = 0
@@ -134,12 +160,16 @@ def changed(line: Sequence[Action]) -> Iterator[tuple[int, Flying]]:
     """For each action of a place, its stage, and the change of the microbatches in flight there."""
     split = {(a.stage, a.microbatch) for a in line if a.kind == "W"}
     for action in line:
-        yield action.stage, _MORE["I" if action.kind == "B" and (action.stage, action.microbatch) in split else action.kind]
+        yield (
+            action.stage,
+            _MORE["I" if action.kind == "B" and (action.stage, action.microbatch) in split else action.kind],
+        )
 
 
 def in_flight(lines: Sequence[Sequence[Action]], stages: int) -> list[Flying]:
-    """For each stage, the microbatches in flight at the moment at which its place keeps most, where all stages keep alike. Activations of a microbatch count twice as much as
-    the gradients that it keeps between the parts of a split backward."""
+    """For each stage, the microbatches in flight at the moment at which its place keeps most, where all stages keep
+    alike. Activations of a microbatch count twice as much as the gradients that it keeps between the parts of a split
+    backward."""
     found = [Flying(0)] * stages
     for line in lines:
         now, size, largest = dict[int, Flying](), 0, 0

@@ -3,7 +3,8 @@
 The rules by which collectives begin and are waited for are those of the runtime, imported and not repeated here:
 
     gathers     begin ahead of their use as `autopar.prefetching.timetable` says (runtime.prefetch)
-    leaves      are gathered in buckets as `autopar.prefetching.due` says; a block waits for its own before it runs (runtime.leaves)
+    leaves      are gathered in buckets as `autopar.prefetching.due` says; a block waits for its own before it runs
+                (runtime.leaves)
     scatters    of whole gradients to the layout of their leaf are waited for as `autopar.deferred_waits.Queue` says
     sums        of gradients over ranks begin when a bucket of BUCKET_BYTES is full (runtime.gradsync)
 
@@ -38,7 +39,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class LeafBucket:
-    """Leaves that are gathered together: the collectives, one after the other with the copies around them, whether they begin ahead, and the blocks that wait for them (OUTSIDE: the model itself)."""
+    """Leaves that are gathered together: the collectives, one after the other with the copies around them, whether they
+    begin ahead, and the blocks that wait for them (OUTSIDE: the model itself)."""
 
     way: Sequence[Load]
     ahead: bool
@@ -51,23 +53,29 @@ class LeafBucket:
 
 
 class Clock:
-    """One pass over `turns`, as far as it has come. `leaves` are gathered during it. Background collectives take the share `contention` of the compute units."""
+    """One pass over `turns`, as far as it has come. `leaves` are gathered during it. Background collectives take the
+    share `contention` of the compute units."""
 
     def __init__(self, turns: Sequence[Turn], contention: float, leaves: Sequence[LeafBucket] = ()) -> None:
         self.streams = Streams(contention)
         self._turns, self._leaves, self._filled = turns, leaves, 0
         self._fills: dict[int, _Chain] = {}
-        fetches = [_Fetch(sent, turn.block if turn.block is not OUTSIDE else (number, at))
-                   for number, turn in enumerate(turns) for at, sent in enumerate(event for event in turn.stop.events if isinstance(event, Sent))]
+        fetches = [
+            _Fetch(sent, turn.block if turn.block is not OUTSIDE else (number, at))
+            for number, turn in enumerate(turns)
+            for at, sent in enumerate(event for event in turn.stop.events if isinstance(event, Sent))
+        ]
         self._gathers = [_Chain(self.streams, sent.way) for sent in (fetch.sent for fetch in fetches)]
         self._due, self._taken = timetable(fetches, BUCKET_BYTES), 0
         self._scatters: Queue[_Scatter] = Queue(BUCKETS * BUCKET_BYTES)
         self._sums: Queue[_BucketSum] = Queue(BUCKET_BYTES)
-        self._buckets: defaultdict[object, list[tuple[Sum, Hashable]]] = defaultdict(list)  # by key: gradients of the bucket that is being filled
+        # by key: gradients of the bucket that is being filled
+        self._buckets: defaultdict[object, list[tuple[Sum, Hashable]]] = defaultdict(list)
         self._begun: list[_BucketSum] = []
 
     def run(self, *, gathers_first: bool) -> list[float]:
-        """Run the pass to its end, and wait for all that is on its way: the exposed seconds before each turn, and at last those of the whole pass.
+        """Run the pass to its end, and wait for all that is on its way: the exposed seconds before each turn, and at
+        last those of the whole pass.
 
         `gathers_first`: the first gathers begin with the pass, as in a backward right after its forward.
         """
@@ -134,12 +142,17 @@ class Clock:
     def _begin_leaves(self) -> None:
         """Begin the gathers of leaves that are due."""
         legs = [bucket.legs for bucket in self._leaves]
-        for number in due(legs, [self._fills[i].begun if i in self._fills else 0 for i in range(len(legs))], self._filled):
+        for number in due(
+            legs, [self._fills[i].begun if i in self._fills else 0 for i in range(len(legs))], self._filled
+        ):
             self._fills.setdefault(number, _Chain(self.streams, self._leaves[number].way)).next()
 
     def _fill(self, block: Hashable) -> None:
         """Wait for the leaves of a block, and for all that are gathered before them."""
-        last = max((number for number in range(self._filled, len(self._leaves)) if block in self._leaves[number].blocks), default=-1)
+        last = max(
+            (number for number in range(self._filled, len(self._leaves)) if block in self._leaves[number].blocks),
+            default=-1,
+        )
         while self._filled <= last:
             self._fill_next()
 
@@ -155,17 +168,21 @@ class Clock:
         self._begin_leaves()
 
     def at_leaf(self, gradient: Sum, block: Hashable) -> None:
-        """Add a gradient of a weight of `block` that is at its leaf to its bucket, and begin the bucket's sum if it is full."""
+        """Add a gradient of a weight of `block` that is at its leaf to its bucket, and begin the bucket's sum if it is
+        full."""
         bucket = self._buckets[gradient.key]
         bucket.append((gradient, block))
         if sum(one.sent.nbytes for one, _ in bucket) >= BUCKET_BYTES:
             self._begin_sum(gradient.key)
 
     def _begin_sum(self, key: object) -> None:
-        """Begin to sum a bucket; its further collectives begin as the queue says. It belongs to the block that has filled it, whose other sums do not wait for it."""
+        """Begin to sum a bucket; its further collectives begin as the queue says. It belongs to the block that has
+        filled it, whose other sums do not wait for it."""
         bucket, (*_, (_, block)) = [gradient for gradient, _ in self._buckets[key]], self._buckets.pop(key)
         way = in_one_bucket([gradient.sent for gradient in bucket])
-        chain = _BucketSum(self.streams, way, [sum(held) for held in zip(*(gradient.sent.held for gradient in bucket), strict=True)])
+        chain = _BucketSum(
+            self.streams, way, [sum(held) for held in zip(*(gradient.sent.held for gradient in bucket), strict=True)]
+        )
         self._begun.append(chain)
         if way and chain.go_on():
             self._sums.add(chain, chain if block is OUTSIDE else block)
@@ -188,7 +205,8 @@ class _Fetch:
 
 
 class _Chain:
-    """Collectives in the background, of which the next one begins when the one before it has been waited for, and the copies in front of it are made (layout.legs)."""
+    """Collectives in the background, of which the next one begins when the one before it has been waited for, and the
+    copies in front of it are made (layout.legs)."""
 
     def __init__(self, streams: Streams, way: Sequence[Load]) -> None:
         *self.legs, self._rest = legs(way, moves)
@@ -227,8 +245,8 @@ class _Chain:
 
 
 class _BucketSum(_Chain):
-    """The sum of a bucket. `held`: bytes that exist in front of each collective. A last reduce-scatter stays in the queue until it is waited for, because the memory of
-    its operand is freed only then (runtime.coalesced)."""
+    """The sum of a bucket. `held`: bytes that exist in front of each collective. A last reduce-scatter stays in the
+    queue until it is waited for, because the memory of its operand is freed only then (runtime.coalesced)."""
 
     def __init__(self, streams: Streams, way: Sequence[Load], held: Sequence[float]) -> None:
         super().__init__(streams, way)
@@ -251,7 +269,9 @@ class _BucketSum(_Chain):
 class _Scatter(_BucketSum):
     """The scatter of a gradient; what follows when it is at its leaf is `then`."""
 
-    def __init__(self, streams: Streams, way: Sequence[Load], held: Sequence[float], then: Callable[[], None] | None) -> None:
+    def __init__(
+        self, streams: Streams, way: Sequence[Load], held: Sequence[float], then: Callable[[], None] | None
+    ) -> None:
         super().__init__(streams, way, held)
         self._then = then
 

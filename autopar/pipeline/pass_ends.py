@@ -1,11 +1,14 @@
-"""The collectives of each operator in program order (`Stop`), and what a pipeline stage waits for at the two ends of a pass (`ends_s`).
+"""The collectives of each operator in program order (`Stop`), and what a pipeline stage waits for at the two ends of a
+pass (`ends_s`).
 
-When a pass over a stage begins nothing is prefetched yet, so that the gathers of its first block are exposed. When it ends, all gradients must have been
-scattered, so that the scatters of its last block are exposed. Both happen once per pass, however many blocks the stage has.
+When a pass over a stage begins nothing is prefetched yet, so that the gathers of its first block are exposed. When it
+ends, all gradients must have been scattered, so that the scatters of its last block are exposed. Both happen once per
+pass, however many blocks the stage has.
 
-The gathers of the next block begin when a block waits for its first weight (runtime.prefetch). Collectives of one mesh axis run in the order in which
-they begin; those in the background have a process group of their own beside those that compute waits for (runtime.mesh). In a backward the operators
-are in reverse order, behind those of the forward if the block runs again.
+The gathers of the next block begin when a block waits for its first weight (runtime.prefetch). Collectives of one mesh
+axis run in the order in which they begin; those in the background have a process group of their own beside those that
+compute waits for (runtime.mesh). In a backward the operators are in reverse order, behind those of the forward if the
+block runs again.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ class Sent:
 
     `way`: its collectives, one after the other. `nbytes`: of the tensor as it is used on a rank (not sharded).
     `held`: of a gradient, the bytes that each of the collectives reads, which exist until it has ended.
-    `axes`: of what goes in buckets, whose `way` has the local copies around collectives too, the mesh axis of each collective.
-    `operand`: of a gradient, the number of its operand; autograd comes to the last one first.
+    `axes`: of what goes in buckets, whose `way` has the local copies around collectives too, the mesh axis of each
+    collective. `operand`: of a gradient, the number of its operand; autograd comes to the last one first.
     """
 
     way: Sequence[Load]
@@ -45,11 +48,18 @@ class Sent:
 
     def times(self, factor: float) -> Sent:
         """`factor` of them as one."""
-        return Sent([load.times(factor) for load in self.way], factor * self.nbytes, [factor * nbytes for nbytes in self.held], self.axes, self.operand)
+        return Sent(
+            [load.times(factor) for load in self.way],
+            factor * self.nbytes,
+            [factor * nbytes for nbytes in self.held],
+            self.axes,
+            self.operand,
+        )
 
 
 def in_one_bucket(sent: Sequence[Sent]) -> list[Load]:
-    """The collectives of several that go together: each runs once, over the bytes of all; and the copies around them."""
+    """The collectives of several that go together: each runs once, over the bytes of all; and the copies around
+    them."""
     found = list[Load]()
     for number, parts in enumerate(zip(*(legs(one.way, moves) for one in sent), strict=True)):
         copies_s = sum(load.seconds for part in parts for load in part if not moves(load))
@@ -57,7 +67,9 @@ def in_one_bucket(sent: Sequence[Sent]) -> list[Load]:
         moved = [load for part in parts for load in part if moves(load)]
         if moved:
             nbytes, kind, axis = sum(load.nbytes for load in moved), moved[0].kind, sent[0].axes[number]
-            found.append(Load(moved[0].axis, collective_s(kind, nbytes, axis), link_shares(kind, nbytes, axis), kind, nbytes))
+            found.append(
+                Load(moved[0].axis, collective_s(kind, nbytes, axis), link_shares(kind, nbytes, axis), kind, nbytes)
+            )
     return found
 
 
@@ -65,8 +77,8 @@ def in_one_bucket(sent: Sequence[Sent]) -> list[Load]:
 class Sum:
     """The sum of a weight's gradient over ranks, `sent` in buckets with all others of the same `key`.
 
-    `first`: the scatter that brings the gradient to the layout of its leaf before that; when it is waited for is said by
-    autopar.deferred_waits. None where the backward makes the gradient in that layout.
+    `first`: the scatter that brings the gradient to the layout of its leaf before that; when it is waited for is said
+    by autopar.deferred_waits. None where the backward makes the gradient in that layout.
     """
 
     key: object
@@ -82,15 +94,15 @@ class Sum:
 class Stop:
     """What one operator does in a pass, in this order. Seconds are those of one instance (of one block).
 
-        opens        gathers of weights before anything has computed, with the number of the operand; nothing can overlap them, so that
-                     the price of the operator has them as work
-        takes        gathers of weights that it waits for, with the number of the operand; they are prefetched
-        waits        other collectives that it waits for before it computes, with the number of the operand
-        compute_s    seconds of compute
-        behind       collectives that are waited for right after its compute
-        sends        scatters of gradients that begin after it, in the background
-        sums         sums over ranks that its gradients join
-        last         changes of layout of the gradients of its activations, which are waited for behind all that
+    opens        gathers of weights before anything has computed, with the number of the operand; nothing can
+                 overlap them, so that the price of the operator has them as work
+    takes        gathers of weights that it waits for, with the number of the operand; they are prefetched
+    waits        other collectives that it waits for before it computes, with the number of the operand
+    compute_s    seconds of compute
+    behind       collectives that are waited for right after its compute
+    sends        scatters of gradients that begin after it, in the background
+    sums         sums over ranks that its gradients join
+    last         changes of layout of the gradients of its activations, which are waited for behind all that
     """
 
     compute_s: float = 0.0
@@ -105,7 +117,9 @@ class Stop:
     @property
     def work_s(self) -> float:
         """Seconds of compute and of the collectives that it waits for (`waits`, `behind`, `last`)."""
-        return self.compute_s + sum(load.seconds for load in (*(load for _, load in self.waits), *self.behind, *self.last))
+        return self.compute_s + sum(
+            load.seconds for load in (*(load for _, load in self.waits), *self.behind, *self.last)
+        )
 
     @property
     def events(self) -> list[Load | Sent]:
@@ -119,7 +133,8 @@ AHEAD, BACK, AGAIN = WAYS = range(3)
 
 
 class Stops:
-    """The Stop of each operator of `program` that one was asked for, by scope of blocks ("" for operators outside of blocks) and one of WAYS."""
+    """The Stop of each operator of `program` that one was asked for, by scope of blocks ("" for operators outside of
+    blocks) and one of WAYS."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -141,12 +156,14 @@ class Stops:
 
 
 def ends_s(stops: Sequence[Stop], blocks: int, contention: float) -> tuple[float, float]:
-    """The exposed seconds at the begin and at the end of a pass over a stage of `blocks` blocks, beyond those of blocks in the middle of others.
+    """The exposed seconds at the begin and at the end of a pass over a stage of `blocks` blocks, beyond those of blocks
+    in the middle of others.
 
-    One block, with operators `stops` in order, runs on an empty machine: from its first wait for a gather (begin) until the scatters of the
-    last blocks have ended (end). In the steady state a block takes the longest of its work and of the collectives of any axis; what the run
-    takes beyond that is exposed. While collectives are exposed nothing computes, so that the share `contention` of the
-    compute units that each of them takes in the price of the block is given back.
+    One block, with operators `stops` in order, runs on an empty machine: from its first wait for a gather (begin) until
+    the scatters of the last blocks have ended (end). In the steady state a block takes the longest of its work and of
+    the collectives of any axis; what the run takes beyond that is exposed. While collectives are exposed nothing
+    computes, so that the share `contention` of the compute units that each of them takes in the price of the block is
+    given back.
     """
     now_s, axes, gathers = 0.0, _Axes(), 0
     arrival_s: list[float] = []
@@ -175,24 +192,28 @@ def ends_s(stops: Sequence[Stop], blocks: int, contention: float) -> tuple[float
     last_s = min(exposed_s, end_s - now_s)
     gather_axes = {load.axis for stop in stops for _, sent in stop.takes for load in sent.way}
     scatter_axes = {load.axis for stop in stops for sent in stop.sends for load in sent.way}
-    return (exposed_s - last_s) * max(0.0, 1.0 - contention * len(gather_axes)), last_s * max(0.0, 1.0 - contention * len(scatter_axes))
+    return (exposed_s - last_s) * max(0.0, 1.0 - contention * len(gather_axes)), last_s * max(
+        0.0, 1.0 - contention * len(scatter_axes)
+    )
 
 
 def _blocks_that_scatter(stops: Sequence[Stop]) -> int:
-    """Of how many blocks the second and later collectives of their scatters have not begun when the last block has computed (autopar.deferred_waits): one,
-    and as many more as it takes to queue SOON of the bytes that may wait."""
+    """Of how many blocks the second and later collectives of their scatters have not begun when the last block has
+    computed (autopar.deferred_waits): one, and as many more as it takes to queue SOON of the bytes that may wait."""
     return 1 + int(SOON * BUCKETS * BUCKET_BYTES / max(1.0, sum(sent.nbytes for stop in stops for sent in stop.sends)))
 
 
 def _prefetched(stops: Sequence[Stop], blocks: int, axes: _Axes, now_s: float) -> tuple[list[float], float]:
-    """Begin the gathers of the first block, and those of later blocks that the runtime prefetches at that point (autopar.prefetching).
+    """Begin the gathers of the first block, and those of later blocks that the runtime prefetches at that point
+    (autopar.prefetching).
 
-    Returns when each gather of the first block has ended, and when compute goes on. Gathers over several axes have several legs, and
-    the next leg begins when the one before it has ended: compute waits for that.
+    Returns when each gather of the first block has ended, and when compute goes on. Gathers over several axes have
+    several legs, and the next leg begins when the one before it has ended: compute waits for that.
     """
     ways = [sent.way for stop in stops for _, sent in sorted(stop.takes, key=lambda take: take[0])]
     each_bytes = [sum(sent.nbytes for stop in stops for _, sent in stop.takes)] * blocks
-    begun = {len(way): ends(each_bytes, 0, len(way)) for way in ways}  # by number of legs: how many blocks have begun each of them
+    # by number of legs: how many blocks have begun each of them
+    begun = {len(way): ends(each_bytes, 0, len(way)) for way in ways}
     go_on_s, end_s = now_s, [[now_s] * len(ways) for _ in range(max(end for each in begun.values() for end in each))]
     for later in (False, True):  # the first block's gathers begin before those of later ones
         for leg in range(max(begun)):
@@ -200,7 +221,7 @@ def _prefetched(stops: Sequence[Stop], blocks: int, axes: _Axes, now_s: float) -
                 for number, way in enumerate(ways):
                     if leg < len(way) and block < begun[len(way)][leg]:
                         go_on_s = max(go_on_s, end_s[block][number] if leg else now_s)
-                        end_s[block][number] = axes.run(way[leg:leg + 1], go_on_s)
+                        end_s[block][number] = axes.run(way[leg : leg + 1], go_on_s)
     return end_s[0], go_on_s
 
 
@@ -223,7 +244,10 @@ def _busy_s(stops: Sequence[Stop]) -> dict[tuple[int, bool], float]:
     found: dict[tuple[int, bool], float] = {}
     for stop in stops:
         moved = [load for sent in (*(sent for _, sent in stop.takes), *stop.sends) for load in sent.way]
-        for background, loads in ((True, moved), (False, [*(load for _, load in stop.waits), *stop.behind, *stop.last])):
+        for background, loads in (
+            (True, moved),
+            (False, [*(load for _, load in stop.waits), *stop.behind, *stop.last]),
+        ):
             for load in loads:
                 found[load.axis, background] = found.get((load.axis, background), 0.0) + load.seconds
     return found

@@ -1,16 +1,18 @@
-"""What each piece of a program does in each pass under a solution: its compute, the collectives that compute waits for, and those in the background.
+"""What each piece of a program does in each pass under a solution: its compute, the collectives that compute waits for,
+and those in the background.
 
 The passes of one microbatch (pipeline.work):
 
     forward    operators and reshards; gathers of weights are prefetched (runtime.prefetch)
-    backward   the same in reverse, and what runs again with its gathers; gradients of gathered weights are scattered in the background
-               (autopar.deferred_waits)
+    backward   the same in reverse, and what runs again with its gathers; gradients of gathered weights are scattered in
+               the background (autopar.deferred_waits)
     inputs     of a backward that is split in two: all of it that is not for the gradients of weights
     weights    the other part; autograd brings gradients to where they rest then, and waits for it (runtime.stepping)
     both       the two parts at once, as some schedules have them
 
-A weight's gradient is summed over ranks in buckets (runtime.gradsync): after every microbatch, in the background of the backward, or once per
-step. With nothing overlapped the seconds of all passes are those of the Problem, less what buckets save in the start of collectives.
+A weight's gradient is summed over ranks in buckets (runtime.gradsync): after every microbatch, in the background of the
+backward, or once per step. With nothing overlapped the seconds of all passes are those of the Problem, less what
+buckets save in the start of collectives.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ from autopar.problem.types import Net
 
 
 class _Read(NamedTuple):
-    """A net as the piece `name` reads it: its producer `made` it, readers `asked` for it. `cost_s`: seconds per step in the Problem. `at`: the
-    readers whose position in program order is recorded (`Passes._recorded`), each with the number of its operand."""
+    """A net as the piece `name` reads it: its producer `made` it, readers `asked` for it. `cost_s`: seconds per step in
+    the Problem. `at`: the readers whose position in program order is recorded (`Passes._recorded`), each with the
+    number of its operand."""
 
     link: Link
     made: LayoutPair
@@ -50,12 +53,21 @@ class _Read(NamedTuple):
 class Passes(OpPasses):
     """The passes of all pieces of `program` under the solution `choice` of `model`.
 
-    `forward`: prices on the same mesh of a forward alone. `apart`: pieces that read the same weight are in different stages, each with a copy
-    (pipeline.costs). `sums_at_end`: sums that happen once per step wait for its end and belong to no pass, as with several microbatches; otherwise they
-    belong to the backward.
+    `forward`: prices on the same mesh of a forward alone. `apart`: pieces that read the same weight are in different
+    stages, each with a copy (pipeline.costs). `sums_at_end`: sums that happen once per step wait for its end and belong
+    to no pass, as with several microbatches; otherwise they belong to the backward.
     """
 
-    def __init__(self, program: Program, model: Model, choice: Sequence[int], forward: ForwardPrices, *, apart: bool, sums_at_end: bool) -> None:
+    def __init__(
+        self,
+        program: Program,
+        model: Model,
+        choice: Sequence[int],
+        forward: ForwardPrices,
+        *,
+        apart: bool,
+        sums_at_end: bool,
+    ) -> None:
         super().__init__(program, model, choice, forward, apart=apart)
         self.sums_at_end = sums_at_end
         self._summed: dict[tuple[str, int], None] = {}  # weights whose sum is counted already
@@ -65,7 +77,8 @@ class Passes(OpPasses):
                 self._add_net(link, net, column, name)
 
     def readings(self, link: Link, net: Net) -> list[tuple[int, str]]:
-        """The distinct columns of a net that its readers ask for, each with the piece of its first reader. A weight outside of blocks that pieces in different stages read is read by each of them."""
+        """The distinct columns of a net that its readers ask for, each with the piece of its first reader. A weight
+        outside of blocks that pieces in different stages read is read by each of them."""
         each = self.apart and link.weight and not link.cluster.scope
         found: dict[tuple[int, str], tuple[int, str]] = {}
         for use in net.uses:
@@ -74,25 +87,35 @@ class Passes(OpPasses):
         return list(found.values())
 
     def seconds(self, contention: float, shared: bool) -> dict[str, list[float]]:
-        """By piece, the seconds of each pass, exposed communication included. Background collectives take `contention` of the compute units.
-        `shared`: they and compute share cores, so that nothing overlaps."""
+        """By piece, the seconds of each pass, exposed communication included. Background collectives take `contention`
+        of the compute units. `shared`: they and compute share cores, so that nothing overlaps."""
         total = Aggregate(self.program, self.did, self.line, self.apart, self.sums_at_end)
         return total.all_exposed_s() if shared else total.seconds(contention)
 
     def ends_s(self, scope: str, blocks: int) -> tuple[float, float, float]:
-        """Exposed seconds at the ends of passes over a stage with so many blocks of `scope` (pass_ends.ends_s): in the forward if it begins with them,
-        in the backward if it ends with them, and in the backward if it begins with them."""
+        """Exposed seconds at the ends of passes over a stage with so many blocks of `scope` (pass_ends.ends_s): in the
+        forward if it begins with them, in the backward if it ends with them, and in the backward if it begins with
+        them."""
         ahead, back = (self.stops.of(scope, way) for way in (AHEAD, BACK))
         passes = (ahead, back if self.model.plain is None else [*ahead, *back])
-        (begin_s, _), (first_s, last_s) = (ends_s(stops, blocks, self.prices.contention) if any(stop.takes or stop.sends for stop in stops) else (0.0, 0.0) for stops in passes)
+        (begin_s, _), (first_s, last_s) = (
+            ends_s(stops, blocks, self.prices.contention)
+            if any(stop.takes or stop.sends for stop in stops)
+            else (0.0, 0.0)
+            for stops in passes
+        )
         return begin_s, first_s, last_s
 
     def _add_net(self, link: Link, net: Net, column: int, name: str) -> None:
         """Add the reshards of a net from where it is made to the `column` that the piece `name` reads."""
         row = net.row[self.choice[net.producer]]
         made, asked = link.rows[row], link.columns[column]
-        at = [(op, max(operand, 0)) for (op, operand), use in zip(link.readers, net.uses, strict=True)  # what is fed to a block is its first operand
-              if self._recorded(op) and int(use.column[self.choice[use.node]]) == column]
+        # what is fed to a block is its first operand
+        at = [
+            (op, max(operand, 0))
+            for (op, operand), use in zip(link.readers, net.uses, strict=True)
+            if self._recorded(op) and int(use.column[self.choice[use.node]]) == column
+        ]
         moves = made.value != asked.value or made.back != asked.back
         read = _Read(link, made, asked, float(net.cost_s[row, column]), name, at if moves else [])
         if link.weight:
@@ -101,7 +124,8 @@ class Passes(OpPasses):
             self._add_activation(read)
 
     def _add_activation(self, read: _Read) -> None:
-        """Add the reshards of an activation and of its gradient, which compute waits for. What its cost in the Problem has beyond those runs again."""
+        """Add the reshards of an activation and of its gradient, which compute waits for. What its cost in the Problem
+        has beyond those runs again."""
         link, did = read.link, self.did[read.name]
         ahead = self.prices.routes.loads(read.made.value, read.asked.value, link.size_bytes)
         did.passes[FORWARD].wait(ahead, link.count)
@@ -114,9 +138,13 @@ class Passes(OpPasses):
             for way in (BACKWARD, INPUTS, BOTH):
                 did.passes[way].wait(loads, left_s / whole_s)
 
-    def _record_activation(self, op: Op, operand: int, moved: tuple[Sequence[Load], Sequence[Load]], count: float, left_s: float) -> None:
-        """Record what the reshard of an operand does in the forward and in the backward, `count` times per step. `left_s`: seconds per step that it is charged with in the backward."""
-        ahead, back = (split(loads)[1] if self.by_block else loads for loads in moved)  # of stages copies are priced with their block
+    def _record_activation(
+        self, op: Op, operand: int, moved: tuple[Sequence[Load], Sequence[Load]], count: float, left_s: float
+    ) -> None:
+        """Record what the reshard of an operand does in the forward and in the backward, `count` times per step.
+        `left_s`: seconds per step that it is charged with in the backward."""
+        # of stages copies are priced with their block
+        ahead, back = (split(loads)[1] if self.by_block else loads for loads in moved)
         blocks, (ahead_s, back_s) = self.line.blocks(op.scope), map(sum_s, moved)
         each = 1.0 if self.by_block else count / blocks
         self.stops.at(op, AHEAD).waits += [(operand, load.times(each)) for load in ahead]
@@ -127,15 +155,23 @@ class Passes(OpPasses):
             self.stops.at(op, AGAIN).waits += [(operand, load.times(again_s / ahead_s / blocks)) for load in ahead]
 
     def _record_copies(self, op: Op, loads: Sequence[Load], way: int) -> Stop:
-        """The Stop of an operator, to which the local copies of a gather or scatter are added (those of blocks are priced with their block)."""
+        """The Stop of an operator, to which the local copies of a gather or scatter are added (those of blocks are
+        priced with their block)."""
         stop = self.stops.at(op, way)
         stop.compute_s += 0.0 if self.by_block else sum_s(split(loads)[0])
         return stop
 
     def _opening(self, link: Link, name: str) -> bool:
-        """Whether nothing computes yet while a weight that the piece `name` reads is gathered: the first one (Link.opening); of pieces that are
-        `apart`, all that are read before blocks (Link.before_blocks)."""
-        return any(leads and self.home[op.name] == name for (op, _), leads in zip(link.readers, link.before_blocks, strict=True)) if self.apart else link.opening
+        """Whether nothing computes yet while a weight that the piece `name` reads is gathered: the first one
+        (Link.opening); of pieces that are `apart`, all that are read before blocks (Link.before_blocks)."""
+        return (
+            any(
+                leads and self.home[op.name] == name
+                for (op, _), leads in zip(link.readers, link.before_blocks, strict=True)
+            )
+            if self.apart
+            else link.opening
+        )
 
     def _add_weight(self, read: _Read) -> None:
         """Add the gathers of a weight, the way of its gradient to its leaf, and the sum of that over ranks."""
@@ -149,13 +185,27 @@ class Passes(OpPasses):
     def _add_gathers(self, read: _Read, ahead: Sequence[Load], *, gathers: bool, opening: bool) -> None:
         """Add the reshard `ahead` of a weight in the forward, and where it runs again also in the backward."""
         link, did, grad_bytes = read.link, self.did[read.name], self._grad_bytes(read.link)
-        once_s = float(self.prices.table_s([read.made], [read.asked], link.size_bytes, weight=True, grad_bytes=grad_bytes)[0, 0]) * link.count
+        once_s = (
+            float(
+                self.prices.table_s([read.made], [read.asked], link.size_bytes, weight=True, grad_bytes=grad_bytes)[
+                    0, 0
+                ]
+            )
+            * link.count
+        )
         again = max(0.0, read.cost_s - once_s) / sum_s(ahead) if sum_s(ahead) > 0 else 0.0  # how often per step
         if self.apart and not link.readers[0][0].scope:  # each stage gathers again what its own readers need
-            again *= any(op.needs_again(operand) for op, operand in link.readers if operand >= 0 and self.home[op.name] == read.name)
+            again *= any(
+                op.needs_again(operand)
+                for op, operand in link.readers
+                if operand >= 0 and self.home[op.name] == read.name
+            )
         first = self.by_block and not link.readers[0][0].scope  # nothing of a stage's backward runs before it
         used_bytes = link.size_bytes * fraction(read.asked.value, self.prices.sizes)
-        for way, times, prefetched in ((FORWARD, link.count, not opening), *((way, again, link.again_ahead and not first) for way in (BACKWARD, INPUTS, BOTH))):
+        for way, times, prefetched in (
+            (FORWARD, link.count, not opening),
+            *((way, again, link.again_ahead and not first) for way in (BACKWARD, INPUTS, BOTH)),
+        ):
             (did.passes[way].hide if gathers and prefetched else did.passes[way].wait)(ahead, times)
         if not gathers or not read.at:
             return
@@ -173,13 +223,18 @@ class Passes(OpPasses):
             self._record_copies(reader, ahead, way).takes.append((operand, gathered))
 
     def _add_gradient(self, read: _Read, *, gathers: bool, opening: bool) -> None:
-        """Add the scatter of a weight's gradient to the layout of its leaf, and the sum over ranks, which all readers of the weight share."""
+        """Add the scatter of a weight's gradient to the layout of its leaf, and the sum over ranks, which all readers
+        of the weight share."""
         link, did, routes, grad_bytes = read.link, self.did[read.name], self.prices.routes, self._grad_bytes(read.link)
         leaf = self.buckets.leaf(link, read.made, read.asked)
         back = routes.loads(read.asked.back, leaf, grad_bytes)
         last = link.last_share if gathers and not opening and not self.apart else 0.0  # of stages `ends_s` has it
-        sent = Sent(split(back)[1], grad_bytes * fraction(read.asked.value, self.prices.sizes), routes.held_bytes(read.asked.back, leaf, grad_bytes),
-                    operand=read.at[0][1] if read.at else 0)
+        sent = Sent(
+            split(back)[1],
+            grad_bytes * fraction(read.asked.value, self.prices.sizes),
+            routes.held_bytes(read.asked.back, leaf, grad_bytes),
+            operand=read.at[0][1] if read.at else 0,
+        )
         if gathers and not opening:
             did.passes[BACKWARD].hide(back, link.count, last)
             if read.at:
@@ -198,26 +253,53 @@ class Passes(OpPasses):
             self._add_sum(read, leaf, exposed, sent if gathers and sent.way and not opening else None)
 
     def _add_sum(self, read: _Read, leaf: Layout, exposed: float, first: Sent | None) -> None:
-        """Add the sum of a weight's gradient over ranks, in buckets, and the gather of its leaf where that happens once per step.
+        """Add the sum of a weight's gradient over ranks, in buckets, and the gather of its leaf where that happens once
+        per step.
 
-        `exposed`: the share of the sum that comes after the last compute, at least. `first`: the scatter that brings the gradient to its leaf before.
+        `exposed`: the share of the sum that comes after the last compute, at least. `first`: the scatter that brings
+        the gradient to its leaf before.
         """
-        link, made, did, routes, grad_bytes = read.link, read.made, self.did[read.name], self.prices.routes, self._grad_bytes(read.link)
+        link, made, did, routes, grad_bytes = (
+            read.link,
+            read.made,
+            self.did[read.name],
+            self.prices.routes,
+            self._grad_bytes(read.link),
+        )
         together = self.buckets.summed_bytes(made, leaf)
-        sums = routes.loads(leaf, made.back, grad_bytes, self.prices.grad_bucket_bytes(link.size_bytes, grad_bytes, together))
+        sums = routes.loads(
+            leaf, made.back, grad_bytes, self.prices.grad_bucket_bytes(link.size_bytes, grad_bytes, together)
+        )
         local, moving = split(sums)
         ratio = grad_bytes / link.size_bytes if link.size_bytes else 0.0
         bucket = min(1.0, BUCKET_BYTES / max(1.0, ratio * together))  # the share of all gradients that one bucket is
-        # by collective, the share in the background: the last bucket is half full on average; each further collective begins one bucket later
-        hidden = [max(0.0, 1.0 - max(exposed, (number + 0.5) * bucket)) if bucket < 1.0 else 0.0 for number in range(len(moving))]
+        # by collective, the share in the background: the last bucket is half full on average; each further collective
+        # begins one bucket later
+        hidden = [
+            max(0.0, 1.0 - max(exposed, (number + 0.5) * bucket)) if bucket < 1.0 else 0.0
+            for number in range(len(moving))
+        ]
         kinds, whole_bytes = routes.kinds(leaf, made.back), ratio * self.buckets.leaf_bytes(link, made)
         if self.sums_at_end:  # places may have less than a full bucket (once_per_step)
-            (did.each if made.each else did.sums).append(Sums(
-                kinds, (whole_bytes,), self.prices.grad_bucket_bytes(link.size_bytes, grad_bytes, together),
-                tuple([(load.kind, self.prices.mesh.axes[load.axis], load.seconds) for load in moving]),
-                sum(load.seconds * share for load, share in zip(moving, hidden, strict=True))))
+            (did.each if made.each else did.sums).append(
+                Sums(
+                    kinds,
+                    (whole_bytes,),
+                    self.prices.grad_bucket_bytes(link.size_bytes, grad_bytes, together),
+                    tuple([(load.kind, self.prices.mesh.axes[load.axis], load.seconds) for load in moving]),
+                    sum(load.seconds * share for load, share in zip(moving, hidden, strict=True)),
+                )
+            )
         if made.each or not self.sums_at_end:
-            self.line.add_sum(self._first_reader(link), Sum((made.each, *kinds), Sent(sums, whole_bytes, routes.held_bytes(leaf, made.back, grad_bytes), self._axes(moving)), first), link.count)
+            self.line.add_sum(
+                self._first_reader(link),
+                Sum(
+                    (made.each, *kinds),
+                    Sent(sums, whole_bytes, routes.held_bytes(leaf, made.back, grad_bytes), self._axes(moving)),
+                    first,
+                ),
+                link.count,
+            )
             for way in (BACKWARD, WEIGHTS, BOTH):
                 did.passes[way].after.add(local, link.count)
                 for load, share in zip(moving, hidden, strict=True):
@@ -230,8 +312,11 @@ class Passes(OpPasses):
             self._add_leaf(link, made, did)
 
     def _add_leaf(self, link: Link, made: LayoutPair, did: Did) -> None:
-        """Add the gather of a weight's leaf, once per step: in the forward, of which the first buckets are prefetched, or at the end of the step before."""
-        gathered = self.prices.routes.loads(made.back, made.value, link.size_bytes, min(self.prices.bucket_bytes, self.buckets.gathered_bytes(link)))
+        """Add the gather of a weight's leaf, once per step: in the forward, of which the first buckets are prefetched,
+        or at the end of the step before."""
+        gathered = self.prices.routes.loads(
+            made.back, made.value, link.size_bytes, min(self.prices.bucket_bytes, self.buckets.gathered_bytes(link))
+        )
         if self.sums_at_end:
             did.once.add(gathered, link.count)
             return
@@ -239,7 +324,12 @@ class Passes(OpPasses):
         kinds = self.prices.routes.kinds(made.back, made.value)
         gathers = all(kind == "all_gather" for kind, _ in kinds)  # else each is moved by itself, where it is needed
         ahead = self.buckets.share_ahead.get(link.cluster.scope, 0.0) if gathers else 0.0
-        self.line.add_leaf(self._first_reader(link), Sent(gathered, self.buckets.leaf_bytes(link, made), (), self._axes(moving)), kinds, ahead=gathers)
+        self.line.add_leaf(
+            self._first_reader(link),
+            Sent(gathered, self.buckets.leaf_bytes(link, made), (), self._axes(moving)),
+            kinds,
+            ahead=gathers,
+        )
         did.passes[FORWARD].after.add(local, link.count)
         did.passes[FORWARD].after.add(moving, link.count * (1 - ahead))
         did.passes[FORWARD].ahead.add(moving, link.count * ahead)

@@ -1,7 +1,9 @@
-"""How many blocks of each stage run again, for stages that are cut: as few as the memory of each place allows at every moment of the schedule.
+"""How many blocks of each stage run again, for stages that are cut: as few as the memory of each place allows at every
+moment of the schedule.
 
-`balance` cuts for the microbatches in flight when a place is fullest whose stages all keep alike. Stages that run fewer of their blocks again keep more, and may be fullest at another
-moment (pipeline.in_flight): of stages that are too full then, further blocks run again, where that frees most at this moment; where there is room, fewer do, those first that
+`balance` cuts for the microbatches in flight when a place is fullest whose stages all keep alike. Stages that run fewer
+of their blocks again keep more, and may be fullest at another moment (pipeline.in_flight): of stages that are too full
+then, further blocks run again, where that frees most at this moment; where there is room, fewer do, those first that
 take the least room.
 """
 
@@ -18,8 +20,11 @@ from autopar.pipeline.in_flight import InFlight
 from autopar.pipeline.stretches import Pieces, Table
 
 
-def fitted(pieces: Sequence[Pieces], cuts: Cuts, at: Sequence[int], flying: Sequence[InFlight], limits: Sequence[float]) -> Cuts:
-    """`cuts` with as few pieces run again as the places have room for; all that can be, where a place has too little for any number.
+def fitted(
+    pieces: Sequence[Pieces], cuts: Cuts, at: Sequence[int], flying: Sequence[InFlight], limits: Sequence[float]
+) -> Cuts:
+    """`cuts` with as few pieces run again as the places have room for; all that can be, where a place has too little
+    for any number.
 
         pieces    per stage: the cost of all pieces where the stage runs
         at        per stage: its place
@@ -29,7 +34,9 @@ def fitted(pieces: Sequence[Pieces], cuts: Cuts, at: Sequence[int], flying: Sequ
     edges, again = [0, *cuts.bounds, len(pieces[0].costs)], list(cuts.again)
     for place, (own, limit) in enumerate(zip(flying, limits, strict=True)):
         mine = [stage for stage, other in enumerate(at) if other == place]
-        here = _Place([pieces[stage].table for stage in mine], [(edges[stage], edges[stage + 1]) for stage in mine], own)
+        here = _Place(
+            [pieces[stage].table for stage in mine], [(edges[stage], edges[stage + 1]) for stage in mine], own
+        )
         for stage, count in zip(mine, here.fitted([again[stage] for stage in mine], limit), strict=True):
             again[stage] = count
     return Cuts(cuts.bounds, again)
@@ -37,7 +44,8 @@ def fitted(pieces: Sequence[Pieces], cuts: Cuts, at: Sequence[int], flying: Sequ
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """The stages of one place: the tables of their pieces, which pieces `[first, stop)` each has, and their microbatches in flight."""
+    """The stages of one place: the tables of their pieces, which pieces `[first, stop)` each has, and their
+    microbatches in flight."""
 
     tables: Sequence[Table]
     ends: Sequence[tuple[int, int]]
@@ -53,12 +61,20 @@ class _Place:
 
     def bytes(self, again: Sequence[int]) -> float:
         """Bytes per device, if so many of the first pieces of each stage run again."""
-        live = max(max(table.live(first, stop), float(table.live_again[first:first + n].max(initial=0.0))) for table, (first, stop), n in zip(self.tables, self.ends, again, strict=True))
+        live = max(
+            max(table.live(first, stop), float(table.live_again[first : first + n].max(initial=0.0)))
+            for table, (first, stop), n in zip(self.tables, self.ends, again, strict=True)
+        )
         return self._rest + live + float(self.flying.peak_bytes(self._kept(again), self._halfway))
 
     def _kept(self, again: Sequence[int]) -> np.ndarray:
         """[stages] bytes that each keeps of a microbatch in flight."""
-        return np.array([table.kept(first, stop) - float(table.freed[first + n] - table.freed[first]) for table, (first, stop), n in zip(self.tables, self.ends, again, strict=True)])
+        return np.array(
+            [
+                table.kept(first, stop) - float(table.freed[first + n] - table.freed[first])
+                for table, (first, stop), n in zip(self.tables, self.ends, again, strict=True)
+            ]
+        )
 
     @cached_property
     def _rest(self) -> float:
@@ -69,7 +85,8 @@ class _Place:
         return np.array([table.halfway(*ends) for table, ends in zip(self.tables, self.ends, strict=True)])
 
     def _more(self, again: Sequence[int]) -> list[int] | None:
-        """One block more run again, of the stage where that frees most when the place is fullest; None where that frees nothing."""
+        """One block more run again, of the stage where that frees most when the place is fullest; None where that frees
+        nothing."""
         freed, fullest = list[float](), self.flying.fullest(self._kept(again), self._halfway)
         ways = [self._next(stage, again[stage]) for stage in range(len(again))]
         for (first, _), table, n, way, flying in zip(self.ends, self.tables, again, ways, fullest, strict=True):
@@ -85,7 +102,9 @@ class _Place:
 
     def _seconds(self, again: Sequence[int]) -> list[float]:
         """Seconds of a microbatch in each stage."""
-        return [table.time_s(first, stop, n) for table, (first, stop), n in zip(self.tables, self.ends, again, strict=True)]
+        return [
+            table.time_s(first, stop, n) for table, (first, stop), n in zip(self.tables, self.ends, again, strict=True)
+        ]
 
     def _next(self, stage: int, again: int) -> int:
         """The next number of pieces that frees more than `again` do; `again` where there is none."""
@@ -99,4 +118,4 @@ class _Place:
 
 
 def _with(again: Sequence[int], stage: int, count: int) -> list[int]:
-    return [*again[:stage], count, *again[stage + 1:]]
+    return [*again[:stage], count, *again[stage + 1 :]]

@@ -1,7 +1,8 @@
-"""The schedules of torch.distributed.pipelining as plain data: which stages a rank holds, and what runs at the same time.
+"""The schedules of torch.distributed.pipelining as plain data: which stages a rank holds, and what runs at the same
+time.
 
-The names are torch's own. `places` maps a stage to its place on the pipeline axis: in a *loop*, stage i is on place i mod p;
-in a *V*, the second half comes back (p = 2: stages 0 1 2 3 on places 0 1 1 0).
+The names are torch's own. `places` maps a stage to its place on the pipeline axis: in a *loop*, stage i is on place i
+mod p; in a *V*, the second half comes back (p = 2: stages 0 1 2 3 on places 0 1 1 0).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How long a schedule takes where places share cores: while some wait, the others are faster.
 
-    speed of each of k places at work, of n in all = min(alone, n / k), where all at work have speed 1 (Device.alone)
+speed of each of k places at work, of n in all = min(alone, n / k), where all at work have speed 1 (Device.alone)
 """
 
 from __future__ import annotations

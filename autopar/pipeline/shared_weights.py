@@ -1,5 +1,5 @@
-"""Weights that several places of a pipeline hold: each has a copy, and their gradients are summed over the places at the end of a step
-(runtime.places)."""
+"""Weights that several places of a pipeline hold: each has a copy, and their gradients are summed over the places at
+the end of a step (runtime.places)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from autopar.problem.graph import Op, Program
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Weights `names` that `places` hold: seconds of the sums of their gradients, one after the other, and the bytes of all on a rank."""
+    """Weights `names` that `places` hold: seconds of the sums of their gradients, one after the other, and the bytes of
+    all on a rank."""
 
     names: tuple[str, ...]
     places: tuple[int, ...]
@@ -42,12 +43,22 @@ def shared_weights(program: Program, plan: Plan, views: Sequence[View], at: Plac
 def _shared(program: Program, plan: Plan, names: Sequence[str], places: tuple[int, ...], at: Places) -> Shared:
     """Gradients that rest on the host are brought to the device, summed there, and taken back."""
     sizes, axis = [_rest_bytes(program.ops[name], plan) for name in names], at.axis(places)
-    host_s = 2 * sum(sizes) / min(at.device(place).host_link_bytes_s for place in places) if plan.offload == "parameters" else 0.0
-    return Shared(tuple(names), places, sum(collective_s("all_reduce", nbytes, axis) for nbytes in sizes) + host_s, sum(sizes))
+    host_s = (
+        2 * sum(sizes) / min(at.device(place).host_link_bytes_s for place in places)
+        if plan.offload == "parameters"
+        else 0.0
+    )
+    return Shared(
+        tuple(names), places, sum(collective_s("all_reduce", nbytes, axis) for nbytes in sizes) + host_s, sum(sizes)
+    )
 
 
 def _rest_bytes(op: Op, plan: Plan) -> float:
-    """Bytes of a parameter's gradient on the rank that holds most of it: it lies as the parameter rests, in the dtype that it rests in."""
+    """Bytes of a parameter's gradient on the rank that holds most of it: it lies as the parameter rests, in the dtype
+    that it rests in."""
     value, _, gradient = plan.nodes[op.name].outs[0].partition("|")
     layout = parse(gradient if gradient and "-" not in gradient else value)
-    return float(most_elements(op.call.outs[0].sizes, layout, plan.mesh) * itemsize(rests_in(str(op.out_dtypes[0]), plan.precision)))
+    return float(
+        most_elements(op.call.outs[0].sizes, layout, plan.mesh)
+        * itemsize(rests_in(str(op.out_dtypes[0]), plan.precision))
+    )

@@ -1,4 +1,5 @@
-"""What a step of one stage and one microbatch costs: its Problem's parts, with what hides found for each pass (pipeline.passes).
+"""What a step of one stage and one microbatch costs: its Problem's parts, with what hides found for each pass
+(pipeline.passes).
 
     time = forward + backward of all pieces, sums of gradients behind the backward    + the optimizer
          - what lanes save, that work side by side
@@ -20,7 +21,8 @@ ROUNDING = 1e-9  # relative: what is less is the rounding of sums
 
 
 def step_cost(model: Model, choice: tuple[int, ...], forward: ForwardPrices) -> Cost:
-    """The Cost of a solution as it runs. `forward` are prices on the same mesh. Raises InfeasibleError as Problem.evaluate does."""
+    """The Cost of a solution as it runs. `forward` are prices on the same mesh. Raises InfeasibleError as
+    Problem.evaluate does."""
     found = model.problem.evaluate(choice)
     if model.prices.overlap == 0.0 and not model.prices.settings.training:
         return found  # nothing hides, and nothing is summed
@@ -29,12 +31,20 @@ def step_cost(model: Model, choice: tuple[int, ...], forward: ForwardPrices) -> 
     passed_s = sum(seconds[FORWARD] + seconds[BACKWARD] for seconds in took.values())
     updates_s = sum(model.update_s(index, c) for index, c in enumerate(choice))
     time_s = passed_s + updates_s - _side_by_side_s(model.problem, choice)
-    moved_s = sum(part.waited.all_s + part.after.all_s + part.background_s for piece in did.did.values()
-                  for part in (piece.passes[FORWARD], piece.passes[BACKWARD]))
+    moved_s = sum(
+        part.waited.all_s + part.after.all_s + part.background_s
+        for piece in did.did.values()
+        for part in (piece.passes[FORWARD], piece.passes[BACKWARD])
+    )
     exposed_s = time_s - found.compute_s
     hidden_s = moved_s - exposed_s
     least_s = ROUNDING * time_s
-    return replace(found, time_s=time_s, exposed_s=exposed_s if abs(exposed_s) > least_s else 0.0, hidden_s=hidden_s if hidden_s > least_s else 0.0)
+    return replace(
+        found,
+        time_s=time_s,
+        exposed_s=exposed_s if abs(exposed_s) > least_s else 0.0,
+        hidden_s=hidden_s if hidden_s > least_s else 0.0,
+    )
 
 
 def _side_by_side_s(problem: Problem, choice: tuple[int, ...]) -> float:

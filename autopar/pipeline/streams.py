@@ -1,9 +1,12 @@
-"""Compute and collectives of a rank as they share links and compute units: the model of `simulate.engine`, followed from one wait of compute to the next.
+"""Compute and collectives of a rank as they share links and compute units: the model of `simulate.engine`, followed
+from one wait of compute to the next.
 
-    compute    one after the other, on the clock `now_s`; `work_s` are the seconds so far of compute and of what it waits for, if nothing slowed them
-    streams    one for the collectives of each mesh axis that compute waits for, and one for those in the background (runtime.mesh); each runs its collectives
-               in the order in which they begin
-    links      collectives that run at the same time and together want more than a link has are all slowed by the same factor (hiding.slower)
+    compute    one after the other, on the clock `now_s`; `work_s` are the seconds so far of compute and of what it
+               waits for, if nothing slowed them
+    streams    one for the collectives of each mesh axis that compute waits for, and one for those in the background
+               (runtime.mesh); each runs its collectives in the order in which they begin
+    links      collectives that run at the same time and together want more than a link has are all slowed by the same
+               factor (hiding.slower)
     units      while compute runs, each collective beside it takes the share `contention` of the compute units
 """
 
@@ -64,13 +67,16 @@ class Streams:
             seconds = self._go_on(seconds)
 
     def _go_on(self, compute_s: float) -> float:
-        """Go on to the next end of a collective, or to the end of `compute_s` of compute: the seconds of compute that are left. 0 seconds of compute: it waits."""
+        """Go on to the next end of a collective, or to the end of `compute_s` of compute: the seconds of compute that
+        are left. 0 seconds of compute: it waits."""
         running = [queue[0] for queue in self._queues.values() if queue]
         loads = [sending.load for sending in running]
         slowed = [slower(load, loads) for load in loads] if len(loads) > 1 else [1.0] * len(loads)
         rate = max(LEAST_RATE, 1.0 - self._contention * len(running))
         computed_s = compute_s / rate if compute_s > 0.0 else math.inf
-        took_s = min(computed_s, *(sending.left_s * factor for sending, factor in zip(running, slowed, strict=True)), math.inf)
+        took_s = min(
+            computed_s, *(sending.left_s * factor for sending, factor in zip(running, slowed, strict=True)), math.inf
+        )
         for sending, factor in zip(running, slowed, strict=True):
             left_s = sending.left_s - took_s / factor
             sending.left_s = left_s if left_s > ROUNDING * sending.load.seconds else 0.0

@@ -1,4 +1,5 @@
-"""The costs of the pieces of a model, and time and memory of any *stretch* (consecutive pieces, as in one pipeline stage)."""
+"""The costs of the pieces of a model, and time and memory of any *stretch* (consecutive pieces, as in one pipeline
+stage)."""
 
 from __future__ import annotations
 
@@ -19,22 +20,26 @@ from autopar.pipeline.pass_ends import Stop
 class Cost:
     """What one piece of a model (pipeline.units) costs on a place, in seconds and in bytes per device.
 
-        micro_s, forward_s      one microbatch, forward and backward; its forward alone
-        inputs_s, weights_s     the two parts of a backward that is split (gradients of inputs, gradients of weights)
-        both_s                  the backward under such a schedule where the two parts run at once
-        once_s, update_s        once per step; the part of it that is the optimizer's
-        kept_bytes              kept per microbatch in flight
-        halfway_bytes           more, per microbatch between the two parts of a split backward (gradients that wait for the second part)
-        rest_bytes              parameters, their gradients and state
-        live_bytes              there only while the piece runs
-        ends_s                  for a block, by the number of blocks in its stage (the last entry: that many or more): by how much the stage is
-                                longer in its forward if it begins with this block, in its backward if it ends with it, and in its backward
-                                if it begins with it
-        hidden_s                for a piece that is no block: seconds of collectives in its forward and in its backward that its stage's blocks overlap
-        sums                    sums of gradients once per step; `once_s` has them with their shares of full buckets
-        each, each_s            sums after every microbatch; their exposed seconds in the backward, in the part for weights, and in `both_s`
-        contention              seconds that an overlapped collective adds to the compute beside it, per second
-        stops, work_s           for a model without blocks: its operators in the forward and in the backward, and the seconds of their work
+    micro_s, forward_s      one microbatch, forward and backward; its forward alone
+    inputs_s, weights_s     the two parts of a backward that is split (gradients of inputs, gradients of weights)
+    both_s                  the backward under such a schedule where the two parts run at once
+    once_s, update_s        once per step; the part of it that is the optimizer's
+    kept_bytes              kept per microbatch in flight
+    halfway_bytes           more, per microbatch between the two parts of a split backward (gradients that wait for
+                            the second part)
+    rest_bytes              parameters, their gradients and state
+    live_bytes              there only while the piece runs
+    ends_s                  for a block, by the number of blocks in its stage (the last entry: that many or more):
+                            by how much the stage is longer in its forward if it begins with this block, in its
+                            backward if it ends with it, and in its backward if it begins with it
+    hidden_s                for a piece that is no block: seconds of collectives in its forward and in its backward
+                            that its stage's blocks overlap
+    sums                    sums of gradients once per step; `once_s` has them with their shares of full buckets
+    each, each_s            sums after every microbatch; their exposed seconds in the backward, in the part for
+                            weights, and in `both_s`
+    contention              seconds that an overlapped collective adds to the compute beside it, per second
+    stops, work_s           for a model without blocks: its operators in the forward and in the backward, and the
+                            seconds of their work
     """
 
     micro_s: float = 0.0
@@ -59,26 +64,45 @@ class Cost:
 
 
 def memory_bytes(*stages: tuple[Sequence[Cost], Flying]) -> float:
-    """Bytes per device of a place with these stages, each given by its pieces and the microbatches that it keeps. `live_bytes` count for one piece at a
-    time."""
-    return sum(held_bytes(*stage) for stage in stages) + max((c.live_bytes for costs, _ in stages for c in costs), default=0.0)
+    """Bytes per device of a place with these stages, each given by its pieces and the microbatches that it keeps.
+    `live_bytes` count for one piece at a time."""
+    return sum(held_bytes(*stage) for stage in stages) + max(
+        (c.live_bytes for costs, _ in stages for c in costs), default=0.0
+    )
 
 
 def held_bytes(part: Sequence[Cost], flying: Flying) -> float:
-    """Bytes per device of a stage of these pieces: parameters and their state, and what the microbatches in flight keep."""
+    """Bytes per device of a stage of these pieces: parameters and their state, and what the microbatches in flight
+    keep."""
     return sum(c.rest_bytes + flying.kept * c.kept_bytes + flying.halfway * c.halfway_bytes for c in part)
 
 
 def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bool, action_s: float = 0.0) -> StageTime:
-    """The times of a stage of these pieces, with `action_s` added to each action; `split`: the schedule splits its backward in two."""
+    """The times of a stage of these pieces, with `action_s` added to each action; `split`: the schedule splits its
+    backward in two."""
     blocks = sum(bool(c.ends_s) for c in part)
-    (begin_s, _, last_s), (_, first_s, _) = (piece.ends_s[min(blocks, len(piece.ends_s)) - 1] if piece.ends_s else (0.0, 0.0, 0.0) for piece in (part[0], part[-1]))
+    (begin_s, _, last_s), (_, first_s, _) = (
+        piece.ends_s[min(blocks, len(piece.ends_s)) - 1] if piece.ends_s else (0.0, 0.0, 0.0)
+        for piece in (part[0], part[-1])
+    )
     if not blocks:  # no compute overlaps these collectives
         begin_s, last_s = (sum(c.hidden_s[way] for c in part) for way in range(2))
-    seconds, forward_s = sum(c.micro_s for c in part) + begin_s + first_s + last_s, sum(c.forward_s for c in part) + begin_s
+    seconds, forward_s = (
+        sum(c.micro_s for c in part) + begin_s + first_s + last_s,
+        sum(c.forward_s for c in part) + begin_s,
+    )
     if split and training:
-        weights_s, both_s = (sum(each) + _summed_s(part, each, way, shown=not blocks) for way, each in ((1, [c.weights_s for c in part]), (2, [c.both_s for c in part])))
-        return StageTime(forward_s + action_s, sum(c.inputs_s for c in part) + action_s, weights_s + action_s, send_s, both_s + action_s)
+        weights_s, both_s = (
+            sum(each) + _summed_s(part, each, way, shown=not blocks)
+            for way, each in ((1, [c.weights_s for c in part]), (2, [c.both_s for c in part]))
+        )
+        return StageTime(
+            forward_s + action_s,
+            sum(c.inputs_s for c in part) + action_s,
+            weights_s + action_s,
+            send_s,
+            both_s + action_s,
+        )
     seconds += _summed_s(part, [c.micro_s - c.forward_s for c in part], 0, shown=not blocks)
     back_s = max(0.0, seconds - forward_s) if training else 0.0
     if training and any(c.stops[0] for c in part):
@@ -93,20 +117,26 @@ def _in_order_s(part: Sequence[Cost], way: int) -> float:
 
 
 def _summed_s(part: Sequence[Cost], took_s: Sequence[float], way: int, *, shown: bool) -> float:
-    """Seconds by which the sums after a microbatch take longer in this stage (once_per_step.each_s) than the prices of its pieces say.
+    """Seconds by which the sums after a microbatch take longer in this stage (once_per_step.each_s) than the prices of
+    its pieces say.
 
-    `took_s`: seconds of the backward of each piece. `way`: the index into `Cost.each_s`. `shown`: all collectives that pieces had in the background count as exposed already.
+    `took_s`: seconds of the backward of each piece. `way`: the index into `Cost.each_s`. `shown`: all collectives that
+    pieces had in the background count as exposed already.
     """
     if not any(c.each for c in part):
         return 0.0
-    priced_s = sum((max(c.each_s[way], sum(one.seconds for one in c.each)) if shown and any(c.hidden_s) else c.each_s[way]) for c in part)
+    priced_s = sum(
+        (max(c.each_s[way], sum(one.seconds for one in c.each)) if shown and any(c.hidden_s) else c.each_s[way])
+        for c in part
+    )
     backward = [(max(0.0, own_s - c.each_s[way]), c.each) for own_s, c in zip(took_s, part, strict=True)][::-1]
     return max(0.0, each_s(backward, part[0].contention) - priced_s)
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The costs of all pieces of a model on one kind of place, and their costs where their forward runs `again` in the backward."""
+    """The costs of all pieces of a model on one kind of place, and their costs where their forward runs `again` in the
+    backward."""
 
     costs: Sequence[Cost]
     again: Sequence[Cost]
@@ -118,13 +148,16 @@ class Pieces:
 
 
 class Table:
-    """Prefix sums over the pieces, from which time and memory of any stretch `[first, stop)` follow in constant time."""
+    """Prefix sums over the pieces, from which time and memory of any stretch `[first, stop)` follow in constant
+    time."""
 
     def __init__(self, costs: Sequence[Cost], again: Sequence[Cost]) -> None:
         self.count = len(costs)
         self.seconds = _sums([c.micro_s for c in costs])
         self.more = _sums([b.micro_s - a.micro_s for a, b in zip(costs, again, strict=True)])
-        rest, kept, halfway = (_sums([getattr(c, name) for c in costs]) for name in ("rest_bytes", "kept_bytes", "halfway_bytes"))
+        rest, kept, halfway = (
+            _sums([getattr(c, name) for c in costs]) for name in ("rest_bytes", "kept_bytes", "halfway_bytes")
+        )
         self.freed = _sums([max(0.0, a.kept_bytes - b.kept_bytes) for a, b in zip(costs, again, strict=True)])
         live = np.array([c.live_bytes for c in costs])
         self.live_again = np.array([c.live_bytes for c in again])
@@ -134,13 +167,20 @@ class Table:
             self._most.append([max(pair) for pair in zip(last, last[half:], strict=False)])
         self._most_live = float(live.max())
         self._slower = bool((np.diff(self.more) >= 0).all())  # no piece is faster where it runs again
-        self._seconds, self._more, self._rest, self._kept, self._halfway = (sums.tolist() for sums in (self.seconds, self.more, rest, kept, halfway))  # lists: faster to read one by one
+        # lists: faster to read one by one
+        self._seconds, self._more, self._rest, self._kept, self._halfway = (
+            sums.tolist() for sums in (self.seconds, self.more, rest, kept, halfway)
+        )
 
     def again(self, first: int, stop: int, flying: Flying, limit_bytes: float, spare_bytes: float = 0.0) -> int | None:
-        """How many of the first pieces of `[first, stop)` must run again for the stage to fit into `limit_bytes`; None where running all of them again is not
-        enough. `spare_bytes`: the least that is reserved for what exists only while a piece runs."""
+        """How many of the first pieces of `[first, stop)` must run again for the stage to fit into `limit_bytes`; None
+        where running all of them again is not enough. `spare_bytes`: the least that is reserved for what exists only
+        while a piece runs."""
         held = self.held(first, stop, flying)
-        if held + max(self._most_live, spare_bytes) <= limit_bytes or held + (live := max(spare_bytes, self.live(first, stop))) <= limit_bytes:
+        if (
+            held + max(self._most_live, spare_bytes) <= limit_bytes
+            or held + (live := max(spare_bytes, self.live(first, stop))) <= limit_bytes
+        ):
             return 0
         fits = np.flatnonzero(self._rerun_bytes(first, stop, flying, live) <= limit_bytes)
         return int(fits[0]) + 1 if len(fits) else None
@@ -159,7 +199,9 @@ class Table:
 
     def held(self, first: int, stop: int, flying: Flying) -> float:
         """Bytes of parameters and their state in `[first, stop)`, and of what the microbatches in flight keep."""
-        return self.rest(first, stop) + flying.kept * self.kept(first, stop) + flying.halfway * self.halfway(first, stop)
+        return (
+            self.rest(first, stop) + flying.kept * self.kept(first, stop) + flying.halfway * self.halfway(first, stop)
+        )
 
     def saved(self, first: int, stop: int, flying: Flying) -> float:
         """Bytes that the microbatches in flight keep less where `[first, stop)` runs again."""
@@ -171,18 +213,23 @@ class Table:
         return min(self.held(first, stop, flying) + live, float(self._rerun_bytes(first, stop, flying, live).min()))
 
     def _rerun_bytes(self, first: int, stop: int, flying: Flying, live: float) -> np.ndarray:
-        """[stop - first] bytes of a stage of `[first, stop)` with its first piece run again, its first two, ...; `live`: the least bytes of what exists only while a piece runs."""
+        """[stop - first] bytes of a stage of `[first, stop)` with its first piece run again, its first two, ...;
+        `live`: the least bytes of what exists only while a piece runs."""
         most = np.maximum.accumulate(np.maximum(self.live_again[first:stop], live))
-        return self.held(first, stop, flying) + most - flying.kept * (self.freed[first + 1:stop + 1] - self.freed[first])
+        return (
+            self.held(first, stop, flying) + most - flying.kept * (self.freed[first + 1 : stop + 1] - self.freed[first])
+        )
 
     def need(self, flying: Flying, first: int = 0, stop: int | None = None) -> Need:
-        """The memory that a stage of `[first, stop)`, or of all pieces, needs. Of what exists only while a piece runs, the median over the pieces."""
+        """The memory that a stage of `[first, stop)`, or of all pieces, needs. Of what exists only while a piece runs,
+        the median over the pieces."""
         stop = self.count if stop is None else stop
         live, live_again = (float(np.median(each[first:stop])) for each in (self._most[0], self.live_again))
         return Need(self.held(first, stop, flying), self.saved(first, stop, flying), live, live_again)
 
     def live(self, first: int, stop: int) -> float:
-        """The most bytes in `[first, stop)` that exist only while a piece runs: the maximum over two stretches of 2^n pieces that cover it."""
+        """The most bytes in `[first, stop)` that exist only while a piece runs: the maximum over two stretches of 2^n
+        pieces that cover it."""
         power = (stop - first).bit_length() - 1
         return max(self._most[power][first], self._most[power][stop - 2**power])
 

@@ -1,7 +1,9 @@
-"""What is between two stages of a pipeline while something else runs: it has come and is not used yet, or has gone and is not known to have arrived.
+"""What is between two stages of a pipeline while something else runs: it has come and is not used yet, or has gone and
+is not known to have arrived.
 
-torch's schedules of several stages per place receive when the other side sends, which may be some actions before what came is used.
-Those of one stage per place receive right before, but hold what they received and sent last until they do the next of it.
+torch's schedules of several stages per place receive when the other side sends, which may be some actions before what
+came is used. Those of one stage per place receive right before, but hold what they received and sent last until they do
+the next of it.
 """
 
 from __future__ import annotations
@@ -35,21 +37,29 @@ def transits_of(plan: Plan) -> Sequence[Sequence[Transit]]:
 def transits(schedule: str, places: int, stages: int, microbatches: int) -> tuple[tuple[Transit, ...], ...]:
     """For each place, what is in transit while each action of `orders` runs. Raises PlanError as `orders` does."""
     if schedule in PLAIN:
-        return tuple(tuple(_held(line, stages, at_once=schedule == "1f1b")) for line in orders(schedule, places, stages, microbatches))
+        return tuple(
+            tuple(_held(line, stages, at_once=schedule == "1f1b"))
+            for line in orders(schedule, places, stages, microbatches)
+        )
     place_of: Callable[[int], int] = lambda stage: SCHEDULES[schedule].place(stage, places)  # noqa: E731
     lines = with_transfers(laid_out(schedule, places, stages, microbatches), place_of, stages)
-    return tuple(tuple(_walked(lines[place], stages, [i for i in range(stages) if place_of(i) == place])) for place in range(places))
+    return tuple(
+        tuple(_walked(lines[place], stages, [i for i in range(stages) if place_of(i) == place]))
+        for place in range(places)
+    )
 
 
 def _held(line: Sequence[Action], stages: int, *, at_once: bool) -> Iterator[Transit]:
-    """Along the actions of a place of one stage: sends are waited for `at_once`, or when all of one direction are under way."""
+    """Along the actions of a place of one stage: sends are waited for `at_once`, or when all of one direction are under
+    way."""
     there, back = 0, 0
     for action in line:
         stage, forward = action.stage, action.kind == "F"
         counts: dict[tuple[Kind, int], int] = {
             ("gradient", stage): int(forward and back > 0 and stage + 1 < stages),
             ("sent activation", stage): (min(there, 1) if at_once else there * forward) * (stage + 1 < stages),
-            ("sent gradient", stage): (min(back, 1) if at_once else back) * (stage > 0)}
+            ("sent gradient", stage): (min(back, 1) if at_once else back) * (stage > 0),
+        }
         yield {key: n for key, n in counts.items() if n}
         there, back = there + forward, back + (not forward)
 

@@ -1,8 +1,8 @@
 """The pieces that a pipeline stage takes whole, and stages made of them.
 
 A unit is an operator of the top-level graph or one instance of a repeated block. Operators that cost next to nothing to
-repeat are no units but *free*: what depends on sizes, inputs and buffers alone (masks, positions, rope tables) and what is
-made of weights alone (casts, transposes) runs in every stage that reads it, instead of crossing.
+repeat are no units but *free*: what depends on sizes, inputs and buffers alone (masks, positions, rope tables) and what
+is made of weights alone (casts, transposes) runs in every stage that reads it, instead of crossing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def homes(program: Program, pieces: Sequence[Unit]) -> dict[str, str]:
     for op in reversed(program.ops.values()):
         if op.name in home:
             continue
-        names = [home[reader.name] for i in range(max(1, len(op.call.outs))) for reader, _ in readers.get((op.name, i), ())]
+        names = [
+            home[reader.name] for i in range(max(1, len(op.call.outs))) for reader, _ in readers.get((op.name, i), ())
+        ]
         names += [feeds[op.name, i] for i in range(len(op.call.outs)) if (op.name, i) in feeds]
         home[op.name] = names[0] if names else (last if op.operands else first)
     return home
@@ -67,27 +69,38 @@ def free_ops(program: Program) -> dict[str, None]:
         reads_param = op.role == "param" or any(from_params.get(ref, False) for ref in op.operands)
         for index in range(len(op.call.outs)):
             from_params[op.name, index] = reads_param
-        inside = all(ref not in carried and (ref[0] in free or program.ops[ref[0]].role in HOLDERS) for ref in op.operands)
+        inside = all(
+            ref not in carried and (ref[0] in free or program.ops[ref[0]].role in HOLDERS) for ref in op.operands
+        )
         if op.role == "op" and inside and (op.of_weights or not (reads_param or op.graded)):
             free[op.name] = None
     return free
 
 
 def barred(program: Program) -> tuple[int, ...]:
-    """Positions in `units(program)` in front of which no stage can begin: between what reads a buffer and what makes its new value, of activations or weights
-    (a value of buffers and sizes alone is made wherever the buffer is read)."""
+    """Positions in `units(program)` in front of which no stage can begin: between what reads a buffer and what makes
+    its new value, of activations or weights (a value of buffers and sizes alone is made wherever the buffer is
+    read)."""
     pieces, free = units(program), free_ops(program)
-    at = {name: [i for i, unit in enumerate(pieces) if unit.name == name] for name in dict.fromkeys(unit.name for unit in pieces)}
+    at = {
+        name: [i for i, unit in enumerate(pieces) if unit.name == name]
+        for name in dict.fromkeys(unit.name for unit in pieces)
+    }
     home = homes(program, pieces)
     found: dict[int, None] = {}
     for op in program.results:
         if op.role == "mutation" and op.operands[0][0] not in free:
-            places = [*_read_at(program, (program.buffers[op.fqn], 0), free, at, home), *at.get(home[op.operands[0][0]], ())[-1:]]
+            places = [
+                *_read_at(program, (program.buffers[op.fqn], 0), free, at, home),
+                *at.get(home[op.operands[0][0]], ())[-1:],
+            ]
             found.update(dict.fromkeys(range(min(places) + 1, max(places) + 1)))
     return tuple(sorted(found))
 
 
-def _read_at(program: Program, ref: Ref, free: Collection[str], at: Mapping[str, Sequence[int]], home: Mapping[str, str]) -> list[int]:
+def _read_at(
+    program: Program, ref: Ref, free: Collection[str], at: Mapping[str, Sequence[int]], home: Mapping[str, str]
+) -> list[int]:
     """The pieces that read a value, through operators that run wherever they are read."""
     found: list[int] = []
     queue = [ref]
@@ -103,9 +116,11 @@ def _read_at(program: Program, ref: Ref, free: Collection[str], at: Mapping[str,
     return found
 
 
-def stages_of(program: Program, bounds: Sequence[int], schedule: Schedule, places: int, totals: Collection[Ref] = ()) -> tuple[Stage, ...]:
-    """The stages between `bounds`, positions in `units(program)` at which a new stage begins (without 0 and the end). The
-    `totals` are given to every stage.
+def stages_of(
+    program: Program, bounds: Sequence[int], schedule: Schedule, places: int, totals: Collection[Ref] = ()
+) -> tuple[Stage, ...]:
+    """The stages between `bounds`, positions in `units(program)` at which a new stage begins (without 0 and the end).
+    The `totals` are given to every stage.
 
     Raises PlanError where a stage would be empty, or the schedule cannot have that many stages on `places` places.
     """
@@ -113,13 +128,15 @@ def stages_of(program: Program, bounds: Sequence[int], schedule: Schedule, place
     edges = [0, *bounds, len(pieces)]
     count = len(edges) - 1
     if any(a >= b for a, b in itertools.pairwise(edges)):
-        raise PlanError(f"cannot cut {len(pieces)} pieces (operators and blocks) into {count} stages at {list(bounds)}: "
-                        "every stage needs at least one; use fewer stages")
+        raise PlanError(
+            f"cannot cut {len(pieces)} pieces (operators and blocks) into {count} stages at {list(bounds)}: "
+            "every stage needs at least one; use fewer stages"
+        )
     _check_count(schedule, count, places)
     free = free_ops(program)
     found = []
     for index in range(count):
-        mine = pieces[edges[index]:edges[index + 1]]
+        mine = pieces[edges[index] : edges[index + 1]]
         blocks: dict[str, tuple[int, int]] = {}
         for unit in mine:
             if unit.instance >= 0:
@@ -139,9 +156,17 @@ def _check_count(schedule: Schedule, stages: int, places: int) -> None:
         raise PlanError(f"schedule {schedule.name} on {places} groups of ranks needs {wanted} stages, got {stages}")
 
 
-def _needed(program: Program, own: dict[str, None], blocks: dict[str, tuple[int, int]], free: dict[str, None],
-            totals: Collection[Ref], *, last: bool) -> dict[str, None]:
-    """The free operators that a stage reads, directly or through others; and those that make new values of buffers that it reads, of which it has a copy."""
+def _needed(
+    program: Program,
+    own: dict[str, None],
+    blocks: dict[str, tuple[int, int]],
+    free: dict[str, None],
+    totals: Collection[Ref],
+    *,
+    last: bool,
+) -> dict[str, None]:
+    """The free operators that a stage reads, directly or through others; and those that make new values of buffers that
+    it reads, of which it has a copy."""
     changed = {op.fqn: op.operands[0] for op in program.results if op.role == "mutation" and op.operands[0][0] in free}
     queue = [ref for name in own for ref in program.ops[name].operands]
     queue += [ref for scope in blocks for ref in program.runs[scope].feeds]

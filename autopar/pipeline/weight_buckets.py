@@ -1,4 +1,5 @@
-"""Which weights' collectives travel in one bucket under a solution: sums of gradients (runtime.gradsync), gathers of leaves (runtime.leaves)."""
+"""Which weights' collectives travel in one bucket under a solution: sums of gradients (runtime.gradsync), gathers of
+leaves (runtime.leaves)."""
 
 from __future__ import annotations
 
@@ -20,31 +21,37 @@ class WeightBuckets:
         self.program, self.model, self.choice = program, model, choice
 
     def leaf(self, link: Link, made: LayoutPair, asked: LayoutPair) -> Layout:
-        """The layout of the leaf's gradient before it is summed over ranks, where the weight is `made` and one reader `asked` for it. A weight that several
-        read is a partial sum on those axes on which all of them, on any place, leave it so."""
+        """The layout of the leaf's gradient before it is summed over ranks, where the weight is `made` and one reader
+        `asked` for it. A weight that several read is a partial sum on those axes on which all of them, on any place,
+        leave it so."""
         others = self._asked[link.ref]
         if len(others) == 1:
             return synced(made, asked)
         each = [synced(made, other) for other in others]
-        return tuple(entries[0] if all(entry == entries[0] for entry in entries) else own
-                     for own, *entries in zip(made.back, *each, strict=True))
+        return tuple(
+            entries[0] if all(entry == entries[0] for entry in entries) else own
+            for own, *entries in zip(made.back, *each, strict=True)
+        )
 
     def leaf_bytes(self, link: Link, made: LayoutPair) -> float:
         """Bytes on a rank of the leaf of one instance of a weight."""
         return link.size_bytes * fraction(made.value, self.model.prices.sizes)
 
     def summed_bytes(self, made: LayoutPair, leaf: Layout) -> float:
-        """Bytes on a rank of all leaves whose gradients are summed at the same time, and by the same collectives, as one from `leaf` to where it rests."""
+        """Bytes on a rank of all leaves whose gradients are summed at the same time, and by the same collectives, as
+        one from `leaf` to where it rests."""
         return self._summed_bytes.get((made.each, *self.model.prices.routes.kinds(leaf, made.back)), 0.0)
 
     def gathered_bytes(self, link: Link) -> float:
-        """Bytes on a rank of the leaves that are gathered in the same bucket as that of a weight; 0 where it is gathered alone."""
+        """Bytes on a rank of the leaves that are gathered in the same bucket as that of a weight; 0 where it is
+        gathered alone."""
         return self._gathered_bytes.get(link.ref, 0.0)
 
     @cached_property
     def share_ahead(self) -> Mapping[str, float]:
-        """By scope of blocks: of the leaves gathered once per step, the share of bytes whose buckets are gathered before their block begins (problem.leaf_gathers).
-        Leaves that operators outside of blocks read are waited for before the first of these runs."""
+        """By scope of blocks: of the leaves gathered once per step, the share of bytes whose buckets are gathered
+        before their block begins (problem.leaf_gathers). Leaves that operators outside of blocks read are waited for
+        before the first of these runs."""
         leaves: dict[str, list[float]] = {}
         for link in self._weights:
             made, scope = self._made(link), link.cluster.scope
@@ -58,12 +65,15 @@ class WeightBuckets:
         found: dict[tuple[str, int], dict[LayoutPair, None]] = {}
         for link in self.model.links:
             if link.weight:
-                found.setdefault(link.ref, {}).update(dict.fromkeys(link.columns[int(use.column[self.choice[use.node]])] for use in link.uses))
+                found.setdefault(link.ref, {}).update(
+                    dict.fromkeys(link.columns[int(use.column[self.choice[use.node]])] for use in link.uses)
+                )
         return {ref: list(pairs) for ref, pairs in found.items()}
 
     @cached_property
     def _summed_bytes(self) -> Mapping[tuple[object, ...], float]:
-        """Bytes on a rank of the leaves of each kind of bucket: (whether summed after every microbatch, the collectives of the sum)."""
+        """Bytes on a rank of the leaves of each kind of bucket: (whether summed after every microbatch, the collectives
+        of the sum)."""
         found = dict[tuple[object, ...], float]()
         for link in self._weights:
             made = self._made(link)
@@ -73,8 +83,8 @@ class WeightBuckets:
 
     @cached_property
     def _gathered_bytes(self) -> Mapping[tuple[str, int], float]:
-        """For each weight, bytes on a rank of the leaves in its bucket: those that are read one after the other and are gathered by the same collectives,
-        over all blocks where these are all leaves of a block."""
+        """For each weight, bytes on a rank of the leaves in its bucket: those that are read one after the other and are
+        gathered by the same collectives, over all blocks where these are all leaves of a block."""
         buckets: dict[str, list[tuple[object, list[Link], float]]] = {}  # by scope: collectives, weights, bytes
         for link in sorted(self._weights, key=lambda link: self.program.order[link.readers[0][0].name]):
             made, here = self._made(link), buckets.setdefault(link.cluster.scope, [])
@@ -82,7 +92,12 @@ class WeightBuckets:
             if kinds and all(kind == "all_gather" for kind, _ in kinds):
                 _, links, before = here.pop() if here and here[-1][0] == kinds else (None, [], 0.0)
                 here.append((kinds, [*links, link], before + self.leaf_bytes(link, made)))
-        return {link.ref: nbytes * (link.count if len(here) == 1 else 1) for here in buckets.values() for _, links, nbytes in here for link in links}
+        return {
+            link.ref: nbytes * (link.count if len(here) == 1 else 1)
+            for here in buckets.values()
+            for _, links, nbytes in here
+            for link in links
+        }
 
     def _made(self, link: Link) -> LayoutPair:
         """In which layouts a weight is made."""

@@ -1,6 +1,7 @@
 """The compute and collectives of a piece of a program in one pass, and the seconds of collectives that are exposed.
 
-A *piece* is an operator outside of blocks, or all instances of a run of blocks (pipeline.units). The passes are listed in pipeline.passes.
+A *piece* is an operator outside of blocks, or all instances of a run of blocks (pipeline.units). The passes are listed
+in pipeline.passes.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ FORWARD, BACKWARD, INPUTS, WEIGHTS, BOTH = PASSES = range(5)
 class Pass:
     """The work of one piece in one pass; of a run of blocks, that of all blocks.
 
-        compute_s    seconds of compute
-        waited       collectives that compute waits for, and local copies
-        ahead        gathers in the background, prefetched: they begin with the block before
-        behind       other collectives in the background: scatters and sums of gradients
-        after        collectives after the last compute, all of which are exposed
-        adding_s     seconds of adding gradients to those of earlier microbatches, after that
-        lag_s        a part of the background's seconds: as the first buckets must be filled before sums begin, the background
-                     overlaps only the share 1 - lag_s / background_s of the work
+    compute_s    seconds of compute
+    waited       collectives that compute waits for, and local copies
+    ahead        gathers in the background, prefetched: they begin with the block before
+    behind       other collectives in the background: scatters and sums of gradients
+    after        collectives after the last compute, all of which are exposed
+    adding_s     seconds of adding gradients to those of earlier microbatches, after that
+    lag_s        a part of the background's seconds: as the first buckets must be filled before sums begin, the
+                 background overlaps only the share 1 - lag_s / background_s of the work
     """
 
     compute_s: float = 0.0
@@ -41,8 +42,8 @@ class Pass:
         self.waited.add(loads, factor)
 
     def hide(self, loads: Sequence[Load], factor: float, last: float = 0.0) -> None:
-        """Collectives of one chain that run in the background, and their local copies, which do not (`hiding.split`). Of the second and later collectives
-        the share `last` runs after the last compute."""
+        """Collectives of one chain that run in the background, and their local copies, which do not (`hiding.split`).
+        Of the second and later collectives the share `last` runs after the last compute."""
         copies, collectives = split(loads)
         self.waited.add(copies, factor)
         for number, load in enumerate(collectives):
@@ -75,7 +76,8 @@ class Pass:
 class Did:
     """The work of a piece in each of `passes`, and its collectives `once` per step.
 
-    `sums` and `each` are its sums of gradients one by one: once per step, and after each microbatch. They are also part of `once` and of the passes.
+    `sums` and `each` are its sums of gradients one by one: once per step, and after each microbatch. They are also part
+    of `once` and of the passes.
     """
 
     passes: tuple[Pass, ...] = field(default_factory=lambda: tuple(Pass() for _ in PASSES))
@@ -85,12 +87,14 @@ class Did:
 
 
 def shows(total: Pass, contention: float, shared: bool) -> float:
-    """The share of a pass's background collectives that is exposed. `shared`: they and compute share cores (CPU ranks), so that all of it is."""
+    """The share of a pass's background collectives that is exposed. `shared`: they and compute share cores (CPU ranks),
+    so that all of it is."""
     return 1.0 if shared else shown_s(total, contention) / (total.background_s or 1.0)
 
 
 def least_s(total: Pass, contention: float) -> float:
-    """A lower bound of the seconds of a pass: with all of its collectives but those that compute waits for overlapped by all of its work."""
+    """A lower bound of the seconds of a pass: with all of its collectives but those that compute waits for overlapped
+    by all of its work."""
     overlapped = Pass()
     overlapped.add(total)
     overlapped.after, overlapped.lag_s = Loads(), 0.0
@@ -99,10 +103,13 @@ def least_s(total: Pass, contention: float) -> float:
 
 
 def shown_s(total: Pass, contention: float) -> float:
-    """Exposed seconds of the background collectives of a pass: by how much they make it longer than its work, slowed-down compute included (hiding.together_s)."""
+    """Exposed seconds of the background collectives of a pass: by how much they make it longer than its work,
+    slowed-down compute included (hiding.together_s)."""
     if not total.background_s:
         return 0.0
     compute_s, overlapping = total.compute_s + total.waited.local_s, 1.0 - total.lag_s / total.background_s
     waited = [load.times(overlapping) for load in total.waited.moving()]
-    took_s = together_s(overlapping * compute_s, waited, merged([*total.ahead.moving(), *total.behind.moving()]), contention)
+    took_s = together_s(
+        overlapping * compute_s, waited, merged([*total.ahead.moving(), *total.behind.moving()]), contention
+    )
     return took_s - overlapping * (compute_s + total.waited.moving_s)

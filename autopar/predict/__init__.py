@@ -1,10 +1,14 @@
-"""Seconds of a training step under a *given* configuration, and its memory: nothing is searched but what the configuration leaves open.
+"""Seconds of a training step under a *given* configuration, and its memory: nothing is searched but what the
+configuration leaves open.
 
-    Setup       how it is trained: axis sizes, schedule, microbatches, recomputation, what the software does beside the plan
-    Place       what every unit of the model costs on the mesh of one place, by part (from the prices of autopar.problem)
+    Setup       how it is trained: axis sizes, schedule, microbatches, recomputation, what the software does beside the
+                plan
+    Place       what every unit of the model costs on the mesh of one place, by part (from the prices of
+                autopar.problem)
     Layers      how many layers the model has, and which blocks of the place they are like
     predict     Setup and Place -> Prediction: the step by part
-    peak        Setup and graph -> memory.Prediction: its plan, walked as plans of ours are, with the habits of the software that runs it
+    peak        Setup and graph -> memory.Prediction: its plan, walked as plans of ours are, with the habits of the
+                software that runs it
 """
 
 from autopar.predict.peak import peak
@@ -12,4 +16,16 @@ from autopar.predict.place import Decided, Place, UnitTime, decide, price
 from autopar.predict.setup import Setup, Software
 from autopar.predict.step import Layers, Prediction, predict
 
-__all__ = ["Decided", "Layers", "Place", "Prediction", "Setup", "Software", "UnitTime", "decide", "peak", "predict", "price"]
+__all__ = [
+    "Decided",
+    "Layers",
+    "Place",
+    "Prediction",
+    "Setup",
+    "Software",
+    "UnitTime",
+    "decide",
+    "peak",
+    "predict",
+    "price",
+]

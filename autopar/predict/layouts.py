@@ -19,7 +19,8 @@ NO_LIMIT_BYTES = float(1 << 60)
 
 
 def fastest_layouts(planner: Planner, prices: Prices, axes: Sequence[Axis]) -> Decisions:
-    """The option of every operator on every axis of the mesh of `prices`: of those that the roles of `axes` admit, the ones with the least seconds per step.
+    """The option of every operator on every axis of the mesh of `prices`: of those that the roles of `axes` admit, the
+    ones with the least seconds per step.
 
     Raises PlanError where an axis does not divide what its role is to split (predict.refused).
     """

@@ -10,7 +10,8 @@ from autopar.predict.setup import Setup
 
 
 def line(cluster: Cluster, inner: int, size: int) -> MeshAxis:
-    """The axis of `size` devices whose neighbours are `inner` devices apart; what does not divide a level goes to the next one."""
+    """The axis of `size` devices whose neighbours are `inner` devices apart; what does not divide a level goes to the
+    next one."""
     spans: list[Span] = []
     for level in reversed(cluster.levels):
         taken = math.gcd(inner, level.size)
@@ -24,7 +25,8 @@ def line(cluster: Cluster, inner: int, size: int) -> MeshAxis:
 
 
 def between(axis: MeshAxis, one: int, other: int) -> MeshAxis:
-    """What goes from one device of `axis` to another passes: its spans from the outermost on in which they are apart."""
+    """What goes from one device of `axis` to another passes: its spans from the outermost on in which they are
+    apart."""
     inside = axis.size
     for at, span in enumerate(axis.spans):
         inside //= span.size
@@ -35,8 +37,8 @@ def between(axis: MeshAxis, one: int, other: int) -> MeshAxis:
 
 @dataclass(frozen=True)
 class Owners:
-    """The ranks that compute with the same weights (`all`): `shards` of them next to each other have a part of them each where they are cut at rest, and there are so
-    many `copies` of that."""
+    """The ranks that compute with the same weights (`all`): `shards` of them next to each other have a part of them
+    each where they are cut at rest, and there are so many `copies` of that."""
 
     all: MeshAxis
     shards: MeshAxis
@@ -46,15 +48,26 @@ class Owners:
     def of_dense(cluster: Cluster, setup: Setup) -> Owners:
         """Those of weights that all data-parallel and context-parallel ranks have."""
         shards = setup.dp // setup.replicas * setup.cp
-        return Owners(line(cluster, setup.tp, setup.dp * setup.cp), line(cluster, setup.tp, shards), line(cluster, setup.tp * shards, setup.replicas))
+        return Owners(
+            line(cluster, setup.tp, setup.dp * setup.cp),
+            line(cluster, setup.tp, shards),
+            line(cluster, setup.tp * shards, setup.replicas),
+        )
 
     @staticmethod
     def of_experts(cluster: Cluster, setup: Setup) -> Owners:
-        """Those of a stack of experts, which expert-parallel ranks have others of: every so many data-parallel ranks, and the context-parallel ones beside each unless
-        these have experts of their own."""
+        """Those of a stack of experts, which expert-parallel ranks have others of: every so many data-parallel ranks,
+        and the context-parallel ones beside each unless these have experts of their own."""
         apart, ways = setup.tp * setup.cp * setup.expert_ways, setup.dp // setup.expert_ways
-        beside, shards = line(cluster, setup.tp, 1 if setup.experts_over_context else setup.cp), max(1, ways // setup.replicas)
-        return Owners(joined(line(cluster, apart, ways), beside), joined(line(cluster, apart, shards), beside), line(cluster, apart * shards, ways // shards))
+        beside, shards = (
+            line(cluster, setup.tp, 1 if setup.experts_over_context else setup.cp),
+            max(1, ways // setup.replicas),
+        )
+        return Owners(
+            joined(line(cluster, apart, ways), beside),
+            joined(line(cluster, apart, shards), beside),
+            line(cluster, apart * shards, ways // shards),
+        )
 
 
 def joined(outer: MeshAxis, inner: MeshAxis) -> MeshAxis:

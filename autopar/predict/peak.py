@@ -12,11 +12,13 @@ from autopar.predict.given import given_plan
 from autopar.predict.setup import Setup
 
 POLICY = "bf16"
-"""Mixed precision: computed in 16 bits, with masters and optimizer state of 32. float16 takes as many bytes as bfloat16."""
+"""Mixed precision: computed in 16 bits, with masters and optimizer state of 32. float16 takes as many bytes as
+bfloat16."""
 
 
 def peak(gm: fx.GraphModule, setup: Setup, cluster: Cluster) -> Prediction:
-    """Bytes at the peak of each place under `setup`, mixed precision. `gm` was captured in bfloat16 with all its blocks.
+    """Bytes at the peak of each place under `setup`, mixed precision. `gm` was captured in bfloat16 with all its
+    blocks.
 
     Raises PlanError where the configuration cannot be planned.
     """

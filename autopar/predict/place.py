@@ -1,7 +1,9 @@
-"""The cost of each unit of a model (a block, or an operator outside of blocks) in one microbatch on the mesh of one place, priced as plans are.
+"""The cost of each unit of a model (a block, or an operator outside of blocks) in one microbatch on the mesh of one
+place, priced as plans are.
 
-The mesh has the axes of expert, context and tensor parallelism. The role of each axis (predict.axes) restricts the layouts, and a search chooses the
-fastest of those that are left (predict.layouts). The costs are the seconds of operators (`Prices`) and those of reshards (`codegen.edges`).
+The mesh has the axes of expert, context and tensor parallelism. The role of each axis (predict.axes) restricts the
+layouts, and a search chooses the fastest of those that are left (predict.layouts). The costs are the seconds of
+operators (`Prices`) and those of reshards (`codegen.edges`).
 """
 
 from __future__ import annotations
@@ -38,19 +40,21 @@ from passes import ops
 class UnitTime:
     """The cost of one microbatch in one instance of a unit on one rank, and the unit's parameters there.
 
-        forward_s, backward_s               kernels
-        forward_comm_s, backward_comm_s     collectives of activations
-        attention_s, mlp_s, experts_s       of forward_s: the parts of a block that can run again whole (setup.WHOLE)
-        kept_s                              of forward_s: operators that are kept where blocks are rerun operator by operator (axes.kept_operators)
-        last_s                              of forward_s: operators that do not run again where recomputation ends once every tensor is saved (Rerun.stops_before)
-        last_kept_s                         of both last_s and kept_s
-        weights_s                           of backward_s: gradients of weights
-        routed_s, routed_back_s             of forward_s and of backward_s: all-to-alls of tokens to experts and back
-        operators                           operators in the forward, views included: calls of the host
-        experts                             layers of experts in the forward
-        collectives                         collectives in forward and backward
-        parameters, trained                 elements of weights; those of them with gradients
-        expert_parameters, expert_trained   of these two: weights of experts
+    forward_s, backward_s               kernels
+    forward_comm_s, backward_comm_s     collectives of activations
+    attention_s, mlp_s, experts_s       of forward_s: the parts of a block that can run again whole (setup.WHOLE)
+    kept_s                              of forward_s: operators that are kept where blocks are rerun operator by
+                                        operator (axes.kept_operators)
+    last_s                              of forward_s: operators that do not run again where recomputation ends once
+                                        every tensor is saved (Rerun.stops_before)
+    last_kept_s                         of both last_s and kept_s
+    weights_s                           of backward_s: gradients of weights
+    routed_s, routed_back_s             of forward_s and of backward_s: all-to-alls of tokens to experts and back
+    operators                           operators in the forward, views included: calls of the host
+    experts                             layers of experts in the forward
+    collectives                         collectives in forward and backward
+    parameters, trained                 elements of weights; those of them with gradients
+    expert_parameters, expert_trained   of these two: weights of experts
     """
 
     forward_s: float = 0.0
@@ -81,7 +85,8 @@ class UnitTime:
 
 @dataclass(frozen=True)
 class Place:
-    """The units of a program in `order`, with the costs of one instance of each by name in `times`. `sent_bytes`: bytes that a rank sends to the next stage per microbatch."""
+    """The units of a program in `order`, with the costs of one instance of each by name in `times`. `sent_bytes`: bytes
+    that a rank sends to the next stage per microbatch."""
 
     order: tuple[Unit, ...]
     times: dict[str, UnitTime]
@@ -105,22 +110,40 @@ class Decided:
 
 
 def price(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -> Place:
-    """Price one microbatch of `setup` on a place of `cluster`: the graph at `micro_batch` samples per data-parallel rank."""
+    """Price one microbatch of `setup` on a place of `cluster`: the graph at `micro_batch` samples per data-parallel
+    rank."""
     return decide(gm, setup, cluster, precision).priced(cluster)
 
 
 def decide(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -> Decided:
-    """Choose the layouts that the roles of the axes leave open. Raises PlanError where the graph is not for these sizes, an axis does not divide what it is to cut, or the device is no faster in the dtype of matmuls."""
+    """Choose the layouts that the roles of the axes leave open. Raises PlanError where the graph is not for these
+    sizes, an axis does not divide what it is to cut, or the device is no faster in the dtype of matmuls."""
     device, matmul = cluster.device, setup.software.matmul
     if matmul and device.peak_flops.get(matmul, 0.0) <= device.flops(precision):
-        raise PlanError(f"setup: matmuls in {matmul} on {device.name}: its rates are {', '.join(f'{rate:.3g} in {dtype}' for dtype, rate in device.peak_flops.items())} FLOP/s; "
-                        f"wanted a device that is faster in {matmul} than in {precision}")
+        raise PlanError(
+            f"setup: matmuls in {matmul} on {device.name}: its rates are "
+            f"{', '.join(f'{rate:.3g} in {dtype}' for dtype, rate in device.peak_flops.items())} FLOP/s; wanted a "
+            f"device that is faster in {matmul} than in {precision}"
+        )
     used = axes(replace(setup, dp=setup.expert_ways, replicas=1, zero=0))
     ways = tuple(axis.ways for axis in used)
     software = setup.software
-    settings = Settings("train", "adamw", precision, fused=software.fused, matmul=software.matmul, cast_bytes=software.cast_bytes,
-                        turn_bytes=software.turn_bytes, casts_shards=software.casts_shards, matmul_share=software.matmul_share, attention=software.attention * device.flash2, dealt=True,
-                        tokens_in_parts=software.tokens_in_parts, rows_to="nodes" if software.rows_once else "experts", in_a_row=software.in_a_row)
+    settings = Settings(
+        "train",
+        "adamw",
+        precision,
+        fused=software.fused,
+        matmul=software.matmul,
+        cast_bytes=software.cast_bytes,
+        turn_bytes=software.turn_bytes,
+        casts_shards=software.casts_shards,
+        matmul_share=software.matmul_share,
+        attention=software.attention * device.flash2,
+        dealt=True,
+        tokens_in_parts=software.tokens_in_parts,
+        rows_to="nodes" if software.rows_once else "experts",
+        in_a_row=software.in_a_row,
+    )
     planner = Planner.of(gm, sizes(gm, setup.micro_batch * setup.expert_ways, setup.seq), Request(cluster, settings))
     mesh = _mesh(cluster, ways)
     prices = Prices(mesh, cluster.device, settings)
@@ -128,9 +151,15 @@ def decide(gm: fx.GraphModule, setup: Setup, cluster: Cluster, precision: str) -
 
 
 def _mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
-    """Axes of `sizes` on the innermost devices of `cluster`, the last one of neighbours; an axis whose size does not divide a level of the cluster is on the next level (owners.line)."""
-    apart = [math.prod(sizes[at + 1:]) for at in range(len(sizes))]
-    return Mesh(tuple(replace(line(cluster, inner, size), name=f"a{at}") for at, (inner, size) in enumerate(zip(apart, sizes, strict=True))))
+    """Axes of `sizes` on the innermost devices of `cluster`, the last one of neighbours; an axis whose size does not
+    divide a level of the cluster is on the next level (owners.line)."""
+    apart = [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
+    return Mesh(
+        tuple(
+            replace(line(cluster, inner, size), name=f"a{at}")
+            for at, (inner, size) in enumerate(zip(apart, sizes, strict=True))
+        )
+    )
 
 
 class _Reader:
@@ -200,7 +229,10 @@ class _Reader:
         """Add one reshard to the unit in which it runs: that of its scope, else of its first reader."""
         producer = self.program.ops[reshard.ref[0]]
         at = reshard.scope or (self.home[reshard.readers[0]] if reshard.readers else self.home[producer.name])
-        here, size = self.times[at if at in self.times else self.home[producer.name]], self.program.bytes_of(reshard.ref)
+        here, size = (
+            self.times[at if at in self.times else self.home[producer.name]],
+            self.program.bytes_of(reshard.ref),
+        )
         forward, backward = reshard.forward(self.mesh.sizes), reshard.backward(self.mesh.sizes)
         if reshard.role == "sync":  # once per step, with all other gradients
             return
@@ -210,8 +242,11 @@ class _Reader:
 
     def _sent_bytes(self) -> float:
         """Bytes of the values on one rank that go from block to block, which are what a stage sends to the next."""
-        return sum(tensor_bytes(self.program.ops[ref[0]].call.outs[ref[1]]) * self._local_share(ref[0], ref[1])
-                   for run in self.program.runs.values() for ref in run.carried)
+        return sum(
+            tensor_bytes(self.program.ops[ref[0]].call.outs[ref[1]]) * self._local_share(ref[0], ref[1])
+            for run in self.program.runs.values()
+            for ref in run.carried
+        )
 
     def _local_share(self, name: str, index: int) -> float:
         """The share of output number `index` of an operator that one rank has."""

@@ -1,4 +1,5 @@
-"""Configurations that a model is not made for are refused: what an axis does not cut each of its ranks would compute whole."""
+"""Configurations that a model is not made for are refused: what an axis does not cut each of its ranks would compute
+whole."""
 
 from __future__ import annotations
 
@@ -11,19 +12,26 @@ from autopar.problem.graph import Op, Program
 from autopar.recipes.kinds import REPLICATE, SAMPLE, kind
 from passes import ops
 
-WANTED = {"tp": "a number of ranks that divides the heads of attention, those of keys and values too", "cp": "a number of ranks that divides the sequence",
-          "ep": "a number of ranks that divides the experts"}
+WANTED = {
+    "tp": "a number of ranks that divides the heads of attention, those of keys and values too",
+    "cp": "a number of ranks that divides the sequence",
+    "ep": "a number of ranks that divides the experts",
+}
 """What each axis wants of the sizes of a model."""
 
 
 def check_cut(program: Program, decisions: Decisions, used: Sequence[Axis]) -> None:
-    """Raises PlanError where attention is whole on tensor-parallel or context-parallel ranks, or experts on those of expert parallelism."""
+    """Raises PlanError where attention is whole on tensor-parallel or context-parallel ranks, or experts on those of
+    expert parallelism."""
     for op in program.ops.values():
         for axis, option in zip(used, decisions[op.name], strict=True):
             if op.role == "op" and _whole(op, axis.name, kind(op, option)):
                 sizes = " and ".join(f"[{', '.join(map(str, tensor.sizes))}]" for tensor in op.call.ins)
                 wanted = WANTED["ep" if op.target is ops.experts else axis.name]
-                raise PlanError(f"setup: {axis.name} over {axis.ways} ranks, each of which would compute {op.name} of {sizes} whole; wanted {wanted}")
+                raise PlanError(
+                    f"setup: {axis.name} over {axis.ways} ranks, each of which would compute {op.name} of {sizes} "
+                    f"whole; wanted {wanted}"
+                )
 
 
 def _whole(op: Op, axis: str, how: str) -> bool:

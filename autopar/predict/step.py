@@ -1,10 +1,11 @@
 """The seconds of a step under a given configuration, by part.
 
-    unit        forward, backward: kernels, or the host that issues them where it takes longer; collectives of activations, which compute waits for
-    stage       its units; `full` recomputation runs the blocks' forward once more in the backward
-    ZeRO-3      gathers overlap the forward, gathers and scatters the backward of each block; the exposed rest counts
-    pipeline    the schedule's own order of actions (`pipeline.orders`), sends between places
-    step        pipeline + exposed sums of gradients + optimizer
+unit        forward, backward: kernels, or the host that issues them where it takes longer; collectives of
+            activations, which compute waits for
+stage       its units; `full` recomputation runs the blocks' forward once more in the backward
+ZeRO-3      gathers overlap the forward, gathers and scatters the backward of each block; the exposed rest counts
+pipeline    the schedule's own order of actions (`pipeline.orders`), sends between places
+step        pipeline + exposed sums of gradients + optimizer
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ ROUNDING = 3.0
 """Exponent n of the smooth maximum (host^n + device^n)^(1/n)."""
 
 KEPT_COMM = 0.5
-"""Share of tensor-parallel collectives that run again where blocks run again by operators: the gathers; sums after matmuls are kept."""
+"""Share of tensor-parallel collectives that run again where blocks run again by operators: the gathers; sums after
+matmuls are kept."""
 
 ROUNDS = 4
-"""A pipeline of more rounds of microbatches is extrapolated: after so many, every further one takes as long as the last."""
+"""A pipeline of more rounds of microbatches is extrapolated: after so many, every further one takes as long as the
+last."""
 
 MLP_COMM = 0.5
 """Share of the tensor-parallel collectives of a block that are of its feed-forward layer: one of two pairs."""
@@ -40,14 +43,14 @@ MLP_COMM = 0.5
 class Prediction:
     """Seconds of a step by part; they add up to `step_s`.
 
-        compute_s      of the busiest place, without recomputation
-        recompute_s    what runs again in the backward there
-        host_s         its device waits for the host that issues kernels
-        tensor_s       its collectives of activations
-        shards_s       its exposed gathers and scatters of ZeRO-3
-        pipeline_s     the bubble, and exposed sends
-        sync_s         exposed sums of gradients and gathers of weights, once per step
-        optimizer_s    the optimizer's step
+    compute_s      of the busiest place, without recomputation
+    recompute_s    what runs again in the backward there
+    host_s         its device waits for the host that issues kernels
+    tensor_s       its collectives of activations
+    shards_s       its exposed gathers and scatters of ZeRO-3
+    pipeline_s     the bubble, and exposed sends
+    sync_s         exposed sums of gradients and gathers of weights, once per step
+    optimizer_s    the optimizer's step
     """
 
     compute_s: float
@@ -69,8 +72,8 @@ class Prediction:
 class _Times:
     """Seconds of one microbatch in some units of a place.
 
-    The first six are parts, as in Prediction. `pace_*` are whole passes, all parts included: forward, backward, and the part of the backward for weights.
-    `trained`: elements with gradients on a rank, `expert_trained` those of experts.
+    The first six are parts, as in Prediction. `pace_*` are whole passes, all parts included: forward, backward, and the
+    part of the backward for weights. `trained`: elements with gradients on a rank, `expert_trained` those of experts.
     """
 
     forward_s: float = 0.0
@@ -88,8 +91,8 @@ class _Times:
 
 @dataclass(frozen=True)
 class Layers:
-    """`count` layers of a model. The first `leading` are like the first run of blocks of a Place; the others are spread evenly over its other runs, a block of
-    which holds `period` layers."""
+    """`count` layers of a model. The first `leading` are like the first run of blocks of a Place; the others are spread
+    evenly over its other runs, a block of which holds `period` layers."""
 
     count: int
     leading: int = 0
@@ -99,14 +102,21 @@ class Layers:
         """How many blocks of each of the `runs` are in the layers `[begin, begin + count)`."""
         ahead = min(max(self.leading - begin, 0), count)
         rest = runs[1:] if self.leading else runs
-        return {**({runs[0]: float(ahead)} if self.leading else {}), **{name: (count - ahead) / self.period / len(rest) for name in rest}}
+        return {
+            **({runs[0]: float(ahead)} if self.leading else {}),
+            **{name: (count - ahead) / self.period / len(rest) for name in rest},
+        }
 
 
 def predict(place: Place, layers: int | Layers, setup: Setup, cluster: Cluster) -> Prediction:
-    """The step of a model under `setup`. A number as `layers` stands for alike layers, spread evenly over the runs of blocks of `place`. Raises PlanError
-    where the cluster has too few devices, or the layers cannot be dealt to the stages."""
+    """The step of a model under `setup`. A number as `layers` stands for alike layers, spread evenly over the runs of
+    blocks of `place`. Raises PlanError where the cluster has too few devices, or the layers cannot be dealt to the
+    stages."""
     if setup.devices > cluster.devices:
-        raise PlanError(f"setup: tp {setup.tp} x cp {setup.cp} x dp {setup.dp} x pp {setup.pp} are {setup.devices} ranks on the {cluster.devices} devices of {cluster.label}; wanted a cluster of as many")
+        raise PlanError(
+            f"setup: tp {setup.tp} x cp {setup.cp} x dp {setup.dp} x pp {setup.pp} are {setup.devices} ranks on the "
+            f"{cluster.devices} devices of {cluster.label}; wanted a cluster of as many"
+        )
     return _Step(place, layers if isinstance(layers, Layers) else Layers(layers), setup, cluster).prediction()
 
 
@@ -118,7 +128,9 @@ class _Step:
         self.device, self.software = cluster.device, setup.software
         inner = setup.tp * setup.cp
         self.dense, self.stacked = Owners.of_dense(cluster, setup), Owners.of_experts(cluster, setup)
-        self.zero = 2 if setup.zero == 3 and setup.pp > 1 and self.software.gathers_once else setup.zero  # the stage by which weights are gathered and gradients scattered: stages that gather once per step do so as in ZeRO-2
+        # the stage by which weights are gathered and gradients scattered: stages that gather once per step do so as in
+        # ZeRO-2
+        self.zero = 2 if setup.zero == 3 and setup.pp > 1 and self.software.gathers_once else setup.zero
         self.stages = line(cluster, inner * setup.dp, setup.pp)
         nodes = math.prod(level.size for level in cluster.levels[:-1])
         self.slowest = 1.0 + self.device.spread * largest_of(nodes)
@@ -133,14 +145,26 @@ class _Step:
         mine = [t for t, at in zip(stages, places, strict=True) if at == worst]
         m = self.setup.microbatches
         whole = self._pipeline_s(stages, places)
-        sync = max(self._sync_s([t for t, at in zip(stages, places, strict=True) if at == p]) for p in range(self.setup.pp))
-        update = max(self._update_s([t for t, at in zip(stages, places, strict=True) if at == p]) for p in range(self.setup.pp))
-        return Prediction(m * sum(t.forward_s + t.backward_s for t in mine), m * sum(t.again_s for t in mine),
-                          m * sum(t.host_s for t in mine), m * sum(t.tensor_s for t in mine), m * sum(t.shards_s for t in mine),
-                          whole - m * busy[worst], sync, update)
+        sync = max(
+            self._sync_s([t for t, at in zip(stages, places, strict=True) if at == p]) for p in range(self.setup.pp)
+        )
+        update = max(
+            self._update_s([t for t, at in zip(stages, places, strict=True) if at == p]) for p in range(self.setup.pp)
+        )
+        return Prediction(
+            m * sum(t.forward_s + t.backward_s for t in mine),
+            m * sum(t.again_s for t in mine),
+            m * sum(t.host_s for t in mine),
+            m * sum(t.tensor_s for t in mine),
+            m * sum(t.shards_s for t in mine),
+            whole - m * busy[worst],
+            sync,
+            update,
+        )
 
     def _stages(self) -> list[_Times]:
-        """The stages in order. Blocks are dealt as Setup.blocks_of says, units before them are in the first stage, units after them in the last."""
+        """The stages in order. Blocks are dealt as Setup.blocks_of says, units before them are in the first stage,
+        units after them in the last."""
         count = self.setup.pp * self.setup.vpp
         names = list(dict.fromkeys(unit.name for unit in self.place.order))
         inside = list(dict.fromkeys(unit.name for unit in self.place.order if unit.instance >= 0))
@@ -168,16 +192,27 @@ class _Step:
         setup, software = self.setup, self.software
         comm = (1.0 - software.hidden_tensor) * software.tensor_share
         beside = software.hidden_tokens * (1.0 - self.device.contended) * _room(unit)
-        forward, back = (self.slowest * (whole - beside * routed) for whole, routed in ((unit.forward_s, unit.routed_s), (unit.backward_s, unit.routed_back_s)))
+        forward, back = (
+            self.slowest * (whole - beside * routed)
+            for whole, routed in ((unit.forward_s, unit.routed_s), (unit.backward_s, unit.routed_back_s))
+        )
         back += self._accumulate_s(unit)
         forward_comm, back_comm = unit.forward_comm_s * comm, unit.backward_comm_s * comm
         again_s = again_comm = again_host = 0.0
-        host = 0.0 if software.captured else self.device.dispatch_s * (unit.operators + unit.collectives + software.expert_calls * unit.experts)
+        host = (
+            0.0
+            if software.captured
+            else self.device.dispatch_s * (unit.operators + unit.collectives + software.expert_calls * unit.experts)
+        )
         if setup.recompute == "full":
             whole = forward - self.slowest * unit.last_s * software.stops_early
             again_s, again_comm, again_host = (x * again for x in (whole, forward_comm, host))
         elif setup.recompute == "selective" and "operators" in setup.parts:
-            again_s = self.slowest * max(0.0, unit.forward_s - unit.kept_s - (unit.last_s - unit.last_kept_s) * software.stops_early) * again
+            again_s = (
+                self.slowest
+                * max(0.0, unit.forward_s - unit.kept_s - (unit.last_s - unit.last_kept_s) * software.stops_early)
+                * again
+            )
             again_comm, again_host = KEPT_COMM * forward_comm * again, host * again
         elif setup.recompute == "selective":
             again_s, again_comm, again_host = (x * again for x in self._parts_again(unit, forward_comm, host))
@@ -199,11 +234,16 @@ class _Step:
         times.expert_trained += count * unit.expert_trained
 
     def _parts_again(self, unit: UnitTime, comm: float, host: float) -> tuple[float, float, float]:
-        """Seconds of the parts of a block that run again as a whole: of kernels, of collectives, and of the host (none for attention, which is one kernel)."""
+        """Seconds of the parts of a block that run again as a whole: of kernels, of collectives, and of the host (none
+        for attention, which is one kernel)."""
         fed = sum(getattr(unit, f"{part}_s") for part in WHOLE[1:] if part in self.setup.parts)
         early = min(fed, unit.last_s * self.software.stops_early)
         kernels = (unit.attention_s if "attention" in self.setup.parts else 0.0) + fed - early
-        return self.slowest * kernels, MLP_COMM * comm if fed else 0.0, host * min(1.0, fed / unit.forward_s) if fed else 0.0
+        return (
+            self.slowest * kernels,
+            MLP_COMM * comm if fed else 0.0,
+            host * min(1.0, fed / unit.forward_s) if fed else 0.0,
+        )
 
     def _accumulate_s(self, unit: UnitTime) -> float:
         """Seconds of adding gradients to those of earlier microbatches: read and written."""
@@ -214,10 +254,13 @@ class _Step:
 
     def _owned(self, held: UnitTime | _Times) -> float:
         """The trained elements that rest on a rank where they are sharded, of those that it computes with."""
-        return (held.trained - held.expert_trained) / self.dense.shards.size + held.expert_trained / self.stacked.shards.size
+        return (
+            held.trained - held.expert_trained
+        ) / self.dense.shards.size + held.expert_trained / self.stacked.shards.size
 
     def _shards_s(self, unit: UnitTime, forward_s: float, backward_s: float) -> list[float]:
-        """Exposed seconds of the gathers of a unit's weights and the scatters of their gradients: [forward, backward]."""
+        """Exposed seconds of the gathers of a unit's weights and the scatters of their gradients: [forward,
+        backward]."""
         gather = self._over_shards("all_gather", self.software.gathered_bytes, unit.parameters, unit.expert_parameters)
         scatter = self._over_shards("reduce_scatter", self.software.gradient_bytes, unit.trained, unit.expert_trained)
         copied_s = self.software.shard_bytes * unit.parameters / self.bandwidth_bytes_s
@@ -231,13 +274,20 @@ class _Step:
         if setup.pp == 1:
             return setup.microbatches * sum(_pace(t) for t in stages)
         sent = self.place.sent_bytes / (1 if setup.sequence_parallel else setup.tp)
-        hops = [collective_s("send", sent, between(self.stages, *pair)) for pair in zip(places, [*places[1:], places[-1]], strict=True)]
-        times = [StageTime(t.pace_forward_s, t.pace_backward_s - t.pace_weights_s, t.pace_weights_s, hop) for t, hop in zip(stages, hops, strict=True)]
+        hops = [
+            collective_s("send", sent, between(self.stages, *pair))
+            for pair in zip(places, [*places[1:], places[-1]], strict=True)
+        ]
+        times = [
+            StageTime(t.pace_forward_s, t.pace_backward_s - t.pace_weights_s, t.pace_weights_s, hop)
+            for t, hop in zip(stages, hops, strict=True)
+        ]
         return setup.flushes * self._filled_s(times, places)
 
     def _filled_s(self, times: Sequence[StageTime], places: Sequence[int]) -> float:
-        """Seconds until the pipeline is empty again. Of many microbatches a few whole rounds are simulated; each further one takes as long as one of the last round, but at least
-        its work on the busiest place, because some schedules fill the bubble of the first rounds in the last one."""
+        """Seconds until the pipeline is empty again. Of many microbatches a few whole rounds are simulated; each
+        further one takes as long as one of the last round, but at least its work on the busiest place, because some
+        schedules fill the bubble of the first rounds in the last one."""
         setup = self.setup
         count, p = setup.at_once, setup.pp
         of_any_number = APART[setup.schedule].shape == "v" if setup.schedule else setup.vpp == 1
@@ -245,22 +295,38 @@ class _Step:
             return step_s(_order(setup, count), times, places)
         few = min(count // p, ROUNDS) * p
         short, shorter = (step_s(_order(setup, n), times, places) for n in (few, few - p))
-        busiest_s = max(sum(t.of("F") + t.of("B") for t, at in zip(times, places, strict=True) if at == place) for place in range(p))
+        busiest_s = max(
+            sum(t.of("F") + t.of("B") for t, at in zip(times, places, strict=True) if at == place) for place in range(p)
+        )
         return short + max((short - shorter) / p, busiest_s) * (count - few)
 
     def _over_shards(self, kind: str, itemsize: float, elements: float, of_experts: float) -> float:
-        """Seconds of a collective of the `elements` of a rank over the ranks that they are sharded over; `of_experts` of them are over the owners of experts."""
-        return sum(collective_s(kind, itemsize * n, owners.shards) for n, owners in ((elements - of_experts, self.dense), (of_experts, self.stacked)) if n > 0)
+        """Seconds of a collective of the `elements` of a rank over the ranks that they are sharded over; `of_experts`
+        of them are over the owners of experts."""
+        return sum(
+            collective_s(kind, itemsize * n, owners.shards)
+            for n, owners in ((elements - of_experts, self.dense), (of_experts, self.stacked))
+            if n > 0
+        )
 
     def _sync_s(self, stages: Sequence[_Times]) -> float:
         """Exposed seconds of sums of gradients at the end of the step, and of gathers of updated weights."""
         software = self.software
         trained, stacked = (sum(getattr(t, name) for t in stages) for name in ("trained", "expert_trained"))
-        back = sum(self._sum_s(n, owners) for n, owners in ((trained - stacked, self.dense), (stacked, self.stacked)) if n > 0)
-        ahead = self._over_shards("all_gather", max(2, software.gathered_bytes), trained, stacked) if self.zero in (1, 2) else 0.0  # 8-bit weights are made where they are used
+        back = sum(
+            self._sum_s(n, owners) for n, owners in ((trained - stacked, self.dense), (stacked, self.stacked)) if n > 0
+        )
+        # 8-bit weights are made where they are used
+        ahead = (
+            self._over_shards("all_gather", max(2, software.gathered_bytes), trained, stacked)
+            if self.zero in (1, 2)
+            else 0.0
+        )
         if not software.overlap_gradients:
             return back + ahead
-        return self._exposed_s(back, sum(t.pace_backward_s for t in stages)) + self._exposed_s(ahead, sum(t.pace_forward_s for t in stages))
+        return self._exposed_s(back, sum(t.pace_backward_s for t in stages)) + self._exposed_s(
+            ahead, sum(t.pace_forward_s for t in stages)
+        )
 
     def _exposed_s(self, comm_s: float, compute_s: float) -> float:
         """Exposed seconds of collectives that overlap compute, and the seconds by which they slow it down."""
@@ -268,7 +334,8 @@ class _Step:
         return comm_s - hidden + self.device.contended * hidden
 
     def _sum_s(self, elements: float, owners: Owners) -> float:
-        """Seconds of the sum of gradients: scattered over the ranks that own a part each (with ZeRO-3 already in the backward), then these parts summed over the copies."""
+        """Seconds of the sum of gradients: scattered over the ranks that own a part each (with ZeRO-3 already in the
+        backward), then these parts summed over the copies."""
         nbytes = self.software.gradient_bytes * elements
         if self.setup.zero == 0:
             return collective_s("all_reduce", nbytes, owners.all)
@@ -280,12 +347,14 @@ class _Step:
         held = sum(t.trained for t in stages)
         owned = sum(self._owned(t) for t in stages) if self.setup.zero else held
         whole = owned if self.setup.zero == 3 else held
-        return (self.software.optimizer_bytes * owned + 2 * self.software.gradient_bytes * whole) / self.bandwidth_bytes_s
+        return (
+            self.software.optimizer_bytes * owned + 2 * self.software.gradient_bytes * whole
+        ) / self.bandwidth_bytes_s
 
 
 def _order(setup: Setup, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """The actions of each place. Fewer microbatches than places, or no multiple of them under interleaving, which torch's schedules
-    refuse and others run: as many forwards ahead as there are."""
+    """The actions of each place. Fewer microbatches than places, or no multiple of them under interleaving, which
+    torch's schedules refuse and others run: as many forwards ahead as there are."""
     if setup.schedule:
         return orders(setup.schedule, setup.pp, setup.pp * setup.vpp, microbatches)
     if setup.vpp > 1 and microbatches % setup.pp == 0:
@@ -293,8 +362,13 @@ def _order(setup: Setup, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     if setup.vpp == 1 and microbatches >= setup.pp:
         return orders("1f1b", setup.pp, setup.pp, microbatches)
     stages = [range(place, setup.pp * setup.vpp, setup.pp) for place in range(setup.pp)]
-    return tuple(tuple([Action("F", stage, m) for stage in mine for m in range(microbatches)]
-                       + [Action("B", stage, m) for stage in reversed(mine) for m in range(microbatches)]) for mine in stages)
+    return tuple(
+        tuple(
+            [Action("F", stage, m) for stage in mine for m in range(microbatches)]
+            + [Action("B", stage, m) for stage in reversed(mine) for m in range(microbatches)]
+        )
+        for mine in stages
+    )
 
 
 def _room(unit: UnitTime) -> float:
@@ -308,8 +382,8 @@ def _pace(times: _Times) -> float:
 
 
 def largest_of(count: int) -> float:
-    """The expected largest of `count` standard normal numbers, for large counts sqrt(2 ln n) less its first correction (Cramer, 1946,
-    section 28.6): by how many deviations the slowest of so many nodes lags."""
+    """The expected largest of `count` standard normal numbers, for large counts sqrt(2 ln n) less its first correction
+    (Cramer, 1946, section 28.6): by how many deviations the slowest of so many nodes lags."""
     if count < 2:
         return 0.0
     root = math.sqrt(2 * math.log(count))
@@ -317,8 +391,8 @@ def largest_of(count: int) -> float:
 
 
 def _host_wait_s(host_s: float, device_s: float) -> float:
-    """Seconds that the device waits for the host that issues its kernels. Some stretches are bound by one, some by the other, so that the total is a
-    smooth maximum of both."""
+    """Seconds that the device waits for the host that issues its kernels. Some stretches are bound by one, some by the
+    other, so that the total is a smooth maximum of both."""
     if host_s == 0:
         return 0.0
     return float((host_s**ROUNDING + device_s**ROUNDING) ** (1 / ROUNDING) - device_s)

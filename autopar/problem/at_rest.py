@@ -2,12 +2,14 @@
 
     use on an axis   at rest  leaf   gradient
     R|R              R        R      R: summed over the axis once per step where readers leave parts (data parallelism)
-    S0|S0            S0       S0     S0: readers that want it whole gather it at each use (ZeRO-3), others do not (tensor parallelism)
+    S0|S0            S0       S0     S0: readers that want it whole gather it at each use (ZeRO-3), others do not
+                     (tensor parallelism)
     R|S0             S0       R      readers leave parts, scattered to S0: gathered once per step (ZeRO-1 and 2)
 
-At *rest* is what the optimizer updates, so it lies as its gradient does; the *leaf* is what autograd computes with. Where the two
-differ the leaf is made once per step, and its gradient is partial on that axis until it is scattered: once per step, or with the
-run `EACH` after every microbatch (ZeRO-2), when no whole gradient stays. With one microbatch the two are the same.
+At *rest* is what the optimizer updates, so it lies as its gradient does; the *leaf* is what autograd computes with.
+Where the two differ the leaf is made once per step, and its gradient is partial on that axis until it is scattered:
+once per step, or with the run `EACH` after every microbatch (ZeRO-2), when no whole gradient stays. With one microbatch
+the two are the same.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ EACH = "each"
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """One way to hold a parameter: layouts of leaf and rest, and whether gradients are scattered after each microbatch."""
+    """One way to hold a parameter: layouts of leaf and rest, and whether gradients are scattered after each
+    microbatch."""
 
     leaf: Layout
     rest: Layout

@@ -1,12 +1,13 @@
 """Independent branches: parts of a program that may work side by side, each on one coordinate of a mesh axis (`O(c)`).
 
-A branch is everything that flows into the rest of the program through one cluster alone: a subtree of the post-dominator
-tree. Two branches under the same join with no path between them are independent. Offered are branches with two or more dense
-operators (one alone is better split), in the top-level graph or as whole runs of blocks; a *region* is a set of such branches.
+A branch is everything that flows into the rest of the program through one cluster alone: a subtree of the
+post-dominator tree. Two branches under the same join with no path between them are independent. Offered are branches
+with two or more dense operators (one alone is better split), in the top-level graph or as whole runs of blocks; a
+*region* is a set of such branches.
 
-A branch is placed whole or not at all. Inside it values lie on its coordinate (`O1|O1`); what comes in from outside is there on
-all ranks and gets partial gradients (`R|P`), so that all branches share one sum of them; weights that only one branch reads may
-rest on its coordinate alone.
+A branch is placed whole or not at all. Inside it values lie on its coordinate (`O1|O1`); what comes in from outside is
+there on all ranks and gets partial gradients (`R|P`), so that all branches share one sum of them; weights that only one
+branch reads may rest on its coordinate alone.
 """
 
 from __future__ import annotations
@@ -55,8 +56,10 @@ class Branches:
         if op.role == "port":
             ins = tuple(_use(t, entry, entry, trained) for t in op.call.ins)
         else:
-            ins = tuple(_use(t, entry, entry, trained) if self.of.get(ref[0]) == branch else _use(t, "R", "P", trained)
-                        for ref, t in zip(op.operands, op.call.ins, strict=op.role == "op"))
+            ins = tuple(
+                _use(t, entry, entry, trained) if self.of.get(ref[0]) == branch else _use(t, "R", "P", trained)
+                for ref, t in zip(op.operands, op.call.ins, strict=op.role == "op")
+            )
         return Option(f"O({coordinate})", ins, tuple(_use(t, entry, entry, trained) for t in op.call.outs))
 
 
@@ -82,7 +85,9 @@ def find(program: Program, clusters: Sequence[Cluster]) -> Branches:
     while pending:
         join = pending.pop()
         heads = under.get(join, [])
-        chosen = _independent(program, graph, clusters, heads, under) if join == _EXIT or clusters[join].scope == "" else []
+        chosen = (
+            _independent(program, graph, clusters, heads, under) if join == _EXIT or clusters[join].scope == "" else []
+        )
         if len(chosen) > 1:
             for index, members in enumerate(chosen):
                 found.of.update({op.name: Branch(regions, index) for m in members for op in clusters[m].members})
@@ -108,8 +113,13 @@ def _graph(program: Program, clusters: Sequence[Cluster]) -> nx.DiGraph:
     return graph
 
 
-def _independent(program: Program, graph: nx.DiGraph, clusters: Sequence[Cluster], heads: Sequence[int],
-                 under: Mapping[int, Sequence[int]]) -> list[list[int]]:
+def _independent(
+    program: Program,
+    graph: nx.DiGraph,
+    clusters: Sequence[Cluster],
+    heads: Sequence[int],
+    under: Mapping[int, Sequence[int]],
+) -> list[list[int]]:
     """The branches that end in `heads`, largest first, that can be placed and have no path between them."""
     branches = [(h, members) for h in heads if _placeable(members := _subtree(h, under), clusters, program)]
     branches.sort(key=lambda b: (-_work(b[1], clusters), b[0]))
@@ -133,8 +143,9 @@ def _subtree(head: int, under: Mapping[int, Sequence[int]]) -> list[int]:
 
 
 def _placeable(members: Sequence[int], clusters: Sequence[Cluster], program: Program) -> bool:
-    """Whether all of a branch can be placed: dense enough, no scalars, whole runs of blocks. A run may not start at a value from
-    outside that gets a gradient: its first block would sum it alone, and the branches would wait for each other there."""
+    """Whether all of a branch can be placed: dense enough, no scalars, whole runs of blocks. A run may not start at a
+    value from outside that gets a gradient: its first block would sum it alone, and the branches would wait for each
+    other there."""
     ops = [op for m in members for op in clusters[m].members]
     if any(op.role not in ("op", "port") or not all(t.shape for t in op.call.outs) for op in ops):
         return False

@@ -3,8 +3,8 @@
     clusters of Ops become nodes; a node's choices are its joint options, one per axis (product over the axes);
     a value with readers outside its cluster becomes a net; parameters are clusters that never move.
 
-`Model.decode` turns a solution's choice back into one option per Op and axis: the index space of the solver never leaves
-this package.
+`Model.decode` turns a solution's choice back into one option per Op and axis: the index space of the solver never
+leaves this package.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Model:
 
     @cached_property
     def weights(self) -> dict[Ref, int]:
-        """The number of the first net of each weight; a weight that is both read outside of blocks and fed to blocks has several."""
+        """The number of the first net of each weight; a weight that is both read outside of blocks and fed to blocks
+        has several."""
         found: dict[Ref, int] = {}
         for index, link in enumerate(self.links):
             if link.weight:
@@ -65,11 +66,19 @@ class Model:
     @property
     def plainly(self) -> Model:
         """The same without rematerialisation."""
-        return self if self.plain is None else replace(self, problem=self.plain, links=self.links[:self.shared], plain=None)
+        return (
+            self
+            if self.plain is None
+            else replace(self, problem=self.plain, links=self.links[: self.shared], plain=None)
+        )
 
     def with_limit(self, limit_bytes: float) -> Model:
         """The same with another memory limit."""
-        return self if limit_bytes == self.problem.memory_limit_bytes else replace(self, problem=self.problem.with_limit(limit_bytes))
+        return (
+            self
+            if limit_bytes == self.problem.memory_limit_bytes
+            else replace(self, problem=self.problem.with_limit(limit_bytes))
+        )
 
     def called(self, name: str, limit_bytes: float) -> Model:
         """The same with another name and another memory limit."""
@@ -77,10 +86,14 @@ class Model:
         return replace(self, problem=self.problem.with_limit(limit_bytes, name), plain=plain)
 
     def update_s(self, index: int, choice: int) -> float:
-        """The part of `cost_s` of cluster `index` under `choice` that is the update of a parameter: the optimizer's step, or the accumulation of
-        gradients. 0 for clusters without a parameter."""
+        """The part of `cost_s` of cluster `index` under `choice` that is the update of a parameter: the optimizer's
+        step, or the accumulation of gradients. 0 for clusters without a parameter."""
         op = self.clusters[index].members[0]
-        return self.prices.update_s(op, tuple([joint.options[0] for joint in self.choices[index][choice]])) if op.role == "param" else 0.0
+        return (
+            self.prices.update_s(op, tuple([joint.options[0] for joint in self.choices[index][choice]]))
+            if op.role == "param"
+            else 0.0
+        )
 
     def updates_s(self, index: int) -> np.ndarray:
         """`update_s` of all choices of a cluster."""
@@ -97,7 +110,8 @@ class Model:
 
 @dataclass(eq=False)
 class Frame:
-    """A Problem without its prices: the choices of each cluster on a mesh, and the values that clusters read of each other."""
+    """A Problem without its prices: the choices of each cluster on a mesh, and the values that clusters read of each
+    other."""
 
     program: Program
     clusters: list[Cluster]
@@ -108,44 +122,91 @@ class Frame:
     branches: Branches
 
     @staticmethod
-    def of(program: Program, clusters: list[Cluster], joints: Sequence[Sequence[Sequence[Joint]]], sizes: tuple[int, ...],
-           branches: Branches | None = None) -> Frame:
-        """`joints[axis][cluster]` are the options of a cluster on an axis, `sizes` the ranks of each; `branches` may work side by side.
+    def of(
+        program: Program,
+        clusters: list[Cluster],
+        joints: Sequence[Sequence[Sequence[Joint]]],
+        sizes: tuple[int, ...],
+        branches: Branches | None = None,
+    ) -> Frame:
+        """`joints[axis][cluster]` are the options of a cluster on an axis, `sizes` the ranks of each; `branches` may
+        work side by side.
 
         Raises InfeasibleError when predicates and sizes leave some cluster without a choice.
         """
         choices = [_choices(c, per_axis, sizes) for c, *per_axis in zip(clusters, *joints, strict=True)]
         members = [members_of(cluster, options) for cluster, options in zip(clusters, choices, strict=True)]
         keeps = kept(clusters, program)
-        return Frame(program, clusters, choices, members, counted(links_of(program, clusters, members), keeps), keeps, branches or Branches())
+        return Frame(
+            program,
+            clusters,
+            choices,
+            members,
+            counted(links_of(program, clusters, members), keeps),
+            keeps,
+            branches or Branches(),
+        )
 
     def priced(self, prices: Prices, memory_limit_bytes: float, name: str = "") -> Model:
         """The Problem with the numbers of `prices`."""
         clusters, choices = self.clusters, self.choices
         scopes = {scope: i for i, scope in enumerate(dict.fromkeys(c.scope for c in clusters))}
-        nodes = tuple(_node(i, self.members[i], self.keeps, c, _labels(options), prices, scopes[c.scope])
-                      for i, (c, options) in enumerate(zip(clusters, choices, strict=True)))
+        nodes = tuple(
+            _node(i, self.members[i], self.keeps, c, _labels(options), prices, scopes[c.scope])
+            for i, (c, options) in enumerate(zip(clusters, choices, strict=True))
+        )
         nodes, lanes = in_lanes(nodes, clusters, choices, self.branches)
-        nets = tuple(whole(_net(link, self.keeps, prices, scopes[clusters[link.producer].scope]), clusters, choices, self.branches)
-                     if link.moves else bytes_alone(link, self.keeps, prices) for link in self.links)
-        return Model(Problem(nodes, nets, len(scopes), memory_limit_bytes, name, lanes), clusters, choices, self.members, self.links, prices)
+        nets = tuple(
+            whole(
+                _net(link, self.keeps, prices, scopes[clusters[link.producer].scope]), clusters, choices, self.branches
+            )
+            if link.moves
+            else bytes_alone(link, self.keeps, prices)
+            for link in self.links
+        )
+        return Model(
+            Problem(nodes, nets, len(scopes), memory_limit_bytes, name, lanes),
+            clusters,
+            choices,
+            self.members,
+            self.links,
+            prices,
+        )
 
 
 def rested(model: Model, prices: Prices) -> Model:
-    """`model` with other things offloaded to the host: memory and update of parameters follow `prices` (of the same mesh), all else is unchanged."""
+    """`model` with other things offloaded to the host: memory and update of parameters follow `prices` (of the same
+    mesh), all else is unchanged."""
     keeps = kept(model.clusters, model.links[0].program)
-    nodes = {index: _node(index, model.members[index], keeps, cluster, node.labels, prices, node.group)
-             for index, (cluster, node) in enumerate(zip(model.clusters, model.problem.nodes, strict=True)) if cluster.members[0].role == "param"}
+    nodes = {
+        index: _node(index, model.members[index], keeps, cluster, node.labels, prices, node.group)
+        for index, (cluster, node) in enumerate(zip(model.clusters, model.problem.nodes, strict=True))
+        if cluster.members[0].role == "param"
+    }
 
     def there(problem: Problem) -> Problem:
-        return replace(problem, nodes=tuple(replace(node, cost_s=nodes[i].cost_s, memory_bytes=nodes[i].memory_bytes) if i in nodes else node
-                                            for i, node in enumerate(problem.nodes)))
+        return replace(
+            problem,
+            nodes=tuple(
+                replace(node, cost_s=nodes[i].cost_s, memory_bytes=nodes[i].memory_bytes) if i in nodes else node
+                for i, node in enumerate(problem.nodes)
+            ),
+        )
 
-    return replace(model, problem=there(model.problem), plain=None if model.plain is None else there(model.plain), prices=prices)
+    return replace(
+        model, problem=there(model.problem), plain=None if model.plain is None else there(model.plain), prices=prices
+    )
 
 
-def build(program: Program, clusters: list[Cluster], joints: Sequence[Sequence[Sequence[Joint]]], prices: Prices,
-          memory_limit_bytes: float, name: str = "", branches: Branches | None = None) -> Model:
+def build(
+    program: Program,
+    clusters: list[Cluster],
+    joints: Sequence[Sequence[Sequence[Joint]]],
+    prices: Prices,
+    memory_limit_bytes: float,
+    name: str = "",
+    branches: Branches | None = None,
+) -> Model:
     """The Problem of one mesh; arguments as `Frame.of` and `Frame.priced` have them.
 
     Raises InfeasibleError when predicates and sizes leave some cluster without a choice.
@@ -154,18 +215,24 @@ def build(program: Program, clusters: list[Cluster], joints: Sequence[Sequence[S
 
 
 def _choices(cluster: Cluster, per_axis: Sequence[Sequence[Joint]], sizes: tuple[int, ...]) -> list[Choice]:
-    found = [combo for combo, plain in zip(itertools.product(*per_axis), _apart(cluster, per_axis), strict=True)
-             if _placements(combo) < 2 and (plain or fits_together(cluster, combo, sizes))]
+    found = [
+        combo
+        for combo, plain in zip(itertools.product(*per_axis), _apart(cluster, per_axis), strict=True)
+        if _placements(combo) < 2 and (plain or fits_together(cluster, combo, sizes))
+    ]
     if not found:
         op = cluster.root
-        raise InfeasibleError(f"{op.name} ({op.target} at {op.where}) has no option left on a mesh of {sizes}: the recipe's "
-                              f"predicates or the sizes {[t.sizes for t in op.tensors]} exclude all of them")
+        raise InfeasibleError(
+            f"{op.name} ({op.target} at {op.where}) has no option left on a mesh of {sizes}: the recipe's "
+            f"predicates or the sizes {[t.sizes for t in op.tensors]} exclude all of them"
+        )
     return found
 
 
 def _apart(cluster: Cluster, per_axis: Sequence[Sequence[Joint]]) -> list[bool]:
-    """For every combination of joint options, one per axis, whether it fits together without a closer look (`fits_together`): none of them uses a
-    runtime algorithm, and no two axes cut the same dim of a tensor. Always False for clusters with a parameter."""
+    """For every combination of joint options, one per axis, whether it fits together without a closer look
+    (`fits_together`): none of them uses a runtime algorithm, and no two axes cut the same dim of a tensor. Always False
+    for clusters with a parameter."""
     if any(op.role == "param" for op in cluster.members) or not all(per_axis):
         return [False] * math.prod(map(len, per_axis))
     cuts = [np.array([_cut_dims(joint) for joint in joints]) for joints in per_axis]
@@ -182,7 +249,11 @@ def _apart(cluster: Cluster, per_axis: Sequence[Sequence[Joint]]) -> list[bool]:
 
 def _cut_dims(joint: Joint) -> list[int]:
     """For each tensor of each member, the dim that the joint option cuts; -1 for none."""
-    return [dim_of(use.value) if is_shard(use.value) else -1 for option in joint.options for use in (*option.ins, *option.outs)]
+    return [
+        dim_of(use.value) if is_shard(use.value) else -1
+        for option in joint.options
+        for use in (*option.ins, *option.outs)
+    ]
 
 
 def _placements(combo: Choice) -> int:
@@ -191,7 +262,8 @@ def _placements(combo: Choice) -> int:
 
 
 def fits_together(cluster: Cluster, combo: Choice, sizes: tuple[int, ...]) -> bool:
-    """Whether all axes together can cut every tensor (dims cut by several axes divide evenly) and run every algorithm."""
+    """Whether all axes together can cut every tensor (dims cut by several axes divide evenly) and run every
+    algorithm."""
     if len(combo) == 1:
         return True
     for member, op in enumerate(cluster.members):
@@ -219,7 +291,15 @@ def _labels(options: Sequence[Choice]) -> tuple[str, ...]:
     return tuple([",".join([joint.options[-1].factor or "-" for joint in combo]) for combo in options])
 
 
-def _node(index: int, members: Sequence[Member], keeps: Kept, cluster: Cluster, labels: tuple[str, ...], prices: Prices, group: int) -> Node:
+def _node(
+    index: int,
+    members: Sequence[Member],
+    keeps: Kept,
+    cluster: Cluster,
+    labels: tuple[str, ...],
+    prices: Prices,
+    group: int,
+) -> Node:
     seconds, hide = (np.zeros(len(labels)) for _ in range(2))
     for member in members:
         op = member.op
@@ -235,11 +315,22 @@ def _node(index: int, members: Sequence[Member], keeps: Kept, cluster: Cluster, 
 
 
 def _net(link: Link, keeps: Kept, prices: Prices, group: int) -> Net:
-    again, first = link.asked_by(lambda op, i: op.needs_again(i)), link.asked_by(lambda op, i: op.needs_again(i, first=True))
+    again, first = (
+        link.asked_by(lambda op, i: op.needs_again(i)),
+        link.asked_by(lambda op, i: op.needs_again(i, first=True)),
+    )
     cost = step_s(link, prices, again, first)
     name = f"{link.ref[0]}:{link.ref[1]}"
     if prices.late:
         return Net(name, link.producer, link.row, link.uses, cost, np.zeros_like(cost))
     times = prices.again(link.rows, link.columns, [c in again for c in range(len(link.columns))])
-    return Net(name, link.producer, link.row, link.uses, cost, net_bytes(link, keeps, prices, again), group if link.weight else -1,
-               shown(link, prices, cost, times))
+    return Net(
+        name,
+        link.producer,
+        link.row,
+        link.uses,
+        cost,
+        net_bytes(link, keeps, prices, again),
+        group if link.weight else -1,
+        shown(link, prices, cost, times),
+    )

@@ -1,4 +1,5 @@
-"""What each member of a cluster does under the cluster's choices: its distinct ways, which choice has which of them, and their prices, each asked for once."""
+"""What each member of a cluster does under the cluster's choices: its distinct ways, which choice has which of them,
+and their prices, each asked for once."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ Way = tuple[Option, ...]  # what one Op does: an option per axis
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """One Op of a cluster: its distinct `ways`, and `at` [choices] which of them each choice has. Of each way: whether an algorithm of the runtime `runs`
-    on some axis, and whether weights are gathered in `tiles`."""
+    """One Op of a cluster: its distinct `ways`, and `at` [choices] which of them each choice has. Of each way: whether
+    an algorithm of the runtime `runs` on some axis, and whether weights are gathered in `tiles`."""
 
     op: Op
     ways: list[Way]
@@ -41,12 +42,20 @@ class Member:
         return Member(op, distinct, at, runs, [run and tiled(way) > 1 for run, way in zip(runs, distinct, strict=True)])
 
     def each(self, price: Callable[[Op, Way], float], wanted: Sequence[bool] | None = None) -> np.ndarray:
-        """[choices]: the `price` of the way that each choice has, of those ways that are `wanted` (all), 0 of the others."""
-        return np.array([price(self.op, way) if wanted is None or wanted[i] else 0.0 for i, way in enumerate(self.ways)], float)[self.at]
+        """[choices]: the `price` of the way that each choice has, of those ways that are `wanted` (all), 0 of the
+        others."""
+        return np.array(
+            [price(self.op, way) if wanted is None or wanted[i] else 0.0 for i, way in enumerate(self.ways)], float
+        )[self.at]
 
-    def both(self, price: Callable[[Op, Way], tuple[float, float]], wanted: Sequence[bool] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def both(
+        self, price: Callable[[Op, Way], tuple[float, float]], wanted: Sequence[bool] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """As `each`, of two prices at once."""
-        found = np.array([price(self.op, way) if wanted is None or wanted[i] else (0.0, 0.0) for i, way in enumerate(self.ways)], float)[self.at]
+        found = np.array(
+            [price(self.op, way) if wanted is None or wanted[i] else (0.0, 0.0) for i, way in enumerate(self.ways)],
+            float,
+        )[self.at]
         return found[:, 0], found[:, 1]
 
     def lying(self, output: int) -> list[Layout]:
@@ -61,4 +70,7 @@ class Member:
 
 def members_of(cluster: Cluster, choices: Sequence[Choice]) -> list[Member]:
     """The members of `cluster` in order under each of its choices."""
-    return [Member.of(op, [tuple([joint.options[m] for joint in combo]) for combo in choices]) for m, op in enumerate(cluster.members)]
+    return [
+        Member.of(op, [tuple([joint.options[m] for joint in combo]) for combo in choices])
+        for m, op in enumerate(cluster.members)
+    ]

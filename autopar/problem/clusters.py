@@ -1,12 +1,12 @@
 """Clusters: groups of Ops that share one choice, so that the Problem has few nodes.
 
-An elementwise Op (pointwise, view, cast) can take any layout, and a reshard costs the same before it as after it. So it joins the cluster of its
-readers where they are all in one. An operator that needs some dim whole (a norm, a softmax, a sum) joins only clusters without a contraction: a
-reshard between the two is what sequence parallelism does, and must stay possible. A contraction starts a cluster of its own, which operators that
-lead into it may join.
+An elementwise Op (pointwise, view, cast) can take any layout, and a reshard costs the same before it as after it. So it
+joins the cluster of its readers where they are all in one. An operator that needs some dim whole (a norm, a softmax, a
+sum) joins only clusters without a contraction: a reshard between the two is what sequence parallelism does, and must
+stay possible. A contraction starts a cluster of its own, which operators that lead into it may join.
 
-The options of a cluster on one axis (`Joint`) are the combinations of its members' options that agree on all edges inside the cluster, where there
-is never a reshard.
+The options of a cluster on one axis (`Joint`) are the combinations of its members' options that agree on all edges
+inside the cluster, where there is never a reshard.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ Table = Mapping[str, Sequence[Option]]  # op name -> options on one axis
 
 @dataclass(eq=False, slots=True)
 class Cluster:
-    """Ops that share one choice: `members` in execution order, of which the last (the root) makes what other clusters read.
+    """Ops that share one choice: `members` in execution order, of which the last (the root) makes what other clusters
+    read.
 
-    In the cluster of a parameter that is the first member, followed by its casts and transposes. All inputs are one cluster, so that all are split along the same
-    axes and a rank has one local batch.
+    In the cluster of a parameter that is the first member, followed by its casts and transposes. All inputs are one
+    cluster, so that all are split along the same axes and a rank has one local batch.
     """
 
     name: str
@@ -52,7 +53,8 @@ class Joint:
 
 
 def build(program: Program, table: Table) -> list[Cluster]:
-    """The clusters of a program in execution order. `table`: the options of each Op on one axis, of any size, since only their uses count."""
+    """The clusters of a program in execution order. `table`: the options of each Op on one axis, of any size, since
+    only their uses count."""
     readers = program.readers
     pinned = {ref for run in program.runs.values() for ref in (*run.feeds, *run.carried)}
     home: dict[str, Cluster] = {}
@@ -71,8 +73,9 @@ def build(program: Program, table: Table) -> list[Cluster]:
     return list(found.values())
 
 
-def _target(op: Op, readers: Mapping[Ref, Sequence[tuple[Op, int]]], pinned: set[Ref], home: Mapping[str, Cluster],
-            table: Table) -> Cluster | None:
+def _target(
+    op: Op, readers: Mapping[Ref, Sequence[tuple[Op, int]]], pinned: set[Ref], home: Mapping[str, Cluster], table: Table
+) -> Cluster | None:
     """The cluster that `op` joins, or None when it starts one."""
     if op.role != "op" or all(op.weight) or _is_anchor(op, table[op.name]):
         return None
@@ -83,13 +86,18 @@ def _target(op: Op, readers: Mapping[Ref, Sequence[tuple[Op, int]]], pinned: set
     if len(homes) != 1:
         return None
     (cluster,) = homes.values()
-    if cluster.root.role != "op" or cluster.scope != op.scope or (_sums(table[op.name]) and not _hands_on_partial_sums(refs, cluster, readers, table)):
+    if (
+        cluster.root.role != "op"
+        or cluster.scope != op.scope
+        or (_sums(table[op.name]) and not _hands_on_partial_sums(refs, cluster, readers, table))
+    ):
         return None
     return cluster if not cluster.anchor or passes_through(op, table[op.name]) else None
 
 
 def _follow_parameters(program: Program, pinned: set[Ref], home: dict[str, Cluster], table: Table) -> None:
-    """Let transposes and casts of one parameter (Program.following) join its cluster: they run on the shard, before the gather."""
+    """Let transposes and casts of one parameter (Program.following) join its cluster: they run on the shard, before the
+    gather."""
     for name in program.following:
         op = program.ops[name]
         source = home[op.operands[0][0]]
@@ -100,7 +108,8 @@ def _follow_parameters(program: Program, pinned: set[Ref], home: dict[str, Clust
 
 
 def passes_through(op: Op, options: Sequence[Option]) -> bool:
-    """Whether `op` is elementwise as its options tell: every dim of every tensor can be split without a runtime algorithm, and no split leaves a partial sum."""
+    """Whether `op` is elementwise as its options tell: every dim of every tensor can be split without a runtime
+    algorithm, and no split leaves a partial sum."""
     split = [o for o in options if o.split and not o.run]
     if any(u.value.startswith("P") for o in split for u in o.outs):
         return False
@@ -116,26 +125,35 @@ def _sums(options: Sequence[Option]) -> bool:
     return any(use.value == "P" for option in options if option.split for use in option.outs)
 
 
-def _hands_on_partial_sums(refs: Sequence[Ref], cluster: Cluster, readers: Mapping[Ref, Sequence[tuple[Op, int]]], table: Table) -> bool:
-    """Whether all members of `cluster` that read the values `refs`, directly or not, can take partial sums and leave partial sums, so that no all-reduce is needed inside
-    the cluster."""
+def _hands_on_partial_sums(
+    refs: Sequence[Ref], cluster: Cluster, readers: Mapping[Ref, Sequence[tuple[Op, int]]], table: Table
+) -> bool:
+    """Whether all members of `cluster` that read the values `refs`, directly or not, can take partial sums and leave
+    partial sums, so that no all-reduce is needed inside the cluster."""
     for reader, position in (read for ref in refs for read in readers.get(ref, ())):
         if not any(_takes_partial_sum(reader, position, option) for option in table[reader.name]):
             return False
-        if reader is not cluster.root and not _hands_on_partial_sums([(reader.name, i) for i in range(len(reader.call.outs))], cluster, readers, table):
+        if reader is not cluster.root and not _hands_on_partial_sums(
+            [(reader.name, i) for i in range(len(reader.call.outs))], cluster, readers, table
+        ):
             return False
     return True
 
 
 def _takes_partial_sum(op: Op, position: int, option: Option) -> bool:
-    """Whether under `option` operand number `position` and all results are partial sums, and no operand of other sizes is."""
+    """Whether under `option` operand number `position` and all results are partial sums, and no operand of other sizes
+    is."""
     shapes = [tensor.shape for tensor in op.call.ins]
-    return option.ins[position].value == "P" and all(use.value == "P" for use in option.outs) and all(
-        use.value != "P" or shape == shapes[position] for use, shape in zip(option.ins, shapes, strict=True))
+    return (
+        option.ins[position].value == "P"
+        and all(use.value == "P" for use in option.outs)
+        and all(use.value != "P" or shape == shapes[position] for use, shape in zip(option.ins, shapes, strict=True))
+    )
 
 
 def _is_anchor(op: Op, options: Sequence[Option]) -> bool:
-    """Whether `op` starts a cluster: it uses a runtime algorithm, combines several activations, or leaves partial sums and takes none (a contraction)."""
+    """Whether `op` starts a cluster: it uses a runtime algorithm, combines several activations, or leaves partial sums
+    and takes none (a contraction)."""
     if passes_through(op, options):
         return False
     if any(o.run for o in options) or sum(not w for w in op.weight) > 1:
@@ -144,25 +162,32 @@ def _is_anchor(op: Op, options: Sequence[Option]) -> bool:
 
 
 def join(cluster: Cluster, table: Table, allow: Allow) -> list[Joint]:
-    """The options of a cluster on one axis, of those that `allow` admits: one option per member such that no edge inside needs a reshard. Where there are none, members without an
-    admitted option are replicated."""
+    """The options of a cluster on one axis, of those that `allow` admits: one option per member such that no edge
+    inside needs a reshard. Where there are none, members without an admitted option are replicated."""
     members = cluster.members
     if members[0].role == "input":
         return _join_inputs(members, table, allow)
     inner = {op.name: i for i, op in enumerate(members)}
     # operators that have no option which the recipe wants are replicated
-    found = _joins(members, table, allow, inner) or _joins(members, table, lambda op, o: allow(op, o) or not o.split, inner)
+    found = _joins(members, table, allow, inner) or _joins(
+        members, table, lambda op, o: allow(op, o) or not o.split, inner
+    )
     return _distinct(cluster, found, inner)
 
 
 def _joins(members: Sequence[Op], table: Table, allow: Allow, inner: Mapping[str, int]) -> list[Joint]:
-    """All agreeing combinations of admitted options, extended member by member. `inner`: name of a member -> its position."""
+    """All agreeing combinations of admitted options, extended member by member. `inner`: name of a member -> its
+    position."""
     partial: list[dict[int, Option]] = [{}]
     order = range(len(members)) if members[0].role == "param" else reversed(range(len(members)))
     for index in order:
         op = members[index]
-        partial = [{**chosen, index: option} for chosen in partial for option in table[op.name] if allow(op, option)
-                   and _agrees(op, index, option, chosen, members, inner)]
+        partial = [
+            {**chosen, index: option}
+            for chosen in partial
+            for option in table[op.name]
+            if allow(op, option) and _agrees(op, index, option, chosen, members, inner)
+        ]
     return [Joint(tuple(chosen[i] for i in range(len(members)))) for chosen in partial]
 
 
@@ -176,9 +201,11 @@ def _join_inputs(members: Sequence[Op], table: Table, allow: Allow) -> list[Join
     return joints
 
 
-def _agrees(op: Op, index: int, option: Option, chosen: Mapping[int, Option], members: Sequence[Op],
-            inner: Mapping[str, int]) -> bool:
-    """Whether `option` of member number `index` needs no reshard on any edge to or from the members that are `chosen`."""
+def _agrees(
+    op: Op, index: int, option: Option, chosen: Mapping[int, Option], members: Sequence[Op], inner: Mapping[str, int]
+) -> bool:
+    """Whether `option` of member number `index` needs no reshard on any edge to or from the members that are
+    `chosen`."""
     for position, ref in enumerate(op.operands):
         other = chosen.get(inner.get(ref[0], -1))
         if other is not None and not same(other.outs[ref[1]], option.ins[position]):
@@ -199,8 +226,12 @@ def _distinct(cluster: Cluster, joints: Sequence[Joint], inner: Mapping[str, int
     """Of the joints with the same uses at the border of the cluster, the one that splits most members."""
     best: dict[tuple[object, ...], tuple[int, Joint]] = {}
     for joint in joints:
-        outer = tuple(use for op, option in zip(cluster.members, joint.options, strict=True)
-                      for ref, use in zip(op.operands, option.ins, strict=op.role == "op") if ref[0] not in inner)
+        outer = tuple(
+            use
+            for op, option in zip(cluster.members, joint.options, strict=True)
+            for ref, use in zip(op.operands, option.ins, strict=op.role == "op")
+            if ref[0] not in inner
+        )
         key = (outer, joint.options[-1].outs, tuple(option.run for option in joint.options if tiles(option.run) > 1))
         work = sum(option.split for option in joint.options)
         if key not in best or work > best[key][0]:

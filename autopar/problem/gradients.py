@@ -15,30 +15,46 @@ from passes import edit, facts
 
 aten = torch.ops.aten
 
-NO_GRADIENT = (aten.detach.default, aten.empty_like.default, aten.full_like.default, aten.new_empty.default, aten.new_full.default,
-               aten.new_ones.default, aten.new_zeros.default, aten.ones_like.default, aten.rand_like.default, aten.randn_like.default,
-               aten.zeros_like.default)
+NO_GRADIENT = (
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.new_empty.default,
+    aten.new_full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+    aten.ones_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.zeros_like.default,
+)
 """Operators that autograd does not record, though their operand may need a gradient."""
 
 
 def reaching(gm: fx.GraphModule) -> dict[fx.Node, None]:
-    """Nodes of `gm` and of its bodies that the loss depends on differentiably. The values that a run of blocks carries on
-    are taken to be needed all together."""
+    """Nodes of `gm` and of its bodies that the loss depends on differentiably. The values that a run of blocks carries
+    on are taken to be needed all together."""
     (output,) = [node for node in gm.graph.nodes if node.op == "output"]
     results = zip(output.args[0], gm.meta["outputs"], strict=True)
     return _walk(gm, [node for node, about in results if about["kind"] == "loss" and isinstance(node, fx.Node)])
 
 
 def carried_on(gm: fx.GraphModule, call: fx.Node, reached: Collection[fx.Node], given: Sequence[bool]) -> list[bool]:
-    """Which of the values that a run of blocks carries on have a gradient in its later blocks, where `given` of its tensor arguments have one."""
+    """Which of the values that a run of blocks carries on have a gradient in its later blocks, where `given` of its
+    tensor arguments have one."""
     body, ports = _opened(gm, call)
     count = len(edit.results(body))
     if int(call.meta["repeat"]) < 2:
         return list(given[:count])
     flags = list(given)
     while True:
-        graded = _graded(body, [port for port, flag in zip(ports, flags, strict=True) if flag and port in reached], reached)
-        later = [flag or (port in reached and result in graded) for flag, port, result in zip(flags, ports, edit.results(body), strict=False)]
+        graded = _graded(
+            body, [port for port, flag in zip(ports, flags, strict=True) if flag and port in reached], reached
+        )
+        later = [
+            flag or (port in reached and result in graded)
+            for flag, port, result in zip(flags, ports, edit.results(body), strict=False)
+        ]
         if later == flags[:count]:
             return later
         flags[:count] = later
@@ -51,12 +67,18 @@ def _graded(gm: fx.GraphModule, given: Collection[fx.Node], reached: Collection[
         if node not in reached:
             continue
         if node.op == "placeholder":
-            graded = node.meta.get("role") == "param" and facts.is_float(node) and bool(node.meta.get("requires_grad", True))
+            graded = (
+                node.meta.get("role") == "param" and facts.is_float(node) and bool(node.meta.get("requires_grad", True))
+            )
         elif node.op == "call_module":
             feeds = [arg in found for arg in node.args if isinstance(arg, fx.Node) and facts.tensors(arg)]
             graded = any(_after(gm, node, reached, feeds))
         else:
-            graded = node.target not in NO_GRADIENT and facts.is_float(node) and any(source in found for source in node.all_input_nodes)
+            graded = (
+                node.target not in NO_GRADIENT
+                and facts.is_float(node)
+                and any(source in found for source in node.all_input_nodes)
+            )
         if graded:
             found[node] = None
     return found
@@ -65,7 +87,7 @@ def _graded(gm: fx.GraphModule, given: Collection[fx.Node], reached: Collection[
 def _after(gm: fx.GraphModule, call: fx.Node, reached: Collection[fx.Node], given: Sequence[bool]) -> list[bool]:
     """Which results of a run have a gradient."""
     body, ports = _opened(gm, call)
-    flags = [*carried_on(gm, call, reached, given), *given[len(edit.results(body)):]]
+    flags = [*carried_on(gm, call, reached, given), *given[len(edit.results(body)) :]]
     graded = _graded(body, [port for port, flag in zip(ports, flags, strict=True) if flag], reached)
     return [result in graded for result in edit.results(body)]
 
@@ -74,7 +96,11 @@ def _opened(gm: fx.GraphModule, call: fx.Node) -> tuple[fx.GraphModule, list[fx.
     """The body of a run and its ports."""
     body = gm.get_submodule(str(call.target))
     assert isinstance(body, fx.GraphModule)
-    return body, [node for node in body.graph.nodes if node.op == "placeholder" and "fqns" not in node.meta and facts.tensors(node)]
+    return body, [
+        node
+        for node in body.graph.nodes
+        if node.op == "placeholder" and "fqns" not in node.meta and facts.tensors(node)
+    ]
 
 
 def _walk(gm: fx.GraphModule, ends: list[fx.Node]) -> dict[fx.Node, None]:

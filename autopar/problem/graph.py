@@ -1,8 +1,9 @@
 """The captured graph as plain data: what the problem builder and the recipes see of it.
 
 A *scope* is the top-level graph (`""`) or the body of a run of repeated blocks (its module name). Every node of a scope
-becomes an `Op`; values are referred to as `(op name, output index)`. Of a run, the `call_module` node has no Op: the placeholders of its body
-become Ops of role `port`, and a `Run` says which values enter the first block and which go from each block to the next.
+becomes an `Op`; values are referred to as `(op name, output index)`. Of a run, the `call_module` node has no Op: the
+placeholders of its body become Ops of role `port`, and a `Run` says which values enter the first block and which go
+from each block to the next.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from autopar.rules.arguments import bias_of, given
 from autopar.rules.language import Call, Tensor
 from autopar.rules.rule import Rule
 
-ADD, ATTENTION, CAST = torch.ops.aten.add.Tensor, torch.ops.aten.scaled_dot_product_attention.default, torch.ops.aten.to.dtype
+ADD, ATTENTION, CAST = (
+    torch.ops.aten.add.Tensor,
+    torch.ops.aten.scaled_dot_product_attention.default,
+    torch.ops.aten.to.dtype,
+)
 TURNS = (torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.t.default, CAST)
 """Operators that reorder or cast elements: each shard of their result needs one shard of their operand only."""
 
@@ -34,9 +39,10 @@ HOLDERS = ("param", "buffer", "constant", "input")
 class Op:
     """One node: its call as the rules see it, where its operands come from, and what it costs on one device.
 
-    `role` is param, buffer, constant, input, port (a placeholder of the body of a block), op, or for each result of the model loss, output or mutation (of a buffer). `operands`
-    has one entry per tensor operand, and tensors are numbered operands first, then outputs. `count` is the number of runs per step; FLOPs and bytes are of one run, of whole tensors at
-    the planned batch and sequence. Bytes are those that kernels read and write (problem.traffic).
+    `role` is param, buffer, constant, input, port (a placeholder of the body of a block), op, or for each result of the
+    model loss, output or mutation (of a buffer). `operands` has one entry per tensor operand, and tensors are numbered
+    operands first, then outputs. `count` is the number of runs per step; FLOPs and bytes are of one run, of whole
+    tensors at the planned batch and sequence. Bytes are those that kernels read and write (problem.traffic).
     """
 
     name: str
@@ -53,7 +59,8 @@ class Op:
     backward_bytes: float = 0.0
     fused_bytes: float = 0.0  # as `bytes` and `backward_bytes`, where chains of pointwise operators run as one kernel
     fused_backward_bytes: float = 0.0
-    rows_bytes: tuple[float, float] = (0.0, 0.0)  # the parts of `bytes` and `backward_bytes` that are moved by kernels with a lower bandwidth (traffic.by_rows)
+    # the parts of `bytes` and `backward_bytes` that are moved by kernels with a lower bandwidth (traffic.by_rows)
+    rows_bytes: tuple[float, float] = (0.0, 0.0)
     bias_bytes: float = 0.0  # of the kernel in the backward of a matmul that sums up the gradient of its bias
     fused_bias_bytes: float = 0.0
     leads: bool = True  # with fused kernels: whether it is the last operator of its kernel, which pays the launch
@@ -97,16 +104,21 @@ class Op:
 
     @property
     def first_share(self) -> float:
-        """The share of its backward that the first block of a run does: the number of its operands that have a gradient there, over that of those that have one in other blocks.
-        The bias of a matmul does not count."""
+        """The share of its backward that the first block of a run does: the number of its operands that have a gradient
+        there, over that of those that have one in other blocks. The bias of a matmul does not count."""
         bias = bias_of(self.call)
-        graded = [first for tensor, first in zip(self.call.ins, self.first_grads, strict=True) if tensor.grad and tensor is not bias]
+        graded = [
+            first
+            for tensor, first in zip(self.call.ins, self.first_grads, strict=True)
+            if tensor.grad and tensor is not bias
+        ]
         return 0.0 if self.late else sum(graded) / len(graded) if graded else 1.0
 
     @property
     def weights_share(self) -> float:
-        """The share of its backward that computes gradients of weights: the number of operands with a gradient that depend on parameters alone, over that of all operands
-        with a gradient. The bias of a matmul does not count, because its gradient costs little; where there is nothing else, all of the backward is for it."""
+        """The share of its backward that computes gradients of weights: the number of operands with a gradient that
+        depend on parameters alone, over that of all operands with a gradient. The bias of a matmul does not count,
+        because its gradient costs little; where there is nothing else, all of the backward is for it."""
         bias = bias_of(self.call)
         graded = [weight for weight, tensor in self._graded if tensor is not bias]
         return sum(graded) / len(graded) if graded else float(self.weighs)
@@ -119,7 +131,11 @@ class Op:
     @property
     def _graded(self) -> list[tuple[bool, Tensor]]:
         """Its operands with gradients, and whether each depends on parameters alone."""
-        return [(weight, tensor) for weight, tensor in zip(self.weight, self.call.ins, strict=True) if tensor.grad] if self.role == "op" else []
+        return (
+            [(weight, tensor) for weight, tensor in zip(self.weight, self.call.ins, strict=True) if tensor.grad]
+            if self.role == "op"
+            else []
+        )
 
     @property
     def draws(self) -> bool:
@@ -128,8 +144,9 @@ class Op:
         return tagged and not (self.target is ATTENTION and given(self.call)["dropout_p"] == 0.0)
 
     def needs_again(self, operand: int, *, first: bool = False) -> bool:
-        """Whether the backward (with `first`: of the first block of a run) reads operand number `operand`, and the copy of a gathered weight would be dropped and gathered again
-        for it. Vectors are kept: they are so small that the latency of another collective costs more."""
+        """Whether the backward (with `first`: of the first block of a run) reads operand number `operand`, and the copy
+        of a gathered weight would be dropped and gathered again for it. Vectors are kept: they are so small that the
+        latency of another collective costs more."""
         return operand in (self.first_saves if first else self.saves) and len(self.call.ins[operand].shape) > 1
 
     @property
@@ -145,8 +162,9 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of `count` alike blocks. In the first block port i gets the outer value `feeds[i]`. In the others it gets the value `carried[i]` of the body of the block before it, or
-    `feeds[i]` again where i >= len(carried). `mutated` are the Ops of new values of the block's buffers."""
+    """A run of `count` alike blocks. In the first block port i gets the outer value `feeds[i]`. In the others it gets
+    the value `carried[i]` of the body of the block before it, or `feeds[i]` again where i >= len(carried). `mutated`
+    are the Ops of new values of the block's buffers."""
 
     scope: str
     count: int
@@ -154,13 +172,16 @@ class Run:
     feeds: tuple[Ref, ...]
     carried: tuple[Ref, ...]
     mutated: tuple[str, ...] = ()
-    whole: str = ""  # of a part of a run (passes.part_runs): the scope of that run, and the number of the instance in it with which this part begins
+    # of a part of a run (passes.part_runs): the scope of that run, and the number of the instance in it with which this
+    # part begins
+    whole: str = ""
     begins: int = 0
 
 
 @dataclass(eq=False)
 class Program:
-    """All Ops by name in execution order (those of a body where it is called), and the runs of blocks by scope. `hints`: the planned size of each symbol; `device`: the kind of device."""
+    """All Ops by name in execution order (those of a body where it is called), and the runs of blocks by scope.
+    `hints`: the planned size of each symbol; `device`: the kind of device."""
 
     ops: dict[str, Op] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
@@ -184,7 +205,14 @@ class Program:
     @cached_property
     def first_read(self) -> str:
         """The name of the first operator that reads a weight; empty where there is none."""
-        return next((op.name for op in self.ops.values() if op.role == "op" and op.name not in self.following and any(map(self.is_weight, op.operands))), "")
+        return next(
+            (
+                op.name
+                for op in self.ops.values()
+                if op.role == "op" and op.name not in self.following and any(map(self.is_weight, op.operands))
+            ),
+            "",
+        )
 
     @cached_property
     def fed(self) -> dict[Ref, list[str]]:
@@ -202,8 +230,8 @@ class Program:
 
     @cached_property
     def following(self) -> dict[str, str]:
-        """Operators that only reorder or cast (TURNS) one parameter that no other operator reads: name -> the parameter. They run on the shard, so that their result is gathered,
-        not the parameter."""
+        """Operators that only reorder or cast (TURNS) one parameter that no other operator reads: name -> the
+        parameter. They run on the shard, so that their result is gathered, not the parameter."""
         readers = self.readers
         fed = {ref for run in self.runs.values() for ref in (*run.feeds, *run.carried)}
         found: dict[str, str] = {}
@@ -218,28 +246,41 @@ class Program:
 
     @cached_property
     def waiting(self) -> frozenset[str]:
-        """Operators with a weight whose result has a gradient tensor of its own. The others share one with another operator with a weight: a bias behind a matmul, and a
-        matmul whose result is added to a residual stream (the gradient of the stream goes back through all additions, other gradients are added to it in place)."""
+        """Operators with a weight whose result has a gradient tensor of its own. The others share one with another
+        operator with a weight: a bias behind a matmul, and a matmul whose result is added to a residual stream (the
+        gradient of the stream goes back through all additions, other gradients are added to it in place)."""
         return frozenset(op.name for op in self.ops.values() if op.weighs and not self._shares_gradient(op))
 
     def _shares_gradient(self, op: Op) -> bool:
-        """Whether the result of an operator with a weight has the same gradient tensor as that of another one with a weight."""
+        """Whether the result of an operator with a weight has the same gradient tensor as that of another one with a
+        weight."""
         return any(self._only_read_by(ref, op) for ref in op.operands) if op.target is ADD else self._joins_sum(op)
 
     def _only_read_by(self, ref: Ref, reader: Op) -> bool:
-        """Whether an operator with a weight makes a value that `reader` alone reads, of the same sizes as the result of that."""
+        """Whether an operator with a weight makes a value that `reader` alone reads, of the same sizes as the result of
+        that."""
         maker = self.ops[ref[0]]
-        return maker.weighs and len(self.readers[ref]) == 1 and maker.call.outs[ref[1]].sizes == reader.call.outs[0].sizes
+        return (
+            maker.weighs and len(self.readers[ref]) == 1 and maker.call.outs[ref[1]].sizes == reader.call.outs[0].sizes
+        )
 
     def _joins_sum(self, op: Op) -> bool:
-        """Whether the only reader of the result of `op` adds it to another value, and the sum is an operand of a further addition."""
+        """Whether the only reader of the result of `op` adds it to another value, and the sum is an operand of a
+        further addition."""
         reader, *others = [reader for reader, _ in self.readers.get((op.name, 0), ())] or [op]
-        return not others and reader.target is ADD and not reader.weighs and any(later.target is ADD for later, _ in self.readers.get((reader.name, 0), ()))
+        return (
+            not others
+            and reader.target is ADD
+            and not reader.weighs
+            and any(later.target is ADD for later, _ in self.readers.get((reader.name, 0), ()))
+        )
 
     @cached_property
     def trained(self) -> frozenset[str]:
         """The scopes of blocks, and the names of operators outside of blocks, that read a parameter with a gradient."""
-        return frozenset(reader.scope or reader.name for op in self._trained for reader, _ in self.readers.get((op.name, 0), ()))
+        return frozenset(
+            reader.scope or reader.name for op in self._trained for reader, _ in self.readers.get((op.name, 0), ())
+        )
 
     @property
     def _trained(self) -> list[Op]:
@@ -247,7 +288,8 @@ class Program:
 
     @cached_property
     def bucket_bytes(self) -> float:
-        """Bytes of whole parameters in one bucket where many take the same collective: BUCKET_BYTES, or those of all trained parameters if they are fewer."""
+        """Bytes of whole parameters in one bucket where many take the same collective: BUCKET_BYTES, or those of all
+        trained parameters if they are fewer."""
         return min(BUCKET_BYTES, sum(self.bytes_of((op.name, 0)) * op.count for op in self._trained))
 
     @cached_property
@@ -279,7 +321,8 @@ class Program:
 
     @property
     def results(self) -> list[Op]:
-        """The results of the model: loss, outputs, new values of buffers outside of blocks, in the order of the graph's outputs."""
+        """The results of the model: loss, outputs, new values of buffers outside of blocks, in the order of the graph's
+        outputs."""
         return [op for op in self.ops.values() if op.role in ("loss", "output", "mutation") and not op.scope]
 
     def bytes_of(self, ref: Ref) -> float:

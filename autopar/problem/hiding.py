@@ -1,10 +1,13 @@
-"""How long some work takes with collectives in the background: the model of `simulate.engine` (streams, shared links and units), spread evenly over time.
+"""How long some work takes with collectives in the background: the model of `simulate.engine` (streams, shared links
+and units), spread evenly over time.
 
     work          seconds of compute, and of collectives that compute waits for, alternating in small pieces
-    background    other collectives; those of one mesh axis run one after the other, and all are ready from the beginning
+    background    other collectives; those of one mesh axis run one after the other, and all are ready from the
+                  beginning
 
-A background collective takes the share `contention` of the compute units from compute. Collectives that run at the same time and together want more than a
-link has are all slowed by the same factor. What is left of the background when the work is done is exposed.
+A background collective takes the share `contention` of the compute units from compute. Collectives that run at the same
+time and together want more than a link has are all slowed by the same factor. What is left of the background when the
+work is done is exposed.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ LOCAL_AXIS = -1
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`seconds` of collectives on one mesh axis (LOCAL_AXIS: of local copies). `shares`: by level of the cluster, the share of its link that they take while they
-    run. `kind`: of the collective, "" where they are of several kinds. `nbytes`: of all of them in a group, as `cost.comm.collective_s` takes it (0: not known)."""
+    """`seconds` of collectives on one mesh axis (LOCAL_AXIS: of local copies). `shares`: by level of the cluster, the
+    share of its link that they take while they run. `kind`: of the collective, "" where they are of several kinds.
+    `nbytes`: of all of them in a group, as `cost.comm.collective_s` takes it (0: not known)."""
 
     axis: int
     seconds: float
@@ -38,7 +42,8 @@ def moves(load: Load) -> bool:
 
 
 def split(loads: Iterable[Load]) -> tuple[list[Load], list[Load]]:
-    """The local copies, which compute waits for, and the collectives of a chain that runs in the background (`layout.legs`)."""
+    """The local copies, which compute waits for, and the collectives of a chain that runs in the background
+    (`layout.legs`)."""
     waited: list[Load] = []
     behind: list[Load] = []
     for load in loads:
@@ -88,20 +93,27 @@ class Loads:
 
     def moving(self) -> list[Load]:
         """The collectives, as one load for each axis."""
-        return [Load(axis, seconds, {level: taken / seconds for level, taken in self._taken[axis].items()})
-                for axis, seconds in self._seconds.items() if axis != LOCAL_AXIS and seconds > 0]
+        return [
+            Load(axis, seconds, {level: taken / seconds for level, taken in self._taken[axis].items()})
+            for axis, seconds in self._seconds.items()
+            if axis != LOCAL_AXIS and seconds > 0
+        ]
 
 
 def together_s(compute_s: float, waited: Sequence[Load], behind: Sequence[Load], contention: float) -> float:
     """Seconds from the begin of the work to the end of work and background.
 
-    `waited` and `behind` (the background) have one load per axis. The background is followed from the end of one load to the end of the next.
+    `waited` and `behind` (the background) have one load per axis. The background is followed from the end of one load
+    to the end of the next.
     """
     alone_s = compute_s + sum(load.seconds for load in waited)
     left, done, total_s = list(behind), 0.0, 0.0  # `done`: the share of the work that is done
     while left:
         compute_rate = 1.0 - min(0.99, contention * len(left))
-        phases = [(compute_s / compute_rate, left), *((load.seconds * slower(load, [load, *left]), [load, *left]) for load in waited)]
+        phases = [
+            (compute_s / compute_rate, left),
+            *((load.seconds * slower(load, [load, *left]), [load, *left]) for load in waited),
+        ]
         pace_s = sum(seconds for seconds, _ in phases)  # of all of the work, if these stayed in the background
         moved = [sum(seconds / slower(load, running) for seconds, running in phases) for load in left]
         first = min(range(len(left)), key=lambda i: left[i].seconds / moved[i] if moved[i] > 0 else float("inf"))
@@ -111,7 +123,11 @@ def together_s(compute_s: float, waited: Sequence[Load], behind: Sequence[Load],
             over = [load.times(1.0 - rest * by / load.seconds) for load, by in zip(left, moved, strict=True)]
             return total_s + rest * pace_s + _alone_s([load for load in over if load.seconds > 0])
         total_s, done = total_s + share * pace_s, done + share
-        left = [load.times(1.0 - share * by / load.seconds) for i, (load, by) in enumerate(zip(left, moved, strict=True)) if i != first]
+        left = [
+            load.times(1.0 - share * by / load.seconds)
+            for i, (load, by) in enumerate(zip(left, moved, strict=True))
+            if i != first
+        ]
         left = [load for load in left if load.seconds > 0]  # two loads may end at once
     return total_s + (1.0 - done) * alone_s
 
@@ -122,7 +138,8 @@ def merged(loads: Iterable[Load]) -> list[Load]:
 
 
 def slower(load: Load, running: Sequence[Load]) -> float:
-    """The factor by which a load is slowed by all that runs, itself included: the most that they want of any link of its own."""
+    """The factor by which a load is slowed by all that runs, itself included: the most that they want of any link of
+    its own."""
     return max((1.0, *(sum(other.shares.get(level, 0.0) for other in running) for level in load.shares)))
 
 
@@ -133,5 +150,9 @@ def _alone_s(behind: Sequence[Load]) -> float:
         took = [load.seconds * slower(load, left) for load in left]
         first_s = min(took)
         total_s += first_s
-        left = [load.times(1.0 - first_s / seconds) for load, seconds in zip(left, took, strict=True) if seconds > first_s * (1 + 1e-12)]
+        left = [
+            load.times(1.0 - first_s / seconds)
+            for load, seconds in zip(left, took, strict=True)
+            if seconds > first_s * (1 + 1e-12)
+        ]
     return total_s

@@ -2,11 +2,14 @@
 
 A net sums over the distinct columns that all of its readers ask for. What is kept is less:
 
-    copies that reshards make      one for each column that is asked for by a reader whose backward keeps it, none for the columns of other readers
-    the value as it is made        once, however many columns take it without a copy (they differ in the gradient's layout alone)
+    copies that reshards make      one for each column that is asked for by a reader whose backward keeps it, none for
+                                   the columns of other readers
+    the value as it is made        once, however many columns take it without a copy (they differ in the gradient's
+                                   layout alone)
 
-So where readers that keep nothing may ask for the same columns as others that do, or where the columns of those that do differ in the gradient's
-layout alone, a second net without seconds, from the same producer to the readers that keep the value, counts the bytes.
+So where readers that keep nothing may ask for the same columns as others that do, or where the columns of those that do
+differ in the gradient's layout alone, a second net without seconds, from the same producer to the readers that keep the
+value, counts the bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ def counted(links: Sequence[Link], keeps: Kept) -> list[Link]:
 def apart(link: Link, keeps: Kept) -> tuple[Link, list[Link]]:
     """`link` with what it counts itself, and the links that count the rest of its bytes."""
     others = _alone(link, keeps)
-    return replace(link, counts=tuple([part for part in (COPIES, AS_MADE) if all(part not in other.counts for other in others)])), others
+    return replace(
+        link, counts=tuple([part for part in (COPIES, AS_MADE) if all(part not in other.counts for other in others)])
+    ), others
 
 
 def _alone(link: Link, keeps: Kept) -> list[Link]:
@@ -52,8 +57,14 @@ def _alone(link: Link, keeps: Kept) -> list[Link]:
     copies = COPIES if saved & others else ""
     if as_made and copies and not alike:
         return [_only(link, keep, link.columns, (COPIES, AS_MADE))]
-    return [*([_only(link, keep, link.columns, (COPIES,))] if copies else ()),
-            *([_only(link, keep, [LayoutPair(c.value, (NO_GRAD,) * len(c.value)) for c in link.columns], (AS_MADE,))] if as_made else ())]
+    return [
+        *([_only(link, keep, link.columns, (COPIES,))] if copies else ()),
+        *(
+            [_only(link, keep, [LayoutPair(c.value, (NO_GRAD,) * len(c.value)) for c in link.columns], (AS_MADE,))]
+            if as_made
+            else ()
+        ),
+    ]
 
 
 def _only(link: Link, keep: Sequence[bool], columns: Sequence[LayoutPair], counts: tuple[str, ...]) -> Link:
@@ -62,7 +73,9 @@ def _only(link: Link, keep: Sequence[bool], columns: Sequence[LayoutPair], count
     uses = []
     for kept, use in zip(keep, link.uses, strict=True):
         if kept:
-            asked = {column: place.setdefault(columns[column], len(place)) for column in dict.fromkeys(use.column.tolist())}
+            asked = {
+                column: place.setdefault(columns[column], len(place)) for column in dict.fromkeys(use.column.tolist())
+            }
             uses.append(Use(use.node, np.array([asked[column] for column in use.column.tolist()])))
     readers = [reader for kept, reader in zip(keep, link.readers, strict=True) if kept]
     return replace(link, readers=readers, columns=list(place), uses=tuple(uses), counts=counts, moves=False)

@@ -1,7 +1,8 @@
-"""Seconds of the kernels of operators on shards: a roofline of the local FLOPs and bytes (cost.compute), forward and backward.
+"""Seconds of the kernels of operators on shards: a roofline of the local FLOPs and bytes (cost.compute), forward and
+backward.
 
-The local work depends on the number of shards along each factor, not on which mesh axes split it. A search over many meshes asks for the same
-shards again and again, so each is priced once.
+The local work depends on the number of shards along each factor, not on which mesh axes split it. A search over many
+meshes asks for the same shards again and again, so each is priced once.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Kernels:
         self._found: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def seconds(self, op: Op, options: tuple[Option, ...], sizes: tuple[int, ...]) -> tuple[float, float]:
-        """Seconds of one run of `op` on the slowest rank, forward and backward (0 where there is none), without collectives of its own.
-        `options` and `sizes` have one entry per mesh axis."""
+        """Seconds of one run of `op` on the slowest rank, forward and backward (0 where there is none), without
+        collectives of its own. `options` and `sizes` have one entry per mesh axis."""
         key = _shard_of(op, options, sizes)
         if key not in self._found:
             self._found[key] = _Shard(self, op, options, sizes).seconds()
@@ -61,7 +62,8 @@ def matmul_dtype(op: Op, settings: Settings) -> str:
 
 
 def _shard_of(op: Op, options: Sequence[Option], sizes: Sequence[int]) -> tuple[object, ...]:
-    """Cache key of a shard of an Op: the number of shards along each factor; for operators that use a runtime algorithm also on which axes."""
+    """Cache key of a shard of an Op: the number of shards along each factor; for operators that use a runtime algorithm
+    also on which axes."""
     if any(option.run for option in options):
         return op.name, tuple(option.factor for option in options), tuple(sizes)
     ways: dict[str, int] = {}
@@ -71,8 +73,8 @@ def _shard_of(op: Op, options: Sequence[Option], sizes: Sequence[int]) -> tuple[
 
 
 def _share(options: Sequence[Option], sizes: Sequence[int]) -> float:
-    """The share of the FLOPs of an Op that a rank does, with even shards: the product over factors of 1 - cuts + cuts / n, where n ranks split the share `cuts` of the
-    work along that factor (Option.cuts)."""
+    """The share of the FLOPs of an Op that a rank does, with even shards: the product over factors of 1 - cuts + cuts /
+    n, where n ranks split the share `cuts` of the work along that factor (Option.cuts)."""
     ways: dict[tuple[str, float], int] = {}
     for option, size in zip(options, sizes, strict=True):
         ways[option.factor, option.cuts] = ways.get((option.factor, option.cuts), 1) * (size if option.split else 1)
@@ -80,7 +82,8 @@ def _share(options: Sequence[Option], sizes: Sequence[int]) -> float:
 
 
 class _Shard:
-    """The shard of one Op under one option per mesh axis. `used`: the runtime algorithms, with the site of each; `tiled`: the number of tiles in which a weight is gathered."""
+    """The shard of one Op under one option per mesh axis. `used`: the runtime algorithms, with the site of each;
+    `tiled`: the number of tiles in which a weight is gathered."""
 
     def __init__(self, kernels: Kernels, op: Op, options: tuple[Option, ...], sizes: tuple[int, ...]) -> None:
         self.device, self.settings = kernels.device, kernels.settings
@@ -101,11 +104,13 @@ class _Shard:
         ahead = self._kernels_s(op.flops * share, forward * local + inside + beside[0], matmul, 0)
         if not (self.settings.training and op.graded):
             return ahead, 0.0
-        return ahead, self._kernels_s(op.backward_flops * share, backward * local + 2 * inside + beside[1], matmul, 1) + self._bias_s()
+        return ahead, self._kernels_s(
+            op.backward_flops * share, backward * local + 2 * inside + beside[1], matmul, 1
+        ) + self._bias_s()
 
     def _eager_bytes(self) -> tuple[float, float]:
-        """Bytes of the unfused kernels of an Op, forward and backward; those that are moved with a lower bandwidth (Op.rows_bytes) are scaled up so that full bandwidth gives the
-        same time."""
+        """Bytes of the unfused kernels of an Op, forward and backward; those that are moved with a lower bandwidth
+        (Op.rows_bytes) are scaled up so that full bandwidth gives the same time."""
         op = self.op
         row = op.call.outs[0].sizes[-1] * op.call.outs[0].itemsize if op.target in NORMS else None
         scaled_up = 1 / straight_share(self.device, row) - 1
@@ -131,8 +136,8 @@ class _Shard:
         return self.tiled * self._kernel_s(flops / self.tiled, nbytes / self.tiled, matmul, direction)
 
     def _kernel_s(self, flops: float, nbytes: float, matmul: Shape | None, direction: int) -> float:
-        """Seconds of the kernels of one direction (0 forward, 1 backward) with local `flops` and `nbytes`, and of casts to the dtype of the matmul. An operator fused into the kernel
-        of its reader pays no launch."""
+        """Seconds of the kernels of one direction (0 forward, 1 backward) with local `flops` and `nbytes`, and of casts
+        to the dtype of the matmul. An operator fused into the kernel of its reader pays no launch."""
         op = self.op
         dtype = matmul_dtype(op, self.settings) if matmul else op.dtype
         share = self._share_of_peak(flops, dtype, matmul, direction)
@@ -143,24 +148,34 @@ class _Shard:
         return max(0.0, seconds - self.device.launch_s) if fused and seconds else seconds
 
     def _cast_bytes(self, direction: int) -> float:
-        """Bytes read and written to quantise the first operand (in the backward: the gradient of the result). With `Settings.casts_shards` an operand that is gathered is cast
-        before the gather, each rank its shard."""
+        """Bytes read and written to quantise the first operand (in the backward: the gradient of the result). With
+        `Settings.casts_shards` an operand that is gathered is cast before the gather, each rank its shard."""
         op, settings = self.op, self.settings
         tensor = (op.call.ins[0], op.call.outs[0])[direction]
         layout = tuple((o.ins[0], o.outs[0])[direction].value for o in self.options)
         elements, held = math.prod(tensor.sizes), fraction(layout, self.sizes)
-        cast = held / math.prod(n for n, entry in zip(self.sizes, layout, strict=True) if entry == "R") if settings.casts_shards and not direction else held
+        cast = (
+            held / math.prod(n for n, entry in zip(self.sizes, layout, strict=True) if entry == "R")
+            if settings.casts_shards and not direction
+            else held
+        )
         return elements * (settings.cast_bytes * cast + settings.turn_bytes * held)
 
     def _share_of_peak(self, flops: float, dtype: str, matmul: Shape | None, direction: int) -> float | None:
-        """The share of the peak of `dtype` that the matmuls of an Op reach in one direction (formulas: cost.compute, docs/cost-model.md); None where it has none."""
+        """The share of the peak of `dtype` that the matmuls of an Op reach in one direction (formulas: cost.compute,
+        docs/cost-model.md); None where it has none."""
         op = self.op
         if matmul is None:
             return None
         device = self.device
         if op.target is ATTENTION and device.attention is not None:
             keys, ramp = op.call.ins[1].sizes[-2], RAMP * device.tile * (2 if given(op.call)["is_causal"] else 1)
-            return attention_share(device, direction, op.call.ins[0].sizes[-1], self.settings.attention) * keys / (keys + ramp) * device.sustained
+            return (
+                attention_share(device, direction, op.call.ins[0].sizes[-1], self.settings.attention)
+                * keys
+                / (keys + ramp)
+                * device.sustained
+            )
         m, n, k = matmul
         shapes = [(m, n, k)] if direction == 0 else [(m, k, n), (n, k, m)]  # gradients of rows, and of the weight
         found = [matmul_efficiency(flops / len(shapes), shape, device) for shape in shapes]
@@ -169,7 +184,16 @@ class _Shard:
         if aligned < 1 and not any(op.weight):
             return device.flops("float32") / device.flops(dtype) * device.achievable * device.sustained
         other = self.settings.matmul_share if dtype != op.dtype else 1.0
-        return len(found) / sum(1 / share for share in found) * aligned * backward_share * other * device.best_share(dtype) / device.achievable * device.sustained
+        return (
+            len(found)
+            / sum(1 / share for share in found)
+            * aligned
+            * backward_share
+            * other
+            * device.best_share(dtype)
+            / device.achievable
+            * device.sustained
+        )
 
     def _bytes_share(self) -> float:
         """The local share of the elements of all tensors."""
@@ -182,18 +206,22 @@ class _Shard:
         return local / whole if whole else 1.0
 
     def _matmul(self, share: float) -> Shape | None:
-        """Local (m, n, k) of the matmul of an Op, None where it has none: n is the local size of the last dim of the output (of a convolution its channels), m the other local elements
-        over n, and k = flops / (2 m n). `share`: of the FLOPs, on this rank."""
+        """Local (m, n, k) of the matmul of an Op, None where it has none: n is the local size of the last dim of the
+        output (of a convolution its channels), m the other local elements over n, and k = flops / (2 m n). `share`: of
+        the FLOPs, on this rank."""
         op = self.op
         if not multiplies(op):
             return None
         layout = tuple(o.outs[0].value for o in self.options)
         sizes = op.call.outs[0].sizes
         numel = math.prod(sizes) * fraction(layout, self.sizes)
-        behind = len(op.call.ins[1].sizes) - 2 if "conv" in getattr(op.target, "__name__", "") else 0  # dims of space, as many as the kernel has
-        last = len(sizes) - 1 - behind  # columns: channels of a convolution, of one sample without a batch too, features else
+        # dims of space, as many as the kernel has
+        behind = len(op.call.ins[1].sizes) - 2 if "conv" in getattr(op.target, "__name__", "") else 0
+        # columns: channels of a convolution, of one sample without a batch too, features else
+        last = len(sizes) - 1 - behind
         n, rows = (-(-sizes[d] // self._cut(layout, d)) if d >= 0 else 1 for d in (last, last - 1))
-        m = max(1, int(numel / n)) if any(op.weight) else rows  # rows share a weight, products of activations are a batch
+        # rows share a weight, products of activations are a batch
+        m = max(1, int(numel / n)) if any(op.weight) else rows
         inner = max(1, int(op.flops * share / 2 / max(numel, 1)))
         if self.tiled > 1 and op.target in tiles.BY_OUTPUTS:
             return m, max(1, n // self.tiled), inner

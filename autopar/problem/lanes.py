@@ -13,12 +13,13 @@ from autopar.problem.clusters import Cluster
 from autopar.problem.types import Net, Node
 
 
-def in_lanes(nodes: Sequence[Node], clusters: Sequence[Cluster], choices: Sequence[Sequence[Choice]],
-             branches: Branches) -> tuple[tuple[Node, ...], tuple[int, ...]]:
+def in_lanes(
+    nodes: Sequence[Node], clusters: Sequence[Cluster], choices: Sequence[Sequence[Choice]], branches: Branches
+) -> tuple[tuple[Node, ...], tuple[int, ...]]:
     """Nodes with the lane of every placed choice, and the stretch of each lane.
 
-    The branches of a region are one stretch on each axis, and the optimizer's pass over their weights is another. Placed work
-    hides no collectives: those are for all ranks.
+    The branches of a region are one stretch on each axis, and the optimizer's pass over their weights is another.
+    Placed work hides no collectives: those are for all ranks.
     """
     lanes: dict[tuple[int, int, bool, int], int] = {}  # region, axis, whether it is the optimizer's pass, coordinate
     found = []
@@ -48,8 +49,10 @@ def whole(net: Net, clusters: Sequence[Cluster], choices: Sequence[Sequence[Choi
     for use in net.uses:
         if branches.of.get(clusters[use.node].root.name) == branch:
             at_column = dict(zip(use.column.tolist(), map(_coordinates, choices[use.node]), strict=True))
-            forbidden |= [[at_row.get(r) != at_column.get(c, at_row.get(r)) for c in range(net.cost_s.shape[1])]
-                          for r in range(net.cost_s.shape[0])]
+            forbidden |= [
+                [at_row.get(r) != at_column.get(c, at_row.get(r)) for c in range(net.cost_s.shape[1])]
+                for r in range(net.cost_s.shape[0])
+            ]
     return replace(net, cost_s=np.where(forbidden, np.inf, net.cost_s))
 
 

@@ -9,8 +9,8 @@ from autopar.text import gibibytes
 
 
 def largest(program: Program, count: int = 5) -> list[str]:
-    """The `count` parameters with the most bytes, all instances of a block together: full name, instances and bytes of the weight
-    alone (gradients and optimizer state come on top)."""
+    """The `count` parameters with the most bytes, all instances of a block together: full name, instances and bytes of
+    the weight alone (gradients and optimizer state come on top)."""
     params = [op for op in program.ops.values() if op.role == "param"]
     return [_line(op) for op in sorted(params, key=lambda op: (-_bytes(op), op.name))[:count]]
 

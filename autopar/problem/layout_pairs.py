@@ -1,7 +1,8 @@
-"""The routes between two lists of layout pairs. They are the same for every tensor, so that each two lists are looked up once.
+"""The routes between two lists of layout pairs. They are the same for every tensor, so that each two lists are looked
+up once.
 
-A row is how a producer makes a value and its gradient, a column how a reader asks for them. The gradient of a weight goes from the reader to the *leaf*, and from the
-leaf to where the weight *rests* (problem.at_rest).
+A row is how a producer makes a value and its gradient, a column how a reader asks for them. The gradient of a weight
+goes from the reader to the *leaf*, and from the leaf to where the weight *rests* (problem.at_rest).
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ class Between:
     @cached_property
     def graded(self) -> np.ndarray:
         """bool [rows, columns]: whether there is a gradient."""
-        return np.logical_and.outer([NO_GRAD not in r.grad for r in self.rows], [NO_GRAD not in c.grad for c in self.columns])
+        return np.logical_and.outer(
+            [NO_GRAD not in r.grad for r in self.rows], [NO_GRAD not in c.grad for c in self.columns]
+        )
 
     @cached_property
     def regathers(self) -> np.ndarray:
-        """bool [rows, columns]: whether the value is all-gathered in a way that lets the copy be dropped after the forward and gathered again for the backward
-        (codegen.edges.Reshard.regathers): not where the reader runs on one coordinate of an axis only."""
+        """bool [rows, columns]: whether the value is all-gathered in a way that lets the copy be dropped after the
+        forward and gathered again for the backward (codegen.edges.Reshard.regathers): not where the reader runs on one
+        coordinate of an axis only."""
         placed = np.array([any(map(is_placed, c.value)) for c in self.columns])
         return self._routes.gathers(self.forward) & ~placed
 
@@ -70,10 +74,14 @@ class Between:
     @cached_property
     def leaf(self) -> RouteTable:
         """[rows, 1]: of a weight, from rest to leaf."""
-        return RouteTable.of([[self._routes.number(r.back if i in self.once else r.value, r.value)] for i, r in enumerate(self.rows)])
+        return RouteTable.of(
+            [[self._routes.number(r.back if i in self.once else r.value, r.value)] for i, r in enumerate(self.rows)]
+        )
 
     def _each(self, ends: Callable[[LayoutPair, LayoutPair], tuple[Layout, Layout]]) -> RouteTable:
-        return RouteTable.of([[self._routes.number(*ends(row, column)) for column in self.columns] for row in self.rows])
+        return RouteTable.of(
+            [[self._routes.number(*ends(row, column)) for column in self.columns] for row in self.rows]
+        )
 
 
 class PairRoutes(Routes):

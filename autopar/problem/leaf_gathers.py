@@ -1,11 +1,14 @@
-"""Gathers of leaves once per step (runtime.leaves): which of them are prefetched, and a bound of that which adds up over weights.
+"""Gathers of leaves once per step (runtime.leaves): which of them are prefetched, and a bound of that which adds up
+over weights.
 
-The leaves of a run of blocks are gathered in buckets, in the order in which the weights are read. At most LEAVES_AHEAD buckets are in flight before
-their block begins; the rest is exposed (*late*). So for gathers of L seconds in all, of B bytes, of which A bytes are in the first buckets, L A / B
-seconds are prefetched. That is not a sum over weights, but is bounded by one. With a price p in seconds per byte, and l seconds, b bytes of each weight:
+The leaves of a run of blocks are gathered in buckets, in the order in which the weights are read. At most LEAVES_AHEAD
+buckets are in flight before their block begins; the rest is exposed (*late*). So for gathers of L seconds in all, of B
+bytes, of which A bytes are in the first buckets, L A / B seconds are prefetched. That is not a sum over weights, but is
+bounded by one. With a price p in seconds per byte, and l seconds, b bytes of each weight:
 
     L A / B <= p A + sum of max(0, l - p b)    since L <= p B + sum of max(0, l - p b), and A <= B
-    A       <= most - sum of `less`            `most`: the most bytes that the first buckets can hold; `less` of each weight that fills a bucket by itself
+    A       <= most - sum of `less`            `most`: the most bytes that the first buckets can hold; `less` of each
+                                               weight that fills a bucket by itself
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from autopar.problem.graph import Program
 
 @dataclass(frozen=True, eq=False)
 class Leaves:
-    """The leaves of a run of `count` blocks (`in_a_row`). For each weight, in the order in which they are read: `nbytes` [rows], 0 where it is not gathered
-    once per step, and `seconds` of its gather [rows, columns, axes]."""
+    """The leaves of a run of `count` blocks (`in_a_row`). For each weight, in the order in which they are read:
+    `nbytes` [rows], 0 where it is not gathered once per step, and `seconds` of its gather [rows, columns, axes]."""
 
     nbytes: Sequence[np.ndarray]
     seconds: Sequence[np.ndarray]
@@ -33,12 +36,14 @@ class Leaves:
 
     @property
     def share(self) -> float:
-        """The share of blocks whose first buckets can be prefetched: all but the first one, before which nothing computes."""
+        """The share of blocks whose first buckets can be prefetched: all but the first one, before which nothing
+        computes."""
         return 1.0 - 1.0 / self.count
 
     @cached_property
     def bytes_s(self) -> np.ndarray:
-        """[axes] the price p of a byte: L / B where each weight has its slowest choice. At it the bound is exact for these choices."""
+        """[axes] the price p of a byte: L / B where each weight has its slowest choice. At it the bound is exact for
+        these choices."""
         whole_s, whole = np.zeros(self.seconds[0].shape[-1]), np.zeros(self.seconds[0].shape[-1])
         for nbytes, seconds in zip(self.nbytes, self.seconds, strict=True):
             at = seconds.max(1)  # [rows, axes]
@@ -57,22 +62,28 @@ class Leaves:
         return self.share * self.bytes_s * self.first[0]
 
     def late_s(self, index: int) -> np.ndarray:
-        """[rows, columns, axes] late seconds of one weight, up to `most_s`: those of its own gather, and those of others if it fills a bucket by itself."""
+        """[rows, columns, axes] late seconds of one weight, up to `most_s`: those of its own gather, and those of
+        others if it fills a bucket by itself."""
         nbytes, seconds = self.nbytes[index][:, None, None], self.seconds[index]
-        ahead_s = np.maximum(0.0, seconds - self.bytes_s * nbytes) - self.bytes_s * self.first[1][index] * (nbytes >= BUCKET_BYTES)
+        ahead_s = np.maximum(0.0, seconds - self.bytes_s * nbytes) - self.bytes_s * self.first[1][index] * (
+            nbytes >= BUCKET_BYTES
+        )
         return np.asarray(seconds - self.share * ahead_s)
 
 
 def in_a_row(program: Program, scope: str) -> float:
-    """How many blocks there are per block that has no compute before it: all of the run of `scope`; infinitely many where another run comes before it."""
+    """How many blocks there are per block that has no compute before it: all of the run of `scope`; infinitely many
+    where another run comes before it."""
     return program.runs[scope].count if scope == next(iter(program.runs)) else math.inf
 
 
 def share_ahead(each: Sequence[float], count: float) -> float:
-    """The share of bytes of leaves that are prefetched before their block begins: those in the first LEAVES_AHEAD buckets.
+    """The share of bytes of leaves that are prefetched before their block begins: those in the first LEAVES_AHEAD
+    buckets.
 
-    `each`: bytes of the leaves of one block in the order in which they are read (0: not gathered once per step). `count`: blocks (`in_a_row`). The leaves of
-    the first block, or of as many small ones as it takes to have half a bucket, are exposed.
+    `each`: bytes of the leaves of one block in the order in which they are read (0: not gathered once per step).
+    `count`: blocks (`in_a_row`). The leaves of the first block, or of as many small ones as it takes to have half a
+    bucket, are exposed.
     """
     whole, filled = sum(each), [0.0]
     for nbytes in each:
@@ -84,16 +95,24 @@ def share_ahead(each: Sequence[float], count: float) -> float:
 
 
 def first_bytes(options: Sequence[np.ndarray]) -> tuple[float, list[float]]:
-    """The most bytes that the first LEAVES_AHEAD buckets can hold, and for each weight how many bytes fewer it is if this weight fills a bucket by itself.
+    """The most bytes that the first LEAVES_AHEAD buckets can hold, and for each weight how many bytes fewer it is if
+    this weight fills a bucket by itself.
 
     `options`: for each weight, in the order in which they are read, the bytes that it may have.
     """
     fills = [index for index, each in enumerate(options) if (each >= BUCKET_BYTES).any()][:LEAVES_AHEAD]
     most, less = _most_bytes(options), [0.0] * len(options)
-    among = {those: _most_bytes([_of(each, index in those) if index in fills else each for index, each in enumerate(options)])
-             for count in range(1, len(fills) + 1) for those in itertools.combinations(fills, count)}
+    among = {
+        those: _most_bytes(
+            [_of(each, index in those) if index in fills else each for index, each in enumerate(options)]
+        )
+        for count in range(1, len(fills) + 1)
+        for those in itertools.combinations(fills, count)
+    }
     for index in fills:
-        less[index] = min(most - nbytes - sum(less[other] for other in those) for those, nbytes in among.items() if index in those)
+        less[index] = min(
+            most - nbytes - sum(less[other] for other in those) for those, nbytes in among.items() if index in those
+        )
     return most, less
 
 
@@ -109,7 +128,8 @@ def _most_bytes(options: Sequence[np.ndarray]) -> float:
 
     @cache
     def most(first: int, buckets: int) -> float:
-        """The most bytes in the next `buckets` buckets, of weights from `first` on. A bucket is closed by the weight that makes it full, on top of less than BUCKET_BYTES."""
+        """The most bytes in the next `buckets` buckets, of weights from `first` on. A bucket is closed by the weight
+        that makes it full, on top of less than BUCKET_BYTES."""
         found, before = 0.0, 0.0
         for index in range(first, len(options) if buckets else first):
             found = max(found, min(before, BUCKET_BYTES) + float(options[index].max()) + most(index + 1, buckets - 1))

@@ -16,10 +16,16 @@ from autopar.problem.settings import Settings
 from autopar.problem.step_shares import ForwardPrices
 
 
-def least_bytes(program: Program, clusters: list[OpCluster], joints: Sequence[Sequence[Joint]], cluster: Cluster, settings: Settings,
-                remat: Levels) -> float:
-    """Bytes of each device if everything that a step of one microbatch holds were cut evenly over all of `cluster`, with the blocks of
-    `remat` run again. `joints` are the options of each of `clusters` on an axis of one rank."""
+def least_bytes(
+    program: Program,
+    clusters: list[OpCluster],
+    joints: Sequence[Sequence[Joint]],
+    cluster: Cluster,
+    settings: Settings,
+    remat: Levels,
+) -> float:
+    """Bytes of each device if everything that a step of one microbatch holds were cut evenly over all of `cluster`,
+    with the blocks of `remat` run again. `joints` are the options of each of `clusters` on an axis of one rank."""
     one = cluster.line(1).mesh((1,))
     made = build(program, clusters, [joints], Prices(one, cluster.device, settings), math.inf)
     model = rematerialised(made, ForwardPrices(one, cluster.device, settings), remat)

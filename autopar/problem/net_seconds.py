@@ -1,4 +1,5 @@
-"""Seconds of the reshards of one net (problem.pass_tables), by mesh axis. Routes (problem.routes) are priced once each, however many rows and columns of the net take them."""
+"""Seconds of the reshards of one net (problem.pass_tables), by mesh axis. Routes (problem.routes) are priced once each,
+however many rows and columns of the net take them."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ import numpy as np
 
 @dataclass(eq=False)
 class NetSeconds:
-    """`each` [distinct routes, quantities], and `at` [rows, columns of the net], which indexes the routes (problem.routes.RouteTable).
+    """`each` [distinct routes, quantities], and `at` [rows, columns of the net], which indexes the routes
+    (problem.routes.RouteTable).
 
-    Quantities, in seconds: local copies; by axis: gathers, other collectives, gathers without the first collective of the route, other collectives without it; then by axis, times
-    the share of the axis's link: all collectives, and all but the first.
+    Quantities, in seconds: local copies; by axis: gathers, other collectives, gathers without the first collective of
+    the route, other collectives without it; then by axis, times the share of the axis's link: all collectives, and all
+    but the first.
     """
 
     each: np.ndarray
@@ -28,17 +31,17 @@ class NetSeconds:
     @property
     def by_axis(self) -> np.ndarray:
         """[routes, 4, axes] seconds of gathers and other collectives; then the same without the first collective."""
-        return self.each[:, 1:1 + 4 * self.axes].reshape(len(self.each), 4, self.axes)
+        return self.each[:, 1 : 1 + 4 * self.axes].reshape(len(self.each), 4, self.axes)
 
     @property
     def linked_s(self) -> np.ndarray:
         """[routes, 2, axes] seconds times shares of links: of all collectives, and of all but the first."""
-        return self.each[:, 1 + 4 * self.axes:].reshape(len(self.each), 2, self.axes)
+        return self.each[:, 1 + 4 * self.axes :].reshape(len(self.each), 2, self.axes)
 
     @cached_property
     def all_s(self) -> np.ndarray:
         """[...] seconds of a whole route."""
-        return np.asarray(self.each[:, :1 + 2 * self.axes].sum(1)[self.at])
+        return np.asarray(self.each[:, : 1 + 2 * self.axes].sum(1)[self.at])
 
 
 def over(seconds: np.ndarray, whole_s: np.ndarray) -> np.ndarray:

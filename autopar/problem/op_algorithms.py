@@ -17,20 +17,27 @@ from autopar.rules.language import Option
 from autopar.rules.site import InnerCollective, Site
 
 
-def sites(op: Op, options: Sequence[Option], sizes: tuple[int, ...], precision: str = "", *, first: bool = False) -> list[tuple[Algorithm, Site]]:
-    """One entry per axis on which an algorithm splits `op`; `options` and `sizes` have one per axis. `precision` is that of training, ""
-    where gradients are summed in the dtype of the weight. `first`: in the first block of a run."""
+def sites(
+    op: Op, options: Sequence[Option], sizes: tuple[int, ...], precision: str = "", *, first: bool = False
+) -> list[tuple[Algorithm, Site]]:
+    """One entry per axis on which an algorithm splits `op`; `options` and `sizes` have one per axis. `precision` is
+    that of training, "" where gradients are summed in the dtype of the weight. `first`: in the first block of a run."""
     if op.role != "op" or not any(option.run for option in options):
         return []
     wider = itemsize(rests_in(op.dtype, precision)) / itemsize(op.dtype) if op.dtype else 1.0
     operands = op.first_ins if first else op.call.ins
-    return [(ALGORITHMS[option.run], Site(operands, options, sizes, axis, op.call, wider)) for axis, option in enumerate(options) if option.run]
+    return [
+        (ALGORITHMS[option.run], Site(operands, options, sizes, axis, op.call, wider))
+        for axis, option in enumerate(options)
+        if option.run
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A collective inside an operator with which nothing of it runs: it comes before the operator's work, or behind it (`last`), `times` times in
-    a row on mesh axis `axis`, `seconds` in all. It goes over the same links, and in the same line, as any other collective of the axis."""
+    """A collective inside an operator with which nothing of it runs: it comes before the operator's work, or behind it
+    (`last`), `times` times in a row on mesh axis `axis`, `seconds` in all. It goes over the same links, and in the same
+    line, as any other collective of the axis."""
 
     kind: str
     axis: int
@@ -51,8 +58,14 @@ def waits(used: Sequence[tuple[Site, Sequence[InnerCollective]]], mesh: Mesh, se
                 beside = each.parts(site) if settings.tokens_in_parts else {}
                 nbytes = each.nbytes(site) * (each.apart(site) if settings.rows_to == "experts" else 1.0)
                 sent = [(each.kind, site.axis, nbytes / math.prod(site.sizes[axis] for axis in beside))]
-                sent += [("reduce_scatter" if each.last else "all_gather", axis, nbytes) for axis, nbytes in beside.items()]
+                sent += [
+                    ("reduce_scatter" if each.last else "all_gather", axis, nbytes) for axis, nbytes in beside.items()
+                ]
                 for kind, axis, nbytes in sent:
-                    link = sent_once(mesh.axes[axis], partial(each.reached, site)) if settings.rows_to == "nodes" and axis == site.axis else mesh.axes[axis]
+                    link = (
+                        sent_once(mesh.axes[axis], partial(each.reached, site))
+                        if settings.rows_to == "nodes" and axis == site.axis
+                        else mesh.axes[axis]
+                    )
                     found.append(Wait(kind, axis, nbytes, times, times * collective_s(kind, nbytes, link), each.last))
     return tuple(found)

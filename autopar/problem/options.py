@@ -1,9 +1,9 @@
 """What each Op can do on one mesh axis, before any recipe or merging.
 
-Operators follow their rule; a parameter may rest replicated or cut along any dim, or be whole for its readers while it rests, and
-is updated, cut (ZeRO-1 and 2, `problem.at_rest`); buffers and constants are replicated;
-inputs are replicated or cut along the batch; a port passes anything through; the loss must come out whole on every rank,
-other outputs may stay cut (they are handed out as DTensors).
+Operators follow their rule; a parameter may rest replicated or cut along any dim, or be whole for its readers while it
+rests, and is updated, cut (ZeRO-1 and 2, `problem.at_rest`); buffers and constants are replicated; inputs are
+replicated or cut along the batch; a port passes anything through; the loss must come out whole on every rank, other
+outputs may stay cut (they are handed out as DTensors).
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def untiled(op: Op, ways: int) -> Sequence[int]:
     return ()
 
 
-def table_of(program: Program, ways: int, sections: Sections, rules: Mapping[Any, Rule] | None, tiles: Tiles = untiled) -> dict[str, list[Option]]:
+def table_of(
+    program: Program, ways: int, sections: Sections, rules: Mapping[Any, Rule] | None, tiles: Tiles = untiled
+) -> dict[str, list[Option]]:
     """The options of every Op on an axis of `ways` ranks, by name."""
     found = {op.name: options_of(op, ways, sections, rules) for op in program.ops.values()}
     for op in program.ops.values():
@@ -46,9 +48,17 @@ def table_of(program: Program, ways: int, sections: Sections, rules: Mapping[Any
 
 
 def _of_gathered(found: list[Option]) -> list[Option]:
-    """What turns or casts of a parameter do with a leaf that is whole and rests cut: all of it, and their gradient rests cut as well."""
-    cut = [option for option in found if not option.run and option.ins[0].grad == option.ins[0].value and is_shard(option.ins[0].value)]
-    return [Option(f"{option.factor}/once", (Use("R", option.ins[0].grad),), (Use("R", option.outs[0].grad),)) for option in cut]
+    """What turns or casts of a parameter do with a leaf that is whole and rests cut: all of it, and their gradient
+    rests cut as well."""
+    cut = [
+        option
+        for option in found
+        if not option.run and option.ins[0].grad == option.ins[0].value and is_shard(option.ins[0].value)
+    ]
+    return [
+        Option(f"{option.factor}/once", (Use("R", option.ins[0].grad),), (Use("R", option.outs[0].grad),))
+        for option in cut
+    ]
 
 
 def options_of(op: Op, ways: int, sections: Sections, rules: Mapping[Any, Rule] | None) -> list[Option]:
@@ -71,11 +81,14 @@ def options_of(op: Op, ways: int, sections: Sections, rules: Mapping[Any, Rule] 
 
 
 def _needs_planned_sizes(op: Op, option: Option) -> bool:
-    """Whether the option cuts a dim of symbolic size in sections. How many sections there are (or where they end) was read off
-    the planned sizes: with another batch or sequence such a layout would name other elements than the operator gives."""
+    """Whether the option cuts a dim of symbolic size in sections. How many sections there are (or where they end) was
+    read off the planned sizes: with another batch or sequence such a layout would name other elements than the operator
+    gives."""
     uses = (*option.ins, *option.outs)
-    return any(is_shard(use.value) and len(weights_of(use.value)) > 1 and not isinstance(tensor.shape[dim_of(use.value)], int)
-               for use, tensor in zip(uses, op.tensors, strict=True))
+    return any(
+        is_shard(use.value) and len(weights_of(use.value)) > 1 and not isinstance(tensor.shape[dim_of(use.value)], int)
+        for use, tensor in zip(uses, op.tensors, strict=True)
+    )
 
 
 def _still(factor: str, op: Op, entry: str) -> Option:
@@ -89,14 +102,17 @@ def _rest(op: Op, ways: int, sections: Sections) -> list[Option]:
     for dim, size in enumerate(op.call.outs[0].sizes):
         if _can_be_cut(op, size, ways):
             found.append(_still(f"d{dim}", op, shard(dim)))
-        found += [_still(f"d{dim}/{':'.join(map(str, cut))}", op, shard(dim, cut)) for cut in sections
-                  if sum(cut) == size and all(n % ways == 0 for n in cut)]
+        found += [
+            _still(f"d{dim}/{':'.join(map(str, cut))}", op, shard(dim, cut))
+            for cut in sections
+            if sum(cut) == size and all(n % ways == 0 for n in cut)
+        ]
     return found + [_gathered(op, dim, run) for dim in _even_dims(op, ways) for run in ("", EACH)]
 
 
 def _can_be_cut(op: Op, size: int, ways: int) -> bool:
-    """Whether a parameter can rest cut along a dim. One of complex numbers only evenly: optimizers see them as real, and of uneven shards DTensor gives them a
-    copy for that (torch 2.13), so that the parameter would stay as it is."""
+    """Whether a parameter can rest cut along a dim. One of complex numbers only evenly: optimizers see them as real,
+    and of uneven shards DTensor gives them a copy for that (torch 2.13), so that the parameter would stay as it is."""
     return size >= ways and (size % ways == 0 or not op.out_dtypes[0].is_complex)
 
 
@@ -106,12 +122,15 @@ def _gathered(op: Op, dim: int, run: str) -> Option:
 
 
 def _even_dims(op: Op, ways: int) -> list[int]:
-    """The dims along which a trained parameter that is whole for its readers may rest: which one does not matter to them, so of
-    all the two that can be cut most evenly, the first ones. Two, because another mesh axis may cut one of them."""
+    """The dims along which a trained parameter that is whole for its readers may rest: which one does not matter to
+    them, so of all the two that can be cut most evenly, the first ones. Two, because another mesh axis may cut one of
+    them."""
     tensor = op.call.outs[0]
     if ways < 2 or not tensor.grad:
         return []
-    longest = {dim: -(-size // ways) * ways / size for dim, size in enumerate(tensor.sizes) if _can_be_cut(op, size, ways)}
+    longest = {
+        dim: -(-size // ways) * ways / size for dim, size in enumerate(tensor.sizes) if _can_be_cut(op, size, ways)
+    }
     return sorted(longest, key=lambda dim: (longest[dim], dim))[:2]
 
 
@@ -127,8 +146,11 @@ def sections_of(program: Program, rules: Mapping[Any, Rule] | None = None) -> Se
             continue
         for option in options_for(op.call, 1, rules=rules):
             for index, use in enumerate(option.ins):
-                if "/" in use.value and (cut := _absolute(op, index, use.value)) and _from_weight(program, op.operands[index],
-                                                                                                 sum(cut)):
+                if (
+                    "/" in use.value
+                    and (cut := _absolute(op, index, use.value))
+                    and _from_weight(program, op.operands[index], sum(cut))
+                ):
                     found[cut] = None
     return tuple(found)
 

@@ -11,7 +11,8 @@ from autopar.rules.language import Use
 
 
 class LayoutPair(NamedTuple):
-    """Layouts of a value and of its gradient (all "-" where it has none). `each`, of a weight: its gradient is scattered after every microbatch, not once per step."""
+    """Layouts of a value and of its gradient (all "-" where it has none). `each`, of a weight: its gradient is
+    scattered after every microbatch, not once per step."""
 
     value: Layout
     grad: Layout
@@ -58,10 +59,14 @@ class LayoutPair(NamedTuple):
 
 @cache
 def synced(row: LayoutPair, column: LayoutPair) -> Layout:
-    """The gradient of a weight's leaf, before it is summed or scattered: partial where the weight is gathered once per step, and
-    where it rests whole and the reader leaves a part (codegen.edges says the same of a plan)."""
+    """The gradient of a weight's leaf, before it is summed or scattered: partial where the weight is gathered once per
+    step, and where it rests whole and the reader leaves a part (codegen.edges says the same of a plan)."""
     if NO_GRAD in column.grad or NO_GRAD in row.grad:
         return row.grad
     once = gathered_axes(row.value, row.grad)
-    return tuple("P" if axis in once or (rest == value == "R" and grad == "P") else own
-                 for axis, (rest, value, grad, own) in enumerate(zip(row.value, column.value, column.grad, row.grad, strict=True)))
+    return tuple(
+        "P" if axis in once or (rest == value == "R" and grad == "P") else own
+        for axis, (rest, value, grad, own) in enumerate(
+            zip(row.value, column.value, column.grad, row.grad, strict=True)
+        )
+    )

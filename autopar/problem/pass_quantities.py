@@ -1,4 +1,5 @@
-"""Where the tables of pass_tables have which quantity: SHOWN, COMPUTE, WAITED and INPUTS first, then those by mesh axis."""
+"""Where the tables of pass_tables have which quantity: SHOWN, COMPUTE, WAITED and INPUTS first, then those by mesh
+axis."""
 
 from __future__ import annotations
 
@@ -58,4 +59,4 @@ class Quantities:
 
     def background_s(self, quantities: np.ndarray) -> float:
         """Seconds of all background collectives in one pass, LEAF included, whether or not they are exposed."""
-        return float(quantities[PLAIN:self.waits(0)].sum())
+        return float(quantities[PLAIN : self.waits(0)].sum())

@@ -1,9 +1,11 @@
-"""The seconds of pipeline.passes for every choice of every node, and every pair of choices of every net, as tables of additive quantities.
+"""The seconds of pipeline.passes for every choice of every node, and every pair of choices of every net, as tables of
+additive quantities.
 
-A bound over all solutions, and the change by each possible move of a local search, are then sums and maxima over tables. The quantities, in
-seconds per pass and scope (a run of blocks, or all that is outside of blocks):
+A bound over all solutions, and the change by each possible move of a local search, are then sums and maxima over
+tables. The quantities, in seconds per pass and scope (a run of blocks, or all that is outside of blocks):
 
-    SHOWN     compute, collectives that compute waits for, and collectives after the last compute: all that is not in the background
+    SHOWN     compute, collectives that compute waits for, and collectives after the last compute: all that is not in
+              the background
     COMPUTE   the part of SHOWN that background collectives overlap and slow down
     WAITED    the part of SHOWN that is collectives which background collectives overlap
     INPUTS    the compute of a backward that is not for the gradients of weights
@@ -14,15 +16,16 @@ and for each mesh axis:
     BEHIND    other background collectives
     LEAF      gathers of leaves once per step, as if all of them were prefetched
     WAITS     the part of WAITED on this axis
-    LINKS     (only if `linked`) the seconds in WAITED, and those in the background, each times the share of the axis's link that the
-              collective takes
-    LATE      (only if `linked`) the part of LEAF that is not prefetched; see problem.leaf_gathers, and `leaves_s`, which is to be subtracted
+    LINKS     (only if `linked`) the seconds in WAITED, and those in the background, each times the share of the axis's
+              link that the collective takes
+    LATE      (only if `linked`) the part of LEAF that is not prefetched; see problem.leaf_gathers, and `leaves_s`,
+              which is to be subtracted
 
 For a solution, the entries of its choices add up to at most what pipeline.passes finds. They add up to less where
 
     * sums of gradients overlap: tables assume buckets as if all weights were in the same ones;
-    * a weight has several readers: its gradients are left out, as what they share depends on all of their choices. So are the
-      additions of its gradients to those of earlier microbatches, if readers are in several scopes;
+    * a weight has several readers: its gradients are left out, as what they share depends on all of their choices. So
+      are the additions of its gradients to those of earlier microbatches, if readers are in several scopes;
     * leaves are not prefetched: LEAF alone assumes that all are.
 """
 
@@ -54,7 +57,8 @@ FORWARD, BACKWARD = PASSES = range(2)
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """`each` [2 passes, choices, quantities] of a node, or [2 passes, rows, columns, quantities] of a net, whose seconds belong to `scope`."""
+    """`each` [2 passes, choices, quantities] of a node, or [2 passes, rows, columns, quantities] of a net, whose
+    seconds belong to `scope`."""
 
     scope: str
     each: np.ndarray
@@ -64,12 +68,12 @@ class Table:
 class PassTables(Quantities):
     """The tables of `model`.
 
-        forward        prices of a forward alone on the same mesh
-        sums_at_end    sums and gathers of leaves that happen once per step belong to no pass, and are left out
-        between        the nets, by number, between pieces that may have layouts of their own, as on different places of a pipeline (None: no
-                       pieces have). Such nets cost nothing here. Background collectives outside of blocks cost nothing either, because
-                       compute of another piece on the same place may overlap them
-        linked         whether the tables have LINKS and LATE
+    forward        prices of a forward alone on the same mesh
+    sums_at_end    sums and gathers of leaves that happen once per step belong to no pass, and are left out
+    between        the nets, by number, between pieces that may have layouts of their own, as on different places of
+                   a pipeline (None: no pieces have). Such nets cost nothing here. Background collectives outside of
+                   blocks cost nothing either, because compute of another piece on the same place may overlap them
+    linked         whether the tables have LINKS and LATE
     """
 
     model: Model
@@ -86,9 +90,24 @@ class PassTables(Quantities):
     @cached_property
     def plain(self) -> Mapping[str, bool]:
         """For each level in `link`, whether the collectives of its axes use the links of this level only."""
-        axes = {level: [axis for axis, own in zip(self.model.prices.mesh.axes, self.link, strict=True) if own == level and axis.size > 1] for level in self.link}
-        return {level: all(part.span.level.name == level for axis in own for kind in COLLECTIVES for way in fastest_ways(kind, axis) for part in way)
-                for level, own in axes.items()}
+        axes = {
+            level: [
+                axis
+                for axis, own in zip(self.model.prices.mesh.axes, self.link, strict=True)
+                if own == level and axis.size > 1
+            ]
+            for level in self.link
+        }
+        return {
+            level: all(
+                part.span.level.name == level
+                for axis in own
+                for kind in COLLECTIVES
+                for way in fastest_ways(kind, axis)
+                for part in way
+            )
+            for level, own in axes.items()
+        }
 
     @property
     def scopes(self) -> list[str]:
@@ -98,7 +117,12 @@ class PassTables(Quantities):
     @cached_property
     def nodes(self) -> list[Table]:
         """The table of each node. That of a parameter has only the addition of gradients over microbatches."""
-        return [self._node(*each) for each in zip(self.model.clusters, self.model.members, self.model.problem.nodes, self.updates_s, strict=True)]
+        return [
+            self._node(*each)
+            for each in zip(
+                self.model.clusters, self.model.members, self.model.problem.nodes, self.updates_s, strict=True
+            )
+        ]
 
     @cached_property
     def updates_s(self) -> list[np.ndarray]:
@@ -115,9 +139,9 @@ class PassTables(Quantities):
             if self.between is not None and index in self.between:
                 table.each[:] = 0.0
             elif not table.scope:
-                table.each[..., PLAIN:self.waits(0)] = 0.0
+                table.each[..., PLAIN : self.waits(0)] = 0.0
                 if self.linked:
-                    table.each[..., self.links_behind(0):self.late_leaf(0)] = 0.0
+                    table.each[..., self.links_behind(0) : self.late_leaf(0)] = 0.0
         return found
 
     @cached_property
@@ -167,7 +191,9 @@ class PassTables(Quantities):
                 found[passed, self.waits(wait.axis)] += member.op.count * wait.seconds
                 if self.linked:
                     shares = link_shares(wait.kind, wait.nbytes, self.model.prices.mesh.axes[wait.axis])
-                    found[passed, self.links_waited(wait.axis)] += member.op.count * wait.seconds * shares.get(self.link[wait.axis], 0.0)
+                    found[passed, self.links_waited(wait.axis)] += (
+                        member.op.count * wait.seconds * shares.get(self.link[wait.axis], 0.0)
+                    )
         return found
 
     def _net(self, link: Link, net: Net) -> Table:
@@ -175,7 +201,10 @@ class PassTables(Quantities):
         scope = self._scope(link.readers[0][0].scope)
         if not link.moves:
             return Table(scope, found)
-        here, cost_s = prices.routes.between(link.rows, link.columns), np.where(np.isfinite(net.cost_s), net.cost_s, 0.0)
+        here, cost_s = (
+            prices.routes.between(link.rows, link.columns),
+            np.where(np.isfinite(net.cost_s), net.cost_s, 0.0),
+        )
         ahead = self._moved(here.forward, link.size_bytes)
         if link.weight:
             self._add_weight(link, here, cost_s, ahead, found)
@@ -190,14 +219,20 @@ class PassTables(Quantities):
         return Table(scope, found)
 
     def _add_weight(self, link: Link, here: Between, cost_s: np.ndarray, ahead: NetSeconds, found: np.ndarray) -> None:
-        """Add the gathers of a weight, the scatter of its gradient to the leaf, and the sum over ranks, by the rules of pipeline.passes."""
+        """Add the gathers of a weight, the scatter of its gradient to the leaf, and the sum over ranks, by the rules of
+        pipeline.passes."""
         prices = self.model.prices
         grad_bytes = prices.gradient_bytes(link.program.ops[link.ref[0]], link.size_bytes)
-        plain_s = prices.table_s(link.rows, link.columns, link.size_bytes, weight=True, grad_bytes=grad_bytes) * link.count
+        plain_s = (
+            prices.table_s(link.rows, link.columns, link.size_bytes, weight=True, grad_bytes=grad_bytes) * link.count
+        )
         again = over(np.maximum(cost_s - plain_s, 0.0), ahead.all_s)
         moved = prices.routes.gathers(here.forward)
         gathers = moved & link.ahead
-        for passed, times, begun in ((FORWARD, np.full(cost_s.shape, float(link.count)), gathers), (BACKWARD, again, moved & link.again_ahead)):
+        for passed, times, begun in (
+            (FORWARD, np.full(cost_s.shape, float(link.count)), gathers),
+            (BACKWARD, again, moved & link.again_ahead),
+        ):
             self._add_background(found[passed], ahead, np.where(begun, times, 0.0))
             self._add_waited(found[passed], ahead, np.where(begun, 0.0, times))
         if self.shared[link.ref]:
@@ -207,7 +242,13 @@ class PassTables(Quantities):
         self._add_background(found[BACKWARD], back, np.where(gathers, graded, 0.0), link.last_share)
         self._add_waited(found[BACKWARD], back, np.where(gathers, 0.0, graded))
         sums = self._moved(here.summed, grad_bytes, prices.grad_bucket_bytes(link.size_bytes, grad_bytes))
-        self._add_buckets(found[BACKWARD], sums, np.where(here.each | (not self.sums_at_end), graded, 0.0), self.behind(0), self._hidden(link))
+        self._add_buckets(
+            found[BACKWARD],
+            sums,
+            np.where(here.each | (not self.sums_at_end), graded, 0.0),
+            self.behind(0),
+            self._hidden(link),
+        )
         if not self.sums_at_end:
             leaf = self._moved(here.leaf, link.size_bytes, prices.bucket_bytes)
             inside = bool(link.cluster.scope)  # what the model itself reads is waited for before it runs
@@ -216,11 +257,14 @@ class PassTables(Quantities):
     def gathered(self, link: Link) -> np.ndarray:
         """[rows] bytes of the leaf of one block, 0 where it is not gathered once per step."""
         sizes = self.model.prices.sizes
-        return np.array([link.size_bytes * fraction(made.value, sizes) * (made.value != made.back) for made in link.rows])
+        return np.array(
+            [link.size_bytes * fraction(made.value, sizes) * (made.value != made.back) for made in link.rows]
+        )
 
     @property
     def leaves_s(self) -> Mapping[str, np.ndarray]:
-        """By scope of blocks that have leaves, [axes] seconds to subtract from the sum of all LATE entries of that scope: the rest is a lower bound of what is not prefetched."""
+        """By scope of blocks that have leaves, [axes] seconds to subtract from the sum of all LATE entries of that
+        scope: the rest is a lower bound of what is not prefetched."""
         return {scope: leaves.most_s for scope, leaves in self._leaves.items()}
 
     @cached_property
@@ -228,22 +272,29 @@ class PassTables(Quantities):
         """The leaves of each scope of blocks in which any choice gathers some once per step."""
         found = {}
         for scope, own in self.of_blocks.items():
-            seconds = [self._made[index].each[FORWARD, ..., self.leaf(0):self.leaf(0) + self.axes] for index in own]
+            seconds = [self._made[index].each[FORWARD, ..., self.leaf(0) : self.leaf(0) + self.axes] for index in own]
             if any(each.any() for each in seconds):
-                found[scope] = Leaves([self.gathered(self.model.links[index]) for index in own], seconds, in_a_row(self.model.links[0].program, scope))
+                found[scope] = Leaves(
+                    [self.gathered(self.model.links[index]) for index in own],
+                    seconds,
+                    in_a_row(self.model.links[0].program, scope),
+                )
         return found
 
     @cached_property
     def of_blocks(self) -> Mapping[str, list[int]]:
         """By scope of blocks, the first net of each of its weights, in the order in which buckets are filled."""
-        return {scope: [index for index in self.model.weights.values() if self.model.links[index].cluster.scope == scope] for scope in self.model.links[0].program.runs}
+        return {
+            scope: [index for index in self.model.weights.values() if self.model.links[index].cluster.scope == scope]
+            for scope in self.model.links[0].program.runs
+        }
 
     def _fill_late(self) -> None:
         """Fill in LATE, which stays 0 for weights with several readers."""
         for scope, leaves in self._leaves.items():
             for number, index in enumerate(self.of_blocks[scope]):
                 if not self.shared[self.model.links[index].ref]:
-                    self._made[index].each[FORWARD, ..., self.late_leaf(0):] = leaves.late_s(number)
+                    self._made[index].each[FORWARD, ..., self.late_leaf(0) :] = leaves.late_s(number)
 
     @cached_property
     def shared(self) -> Mapping[Ref, bool]:
@@ -255,54 +306,71 @@ class PassTables(Quantities):
         return {ref: count > 1 for ref, count in found.items()}
 
     def _hidden(self, link: Link) -> np.ndarray:
-        """[2, rows]: the most of the sum of a weight's gradient that can be in the background, as a share: of its first collective, and of later ones.
+        """[2, rows]: the most of the sum of a weight's gradient that can be in the background, as a share: of its first
+        collective, and of later ones.
 
-        The last bucket, half full on average, is exposed, and one more for later collectives. Its share of all gradients is least if all weights, not sharded,
-        are in buckets of one kind.
+        The last bucket, half full on average, is exposed, and one more for later collectives. Its share of all
+        gradients is least if all weights, not sharded, are in buckets of one kind.
         """
         bucket = BUCKET_BYTES / max(1.0, self._gradients_bytes)
-        hidden = np.maximum(0.0, 1.0 - bucket * np.array((0.5, 1.5))) if bucket < 1.0 and not link.opening else np.zeros(2)
+        hidden = (
+            np.maximum(0.0, 1.0 - bucket * np.array((0.5, 1.5))) if bucket < 1.0 and not link.opening else np.zeros(2)
+        )
         return np.repeat(hidden[:, None], len(link.rows), 1)
 
     @cached_property
     def _gradients_bytes(self) -> float:
         """Bytes of the gradients of all weights, not sharded, in the dtypes in which they are summed."""
         weights = map(self.model.links.__getitem__, self.model.weights.values())
-        return sum(self.model.prices.gradient_bytes(link.program.ops[link.ref[0]], link.size_bytes) * link.count for link in weights)
+        return sum(
+            self.model.prices.gradient_bytes(link.program.ops[link.ref[0]], link.size_bytes) * link.count
+            for link in weights
+        )
 
     def _moved(self, table: RouteTable, size_bytes: float, bucket_bytes: float = 0.0) -> NetSeconds:
-        return NetSeconds(self.model.prices.routes.seconds_by_axis(table, size_bytes, bucket_bytes), table.at, self.axes)
+        return NetSeconds(
+            self.model.prices.routes.seconds_by_axis(table, size_bytes, bucket_bytes), table.at, self.axes
+        )
 
     def _add_waited(self, found: np.ndarray, moved: NetSeconds, times: np.ndarray | float) -> None:
         """Add collectives that compute waits for, and their local copies, `times` times."""
         each = np.zeros((len(moved.each), self.width))
         each[:, COMPUTE], each[:, WAITED] = moved.local_s, moved.by_axis[:, :2].sum((1, 2))
         each[:, SHOWN] = each[:, COMPUTE] + each[:, WAITED]
-        each[:, self.waits(0):self.waits(self.axes)] = moved.by_axis[:, :2].sum(1)
+        each[:, self.waits(0) : self.waits(self.axes)] = moved.by_axis[:, :2].sum(1)
         if self.linked:
-            each[:, self.links_waited(0):self.links_behind(0)] = moved.linked_s[:, 0]
+            each[:, self.links_waited(0) : self.links_behind(0)] = moved.linked_s[:, 0]
         add_to(found, each, moved.at, times)
 
     def _add_background(self, found: np.ndarray, moved: NetSeconds, times: np.ndarray, last: float = 0.0) -> None:
-        """Add chains of background collectives and their local copies, `times` times. Of the share `last`, all but the first collective come after the last compute."""
+        """Add chains of background collectives and their local copies, `times` times. Of the share `last`, all but the
+        first collective come after the last compute."""
         each = np.zeros((len(moved.each), self.width))
         each[:, COMPUTE] = moved.local_s
         each[:, SHOWN] = moved.local_s + last * moved.by_axis[:, 2:4].sum((1, 2))
-        each[:, PLAIN:PLAIN + 2 * self.axes] = (moved.by_axis[:, :2] - last * moved.by_axis[:, 2:4]).reshape(len(each), -1)
+        each[:, PLAIN : PLAIN + 2 * self.axes] = (moved.by_axis[:, :2] - last * moved.by_axis[:, 2:4]).reshape(
+            len(each), -1
+        )
         if self.linked:
-            each[:, self.links_behind(0):self.late_leaf(0)] = moved.linked_s[:, 0] - last * moved.linked_s[:, 1]
+            each[:, self.links_behind(0) : self.late_leaf(0)] = moved.linked_s[:, 0] - last * moved.linked_s[:, 1]
         add_to(found, each, moved.at, times)
 
-    def _add_buckets(self, found: np.ndarray, moved: NetSeconds, times: np.ndarray, first: int, hidden: np.ndarray) -> None:
-        """Add collectives in buckets, `times` times: of the first collective of each chain the share hidden[0] [rows], of later ones hidden[1], in the background, as
-        the quantities by axis from `first` on. The rest, and local copies, come after the last compute."""
-        all_s, next_s = (moved.by_axis[:, at:at + 2].sum(1) for at in (0, 2))
-        for share, moving_s, linked_s in ((hidden[0], all_s - next_s, moved.linked_s[:, 0] - moved.linked_s[:, 1]), (hidden[1], next_s, moved.linked_s[:, 1])):
+    def _add_buckets(
+        self, found: np.ndarray, moved: NetSeconds, times: np.ndarray, first: int, hidden: np.ndarray
+    ) -> None:
+        """Add collectives in buckets, `times` times: of the first collective of each chain the share hidden[0] [rows],
+        of later ones hidden[1], in the background, as the quantities by axis from `first` on. The rest, and local
+        copies, come after the last compute."""
+        all_s, next_s = (moved.by_axis[:, at : at + 2].sum(1) for at in (0, 2))
+        for share, moving_s, linked_s in (
+            (hidden[0], all_s - next_s, moved.linked_s[:, 0] - moved.linked_s[:, 1]),
+            (hidden[1], next_s, moved.linked_s[:, 1]),
+        ):
             exposed, background = (np.zeros((len(moved.each), self.width)) for _ in range(2))
             exposed[:, SHOWN] = moving_s.sum(1)
-            background[:, first:first + self.axes] = moving_s
+            background[:, first : first + self.axes] = moving_s
             if self.linked:
-                background[:, self.links_behind(0):self.late_leaf(0)] = linked_s
+                background[:, self.links_behind(0) : self.late_leaf(0)] = linked_s
             add_to(found, exposed, moved.at, times * (1.0 - share)[:, None])
             add_to(found, background, moved.at, times * share[:, None])
         copies = np.zeros((len(moved.each), self.width))

@@ -1,7 +1,8 @@
 """A smaller problem with the same optimum, and the way back.
 
 Choices are dropped that are forbidden (infinite by themselves, or without any finite entry in a net) and that another
-choice of the same node dominates: not cheaper in seconds, bytes or hiding in any row or column, whatever the neighbours do.
+choice of the same node dominates: not cheaper in seconds, bytes or hiding in any row or column, whatever the neighbours
+do.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ def presolve(problem: Problem) -> tuple[Problem, Callable[[Choice], Choice]]:
     kept = [np.arange(len(node.labels)) for node in problem.nodes]
     small, changed = problem, [True] * len(problem.nodes)
     while any(changed):
-        keep = [_undominated(small, v, allowed) if again else np.flatnonzero(allowed)
-                for v, (allowed, again) in enumerate(zip(_allowed(small), changed, strict=True))]
+        keep = [
+            _undominated(small, v, allowed) if again else np.flatnonzero(allowed)
+            for v, (allowed, again) in enumerate(zip(_allowed(small), changed, strict=True))
+        ]
         kept = [old[new] for old, new in zip(kept, keep, strict=True)]
         before, small = small, select(small, keep)
         changed = _changed(before, small)
@@ -42,7 +45,8 @@ def allowed(problem: Problem) -> tuple[Problem, Callable[[Choice], Choice]]:
 
 @dataclass(frozen=True, eq=False)
 class Selected:
-    """`problem` is a Problem without what is forbidden: of each node the choices `kept`, of each net's table the `cells` (None: all)."""
+    """`problem` is a Problem without what is forbidden: of each node the choices `kept`, of each net's table the
+    `cells` (None: all)."""
 
     problem: Problem
     kept: Sequence[np.ndarray]
@@ -57,9 +61,13 @@ class Selected:
             return Selected(problem, kept, [None] * len(problem.nets))
         return Selected(select(problem, kept), kept, [_cells(net, kept) for net in problem.nets])
 
-    def costs(self, node_s: Sequence[np.ndarray], net_s: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def costs(
+        self, node_s: Sequence[np.ndarray], net_s: Sequence[np.ndarray]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Costs of all choices and pairs, as those of `problem` has them."""
-        return [each[kept] for each, kept in zip(node_s, self.kept, strict=True)], [each if cells is None else each[cells] for each, cells in zip(net_s, self.cells, strict=True)]
+        return [each[kept] for each, kept in zip(node_s, self.kept, strict=True)], [
+            each if cells is None else each[cells] for each, cells in zip(net_s, self.cells, strict=True)
+        ]
 
     def small(self, choice: Choice) -> Choice:
         """A choice of all, none of which is forbidden, as one of `problem`."""
@@ -71,7 +79,8 @@ class Selected:
 
 
 def _changed(before: Problem, after: Problem) -> list[bool]:
-    """For each node whether one of its nets lost rows or columns: only then more of its choices can be dominated than were."""
+    """For each node whether one of its nets lost rows or columns: only then more of its choices can be dominated than
+    were."""
     found = [False] * len(after.nodes)
     for old, new in zip(before.nets, after.nets, strict=True):
         if old.cost_s.shape != new.cost_s.shape:
@@ -82,9 +91,17 @@ def _changed(before: Problem, after: Problem) -> list[bool]:
 
 def select(problem: Problem, keep: list[np.ndarray]) -> Problem:
     """`problem` with only the choices `keep[v]` (indices) of node v, and only the rows and columns they use."""
-    nodes = tuple(replace(node, labels=tuple(node.labels[c] for c in k), cost_s=node.cost_s[k],
-                          memory_bytes=node.memory_bytes[k], hide_s=node.hide_s[k], lane=None if node.lane is None else node.lane[k])
-                  for node, k in zip(problem.nodes, keep, strict=True))
+    nodes = tuple(
+        replace(
+            node,
+            labels=tuple(node.labels[c] for c in k),
+            cost_s=node.cost_s[k],
+            memory_bytes=node.memory_bytes[k],
+            hide_s=node.hide_s[k],
+            lane=None if node.lane is None else node.lane[k],
+        )
+        for node, k in zip(problem.nodes, keep, strict=True)
+    )
     return replace(problem, nodes=nodes, nets=tuple(_select_net(net, keep) for net in problem.nets), _check=False)
 
 
@@ -97,13 +114,22 @@ def _select_net(net: Net, keep: list[np.ndarray]) -> Net:
     table = _cells(net, keep)
     if table is None:
         return replace(net, row=made, uses=uses)
-    return replace(net, row=_place(rows)[made], uses=uses, cost_s=net.cost_s[table], memory_bytes=net.memory_bytes[table],
-                   shown=net.shown[table] if isinstance(net.shown, np.ndarray) else net.shown)
+    return replace(
+        net,
+        row=_place(rows)[made],
+        uses=uses,
+        cost_s=net.cost_s[table],
+        memory_bytes=net.memory_bytes[table],
+        shown=net.shown[table] if isinstance(net.shown, np.ndarray) else net.shown,
+    )
 
 
 def _cells(net: Net, keep: Sequence[np.ndarray]) -> tuple[np.ndarray, ...] | None:
     """The rows and columns of a net that some choice in `keep` uses, as an index; None where these are all."""
-    rows, columns = _used(net.cost_s.shape[0], [net.row[keep[net.producer]]]), _used(net.cost_s.shape[1], [use.column[keep[use.node]] for use in net.uses])
+    rows, columns = (
+        _used(net.cost_s.shape[0], [net.row[keep[net.producer]]]),
+        _used(net.cost_s.shape[1], [use.column[keep[use.node]] for use in net.uses]),
+    )
     return None if rows.all() and columns.all() else np.ix_(rows, columns)
 
 
@@ -136,8 +162,10 @@ def _allowed(problem: Problem) -> list[np.ndarray]:
                 allowed[use.node] &= finite[rows].any(0)[use.column]
     for node, a in zip(problem.nodes, allowed, strict=True):
         if not a.any():
-            raise InfeasibleError(f"problem {problem.name}: every choice of {node.name} needs a forbidden pair of layouts "
-                                  f"({len(node.labels)} choices: {', '.join(node.labels[:6])})")
+            raise InfeasibleError(
+                f"problem {problem.name}: every choice of {node.name} needs a forbidden pair of layouts "
+                f"({len(node.labels)} choices: {', '.join(node.labels[:6])})"
+            )
     return allowed
 
 
@@ -145,9 +173,11 @@ def _undominated(problem: Problem, v: int, allowed: np.ndarray) -> np.ndarray:
     """Allowed choices of node v that no other dominates; of equal ones the first. Greedy order: cheapest first."""
     node = problem.nodes[v]
     lanes = () if node.lane is None else np.unique(node.lane[node.lane >= 0])
-    work = np.stack([node.in_lane(lane) for lane in (-1, *lanes)])  # the same seconds weigh differently in different lanes
-    features = np.concatenate([work, node.memory_bytes[None], -node.hide_s[None] * (node.group >= 0),
-                               *_net_features(problem, v)]).T
+    # the same seconds weigh differently in different lanes
+    work = np.stack([node.in_lane(lane) for lane in (-1, *lanes)])
+    features = np.concatenate(
+        [work, node.memory_bytes[None], -node.hide_s[None] * (node.group >= 0), *_net_features(problem, v)]
+    ).T
     if np.isinf(problem.memory_limit_bytes):
         features[:, len(work)] = 0.0
     choices = np.flatnonzero(allowed)

@@ -1,11 +1,12 @@
 """Seconds and bytes of the parts of a problem: operators on shards, reshards, parameters at rest.
 
-    operator   forward + backward roofline time of its local FLOPs and bytes on the slowest rank, times how often it runs, and what
-               of its own collectives (rules.algorithms) that is exposed
-    reshard    steps(value -> value) forward and steps(gradient -> gradient) backward (layout.steps: what the runtime runs)
-    update     the optimizer's pass over what the rank holds of a parameter
-    weight     a reshard whose gather is repeated where the backward needs it (the gathered copy is not kept); once per step the way
-               from rest to leaf, and that of the leaf's gradient to where it is summed (`problem.at_rest`)
+operator   forward + backward roofline time of its local FLOPs and bytes on the slowest rank, times how often it
+           runs, and what of its own collectives (rules.algorithms) that is exposed
+reshard    steps(value -> value) forward and steps(gradient -> gradient) backward (layout.steps: what the runtime
+           runs)
+update     the optimizer's pass over what the rank holds of a parameter
+weight     a reshard whose gather is repeated where the backward needs it (the gathered copy is not kept); once per
+           step the way from rest to leaf, and that of the leaf's gradient to where it is summed (`problem.at_rest`)
 """
 
 from __future__ import annotations
@@ -40,16 +41,30 @@ OVERLAP = 0.8
 class Prices:
     """Prices of one program on one mesh of one cluster.
 
-    `kernels`: prices of its operators, to share with other meshes (None: new ones). `bucket_bytes` (Program.bucket_bytes): the size of buckets of gradients and of leaves (0: each
-    weight alone).
+    `kernels`: prices of its operators, to share with other meshes (None: new ones). `bucket_bytes`
+    (Program.bucket_bytes): the size of buckets of gradients and of leaves (0: each weight alone).
     """
 
     late = False
-    """Whether these are prices of the end of a step, when no compute is left to overlap collectives, and nothing is kept for a backward."""
+    """Whether these are prices of the end of a step, when no compute is left to overlap collectives, and nothing is
+    kept for a backward."""
 
-    def __init__(self, mesh: Mesh, device: Device, settings: Settings, kernels: Kernels | None = None, *, bucket_bytes: float = 0.0) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: Device,
+        settings: Settings,
+        kernels: Kernels | None = None,
+        *,
+        bucket_bytes: float = 0.0,
+    ) -> None:
         self.bucket_bytes = bucket_bytes
-        self.mesh, self.device, self.settings, self.kernels = mesh, device, settings, kernels or Kernels(device, settings)
+        self.mesh, self.device, self.settings, self.kernels = (
+            mesh,
+            device,
+            settings,
+            kernels or Kernels(device, settings),
+        )
         self.sizes = tuple(axis.size for axis in mesh.axes)
         self.routes = routes_on(mesh)
         self._shares: dict[Layout, float] = {}
@@ -70,7 +85,8 @@ class Prices:
         return self.work_s(op, options)[0]
 
     def work_s(self, op: Op, options: tuple[Option, ...]) -> tuple[float, float]:
-        """`op_s`, and the seconds of it that can overlap collectives of other operators: compute that does not overlap collectives of its own algorithm."""
+        """`op_s`, and the seconds of it that can overlap collectives of other operators: compute that does not overlap
+        collectives of its own algorithm."""
         key = (op.name, tuple([o.factor for o in options]))
         found = self._op.get(key)
         if found is None:
@@ -100,7 +116,8 @@ class Prices:
         return waits(ahead, self.mesh, self.settings), waits(back, self.mesh, self.settings)
 
     def _inner_s(self, used: Sequence[tuple[Site, Sequence[InnerCollective]]], work_s: float) -> tuple[float, float]:
-        """Exposed seconds of the collectives inside an operator that works `work_s`, and the seconds of that work that overlap the others."""
+        """Exposed seconds of the collectives inside an operator that works `work_s`, and the seconds of that work that
+        overlap the others."""
         shown = sum(wait.seconds for wait in waits(used, self.mesh, self.settings))
         hidden = room = 0.0
         for site, inner in used:
@@ -112,13 +129,21 @@ class Prices:
         taken = min(hidden, room)
         return shown + hidden - taken + self.contention * taken, taken
 
-    def table_s(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float,
-                again: Sequence[bool] = (), *, weight: bool = False, grad_bytes: float | None = None) -> np.ndarray:
-        """Seconds of the reshard from each row to each column, forward and backward, of a tensor of `size_bytes` (`weight`: of a
-        parameter) with a gradient of `grad_bytes` (None: as many).
+    def table_s(
+        self,
+        rows: Sequence[LayoutPair],
+        columns: Sequence[LayoutPair],
+        size_bytes: float,
+        again: Sequence[bool] = (),
+        *,
+        weight: bool = False,
+        grad_bytes: float | None = None,
+    ) -> np.ndarray:
+        """Seconds of the reshard from each row to each column, forward and backward, of a tensor of `size_bytes`
+        (`weight`: of a parameter) with a gradient of `grad_bytes` (None: as many).
 
-        `again` says for which columns the gathered copy is not kept but gathered once more in the backward (weights that
-        the backward needs).
+        `again` says for which columns the gathered copy is not kept but gathered once more in the backward (weights
+        that the backward needs).
         """
         here = self.routes.between(rows, columns)
         seconds = self.routes.seconds(here.forward, size_bytes)
@@ -128,27 +153,53 @@ class Prices:
             return seconds
         return seconds + np.where(here.graded, self._back_s(here, grad_bytes or size_bytes, weight, size_bytes), 0.0)
 
-    def shown(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float, seconds: np.ndarray, times: np.ndarray,
-              grad_bytes: float, block_bytes: float, last: float, ahead: bool) -> np.ndarray:
-        """[rows, columns]: of the `seconds` of a weight's reshard the share that counts as exposed, in the linear form of the Problem: what compute waits for, and of the rest
-        `contention`.
+    def shown(
+        self,
+        rows: Sequence[LayoutPair],
+        columns: Sequence[LayoutPair],
+        size_bytes: float,
+        seconds: np.ndarray,
+        times: np.ndarray,
+        grad_bytes: float,
+        block_bytes: float,
+        last: float,
+        ahead: bool,
+    ) -> np.ndarray:
+        """[rows, columns]: of the `seconds` of a weight's reshard the share that counts as exposed, in the linear form
+        of the Problem: what compute waits for, and of the rest `contention`.
 
-        The weight has `size_bytes`, its gradient `grad_bytes`, it is gathered `times` times, in a block with weights of `block_bytes`. Where gathers can begin `ahead` of their use,
-        chains that begin with a gather, and the scatters of their gradients, run in the background (`hiding.split`), and so do sums (runtime.gradsync), and of leaves that are gathered once per step the first
-        buckets of each block (runtime.leaves). Of the share `last` of gradients, those of the block whose backward is last, compute waits for all but the first collective.
+        The weight has `size_bytes`, its gradient `grad_bytes`, it is gathered `times` times, in a block with weights of
+        `block_bytes`. Where gathers can begin `ahead` of their use, chains that begin with a gather, and the scatters
+        of their gradients, run in the background (`hiding.split`), and so do sums (runtime.gradsync), and of leaves
+        that are gathered once per step the first buckets of each block (runtime.leaves). Of the share `last` of
+        gradients, those of the block whose backward is last, compute waits for all but the first collective.
         """
         here = self.routes.between(rows, columns)
         gathers = self.routes.gathers(here.forward) & ahead
-        waits = times * np.where(gathers, self.routes.waited_s(here.forward, size_bytes), self.routes.seconds(here.forward, size_bytes))
+        waits = times * np.where(
+            gathers, self.routes.waited_s(here.forward, size_bytes), self.routes.seconds(here.forward, size_bytes)
+        )
         if here.graded.any():
-            late = np.minimum(1.0, last * self.routes.collectives(here.read))  # a sum after a scatter begins one block later for each collective of the scatter
-            back = np.where(gathers, self.routes.waited_s(here.read, grad_bytes, later=last), self.routes.seconds(here.read, grad_bytes))
-            waits = waits + np.where(here.graded, back + self._late_s(here, size_bytes, grad_bytes, block_bytes, np.where(gathers, late, 0.0)), 0.0)
+            # a sum after a scatter begins one block later for each collective of the scatter
+            late = np.minimum(1.0, last * self.routes.collectives(here.read))
+            back = np.where(
+                gathers,
+                self.routes.waited_s(here.read, grad_bytes, later=last),
+                self.routes.seconds(here.read, grad_bytes),
+            )
+            waits = waits + np.where(
+                here.graded,
+                back + self._late_s(here, size_bytes, grad_bytes, block_bytes, np.where(gathers, late, 0.0)),
+                0.0,
+            )
         share = np.divide(waits, seconds, out=np.zeros_like(waits), where=(seconds > 0) & np.isfinite(seconds))
         return np.asarray(self.contention + (1.0 - self.contention) * np.clip(share, 0.0, 1.0))
 
-    def _late_s(self, here: Between, size_bytes: float, grad_bytes: float, block_bytes: float, last: np.ndarray) -> np.ndarray:
-        """[rows, columns]: seconds that compute waits for sums of gradients in buckets, of which the share `last` is exposed, and for leaves that are gathered once per step."""
+    def _late_s(
+        self, here: Between, size_bytes: float, grad_bytes: float, block_bytes: float, last: np.ndarray
+    ) -> np.ndarray:
+        """[rows, columns]: seconds that compute waits for sums of gradients in buckets, of which the share `last` is
+        exposed, and for leaves that are gathered once per step."""
         held = np.array([[fraction(row.value, self.sizes)] for row in here.rows]) * block_bytes
         ahead = np.minimum(1.0, LEAVES_AHEAD * BUCKET_BYTES / np.maximum(held, 1.0))
         leaf_s = self.routes.seconds(here.leaf, size_bytes, self.bucket_bytes)
@@ -156,45 +207,59 @@ class Prices:
 
     def _sums_wait_s(self, here: Between, size_bytes: float, grad_bytes: float, last: np.ndarray) -> np.ndarray:
         bucket_bytes = self.grad_bucket_bytes(size_bytes, grad_bytes)
-        return (1.0 - last) * self.routes.waited_s(here.summed, grad_bytes, bucket_bytes) + last * self.routes.seconds(here.summed, grad_bytes, bucket_bytes)
+        return (1.0 - last) * self.routes.waited_s(here.summed, grad_bytes, bucket_bytes) + last * self.routes.seconds(
+            here.summed, grad_bytes, bucket_bytes
+        )
 
     def again(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], twice: Sequence[bool]) -> np.ndarray:
         """[rows, columns]: how often a weight is gathered whose copy is dropped for the columns `twice`."""
         return np.where(self.routes.between(rows, columns).regathers & np.array(twice), 2.0, 1.0)
 
     def _back_s(self, here: Between, size_bytes: float, weight: bool, leaf_bytes: float) -> np.ndarray:
-        """[rows, columns]: seconds of the way back of the gradient of `size_bytes`, anything where there is none. That of a weight of `leaf_bytes`
-        comes to its leaf, and from there to where it rests, in buckets; with it the gather of leaves that are made once per step, which all readers
-        share as they share that sum."""
+        """[rows, columns]: seconds of the way back of the gradient of `size_bytes`, anything where there is none. That
+        of a weight of `leaf_bytes` comes to its leaf, and from there to where it rests, in buckets; with it the gather
+        of leaves that are made once per step, which all readers share as they share that sum."""
         if not weight:
             return self.routes.seconds(here.back, size_bytes)
-        return (self.routes.seconds(here.read, size_bytes) + self.summed_s(here, size_bytes, leaf_bytes)
-                + self.routes.seconds(here.leaf, leaf_bytes, self.bucket_bytes))
+        return (
+            self.routes.seconds(here.read, size_bytes)
+            + self.summed_s(here, size_bytes, leaf_bytes)
+            + self.routes.seconds(here.leaf, leaf_bytes, self.bucket_bytes)
+        )
 
     def summed_s(self, here: Between, size_bytes: float, leaf_bytes: float) -> np.ndarray:
-        """[rows, columns]: seconds of bringing gradients of `size_bytes` from leaves of `leaf_bytes` to where these rest, in buckets."""
+        """[rows, columns]: seconds of bringing gradients of `size_bytes` from leaves of `leaf_bytes` to where these
+        rest, in buckets."""
         return self.routes.seconds(here.summed, size_bytes, self.grad_bucket_bytes(leaf_bytes, size_bytes))
 
     def grad_bucket_bytes(self, size_bytes: float, grad_bytes: float, together_bytes: float = math.inf) -> float:
-        """Bytes of the gradients that go in one bucket with those of a weight of `size_bytes`, whose gradient has `grad_bytes`, where weights of
-        `together_bytes` are summed in all; 0 for a weight without elements. A bucket is full at BUCKET_BYTES of gradients, in the dtype in which
-        they are summed (runtime.gradsync)."""
-        return min(BUCKET_BYTES, min(self.bucket_bytes, together_bytes) * grad_bytes / size_bytes) if size_bytes else 0.0
+        """Bytes of the gradients that go in one bucket with those of a weight of `size_bytes`, whose gradient has
+        `grad_bytes`, where weights of `together_bytes` are summed in all; 0 for a weight without elements. A bucket is
+        full at BUCKET_BYTES of gradients, in the dtype in which they are summed (runtime.gradsync)."""
+        return (
+            min(BUCKET_BYTES, min(self.bucket_bytes, together_bytes) * grad_bytes / size_bytes) if size_bytes else 0.0
+        )
 
-    def made_bytes(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float) -> tuple[np.ndarray, np.ndarray]:
-        """For each row and column whether the reshard's result has memory of its own, and how many bytes per device that is."""
+    def made_bytes(
+        self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """For each row and column whether the reshard's result has memory of its own, and how many bytes per device
+        that is."""
         held = self.routes.result_share(self.routes.between(rows, columns).forward)
         fresh = ~np.isnan(held)
         return fresh, np.where(fresh, size_bytes * held, 0.0)
 
     def halfway_bytes(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float) -> np.ndarray:
-        """[rows, columns]: bytes per device of what comes on the way of a weight that several collectives gather, one after the other."""
+        """[rows, columns]: bytes per device of what comes on the way of a weight that several collectives gather, one
+        after the other."""
         here = self.routes.between(rows, columns)
-        return np.where(self.routes.gathers(here.forward), size_bytes * self.routes.intermediate_share(here.forward), 0.0)
+        return np.where(
+            self.routes.gathers(here.forward), size_bytes * self.routes.intermediate_share(here.forward), 0.0
+        )
 
     def rest_bytes(self, op: Op, options: Sequence[Option]) -> float:
-        """Bytes on the rank that holds most of a value that lies still (parameter, buffer, constant, input), all its instances; a parameter
-        with its gradient, its optimizer state, and its leaf where that is another tensor."""
+        """Bytes on the rank that holds most of a value that lies still (parameter, buffer, constant, input), all its
+        instances; a parameter with its gradient, its optimizer state, and its leaf where that is another tensor."""
         lies = Resting.of(options)
         if op.role != "param":
             return float(self._elements(op, lies.leaf) * op.out_dtypes[0].itemsize * op.count)
@@ -211,22 +276,38 @@ class Prices:
         if op.target in INSIDE and self.settings.training and op.graded:
             own = INSIDE[op.target].kept_bytes(Site(op.call.ins, options, self.sizes, call=op.call))
         if self.settings.training and op.graded:
-            own += sum(algorithm.inside.kept_bytes(site) for algorithm, site in sites(op, options, self.sizes) if algorithm.inside)
-        layout = tuple((option.outs[0] if op.call.outs[0].shape or not op.extra_bytes else option.ins[0]).value for option in options)  # what a sum of terms keeps lies as they do
+            own += sum(
+                algorithm.inside.kept_bytes(site)
+                for algorithm, site in sites(op, options, self.sizes)
+                if algorithm.inside
+            )
+        # what a sum of terms keeps lies as they do
+        layout = tuple(
+            (option.outs[0] if op.call.outs[0].shape or not op.extra_bytes else option.ins[0]).value
+            for option in options
+        )
         for index in op.copies:
-            own += self.local_bytes(math.prod(op.call.ins[index].sizes) * op.call.ins[index].itemsize, tuple(option.ins[index].value for option in options))
+            own += self.local_bytes(
+                math.prod(op.call.ins[index].sizes) * op.call.ins[index].itemsize,
+                tuple(option.ins[index].value for option in options),
+            )
         return (own + self.local_bytes(op.extra_bytes, layout)) * op.count
 
     def passing_bytes(self, op: Op, options: tuple[Option, ...]) -> float:
-        """Bytes per device of what algorithms of one Op gather of weights at a time: one tile of each, as one copy of each gathered weight counts. They
-        have more at their fullest moment, but not all at once."""
+        """Bytes per device of what algorithms of one Op gather of weights at a time: one tile of each, as one copy of
+        each gathered weight counts. They have more at their fullest moment, but not all at once."""
         return sum(tile_bytes(site) for algorithm, site in sites(op, options, self.sizes) if algorithm.gathers)
 
     def update_s(self, op: Op, options: Sequence[Option]) -> float:
         """Seconds of the optimizer's step on one parameter, all its instances: one pass that reads weight, gradient and
-        state and writes all but the gradient. No launch floor but `update_s`: torch's fused and foreach optimizers run over all parameters."""
+        state and writes all but the gradient. No launch floor but `update_s`: torch's fused and foreach optimizers run
+        over all parameters."""
         # what rests, whatever else of the gradient is there until the end of a step (StepPrices)
-        held = Prices._held(self, op, Resting.of(options)) if op.role == "param" and self.settings.training and op.call.outs[0].grad else None
+        held = (
+            Prices._held(self, op, Resting.of(options))
+            if op.role == "param" and self.settings.training and op.call.outs[0].grad
+            else None
+        )
         if held is None:
             return 0.0
         if self.settings.offload == "parameters":
@@ -234,24 +315,31 @@ class Prices:
         rests, state = held.master or held.weights, held.gradients * OPTIMIZERS[self.settings.optimizer].state
         moved = 2 * (rests + state) + self._graded_bytes(held.gradients) + self._cast_bytes(op, rests)
         moved_s = moved / (self.device.memory_bandwidth_bytes_s * self.device.achievable_bandwidth * self.device.update)
-        brought_s = 2 * state / self.device.host_link_bytes_s if self.settings.offload else 0.0  # there and back, not hidden
+        # there and back, not hidden
+        brought_s = 2 * state / self.device.host_link_bytes_s if self.settings.offload else 0.0
         return moved_s + brought_s + self.device.update_s * op.count
 
     def adding_s(self, op: Op, options: Sequence[Option]) -> float:
-        """Seconds in which the gradients of one parameter that a microbatch leaves, all instances, are added to those of the microbatches before
-        it: cast to the dtype that they add up in where that is another one, then both read and one written, as whole as they are then."""
+        """Seconds in which the gradients of one parameter that a microbatch leaves, all instances, are added to those
+        of the microbatches before it: cast to the dtype that they add up in where that is another one, then both read
+        and one written, as whole as they are then."""
         if op.role != "param" or not (self.settings.training and op.call.outs[0].grad):
             return 0.0
         lies = Resting.of(options)
         own, kept = op.out_dtypes[0].itemsize, itemsize(self._rest_dtype(op))
         elements = self._elements(op, lies.rest if lies.each else lies.leaf)
-        return op.count * (self.device.launch_s + self.device.memory_s(elements * (3 * kept + (own + kept if own != kept else 0))))
+        return op.count * (
+            self.device.launch_s + self.device.memory_s(elements * (3 * kept + (own + kept if own != kept else 0)))
+        )
 
     def _host_update_s(self, op: Op, rests: float) -> float:
-        """Seconds of a step on the host: gradients of `rests` bytes go there, the optimizer's pass, what is computed with is cast and comes back."""
+        """Seconds of a step on the host: gradients of `rests` bytes go there, the optimizer's pass, what is computed
+        with is cast and comes back."""
         state = rests * OPTIMIZERS[self.settings.optimizer].state
         back = rests * op.out_dtypes[0].itemsize / itemsize(self._rest_dtype(op))
-        passed_s = (2 * (rests + state) + self._graded_bytes(rests) + self._cast_bytes(op, rests)) / self.device.host_bandwidth_bytes_s
+        passed_s = (
+            2 * (rests + state) + self._graded_bytes(rests) + self._cast_bytes(op, rests)
+        ) / self.device.host_bandwidth_bytes_s
         return passed_s + (rests + back) / self.device.host_link_bytes_s + self.device.update_s * op.count
 
     def _graded_bytes(self, gradients: float) -> float:
@@ -273,9 +361,15 @@ class Prices:
 
     def _held(self, op: Op, lies: Resting) -> ParameterBytes:
         numel, dtype = self._elements(op, lies.rest) * op.count, str(op.out_dtypes[0]).removeprefix("torch.")
-        return parameter_bytes(numel, dtype, precision=self.settings.precision, optimizer=self.settings.optimizer,
-                               training=self.settings.training and op.call.outs[0].grad,
-                               leaf=self._elements(op, lies.leaf) * op.count if lies.gathered else None, offload=self.settings.offload)
+        return parameter_bytes(
+            numel,
+            dtype,
+            precision=self.settings.precision,
+            optimizer=self.settings.optimizer,
+            training=self.settings.training and op.call.outs[0].grad,
+            leaf=self._elements(op, lies.leaf) * op.count if lies.gathered else None,
+            offload=self.settings.offload,
+        )
 
     def local_bytes(self, size_bytes: float, layout: Layout) -> float:
         """Bytes that one rank has of a tensor of `size_bytes`."""

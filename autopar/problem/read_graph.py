@@ -38,7 +38,8 @@ def laid_out(gm: fx.GraphModule, hints: Mapping[str, int], *, training: bool) ->
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """What a block is fed: whether it has a gradient, whether in the first block too, and whether it comes from parameters alone."""
+    """What a block is fed: whether it has a gradient, whether in the first block too, and whether it comes from
+    parameters alone."""
 
     grad: bool
     early: bool
@@ -63,8 +64,23 @@ class _Numbers:
 class _Reader:
     """Reads one scope."""
 
-    def __init__(self, gm: fx.GraphModule, program: Program, scope: str, count: int, reached: Mapping[fx.Node, None], number: _Numbers) -> None:
-        self.gm, self.program, self.scope, self.count, self.reached, self.number = gm, program, scope, count, reached, number
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        program: Program,
+        scope: str,
+        count: int,
+        reached: Mapping[fx.Node, None],
+        number: _Numbers,
+    ) -> None:
+        self.gm, self.program, self.scope, self.count, self.reached, self.number = (
+            gm,
+            program,
+            scope,
+            count,
+            reached,
+            number,
+        )
         self.refs: dict[fx.Node, Ref] = {}
         self.runs_of: dict[fx.Node, Run] = {}
         self.weight: dict[Ref, bool] = {}
@@ -104,24 +120,44 @@ class _Reader:
         weights = tuple(self.weight[ref] for ref in operands)
         gradient, weight = self._flow(node, role, grads, weights, ports)
         first = tuple(grad and self.early[ref[0]] for ref, grad in zip(operands, grads, strict=True))
-        self.early[name] = ports[node.name].early if role == "port" else self._flow(node, role, first, weights, ports)[0]
+        self.early[name] = (
+            ports[node.name].early if role == "port" else self._flow(node, role, first, weights, ports)[0]
+        )
         held = facts.tensors(node)
-        outs = tuple(self._tensor(node, i if isinstance(facts.value(node), (tuple, list)) else None, gradient)
-                     for i in range(len(held)))
+        outs = tuple(
+            self._tensor(node, i if isinstance(facts.value(node), (tuple, list)) else None, gradient)
+            for i in range(len(held))
+        )
         lookup = [known[ref[0]].call.outs[ref[1]] for ref in operands]
         if role == "op" and not gradient:  # its operands may have one from others
             lookup = [replace(tensor, grad=False) for tensor in lookup]
         arguments = ((outs[0],), {}) if role == "port" else _substitute(node, lookup)  # a port passes its value on
         call = Call(node.target, *arguments, outs)
-        op = Op(name, self.scope, node, role, call, operands, self.count, str(node.meta.get("fqn", "")),
-                weight=weights, out_dtypes=tuple(t.dtype for t in held), dtype=_computes_in(node), where=facts.where(node))
+        op = Op(
+            name,
+            self.scope,
+            node,
+            role,
+            call,
+            operands,
+            self.count,
+            str(node.meta.get("fqn", "")),
+            weight=weights,
+            out_dtypes=tuple(t.dtype for t in held),
+            dtype=_computes_in(node),
+            where=facts.where(node),
+        )
         if role == "op":
             op.flops, op.backward_flops = self.number(facts.flops(node)), self.number(facts.backward_flops(node))
             op.bytes = self.number(facts.read_bytes(node)) + self.number(facts.written_bytes(node))
             if gradient:
                 kept = saved(node, self.program.device)
                 op.saves, op.copies, op.extra_bytes = kept.positions, kept.copies, self.number(kept.extra_bytes)
-                op.first_saves = op.saves if first == grads else tuple(i for i in op.saves if i in saved_positions(node.target, first))
+                op.first_saves = (
+                    op.saves
+                    if first == grads
+                    else tuple(i for i in op.saves if i in saved_positions(node.target, first))
+                )
         op.late, op.first_grads = gradient and not self.early[name], first
         op.batch = tuple(frozenset(d for d, n in enumerate(t.shape) if _has_batch(n)) for t in op.tensors)
         known[name] = op
@@ -129,8 +165,9 @@ class _Reader:
         for i in range(len(outs)):
             self.weight[name, i] = weight
 
-    def _flow(self, node: fx.Node, role: str, grads: tuple[bool, ...], weights: tuple[bool, ...],
-              ports: Mapping[str, Fed]) -> tuple[bool, bool]:
+    def _flow(
+        self, node: fx.Node, role: str, grads: tuple[bool, ...], weights: tuple[bool, ...], ports: Mapping[str, Fed]
+    ) -> tuple[bool, bool]:
         """Whether the node's value carries a gradient, and whether it comes from parameters alone."""
         floating = facts.is_float(node)
         if role == "param":
@@ -149,7 +186,9 @@ class _Reader:
 
     def _used(self, node: fx.Node, index: int) -> bool:
         """Whether the loss depends on output `index` of a node that has several."""
-        return any(user in self.reached for user in node.users if user.target is operator.getitem and user.args[1] == index)
+        return any(
+            user in self.reached for user in node.users if user.target is operator.getitem and user.args[1] == index
+        )
 
     def _run(self, node: fx.Node) -> None:
         body = self.gm.get_submodule(str(node.target))
@@ -158,7 +197,10 @@ class _Reader:
         reader = _Reader(body, self.program, scope, self.count * int(node.meta["repeat"]), self.reached, self.number)
         feeds = tuple(self.refs[arg] for arg in node.args if isinstance(arg, fx.Node) and arg in self.refs)
         names = [n for n in body.graph.nodes if n.op == "placeholder" and "fqns" not in n.meta and facts.tensors(n)]
-        grads = [n in self.reached and self.program.ops[ref[0]].call.outs[ref[1]].grad for n, ref in zip(names, feeds, strict=True)]
+        grads = [
+            n in self.reached and self.program.ops[ref[0]].call.outs[ref[1]].grad
+            for n, ref in zip(names, feeds, strict=True)
+        ]
         ports = {n.name: Fed(grad, grad, self.weight[ref]) for n, grad, ref in zip(names, grads, feeds, strict=True)}
         carried_count = len(edit.results(body))
         if not all(grads[:carried_count]) and node in self.reached:
@@ -167,7 +209,15 @@ class _Reader:
             ports |= {n.name: Fed(grad, ports[n.name].early, False) for n, grad in zip(names, later, strict=False)}
         carried = reader.read(ports)
         mutated = tuple(op.name for op in self.program.ops.values() if op.scope == scope and op.role == "mutation")
-        run = Run(scope, int(node.meta["repeat"]), tuple(reader.full_name(n) for n in names), feeds, carried[:carried_count], mutated, *body.meta.get("part", ()))
+        run = Run(
+            scope,
+            int(node.meta["repeat"]),
+            tuple(reader.full_name(n) for n in names),
+            feeds,
+            carried[:carried_count],
+            mutated,
+            *body.meta.get("part", ()),
+        )
         self.program.runs[scope] = run
         self.runs_of[node] = run
         for ref in carried:
@@ -178,7 +228,8 @@ class _Reader:
         flat = list(args) if isinstance(args, (tuple, list)) else [args]  # keeps repeats and order
         refs = tuple(self.refs[n] for n in flat if isinstance(n, fx.Node))
         for index, (ref, entry) in enumerate(zip(refs, self.gm.meta["outputs"], strict=True)):
-            if not self.scope or entry["kind"] == "mutation":  # a block gives nothing else to the outside; its carried values go round
+            # a block gives nothing else to the outside; its carried values go round
+            if not self.scope or entry["kind"] == "mutation":
                 self._result(node, f"{self.scope}/output_{index}" if self.scope else f"output_{index}", ref, entry)
         return refs
 
@@ -188,8 +239,19 @@ class _Reader:
         tensor = replace(tensor, grad=tensor.grad and kind == "loss")
         batch = frozenset(d for d, n in enumerate(tensor.shape) if _has_batch(n))
         fqn = str(entry.get("target") or entry.get("name") or "")
-        self.program.ops[name] = Op(name, self.scope, node, kind, Call(kind, (tensor,), {}, ()), (ref,), self.count, fqn,
-                                    weight=(False,), batch=(batch,), where="the model's outputs")
+        self.program.ops[name] = Op(
+            name,
+            self.scope,
+            node,
+            kind,
+            Call(kind, (tensor,), {}, ()),
+            (ref,),
+            self.count,
+            fqn,
+            weight=(False,),
+            batch=(batch,),
+            where="the model's outputs",
+        )
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
@@ -220,7 +282,8 @@ def _walk(tree: Any, found: list[fx.Node]) -> None:
 
 def _gives_tensors(node: Any) -> bool:
     return (isinstance(node, fx.Node) and isinstance(node.meta.get("val"), (tuple, list))) or (
-        isinstance(node, fx.Node) and node.op == "call_module")
+        isinstance(node, fx.Node) and node.op == "call_module"
+    )
 
 
 def _substitute(node: fx.Node, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:

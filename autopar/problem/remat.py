@@ -1,11 +1,12 @@
 """A Problem in which some blocks are run again in the backward: the same choices, other seconds and bytes.
 
-    seconds   what runs again of the forward (problem.rerun): operators and their collectives, changes of layout; a weight that is
-              gathered for it is there for the backward, and not gathered once more
-    bytes     what stays from forward to backward: one tensor per instance and placeholder of the block, and what is kept; and, once, what
-              one instance keeps while it has been run again (`live_bytes`)
+    seconds   what runs again of the forward (problem.rerun): operators and their collectives, changes of layout; a
+              weight that is gathered for it is there for the backward, and not gathered once more
+    bytes     what stays from forward to backward: one tensor per instance and placeholder of the block, and what is
+              kept; and, once, what one instance keeps while it has been run again (`live_bytes`)
 
-Of several scopes that are run again the live bytes add up, although one is run again at a time: a little too much, and linear.
+Of several scopes that are run again the live bytes add up, although one is run again at a time: a little too much, and
+linear.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ def levels(program: Program, level: str) -> dict[str, tuple[str, ...]]:
 
 
 def rematerialised(model: Model, forward: ForwardPrices, wanted: Levels) -> Model:
-    """`model`, a Problem in which nothing is run again, with the scopes of `wanted` run again. `forward` are the prices of the forward on
-    the same mesh. Choices that work on one coordinate of an axis are forbidden there (ranks would not end at the same place)."""
+    """`model`, a Problem in which nothing is run again, with the scopes of `wanted` run again. `forward` are the prices
+    of the forward on the same mesh. Choices that work on one coordinate of an axis are forbidden there (ranks would not
+    end at the same place)."""
     if not wanted:
         return model
     program = model.links[0].program
@@ -51,15 +53,21 @@ def rematerialised(model: Model, forward: ForwardPrices, wanted: Levels) -> Mode
     before, after = kept(model.clusters, program), kept(model.clusters, program, reruns)
     nodes = tuple(_node(model, index, node, forward, before, after) for index, node in enumerate(model.problem.nodes))
     links, nets = _of_stored(model, after)
-    nets = [*(_net(link, net, model, forward, after) for link, net in zip(model.links, model.problem.nets, strict=True)), *nets]
+    nets = [
+        *(_net(link, net, model, forward, after) for link, net in zip(model.links, model.problem.nets, strict=True)),
+        *nets,
+    ]
     problem = replace(model.problem, nodes=nodes, nets=tuple(nets))
     return replace(model, problem=problem, links=[*model.links, *links], plain=model.problem)
 
 
 def price(again: Cost, plain: Cost) -> str:
-    """What running blocks again costs and saves, as a line for people: against the same choices with nothing run again."""
-    return (f"running blocks again takes {seconds(again.time_s - plain.time_s)} of the step and saves "
-            f"{gibibytes(plain.memory_bytes - again.memory_bytes)} per device")
+    """What running blocks again costs and saves, as a line for people: against the same choices with nothing run
+    again."""
+    return (
+        f"running blocks again takes {seconds(again.time_s - plain.time_s)} of the step and saves "
+        f"{gibibytes(plain.memory_bytes - again.memory_bytes)} per device"
+    )
 
 
 def _node(model: Model, index: int, node: Node, forward: ForwardPrices, before: Kept, after: Kept) -> Node:
@@ -95,26 +103,36 @@ def _net(link: Link, net: Net, model: Model, forward: ForwardPrices, after: Kept
     moves = np.array([[row[0] != column[0] for column in link.columns] for row in link.rows])
     stored = moves & _stored(link, about)[:, None]
     counted = np.array([c in runs for c in range(len(link.columns))]) & ~stored
-    cost = np.where(np.isinf(net.cost_s), np.inf, step_s(link, model.prices, set(), set()) + np.where(counted, again_s, 0.0))
+    cost = np.where(
+        np.isinf(net.cost_s), np.inf, step_s(link, model.prices, set(), set()) + np.where(counted, again_s, 0.0)
+    )
     if link.weight:
-        return replace(net, cost_s=cost, memory_bytes=net_bytes(link, after, model.prices, set()), shown=shown(link, model.prices, cost, 1.0 + counted))
+        return replace(
+            net,
+            cost_s=cost,
+            memory_bytes=net_bytes(link, after, model.prices, set()),
+            shown=shown(link, model.prices, cost, 1.0 + counted),
+        )
     return replace(net, cost_s=cost)
 
 
 def _stored(link: Link, about: Rerun) -> np.ndarray:
-    """Of each row of a net to operators of a block that is run again, whether the value is stored: not what has an algorithm of the runtime."""
+    """Of each row of a net to operators of a block that is run again, whether the value is stored: not what has an
+    algorithm of the runtime."""
     return (link.ref[0] in about.kept) & ~link.by_algorithm
 
 
 def _held(link: Link, net: Net, model: Model, after: Kept, stored: np.ndarray) -> Net:
-    """`net` with the bytes of a value that a block's readers want again: where it is not `stored` it is there while one instance has been run again."""
+    """`net` with the bytes of a value that a block's readers want again: where it is not `stored` it is there while one
+    instance has been run again."""
     live = np.where(stored, 0.0, net.memory_bytes / link.count)
     held = net_bytes(apart(link, after)[0], after, model.prices, set()) if link.moves and stored.any() else 0.0
     return replace(net, memory_bytes=np.where(stored, held, live), live_bytes=live)
 
 
 def _of_stored(model: Model, after: Kept) -> tuple[list[Link], list[Net]]:
-    """What counts bytes alone of values that are stored for their readers, which are more than those whose backward keeps them: links and their nets."""
+    """What counts bytes alone of values that are stored for their readers, which are more than those whose backward
+    keeps them: links and their nets."""
     links, nets = [], []
     for link in model.links:
         about = after.reruns.get(link.readers[0][0].scope)

@@ -13,8 +13,8 @@ from autopar.problem.step_shares import ForwardPrices
 
 
 def choices(model: Model, forward: ForwardPrices, choice: Sequence[int], scope: str) -> Choices:
-    """What can be kept of the blocks `scope`, with the seconds and bytes per step and device that the solution `choice` gives them: of
-    operators, and of the changes of layout in front of them."""
+    """What can be kept of the blocks `scope`, with the seconds and bytes per step and device that the solution `choice`
+    gives them: of operators, and of the changes of layout in front of them."""
     program, decisions = model.links[0].program, model.decode(choice)
     ops = [op for op in program.ops.values() if op.scope == scope]
     seconds = {op.name: forward.op_s(op, decisions[op.name]) for op in ops}
@@ -25,13 +25,21 @@ def choices(model: Model, forward: ForwardPrices, choice: Sequence[int], scope: 
                 column = int(use.column[choice[use.node]])
                 if column not in done:  # readers share it; the first one brings it
                     done[column] = None
-                    seconds[op.name] += float(forward.table_s([row], [link.columns[column]], link.size_bytes)[0, 0]) * link.count
+                    seconds[op.name] += (
+                        float(forward.table_s([row], [link.columns[column]], link.size_bytes)[0, 0]) * link.count
+                    )
     place = {op.name: (c, m) for c, cluster in enumerate(model.clusters) for m, op in enumerate(cluster.members)}
 
     def nbytes(op: Op) -> float:
         cluster, member = place[op.name]
         combo = model.choices[cluster][choice[cluster]]
-        own = sum(model.prices.local_bytes(program.bytes_of((op.name, i)), output_layout(combo, member, i)) for i in range(len(op.call.outs))) * op.count
+        own = (
+            sum(
+                model.prices.local_bytes(program.bytes_of((op.name, i)), output_layout(combo, member, i))
+                for i in range(len(op.call.outs))
+            )
+            * op.count
+        )
         return own + (model.prices.extra_bytes(op, decisions[op.name]) if saves_results(op) else 0.0)
 
     return Choices(program, scope, seconds, {op.name: nbytes(op) if op.role == "op" else 0.0 for op in ops})

@@ -1,9 +1,10 @@
 """Which results of a block to keep when it is run again: seconds against bytes, exactly.
 
-An operator whose result is needed again is run again, and then needs its operands, or its result is kept. For a price of y seconds
-per byte the cheapest way is a minimum cut:
+An operator whose result is needed again is run again, and then needs its operands, or its result is kept. For a price
+of y seconds per byte the cheapest way is a minimum cut:
 
-    needed -> again    capacity y x bytes of the result (infinite where it cannot be kept): needed, and not run again, is kept
+    needed -> again    capacity y x bytes of the result (infinite where it cannot be kept): needed, and not run again,
+                       is kept
     again -> sink      capacity seconds: run again
     again -> needed    of each operand, infinite
     source -> needed   infinite, for what the backward saves
@@ -32,11 +33,17 @@ class Point:
     kept: tuple[str, ...]
 
 
-def point(program: Program, scope: str, seconds: Mapping[str, float], nbytes: Mapping[str, float], kept: tuple[str, ...]) -> Point:
-    """The point of one choice; `seconds` and `nbytes` are by operator. Results that turn out not to be needed are not kept."""
+def point(
+    program: Program, scope: str, seconds: Mapping[str, float], nbytes: Mapping[str, float], kept: tuple[str, ...]
+) -> Point:
+    """The point of one choice; `seconds` and `nbytes` are by operator. Results that turn out not to be needed are not
+    kept."""
     about = rerun(program, scope, kept)
-    return Point(sum(seconds[name] for name in about.again), sum(nbytes[name] for name in about.kept),
-                 tuple(name for name in about.order if name in about.kept))
+    return Point(
+        sum(seconds[name] for name in about.again),
+        sum(nbytes[name] for name in about.kept),
+        tuple(name for name in about.order if name in about.kept),
+    )
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,13 @@ class Choices:
 
     def at(self, price: float) -> Point:
         """The best at `price` seconds per byte."""
-        return point(self.program, self.scope, self.seconds, self.nbytes, _cut(self.program, self.scope, self.seconds, self.nbytes, price))
+        return point(
+            self.program,
+            self.scope,
+            self.seconds,
+            self.nbytes,
+            _cut(self.program, self.scope, self.seconds, self.nbytes, price),
+        )
 
     @property
     def corners(self) -> list[Point]:
@@ -59,7 +72,8 @@ class Choices:
         return [first, *self._between(first, last), *([last] if last != first else [])]
 
     def fastest(self, fits: Callable[[Point], bool]) -> Point:
-        """The last of the corners for which there is room; the first one where there is for none. Where one fits all before it do."""
+        """The last of the corners for which there is room; the first one where there is for none. Where one fits all
+        before it do."""
         more, less = self.at(math.inf), self.at(0.0)
         if fits(less):
             return less
@@ -82,7 +96,9 @@ class Choices:
         return None if found in (more, less) or found.seconds + price * found.nbytes >= line * (1 - 1e-9) else found
 
 
-def _cut(program: Program, scope: str, seconds: Mapping[str, float], nbytes: Mapping[str, float], price: float) -> tuple[str, ...]:
+def _cut(
+    program: Program, scope: str, seconds: Mapping[str, float], nbytes: Mapping[str, float], price: float
+) -> tuple[str, ...]:
     """What to keep at `price` seconds per byte (infinite: nothing)."""
     whole = rerun(program, scope, ())
     graph = nx.DiGraph()

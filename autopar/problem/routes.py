@@ -1,7 +1,9 @@
-"""Routes between layouts on one mesh: the steps of every change of layout, and what they cost for a tensor of a given size.
+"""Routes between layouts on one mesh: the steps of every change of layout, and what they cost for a tensor of a given
+size.
 
-A *route* is the list of steps (`layout.steps`) from a source layout to a target layout. Routes are numbered in the order in which they are asked for, and two routes that
-differ only in the names of tensor dims share a number, so a search that asks for the same few routes of thousands of tensors computes each once.
+A *route* is the list of steps (`layout.steps`) from a source layout to a target layout. Routes are numbered in the
+order in which they are asked for, and two routes that differ only in the names of tensor dims share a number, so a
+search that asks for the same few routes of thousands of tensors computes each once.
 """
 
 from __future__ import annotations
@@ -42,11 +44,11 @@ class RouteTable(NamedTuple):
 class _Sized:
     """Cached results for tensors of one size in buckets of one size.
 
-        loads       number of a step -> its copies and its collective
-        step_s      number of a step -> its seconds
-        by_axis_s   number of a step -> its seconds by axis (`_step_by_axis_s`)
-        route_s     number of a route -> its seconds
-        waited_s    share `later` (`waited_s`) -> number of a route -> the seconds that compute waits for
+    loads       number of a step -> its copies and its collective
+    step_s      number of a step -> its seconds
+    by_axis_s   number of a step -> its seconds by axis (`_step_by_axis_s`)
+    route_s     number of a route -> its seconds
+    waited_s    share `later` (`waited_s`) -> number of a route -> the seconds that compute waits for
     """
 
     loads: dict[int, list[Load]] = field(default_factory=dict)
@@ -59,8 +61,9 @@ class _Sized:
 class Routes:
     """The routes on `mesh` that were asked for so far, with their prices.
 
-    Sizes of tensors are `size_bytes`, of the whole tensor on one device. `bucket_bytes`, where it is not 0, are the bytes of the bucket on a rank in which the tensor
-    travels with others: it then costs its share of the bucket's collectives, so that the latency is divided.
+    Sizes of tensors are `size_bytes`, of the whole tensor on one device. `bucket_bytes`, where it is not 0, are the
+    bytes of the bucket on a rank in which the tensor travels with others: it then costs its share of the bucket's
+    collectives, so that the latency is divided.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -75,7 +78,8 @@ class Routes:
         self._result_share: list[float] = []
         self._collectives: list[int] = []
         self._intermediate_share: list[float] = []
-        self._shares: dict[int, list[float]] = {}  # number of a route -> the share of the tensor on a rank before each of its collectives
+        # number of a route -> the share of the tensor on a rank before each of its collectives
+        self._shares: dict[int, list[float]] = {}
         self._of_size: dict[tuple[float, float], _Sized] = {}  # by size_bytes and bucket_bytes
 
     def table(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> RouteTable:
@@ -95,26 +99,39 @@ class Routes:
         known = self._sized(size_bytes, bucket_bytes)
         for number in table.numbers:
             if number not in known.route_s:
-                known.route_s[number] = sum([self._step_s(known, index, size_bytes, bucket_bytes) for index in self._routes[number]])
+                known.route_s[number] = sum(
+                    [self._step_s(known, index, size_bytes, bucket_bytes) for index in self._routes[number]]
+                )
         return np.array([known.route_s[number] for number in table.numbers], float)[table.at]
 
     def loads(self, source: Layout, target: Layout, size_bytes: float, bucket_bytes: float = 0.0) -> tuple[Load, ...]:
-        """The loads of one route, in order: the collective of each step, and the local copies before or after it. Their sum is the `seconds` of the route."""
-        return tuple(self._route_loads(self._sized(size_bytes, bucket_bytes), self.number(source, target), size_bytes, bucket_bytes))
+        """The loads of one route, in order: the collective of each step, and the local copies before or after it. Their
+        sum is the `seconds` of the route."""
+        return tuple(
+            self._route_loads(
+                self._sized(size_bytes, bucket_bytes), self.number(source, target), size_bytes, bucket_bytes
+            )
+        )
 
     def kinds(self, source: Layout, target: Layout) -> tuple[tuple[str, int], ...]:
         """(kind, mesh axis) of each step of one route. Tensors share a bucket only where these are equal."""
-        return tuple([(self._steps[index].kind, self._steps[index].axis) for index in self._routes[self.number(source, target)]])
+        return tuple(
+            [(self._steps[index].kind, self._steps[index].axis) for index in self._routes[self.number(source, target)]]
+        )
 
     def held_bytes(self, source: Layout, target: Layout, size_bytes: float) -> list[float]:
         """Bytes on a rank before each collective of one route."""
         number = self.number(source, target)
         if number not in self._shares:
-            self._shares[number] = [fraction(step.before, self.sizes) for step in moving([self._steps[index] for index in self._routes[number]], self.sizes)]
+            self._shares[number] = [
+                fraction(step.before, self.sizes)
+                for step in moving([self._steps[index] for index in self._routes[number]], self.sizes)
+            ]
         return [size_bytes * share for share in self._shares[number]]
 
     def seconds_by_axis(self, table: RouteTable, size_bytes: float, bucket_bytes: float = 0.0) -> np.ndarray:
-        """[distinct routes, 1 + 6 axes]: the quantities of problem.net_seconds.NetSeconds for each of `table.numbers`."""
+        """[distinct routes, 1 + 6 axes]: the quantities of problem.net_seconds.NetSeconds for each of
+        `table.numbers`."""
         known, axes = self._sized(size_bytes, bucket_bytes), len(self.sizes)
         distinct, at = np.unique(self._padded[list(table.numbers)], return_inverse=True)
         rows = np.array([self._step_by_axis_s(known, step, size_bytes, bucket_bytes) for step in distinct.tolist()])
@@ -122,11 +139,13 @@ class Routes:
         later, moving = each.copy(), slice(1, 1 + 2 * axes)
         later[np.arange(len(each)), each[..., moving].any(-1).argmax(1)] = 0.0  # all but the first collective
         whole, later = each.sum(1), later.sum(1)
-        return np.concatenate([whole[:, :1], whole[:, moving], later[:, moving], whole[:, moving.stop:], later[:, moving.stop:]], 1)
+        return np.concatenate(
+            [whole[:, :1], whole[:, moving], later[:, moving], whole[:, moving.stop :], later[:, moving.stop :]], 1
+        )
 
     def _step_by_axis_s(self, known: _Sized, step: int, size_bytes: float, bucket_bytes: float) -> list[float]:
-        """[1 + 3 axes] of one step: seconds of local copies; then by axis those of all-gathers, those of other collectives, and both times the share of the axis's
-        busiest link that they use. All 0 for NO_STEP."""
+        """[1 + 3 axes] of one step: seconds of local copies; then by axis those of all-gathers, those of other
+        collectives, and both times the share of the axis's busiest link that they use. All 0 for NO_STEP."""
         if step not in known.by_axis_s:
             axes = len(self.sizes)
             row = known.by_axis_s[step] = [0.0] * (1 + 3 * axes)
@@ -140,7 +159,8 @@ class Routes:
 
     @cached_property
     def busiest_level(self) -> list[str]:
-        """For each axis, the level of the cluster whose link large collectives use most; empty for an axis of one rank."""
+        """For each axis, the level of the cluster whose link large collectives use most; empty for an axis of one
+        rank."""
         each = [link_shares("all_gather", LARGE_BYTES, axis) for axis in self.mesh.axes]
         return [max(shares, key=shares.__getitem__, default="") for shares in each]
 
@@ -150,7 +170,7 @@ class Routes:
         if len(self._padded_routes) < len(self._routes):
             self._padded_routes = np.full((len(self._routes), max(1, *map(len, self._routes))), NO_STEP)
             for row, route in zip(self._padded_routes, self._routes, strict=True):
-                row[:len(route)] = route
+                row[: len(route)] = route
         return self._padded_routes
 
     def _sized(self, size_bytes: float, bucket_bytes: float) -> _Sized:
@@ -161,12 +181,17 @@ class Routes:
 
     def _step_s(self, known: _Sized, index: int, size_bytes: float, bucket_bytes: float) -> float:
         if index not in known.step_s:
-            known.step_s[index] = (sum(load.seconds for load in self._step_loads(known, index, size_bytes, bucket_bytes)) if bucket_bytes else
-                                  step_s(self._steps[index], size_bytes, self.mesh))
+            known.step_s[index] = (
+                sum(load.seconds for load in self._step_loads(known, index, size_bytes, bucket_bytes))
+                if bucket_bytes
+                else step_s(self._steps[index], size_bytes, self.mesh)
+            )
         return known.step_s[index]
 
     def _route_loads(self, known: _Sized, number: int, size_bytes: float, bucket_bytes: float) -> list[Load]:
-        return [load for index in self._routes[number] for load in self._step_loads(known, index, size_bytes, bucket_bytes)]
+        return [
+            load for index in self._routes[number] for load in self._step_loads(known, index, size_bytes, bucket_bytes)
+        ]
 
     def _step_loads(self, known: _Sized, index: int, size_bytes: float, bucket_bytes: float) -> list[Load]:
         if index not in known.loads:
@@ -174,20 +199,36 @@ class Routes:
         return known.loads[index]
 
     def _loads_of(self, step: Step, size_bytes: float, bucket_bytes: float) -> list[Load]:
-        """The loads of one step: a local one alone, or a collective (of a bucket, the tensor's share) with the copies around it, which follow a gather and precede others."""
+        """The loads of one step: a local one alone, or a collective (of a bucket, the tensor's share) with the copies
+        around it, which follow a gather and precede others."""
         axis, nbytes = self.mesh.axes[step.axis], group_bytes(step, size_bytes, self.sizes)
         whole_s, alone_s = step_s(step, size_bytes, self.mesh), collective_s(step.kind, nbytes, axis)
         if step.kind in LOCAL:
             return [Load(LOCAL_AXIS, whole_s, {}, step.kind)] if whole_s else []
         together = max(nbytes, bucket_bytes)
         share = nbytes / together if together else 1.0
-        moved = [Load(step.axis, share * collective_s(step.kind, together, axis), link_shares(step.kind, together, axis), step.kind, nbytes)] if alone_s else []
+        moved = (
+            [
+                Load(
+                    step.axis,
+                    share * collective_s(step.kind, together, axis),
+                    link_shares(step.kind, together, axis),
+                    step.kind,
+                    nbytes,
+                )
+            ]
+            if alone_s
+            else []
+        )
         copies = [Load(LOCAL_AXIS, whole_s - alone_s, {}, "copy")] if whole_s > alone_s else []
         return [*moved, *copies] if step.kind == "all_gather" else [*copies, *moved]
 
-    def waited_s(self, table: RouteTable, size_bytes: float, bucket_bytes: float = 0.0, *, later: float = 0.0) -> np.ndarray:
-        """[...]: seconds of each route that compute waits for where its collectives run in the background (`hiding.split`): those of its local copies, and the share
-        `later` of those of its collectives after the first one."""
+    def waited_s(
+        self, table: RouteTable, size_bytes: float, bucket_bytes: float = 0.0, *, later: float = 0.0
+    ) -> np.ndarray:
+        """[...]: seconds of each route that compute waits for where its collectives run in the background
+        (`hiding.split`): those of its local copies, and the share `later` of those of its collectives after the first
+        one."""
         known = self._sized(size_bytes, bucket_bytes).waited_s.setdefault(later, {})
         for number in table.numbers:
             if number not in known:
@@ -195,7 +236,9 @@ class Routes:
         return np.array([known[number] for number in table.numbers], float)[table.at]
 
     def _route_waited_s(self, number: int, size_bytes: float, bucket_bytes: float, later: float) -> float:
-        waited, behind = split(self._route_loads(self._sized(size_bytes, bucket_bytes), number, size_bytes, bucket_bytes))
+        waited, behind = split(
+            self._route_loads(self._sized(size_bytes, bucket_bytes), number, size_bytes, bucket_bytes)
+        )
         return sum(load.seconds for load in waited) + later * sum(load.seconds for load in behind[1:])
 
     def gathers(self, table: RouteTable) -> np.ndarray:
@@ -203,11 +246,13 @@ class Routes:
         return np.array([self._gathers[number] for number in table.numbers], bool)[table.at]
 
     def result_share(self, table: RouteTable) -> np.ndarray:
-        """[...]: the share of the whole tensor that the result of each route has on a rank: that of the last step which allocates a tensor, NaN where none does."""
+        """[...]: the share of the whole tensor that the result of each route has on a rank: that of the last step which
+        allocates a tensor, NaN where none does."""
         return np.array([self._result_share[number] for number in table.numbers], float)[table.at]
 
     def intermediate_share(self, table: RouteTable) -> np.ndarray:
-        """[...]: the shares of the whole tensor on a rank between the collectives of each route, added up: 0 where there is one collective at most."""
+        """[...]: the shares of the whole tensor on a rank between the collectives of each route, added up: 0 where
+        there is one collective at most."""
         return np.array([self._intermediate_share[number] for number in table.numbers], float)[table.at]
 
     def collectives(self, table: RouteTable) -> np.ndarray:
@@ -238,15 +283,18 @@ class Routes:
 
 @cache
 def renamed(source: Layout, target: Layout) -> tuple[Layout, Layout]:
-    """Both layouts with their tensor dims renumbered in the order in which they occur; dim 0 keeps its number, since collectives along it need no copies. All other
-    dims cost the same, so the route between the renamed layouts has the price of that between the given ones."""
+    """Both layouts with their tensor dims renumbered in the order in which they occur; dim 0 keeps its number, since
+    collectives along it need no copies. All other dims cost the same, so the route between the renamed layouts has the
+    price of that between the given ones."""
     dims = {0: 0}
     for entry in (*source, *target):
         if is_shard(entry):
             dims.setdefault(dim_of(entry), len(dims))
     if all(dim == number for dim, number in dims.items()):
         return source, target
-    first, second = (tuple(_on(dims[dim_of(e)], e) if is_shard(e) else e for e in layout) for layout in (source, target))
+    first, second = (
+        tuple(_on(dims[dim_of(e)], e) if is_shard(e) else e for e in layout) for layout in (source, target)
+    )
     return first, second
 
 

@@ -1,21 +1,26 @@
-"""What the backward keeps of the forward, and which node or net of the Problem counts its bytes: each storage once, however many views of it are kept.
+"""What the backward keeps of the forward, and which node or net of the Problem counts its bytes: each storage once,
+however many views of it are kept.
 
-Autograd keeps storages, not tensors: a view keeps all of the storage that it is a view of, and a value that several operators keep is one storage.
-So every kept tensor is traced back through views to the value that allocates the storage (its *owner*), across clusters too. Its bytes are counted by
+Autograd keeps storages, not tensors: a view keeps all of the storage that it is a view of, and a value that several
+operators keep is one storage. So every kept tensor is traced back through views to the value that allocates the storage
+(its *owner*), across clusters too. Its bytes are counted by
 
     made in the cluster that keeps it             the node of that cluster (`Kept.own`)
     read from another cluster, with a reshard     the net, for the copy that the reshard makes (`Kept.reads`)
-    read from another cluster, without one        the net, for the owner (`Kept.counted`): one net where several bring it; none where the node of the
-                                                  owner's cluster counts it anyway, or where it comes into that cluster as a view itself
-    the only kept view of its owner               the net to the one operator that keeps it, for the owner or for the copy of the view (`Kept.behind`)
+    read from another cluster, without one        the net, for the owner (`Kept.counted`): one net where several bring
+                                                  it; none where the node of the owner's cluster counts it anyway, or
+                                                  where it comes into that cluster as a view itself
+    the only kept view of its owner               the net to the one operator that keeps it, for the owner or for the
+                                                  copy of the view (`Kept.behind`)
     asked for in several layouts                  further nets that count bytes alone (problem.kept_bytes)
 
-A block that is run again (problem.rerun) keeps the results that its plan keeps, as if their readers saved them, and one tensor per instance for each
-of its ports (`Kept.given`).
+A block that is run again (problem.rerun) keeps the results that its plan keeps, as if their readers saved them, and one
+tensor per instance for each of its ports (`Kept.given`).
 
-A port of a block has one tensor per instance. The net from the port to its readers counts all of them, unless the owner of what is fed or carried
-is counted anyway; then the nets that feed and carry count a copy where they make one. Where a view is fed (a mask expanded to all samples), its
-owner, which may be smaller, is counted. A value made in a block and kept by an operator behind the run is there once, from the last instance.
+A port of a block has one tensor per instance. The net from the port to its readers counts all of them, unless the owner
+of what is fed or carried is counted anyway; then the nets that feed and carry count a copy where they make one. Where a
+view is fed (a mask expanded to all samples), its owner, which may be smaller, is counted. A value made in a block and
+kept by an operator behind the run is there once, from the last instance.
 """
 
 from __future__ import annotations
@@ -38,7 +43,8 @@ Edge = tuple[str, int]  # (op name, operand)
 
 @dataclass(frozen=True, slots=True)
 class NetKey:
-    """Key of a net: the value `ref`, its `reader` (a scope, or the name of the port that is fed) and its `kind` (edge, feed, carry)."""
+    """Key of a net: the value `ref`, its `reader` (a scope, or the name of the port that is fed) and its `kind` (edge,
+    feed, carry)."""
 
     ref: Ref
     reader: str
@@ -49,17 +55,18 @@ class NetKey:
 class Kept:
     """What the backward of a program keeps, and what counts it.
 
-        home      op -> the index of its cluster
-        own       index of a cluster -> the owners that it makes and keeps
-        reads     operands read from another cluster that are kept
-        counted   owner -> the net that counts it; `last`: the same for a value of a block that only operators behind the run keep
-        ports     port of a block -> the net to its readers, where these keep it
-        charges   net -> (value, number of tensors; 0: the `count` of the net) that it counts where it has no reshard
-        behind    net of a view -> the owner, made in another cluster, that it counts where it has no reshard
-        keepers   owner -> the number of kept operands that are views of it
-        moved     nets that count the copy of what they feed or carry where they have a reshard
-        given     index of a cluster -> (port, number of tensors) that it counts, of blocks that are run again
-        reruns    scope of each run of blocks that is run again -> what of it is
+    home      op -> the index of its cluster
+    own       index of a cluster -> the owners that it makes and keeps
+    reads     operands read from another cluster that are kept
+    counted   owner -> the net that counts it; `last`: the same for a value of a block that only operators behind
+              the run keep
+    ports     port of a block -> the net to its readers, where these keep it
+    charges   net -> (value, number of tensors; 0: the `count` of the net) that it counts where it has no reshard
+    behind    net of a view -> the owner, made in another cluster, that it counts where it has no reshard
+    keepers   owner -> the number of kept operands that are views of it
+    moved     nets that count the copy of what they feed or carry where they have a reshard
+    given     index of a cluster -> (port, number of tensors) that it counts, of blocks that are run again
+    reruns    scope of each run of blocks that is run again -> what of it is
     """
 
     program: Program
@@ -77,7 +84,8 @@ class Kept:
     reruns: Mapping[str, Rerun] = field(default_factory=dict)
 
     def beside(self, op: Op) -> bool:
-        """Whether what `op` keeps beside tensors of the graph (masks, statistics) stays until the backward: not where `op` runs again."""
+        """Whether what `op` keeps beside tensors of the graph (masks, statistics) stays until the backward: not where
+        `op` runs again."""
         return op.scope not in self.reruns or op.name in self.reruns[op.scope].kept
 
     def held(self, ref: Ref) -> bool:
@@ -92,11 +100,14 @@ class Kept:
 
 
 def kept(clusters: Sequence[Cluster], program: Program, reruns: Mapping[str, Rerun] | None = None) -> Kept:
-    """What the operators of all `clusters` keep, each storage once. `reruns`: the runs of blocks that are run again, by scope."""
+    """What the operators of all `clusters` keep, each storage once. `reruns`: the runs of blocks that are run again, by
+    scope."""
     home = {op.name: index for index, cluster in enumerate(clusters) for op in cluster.members}
     found = Kept(program, home, reruns=reruns or {})
     for op in program.ops.values():
-        found.keepers.update(found.owner(op.operands[index]) for index in _kept_tensors(op, found) if index < len(op.operands))
+        found.keepers.update(
+            found.owner(op.operands[index]) for index in _kept_tensors(op, found) if index < len(op.operands)
+        )
     for op in program.ops.values():
         for index in _kept_tensors(op, found):
             if index >= len(op.operands):
@@ -169,8 +180,8 @@ def _charge(found: Kept, ref: Ref, net: NetKey, count: int) -> None:
 
 
 def _charge_port(found: Kept, port: str, net: NetKey | None) -> None:
-    """Let `net`, from a port to its readers (None: the node of the port), count what the port gets; or the nets that feed and carry it, where the owner of that is
-    counted anyway."""
+    """Let `net`, from a port to its readers (None: the node of the port), count what the port gets; or the nets that
+    feed and carry it, where the owner of that is counted anyway."""
     op = found.program.ops[port]
     run = found.program.runs[op.scope]
     index, outer = run.ports.index(port), op.count // run.count
@@ -199,7 +210,8 @@ def _charge_port(found: Kept, port: str, net: NetKey | None) -> None:
 
 
 def _charge_fed_view(found: Kept, feed: NetKey, count: int) -> None:
-    """Let the net `feed`, which feeds a view, count the owner, which may be smaller (an expanded mask); or the copy, where there is a reshard on the way."""
+    """Let the net `feed`, which feeds a view, count the owner, which may be smaller (an expanded mask); or the copy,
+    where there is a reshard on the way."""
     found.moved[feed], net = None, feed
     owner, before = _owner_in_cluster(found, feed.ref)
     while before is not None:
@@ -212,7 +224,8 @@ def _charge_fed_view(found: Kept, feed: NetKey, count: int) -> None:
 
 
 def _owner_in_cluster(found: Kept, ref: Ref) -> tuple[Ref, Edge | None]:
-    """A value traced back through views as far as its own cluster goes, and the operand at which it comes into that cluster; None where it is made there."""
+    """A value traced back through views as far as its own cluster goes, and the operand at which it comes into that
+    cluster; None where it is made there."""
     here = found.home[ref[0]]
     while (before := _viewed(found.program.ops[ref[0]])) is not None:
         if found.home[before[0]] != here:

@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from autopar.plan import Plan
 
 OFFLOADED = ("", "optimizer", "parameters")
-"""What is kept in host memory: nothing; the optimizer's state, which is copied to the device for each step; or also the trained parameters
-and their gradients, so that the optimizer steps on the host."""
+"""What is kept in host memory: nothing; the optimizer's state, which is copied to the device for each step; or also the
+trained parameters and their gradients, so that the optimizer steps on the host."""
 
 
 ROWS_TO = ("ranks", "experts", "nodes")
-"""How often a token is sent to its experts: once to each rank of an axis that has some of them; once to each of them; or once to each node with such
-ranks, inside which it is copied on."""
+"""How often a token is sent to its experts: once to each rank of an axis that has some of them; once to each of them;
+or once to each node with such ranks, inside which it is copied on."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,18 @@ class Settings:
         optimizer          a name of autopar.optimizers
         precision          the dtype of compute, by policy (cost.memory.POLICIES)
         fused              chains of pointwise operators run as one kernel
-        matmul             the dtype of matmuls with weights where it is another one (float8); "" for that of `precision`
-        cast_bytes         bytes moved per element to quantise an operand of such a matmul: read once, written by rows and by columns
+        matmul             the dtype of matmuls with weights where it is another one (float8); "" for that of
+                           `precision`
+        cast_bytes         bytes moved per element to quantise an operand of such a matmul: read once, written by rows
+                           and by columns
         turn_bytes         further bytes per element where columns are made of rows by a kernel of its own
         casts_shards       operands are quantised before they are gathered
         matmul_share       the rate of such matmuls as a share of the device's best in that dtype
         attention          the rate of fused attention as a multiple of the device's
-        dealt              rows of the sequence come in the order in which rings are balanced; otherwise attention puts them in order
-        tokens_in_parts    each rank of an axis that splits the experts' width sends its part of a token; the parts are gathered by the experts
+        dealt              rows of the sequence come in the order in which rings are balanced; otherwise attention puts
+                           them in order
+        tokens_in_parts    each rank of an axis that splits the experts' width sends its part of a token; the parts are
+                           gathered by the experts
         rows_to            one of ROWS_TO
         in_a_row           the experts of a token are neighbours
         offload            one of OFFLOADED

@@ -1,5 +1,5 @@
-"""A step of several microbatches on several places, from two Problems with the same choices: what every microbatch costs, and
-what a step costs once.
+"""A step of several microbatches on several places, from two Problems with the same choices: what every microbatch
+costs, and what a step costs once.
 
     micro   operators, reshards, gathered weights, gradients that add up; bytes kept for the backward
     once    sums of gradients of weights that rest whole, the optimizer; bytes that rest
@@ -33,8 +33,16 @@ from autopar.rules.language import Option
 class MicroPrices(Prices):
     """What one of `microbatches` costs, on average: the first one's gradients are added to none."""
 
-    def __init__(self, mesh: Mesh, device: Device, settings: Settings, kernels: Kernels | None = None, microbatches: int = 1, *,
-                 bucket_bytes: float = 0.0) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: Device,
+        settings: Settings,
+        kernels: Kernels | None = None,
+        microbatches: int = 1,
+        *,
+        bucket_bytes: float = 0.0,
+    ) -> None:
         super().__init__(mesh, device, settings, kernels, bucket_bytes=bucket_bytes)
         self.adding = (microbatches - 1) / microbatches
 
@@ -42,9 +50,13 @@ class MicroPrices(Prices):
         """As Prices._back_s, without gathers and the sums of gradients that wait for the end of the step."""
         if not weight:
             return super()._back_s(here, size_bytes, weight, leaf_bytes)
-        return self.routes.seconds(here.read, size_bytes) + np.where(here.each, self.summed_s(here, size_bytes, leaf_bytes), 0.0)
+        return self.routes.seconds(here.read, size_bytes) + np.where(
+            here.each, self.summed_s(here, size_bytes, leaf_bytes), 0.0
+        )
 
-    def _late_s(self, here: Between, size_bytes: float, grad_bytes: float, block_bytes: float, last: np.ndarray) -> np.ndarray:
+    def _late_s(
+        self, here: Between, size_bytes: float, grad_bytes: float, block_bytes: float, last: np.ndarray
+    ) -> np.ndarray:
         """Of sums after every microbatch: the others wait for the end of the step."""
         return np.where(here.each, self._sums_wait_s(here, size_bytes, grad_bytes, last), 0.0)
 
@@ -63,8 +75,16 @@ class ForwardPrices(Prices):
     def __init__(self, mesh: Mesh, device: Device, settings: Settings, kernels: Kernels | None = None) -> None:
         super().__init__(mesh, device, replace(settings, mode="inference"), kernels)
 
-    def table_s(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float, again: Sequence[bool] = (), *,
-                weight: bool = False, grad_bytes: float | None = None) -> np.ndarray:
+    def table_s(
+        self,
+        rows: Sequence[LayoutPair],
+        columns: Sequence[LayoutPair],
+        size_bytes: float,
+        again: Sequence[bool] = (),
+        *,
+        weight: bool = False,
+        grad_bytes: float | None = None,
+    ) -> np.ndarray:
         """Seconds of one way, from each row to each column."""
         return self.routes.seconds(self.routes.between(rows, columns).forward, size_bytes)
 
@@ -78,8 +98,16 @@ class StepPrices(Prices):
         """Nothing: operators run in every microbatch, and sums at the end of a step have no compute to hide under."""
         return 0.0, 0.0
 
-    def table_s(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float, again: Sequence[bool] = (), *,
-                weight: bool = False, grad_bytes: float | None = None) -> np.ndarray:
+    def table_s(
+        self,
+        rows: Sequence[LayoutPair],
+        columns: Sequence[LayoutPair],
+        size_bytes: float,
+        again: Sequence[bool] = (),
+        *,
+        weight: bool = False,
+        grad_bytes: float | None = None,
+    ) -> np.ndarray:
         """Seconds of the leaves at the begin of the step and of the sums of gradients at its end."""
         if not weight:
             return np.zeros((len(rows), len(columns)))
@@ -92,7 +120,9 @@ class StepPrices(Prices):
         held = super()._held(op, lies)
         if lies.each or not lies.gathered:
             return held
-        return replace(held, gradients=held.gradients * (1 + self._elements(op, lies.leaf) / self._elements(op, lies.rest)))
+        return replace(
+            held, gradients=held.gradients * (1 + self._elements(op, lies.leaf) / self._elements(op, lies.rest))
+        )
 
     def extra_bytes(self, op: Op, options: tuple[Option, ...]) -> float:
         """Nothing: kept by microbatches."""
@@ -109,8 +139,8 @@ class StepPrices(Prices):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What stands for a step in the search: weights of seconds per microbatch and per step, of bytes kept by a microbatch
-    and of bytes at rest."""
+    """What stands for a step in the search: weights of seconds per microbatch and per step, of bytes kept by a
+    microbatch and of bytes at rest."""
 
     micro: float
     once: float
@@ -121,13 +151,41 @@ class Share:
 def combined(micro: Model, once: Model, share: Share, memory_limit_bytes: float) -> Model:
     """The Problem of a step under `share`; its choices are those of both."""
     nodes = tuple(
-        Node(a.name, a.labels, share.micro * a.cost_s + share.once * b.cost_s, held_bytes(a, share.kept) + share.rest * b.memory_bytes,
-             share.micro * a.hide_s, a.group)
-        for a, b in zip(micro.problem.nodes, once.problem.nodes, strict=True))
-    nets = [Net(a.name, a.producer, a.row, a.uses, share.micro * a.cost_s, held_bytes(a, 1.0 if a.group >= 0 else share.kept),
-                a.group, a.shown) for a in micro.problem.nets]
-    nets += [Net(f"{b.name} at the end of the step", b.producer, b.row, b.uses, share.once * b.cost_s, np.zeros_like(b.memory_bytes))
-             for b in once.problem.nets if b.cost_s.any()]
+        Node(
+            a.name,
+            a.labels,
+            share.micro * a.cost_s + share.once * b.cost_s,
+            held_bytes(a, share.kept) + share.rest * b.memory_bytes,
+            share.micro * a.hide_s,
+            a.group,
+        )
+        for a, b in zip(micro.problem.nodes, once.problem.nodes, strict=True)
+    )
+    nets = [
+        Net(
+            a.name,
+            a.producer,
+            a.row,
+            a.uses,
+            share.micro * a.cost_s,
+            held_bytes(a, 1.0 if a.group >= 0 else share.kept),
+            a.group,
+            a.shown,
+        )
+        for a in micro.problem.nets
+    ]
+    nets += [
+        Net(
+            f"{b.name} at the end of the step",
+            b.producer,
+            b.row,
+            b.uses,
+            share.once * b.cost_s,
+            np.zeros_like(b.memory_bytes),
+        )
+        for b in once.problem.nets
+        if b.cost_s.any()
+    ]
     problem = Problem(nodes, tuple(nets), micro.problem.groups, memory_limit_bytes, micro.problem.name)
     return replace(micro, problem=problem)
 

@@ -1,5 +1,5 @@
-"""The least that a step can take on a shape, whatever its plan: every operator cut over all devices, at the best rates that a
-device has, and nothing sent."""
+"""The least that a step can take on a shape, whatever its plan: every operator cut over all devices, at the best rates
+that a device has, and nothing sent."""
 
 from __future__ import annotations
 
@@ -15,38 +15,54 @@ from autopar.problem.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Seconds of all operators of a model on one device at its best rates, forward and backward, and of starting them once."""
+    """Seconds of all operators of a model on one device at its best rates, forward and backward, and of starting them
+    once."""
 
     rates_s: float
     starts_s: float
 
     @staticmethod
     def of(program: Program, device: Device, settings: Settings, again: Collection[str] = ()) -> Work:
-        """The work of `program`, the operators of `again` run forward twice; no operator gets cheaper per sample when it gets smaller
-        (autopar.cost.compute), so that of its microbatches is no less."""
+        """The work of `program`, the operators of `again` run forward twice; no operator gets cheaper per sample when
+        it gets smaller (autopar.cost.compute), so that of its microbatches is no less."""
         return _whole(by_piece(program, device, settings, again))
 
     @staticmethod
-    def mixed(program: Program, devices: Sequence[tuple[Device, int]], settings: Settings, again: Collection[str] = ()) -> Work:
+    def mixed(
+        program: Program, devices: Sequence[tuple[Device, int]], settings: Settings, again: Collection[str] = ()
+    ) -> Work:
         """The work of a pipeline on so many of each device: on one that is as fast as all are on average.
 
-        Device d weighs w_d, in proportion to how fast it does all of the work, 1 on average. However pieces (operators and blocks) are dealt
-        to places, the last one ends no sooner than the mean of w_d times what each has to do, and so than each piece's least of w_d times its work on d.
+        Device d weighs w_d, in proportion to how fast it does all of the work, 1 on average. However pieces (operators
+        and blocks) are dealt to places, the last one ends no sooner than the mean of w_d times what each has to do, and
+        so than each piece's least of w_d times its work on d.
         """
         each = [by_piece(program, device, settings, again) for device, _ in devices]
         alone_s = [_whole(own).rates_s for own in each]
-        count, pace = sum(n for _, n in devices), sum(n / seconds for (_, n), seconds in zip(devices, alone_s, strict=True))
+        count, pace = (
+            sum(n for _, n in devices),
+            sum(n / seconds for (_, n), seconds in zip(devices, alone_s, strict=True)),
+        )
         weights = [count / seconds / pace for seconds in alone_s]
-        return _whole({name: Work(min(w * own[name].rates_s for w, own in zip(weights, each, strict=True)),
-                                  min(w * own[name].starts_s for w, own in zip(weights, each, strict=True))) for name in each[0]})
+        return _whole(
+            {
+                name: Work(
+                    min(w * own[name].rates_s for w, own in zip(weights, each, strict=True)),
+                    min(w * own[name].starts_s for w, own in zip(weights, each, strict=True)),
+                )
+                for name in each[0]
+            }
+        )
 
     def step_s(self, devices: int, places: int, microbatches: int) -> float:
-        """The least on so many devices, where each place has its part of the operators and starts them for every microbatch."""
+        """The least on so many devices, where each place has its part of the operators and starts them for every
+        microbatch."""
         return self.rates_s / devices + self.starts_s * microbatches / places
 
 
 def by_piece(program: Program, device: Device, settings: Settings, again: Collection[str] = ()) -> dict[str, Work]:
-    """The work of each piece by name, all instances of a block together, on one device, the operators of `again` run forward twice."""
+    """The work of each piece by name, all instances of a block together, on one device, the operators of `again` run
+    forward twice."""
     found: dict[str, Work] = {}
     for op in program.ops.values():
         if op.role == "op" and (op.flops > 0 or op.bytes > 0):
@@ -63,12 +79,14 @@ def _whole(each: Mapping[str, Work]) -> Work:
 
 
 def least_wait(paces: Sequence[float], microbatches: int) -> float:
-    """The length of a step over its work where each place runs one stage, with whole backwards: how long places wait for each other at least.
+    """The length of a step over its work where each place runs one stage, with whole backwards: how long places wait
+    for each other at least.
 
-    Place q does x_q of the work, sum x_q = 1, at `paces` s_q: t_q = x_q / s_q of a microbatch. Before its first and behind its last one the places in front of
-    it have to do theirs: a step takes at least m t_q + sum of t_p over p < q, for each q; and so at least their mean with any weights w_q, sum w_q = 1, which is
-    sum over q of x_q / s_q (m w_q + sum of w_p over p > q). The weights that make all terms of this sum alike (or, where that wants w_q < 0,
-    none smaller) give a bound that holds for all x.
+    Place q does x_q of the work, sum x_q = 1, at `paces` s_q: t_q = x_q / s_q of a microbatch. Before its first and
+    behind its last one the places in front of it have to do theirs: a step takes at least m t_q + sum of t_p over p <
+    q, for each q; and so at least their mean with any weights w_q, sum w_q = 1, which is sum over q of x_q / s_q (m w_q
+    + sum of w_p over p > q). The weights that make all terms of this sum alike (or, where that wants w_q < 0, none
+    smaller) give a bound that holds for all x.
     """
     behind = 0.0
     for pace in reversed(paces):
@@ -77,10 +95,13 @@ def least_wait(paces: Sequence[float], microbatches: int) -> float:
 
 
 def _direction_s(op: Op, direction: int, device: Device, settings: Settings) -> float:
-    """Seconds of one Op forward (0) or backward (1) on one device: no cut has less to calculate or to move than its even share."""
+    """Seconds of one Op forward (0) or backward (1) on one device: no cut has less to calculate or to move than its
+    even share."""
     flops = (op.flops, op.backward_flops)[direction]
     moved = ((op.bytes, op.backward_bytes), (op.fused_bytes, op.fused_backward_bytes))[settings.fused][direction]
-    bandwidth_bytes_s = max(device.cache_bandwidth_bytes_s, device.memory_bandwidth_bytes_s * device.achievable_bandwidth)
+    bandwidth_bytes_s = max(
+        device.cache_bandwidth_bytes_s, device.memory_bandwidth_bytes_s * device.achievable_bandwidth
+    )
     return max(flops / _best_rate(op, direction, device, settings), moved / bandwidth_bytes_s)
 
 

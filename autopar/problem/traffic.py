@@ -1,14 +1,16 @@
-"""Bytes that the kernels of each Op read and write, forward and backward: with one kernel per operator, and with chains of pointwise operators fused.
+"""Bytes that the kernels of each Op read and write, forward and backward: with one kernel per operator, and with chains
+of pointwise operators fused.
 
 Forward: each operand is read once and each result written once (passes annotate `Op.bytes`).
-Backward: the gradients of results and the saved tensors are read, the gradients of operands are written. An addition hands its gradient on without
-a copy. Where several operators read a value, their gradients are added up: two reads and a write for each reader after the first. The gradients of
-the pieces of a split are concatenated, unless fused kernels write them in place. The bias of a matmul is added in the kernel of the matmul, its
-gradient is a sum by another kernel.
+Backward: the gradients of results and the saved tensors are read, the gradients of operands are written. An addition
+hands its gradient on without a copy. Where several operators read a value, their gradients are added up: two reads and
+a write for each reader after the first. The gradients of the pieces of a split are concatenated, unless fused kernels
+write them in place. The bias of a matmul is added in the kernel of the matmul, its gradient is a sum by another kernel.
 
-Fused: a pointwise operator whose only reader is another one, a norm, a softmax or a concatenation runs in the kernel of that reader, and the tensor
-between them stays in registers. The backward recomputes it from the inputs of the kernel (as inductor and hand-written kernels do), so it is not written for
-the backward either. Readers that are not pointwise end a kernel.
+Fused: a pointwise operator whose only reader is another one, a norm, a softmax or a concatenation runs in the kernel of
+that reader, and the tensor between them stays in registers. The backward recomputes it from the inputs of the kernel
+(as inductor and hand-written kernels do), so it is not written for the backward either. Readers that are not pointwise
+end a kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 POINTWISE = frozenset((*UNARY, *BINARY, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self))
-ENDS = frozenset((aten.cat.default, aten.softmax.int, aten.log_softmax.int, aten.layer_norm.default, aten.rms_norm.default))
+ENDS = frozenset(
+    (aten.cat.default, aten.softmax.int, aten.log_softmax.int, aten.layer_norm.default, aten.rms_norm.default)
+)
 NORMS = frozenset((aten.layer_norm.default, aten.rms_norm.default))
 LOSSES = (ops.cross_entropy_sum, ops.cross_entropy_each)
 SOFTMAXES = frozenset((aten.softmax.int, aten.log_softmax.int))
@@ -45,28 +49,38 @@ SUMS = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar))
 
 
 def annotate(program: Program) -> None:
-    """Set `backward_bytes`, `rows_bytes`, `bias_bytes`, `leads` and the fused bytes of every Op of `program`, and correct its `bytes` where its kernels move more."""
+    """Set `backward_bytes`, `rows_bytes`, `bias_bytes`, `leads` and the fused bytes of every Op of `program`, and
+    correct its `bytes` where its kernels move more."""
     readers = program.readers
     for op in program.ops.values():
         if op.role == "op" and _has_kernel(op):
             op.backward_bytes = _backward_bytes(op)
             op.rows_bytes = (op.bytes, op.backward_bytes) if by_rows(op) else (0.0, 0.0)
             bias = bias_of(op.call)
-            op.bias_bytes = op.fused_bias_bytes = tensor_bytes(op.call.outs[0]) + tensor_bytes(bias) if bias is not None and bias.grad else 0.0
+            op.bias_bytes = op.fused_bias_bytes = (
+                tensor_bytes(op.call.outs[0]) + tensor_bytes(bias) if bias is not None and bias.grad else 0.0
+            )
         elif op.target in PIECES and op.graded and op.call.ins[0].grad:
             op.backward_bytes = 2 * tensor_bytes(op.call.ins[0])
     for ref, found in readers.items():
         _add_gradient_sums(program, ref, [op for op, operand in found if op.call.ins[operand].grad and op.role == "op"])
     for op in program.ops.values():
-        op.fused_bytes, op.fused_backward_bytes, op.leads = op.bytes, op.backward_bytes if op.target not in PIECES else 0.0, _has_kernel(op)
-        if op.target in LOSSES:  # log-probabilities are written, and a gradient of theirs that is nearly all zeros is made, and read
+        op.fused_bytes, op.fused_backward_bytes, op.leads = (
+            op.bytes,
+            op.backward_bytes if op.target not in PIECES else 0.0,
+            _has_kernel(op),
+        )
+        # log-probabilities are written, and a gradient of theirs that is nearly all zeros is made, and read
+        if op.target in LOSSES:
             op.bytes += tensor_bytes(op.call.ins[0])
             op.rows_bytes = op.bytes, 0.0
             op.backward_bytes += 2 * tensor_bytes(op.call.ins[0]) if op.backward_bytes else 0.0
-        if op.target is aten.rms_norm.default and program.device == "cpu":  # plain operators one by one, in float32 at least (layer_norm.cpp, rms_norm_composite)
+        # plain operators one by one, in float32 at least (layer_norm.cpp, rms_norm_composite)
+        if op.target is aten.rms_norm.default and program.device == "cpu":
             wide = 4.0 * max(1, op.call.outs[0].itemsize // 4) * math.prod(op.call.outs[0].sizes)
             op.bytes, op.backward_bytes = PLAIN_NORM[0] * wide, PLAIN_NORM[1] * wide if op.backward_bytes else 0.0
-        if op.target is aten.dropout.default:  # the mask is drawn by a kernel of its own, in the time that float32 would take to be written, and read
+        # the mask is drawn by a kernel of its own, in the time that float32 would take to be written, and read
+        if op.target is aten.dropout.default:
             op.bytes += (DRAWN_BYTES + 1) * math.prod(op.call.outs[0].sizes)
     for producer, reader, tensor in _fused_pairs(program, readers):
         _fuse(producer, reader, tensor)
@@ -81,8 +95,8 @@ def _has_kernel(op: Op) -> bool:
 
 
 def by_rows(op: Op) -> bool:
-    """Whether the kernels of an Op, not fused, reduce over rows, so that they do not reach full bandwidth: norms, softmaxes, and pointwise operators that broadcast an operand, whose
-    gradient is a sum over the broadcast dims."""
+    """Whether the kernels of an Op, not fused, reduce over rows, so that they do not reach full bandwidth: norms,
+    softmaxes, and pointwise operators that broadcast an operand, whose gradient is a sum over the broadcast dims."""
     if op.target in NORMS or op.target in SOFTMAXES:
         return True
     whole = op.call.outs[0].sizes if op.call.outs else ()
@@ -95,7 +109,8 @@ def tensor_bytes(tensor: Tensor) -> float:
 
 
 def _backward_bytes(op: Op) -> float:
-    """Bytes that the kernels of the backward of one Op move, without sums over several readers and without the gradient of a bias."""
+    """Bytes that the kernels of the backward of one Op move, without sums over several readers and without the gradient
+    of a bias."""
     bias = bias_of(op.call)
     grads = [t for t in op.call.ins if t.grad and t is not bias]
     if not op.graded or not grads:
@@ -107,14 +122,16 @@ def _backward_bytes(op: Op) -> float:
     if op.target is aten.embedding.default:  # rows are added to where they came from, in zeros of the weight's size
         return 3 * out + sum(tensor_bytes(t) for t in grads)
     kept = sum(tensor_bytes(op.tensors[i]) for i in op.read_back) + op.extra_bytes
-    if op.target in NORMS and len(grads) > 1:  # the gradients of weight and bias are a kernel of their own, which reads both again
+    # the gradients of weight and bias are a kernel of their own, which reads both again
+    if op.target in NORMS and len(grads) > 1:
         kept += out + tensor_bytes(op.call.ins[0])
     passes = len(grads) if op.flops > 0 and len(op.read_back) > 1 and op.target not in POINTWISE | ENDS else 1
     return passes * out + kept + sum(tensor_bytes(t) for t in grads)
 
 
 def _add_gradient_sums(program: Program, ref: Ref, readers: list[Op]) -> None:
-    """Charge the sums of the gradients of a value that several operators read to the first of them, whose backward is last."""
+    """Charge the sums of the gradients of a value that several operators read to the first of them, whose backward is
+    last."""
     if len(readers) > 1 and program.ops[ref[0]].role in ("op", "port"):
         readers[0].backward_bytes += 3 * (len(readers) - 1) * tensor_bytes(program.ops[ref[0]].call.outs[ref[1]])
 
@@ -138,7 +155,8 @@ def _read_once(program: Program, readers: dict[Ref, list[tuple[Op, int]]]) -> It
 
 
 def _fuse(producer: Op, reader: Op, between: Tensor) -> None:
-    """Run `producer` in the kernel of `reader`: the tensor `between` them is neither written nor read, nor is its gradient, but where the reader hands it on."""
+    """Run `producer` in the kernel of `reader`: the tensor `between` them is neither written nor read, nor is its
+    gradient, but where the reader hands it on."""
     size = tensor_bytes(between)
     producer.leads = False
     producer.fused_bytes = max(0.0, producer.fused_bytes - size)

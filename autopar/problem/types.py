@@ -9,8 +9,8 @@ The cost of a solution x (the same for every strategy, `Problem.evaluate`):
     time   = sum_v  cost_s[v][x_v] (choices without a lane)
            + sum over stretches of the largest sum_v cost_s[v][x_v] of one of its lanes
              (compute, and collectives inside operators)
-           + sum_t  sum over the *distinct* (use layouts) d that the readers of t ask for of net cost_s[t][x_producer, d]
-                    (nets without an overlap group: always exposed)
+           + sum_t  sum over the *distinct* (use layouts) d that the readers of t ask for of net cost_s[t][x_producer,
+                    d] (nets without an overlap group: always exposed)
            + sum_g  max(0, comm_g - hide_g)                        nets and nodes of overlap group g
     where a net of a group adds the share `shown` of its cost to what is always exposed and the rest to comm_g
     memory = sum_v  memory_bytes[v][x_v] + sum_t (the same sum over distinct d) memory_bytes[t][x_producer, d]
@@ -34,8 +34,9 @@ from autopar.text import gibibytes
 class Node:
     """One decision. `cost_s` (seconds per step) and `memory_bytes` (per device) have one entry per choice.
 
-    `hide_s` is the part of `cost_s` under which collectives of overlap group `group` can hide (`group` -1: none can). `lane` says in which lane
-    each choice works, -1 for on all ranks (None: all choices do). The lanes of one stretch work at the same time, on different ranks.
+    `hide_s` is the part of `cost_s` under which collectives of overlap group `group` can hide (`group` -1: none can).
+    `lane` says in which lane each choice works, -1 for on all ranks (None: all choices do). The lanes of one stretch
+    work at the same time, on different ranks.
     """
 
     name: str
@@ -45,7 +46,8 @@ class Node:
     hide_s: np.ndarray
     group: int = -1
     lane: np.ndarray | None = None  # int[choices]
-    live_bytes: np.ndarray | None = None  # the part of `memory_bytes` that is there only while its scope runs (None: nothing)
+    # the part of `memory_bytes` that is there only while its scope runs (None: nothing)
+    live_bytes: np.ndarray | None = None
 
     def in_lane(self, lane: int) -> np.ndarray:
         """`cost_s` of the choices that work in `lane` (-1: in none), zero for the others."""
@@ -66,9 +68,10 @@ class Use:
 class Net:
     """One tensor: its producer, its readers and what each change of layout costs.
 
-    `row[c]` is the row of choice c of the producer. `cost_s[row, column]` in seconds per step, `memory_bytes` likewise per device.
-    `group` is the overlap group in whose compute the cost can hide, -1 where it is always exposed. `shown` is the share of the cost that is
-    exposed in any case: steps that compute waits for, and the time by which background collectives slow compute down.
+    `row[c]` is the row of choice c of the producer. `cost_s[row, column]` in seconds per step, `memory_bytes` likewise
+    per device. `group` is the overlap group in whose compute the cost can hide, -1 where it is always exposed. `shown`
+    is the share of the cost that is exposed in any case: steps that compute waits for, and the time by which background
+    collectives slow compute down.
     """
 
     name: str
@@ -79,7 +82,8 @@ class Net:
     memory_bytes: np.ndarray
     group: int = -1
     shown: np.ndarray | float = 0.0  # [rows, columns], or the same for all
-    live_bytes: np.ndarray | None = None  # the part of `memory_bytes` that is there only while its scope runs (None: nothing)
+    # the part of `memory_bytes` that is there only while its scope runs (None: nothing)
+    live_bytes: np.ndarray | None = None
 
     @cached_property
     def shown_s(self) -> np.ndarray:
@@ -155,18 +159,25 @@ class Problem:
     def shown(self) -> Problem:
         """The same without overlap: all collectives are exposed."""
         nodes = tuple([replace(node, group=-1) for node in self.nodes])
-        return replace(self, nodes=nodes, nets=tuple([replace(net, group=-1) for net in self.nets]), groups=0, _check=False)
+        return replace(
+            self, nodes=nodes, nets=tuple([replace(net, group=-1) for net in self.nets]), groups=0, _check=False
+        )
 
     def paid(self, byte_s: float) -> Problem:
-        """The same with a price in seconds on each byte, in place of a memory limit. Nets with a group are exempt: gathered weights, which are held
-        for one block and the next only."""
+        """The same with a price in seconds on each byte, in place of a memory limit. Nets with a group are exempt:
+        gathered weights, which are held for one block and the next only."""
         nodes = tuple([replace(node, cost_s=node.cost_s + byte_s * node.memory_bytes) for node in self.nodes])
-        nets = tuple([replace(net, cost_s=net.cost_s + byte_s * net.memory_bytes) if net.group < 0 else net for net in self.nets])
+        nets = tuple(
+            [replace(net, cost_s=net.cost_s + byte_s * net.memory_bytes) if net.group < 0 else net for net in self.nets]
+        )
         return replace(self, nodes=nodes, nets=nets, memory_limit_bytes=float("inf"), _check=False)
 
     def barred(self, other: Problem) -> Problem:
         """The same without the choices that are forbidden in `other`, a Problem with the same nodes."""
-        nodes = [replace(node, cost_s=np.where(np.isinf(there.cost_s), np.inf, node.cost_s)) for node, there in zip(self.nodes, other.nodes, strict=True)]
+        nodes = [
+            replace(node, cost_s=np.where(np.isinf(there.cost_s), np.inf, node.cost_s))
+            for node, there in zip(self.nodes, other.nodes, strict=True)
+        ]
         return replace(self, nodes=tuple(nodes), _check=False)
 
     def evaluate(self, choice: tuple[int, ...]) -> Cost:
@@ -180,7 +191,8 @@ class Problem:
         if cost.memory_bytes > self.memory_limit_bytes * (1 + 1e-9):
             raise InfeasibleError(
                 f"problem {self.name}: the solution needs {gibibytes(cost.memory_bytes)} per device, "
-                f"{gibibytes(self.memory_limit_bytes)} are there")
+                f"{gibibytes(self.memory_limit_bytes)} are there"
+            )
         return cost
 
     def price(self, choice: tuple[int, ...]) -> Cost:
@@ -206,11 +218,17 @@ class Problem:
         compute += float(self.abreast_s(lanes)[0])
         over = np.maximum(0.0, comm - hide)
         late = float(over.sum())
-        return Cost(compute + exposed + late, memory, compute, exposed + late,
-                    float(comm.sum()) - late if np.isfinite(late) else 0.0)
+        return Cost(
+            compute + exposed + late,
+            memory,
+            compute,
+            exposed + late,
+            float(comm.sum()) - late if np.isfinite(late) else 0.0,
+        )
 
     def abreast_s(self, lanes: np.ndarray) -> np.ndarray:
-        """Seconds of work in lanes: [lanes, n] seconds in each lane -> [n], the sum over stretches of the longest lane in each."""
+        """Seconds of work in lanes: [lanes, n] seconds in each lane -> [n], the sum over stretches of the longest lane
+        in each."""
         total = np.zeros(lanes.shape[1])
         for stretch in dict.fromkeys(self.lanes):
             total += lanes[[s == stretch for s in self.lanes]].max(0)
@@ -223,7 +241,9 @@ def _check_node(node: Node, index: int, groups: int, lanes: int) -> None:
         raise ValueError(f"node {node.name}: labels, cost_s, memory_bytes and hide_s differ in length or are empty")
     if np.isnan(node.cost_s).any() or not (np.isfinite(node.memory_bytes) & np.isfinite(node.hide_s)).all():
         raise ValueError(f"node {node.name}: only cost_s may be infinite, and nothing may be NaN")
-    if node.lane is not None and not (len(node.lane) == len(node.labels) and node.lane.min() >= -1 and node.lane.max() < lanes):
+    if node.lane is not None and not (
+        len(node.lane) == len(node.labels) and node.lane.min() >= -1 and node.lane.max() < lanes
+    ):
         raise ValueError(f"node {node.name}: lane wants {len(node.labels)} entries in -1..{lanes - 1}, got {node.lane}")
     if not -1 <= node.group < groups:
         raise ValueError(f"node {node.name} is in overlap group {node.group}, the problem has 0..{groups - 1}")
@@ -239,7 +259,9 @@ def _check_net(net: Net, nodes: tuple[Node, ...], groups: int) -> None:
     for use in net.uses:
         if use.node == net.producer:
             raise ValueError(f"net {net.name}: {nodes[use.node].name} reads what it produces")
-        _check_index(f"net {net.name}: column of {nodes[use.node].name}", use.column, nodes[use.node], net.cost_s.shape[1])
+        _check_index(
+            f"net {net.name}: column of {nodes[use.node].name}", use.column, nodes[use.node], net.cost_s.shape[1]
+        )
     if not (net.cost_s >= 0).all() or not (net.memory_bytes >= 0).all() or not np.isfinite(net.memory_bytes).all():
         raise ValueError(f"net {net.name}: cost_s must be in 0..inf, memory_bytes finite and not negative")
     if np.any(np.asarray(net.shown) < 0.0) or np.any(np.asarray(net.shown) > 1.0):

@@ -1,11 +1,13 @@
 """From the events of torch.profiler to seconds by operator and by collective.
 
     forward     the range of an operator, less the steps of reshards inside
-    backward    autograd's nodes carry the number of the forward operator that made them: the last one that began with that number
+    backward    autograd's nodes carry the number of the forward operator that made them: the last one that began with
+                that number
     steps       ranges of the runtime (`runtime.profiler_ranges`), wherever they run
     optimizer   the range that torch puts around its step
 
-On GPUs a range counts the seconds of the kernels that it started; the copy of the range that the profiler has among the kernels does not.
+On GPUs a range counts the seconds of the kernels that it started; the copy of the range that the profiler has among the
+kernels does not.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ OPTIMIZER = "Optimizer.step#"
 
 def attributed(events: Sequence[Any], *, cuda: bool = False) -> dict[Key, float]:
     """Seconds by key of all that ran in `events` (`torch.profiler.profile.events()`)."""
-    ordered = sorted((event for event in events if event.device_type == DeviceType.CPU), key=lambda event: (event.thread, event.time_range.start, -event.time_range.end))
+    ordered = sorted(
+        (event for event in events if event.device_type == DeviceType.CPU),
+        key=lambda event: (event.thread, event.time_range.start, -event.time_range.end),
+    )
     return _Walk(cuda).over(ordered)
 
 
@@ -44,7 +49,9 @@ class _Walk:
         """See `attributed`."""
         open_: list[tuple[Any, Key | None]] = []
         for event in events:
-            while open_ and (event.thread != open_[-1][0].thread or event.time_range.start >= open_[-1][0].time_range.end):
+            while open_ and (
+                event.thread != open_[-1][0].thread or event.time_range.start >= open_[-1][0].time_range.end
+            ):
                 open_.pop()
             key = self._key(event)
             if key is None:

@@ -1,7 +1,8 @@
-"""The emitted source with a profiler range around each operator: `with record_function("autopar op layers_0/gelu"): ...`.
+"""The emitted source with a profiler range around each operator: `with record_function("autopar op layers_0/gelu"):
+...`.
 
-Emitted with probes, the source says behind each operator which node of the plan it is; the probes are taken out again, so that what runs is
-the emitted program and nothing else.
+Emitted with probes, the source says behind each operator which node of the plan it is; the probes are taken out again,
+so that what runs is the emitted program and nothing else.
 """
 
 from __future__ import annotations
@@ -39,7 +40,13 @@ class _Labels(ast.NodeTransformer):
         for statement in statements:
             for name in ("body", "orelse"):
                 if isinstance(getattr(statement, name, None), list):
-                    setattr(statement, name, self._block(getattr(statement, name)) or [ast.Pass()] if name == "body" else self._block(getattr(statement, name)))
+                    setattr(
+                        statement,
+                        name,
+                        self._block(getattr(statement, name)) or [ast.Pass()]
+                        if name == "body"
+                        else self._block(getattr(statement, name)),
+                    )
             probed = _probed(statement)
             if probed is None:
                 made.append(statement)
@@ -53,7 +60,11 @@ def _probed(statement: ast.stmt) -> str | None:
     if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
         return None
     call = statement.value
-    if not isinstance(call.func, ast.Attribute) or call.func.attr != "probe" or not isinstance(call.args[0], ast.Constant):
+    if (
+        not isinstance(call.func, ast.Attribute)
+        or call.func.attr != "probe"
+        or not isinstance(call.args[0], ast.Constant)
+    ):
         return None
     return str(call.args[0].value)
 

@@ -25,7 +25,8 @@ def predicted(gm: fx.GraphModule, plan: Plan, place: int = 0) -> dict[Key, float
 
 
 def starts(gm: fx.GraphModule, plan: Plan, place: int = 0) -> dict[Key, float]:
-    """Of these seconds, those that starting operators takes; none for a cluster of parts, from which nothing is refitted."""
+    """Of these seconds, those that starting operators takes; none for a cluster of parts, from which nothing is
+    refitted."""
     if "parts" in plan.cluster:
         return {}
     at_once = replace(plan, cluster={**plan.cluster, "device": {**plan.cluster["device"], "launch_s": 0.0}})

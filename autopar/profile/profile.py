@@ -40,8 +40,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One operator (all its instances, forward and backward), one collective (all that have this kind, axis and number of bytes), the
-    sums of gradients, or the optimizer: seconds of one step on a rank. Of the predicted ones starting operators takes `starts_s`."""
+    """One operator (all its instances, forward and backward), one collective (all that have this kind, axis and number
+    of bytes), the sums of gradients, or the optimizer: seconds of one step on a rank. Of the predicted ones starting
+    operators takes `starts_s`."""
 
     place: int
     what: str
@@ -59,8 +60,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """`rows` are those of the first rank of each place (means over the ranks of the place), the worst first. `rest_s` is what a profiled step of the first place
-    has beside its rows: Python, hooks, waiting for other places."""
+    """`rows` are those of the first rank of each place (means over the ranks of the place), the worst first. `rest_s`
+    is what a profiled step of the first place has beside its rows: Python, hooks, waiting for other places."""
 
     model: str
     cluster: str
@@ -73,7 +74,13 @@ class Profile:
     def to_dict(self) -> dict[str, Any]:
         """JSON types only."""
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "rows"}
-        return {**own, "rows": [{f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name not in ("key", "starts_s")} for row in self.rows]}
+        return {
+            **own,
+            "rows": [
+                {f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name not in ("key", "starts_s")}
+                for row in self.rows
+            ],
+        }
 
 
 def profile(case: Case, steps: int = 3, *, trace: str = "", progress: Callable[[str], None] | None = None) -> Profile:
@@ -90,12 +97,19 @@ def profile(case: Case, steps: int = 3, *, trace: str = "", progress: Callable[[
     inner = plan.ranks // plan.places
     rows: list[Row] = []
     for place in range(plan.places):
-        mine = found[place * inner:(place + 1) * inner]
+        mine = found[place * inner : (place + 1) * inner]
         rows += _rows(plan, place, _mean(mine), predicted(case.gm, plan, place), starts(case.gm, plan, place))
     first = sum(row.measured_s for row in rows if row.place == 0)
     rows.sort(key=lambda row: -abs(row.off_s))
-    return Profile(plan.model, str(plan.cluster["name"]), found[0].step_s, found[0].profiled_s, plan.predicted.step_s,
-                   found[0].profiled_s - first, tuple(rows))
+    return Profile(
+        plan.model,
+        str(plan.cluster["name"]),
+        found[0].step_s,
+        found[0].profiled_s,
+        plan.predicted.step_s,
+        found[0].profiled_s - first,
+        tuple(rows),
+    )
 
 
 def _mean(found: list[Recorded]) -> dict[Key, float]:
@@ -103,9 +117,14 @@ def _mean(found: list[Recorded]) -> dict[Key, float]:
     return {key: sum(each.seconds.get(key, 0.0) for each in found) / len(found) for key in keys}
 
 
-def _rows(plan: Plan, place: int, measured: Mapping[Key, float], foreseen: Mapping[Key, float], begun: Mapping[Key, float]) -> list[Row]:
+def _rows(
+    plan: Plan, place: int, measured: Mapping[Key, float], foreseen: Mapping[Key, float], begun: Mapping[Key, float]
+) -> list[Row]:
     keys = dict.fromkeys((*measured, *foreseen))
-    return [Row(place, *_words(plan, key), measured.get(key, 0.0), foreseen.get(key, 0.0), key, begun.get(key, 0.0)) for key in keys]
+    return [
+        Row(place, *_words(plan, key), measured.get(key, 0.0), foreseen.get(key, 0.0), key, begun.get(key, 0.0))
+        for key in keys
+    ]
 
 
 def _words(plan: Plan, key: Key) -> tuple[str, str]:
@@ -120,5 +139,8 @@ def _words(plan: Plan, key: Key) -> tuple[str, str]:
         case ("sync", kind, axis):
             return "gradients", f"{str(kind).replace('_', '-')} on {plan.axes[int(str(axis))]}"
         case (kind, axis, nbytes):
-            return "collective", f"{str(kind).replace('_', '-')} on {plan.axes[int(str(axis))]}, {megabytes(float(str(nbytes)))}"
+            return (
+                "collective",
+                f"{str(kind).replace('_', '-')} on {plan.axes[int(str(axis))]}, {megabytes(float(str(nbytes)))}",
+            )
     raise AssertionError(f"no such key: {key}")

@@ -22,8 +22,8 @@ WARM = 2
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank does: build the module, warm up, `steps` steps that are timed, and as many that are profiled. The first rank
-    writes its events to `trace`."""
+    """What every rank does: build the module, warm up, `steps` steps that are timed, and as many that are profiled. The
+    first rank writes its events to `trace`."""
 
     bundle: Bundle
     weights: Mapping[str, torch.Tensor]
@@ -34,7 +34,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Seconds of a step on the slowest rank (the median), of a profiled step on this one (the mean), and of what it is made of."""
+    """Seconds of a step on the slowest rank (the median), of a profiled step on this one (the mean), and of what it is
+    made of."""
 
     step_s: float
     profiled_s: float
@@ -62,7 +63,9 @@ def record(job: Job) -> Recorded:
     for _ in range(WARM):
         step()
     times = [_timed(step, cuda) for _ in range(job.steps)]
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
+    with torch.profiler.profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    ) as profiler:
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(job.steps):

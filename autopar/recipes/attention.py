@@ -1,4 +1,5 @@
-"""What strategies by hand do with attention: heads are cut, and with too few key heads their projections may be whole."""
+"""What strategies by hand do with attention: heads are cut, and with too few key heads their projections may be
+whole."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from passes import edit, facts, ops
 
 aten = torch.ops.aten
 QUERY, KEY, VALUE = "query", "key", "value"
-CONTRACTIONS = (ATTENTION, aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.einsum.default, ops.affine)
+CONTRACTIONS = (
+    ATTENTION,
+    aten.linear.default,
+    aten.matmul.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.einsum.default,
+    ops.affine,
+)
 
 
 def by_heads(op: Op, ways: int) -> bool:
@@ -29,8 +38,8 @@ def cuts_heads(op: Op, option: Option) -> bool:
 
 
 def makes_few_heads(node: fx.Node, ways: int) -> bool:
-    """Whether all that is made of `node` are keys and values with too few heads for `ways` ranks, of attentions whose query heads
-    are enough."""
+    """Whether all that is made of `node` are keys and values with too few heads for `ways` ranks, of attentions whose
+    query heads are enough."""
     made, todo = {node}, [node]
     while todo:
         value = todo.pop()
@@ -44,7 +53,8 @@ def makes_few_heads(node: fx.Node, ways: int) -> bool:
 
 
 def _few(attention: fx.Node, node: fx.Node, ways: int) -> bool:
-    """Whether `node` is key or value of `attention`, with too few heads for `ways` ranks, for which its queries have enough."""
+    """Whether `node` is key or value of `attention`, with too few heads for `ways` ranks, for which its queries have
+    enough."""
     given = edit.args_of(attention)
     enough = _divide(facts.shape(given[QUERY]), ways) and given[QUERY] is not node
     return enough and node in (given[KEY], given[VALUE]) and not _divide(facts.shape(node), ways)

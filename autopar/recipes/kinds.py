@@ -8,14 +8,20 @@ from autopar.rules.language import Option
 from autopar.rules.tiles import tiles, weight_at
 
 SAMPLE, OPERATOR, ATTRIBUTE, PARAMETER, REPLICATE, PARTIAL = (
-    "sample", "operator", "attribute", "parameter", "replicate", "partial")
+    "sample",
+    "operator",
+    "attribute",
+    "parameter",
+    "replicate",
+    "partial",
+)
 
 
 def kind(op: Op, option: Option) -> str:
     """sample, attribute, parameter, operator; replicate where nothing is cut; partial where a sum passes through.
 
-    A split is of the *parameter* kind when a weight is cut with it, of the *sample* kind when the batch is, otherwise of
-    the *attribute* kind (sequence, heads, height, width).
+    A split is of the *parameter* kind when a weight is cut with it, of the *sample* kind when the batch is, otherwise
+    of the *attribute* kind (sequence, heads, height, width).
     """
     if option.factor.startswith("O("):
         return OPERATOR
@@ -24,7 +30,9 @@ def kind(op: Op, option: Option) -> str:
     cut = _cut(option)
     if tiles(option.run) > 1:  # of the weight every rank uses all
         cut.pop(weight_at(option.run), None)
-    if any(is_weight and index in cut and cut[index] not in op.batch[index] for index, is_weight in enumerate(op.weight)):
+    if any(
+        is_weight and index in cut and cut[index] not in op.batch[index] for index, is_weight in enumerate(op.weight)
+    ):
         return PARAMETER  # a weight repeated for every sample (a class token) is cut by samples
     if any(dim in op.batch[index] for index, dim in cut.items()):
         return SAMPLE

@@ -1,4 +1,5 @@
-"""Named strategies with the optimizer's state on the host, or trained parameters too: another recipe, with the optimizer's step there (ZeRO-Offload)."""
+"""Named strategies with the optimizer's state on the host, or trained parameters too: another recipe, with the
+optimizer's step there (ZeRO-Offload)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from autopar.text import gibibytes
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """`base` is the recipe that says how parameters lie, `held` what is on the host (problem.settings.OFFLOADED); `about` is one line for users.
-    Raises PlanError where there is no such recipe, or nothing that is held so."""
+    """`base` is the recipe that says how parameters lie, `held` what is on the host (problem.settings.OFFLOADED);
+    `about` is one line for users. Raises PlanError where there is no such recipe, or nothing that is held so."""
 
     name: str
     base: str
@@ -29,8 +30,18 @@ class Offload:
 
 
 _TABLE = (
-    Offload("optimizer_offload", "zero1", "optimizer", "ZeRO-1 with optimizer state in the memory of the host, brought to the device for the step"),
-    Offload("zero_offload", "zero1", "parameters", "ZeRO-1 with float32 parameters and optimizer state in the memory of the host, where the optimizer steps"),
+    Offload(
+        "optimizer_offload",
+        "zero1",
+        "optimizer",
+        "ZeRO-1 with optimizer state in the memory of the host, brought to the device for the step",
+    ),
+    Offload(
+        "zero_offload",
+        "zero1",
+        "parameters",
+        "ZeRO-1 with float32 parameters and optimizer state in the memory of the host, where the optimizer steps",
+    ),
 )
 
 OFFLOADS: dict[str, Offload] = {offload.name: offload for offload in _TABLE}
@@ -40,20 +51,30 @@ def checked(name: str, cluster: Cluster, settings: Settings) -> None:
     """Raise PlanError where nothing is trained, or where the cluster does not say what its hosts have."""
     device = cluster.device
     if not settings.training:
-        raise PlanError(f"recipe {name} puts the state of an optimizer on the host, and mode {settings.mode} has none; use another recipe")
+        raise PlanError(
+            f"recipe {name} puts the state of an optimizer on the host, and mode {settings.mode} has none; use another "
+            "recipe"
+        )
     if missing := unknown(device):
-        raise PlanError(f"recipe {name} needs to know the hosts of {cluster.label}, whose device says nothing of {', '.join(missing)}: give them in a "
-                        "cluster file (docs/clusters.md)")
+        raise PlanError(
+            f"recipe {name} needs to know the hosts of {cluster.label}, whose device says nothing of "
+            f"{', '.join(missing)}: give them in a cluster file (docs/clusters.md)"
+        )
 
 
 def unknown(device: Device) -> list[str]:
     """What the description of `device` does not say of its host."""
-    return [key for key in ("host_memory_bytes", "host_link_bytes_s", "host_bandwidth_bytes_s") if not getattr(device, key)]
+    return [
+        key for key in ("host_memory_bytes", "host_link_bytes_s", "host_bandwidth_bytes_s") if not getattr(device, key)
+    ]
 
 
 def fits(what: str, host_bytes: float, cluster: Cluster) -> None:
     """Raise InfeasibleError where the host has less than the `host_bytes` that `what` takes for each device."""
     there = cluster.device.host_memory_bytes
     if host_bytes > there:
-        raise InfeasibleError(f"{what} needs {gibibytes(host_bytes)} of the host for each device, {gibibytes(there)} are there: use "
-                              "more devices, or keep optimizer state on disk (autopar.runtime.disk_state)", missing_bytes=host_bytes - there)
+        raise InfeasibleError(
+            f"{what} needs {gibibytes(host_bytes)} of the host for each device, {gibibytes(there)} are there: use "
+            "more devices, or keep optimizer state on disk (autopar.runtime.disk_state)",
+            missing_bytes=host_bytes - there,
+        )

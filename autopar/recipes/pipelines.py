@@ -11,9 +11,10 @@ from autopar.recipes.roles import Role
 
 @dataclass(frozen=True, slots=True)
 class PipelineRecipe:
-    """`roles` are for the axes of a place, outermost first; a mesh of fewer axes has the inner ones, or where it is `named` for the outer one
-    the outer ones. `virtual`: stages per place where the schedule leaves it open. `searched`: whether it is tried where nothing fits without a pipeline.
-    Raises PlanError where `roles` are none, or `virtual` is no number of stages; an unknown schedule is refused where the row is first used (joint.spaces)."""
+    """`roles` are for the axes of a place, outermost first; a mesh of fewer axes has the inner ones, or where it is
+    `named` for the outer one the outer ones. `virtual`: stages per place where the schedule leaves it open. `searched`:
+    whether it is tried where nothing fits without a pipeline. Raises PlanError where `roles` are none, or `virtual` is
+    no number of stages; an unknown schedule is refused where the row is first used (joint.spaces)."""
 
     name: str
     schedule: str
@@ -34,21 +35,43 @@ class PipelineRecipe:
             return (roles.nothing,)
         if len(mesh) > len(self.roles):
             return None
-        return self.roles[:len(mesh)] if self.named else self.roles[len(self.roles) - len(mesh):]
+        return self.roles[: len(mesh)] if self.named else self.roles[len(self.roles) - len(mesh) :]
 
 
 _TABLE = (
-    PipelineRecipe("naive_mp", "naive", (roles.data,), "naive model parallelism: stages one after the other, one microbatch"),
-    PipelineRecipe("gpipe", "gpipe", (roles.data,), "GPipe: all microbatches forward, then all backward; data parallel in each stage"),
-    PipelineRecipe("1f1b", "1f1b", (roles.data,), "one forward, one backward; data parallel in each stage", searched=True),
+    PipelineRecipe(
+        "naive_mp", "naive", (roles.data,), "naive model parallelism: stages one after the other, one microbatch"
+    ),
+    PipelineRecipe(
+        "gpipe",
+        "gpipe",
+        (roles.data,),
+        "GPipe: all microbatches forward, then all backward; data parallel in each stage",
+    ),
+    PipelineRecipe(
+        "1f1b", "1f1b", (roles.data,), "one forward, one backward; data parallel in each stage", searched=True
+    ),
     PipelineRecipe("interleaved", "interleaved_1f1b", (roles.data,), "1F1B with two stages per place", virtual=2),
-    PipelineRecipe("zero_bubble", "zbv_zero_bubble", (roles.data,), "zero bubble in a V: weight gradients fill the gaps"),
+    PipelineRecipe(
+        "zero_bubble", "zbv_zero_bubble", (roles.data,), "zero bubble in a V: weight gradients fill the gaps"
+    ),
     PipelineRecipe("pp_zero1", "1f1b", (roles.zero1,), "1F1B stages, ZeRO-1 in each"),
     PipelineRecipe("pp_zero2", "1f1b", (roles.zero2,), "1F1B stages, ZeRO-2 in each"),
-    PipelineRecipe("3d", "1f1b", (roles.zero1, roles.tensor_sequence), "3-D: tensor and sequence parallel inside, 1F1B stages across, ZeRO-1 else",
-                   searched=True),
-    PipelineRecipe("pp_zero3", "1f1b", (roles.zero3, roles.tensor_sequence), "1F1B stages, tensor and sequence parallel inside, ZeRO-3 across",
-                   searched=True, named=True),
+    PipelineRecipe(
+        "3d",
+        "1f1b",
+        (roles.zero1, roles.tensor_sequence),
+        "3-D: tensor and sequence parallel inside, 1F1B stages across, ZeRO-1 else",
+        searched=True,
+    ),
+    PipelineRecipe(
+        "pp_zero3",
+        "1f1b",
+        (roles.zero3, roles.tensor_sequence),
+        "1F1B stages, tensor and sequence parallel inside, ZeRO-3 across",
+        searched=True,
+        named=True,
+    ),
 )
 
 PIPELINES: dict[str, PipelineRecipe] = {recipe.name: recipe for recipe in _TABLE}

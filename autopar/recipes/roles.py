@@ -51,16 +51,18 @@ def data(ways: int) -> Allow:
 
 def zero3(ways: int) -> Allow:
     """ZeRO-3: work splits over samples, every parameter that is long enough rests cut along some dim."""
+
     def allow(op: Op, option: Option) -> bool:
         if op.role == "param":
             return not is_gathered(option) and (option.split or max(op.call.outs[0].sizes, default=1) < ways)
         return op.of_weights or _samples(op, option, ways)
+
     return allow
 
 
 def zero1(ways: int) -> Allow:
-    """ZeRO-1: work splits over samples; every parameter that is long enough is gathered once per step, and so is the sum of its
-    gradient scattered."""
+    """ZeRO-1: work splits over samples; every parameter that is long enough is gathered once per step, and so is the
+    sum of its gradient scattered."""
     return _gathered_once(ways, "")
 
 
@@ -76,6 +78,7 @@ def _gathered_once(ways: int, run: str) -> Allow:
         if ways < 2 or not op.call.outs[0].grad or max(op.call.outs[0].sizes, default=1) < ways:
             return not option.split
         return is_gathered(option) and option.run == run
+
     return allow
 
 
@@ -86,7 +89,10 @@ def _scattered_each(op: Op, option: Option) -> bool:
 def check_roles(recipe: str, given: object) -> None:
     """Raise PlanError unless the row called `recipe` has one role or more."""
     if not isinstance(given, tuple) or not given or not all(map(callable, given)):
-        raise PlanError(f"recipe {recipe}: roles are {given!r}, wanted a tuple of functions, one for each mesh axis, as (autopar.recipes.roles.data,)")
+        raise PlanError(
+            f"recipe {recipe}: roles are {given!r}, wanted a tuple of functions, one for each mesh axis, as "
+            "(autopar.recipes.roles.data,)"
+        )
 
 
 BY_SAMPLE: tuple[Role, ...] = (data, zero3, zero1, zero2)
@@ -94,33 +100,48 @@ BY_SAMPLE: tuple[Role, ...] = (data, zero3, zero1, zero2)
 
 
 def experts(ways: int) -> Allow:
-    """Expert parallel: each rank has some of the experts, and tokens go to them; all else is data parallel, parameters whole. Rows
-    that are sorted by expert for grouped matmuls are on all ranks."""
+    """Expert parallel: each rank has some of the experts, and tokens go to them; all else is data parallel, parameters
+    whole. Rows that are sorted by expert for grouped matmuls are on all ranks."""
     sorted_rows: dict[fx.Graph, list[facts.Size]] = {}
 
     def rows_of_groups(op: Op) -> bool:
         graph = op.node.graph
         if graph not in sorted_rows:
-            sorted_rows[graph] = [facts.shape(edit.tensor_operands(n)[0])[0] for n in graph.nodes if n.target is ops.grouped_matmul]
+            sorted_rows[graph] = [
+                facts.shape(edit.tensor_operands(n)[0])[0] for n in graph.nodes if n.target is ops.grouped_matmul
+            ]
         return any(tensor.shape[:1] == (size,) for tensor in op.call.outs for size in sorted_rows[graph])
 
     def allow(op: Op, option: Option) -> bool:
         if op.role == "param":
-            return _cuts_first(op, option, -1) if _is_stack(op.node) and op.call.outs[0].sizes[0] >= ways else not option.split
+            return (
+                _cuts_first(op, option, -1)
+                if _is_stack(op.node) and op.call.outs[0].sizes[0] >= ways
+                else not option.split
+            )
         if op.of_weights:
             return True
         stacks = stacks_of(op)
         if stacks and op.tensors[stacks[0]].sizes[0] >= ways:
-            return option.run in ("", "expert_dispatch", "own_groups") and all(_cuts_first(op, option, i) for i in stacks)
+            return option.run in ("", "expert_dispatch", "own_groups") and all(
+                _cuts_first(op, option, i) for i in stacks
+            )
         if not option.split and rows_of_groups(op):
             return True
-        return _samples(op, option, ways) or (_beside_stack(op.node) and kind(op, option) == ATTRIBUTE and not cuts_sequence(op, option))
+        return _samples(op, option, ways) or (
+            _beside_stack(op.node) and kind(op, option) == ATTRIBUTE and not cuts_sequence(op, option)
+        )
+
     return allow
 
 
 def stacks_of(op: Op) -> list[int]:
     """The tensors of a contraction, by number, that are stacks of matrices, one per expert."""
-    return [i for i, weight in enumerate(op.weight) if weight and len(op.tensors[i].shape) == 3] if op.target in STACKS else []
+    return (
+        [i for i, weight in enumerate(op.weight) if weight and len(op.tensors[i].shape) == 3]
+        if op.target in STACKS
+        else []
+    )
 
 
 def samples(ways: int) -> Allow:
@@ -134,31 +155,40 @@ GATHERING: tuple[Role, ...] = (anything, zero3, samples)
 
 def tensor(ways: int) -> Allow:
     """Tensor parallel: work splits over weights and heads; every rank sees the whole batch and sequence."""
+
     def allow(op: Op, option: Option) -> bool:
-        return _model(op, option, ways) and option.run in LOCAL and not (op.role != "param" and cuts_sequence(op, option))
+        return (
+            _model(op, option, ways) and option.run in LOCAL and not (op.role != "param" and cuts_sequence(op, option))
+        )
+
     return allow
 
 
 def tensor_sequence(ways: int) -> Allow:
     """Tensor parallel, and sequence parallel between the contractions: every norm of tokens splits the sequence."""
+
     def allow(op: Op, option: Option) -> bool:
         if _norm_of_tokens(op, ways):
             return cuts_sequence(op, option)
         return _model(op, option, ways) and option.run in LOCAL
+
     return allow
 
 
 def megatron(ways: int) -> Allow:
     """Tensor parallel with vocabulary-parallel embedding and loss."""
+
     def allow(op: Op, option: Option) -> bool:
         if over_vocabulary(op) and op.role == "op" and _vocabulary_size(op) >= ways * 8:
             return bool(option.run)
         return _model(op, option, ways) and not (op.role != "param" and cuts_sequence(op, option))
+
     return allow
 
 
 def convolutions_by_sample(ways: int) -> Allow:
     """Krizhevsky's "one weird trick": convolutions split samples, dense layers split parameters."""
+
     def allow(op: Op, option: Option) -> bool:
         if op.role == "param":
             return not is_gathered(option) and (len(op.call.outs[0].shape) != 4 or not option.split)
@@ -167,27 +197,36 @@ def convolutions_by_sample(ways: int) -> Allow:
         if any(op.weight) and op.flops > 0:
             return kind(op, option) in (PARAMETER, REPLICATE)
         return True
+
     return allow
 
 
 def has_experts(program: Program) -> bool:
-    """Whether some parameter is a stack of experts, or experts that are parameters of their own are stacked where they are used."""
+    """Whether some parameter is a stack of experts, or experts that are parameters of their own are stacked where they
+    are used."""
     return any((op.role == "param" and _is_stack(op.node)) or op.target is ops.experts for op in program.ops.values())
 
 
 def _is_stack(node: fx.Node) -> bool:
-    """Whether `node` is three-dimensional and, views and casts aside, read by contractions that take stacks, or as the experts' biases are."""
+    """Whether `node` is three-dimensional and, views and casts aside, read by contractions that take stacks, or as the
+    experts' biases are."""
     rank = len(facts.shape(node))
     if rank not in (2, 3):
         return False
-    return any((user.target in STACKS if rank == 3 else user.target is ops.experts and node in user.args[ops.BIAS:]) or (len(edit.tensor_operands(user)) == 1 and facts.is_tensor(user) and _is_stack(user))
-               for user in node.users if user.op == "call_function")
+    return any(
+        (user.target in STACKS if rank == 3 else user.target is ops.experts and node in user.args[ops.BIAS :])
+        or (len(edit.tensor_operands(user)) == 1 and facts.is_tensor(user) and _is_stack(user))
+        for user in node.users
+        if user.op == "call_function"
+    )
 
 
 def _beside_stack(node: fx.Node) -> bool:
     """Whether `node` feeds or reads a contraction with a stack: between two of them values are cut by experts too."""
-    return any(other.target in STACKS and any(map(_rests_in_stack, edit.tensor_operands(other)))
-               for other in (*node.all_input_nodes, *node.users))
+    return any(
+        other.target in STACKS and any(map(_rests_in_stack, edit.tensor_operands(other)))
+        for other in (*node.all_input_nodes, *node.users)
+    )
 
 
 def _rests_in_stack(node: fx.Node) -> bool:
@@ -229,20 +268,29 @@ def _model(op: Op, option: Option, ways: int) -> bool:
 
 def _dense(op: Op, ways: int) -> bool:
     """Whether `op` is a contraction with a weight that can be cut."""
-    return op.flops > 0 and any(weight and len(t.shape) >= 2 and any(n % ways == 0 for n in t.sizes)
-                                for weight, t in zip(op.weight, op.call.ins, strict=True))
+    return op.flops > 0 and any(
+        weight and len(t.shape) >= 2 and any(n % ways == 0 for n in t.sizes)
+        for weight, t in zip(op.weight, op.call.ins, strict=True)
+    )
 
 
 def _norm_of_tokens(op: Op, ways: int) -> bool:
-    """Whether `op` is a norm (or the root that makes one) over [batch, sequence, features] with a sequence that can be cut."""
+    """Whether `op` is a norm (or the root that makes one) over [batch, sequence, features] with a sequence that can be
+    cut."""
     if op.role != "op" or not getattr(op.target, "__name__", "").startswith(("layer_norm", "rms_norm", "rsqrt")):
         return False
     tensor = op.call.ins[0]
-    return len(tensor.shape) == 3 and not isinstance(tensor.shape[1], int) and 1 not in op.batch[0] and tensor.sizes[1] % ways == 0
+    return (
+        len(tensor.shape) == 3
+        and not isinstance(tensor.shape[1], int)
+        and 1 not in op.batch[0]
+        and tensor.sizes[1] % ways == 0
+    )
 
 
 def over_vocabulary(op: Op) -> bool:
-    """Whether `op` looks up rows of a table or takes a loss over classes, and can do so with the rows or the classes cut."""
+    """Whether `op` looks up rows of a table or takes a loss over classes, and can do so with the rows or the classes
+    cut."""
     rule = rule_for(op.target, op.rules) if op.target in OVER_VOCABULARY else None
     return rule is not None and bool(parse(rule.text(op.call)).runs)
 

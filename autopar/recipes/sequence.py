@@ -1,10 +1,11 @@
 """Roles that cut the sequence everywhere: long contexts on few samples. They differ in what attention does.
 
     context   keys and values go round the ring (or stay whole where an attention has no ring: cross-attention)
-    ulysses   all-to-all from rows to heads around the attention, which then sees all rows (https://arxiv.org/abs/2309.14509)
+    ulysses   all-to-all from rows to heads around the attention, which then sees all rows
+              (https://arxiv.org/abs/2309.14509)
 
-Every rank uses whole weights and their gradients are summed over the axis, as in data parallelism; they rest whole or, where memory
-is short, cut (ZeRO-3).
+Every rank uses whole weights and their gradients are summed over the axis, as in data parallelism; they rest whole or,
+where memory is short, cut (ZeRO-3).
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def _wishes(ways: int, *wishes: Wish) -> Allow:
 
 def _has_sequence(op: Op, ways: int) -> bool:
     tensor = op.call.outs[0]
-    return any(not isinstance(n, int) and d not in op.batch[0] and tensor.sizes[d] % ways == 0 for d, n in enumerate(tensor.shape))
+    return any(
+        not isinstance(n, int) and d not in op.batch[0] and tensor.sizes[d] % ways == 0
+        for d, n in enumerate(tensor.shape)
+    )
 
 
 def _still(op: Op, option: Option) -> bool:
@@ -81,4 +85,9 @@ def _rows_or_heads(op: Op, option: Option) -> bool:
 
 def _heads(op: Op, option: Option) -> bool:
     attention = op.target is ATTENTION
-    return attention and kind(op, option) == ATTRIBUTE and not cuts_sequence(op, option) and option.ins[0].value == option.outs[0].value != "R"
+    return (
+        attention
+        and kind(op, option) == ATTRIBUTE
+        and not cuts_sequence(op, option)
+        and option.ins[0].value == option.outs[0].value != "R"
+    )

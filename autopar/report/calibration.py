@@ -13,10 +13,15 @@ def calibration(found: Calibration) -> Group:
     """The whole report."""
     table = grid(f"{found.cluster.label}, measured", "constant", "value", "samples", "mean error", "of")
     for fit in found.fits.found:
-        table.add_row(fit.name, _value(fit), str(fit.samples), f"{100 * fit.error:.1f} %" if fit.samples > 2 else "-", fit.about)
+        table.add_row(
+            fit.name, _value(fit), str(fit.samples), f"{100 * fit.error:.1f} %" if fit.samples > 2 else "-", fit.about
+        )
     parts: list[RenderableType] = [table]
     if found.fits.rejected:
-        parts += ["", f"{len(found.fits.rejected)} of {len(found.samples)} measurements make no sense and were left out:"]
+        parts += [
+            "",
+            f"{len(found.fits.rejected)} of {len(found.samples)} measurements make no sense and were left out:",
+        ]
         parts += [f"  {each}" for each in found.fits.rejected]
     if found.fits.impossible:
         parts += ["", f"{len(found.fits.impossible)} constants come out as no machine has them and stay as they were:"]

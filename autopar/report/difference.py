@@ -1,7 +1,8 @@
 """What two plans say differently: plain data beside plain data, no model is built again.
 
-    facts    every field of a plan but its nodes: the sizes that it is for, the cluster, strategy, mesh, stages, and what a step is predicted to take
-    nodes    what is laid out in another way, together where the change is the same; and what only one of the two has
+facts    every field of a plan but its nodes: the sizes that it is for, the cluster, strategy, mesh, stages, and
+         what a step is predicted to take
+nodes    what is laid out in another way, together where the change is the same; and what only one of the two has
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Value = str | float | None
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One thing that differs; None where a plan has no such thing. Names that end in `_s` are of seconds, in `_bytes` of bytes per device."""
+    """One thing that differs; None where a plan has no such thing. Names that end in `_s` are of seconds, in `_bytes`
+    of bytes per device."""
 
     name: str
     old: Value
@@ -29,7 +31,8 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Nodes that differ in the same way: how each is split and how its values lie; empty where a plan has no such nodes."""
+    """Nodes that differ in the same way: how each is split and how its values lie; empty where a plan has no such
+    nodes."""
 
     nodes: tuple[str, ...]
     old: str
@@ -57,7 +60,10 @@ def diff(old: Plan, new: Plan) -> Difference:
     """What differs from one plan to another one, of the same model or not. Raises PlanError for what is no Plan."""
     for name, given in (("old", old), ("new", new)):
         if not isinstance(given, Plan):
-            raise PlanError(f"{name} is a {type(given).__name__}; wanted a Plan, as the plan of a compiled model or Plan.load(file) gives it")
+            raise PlanError(
+                f"{name} is a {type(given).__name__}; wanted a Plan, as the plan of a compiled model or "
+                "Plan.load(file) gives it"
+            )
     pairs = [(f.name, getattr(old, f.name), getattr(new, f.name)) for f in fields(Plan) if f.name != "nodes"]
     facts = [fact for name, before, after in pairs if before != after for fact in _facts(name, before, after)]
     return Difference(tuple(facts), tuple(_changes(old, new)))
@@ -69,8 +75,13 @@ def _facts(name: str, old: Any, new: Any) -> list[Fact]:
     before, after = read(old), read(new)
     if name in _WHOLE and before[_WHOLE[name]] != after[_WHOLE[name]]:
         before, after = ({_WHOLE[name]: each[_WHOLE[name]]} for each in (before, after))
-    found = [Fact(label, before.get(label), after.get(label)) for label in dict.fromkeys((*before, *after)) if before.get(label) != after.get(label)]
-    return found or ([] if name == "stages" else [Fact(name, str(old), str(new))])  # what stages have beside blocks is said of the nodes
+    found = [
+        Fact(label, before.get(label), after.get(label))
+        for label in dict.fromkeys((*before, *after))
+        if before.get(label) != after.get(label)
+    ]
+    # what stages have beside blocks is said of the nodes
+    return found or ([] if name == "stages" else [Fact(name, str(old), str(new))])
 
 
 def _changes(old: Plan, new: Plan) -> Iterable[Change]:
@@ -94,7 +105,10 @@ def _ways(plan: Plan) -> dict[str, str]:
 
 def _way(node: NodePlan) -> str:
     """What is split on each axis, and how a node wants and leaves its values."""
-    split = ", ".join(f"{factor or '-'} ({kind}{f', {run}' if run else ''})" for factor, kind, run in zip(node.factors, node.kinds, node.runs, strict=True))
+    split = ", ".join(
+        f"{factor or '-'} ({kind}{f', {run}' if run else ''})"
+        for factor, kind, run in zip(node.factors, node.kinds, node.runs, strict=True)
+    )
     lies = f"{' '.join(node.ins)} -> {' '.join(node.outs)}".strip()
     return "; ".join(filter(None, (split, lies, f"microbatches {' '.join(node.micro)}" if node.micro else "")))
 
@@ -108,8 +122,14 @@ def _plain(value: Any) -> Value:
 
 def _leaves(value: Any, path: str) -> dict[str, Value]:
     """Each entry of nested data by its path."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (tuple, list)) else ()
-    return {name: leaf for key, each in items for name, leaf in _leaves(each, f"{path} {key}").items()} if items else {path: _plain(value)}
+    items = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (tuple, list)) else ()
+    )
+    return (
+        {name: leaf for key, each in items for name, leaf in _leaves(each, f"{path} {key}").items()}
+        if items
+        else {path: _plain(value)}
+    )
 
 
 def _cluster(data: Mapping[str, Any]) -> dict[str, Value]:
@@ -129,18 +149,26 @@ def _alternatives(others: tuple[Alternative, ...]) -> dict[str, Value]:
     """What each strategy that was priced takes; of several alike the fastest."""
     found: dict[str, Value] = {}
     for other in sorted(others, key=lambda other: (other.step_s is None, other.step_s or 0.0)):
-        found.setdefault(f"{other.name} {times(other.mesh)} step_s", "does not fit" if other.step_s is None else other.step_s)
+        found.setdefault(
+            f"{other.name} {times(other.mesh)} step_s", "does not fit" if other.step_s is None else other.step_s
+        )
     return found
 
 
 def _numbers(predicted: Predicted) -> dict[str, Value]:
     """What a step takes, and each place of a pipeline."""
-    return {name: leaf for key, value in asdict(predicted).items()
-            for name, leaf in (((f"place {i} memory_bytes", n) for i, n in enumerate(value)) if key == "places_bytes" else ((key, value),))}
+    return {
+        name: leaf
+        for key, value in asdict(predicted).items()
+        for name, leaf in (
+            ((f"place {i} memory_bytes", n) for i, n in enumerate(value)) if key == "places_bytes" else ((key, value),)
+        )
+    }
 
 
 _WHOLE = {"cluster": "cluster", "stages": "stages"}
-"""Of a field what has one row for all of it where it differs: figures of another cluster, and stages of another number, have nothing to do with each other."""
+"""Of a field what has one row for all of it where it differs: figures of another cluster, and stages of another number,
+have nothing to do with each other."""
 
 _READ: dict[str, Callable[[Any], dict[str, Value]]] = {
     "cluster": _cluster,
@@ -150,7 +178,9 @@ _READ: dict[str, Callable[[Any], dict[str, Value]]] = {
     "predicted": _numbers,
     "alternatives": _alternatives,
     "stages": _stages,
-    "remat": lambda remat: {f"{scope} run again, keeping": ", ".join(kept) or "nothing" for scope, kept in remat.items()},
+    "remat": lambda remat: {
+        f"{scope} run again, keeping": ", ".join(kept) or "nothing" for scope, kept in remat.items()
+    },
     "offload": lambda offload: {"offload": offload or None},
     "parted": lambda parted: _leaves(parted, "in parts") if parted else {},
     "source": lambda source: _leaves(source, "source") if source else {},

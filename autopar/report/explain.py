@@ -1,7 +1,7 @@
 """Why a plan is as it is: the price of the whole step for each alternative choice of one node, and what costs most.
 
-All other nodes keep their choice, so a difference is what this one decision is worth. Where an alternative would only pay
-together with others the table says so by a large price: the reshards around it.
+All other nodes keep their choice, so a difference is what this one decision is worth. Where an alternative would only
+pay together with others the table says so by a large price: the reshards around it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from autopar.rules.language import Option
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One alternative: how its result lies and its weights rest, the splits per axis, seconds per step and bytes per device
-    with it (infinite seconds: not possible beside the other choices), and whether it is the chosen one."""
+    """One alternative: how its result lies and its weights rest, the splits per axis, seconds per step and bytes per
+    device with it (infinite seconds: not possible beside the other choices), and whether it is the chosen one."""
 
     label: str
     result: str
@@ -39,8 +39,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One node's share of the step: its own seconds (compute and the collectives inside it), its choice, and how much the
-    step would grow with the second best choice (infinity: there is no other)."""
+    """One node's share of the step: its own seconds (compute and the collectives inside it), its choice, and how much
+    the step would grow with the second best choice (infinity: there is no other)."""
 
     node: str
     where: str
@@ -55,8 +55,11 @@ class Part:
 
 
 def choice_of(model: Model, plan: Plan) -> tuple[int, ...]:
-    """The solution of `model` that `plan` holds. Raises PlanError when it has none for a node: rules or prices differ."""
-    return tuple(_chosen(cluster, options, plan) for cluster, options in zip(model.clusters, model.choices, strict=True))
+    """The solution of `model` that `plan` holds. Raises PlanError when it has none for a node: rules or prices
+    differ."""
+    return tuple(
+        _chosen(cluster, options, plan) for cluster, options in zip(model.clusters, model.choices, strict=True)
+    )
 
 
 def _chosen(cluster: Cluster, options: Sequence[Any], plan: Plan) -> int:
@@ -64,8 +67,10 @@ def _chosen(cluster: Cluster, options: Sequence[Any], plan: Plan) -> int:
         members = ((op, tuple(joint.options[m] for joint in combo)) for m, op in enumerate(cluster.members))
         if all(_is(plan.nodes.get(op.name), op, per_axis) for op, per_axis in members):
             return index
-    raise PlanError(f"the plan's layout of {cluster.name} ({cluster.root.where}) is not among its options now: it was planned with "
-                    "other rules; plan the model again")
+    raise PlanError(
+        f"the plan's layout of {cluster.name} ({cluster.root.where}) is not among its options now: it was planned with "
+        "other rules; plan the model again"
+    )
 
 
 def _is(node: NodePlan | None, op: Op, options: tuple[Option, ...]) -> bool:
@@ -81,6 +86,7 @@ def find(model: Model, node: str) -> int:
 
     Raises PlanError when there is none.
     """
+
     def named(op: Op) -> bool:
         return node in (op.name, op.name.rsplit("/", 1)[-1], op.fqn, *op.node.meta.get("fqns", ()))
 
@@ -89,11 +95,14 @@ def find(model: Model, node: str) -> int:
             return index
     names = [name for cluster in model.clusters for op in cluster.members for name in (op.fqn or op.name,)]
     near = [name for name in names if node.rsplit(".", 1)[-1] in name] or names
-    raise PlanError(f"the plan has no node {node!r}; nodes are {', '.join(near[:20])}{', ...' if len(near) > 20 else ''}")
+    raise PlanError(
+        f"the plan has no node {node!r}; nodes are {', '.join(near[:20])}{', ...' if len(near) > 20 else ''}"
+    )
 
 
 def explain(model: Model, choice: tuple[int, ...], node: str) -> list[Row]:
-    """All alternatives of the cluster that holds `node`, cheapest first. Raises PlanError when there is no such node."""
+    """All alternatives of the cluster that holds `node`, cheapest first. Raises PlanError when there is no such
+    node."""
     return alternatives(model, choice, find(model, node))
 
 
@@ -101,8 +110,10 @@ def alternatives(model: Model, choice: tuple[int, ...], index: int) -> list[Row]
     """All alternatives of cluster `index`, cheapest first, the chosen one before its equals."""
     rows = []
     for option, label in enumerate(model.problem.nodes[index].labels):
-        cost = model.problem.price((*choice[:index], option, *choice[index + 1:]))
-        rows.append(Row(label, _result(model.choices[index][option]), cost.time_s, cost.memory_bytes, option == choice[index]))
+        cost = model.problem.price((*choice[:index], option, *choice[index + 1 :]))
+        rows.append(
+            Row(label, _result(model.choices[index][option]), cost.time_s, cost.memory_bytes, option == choice[index])
+        )
     return sorted(rows, key=lambda row: (row.step_s, not row.chosen, row.label, row.result))
 
 
@@ -125,5 +136,11 @@ def _part(model: Model, choice: tuple[int, ...], index: int) -> Part:
     rows = alternatives(model, choice, index)
     mine = next(row for row in rows if row.chosen)
     other = next((row for row in rows if not row.chosen), None)
-    return Part(node.name, root.where, mine.label, float(node.cost_s[choice[index]]), other.label if other else "",
-                other.step_s - mine.step_s if other else float("inf"))
+    return Part(
+        node.name,
+        root.where,
+        mine.label,
+        float(node.cost_s[choice[index]]),
+        other.label if other else "",
+        other.step_s - mine.step_s if other else float("inf"),
+    )

@@ -28,8 +28,9 @@ Buckets = tuple[float, ...]  # bytes on a rank that travel together, forward and
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One reshard. `count` is how often it runs in a step, on all places together; `step_s` is forward and backward, all times that it runs
-    and runs again, with nothing hidden; `reason` holds the collectives with bytes and the price of one run."""
+    """One reshard. `count` is how often it runs in a step, on all places together; `step_s` is forward and backward,
+    all times that it runs and runs again, with nothing hidden; `reason` holds the collectives with bytes and the price
+    of one run."""
 
     scope: str
     tensor: str
@@ -55,54 +56,116 @@ def prices_of(plan: Plan, place: int = 0) -> Prices:
 
 def reshards(program: Program, plan: Plan) -> list[Row]:
     """All reshards of a plan, in the order of the graph; changes that cost nothing (slices) have step_s 0."""
-    context, kinds = Context(program, plan, {}), Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh).kinds
-    prices, tallies = [prices_of(plan, place) for place in kinds], [Tally(program, plan, place) for place in range(plan.places)]
-    found, together = [(reshard, _keys(reshard, context.sizes)) for reshard in context.edges.reshards], dict[object, float]()
+    context, kinds = (
+        Context(program, plan, {}),
+        Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh).kinds,
+    )
+    prices, tallies = (
+        [prices_of(plan, place) for place in kinds],
+        [Tally(program, plan, place) for place in range(plan.places)],
+    )
+    found, together = (
+        [(reshard, _keys(reshard, context.sizes)) for reshard in context.edges.reshards],
+        dict[object, float](),
+    )
     for reshard, keys in found:
         for key, wider in zip(keys, (1.0, _wider(reshard, context, prices[0])), strict=False):
-            together[key] = together.get(key, 0.0) + wider * program.bytes_of(reshard.ref) * fraction(reshard.dst.value, context.sizes) * reshard.count
-    return [_row(reshard, context, prices, tallies, tuple([min(full, together[key]) for full, key in zip((program.bucket_bytes, BUCKET_BYTES), keys, strict=False)]))
-            for reshard, keys in found]
+            together[key] = (
+                together.get(key, 0.0)
+                + wider * program.bytes_of(reshard.ref) * fraction(reshard.dst.value, context.sizes) * reshard.count
+            )
+    return [
+        _row(
+            reshard,
+            context,
+            prices,
+            tallies,
+            tuple(
+                [
+                    min(full, together[key])
+                    for full, key in zip((program.bucket_bytes, BUCKET_BYTES), keys, strict=False)
+                ]
+            ),
+        )
+        for reshard, keys in found
+    ]
 
 
 def _wider(reshard: Reshard, context: Context, prices: Prices) -> float:
-    """Bytes of the gradient of what is resharded per byte of that: those of parameters are summed in the dtype in which these rest."""
+    """Bytes of the gradient of what is resharded per byte of that: those of parameters are summed in the dtype in which
+    these rest."""
     return prices.gradient_bytes(context.program.ops[reshard.ref[0]], 1.0) if reshard.role == "sync" else 1.0
 
 
 def _keys(reshard: Reshard, sizes: tuple[int, ...]) -> Sequence[object]:
-    """What parameters have in common that go in the same buckets once per step: leaves that rest alike (the model's own and the blocks' apart), and gradients with the same
-    collectives; nothing for what is no such way."""
+    """What parameters have in common that go in the same buckets once per step: leaves that rest alike (the model's own
+    and the blocks' apart), and gradients with the same collectives; nothing for what is no such way."""
     if reshard.role != "sync":
         return ()
-    return ("leaves", bool(reshard.scope), reshard.src, reshard.dst), ("gradients", reshard.each, *((step.kind, step.axis) for step in reshard.backward(sizes)))
+    return ("leaves", bool(reshard.scope), reshard.src, reshard.dst), (
+        "gradients",
+        reshard.each,
+        *((step.kind, step.axis) for step in reshard.backward(sizes)),
+    )
 
 
-def _row(reshard: Reshard, context: Context, prices: Sequence[Prices], tallies: Sequence[Tally], buckets: Buckets) -> Row:
+def _row(
+    reshard: Reshard, context: Context, prices: Sequence[Prices], tallies: Sequence[Tally], buckets: Buckets
+) -> Row:
     producer, count, step_s = context.program.ops[reshard.ref[0]], 0, 0.0
     readers = [context.program.ops[name] for name in reshard.readers]
     for each, runs, first, parts in (run for tally in tallies for run in tally.reshards([reshard])):
         size = tallies[0].bytes_of(reshard.ref, parts)
-        step_s += (runs - first) * _once_s(each, size, context, prices, buckets) + (first * _once_s(each.in_first, size, context, prices, buckets) if first else 0.0)
-        count += runs if each.src.value == reshard.src.value else 0  # the way back of gradients after every microbatch is no run of its own
-    return Row(reshard.scope, label(producer), str(reshard.src), str(reshard.dst), reshard.role, count,
-               step_s, context.reason(reshard), tuple(label(op) for op in readers),
-               next((op.where for op in (*readers, producer) if op.where), ""))
+        step_s += (runs - first) * _once_s(each, size, context, prices, buckets) + (
+            first * _once_s(each.in_first, size, context, prices, buckets) if first else 0.0
+        )
+        # the way back of gradients after every microbatch is no run of its own
+        count += runs if each.src.value == reshard.src.value else 0
+    return Row(
+        reshard.scope,
+        label(producer),
+        str(reshard.src),
+        str(reshard.dst),
+        reshard.role,
+        count,
+        step_s,
+        context.reason(reshard),
+        tuple(label(op) for op in readers),
+        next((op.where for op in (*readers, producer) if op.where), ""),
+    )
 
 
 def _once_s(reshard: Reshard, size_bytes: float, context: Context, prices: Sequence[Prices], buckets: Buckets) -> float:
-    """Seconds of one run on a value of so many bytes, forward and backward, on the slowest of the places that `prices` are of; where its block is run again, forward twice."""
+    """Seconds of one run on a value of so many bytes, forward and backward, on the slowest of the places that `prices`
+    are of; where its block is run again, forward twice."""
     twice = [reshard, reshard.onward] if reshard.replay == "again" else [reshard]
-    return max(sum(seconds(each, size_bytes, one, context.sizes, buckets, _wider(each, context, one)) for each in twice) for one in prices)
+    return max(
+        sum(seconds(each, size_bytes, one, context.sizes, buckets, _wider(each, context, one)) for each in twice)
+        for one in prices
+    )
 
 
-def seconds(reshard: Reshard, size_bytes: float, prices: Prices, sizes: tuple[int, ...], buckets: Buckets = (), wider: float = 1.0) -> float:
-    """Seconds of one run of a reshard of a tensor of `size_bytes`, forward and backward, with nothing hidden; of what goes in
-    `buckets` its share, where the gradient has `wider` bytes per byte of the tensor."""
+def seconds(
+    reshard: Reshard,
+    size_bytes: float,
+    prices: Prices,
+    sizes: tuple[int, ...],
+    buckets: Buckets = (),
+    wider: float = 1.0,
+) -> float:
+    """Seconds of one run of a reshard of a tensor of `size_bytes`, forward and backward, with nothing hidden; of what
+    goes in `buckets` its share, where the gradient has `wider` bytes per byte of the tensor."""
     src, dst = reshard.src, reshard.dst
     if any(buckets):
-        ways = [(src.value, dst.value, 1.0, buckets[0]), *([(dst.back, src.back, wider, buckets[1])] if reshard.gradient else [])]
-        return sum(load.seconds for here, there, times, bytes_ in ways for load in prices.routes.loads(here, there, times * size_bytes, bytes_))
+        ways = [
+            (src.value, dst.value, 1.0, buckets[0]),
+            *([(dst.back, src.back, wider, buckets[1])] if reshard.gradient else []),
+        ]
+        return sum(
+            load.seconds
+            for here, there, times, bytes_ in ways
+            for load in prices.routes.loads(here, there, times * size_bytes, bytes_)
+        )
     return float(prices.table_s([src], [dst], size_bytes, [reshard.regathers(sizes)])[0, 0])
 
 

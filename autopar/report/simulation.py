@@ -33,9 +33,16 @@ def _summary(found: Simulation) -> Table:
 
 
 def _facts(found: Simulation) -> dict[str, str]:
-    apart = f", {100 * (found.step_s / found.predicted_s - 1):+.1f} % to the plan's {seconds(found.predicted_s)}" if found.predicted_s > 0 else ""
-    pipeline = {"pipeline": f"{found.schedule}, {found.microbatches} microbatches, {len(found.places)} places"} if found.microbatches > 1 or len(
-        found.places) > 1 else {}
+    apart = (
+        f", {100 * (found.step_s / found.predicted_s - 1):+.1f} % to the plan's {seconds(found.predicted_s)}"
+        if found.predicted_s > 0
+        else ""
+    )
+    pipeline = (
+        {"pipeline": f"{found.schedule}, {found.microbatches} microbatches, {len(found.places)} places"}
+        if found.microbatches > 1 or len(found.places) > 1
+        else {}
+    )
     return {
         **pipeline,
         "step": f"{seconds(found.step_s)}{apart}",
@@ -54,12 +61,29 @@ def _share(value: float) -> str:
 
 def _places(found: Simulation) -> Table:
     remembered = any(place.memory for place in found.places)
-    table = grid("one rank of each place" if len(found.places) > 1 else "one rank", "place", "stages", "compute", "exposed communication",
-                 "hidden", "waiting", "optimizer", *(("peak memory", "memory over time") if remembered else ()))
+    table = grid(
+        "one rank of each place" if len(found.places) > 1 else "one rank",
+        "place",
+        "stages",
+        "compute",
+        "exposed communication",
+        "hidden",
+        "waiting",
+        "optimizer",
+        *(("peak memory", "memory over time") if remembered else ()),
+    )
     for place in found.places[:PLACES_SHOWN]:
         memory = (gibibytes(place.peak_bytes), Text(over_time(place.memory, found.step_s))) if remembered else ()
-        table.add_row(str(place.place), _stages(place), seconds(place.compute_s), seconds(place.exposed_s), seconds(place.hidden_s),
-                      seconds(max(0.0, place.idle_s)), seconds(place.optimizer_s), *memory)
+        table.add_row(
+            str(place.place),
+            _stages(place),
+            seconds(place.compute_s),
+            seconds(place.exposed_s),
+            seconds(place.hidden_s),
+            seconds(max(0.0, place.idle_s)),
+            seconds(place.optimizer_s),
+            *memory,
+        )
     return table
 
 

@@ -44,12 +44,24 @@ def overview(plan: Plan) -> Group:
 
 def _places(plan: Plan) -> Table:
     """Where the places of a pipeline are, on a cluster of several parts."""
-    table, at = grid("places", "place", "ranks", "on", "device", "blocks", "memory", "of"), Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
+    table, at = (
+        grid("places", "place", "ranks", "on", "device", "blocks", "memory", "of"),
+        Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh),
+    )
     each = plan.ranks // plan.places
     for place, nbytes in enumerate(plan.predicted.places_bytes):
-        blocks = sum(stop - first for stage in plan.stages if stage.place == place for first, stop in stage.blocks.values())
-        table.add_row(str(place), f"{place * each}-{(place + 1) * each - 1}", at.part(place).label, at.device(place).name, str(blocks), gibibytes(nbytes),
-                      gibibytes(at.device(place).usable_memory_bytes))
+        blocks = sum(
+            stop - first for stage in plan.stages if stage.place == place for first, stop in stage.blocks.values()
+        )
+        table.add_row(
+            str(place),
+            f"{place * each}-{(place + 1) * each - 1}",
+            at.part(place).label,
+            at.device(place).name,
+            str(blocks),
+            gibibytes(nbytes),
+            gibibytes(at.device(place).usable_memory_bytes),
+        )
     return table
 
 
@@ -73,40 +85,67 @@ def _summary(plan: Plan) -> Table:
 def _facts(plan: Plan) -> dict[str, str]:
     predicted = plan.predicted
     mesh = " x ".join(f"{name} {size}" for name, size in zip(plan.axes, plan.mesh, strict=True)) or "one device"
-    gap = f"{100 * predicted.gap:.2f} % (no plan is below {seconds(predicted.bound_s)})" if predicted.bound_s > 0 else "none proven"
+    gap = (
+        f"{100 * predicted.gap:.2f} % (no plan is below {seconds(predicted.bound_s)})"
+        if predicted.bound_s > 0
+        else "none proven"
+    )
     cluster = Cluster.from_dict(dict(plan.cluster))
-    there = gibibytes(cluster.device.usable_memory_bytes) if plan.places == 1 or not cluster.parts else "what each place has"
+    there = (
+        gibibytes(cluster.device.usable_memory_bytes)
+        if plan.places == 1 or not cluster.parts
+        else "what each place has"
+    )
     return {
-        "strategy": f"{plan.strategy} (found by this search; no named recipe)" if plan.strategy in SEARCHES else plan.strategy,
+        "strategy": f"{plan.strategy} (found by this search; no named recipe)"
+        if plan.strategy in SEARCHES
+        else plan.strategy,
         "mesh": mesh if plan.places == 1 else f"{plan.places} places x ({mesh})",
-        **({"pipeline": f"{len(plan.stages)} stages, {plan.schedule}, {plan.microbatches} microbatches"} if plan.pipelined else {}),
+        **(
+            {"pipeline": f"{len(plan.stages)} stages, {plan.schedule}, {plan.microbatches} microbatches"}
+            if plan.pipelined
+            else {}
+        ),
         "planned for": ", ".join(f"{k} = {v}" for k, v in plan.hints.items()) or "fixed sizes",
         "precision": f"{plan.precision}, {plan.optimizer}" if plan.mode == "train" else plan.precision,
         "step": seconds(predicted.step_s),
         "  compute": seconds(predicted.compute_s),
-        "  communication": f"{seconds(predicted.exposed_s)} exposed, {seconds(predicted.hidden_s)} hidden under compute",
+        "  communication": f"{seconds(predicted.exposed_s)} exposed, "
+        f"{seconds(predicted.hidden_s)} hidden under compute",
         "memory": f"{gibibytes(predicted.memory_bytes)} of {there} per device",
         **({"run again": plan.run_again} if plan.run_again else {}),
-        **({"in parts": "; ".join(f"{scope} from {', '.join(map(str, parts.values()))} on, as {', '.join(parts)}" for scope, parts in plan.parted.items())}
-           if plan.parted else {}),
+        **(
+            {
+                "in parts": "; ".join(
+                    f"{scope} from {', '.join(map(str, parts.values()))} on, as {', '.join(parts)}"
+                    for scope, parts in plan.parted.items()
+                )
+            }
+            if plan.parted
+            else {}
+        ),
         "gap": gap,
         "splits": _splits(plan),
     }
 
 
 def kinds(nodes: Mapping[str, NodePlan], axis: int | None = None) -> dict[str, int]:
-    """How many operators are split in each way, on one mesh axis or on all together; parameters and inputs do not count."""
+    """How many operators are split in each way, on one mesh axis or on all together; parameters and inputs do not
+    count."""
     counts: dict[str, int] = {}
     for node in nodes.values():
         if node.ins and node.outs:
-            for kind in node.kinds if axis is None else node.kinds[axis:axis + 1]:
+            for kind in node.kinds if axis is None else node.kinds[axis : axis + 1]:
                 counts[kind] = counts.get(kind, 0) + 1
     return dict(sorted(counts.items()))
 
 
 def _splits(plan: Plan) -> str:
     """What most operators do on each axis first: `a0: 41 sample, 16 replicate`."""
-    each = [(name, sorted(kinds(plan.nodes, axis).items(), key=lambda item: -item[1])) for axis, name in enumerate(plan.axes)]
+    each = [
+        (name, sorted(kinds(plan.nodes, axis).items(), key=lambda item: -item[1]))
+        for axis, name in enumerate(plan.axes)
+    ]
     return "; ".join(f"{name}: {', '.join(f'{count} {kind}' for kind, count in found)}" for name, found in each)
 
 
@@ -128,7 +167,9 @@ def _alternatives(plan: Plan) -> list[Table]:
             continue
         ratio = "-" if best <= 0 else f"{other.step_s / best:.2f}"
         note = "; ".join(filter(None, ("chosen" * _is(other, plan), other.how)))
-        priced.add_row(_called(other), times(other.mesh), seconds(other.step_s), ratio, gibibytes(other.memory_bytes), note)
+        priced.add_row(
+            _called(other), times(other.mesh), seconds(other.step_s), ratio, gibibytes(other.memory_bytes), note
+        )
     for why, names in reasons.items():
         without.add_row(why, ", ".join(names))
     return [table for table in (priced, without) if table.row_count]
@@ -151,7 +192,9 @@ def _weights(rows: Sequence[Weight], plan: Plan, title: str) -> Table:
 
 
 def _reshards(rows: Sequence[Row], title: str) -> Table:
-    table = grid(f"communication {title}", "tensor", "for", "collectives, bytes and price of one run", "runs", "per step")
+    table = grid(
+        f"communication {title}", "tensor", "for", "collectives, bytes and price of one run", "runs", "per step"
+    )
     ordered = sorted(rows, key=lambda row: (-row.step_s, row.tensor))
     for row in ordered[:RESHARDS_SHOWN]:
         readers = ROLES[row.role] or ", ".join(row.readers[:2]) + (", ..." if len(row.readers) > 2 else "")

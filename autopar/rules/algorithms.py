@@ -1,17 +1,22 @@
 """Splits that need more than the plain operator on shards: what the runtime runs inside them, for prices and counts.
 
-    bag              rows of a table, in bags: those of other ranks count nothing, and nothing is sent
-    embedding        rows of other ranks are masked to zero: nothing is sent
-    cross_entropy    two all-reduces of one number per row: the maximum and the sum of exponentials
-    causal_rows      queries are a chunk of rows, keys and values whole and cut to what the rows may see: nothing is sent
-    own_heads        query heads of groups are cut, keys and values whole: each rank takes the heads of its queries, nothing is sent
-    ring             queries, keys and values are chunks of rows: keys and values go round under the work, their gradients behind them
-    halo             an image is cut along a spatial dim: neighbours send the rows that windows read, and gradients back
-    own_experts      tokens are whole, each rank computes the rows of its own experts: nothing is sent
-    own_groups       rows are whole, each rank multiplies those of its own groups: nothing is sent
-    expert_dispatch  tokens and experts are cut: numbers of rows, rows and results go all to all, and their gradients back
-    tiles<n>         rows are cut, the weight as it rests: it is gathered and used in n tiles, their gradients are scattered one by one
-    lookup_tiles<n>  the same of the table of an embedding
+bag              rows of a table, in bags: those of other ranks count nothing, and nothing is sent
+embedding        rows of other ranks are masked to zero: nothing is sent
+cross_entropy    two all-reduces of one number per row: the maximum and the sum of exponentials
+causal_rows      queries are a chunk of rows, keys and values whole and cut to what the rows may see: nothing is
+                 sent
+own_heads        query heads of groups are cut, keys and values whole: each rank takes the heads of its queries,
+                 nothing is sent
+ring             queries, keys and values are chunks of rows: keys and values go round under the work, their
+                 gradients behind them
+halo             an image is cut along a spatial dim: neighbours send the rows that windows read, and gradients back
+own_experts      tokens are whole, each rank computes the rows of its own experts: nothing is sent
+own_groups       rows are whole, each rank multiplies those of its own groups: nothing is sent
+expert_dispatch  tokens and experts are cut: numbers of rows, rows and results go all to all, and their gradients
+                 back
+tiles<n>         rows are cut, the weight as it rests: it is gathered and used in n tiles, their gradients are
+                 scattered one by one
+lookup_tiles<n>  the same of the table of an embedding
 """
 
 from __future__ import annotations
@@ -30,10 +35,11 @@ class Algorithm:
     """The inner collectives of one call, forward and backward, in the order in which they run.
 
     `pace` is the work of the slowest rank over an equal share. `alone`: no second axis may cut the dims that it cuts.
-    `travels` are the operands whose shards are sent as they are: bytes are the same on all ranks where those are even. `inside` is what
-    it holds and moves beside operands and outputs. `follow` are operands whose part on a rank must not depend on minor axes along the
-    dim that this one cuts of operand 0. `apart` are operands of which no second axis may cut the dim that this one cuts. `gathers` are
-    bytes of gathered weights and of their whole gradients at its fullest moment, one for the forward and one for the backward.
+    `travels` are the operands whose shards are sent as they are: bytes are the same on all ranks where those are even.
+    `inside` is what it holds and moves beside operands and outputs. `follow` are operands whose part on a rank must not
+    depend on minor axes along the dim that this one cuts of operand 0. `apart` are operands of which no second axis may
+    cut the dim that this one cuts. `gathers` are bytes of gathered weights and of their whole gradients at its fullest
+    moment, one for the forward and one for the backward.
     """
 
     forward: tuple[InnerCollective, ...] = ()
@@ -53,27 +59,36 @@ class Algorithm:
 
 def agree(options: Sequence[Option]) -> bool:
     """Whether one operator can do `options`, one per axis, major first."""
-    return not any(option.run and (_crowded(axis, options) or _behind(axis, options) or _aside(axis, options)) for axis, option in enumerate(options))
+    return not any(
+        option.run and (_crowded(axis, options) or _behind(axis, options) or _aside(axis, options))
+        for axis, option in enumerate(options)
+    )
 
 
 def _crowded(axis: int, options: Sequence[Option]) -> bool:
     """Whether another axis cuts a dim that the algorithm on `axis` wants to cut alone."""
     algorithm = ALGORITHMS[options[axis].run]
-    cut = [(i, dim_of(use.value)) for i, use in enumerate(options[axis].ins) if is_shard(use.value) and (algorithm.alone or i in algorithm.apart)]
+    cut = [
+        (i, dim_of(use.value))
+        for i, use in enumerate(options[axis].ins)
+        if is_shard(use.value) and (algorithm.alone or i in algorithm.apart)
+    ]
     others = [other for index, other in enumerate(options) if index != axis]
     return any(_cuts(other, i, dim) for other in others for i, dim in cut)
 
 
 def _behind(axis: int, options: Sequence[Option]) -> bool:
-    """Whether a minor axis cuts what should follow operand 0 on `axis`: of 8 query heads on 2 x 2 ranks the second has 2 and 3, but of
-    2 key heads cut by the minor axis it has the second, which those do not attend to."""
+    """Whether a minor axis cuts what should follow operand 0 on `axis`: of 8 query heads on 2 x 2 ranks the second has
+    2 and 3, but of 2 key heads cut by the minor axis it has the second, which those do not attend to."""
     dim = dim_of(options[axis].ins[0].value) if is_shard(options[axis].ins[0].value) else -1
-    return any(_cuts(minor, i, dim) for minor in options[axis + 1:] for i in ALGORITHMS[options[axis].run].follow)
+    return any(_cuts(minor, i, dim) for minor in options[axis + 1 :] for i in ALGORITHMS[options[axis].run].follow)
 
 
 def _aside(axis: int, options: Sequence[Option]) -> bool:
     """Whether only some ranks of another axis would run an algorithm that gathers weights, which all are to use."""
-    return bool(ALGORITHMS[options[axis].run].gathers) and any(is_placed(use.value) for option in options for use in (*option.ins, *option.outs))
+    return bool(ALGORITHMS[options[axis].run].gathers) and any(
+        is_placed(use.value) for option in options for use in (*option.ins, *option.outs)
+    )
 
 
 def _cuts(option: Option, operand: int, dim: int) -> bool:
@@ -97,6 +112,15 @@ ALGORITHMS: dict[str, Algorithm] = {
     "own_groups": Algorithm(),
     "own_heads": Algorithm(follow=(ring.KEY, ring.VALUE)),
     "ring": Algorithm(ring.FORWARD, ring.BACKWARD, ring.pace, alone=True, travels=(ring.QUERY, ring.KEY, ring.VALUE)),
-    **{f"{name}{count}": Algorithm(tiles.FORWARD, tiles.BACKWARD, travels=(weight,), apart=(weight,), gathers=(tiles.forward_bytes, tiles.backward_bytes))
-       for name, weight in tiles.NAMES.items() for count in tiles.COUNTS},
+    **{
+        f"{name}{count}": Algorithm(
+            tiles.FORWARD,
+            tiles.BACKWARD,
+            travels=(weight,),
+            apart=(weight,),
+            gathers=(tiles.forward_bytes, tiles.backward_bytes),
+        )
+        for name, weight in tiles.NAMES.items()
+        for count in tiles.COUNTS
+    },
 }

@@ -30,7 +30,8 @@ def bias_of(call: Call) -> Tensor | None:
 
 
 def overloads(names: str) -> list[Any]:
-    """Every functional overload of the ATen operators in `names` that takes and gives tensors; names that this torch does not have are left out."""
+    """Every functional overload of the ATen operators in `names` that takes and gives tensors; names that this torch
+    does not have are left out."""
     found = []
     for name in names.split():
         packet = getattr(torch.ops.aten, name, None)
@@ -89,5 +90,8 @@ def dims(value: Any, rank: int) -> list[int]:
 def replicated(call: Call) -> str:
     """Nothing can be cut: each rank computes the whole."""
     count = len(call.ins)
-    parts = [line(len(t.shape), {d: f"x{i}n{d}!" for d in range(len(t.shape))}) for i, t in enumerate((*call.ins, *call.outs))]
+    parts = [
+        line(len(t.shape), {d: f"x{i}n{d}!" for d in range(len(t.shape))})
+        for i, t in enumerate((*call.ins, *call.outs))
+    ]
     return rule(parts[:count], parts[count:])

@@ -32,9 +32,11 @@ def matmul(call: Call) -> str:
 
 def with_bias(plain: str, bias: str) -> Spec:
     """`plain` for two operands; a third one is the bias, which is added."""
+
     def spec(call: Call) -> str:
         left, right = plain.split(" -> ")
         return plain if len(call.ins) == 2 else f"{left}, +{bias} -> {right}"
+
     return spec
 
 
@@ -55,24 +57,32 @@ def unless_bias(call: Call) -> str:
 
 def added(product: str, out: str) -> Spec:
     """`addmm` and its kin: the added operand comes first and broadcasts against the output."""
+
     def spec(call: Call) -> str:
         shape, names = call.ins[0].shape, out.split()
-        names = names[len(names) - len(shape):]
+        names = names[len(names) - len(shape) :]
         return f"{' '.join('1' if n == 1 else w for w, n in zip(names, shape, strict=True))}, {product} -> {out}"
+
     return spec
 
 
 def einsum(call: Call) -> str:
-    """The equation itself. A letter that occurs twice in an operand stays whole; a dim of size 1 against a larger one is
-    broadcast."""
+    """The equation itself. A letter that occurs twice in an operand stays whole; a dim of size 1 against a larger one
+    is broadcast."""
     left, arrow, right = call.args[0].replace(" ", "").partition("->")
     ins = [re.findall(r"\.\.\.|[A-Za-z]", word) for word in left.split(",")]
     letters = [w for word in ins for w in word]
     if not arrow:
-        right = "".join(["..."] * ("..." in letters) + sorted(w for w in dict.fromkeys(letters) if w != "..." and letters.count(w) == 1))
+        right = "".join(
+            ["..."] * ("..." in letters)
+            + sorted(w for w in dict.fromkeys(letters) if w != "..." and letters.count(w) == 1)
+        )
     twice = {w for word in ins for w in word if word.count(w) > 1}
     stretched = _stretched(call, ins)
-    sides = [" ".join("1" if (i, w) in stretched else f"{w}!" if w in twice else w for w in word) for i, word in enumerate(ins)]
+    sides = [
+        " ".join("1" if (i, w) in stretched else f"{w}!" if w in twice else w for w in word)
+        for i, word in enumerate(ins)
+    ]
     return rule(sides, [" ".join(re.findall(r"\.\.\.|[A-Za-z]", right))])
 
 
@@ -123,18 +133,26 @@ def _convolution(call: Call, weight: str) -> str:
 
 
 def attention(call: Call) -> str:
-    """Samples, heads and the value's features split; keys stay whole; query rows split with `causal_rows`, or plainly where
-    nothing depends on the position (or, with the keys, by `ring`). Grouped query heads (enable_gqa) split with their key heads. Nothing splits where queries, keys and
-    values have different numbers of dims, or values alone have more samples or heads than 1, which torch broadcasts."""
+    """Samples, heads and the value's features split; keys stay whole; query rows split with `causal_rows`, or plainly
+    where nothing depends on the position (or, with the keys, by `ring`). Grouped query heads (enable_gqa) split with
+    their key heads. Nothing splits where queries, keys and values have different numbers of dims, or values alone have
+    more samples or heads than 1, which torch broadcasts."""
     arguments = given(call)
     if len({len(t.shape) for t in call.ins[:3]}) > 1 or _stretched_by_values(call):
         return replicated(call)
-    rows = "q!" if arguments["dropout_p"] and arguments["is_causal"] else "q@causal_rows" if arguments["is_causal"] else "q"
+    rows = (
+        "q!"
+        if arguments["dropout_p"] and arguments["is_causal"]
+        else "q@causal_rows"
+        if arguments["is_causal"]
+        else "q"
+    )
     return _attention(call, "(h r!)" if _grouped(call) else "h", rows, "v")
 
 
 def grouped_heads(call: Call) -> str:
-    """Grouped query heads split whatever the number of key heads, which stay whole: `own_heads` takes those of a rank's queries."""
+    """Grouped query heads split whatever the number of key heads, which stay whole: `own_heads` takes those of a rank's
+    queries."""
     return _attention(call, "g@own_heads", "q", "v") if _grouped(call) else ""
 
 
@@ -145,24 +163,35 @@ def values(call: Call) -> float:
 
 
 def _grouped(call: Call) -> bool:
-    return bool(given(call)["enable_gqa"]) and len(call.ins[0].shape) == len(call.ins[1].shape) == len(call.ins[2].shape) and call.ins[0].shape[-3] != call.ins[1].shape[-3]
+    return (
+        bool(given(call)["enable_gqa"])
+        and len(call.ins[0].shape) == len(call.ins[1].shape) == len(call.ins[2].shape)
+        and call.ins[0].shape[-3] != call.ins[1].shape[-3]
+    )
 
 
 def _attention(call: Call, heads: str, rows: str, features: str) -> str:
     """`heads` and `rows` of the queries, `features` of the values; keys and values have heads h."""
     rank = len(call.ins[0].shape)
-    lead = ["b", "h"][4 - rank:] if rank <= 4 else [f"b{i}" for i in range(rank - 3)] + ["h"]
+    lead = ["b", "h"][4 - rank :] if rank <= 4 else [f"b{i}" for i in range(rank - 3)] + ["h"]
     names = [*(heads if w == "h" else w for w in lead), rows, "d!"]
     pairs = [[*lead, "k!", "d!"], [*lead, "k!", features]]
     out = [*names[:-1], features]
     ins = [names, *pairs]
     if len(call.ins) > 3:
-        ins.append([*names[:-1], "c!"][rank - len(call.ins[3].shape):])
+        ins.append([*names[:-1], "c!"][rank - len(call.ins[3].shape) :])
     full = _full_sizes(call)
-    texts = [" ".join("1" if n == 1 and full[rank - len(t.shape) + i] != 1 and i < len(t.shape) - 1 else
-                      "1" if n == 1 and index == 3 and full[-1] != 1 else w
-                      for i, (w, n) in enumerate(zip(word, t.shape, strict=True)))
-             for index, (word, t) in enumerate(zip(ins, call.ins, strict=True))]
+    texts = [
+        " ".join(
+            "1"
+            if n == 1 and full[rank - len(t.shape) + i] != 1 and i < len(t.shape) - 1
+            else "1"
+            if n == 1 and index == 3 and full[-1] != 1
+            else w
+            for i, (w, n) in enumerate(zip(word, t.shape, strict=True))
+        )
+        for index, (word, t) in enumerate(zip(ins, call.ins, strict=True))
+    ]
     return rule(texts, [" ".join(out)])
 
 
@@ -204,7 +233,8 @@ def _mode(call: Call) -> str:
 
 
 def ragged_bags(call: Call) -> str:
-    """Bags of several lengths, one behind the other: how many numbers a sample has is data, and only the width of the table can be cut."""
+    """Bags of several lengths, one behind the other: how many numbers a sample has is data, and only the width of the
+    table can be cut."""
     return rule(["v! d", *(f"x{i}!" for i in range(1, len(call.ins)))], ["b! d"])
 
 
@@ -217,10 +247,21 @@ RULES: dict[Any, Rule] = {
     aten.baddbmm.default: Rule(added("b m k!, b k! n", "b m n")),
     aten.bmm.default: Rule("b m k, b k n -> b m n", linear="each"),
     aten.cdist.default: Rule("... p k!, ... r k! -> ... p r"),
-    **{op: Rule(convolution, linear=unless_bias, together=borders) for op in (
-        aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)},
-    **{op: Rule(transposed_convolution, linear=unless_bias) for op in (
-        aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)},
+    **{
+        op: Rule(convolution, linear=unless_bias, together=borders)
+        for op in (
+            aten.conv1d.default,
+            aten.conv2d.default,
+            aten.conv3d.default,
+            aten.conv1d.padding,
+            aten.conv2d.padding,
+            aten.conv3d.padding,
+        )
+    },
+    **{
+        op: Rule(transposed_convolution, linear=unless_bias)
+        for op in (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
+    },
     aten.dot.default: Rule("k, k -> ", linear="each"),
     aten.einsum.default: Rule(einsum, linear="each"),
     aten.embedding.default: Rule(embedding),

@@ -1,13 +1,13 @@
 """Rules for operators that have no row: guessed from equal sizes, tried by the oracle, else nothing.
 
-A factor is guessed as one dim per tensor, at most, of the same size: `[b, d], [d] -> [b, d]` suggests b and d. Each guess is
-tried on random tensors, whole against shards, values and gradients, on several numbers of ranks; only what always comes
-out right is kept. Tensors are small, with positive, signed, large and small values, and of the call's own sizes, or of the largest
-that are no work. Only for public functional ATen-style operators on floating-point tensors that draw no random numbers:
-they are run here, on the CPU, with the arguments of the call.
+A factor is guessed as one dim per tensor, at most, of the same size: `[b, d], [d] -> [b, d]` suggests b and d. Each
+guess is tried on random tensors, whole against shards, values and gradients, on several numbers of ranks; only what
+always comes out right is kept. Tensors are small, with positive, signed, large and small values, and of the call's own
+sizes, or of the largest that are no work. Only for public functional ATen-style operators on floating-point tensors
+that draw no random numbers: they are run here, on the CPU, with the arguments of the call.
 
-Trials are no proof: what an operator does from some size or value on they may not meet. Torch's own operators are known not to be like that;
-for others this is done where the user asks for it.
+Trials are no proof: what an operator does from some size or value on they may not meet. Torch's own operators are known
+not to be like that; for others this is done where the user asks for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ MOST_GUESSES = 64  # per size; a call with more is not worth the time
 MOST_ELEMENTS = 1 << 14  # of one operand, where only the call's own sizes will do
 LARGEST = 1 << 17  # elements of one operand, in trials at the call's own sizes
 SCALES = (1.0, 100.0, 0.01)  # of signed values
-FAILS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)  # what an operator raises on arguments that it refuses
+# what an operator raises on arguments that it refuses
+FAILS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 Guess = tuple[int | None, ...]  # the dim that has the factor, per operand and output
@@ -39,7 +40,8 @@ _KNOWN: dict[Any, Rule | None] = {}
 
 
 def derive(call: Call) -> Rule | None:
-    """A rule for a call, of what came out right in all trials; None where nothing did. The same for the same target, sizes and arguments."""
+    """A rule for a call, of what came out right in all trials; None where nothing did. The same for the same target,
+    sizes and arguments."""
     key = repr((call.target, call.args, sorted(call.kwargs.items()), call.outs))
     if key not in _KNOWN:
         with torch.random.fork_rng(devices=[]):
@@ -50,7 +52,12 @@ def derive(call: Call) -> Rule | None:
 
 def _eligible(call: Call) -> bool:
     target = call.target
-    if not isinstance(target, OpOverload) or _internal(target) or not call.ins or not all(t.floating for t in (*call.ins, *call.outs)):
+    if (
+        not isinstance(target, OpOverload)
+        or _internal(target)
+        or not call.ins
+        or not all(t.floating for t in (*call.ins, *call.outs))
+    ):
         return False
     schema = target._schema
     pure = not schema.is_mutable and not any(r.alias_info for r in schema.returns)
@@ -59,7 +66,8 @@ def _eligible(call: Call) -> bool:
 
 
 def _internal(target: OpOverload) -> bool:
-    """Whether an operator is torch's own business: such kernels do not check what they are given, and write where they should not for shards that do not go together."""
+    """Whether an operator is torch's own business: such kernels do not check what they are given, and write where they
+    should not for shards that do not go together."""
     return target._schema.name.startswith("aten::_")
 
 
@@ -79,11 +87,16 @@ def _results(call: Call, given: Given) -> list[torch.Tensor] | None:
         outs = _operands(call.target(*given[0], **given[1]))
     except FAILS:
         return None
-    return outs if len(outs) == len(call.outs) and all(t.ndim == len(o.shape) for t, o in zip(outs, call.outs, strict=True)) else None
+    return (
+        outs
+        if len(outs) == len(call.outs) and all(t.ndim == len(o.shape) for t, o in zip(outs, call.outs, strict=True))
+        else None
+    )
 
 
 def _stand_ins(call: Call) -> Iterator[dict[int, int]]:
-    """Small sizes instead of the call's; its own where they are small enough, for operators whose arguments speak of sizes."""
+    """Small sizes instead of the call's; its own where they are small enough, for operators whose arguments speak of
+    sizes."""
     sizes = _sizes(call)
     if len(sizes) <= len(SMALL):
         yield dict(zip(sizes, SMALL, strict=False))
@@ -126,7 +139,10 @@ def _signed(call: Call, sizes: Mapping[int, int], scale: float) -> Given:
 def _fill(call: Call, sizes: Mapping[int, int], make: Callable[[list[int]], torch.Tensor]) -> Given:
     def tensor(item: Any) -> Any:
         return make([sizes.get(n, n) for n in item.sizes]).requires_grad_() if isinstance(item, Tensor) else item
-    args, kwargs = pytree.tree_map(tensor, (tuple(call.args), dict(call.kwargs)), is_leaf=lambda item: isinstance(item, Tensor))
+
+    args, kwargs = pytree.tree_map(
+        tensor, (tuple(call.args), dict(call.kwargs)), is_leaf=lambda item: isinstance(item, Tensor)
+    )
     return args, kwargs
 
 
@@ -135,7 +151,8 @@ def _operands(given: Any) -> list[torch.Tensor]:
 
 
 def _kept(target: Any, trials: Sequence[Given], shapes: list[tuple[int, ...]], ins: int) -> Rule | None:
-    """The rule of all guesses, for tensors of these `shapes`, that hold in all trials; the first is of tensors of these shapes."""
+    """The rule of all guesses, for tensors of these `shapes`, that hold in all trials; the first is of tensors of these
+    shapes."""
     kept: list[Guess] = []
     for size in dict.fromkeys(n for shape in shapes[:ins] for n in shape if n >= max(WAYS)):
         for guess in _guesses(shapes, ins, size):
@@ -164,6 +181,7 @@ def _text(shapes: list[tuple[int, ...]], ins: int, guesses: list[Guess]) -> str:
     def word(tensor: int, dim: int) -> str:
         mine = [f"f{i}" for i, guess in enumerate(guesses) if guess[tensor] == dim]
         return mine[0] if mine else f"x{tensor}n{dim}!"
+
     parts = [" ".join(word(t, d) for d in range(len(shape))) for t, shape in enumerate(shapes)]
     return f"{', '.join(parts[:ins])} -> {', '.join(parts[ins:])}"
 

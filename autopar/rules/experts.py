@@ -3,11 +3,12 @@
     tokens              the plain operator on shards; every rank needs all experts (data parallel)
     width               each rank has a slice of every expert (tensor parallel): a partial sum
     own_experts         tokens are whole; each rank computes the rows of its own experts: a partial sum
-    expert_dispatch     tokens and experts are cut by one axis: tokens go to the ranks of their experts and results come back
-                        (GShard, https://arxiv.org/abs/2006.16668), once to a rank that has several of them
+    expert_dispatch     tokens and experts are cut by one axis: tokens go to the ranks of their experts and results come
+                        back (GShard, https://arxiv.org/abs/2006.16668), once to a rank that has several of them
 
-Where a token goes is data. Prices and counts take routing to be balanced: any k experts are as likely (`autopar.routing`). Where each rank has one
-expert, tokens are neither sent twice nor left out, and the sum over all ranks of what is really sent is exactly that.
+Where a token goes is data. Prices and counts take routing to be balanced: any k experts are as likely
+(`autopar.routing`). Where each rank has one expert, tokens are neither sent twice nor left out, and the sum over all
+ranks of what is really sent is exactly that.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ NUMBER_BYTES = 8
 
 
 def experts(call: Call) -> str:
-    """One factor per dim of the tokens; the first layer has one or two columns for each row of the second: two halves, or pairs side by side."""
+    """One factor per dim of the tokens; the first layer has one or two columns for each row of the second: two halves,
+    or pairs side by side."""
     lead, columns = _tokens(call), "(f g!)" if call.args[ops.INNER].startswith("pairs") else "(g! f)"
     bias = f", e {columns}" if len(call.ins) > BIAS else ""
     return f"{lead} i!, {lead} k!, {lead} k!, e@own_experts i! {columns}, e f o{bias} -> {lead} o"
@@ -61,18 +63,22 @@ def rows(site: Site) -> float:
 
 
 def sent(site: Site) -> float:
-    """Rows that leave a rank along the axis: a token goes once to a coordinate, from the major axis to the minor ones."""
+    """Rows that leave a rank along the axis: a token goes once to a coordinate, from the major axis to the minor
+    ones."""
     return _held_and_sent(site, site.ways)[1]
 
 
 def _held_and_sent(site: Site, parts: int) -> tuple[float, float]:
-    """Tokens with experts along the axis that a rank has before anything is sent there, and the rows that leave it where each goes once to each of so many equal parts of the axis."""
+    """Tokens with experts along the axis that a rank has before anything is sent there, and the rows that leave it
+    where each goes once to each of so many equal parts of the axis."""
     along = [axis for axis, option in enumerate(site.options) if option.run == "expert_dispatch"]
     own = math.prod(size for option, size in zip(site.options, site.sizes, strict=True) if option.run == "own_experts")
     tokens = site.local(CHOSEN, *range(len(site.operands[CHOSEN].shape) - 1))
     at = along.index(site.axis)
     sizes = [1, *(site.sizes[axis] for axis in along[:at]), parts]
-    held, *further = rows_sent(tokens, site.operands[UP].sizes[0], _chosen(site), sizes, own, parts_of_run if site.in_a_row else parts_of_token)
+    held, *further = rows_sent(
+        tokens, site.operands[UP].sizes[0], _chosen(site), sizes, own, parts_of_run if site.in_a_row else parts_of_token
+    )
     return (held, *further)[at], further[at]
 
 
@@ -93,13 +99,19 @@ def apart(site: Site) -> float:
 
 
 def there_bytes(site: Site) -> float:
-    """All rows of the ranks of the axis (each sends its own, of which (n - 1) / n leave it): tokens, the numbers of their experts and the gates."""
-    return sent(site) * (_width_bytes(site) + _chosen(site) * (NUMBER_BYTES + site.operands[GATES].itemsize)) * site.ways
+    """All rows of the ranks of the axis (each sends its own, of which (n - 1) / n leave it): tokens, the numbers of
+    their experts and the gates."""
+    return (
+        sent(site) * (_width_bytes(site) + _chosen(site) * (NUMBER_BYTES + site.operands[GATES].itemsize)) * site.ways
+    )
 
 
 def gradients_bytes(site: Site) -> float:
     """The gradients of tokens and gates, as they came."""
-    tokens, gates = site.operands[HIDDEN].grad * _width_bytes(site), site.operands[GATES].grad * _chosen(site) * site.operands[GATES].itemsize
+    tokens, gates = (
+        site.operands[HIDDEN].grad * _width_bytes(site),
+        site.operands[GATES].grad * _chosen(site) * site.operands[GATES].itemsize,
+    )
     return sent(site) * (tokens + gates) * site.ways
 
 
@@ -114,30 +126,42 @@ def returned_bytes(site: Site) -> float:
 
 def counts_bytes(site: Site) -> float:
     """Each rank tells each other how many rows there are."""
-    return float(site.ways ** 2 * NUMBER_BYTES)
+    return float(site.ways**2 * NUMBER_BYTES)
 
 
 def parts(site: Site) -> dict[int, float]:
-    """Axes that cut the width of experts, whose ranks have all tokens: where each sends its part of them, rows are gathered for all, k for each token that is gathered anyway."""
+    """Axes that cut the width of experts, whose ranks have all tokens: where each sends its part of them, rows are
+    gathered for all, k for each token that is gathered anyway."""
     chosen = _chosen(site)
-    return {axis: rows(site) * _width_bytes(site) * (chosen - 1) / chosen for axis, option in enumerate(site.options)
-            if axis != site.axis and option.split and option.ins[HIDDEN].value == "R" and not option.run}
+    return {
+        axis: rows(site) * _width_bytes(site) * (chosen - 1) / chosen
+        for axis, option in enumerate(site.options)
+        if axis != site.axis and option.split and option.ins[HIDDEN].value == "R" and not option.run
+    }
 
 
 def kept_bytes(site: Site) -> float:
-    """What the backward needs beside the weights, per row: the row, what is kept between both layers, the result for the gate's gradient,
-    three indices (with a bias four) and the gate."""
+    """What the backward needs beside the weights, per row: the row, what is kept between both layers, the result for
+    the gate's gradient, three indices (with a bias four) and the gate."""
     between = site.local(DOWN, 1) * kept_between(_inner(site), site.operands[HIDDEN].itemsize)
     width = site.operands[HIDDEN].sizes[-1] + site.local(DOWN, 2)
     indices = 3 + (len(site.operands) > BIAS)
-    return rows(site) * (width * site.operands[HIDDEN].itemsize + between + indices * NUMBER_BYTES + site.operands[GATES].itemsize)
+    return rows(site) * (
+        width * site.operands[HIDDEN].itemsize + between + indices * NUMBER_BYTES + site.operands[GATES].itemsize
+    )
 
 
 def moved_bytes(site: Site) -> float:
-    """What the forward reads and writes beside the operands and the output, per row: the row three times (gathered, then read),
-    the first result written and read, what is between, the second result written, scaled, put in order and summed up."""
+    """What the forward reads and writes beside the operands and the output, per row: the row three times (gathered,
+    then read), the first result written and read, what is between, the second result written, scaled, put in order and
+    summed up."""
     first = site.local(UP, 2) * (2 + 3 * (len(site.operands) > BIAS))
-    width = 3 * site.operands[HIDDEN].sizes[-1] + first + moved_between(_inner(site)) * site.local(DOWN, 1) + 6 * site.local(DOWN, 2)
+    width = (
+        3 * site.operands[HIDDEN].sizes[-1]
+        + first
+        + moved_between(_inner(site)) * site.local(DOWN, 1)
+        + 6 * site.local(DOWN, 2)
+    )
     return rows(site) * width * site.operands[HIDDEN].itemsize
 
 
@@ -148,7 +172,8 @@ def _inner(site: Site) -> str:
 
 @cache
 def kept_between(inner: str, itemsize: int) -> float:
-    """Bytes that autograd keeps between both layers for each column that the second one reads, that one too: asked of autograd itself."""
+    """Bytes that autograd keeps between both layers for each column that the second one reads, that one too: asked of
+    autograd itself."""
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize]
     columns, found = 8, dict[int, int]()
 

@@ -1,4 +1,5 @@
-"""Operators that make tensors from sizes: every rank makes the whole one, readers cut it. Their operands only lend a dtype."""
+"""Operators that make tensors from sizes: every rank makes the whole one, readers cut it. Their operands only lend a
+dtype."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ from typing import Any
 from autopar.rules.arguments import named, replicated
 from autopar.rules.rule import Rule
 
-MADE = """arange.default arange.start arange.start_step empty.memory_format eye.default eye.m full.default linspace.default
-    logspace.default new_empty.default new_full.default new_ones.default new_zeros.default ones.default scalar_tensor.default
+MADE = """arange.default arange.start arange.start_step empty.memory_format eye.default eye.m full.default
+    linspace.default
+    logspace.default new_empty.default new_full.default new_ones.default new_zeros.default ones.default
+    scalar_tensor.default
     tril_indices.default triu_indices.default zeros.default hann_window.default hamming_window.default"""
 
 DRAWN = "rand.default randint.default randint.low randn.default randperm.default"

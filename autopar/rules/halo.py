@@ -1,6 +1,7 @@
 """Convolutions and pools with a spatial dim cut: when it can be, and what ranks send (autopar.runtime.algorithms.halo).
 
-Input and output are cut by one axis; each rank gets the rows of its neighbours that its outputs read, and pads where the image ends.
+Input and output are cut by one axis; each rank gets the rows of its neighbours that its outputs read, and pads where
+the image ends.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ NAME = "halo"
 
 
 def borders(call: Call, ways: int) -> Together:
-    """The spatial dims of a convolution or pool that an axis of `ways` ranks may cut: those whose windows reach no farther than the
-    ranks beside. "same" with an odd sum of paddings cannot be written with numbers for the dims that stay whole."""
+    """The spatial dims of a convolution or pool that an axis of `ways` ranks may cut: those whose windows reach no
+    farther than the ranks beside. "same" with an odd sum of paddings cannot be written with numbers for the dims that
+    stay whole."""
     cut = [d for d in spatial(call) if _exact(call, d) and window(call, d).borders_only(ways)]
-    if not call.ins[IMAGE].floating or (given(call)["padding"] == "same" and any((window(call, d).reach - 1) % 2 for d in spatial(call))):
+    if not call.ins[IMAGE].floating or (
+        given(call)["padding"] == "same" and any((window(call, d).reach - 1) % 2 for d in spatial(call))
+    ):
         return ()
     first = spatial(call)[0]
     return tuple(((f"h{d - first}", f"p{d - first}"), NAME) for d in cut)
@@ -66,7 +70,8 @@ def _each(value: Any, at: int) -> int:
 
 
 def _exact(call: Call, dim: int) -> bool:
-    """Whether padding by hand gives what the operator's own gives, whatever the symbols: means do not count rows behind the padding, or any padding."""
+    """Whether padding by hand gives what the operator's own gives, whatever the symbols: means do not count rows behind
+    the padding, or any padding."""
     arguments, read, size = given(call), window(call, dim), call.ins[IMAGE].shape[dim]
     if "count_include_pad" not in arguments or arguments.get("divisor_override"):
         return True
@@ -74,7 +79,8 @@ def _exact(call: Call, dim: int) -> bool:
         return False
     if isinstance(size, int):
         return read.end <= read.size + read.padding
-    return not arguments["ceil_mode"] or quotient(size + 2 * read.padding - read.reach, read.stride) is not None  # windows end with the padding
+    # windows end with the padding
+    return not arguments["ceil_mode"] or quotient(size + 2 * read.padding - read.reach, read.stride) is not None
 
 
 def _on(site: Site, axis: int) -> tuple[int, Window]:
@@ -98,7 +104,7 @@ def _longest(site: Site, axis: int) -> tuple[int, int]:
 def _row_bytes(site: Site) -> float:
     """Bytes of one row on one rank: borders of earlier axes are there already, so corners are sent with it."""
     image = site.operands[IMAGE]
-    grown = dict(_longest(site, axis) for axis, option in enumerate(site.options[:site.axis]) if option.run == NAME)
+    grown = dict(_longest(site, axis) for axis, option in enumerate(site.options[: site.axis]) if option.run == NAME)
     others = [d for d in range(len(image.shape)) if d != _here(site)[0]]
     return math.prod(grown[d] if d in grown else site.local(IMAGE, d) for d in others) * image.itemsize
 
@@ -122,7 +128,11 @@ def _returns(site: Site) -> int:
 
 def _copy_bytes(site: Site) -> float:
     """The image with its borders, which is what the backward keeps: counted on the last axis that makes one."""
-    making = [axis for axis, option in enumerate(site.options) if option.run == NAME and not _on(site, axis)[1].plain(site.sizes[axis])]
+    making = [
+        axis
+        for axis, option in enumerate(site.options)
+        if option.run == NAME and not _on(site, axis)[1].plain(site.sizes[axis])
+    ]
     return _longest(site, site.axis)[1] * _row_bytes(site) if making[-1:] == [site.axis] else 0.0
 
 

@@ -1,7 +1,7 @@
 """Reading and writing at positions: gather, scatter, index, masks as indices, searching, one-hot.
 
-The indexed dim is always whole; dims that only come along can be cut, and so can the positions themselves where they are
-only read.
+The indexed dim is always whole; dims that only come along can be cut, and so can the positions themselves where they
+are only read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ def _elementwise(call: Call, dim: int, *, ins: tuple[int, ...], out: int, read: 
     free = [i for i in range(rank) if i != dim % rank and all(s[i] == shapes[0][i] for s in shapes)]
     sides = []
     for number in ins:
-        other = {i: (f"z{i}" if read and number == out and i == dim % rank else f"x{number}n{i}!") for i in range(rank) if i not in free}
+        other = {
+            i: (f"z{i}" if read and number == out and i == dim % rank else f"x{number}n{i}!")
+            for i in range(rank)
+            if i not in free
+        }
         sides.append(line(rank, other) if len(call.ins[number].shape) == rank else "")
     return rule(sides, [sides[out]])
 
@@ -69,8 +73,8 @@ def repeated(call: Call) -> str:
 
 
 def index(call: Call) -> str:
-    """Several index tensors at once: they broadcast to one block of dims, which stands where the first of them is, or in
-    front where they are not neighbours. Indexed dims are whole, the block and all other dims can be cut."""
+    """Several index tensors at once: they broadcast to one block of dims, which stands where the first of them is, or
+    in front where they are not neighbours. Indexed dims are whole, the block and all other dims can be cut."""
     places = [i for i, item in enumerate(given(call)["indices"]) if isinstance(item, Tensor)]
     rank = rank_of(call)
     block = max(len(t.shape) for t in call.ins[1:])
@@ -92,13 +96,14 @@ def index_put(call: Call) -> str:
     out = _placed(left, places, [f"z{i}!" for i in range(block)])
     if _has_mask(call) or len(values.shape) > len(out):
         return replicated(call)
-    last = out[len(out) - len(values.shape):]
+    last = out[len(out) - len(values.shape) :]
     written = " ".join("1" if n == 1 else w for w, n in zip(last, values.shape, strict=True))
     return rule([" ".join(left), *(_block(t, block, "!") for t in positions), written], [" ".join(left)])
 
 
 def _has_mask(call: Call) -> bool:
-    """Whether an index is a mask, of truth values or bytes: it takes as many dims as it has, and gives as many rows as it lets through."""
+    """Whether an index is a mask, of truth values or bytes: it takes as many dims as it has, and gives as many rows as
+    it lets through."""
     return any(item.itemsize == 1 for item in given(call)["indices"] if isinstance(item, Tensor))
 
 
@@ -126,7 +131,9 @@ def segments(call: Call) -> str:
     """Pieces of a whole dim, reduced one by one; dims in front of it are those of the lengths too."""
     axis, rank = given(call)["axis"] % max(1, rank_of(call)), rank_of(call)
     inside = " ".join(words(axis))
-    return rule([line(rank, {axis: "y!"}), *(f"{inside} n{i}!" for i in range(len(call.ins) - 1))], [line(rank, {axis: "z!"})])
+    return rule(
+        [line(rank, {axis: "y!"}), *(f"{inside} n{i}!" for i in range(len(call.ins) - 1))], [line(rank, {axis: "z!"})]
+    )
 
 
 def part_write(call: Call) -> str:
@@ -140,7 +147,8 @@ def part_write(call: Call) -> str:
 
 
 def searchsorted(call: Call) -> str:
-    """Boundaries, and their order where one is given, are whole along their last dim; what is searched can be cut, with the boundaries' own rows when they have."""
+    """Boundaries, and their order where one is given, are whole along their last dim; what is searched can be cut, with
+    the boundaries' own rows when they have."""
     ordered = len(call.ins) > 2
     if len(call.ins[0].shape) == 1:
         return f"n!, ...{', n!' * ordered} -> ..."

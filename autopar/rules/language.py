@@ -7,13 +7,15 @@
     1                            a dim that is never split (size 1, broadcast)
     (nothing)                    a scalar; before the arrow also: no operands
     + (before an operand)        it is added to the outputs, as a bias: where these are parts of a sum, so is it
-    ...                          any number of leading dims; with broadcasting, missing or size-1 dims do not have the factor
+    ...                          any number of leading dims; with broadcasting, missing or size-1 dims do not have the
+                                 factor
     f@name                       splitting f needs the runtime algorithm `name`; it then counts as a reduction over f
 
 A factor that an output lacks is summed over (or `reduce`d): splitting it gives a partial result. `options` turns a rule
 into everything that a node can do on one axis (DESIGN section 4):
 
-    split f        operands that have f at dim d: S(d)/S(d); operands that lack it: R/P; outputs: S(d)/S(d) or P/R, and with P/R also operands that are added
+    split f        operands that have f at dim d: S(d)/S(d); operands that lack it: R/P; outputs: S(d)/S(d) or P/R, and
+                   with P/R also operands that are added
     replicate      R/R everywhere
     pass gradient  values replicated, gradients partial: R/P everywhere (any backward is linear in the gradient)
     pass partial   operators linear in their operands: P/R -> P/R
@@ -57,8 +59,8 @@ class Option:
     """What a node does on one mesh axis.
 
     `factor` names it (`"b"`, `"o/3"`, `""` replicated, `"grad"`, `"P"`); `ins` has a use per tensor operand in argument
-    order, `outs` one per tensor output; `run` is the runtime algorithm when the plain operator on shards is not enough. `cuts`: the share of the
-    work that a split divides; ranks do the rest each by itself.
+    order, `outs` one per tensor output; `run` is the runtime algorithm when the plain operator on shards is not enough.
+    `cuts`: the share of the work that a split divides; ranks do the rest each by itself.
     """
 
     factor: str
@@ -79,7 +81,8 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A parsed rule string, before it meets shapes: dims per operand and output, which operands are added to the outputs, and the marks of factors."""
+    """A parsed rule string, before it meets shapes: dims per operand and output, which operands are added to the
+    outputs, and the marks of factors."""
 
     ins: tuple[tuple[Dim | None, ...], ...]  # None stands for "..."
     outs: tuple[tuple[Dim | None, ...], ...]
@@ -107,8 +110,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Shape (ints or sympy expressions), whether it carries a gradient, the hint sizes used for divisibility, whether it
-    holds floating point numbers, and the bytes of one element."""
+    """Shape (ints or sympy expressions), whether it carries a gradient, the hint sizes used for divisibility, whether
+    it holds floating point numbers, and the bytes of one element."""
 
     shape: Shape
     grad: bool = True
@@ -146,7 +149,10 @@ def parse(text: str) -> Spec:
     for dims in (*ins, *outs):
         names = [f for dim in dims if dim is not None for f in dim.factors if f not in (*whole, "1")]
         if twice := next((f for f in names if names.count(f) > 1), ""):
-            raise RuleError(f"rule {text!r}: factor {twice} is twice in one tensor, and an axis cuts one dim of a tensor: give the dims a name each, or mark it whole ({twice}!)")
+            raise RuleError(
+                f"rule {text!r}: factor {twice} is twice in one tensor, and an axis cuts one dim of a tensor: give the "
+                f"dims a name each, or mark it whole ({twice}!)"
+            )
     return Spec(ins, outs, added, whole, runs)
 
 
@@ -187,8 +193,10 @@ class Shaped:
     def __init__(self, spec: Spec, call: Call, text: str) -> None:
         self.spec, self.call = spec, call
         if len(spec.ins) != len(call.ins) or len(spec.outs) != len(call.outs):
-            raise RuleError(f"rule {text!r} for {call.target}: it has {len(spec.ins)} operands and {len(spec.outs)} outputs, "
-                            f"the call {len(call.ins)} and {len(call.outs)}")
+            raise RuleError(
+                f"rule {text!r} for {call.target}: it has {len(spec.ins)} operands and {len(spec.outs)} outputs, "
+                f"the call {len(call.ins)} and {len(call.outs)}"
+            )
         rank = max([len(t.shape) - len(d) + 1 for d, t in self._pairs() if None in d], default=0)
         self.ins = tuple(_spread(d, t, rank, text) for d, t in zip(spec.ins, call.ins, strict=True))
         self.outs = tuple(_spread(d, t, rank, text) for d, t in zip(spec.outs, call.outs, strict=True))
@@ -208,15 +216,20 @@ class Shaped:
         if factor == "1":
             return
         if self.sizes.setdefault(factor, size) != size:
-            raise RuleError(f"rule {text!r} for {self.call.target}: factor {factor} is {self.sizes[factor]} in one tensor "
-                            f"and {size} in another")
+            raise RuleError(
+                f"rule {text!r} for {self.call.target}: factor {factor} is {self.sizes[factor]} in one tensor "
+                f"and {size} in another"
+            )
         self.symbolic[factor] = self.symbolic.get(factor, False) or symbolic
 
     def _solve_compounds(self, text: str) -> None:
         """Sizes of factors that only occur inside compound dims: one unknown per dim can be found."""
-        pending = [(dim, size, not isinstance(shape, int)) for dims, t in
-                   zip((*self.ins, *self.outs), (*self.call.ins, *self.call.outs), strict=True)
-                   for dim, size, shape in zip(dims, t.sizes, t.shape, strict=True) if len(dim.factors) > 1]
+        pending = [
+            (dim, size, not isinstance(shape, int))
+            for dims, t in zip((*self.ins, *self.outs), (*self.call.ins, *self.call.outs), strict=True)
+            for dim, size, shape in zip(dims, t.sizes, t.shape, strict=True)
+            if len(dim.factors) > 1
+        ]
         for _ in range(len(pending) + 1):
             for dim, size, symbolic in pending:
                 unknown = [f for f in dim.factors if f not in self.sizes and f != "1"]
@@ -226,28 +239,38 @@ class Shaped:
                     self._see(unknown[0], found, symbolic, text)
         for dim, size, _ in pending:
             known = [self.sizes.get(f, 1) for f in dim.factors]
-            if all(f in self.sizes or f == "1" for f in dim.factors) and (sum(known) if dim.join == "|" else math.prod(known)) != size:
-                raise RuleError(f"rule {text!r} for {self.call.target}: factors {', '.join(dim.factors)} of sizes {known} do not make a dim of {size}")
+            if (
+                all(f in self.sizes or f == "1" for f in dim.factors)
+                and (sum(known) if dim.join == "|" else math.prod(known)) != size
+            ):
+                raise RuleError(
+                    f"rule {text!r} for {self.call.target}: factors {', '.join(dim.factors)} of sizes {known} do not "
+                    f"make a dim of {size}"
+                )
 
     def _check_outputs(self, text: str) -> None:
-        """Raise RuleError where a factor that may be cut is in outputs alone: from whole operands a rank computes a whole output."""
+        """Raise RuleError where a factor that may be cut is in outputs alone: from whole operands a rank computes a
+        whole output."""
         given = {f for dims in self.ins for dim in dims for f in dim.factors}
         made = {f for dims in self.outs for dim in dims for f in dim.factors} - given - {*self.spec.whole, "1"}
         if made and self.ins and self.call.target not in SIZED:
-            raise RuleError(f"rule {text!r} for {self.call.target}: factor {min(made)} is in outputs and in no operand, so that a rank would compute all of it: "
-                            f"keep it whole ({min(made)}!), or name the dim of an operand that it comes from")
+            raise RuleError(
+                f"rule {text!r} for {self.call.target}: factor {min(made)} is in outputs and in no operand, so that a "
+                f"rank would compute all of it: keep it whole ({min(made)}!), or name the dim of an operand that it "
+                "comes from"
+            )
 
     def place(self, factor: str, dims: Sequence[Dim]) -> Place:
         """Where `factor` sits in a tensor, with the entry that splits it there; None where the tensor lacks it."""
         for index, dim in enumerate(dims):
             if factor in dim.factors and dim.join == "x":
-                before = math.prod(self.sizes[f] for f in dim.factors[:dim.factors.index(factor)] if f != "1")
+                before = math.prod(self.sizes[f] for f in dim.factors[: dim.factors.index(factor)] if f != "1")
                 return index, shard(index, (1,) * before)
         return None
 
     def divides(self, factor: str, ways: int) -> bool:
-        """Whether `factor` may be cut `ways` ways: evenly where it is symbolic or part of a compound dim, else so that no rank
-        is left empty (convolutions, pools and norms refuse empty shards)."""
+        """Whether `factor` may be cut `ways` ways: evenly where it is symbolic or part of a compound dim, else so that
+        no rank is left empty (convolutions, pools and norms refuse empty shards)."""
         size = self.sizes[factor]
         if self.symbolic[factor] or not self.plain(factor):
             return size % ways == 0

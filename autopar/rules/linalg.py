@@ -1,4 +1,5 @@
-"""Linear algebra of matrices that are whole: all dims in front of them are cut. And diagonals, of matrices and as matrices."""
+"""Linear algebra of matrices that are whole: all dims in front of them are cut. And diagonals, of matrices and as
+matrices."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def diag_embed(call: Call) -> str:
 
 
 def kron(call: Call) -> str:
-    """Each dim of the result is that of the first operand times that of the second one; the one with fewer dims lacks the first ones."""
+    """Each dim of the result is that of the first operand times that of the second one; the one with fewer dims lacks
+    the first ones."""
     ranks = [len(t.shape) for t in call.ins]
     rank = max(ranks)
     names = [[f"{side}{dim}" for dim in range(rank - own, rank)] for side, own in zip("ab", ranks, strict=True)]
@@ -72,12 +74,14 @@ def reflected(call: Call) -> str:
 
 
 MATRICES = {
-    "... i! j! -> ...": """det.default linalg_cond.default linalg_cond.p_str linalg_det.default linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor
+    "... i! j! -> ...": """det.default linalg_cond.default linalg_cond.p_str linalg_det.default
+    linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor
         linalg_matrix_rank.default logdet.default""",
     "... i! j! -> ..., ...": "linalg_slogdet.default slogdet.default",
     "... i! j! -> ... k!": "linalg_eigvals.default linalg_eigvalsh.default linalg_svdvals.default",
     "... i! j! -> ... k!, ... x! y!": "linalg_eigh.default",
-    "... i! j! -> ... x! y!": """inverse.default linalg_inv.default linalg_matrix_exp.default linalg_matrix_power.default linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor
+    "... i! j! -> ... x! y!": """inverse.default linalg_inv.default linalg_matrix_exp.default
+    linalg_matrix_power.default linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor
         linalg_pinv.default matrix_exp.default matrix_power.default pinverse.default""",
     "... i! j! -> ... x! y!, ...": "linalg_cholesky_ex.default linalg_inv_ex.default",
     "... i! j! -> ... x! y!, ... z!": "linalg_ldl_factor.default linalg_lu_factor.default",

@@ -15,7 +15,8 @@ aten = torch.ops.aten
 
 NONE, MEAN, SUM = 0, 1, 2  # the reduction argument of ATen losses
 
-ELEMENTWISE = """binary_cross_entropy binary_cross_entropy_with_logits hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss
+ELEMENTWISE = """binary_cross_entropy binary_cross_entropy_with_logits hinge_embedding_loss huber_loss kl_div l1_loss
+    margin_ranking_loss mse_loss
     poisson_nll_loss smooth_l1_loss soft_margin_loss"""
 
 OF_ROWS = "cosine_embedding_loss multi_margin_loss multilabel_margin_loss triplet_margin_loss"
@@ -30,7 +31,8 @@ def elementwise(call: Call) -> str:
 
 
 def classes(call: Call) -> str:
-    """`logits [n, v, ...]` against labels `[n, ...]`: classes are whole, and so are their weights; samples split except under a mean."""
+    """`logits [n, v, ...]` against labels `[n, ...]`: classes are whole, and so are their weights; samples split except
+    under a mean."""
     reduction, rank = given(call)["reduction"], rank_of(call)
     if reduction == MEAN or len(call.ins[1].shape) != rank - 1 or rank < 2:
         return replicated(call)
@@ -39,11 +41,17 @@ def classes(call: Call) -> str:
 
 
 def of_rows(call: Call) -> str:
-    """One term per row of what has rows, and of what has one number for each; rows are whole, and weights of their elements."""
+    """One term per row of what has rows, and of what has one number for each; rows are whole, and weights of their
+    elements."""
     reduction, weight, rank = given(call)["reduction"], given(call).get("weight"), rank_of(call)
     wide = [t for t in call.ins if len(t.shape) == rank]
     numbers = [t for t in call.ins if len(t.shape) != rank and t is not weight]
-    if reduction == MEAN or rank < 2 or any(t.shape[-1:] != call.ins[0].shape[-1:] for t in wide) or any(t.shape != call.ins[0].shape[:-1] for t in numbers):
+    if (
+        reduction == MEAN
+        or rank < 2
+        or any(t.shape[-1:] != call.ins[0].shape[-1:] for t in wide)
+        or any(t.shape != call.ins[0].shape[:-1] for t in numbers)
+    ):
         return replicated(call)
     ins = ["d!" if t is weight else "... d!" if len(t.shape) == rank else "..." for t in call.ins]
     return rule(ins, ["..." if reduction == NONE else ""])

@@ -1,9 +1,9 @@
 """Proof of one rule by brute force: an operator whole against the same operator on shards, values and gradients.
 
-For every option of a call on one axis: cut random operands as the option's layouts say, run the operator on every shard,
-put the outputs together again and compare; then do the same with gradients, from a random cotangent laid out as the
-option says. All ranks are simulated in this process: no process group. `derive` proves the rules it guesses this way, the
-tests prove every row of the table.
+For every option of a call on one axis: cut random operands as the option's layouts say, run the operator on every
+shard, put the outputs together again and compare; then do the same with gradients, from a random cotangent laid out as
+the option says. All ranks are simulated in this process: no process group. `derive` proves the rules it guesses this
+way, the tests prove every row of the table.
 """
 
 from __future__ import annotations
@@ -38,22 +38,34 @@ def call_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     grad = any(t.requires_grad for t in _tensors((args, kwargs)))
 
     def seen(item: Any) -> Any:
-        return Tensor(tuple(item.shape), item.requires_grad, (), _floats(item), item.dtype.itemsize) if isinstance(item, torch.Tensor) else item
+        return (
+            Tensor(tuple(item.shape), item.requires_grad, (), _floats(item), item.dtype.itemsize)
+            if isinstance(item, torch.Tensor)
+            else item
+        )
 
     given = pytree.tree_map(seen, (tuple(args), dict(kwargs)))
     results = tuple(Tensor(tuple(t.shape), grad and _floats(t), (), _floats(t), t.dtype.itemsize) for t in outs)
     return Call(target, given[0], given[1], results)
 
 
-def failures(rule: Rule, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ways: int, *,
-             execute: Execute = plainly, together: Mapping[str, Together] | None = None, mask: bool = False) -> list[str]:
-    """What is wrong with the options of `rule` for one call on `ways` shards, one line per option that is wrong; those with dims cut in
-    two sections included.
+def failures(
+    rule: Rule,
+    target: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    ways: int,
+    *,
+    execute: Execute = plainly,
+    together: Mapping[str, Together] | None = None,
+    mask: bool = False,
+) -> list[str]:
+    """What is wrong with the options of `rule` for one call on `ways` shards, one line per option that is wrong; those
+    with dims cut in two sections included.
 
     Floating operands of `args` that require gradients are checked in both directions. `together` simulates the options
-    that name a runtime algorithm; an option without its simulation counts as wrong. `mask` compares shapes only, for operators
-    whose values are random or undefined. Raises RuleError when the rule does
-    not fit the call.
+    that name a runtime algorithm; an option without its simulation counts as wrong. `mask` compares shapes only, for
+    operators whose values are random or undefined. Raises RuleError when the rule does not fit the call.
     """
     call = call_of(target, args, kwargs)
     found = []
@@ -83,7 +95,10 @@ def shards_of(given: Any, option: Option, ways: int) -> list[Any]:
 
 def shapes_of(outs: Sequence[torch.Tensor], option: Option, ways: int) -> list[list[tuple[int, ...]]]:
     """The shapes of results on each rank."""
-    return [[local_shape(t.shape, (use.value,), (ways,), (rank,)) for t, use in zip(outs, option.outs, strict=True)] for rank in range(ways)]
+    return [
+        [local_shape(t.shape, (use.value,), (ways,), (rank,)) for t, use in zip(outs, option.outs, strict=True)]
+        for rank in range(ways)
+    ]
 
 
 class _Trial:
@@ -114,14 +129,23 @@ class _Trial:
                 return text
         return "" if self.mask else self._backward(whole_ins, whole_outs, shards, outs)
 
-    def _run(self, shards: Sequence[Any], shapes: Sequence[Shapes], execute: Execute,
-             together: Mapping[str, Together]) -> list[list[torch.Tensor]]:
+    def _run(
+        self, shards: Sequence[Any], shapes: Sequence[Shapes], execute: Execute, together: Mapping[str, Together]
+    ) -> list[list[torch.Tensor]]:
         if self.option.run:
             return [_tensors(out) for out in together[self.option.run](shards)]
-        return [_tensors(execute(self.call.target, args, kwargs, outs)) for (args, kwargs), outs in zip(shards, shapes, strict=True)]
+        return [
+            _tensors(execute(self.call.target, args, kwargs, outs))
+            for (args, kwargs), outs in zip(shards, shapes, strict=True)
+        ]
 
-    def _backward(self, whole_ins: Sequence[torch.Tensor], whole_outs: Sequence[torch.Tensor], shards: Sequence[Any],
-                  outs: Sequence[Sequence[torch.Tensor]]) -> str:
+    def _backward(
+        self,
+        whole_ins: Sequence[torch.Tensor],
+        whole_outs: Sequence[torch.Tensor],
+        shards: Sequence[Any],
+        outs: Sequence[Sequence[torch.Tensor]],
+    ) -> str:
         live = [i for i, t in enumerate(whole_outs) if t.requires_grad]
         asked = [i for i, t in enumerate(whole_ins) if t.requires_grad]
         if not live or not asked:
@@ -135,14 +159,21 @@ class _Trial:
         leaves = [_tensors(shard)[i] for i in asked for shard in shards]
         got = gradients([out for out, _ in pairs], leaves, [part for _, part in pairs])
         for place, index in enumerate(asked):
-            parts = got[place * self.ways:(place + 1) * self.ways]
+            parts = got[place * self.ways : (place + 1) * self.ways]
             use = self.option.ins[index]
-            if text := compare(join(parts, use.grad, whole_ins[index].shape), wanted[place], f"gradient of operand {index} {use}", self.loose):
+            if text := compare(
+                join(parts, use.grad, whole_ins[index].shape),
+                wanted[place],
+                f"gradient of operand {index} {use}",
+                self.loose,
+            ):
                 return text
         return ""
 
 
-def gradients(outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def gradients(
+    outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """Gradients of `ins`, zeros where there is none."""
     if not outs:
         return [torch.zeros_like(x) for x in ins]
@@ -187,7 +218,9 @@ def join(parts: Sequence[torch.Tensor], entry: Entry, shape: Sequence[int]) -> t
         return whole
     if entry not in PARTIAL:
         for rank, part in enumerate(parts):
-            if text := compare(part, parts[0], f"rank {rank} differs from rank 0", loose=part.dtype is not torch.float64):
+            if text := compare(
+                part, parts[0], f"rank {rank} differs from rank 0", loose=part.dtype is not torch.float64
+            ):
                 return text
         return parts[0]
     stacked = torch.stack(list(parts))

@@ -24,13 +24,18 @@ def broadcast(call: Call) -> str:
     return rule(["..." for _ in call.ins], ["..." for _ in call.outs])
 
 
-UNARY = """abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min cos cosh deg2rad digamma elu
-    erf erfc erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan isneginf isposinf
-    leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num reciprocal relu relu6 round rsqrt
-    rad2deg selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink special_entr special_expit special_i0 special_log1p sqrt square
+UNARY = """abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min cos cosh deg2rad
+    digamma elu
+    erf erfc erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan
+    isneginf isposinf
+    leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num reciprocal relu relu6 round
+    rsqrt
+    rad2deg selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink special_entr special_expit special_i0
+    special_log1p sqrt square
     tan tanh tanhshrink threshold trunc"""
 
-BINARY = """add addcdiv addcmul atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign div eq
+BINARY = """add addcdiv addcmul atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor
+    copysign div eq
     floor_divide fmax fmin fmod ge gt heaviside hypot le lerp logaddexp logaddexp2 logical_and logical_or logical_xor lt
     float_power gcd isclose lcm ldexp masked_fill maximum minimum mul ne nextafter polar pow remainder
     rsub special_xlog1py special_xlogy sub true_divide where xlogy __and__ __or__ __xor__"""
@@ -39,8 +44,10 @@ LIKE = "empty_like full_like ones_like zeros_like"
 """They read the sizes of their operand only."""
 
 
-RANDOM = named("""alpha_dropout.default bernoulli.default bernoulli.p cauchy.default exponential.default geometric.default log_normal.default native_dropout.default
-    normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor normal_functional.default poisson.default rand_like.default randint_like.default randint_like.low_dtype randn_like.default rrelu.default uniform.default""")
+RANDOM = named("""alpha_dropout.default bernoulli.default bernoulli.p cauchy.default exponential.default
+    geometric.default log_normal.default native_dropout.default
+    normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor normal_functional.default poisson.default
+    rand_like.default randint_like.default randint_like.low_dtype randn_like.default rrelu.default uniform.default""")
 """They draw a number per element."""
 
 

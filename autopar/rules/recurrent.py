@@ -15,9 +15,11 @@ RECURRENT = "gru.input lstm.input rnn_relu.input rnn_tanh.input"
 def layers(call: Call) -> str:
     """`input [b s i]` or `[s b i]`, one or two states `[l b h]`, weights; the same without weights comes out."""
     first, states = bool(given(call)["batch_first"]), len(call.outs) - 1
-    weights = (" ".join(f"w{i}n{d}!" for d in range(len(t.shape))) for i, t in enumerate(call.ins[1 + states:]))
-    return rule([_line("i", first), *[f"l{n}! b h{n}!" for n in range(states)], *weights],
-                [_line("o", first), *[f"m{n}! b g{n}!" for n in range(states)]])
+    weights = (" ".join(f"w{i}n{d}!" for d in range(len(t.shape))) for i, t in enumerate(call.ins[1 + states :]))
+    return rule(
+        [_line("i", first), *[f"l{n}! b h{n}!" for n in range(states)], *weights],
+        [_line("o", first), *[f"m{n}! b g{n}!" for n in range(states)]],
+    )
 
 
 def _line(kind: str, batch_first: bool) -> str:
@@ -27,7 +29,7 @@ def _line(kind: str, batch_first: bool) -> str:
 def cell(call: Call) -> str:
     """One position: `input [b i]`, one or two states `[b h]`, weights; the states behind it come out."""
     states = len(call.outs)
-    weights = (" ".join(f"w{i}n{d}!" for d in range(len(t.shape))) for i, t in enumerate(call.ins[1 + states:]))
+    weights = (" ".join(f"w{i}n{d}!" for d in range(len(t.shape))) for i, t in enumerate(call.ins[1 + states :]))
     return rule(["b i!", *[f"b h{n}!" for n in range(states)], *weights], [f"b g{n}!" for n in range(states)])
 
 

@@ -16,29 +16,40 @@ aten = torch.ops.aten
 
 def reduced(mark: str = "", name: str = "dim", stays: str = "keepdim") -> Spec:
     """The dims that argument `name` lists (all without it) go, or stay as size 1; `mark` "!" forbids splitting them."""
+
     def spec(call: Call) -> str:
         rank, arguments = rank_of(call), given(call)
         gone = dims(arguments.get(name), rank)
         if arguments.get(name) == [] and len(call.outs[0].shape) == rank and not arguments.get(stays):
             gone = []  # all.dims and any.dims: an empty list stands for no dims
-        right = [w for i, w in enumerate(words(rank, dict.fromkeys(gone, "1"))) if i not in gone or arguments.get(stays)]
+        right = [
+            w for i, w in enumerate(words(rank, dict.fromkeys(gone, "1"))) if i not in gone or arguments.get(stays)
+        ]
         return rule([line(rank, {d: f"d{d}{mark}" for d in gone})], [" ".join(right) for _ in call.outs])
+
     return spec
 
 
 def whole_dim(call: Call) -> str:
-    """One dim is whole in operand and outputs, whose other dims are alike; those can be cut (softmax, cumsum, sort, glu)."""
+    """One dim is whole in operand and outputs, whose other dims are alike; those can be cut (softmax, cumsum, sort,
+    glu)."""
     rank = rank_of(call)
     whole = dims(given(call).get("dim"), rank)
-    return rule([line(rank, {d: f"y{d}!" for d in whole}) for _ in call.ins], [line(rank, {d: f"z{d}!" for d in whole}) for _ in call.outs])
+    return rule(
+        [line(rank, {d: f"y{d}!" for d in whole}) for _ in call.ins],
+        [line(rank, {d: f"z{d}!" for d in whole}) for _ in call.outs],
+    )
 
 
 def layer_norm(call: Call) -> str:
-    """The normalised dims are whole; weights lie along them; statistics, where they are given out, have size 1 there."""
+    """The normalised dims are whole; weights lie along them; statistics, where they are given out, have size 1
+    there."""
     count = len(given(call)["normalized_shape"])
     last = " ".join(f"n{i}!" for i in range(count))
     ones = " ".join("1" for _ in range(count))
-    return rule([f"... {last}", *(last for _ in call.ins[1:])], [f"... {last}", *(f"... {ones}" for _ in call.outs[1:])])
+    return rule(
+        [f"... {last}", *(last for _ in call.ins[1:])], [f"... {last}", *(f"... {ones}" for _ in call.outs[1:])]
+    )
 
 
 def group_norm(call: Call) -> str:
@@ -49,7 +60,8 @@ def group_norm(call: Call) -> str:
 
 
 def instance_norm(call: Call) -> str:
-    """Channels split. With statistics of the sample's own samples do too, unless running ones are made of all of them; with running ones positions as well."""
+    """Channels split. With statistics of the sample's own samples do too, unless running ones are made of all of them;
+    with running ones positions as well."""
     arguments, rank = given(call), rank_of(call)
     own = arguments["use_input_stats"]
     sample, mark = "a!" if own and arguments["running_mean"] is not None else "a", "!" if own else ""
@@ -82,7 +94,13 @@ def _pair(call: Call, along: int, left: str = "") -> str:
     """Two operands that broadcast against each other, whole along one dim, of which `left` is there in the result."""
     rank = max(len(t.shape) for t in call.ins)
     whole = along % rank
-    ins = [[("1" if n == 1 else w) for w, n in zip(words(rank, {whole: "y!"})[rank - len(t.shape):], t.shape, strict=True)] for t in call.ins]
+    ins = [
+        [
+            ("1" if n == 1 else w)
+            for w, n in zip(words(rank, {whole: "y!"})[rank - len(t.shape) :], t.shape, strict=True)
+        ]
+        for t in call.ins
+    ]
     met = {word for side in ins for word in side}  # a dim of size 1 in all operands is one in the result
     out = [left if d == whole else w if w in met else "1" for d, w in enumerate(words(rank))]
     return rule([" ".join(w) for w in ins], [" ".join(word for word in out if word)])
@@ -103,16 +121,20 @@ def cross(call: Call) -> str:
     return _pair(call, given(call)["dim"], "z!")
 
 
-WHOLE_DIM = """_softmax.default _log_softmax.default softmax.int log_softmax.int special_softmax.int special_log_softmax.int
+WHOLE_DIM = """_softmax.default _log_softmax.default softmax.int log_softmax.int special_softmax.int
+    special_log_softmax.int
     argsort.default argsort.stable cumprod.default cummax.default cummin.default glu.default logcumsumexp.default
     sort.default sort.stable topk.default"""
 """Operators that need their `dim` whole and do not let a partial sum through."""
 
 REDUCED = """all.dim all.dims amax.default amin.default any.dim any.dims argmax.default argmin.default logsumexp.default
-    max.dim min.dim median.dim nanmedian.dim mode.default kthvalue.default prod.dim_int std.correction std.dim var.correction
-    var.dim var_mean.correction std_mean.correction var_mean.dim std_mean.dim linalg_vector_norm.default norm.ScalarOpt_dim
+    max.dim min.dim median.dim nanmedian.dim mode.default kthvalue.default prod.dim_int std.correction std.dim
+    var.correction
+    var.dim var_mean.correction std_mean.correction var_mean.dim std_mean.dim linalg_vector_norm.default
+    norm.ScalarOpt_dim
     aminmax.default all.default any.default max.default min.default median.default prod.default std.default var.default
-    norm.Scalar special_logsumexp.default frobenius_norm.dim linalg_norm.default linalg_norm.ord_str linalg_matrix_norm.default linalg_matrix_norm.str_ord
+    norm.Scalar special_logsumexp.default frobenius_norm.dim linalg_norm.default linalg_norm.ord_str
+    linalg_matrix_norm.default linalg_matrix_norm.str_ord
     nanmean.default nanquantile.scalar quantile.scalar"""
 """Reductions that must see all of what they reduce."""
 

@@ -18,8 +18,8 @@ PROBE = 1_000_003  # symbols are compared with numbers at this value: they outwe
 def reshape(call: Call) -> str:
     """Any change of sizes that keeps the order of elements.
 
-    `[6, 4] -> [2, 12]` is `(f0 f1) f2 -> f0 (f1 f2)`. Where sizes have no common refinement (`[4, 6] -> [6, 4]`), the dims
-    up to the next common boundary stay whole. Dims of size 1 are never split.
+    `[6, 4] -> [2, 12]` is `(f0 f1) f2 -> f0 (f1 f2)`. Where sizes have no common refinement (`[4, 6] -> [6, 4]`), the
+    dims up to the next common boundary stay whole. Dims of size 1 are never split.
     """
     before, after = _Side(call.ins[0].shape), _Side(call.outs[0].shape)
     fresh = (f"f{i}" for i in itertools.count())
@@ -98,7 +98,10 @@ def quotient(one: Size, other: Size) -> Size | None:
     found = sympy.cancel(sympy.sympify(one) / other)
     if found.is_Integer:
         return int(found)
-    rounded = {atom: sympy.Dummy(integer=True, positive=True) for atom in found.atoms(sympy.floor, sympy.ceiling, sympy.Min, sympy.Max)}
+    rounded = {
+        atom: sympy.Dummy(integer=True, positive=True)
+        for atom in found.atoms(sympy.floor, sympy.ceiling, sympy.Min, sympy.Max)
+    }
     plain = found.xreplace(rounded)
     if plain.free_symbols and plain.is_polynomial() and all(c.is_Integer for c in sympy.Poly(plain).coeffs()):
         return found

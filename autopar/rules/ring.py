@@ -1,4 +1,5 @@
-"""Attention with rows and keys cut together: when it can be, and what it sends (autopar.runtime.algorithms.ring_attention)."""
+"""Attention with rows and keys cut together: when it can be, and what it sends
+(autopar.runtime.algorithms.ring_attention)."""
 
 from __future__ import annotations
 
@@ -12,24 +13,26 @@ QUERY, KEY, VALUE = 0, 1, 2
 def ring(call: Call, ways: int) -> Together:
     """Query rows and keys are cut together: keys and values go round the ranks. A mask keeps its columns whole.
 
-    Not where weights are dropped (masks would have to agree between ranks), nor where rows and keys differ in number or anything but
-    grouped heads is broadcast.
+    Not where weights are dropped (masks would have to agree between ranks), nor where rows and keys differ in number or
+    anything but grouped heads is broadcast.
     """
     arguments, (query, key, value) = given(call), (t.shape for t in call.ins[:3])
     grouped = 1 if arguments["enable_gqa"] else 0
     same = len(query) == len(key) == len(value) > 1 and query[-2] == key[-2] == value[-2] and key[:-2] == value[:-2]
-    if not same or arguments["dropout_p"] or query[:-2 - grouped] != key[:-2 - grouped]:
+    if not same or arguments["dropout_p"] or query[: -2 - grouped] != key[: -2 - grouped]:
         return ()
     return ((("q", "k"), "ring"),)
 
 
 def later_rows(site: Site) -> float:
-    """Pace of `causal_rows`: the last of n ranks multiplies 1/n of the rows by all keys; a causal whole is half of all pairs."""
+    """Pace of `causal_rows`: the last of n ranks multiplies 1/n of the rows by all keys; a causal whole is half of all
+    pairs."""
     return 2.0
 
 
 def pace(site: Site) -> float:
-    """In contiguous chunks the last of n ranks has n - 1/2 of the n^2 / 2 pairs of chunks of a causal whole; in halves all have as many."""
+    """In contiguous chunks the last of n ranks has n - 1/2 of the n^2 / 2 pairs of chunks of a causal whole; in halves
+    all have as many."""
     return (2 * site.ways - 1) / site.ways if site.argument("is_causal") and not _in_halves(site) else 1.0
 
 
@@ -56,7 +59,8 @@ def _keys(site: Site) -> float:
 
 
 def _taken(site: Site) -> float:
-    """The share of the local heads of keys and values that runtime.algorithms.own_heads takes on each rank of even cuts."""
+    """The share of the local heads of keys and values that runtime.algorithms.own_heads takes on each rank of even
+    cuts."""
     if not any(option.run == "own_heads" for option in site.options):
         return 1.0
     dim = len(site.operands[QUERY].shape) - 3
@@ -73,13 +77,26 @@ def _sums(site: Site) -> float:
 def _result(site: Site) -> float:
     """As many rows as queries, as wide as values."""
     lead = range(len(site.operands[QUERY].shape) - 1)
-    return site.local(QUERY, *lead) * site.local(VALUE, len(site.operands[VALUE].shape) - 1) * site.operands[QUERY].itemsize
+    return (
+        site.local(QUERY, *lead)
+        * site.local(VALUE, len(site.operands[VALUE].shape) - 1)
+        * site.operands[QUERY].itemsize
+    )
 
 
 def _result_and_gradient(site: Site) -> float:
     return 2 * _result(site)
 
 
-FORWARD = (InnerCollective("send", _all, _in_halves, reorders=True), InnerCollective("send", _keys, _hops, hidden=True), InnerCollective("send", _result, _in_halves, reorders=True, last=True))
-BACKWARD = (InnerCollective("send", _result_and_gradient, _in_halves, reorders=True), InnerCollective("send", _keys, _hops, hidden=True), InnerCollective("send", _sums, _hops, hidden=True),
-            InnerCollective("send", _sums, _home, last=True), InnerCollective("send", _all, _in_halves, reorders=True, last=True))
+FORWARD = (
+    InnerCollective("send", _all, _in_halves, reorders=True),
+    InnerCollective("send", _keys, _hops, hidden=True),
+    InnerCollective("send", _result, _in_halves, reorders=True, last=True),
+)
+BACKWARD = (
+    InnerCollective("send", _result_and_gradient, _in_halves, reorders=True),
+    InnerCollective("send", _keys, _hops, hidden=True),
+    InnerCollective("send", _sums, _hops, hidden=True),
+    InnerCollective("send", _sums, _home, last=True),
+    InnerCollective("send", _all, _in_halves, reorders=True, last=True),
+)

@@ -1,4 +1,5 @@
-"""One call of an operator on one rank, as far as bytes depend on it: what algorithms send, and what big operators hold inside."""
+"""One call of an operator on one rank, as far as bytes depend on it: what algorithms send, and what big operators hold
+inside."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from autopar.rules.language import Call, Option, Tensor
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """`options` and `sizes` have one entry per mesh axis; `axis` is the one that a collective runs on. `call` has what is no tensor. `wider`: an
-    element of the sum of a weight's gradients has so many times the bytes of one of the weight. `in_a_row`: the experts of a token lie next to each other."""
+    """`options` and `sizes` have one entry per mesh axis; `axis` is the one that a collective runs on. `call` has what
+    is no tensor. `wider`: an element of the sum of a weight's gradients has so many times the bytes of one of the
+    weight. `in_a_row`: the experts of a token lie next to each other."""
 
     operands: Sequence[Tensor]
     options: Sequence[Option]
@@ -63,13 +65,15 @@ def everywhere(site: Site, parts: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class InnerCollective:
-    """One collective inside an algorithm: its kind, and the bytes that it moves as autopar.cost.comm.collective_s counts them.
+    """One collective inside an algorithm: its kind, and the bytes that it moves as autopar.cost.comm.collective_s
+    counts them.
 
-    It runs `times` times, each after the other. A `hidden` one runs while the operator works, on `times` of `times + 1` equal pieces
-    of what it does in that direction. `reorders`: it only brings rows into the order that the algorithm works in, or back. One that is not
-    hidden is waited for: before the operator works, or behind it where it is `last`. `parts` are axes whose ranks all have what is sent, of which each could send a
-    part by itself: by axis, the bytes that are then gathered there beside. Of so many equal parts of the axis a row goes to so many (`reached`); `apart` is how many times the
-    bytes are where software sends it to each of its readers there.
+    It runs `times` times, each after the other. A `hidden` one runs while the operator works, on `times` of `times + 1`
+    equal pieces of what it does in that direction. `reorders`: it only brings rows into the order that the algorithm
+    works in, or back. One that is not hidden is waited for: before the operator works, or behind it where it is `last`.
+    `parts` are axes whose ranks all have what is sent, of which each could send a part by itself: by axis, the bytes
+    that are then gathered there beside. Of so many equal parts of the axis a row goes to so many (`reached`); `apart`
+    is how many times the bytes are where software sends it to each of its readers there.
     """
 
     kind: str
@@ -85,8 +89,8 @@ class InnerCollective:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Of an operator that is many steps at once, on one rank: bytes that its backward keeps, and bytes that its forward reads and
-    writes, both beside operands and outputs."""
+    """Of an operator that is many steps at once, on one rank: bytes that its backward keeps, and bytes that its forward
+    reads and writes, both beside operands and outputs."""
 
     kept_bytes: Callable[[Site], float]
     moved_bytes: Callable[[Site], float]

@@ -1,4 +1,5 @@
-"""Fourier transforms, of signals in frames too: transformed dims are whole, all others are cut; and the parts of complex numbers, which any dim is cut of."""
+"""Fourier transforms, of signals in frames too: transformed dims are whole, all others are cut; and the parts of
+complex numbers, which any dim is cut of."""
 
 from __future__ import annotations
 
@@ -24,11 +25,17 @@ def transform(call: Call) -> str:
 
 
 def framed(one: int) -> Spec:
-    """A signal, or its frames, with so many dims for one sample, and a window; samples, where there are several, are cut."""
+    """A signal, or its frames, with so many dims for one sample, and a window; samples, where there are several, are
+    cut."""
+
     def spec(call: Call) -> str:
         kept = rank_of(call) - one
-        left, right = (line(len(t.shape), {dim: f"{name}{dim}!" for dim in range(kept, len(t.shape))}) for name, t in (("x", call.ins[0]), ("y", call.outs[0])))
+        left, right = (
+            line(len(t.shape), {dim: f"{name}{dim}!" for dim in range(kept, len(t.shape))})
+            for name, t in (("x", call.ins[0]), ("y", call.outs[0]))
+        )
         return rule([left, *("w!" for _ in call.ins[1:])], [right])
+
     return spec
 
 

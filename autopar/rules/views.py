@@ -57,11 +57,12 @@ def unsqueeze(call: Call) -> str:
     rank = len(call.outs[0].shape)
     new = call.args[1] % rank
     out = words(rank, {new: "1"})
-    return rule([" ".join(out[:new] + out[new + 1:])], [" ".join(out)])
+    return rule([" ".join(out[:new] + out[new + 1 :])], [" ".join(out)])
 
 
 def squeeze(call: Call) -> str:
-    """Listed dims of size 1 go, of none listed none, without a list all. A listed dim of another size must stay whole: its shard may be of size 1."""
+    """Listed dims of size 1 go, of none listed none, without a list all. A listed dim of another size must stay whole:
+    its shard may be of size 1."""
     shape = call.ins[0].shape
     asked = given(call).get("dim")
     listed = () if asked == [] else dims(asked, len(shape))
@@ -116,12 +117,16 @@ def _side_by_side(pieces: list[str]) -> str:
 
 def along(name: str = "dim") -> Spec:
     """For operators that need the dim or dims `name` whole, and act alike on all others (slice, roll, flip, unfold)."""
+
     def spec(call: Call) -> str:
         rank = rank_of(call)
         whole = dims(given(call)[name], rank)
         new = {i: f"t{i}!" for i in range(rank, len(call.outs[0].shape))}
-        return rule([line(rank, {d: f"y{d}!" for d in whole})],
-                    [line(len(call.outs[0].shape), {d: f"z{d}!" for d in whole} | new)])
+        return rule(
+            [line(rank, {d: f"y{d}!" for d in whole})],
+            [line(len(call.outs[0].shape), {d: f"z{d}!" for d in whole} | new)],
+        )
+
     return spec
 
 

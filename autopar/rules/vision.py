@@ -16,17 +16,21 @@ aten = torch.ops.aten
 
 def positions_whole(spatial: int) -> Spec:
     """Samples and channels split, the last `spatial` dims do not (resizing; pools, but for `rules.halo`)."""
+
     def spec(call: Call) -> str:
         left, right = (" ".join(f"{w}{i}!" for i in range(spatial)) for w in "hp")
         return rule([f"... {left}"], [f"... {right}" for _ in call.outs])
+
     return spec
 
 
 def unpooled(spatial: int) -> Spec:
     """Numbers at the places that a pool took them from: as `positions_whole`."""
+
     def spec(call: Call) -> str:
         left, right = (" ".join(f"{w}{i}!" for i in range(spatial)) for w in "hp")
         return rule([f"... {left}", f"... {left}"], [f"... {right}"])
+
     return spec
 
 
@@ -40,10 +44,15 @@ def prelu(call: Call) -> str:
 
 def patches(samples: int) -> Spec:
     """im2col and col2im: samples split, where there are any: a tensor of `samples` dims has a first one of them."""
+
     def spec(call: Call) -> str:
         lead = ["b"] if len(call.ins[0].shape) == samples else []
-        left, right = ([*lead, *(f"{name}{i}!" for i in range(len(t.shape) - len(lead)))] for name, t in (("y", call.ins[0]), ("z", call.outs[0])))
+        left, right = (
+            [*lead, *(f"{name}{i}!" for i in range(len(t.shape) - len(lead)))]
+            for name, t in (("y", call.ins[0]), ("z", call.outs[0]))
+        )
         return rule([" ".join(left)], [" ".join(right)])
+
     return spec
 
 
@@ -53,28 +62,40 @@ NONLINEAR = {
     3: "max_pool3d_with_indices.default adaptive_max_pool3d.default",
 }
 LINEAR = {
-    1: "adaptive_avg_pool1d.default _upsample_nearest_exact1d.vec upsample_linear1d.vec upsample_nearest1d.vec reflection_pad1d.default "
-       "replication_pad1d.default upsample_nearest1d.default upsample_linear1d.default",
-    2: "adaptive_avg_pool2d.default _upsample_nearest_exact2d.vec upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec "
-       "_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec "
-       "upsample_bilinear2d.default upsample_nearest2d.default upsample_bicubic2d.default reflection_pad2d.default replication_pad2d.default",
-    3: "adaptive_avg_pool3d.default _upsample_nearest_exact3d.vec upsample_nearest3d.vec upsample_trilinear3d.vec reflection_pad3d.default "
-       "replication_pad3d.default",
+    1: "adaptive_avg_pool1d.default _upsample_nearest_exact1d.vec upsample_linear1d.vec upsample_nearest1d.vec "
+    "reflection_pad1d.default replication_pad1d.default upsample_nearest1d.default upsample_linear1d.default",
+    2: "adaptive_avg_pool2d.default _upsample_nearest_exact2d.vec upsample_bicubic2d.vec upsample_bilinear2d.vec "
+    "upsample_nearest2d.vec _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec upsample_bilinear2d.default "
+    "upsample_nearest2d.default upsample_bicubic2d.default reflection_pad2d.default replication_pad2d.default",
+    3: "adaptive_avg_pool3d.default _upsample_nearest_exact3d.vec upsample_nearest3d.vec upsample_trilinear3d.vec "
+    "reflection_pad3d.default replication_pad3d.default",
 }
 
 POOLS = {
-    n: {op: linear for linear, names in (("", f"max_pool{n}d.default"), ("all", f"avg_pool{n}d.default")) for op in named(names)} for n in (1, 2, 3)
+    n: {
+        op: linear
+        for linear, names in (("", f"max_pool{n}d.default"), ("all", f"avg_pool{n}d.default"))
+        for op in named(names)
+    }
+    for n in (1, 2, 3)
 }
 
 RULES: dict[Any, Rule] = {
-    **{op: Rule(positions_whole(n), linear=linear, together=borders) for n, ops in POOLS.items() for op, linear in ops.items()},
+    **{
+        op: Rule(positions_whole(n), linear=linear, together=borders)
+        for n, ops in POOLS.items()
+        for op, linear in ops.items()
+    },
     **{op: Rule(positions_whole(n)) for n, names in NONLINEAR.items() for op in named(names)},
     **{op: Rule(positions_whole(n), linear="all") for n, names in LINEAR.items() for op in named(names)},
     aten.channel_shuffle.default: Rule("b c! ... -> b c! ...", linear="all"),
     aten.col2im.default: Rule(patches(3), linear="all"),
     aten.grid_sampler.default: Rule(lambda call: _grid_sampler(call), linear="first"),
     aten.im2col.default: Rule(patches(4), linear="all"),
-    **{op: Rule(unpooled(n), linear="first") for n, op in ((2, aten.max_unpool2d.default), (3, aten.max_unpool3d.default))},
+    **{
+        op: Rule(unpooled(n), linear="first")
+        for n, op in ((2, aten.max_unpool2d.default), (3, aten.max_unpool3d.default))
+    },
     aten.pixel_unshuffle.default: Rule("... c (h r!) (w q!) -> ... (c r! q!) h w", linear="all"),
     aten.prelu.default: Rule(prelu),
 }

@@ -1,4 +1,5 @@
-'''What emitted files import: meshes, resharding, sharded modules, split algorithms. What it may import itself is in docs/internals.md.
+"""What emitted files import: meshes, resharding, sharded modules, split algorithms. What it may import itself is in
+docs/internals.md.
 
 An emitted file looks like this (tests/helpers/emitted.py is a whole one, written by hand):
 
@@ -56,10 +57,12 @@ Meaning of the parts:
 
     reshard(x, "src -> dst", grad="consumer -> producer" | None, shape=, mesh=)
         Forward runs layout.steps(src, dst); backward runs layout.steps(consumer's gradient, producer's gradient).
-    gather(...)        the same for weights: begun ahead, not kept for the backward but gathered again (ZeRO-3; kept with again=False); with `dims` in
-                       another order, or after `casts`, where that is how they are read.
+    gather(...)        the same for weights: begun ahead, not kept for the backward but gathered again (ZeRO-3; kept
+                       with again=False); with `dims` in another order, or after `casts`, where that is how they are
+                       read.
     remat(block, ...)  block(...), run again in the backward instead of keeping what its operators save.
-    keep(lambda: ...)  in such a block: the result is kept, and not computed again. skip(lambda: ...): nobody needs it again. enough(): nor what follows.
+    keep(lambda: ...)  in such a block: the result is kept, and not computed again. skip(lambda: ...): nobody needs it
+                       again. enough(): nor what follows.
     self.w, self.b     local shards of parameters and buffers, by the names in PARAMS and BUFFERS.
     Param(shape, dtype, layout, sync=axes, trainable=True)
         `sync` are the axes on which gradients are left partial and summed in buckets at the end of the backward.
@@ -70,8 +73,9 @@ Meaning of the parts:
     MESH.local(size, axes)   the length of this rank's chunk of `size` cut by `axes`, major first.
 
 What a user sees: `Model().load_full(state_dict)`, `model(*local_batch)`, `model.train_step(*local_batch)`,
-`model.shard_batch(*global_batch)`, `model.full_state_dict()`, `model.state_dict()` (DTensors), `model.compile_blocks()`.
-'''
+`model.shard_batch(*global_batch)`, `model.full_state_dict()`, `model.state_dict()` (DTensors),
+`model.compile_blocks()`.
+"""
 
 from autopar.runtime.count import Counted, count
 from autopar.runtime.launch import Ranks, launch

@@ -24,12 +24,20 @@ Fixed = Mapping[str, tuple[int, Any]]
 """Plain arguments that are part of the program: name -> (place among all arguments, value)."""
 
 Dims = Mapping[str, Sequence[str | int | None]]
-"""Of each input its global sizes: a number that is part of the program, the name of a symbol, or None for what follows from others."""
+"""Of each input its global sizes: a number that is part of the program, the name of a symbol, or None for what follows
+from others."""
 
 
-def bind(inputs: Mapping[str, str], args: Sequence[Any], kwargs: Mapping[str, Any], fixed: Fixed | None = None, nested: Nested | None = None) -> list[Any]:
-    """The values of a call in the order of `inputs`. An argument is one input, or (`nested`) a structure of several. An argument that is `fixed` may be passed with its
-    planned value. Raises RunError where inputs are missing, given twice or unknown, and where a fixed argument has another value."""
+def bind(
+    inputs: Mapping[str, str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    fixed: Fixed | None = None,
+    nested: Nested | None = None,
+) -> list[Any]:
+    """The values of a call in the order of `inputs`. An argument is one input, or (`nested`) a structure of several. An
+    argument that is `fixed` may be passed with its planned value. Raises RunError where inputs are missing, given twice
+    or unknown, and where a fixed argument has another value."""
     names = list(inputs)
     if kwargs.keys() != inputs.keys():  # where each input is given by its own name, no argument is meant
         args, kwargs = flat(nested or {}, args, kwargs)
@@ -48,8 +56,11 @@ def bind(inputs: Mapping[str, str], args: Sequence[Any], kwargs: Mapping[str, An
     return [values[name] for name in names]
 
 
-def _without(fixed: Fixed, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments without those that are fixed, which must have their planned values; a tensor is never one of them."""
+def _without(
+    fixed: Fixed, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments without those that are fixed, which must have their planned values; a tensor is never one of
+    them."""
     order = list(names)
     for name, (place, _) in sorted(fixed.items(), key=lambda item: item[1][0]):
         order.insert(place, name)
@@ -69,35 +80,52 @@ def _without(fixed: Fixed, names: Sequence[str], args: Sequence[Any], kwargs: Ma
 
 
 def _as_planned(name: str, value: Any, planned: Any) -> None:
-    same = not isinstance(value, Tensor) and (value == planned or (value != value and planned != planned))  # nan is as planned where nan was
+    # nan is as planned where nan was
+    same = not isinstance(value, Tensor) and (value == planned or (value != value and planned != planned))
     if not same:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise RunError(f"argument {name!r} is {got}, and the plan was made with {name}={planned!r}, which is part of the emitted program: "
-                       f"pass {planned!r}, leave it out, or plan the model again with {name}={got}")
+        raise RunError(
+            f"argument {name!r} is {got}, and the plan was made with {name}={planned!r}, which is part of the emitted "
+            f"program: pass {planned!r}, leave it out, or plan the model again with {name}={got}"
+        )
 
 
 def without_gradient(names: Iterable[str], values: Sequence[Any]) -> None:
-    """Raise RunError where an input requires a gradient. The plan synchronises the gradients of parameters only: on each rank an input's gradient would be an unreduced partial sum."""
+    """Raise RunError where an input requires a gradient. The plan synchronises the gradients of parameters only: on
+    each rank an input's gradient would be an unreduced partial sum."""
     for name, value in zip(names, values, strict=True):
         if isinstance(value, Tensor) and value.requires_grad:
-            raise RunError(f"input {name!r} requires grad, and a plan has ways for gradients of parameters alone: what came to its `.grad` would not be that of the whole model. Pass "
-                           f"{name}.detach() where nobody needs it. Else compile as one model what it comes from and what it goes into, or make it a parameter of the model")
+            raise RunError(
+                f"input {name!r} requires grad, and a plan has ways for gradients of parameters alone: what came to "
+                f"its `.grad` would not be that of the whole model. Pass {name}.detach() where nobody needs it. Else "
+                "compile as one model what it comes from and what it goes into, or make it a parameter of the model"
+            )
 
 
 def without_autocast(mesh: Mesh) -> None:
     """Raise RunError where autocast is on: it knows nothing of what a program sends."""
     if torch.is_autocast_enabled(mesh.device.type):
-        raise RunError("autocast is on, and would change in which dtypes a program computes and sends that was planned without it: call the model outside of it, and plan it with "
-                       'compile(model, ..., precision="bf16") for mixed precision')
+        raise RunError(
+            "autocast is on, and would change in which dtypes a program computes and sends that was planned without "
+            'it: call the model outside of it, and plan it with compile(model, ..., precision="bf16") for mixed '
+            "precision"
+        )
 
 
-def as_computed(sample: Mapping[str, tuple[Sequence[int], str]], names: Iterable[str], values: Sequence[Any]) -> list[Any]:
-    """Floating inputs cast to the dtypes in which the model was captured (`sample`: input -> shape, dtype), as cast_forward_inputs of FSDP's MixedPrecisionPolicy does."""
-    return [value.to(getattr(torch, sample[name][1])) if isinstance(value, Tensor) and value.is_floating_point() else value for name, value in zip(names, values, strict=True)]
+def as_computed(
+    sample: Mapping[str, tuple[Sequence[int], str]], names: Iterable[str], values: Sequence[Any]
+) -> list[Any]:
+    """Floating inputs cast to the dtypes in which the model was captured (`sample`: input -> shape, dtype), as
+    cast_forward_inputs of FSDP's MixedPrecisionPolicy does."""
+    return [
+        value.to(getattr(torch, sample[name][1])) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in zip(names, values, strict=True)
+    ]
 
 
 def cut_batch(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh) -> list[Any]:
-    """This rank's part of each global input, on this rank's device. Raises RunError where a dim does not divide by the ranks that cut it."""
+    """This rank's part of each global input, on this rank's device. Raises RunError where a dim does not divide by the
+    ranks that cut it."""
     return [_part(name, layout, value, mesh) for (name, layout), value in zip(inputs.items(), values, strict=True)]
 
 
@@ -105,21 +133,33 @@ def _part(name: str, layout: str, value: Any, mesh: Mesh) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.is_meta:
-        raise RunError(f"input {name!r} is on the meta device and has no values: give a batch that has (example inputs of compile may be without)")
+        raise RunError(
+            f"input {name!r} is on the meta device and has no values: give a batch that has (example inputs of compile "
+            "may be without)"
+        )
     entries = parse(layout)
     for dim, size in enumerate(value.shape):
         ways = ways_of(entries, dim, mesh.sizes)
         if size % ways:
-            raise RunError(f"input {name!r}: dim {dim} of size {size} does not divide by the {ways} ranks that cut it "
-                           f"(layout {layout} on {mesh}); use {divisible(size, ways)}, or plan for another mesh")
+            raise RunError(
+                f"input {name!r}: dim {dim} of size {size} does not divide by the {ways} ranks that cut it "
+                f"(layout {layout} on {mesh}); use {divisible(size, ways)}, or plan for another mesh"
+            )
     return own(value, entries, mesh.sizes, mesh.coord).contiguous().to(mesh.device)
 
 
-def check_sizes(inputs: Mapping[str, str], dims: Dims, spans: Mapping[str, tuple[int, int | None, int]], values: Sequence[Any], mesh: Mesh) -> None:
-    """Raise RunError where this rank's part of an input has a size that the program was not captured for: such a program might run, and compute something else than the model.
+def check_sizes(
+    inputs: Mapping[str, str],
+    dims: Dims,
+    spans: Mapping[str, tuple[int, int | None, int]],
+    values: Sequence[Any],
+    mesh: Mesh,
+) -> None:
+    """Raise RunError where this rank's part of an input has a size that the program was not captured for: such a
+    program might run, and compute something else than the model.
 
-    `dims` has the global size of each dim of each input (`Dims`); an input that is not in it is not checked. `spans` has for each symbol its least and greatest size, and
-    what the size must be a multiple of."""
+    `dims` has the global size of each dim of each input (`Dims`); an input that is not in it is not checked. `spans`
+    has for each symbol its least and greatest size, and what the size must be a multiple of."""
     for (name, layout), value in zip(inputs.items(), values, strict=True):
         if name not in dims:
             continue
@@ -127,15 +167,20 @@ def check_sizes(inputs: Mapping[str, str], dims: Dims, spans: Mapping[str, tuple
             got = f"a tensor of {value.dim()} dims" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise RunError(f"input {name!r} is {got}, wanted a tensor of sizes ({', '.join(map(str, dims[name]))})")
         for dim, size in enumerate(dims[name]):
-            wanted = _unlike(value.shape[dim], size, spans, partial(_own_size, layout=parse(layout), dim=dim, mesh=mesh))
+            wanted = _unlike(
+                value.shape[dim], size, spans, partial(_own_size, layout=parse(layout), dim=dim, mesh=mesh)
+            )
             if wanted:
-                raise RunError(f"input {name!r}: dim {dim} has {value.shape[dim]} entries on this rank, wanted {wanted}. "
-                               "Cut or pad the batch, or plan the model again for inputs of this size")
+                raise RunError(
+                    f"input {name!r}: dim {dim} has {value.shape[dim]} entries on this rank, wanted {wanted}. "
+                    "Cut or pad the batch, or plan the model again for inputs of this size"
+                )
     _check_together(inputs, dims, values, mesh)
 
 
 def _check_together(inputs: Mapping[str, str], dims: Dims, values: Sequence[Tensor], mesh: Mesh) -> None:
-    """Raise RunError where dims that are the same symbol have different global sizes: the local parts may broadcast although the whole tensors would not."""
+    """Raise RunError where dims that are the same symbol have different global sizes: the local parts may broadcast
+    although the whole tensors would not."""
     first: dict[str, tuple[int, str]] = {}
     for (name, layout), value in zip(inputs.items(), values, strict=True):
         entries = parse(layout)
@@ -145,12 +190,19 @@ def _check_together(inputs: Mapping[str, str], dims: Dims, values: Sequence[Tens
             whole, what = value.shape[dim] * ways_of(entries, dim, mesh.sizes), f"dim {dim} of input {name!r}"
             wanted, other = first.setdefault(size, (whole, what))
             if whole != wanted:
-                raise RunError(f"{what} is {whole}, {other} is {wanted}: both are {size} of the program (sizes of the whole batch). Give both the same size, "
-                               "or plan the model again with inputs whose sizes differ as these do")
+                raise RunError(
+                    f"{what} is {whole}, {other} is {wanted}: both are {size} of the program (sizes of the whole "
+                    "batch). Give both the same size, or plan the model again with inputs whose sizes differ as these "
+                    "do"
+                )
 
 
-def _unlike(got: int, size: int | str | None, spans: Mapping[str, tuple[int, int | None, int]], own_size: Callable[[int], int]) -> str:
-    """The size that was wanted instead of `got`, in words; empty where `got` is right. `own_size` maps a global size to this rank's part of it."""
+def _unlike(
+    got: int, size: int | str | None, spans: Mapping[str, tuple[int, int | None, int]], own_size: Callable[[int], int]
+) -> str:
+    """The size that was wanted instead of `got`, in words; empty where `got` is right. `own_size` maps a global size to
+    this rank's part of it."""
+
     def part(whole: int) -> str:
         return f"{whole}, of which {own_size(whole)} are this rank's" if own_size(whole) != whole else str(whole)
 
@@ -163,7 +215,10 @@ def _unlike(got: int, size: int | str | None, spans: Mapping[str, tuple[int, int
         return f"at least {part(least)}: with a smaller {size} the model does something else than was captured"
     ways = step * EVEN // own_size(step * EVEN)
     if got * ways % step:
-        return f"a multiple of {step}{f', cut {ways} ways' if ways > 1 else ''}: with another {size} the model does something else than was captured"
+        return (
+            f"a multiple of {step}{f', cut {ways} ways' if ways > 1 else ''}: with another {size} the model does "
+            "something else than was captured"
+        )
     return ""
 
 
@@ -173,8 +228,8 @@ def _own_size(size: int, layout: Layout, dim: int, mesh: Mesh) -> int:
 
 
 def check_agreement(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh) -> None:
-    """Compare the shapes of all ranks' parts, and the contents of parts that several ranks hold (by fingerprint); a collective operation. Raises RunError, on every rank,
-    where they are not parts of one global batch."""
+    """Compare the shapes of all ranks' parts, and the contents of parts that several ranks hold (by fingerprint); a
+    collective operation. Raises RunError, on every rank, where they are not parts of one global batch."""
     if mesh.device_mesh is None or mesh.ranks == 1:
         return
     mine = [(tuple(v.shape), float(fingerprint(v))) if isinstance(v, Tensor) else (None, repr(v)) for v in values]
@@ -184,21 +239,30 @@ def check_agreement(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh
     for index, (name, layout) in enumerate(inputs.items()):
         first: dict[tuple[int, ...], int] = {}
         for rank, coord in enumerate(_coords(mesh)):
-            one = first.setdefault(tuple(c for c, entry in zip(coord, parse(layout), strict=True) if is_shard(entry)), rank)
+            one = first.setdefault(
+                tuple(c for c, entry in zip(coord, parse(layout), strict=True) if is_shard(entry)), rank
+            )
             if everyone[rank][index] != everyone[one][index]:
-                raise RunError(f"input {name!r}: ranks {one} and {rank} have the same part of the batch under layout {layout} on {mesh}, but not the same in it. They work on it together: give them "
-                               "the same (samplers take model.data_parallel_size and data_parallel_rank, and model.shard_loaded what they give), or every rank its part of one global batch, as "
-                               "model.shard_batch(*global_batch) does")
+                raise RunError(
+                    f"input {name!r}: ranks {one} and {rank} have the same part of the batch under layout {layout} on "
+                    f"{mesh}, but not the same in it. They work on it together: give them the same (samplers take "
+                    "model.data_parallel_size and data_parallel_rank, and model.shard_loaded what they give), or "
+                    "every rank its part of one global batch, as model.shard_batch(*global_batch) does"
+                )
 
 
 def check_shapes(inputs: Mapping[str, str], everyone: Sequence[Sequence[tuple[int, ...] | None]], mesh: Mesh) -> None:
-    """Raise RunError unless each input has the same shape on all ranks (None for what is no tensor). A rank takes its own part of a dim, times the ranks that cut it, for the size of the whole,
-    so that parts of which the last is smaller, though they are those of one tensor, would be divided by a number of samples that is none."""
+    """Raise RunError unless each input has the same shape on all ranks (None for what is no tensor). A rank takes its
+    own part of a dim, times the ranks that cut it, for the size of the whole, so that parts of which the last is
+    smaller, though they are those of one tensor, would be divided by a number of samples that is none."""
     for index, (name, layout) in enumerate(inputs.items()):
         if any(each[index] != everyone[0][index] for each in everyone):
             got = "; ".join(f"rank {rank}: {each[index]}" for rank, each in enumerate(everyone))
-            raise RunError(f"input {name!r}: the ranks' parts do not fit together under layout {layout} on {mesh}: {got}. All parts have the same sizes: "
-                           "give every rank its part of one global batch, as model.shard_batch(*global_batch) does, and cut, pad or leave out a last batch that is smaller")
+            raise RunError(
+                f"input {name!r}: the ranks' parts do not fit together under layout {layout} on {mesh}: {got}. All "
+                "parts have the same sizes: give every rank its part of one global batch, as "
+                "model.shard_batch(*global_batch) does, and cut, pad or leave out a last batch that is smaller"
+            )
 
 
 def _coords(mesh: Mesh) -> list[tuple[int, ...]]:

@@ -1,12 +1,14 @@
-"""A check in every step that all ranks have consistent parts of the batch, train the same parameters and are in the same state of the step.
+"""A check in every step that all ranks have consistent parts of the batch, train the same parameters and are in the
+same state of the step.
 
-A rank infers the global batch size from its own part. If one rank has a smaller part than the others (the last batch of its loader), every rank computes another mean and
-other gradients than the model, without an error. If ranks have frozen different parameters, they reduce gradients of different tensors: they deadlock or get wrong sums. In a
-pipeline, a place also needs to know whether any other place still trains parameters. If one rank weights its loss otherwise, evaluates, or draws other numbers (`SAME`),
-gradients of different losses are summed.
+A rank infers the global batch size from its own part. If one rank has a smaller part than the others (the last batch of
+its loader), every rank computes another mean and other gradients than the model, without an error. If ranks have frozen
+different parameters, they reduce gradients of different tensors: they deadlock or get wrong sums. In a pipeline, a
+place also needs to know whether any other place still trains parameters. If one rank weights its loss otherwise,
+evaluates, or draws other numbers (`SAME`), gradients of different losses are summed.
 
-So each rank sends its sizes, a checksum of which parameters train, and the state of the step: one small all-gather, which is started with the forward and read after it, when
-every rank has started.
+So each rank sends its sizes, a checksum of which parameters train, and the state of the step: one small all-gather,
+which is started with the forward and read after it, when every rank has started.
 """
 
 from __future__ import annotations
@@ -40,14 +42,21 @@ SAME: Mapping[str, str] = {
 
 
 def step_state(rng: Rng | None, *, training: bool, loss_weight: float) -> dict[str, float]:
-    """The values of SAME on this rank; without those of `rng` where ranks may run forwards by themselves, which count as steps."""
+    """The values of SAME on this rank; without those of `rng` where ranks may run forwards by themselves, which count
+    as steps."""
     drawn = {} if rng is None else {f"rng_state()[{key!r}]": number for key, number in rng.state().items()}
-    return {"model.training": training, "torch.is_grad_enabled()": torch.is_grad_enabled(), **drawn, "loss_weight": float(loss_weight)}
+    return {
+        "model.training": training,
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        **drawn,
+        "loss_weight": float(loss_weight),
+    }
 
 
 class BatchSizes:
-    """Compares the ranks' parts of `inputs` on `mesh`. Call `first` with the first batch, then in every step `tell` before the forward and `look` after it, on all ranks alike.
-    `trains`: whether any rank had a parameter that trains, as of the last `look`."""
+    """Compares the ranks' parts of `inputs` on `mesh`. Call `first` with the first batch, then in every step `tell`
+    before the forward and `look` after it, on all ranks alike. `trains`: whether any rank had a parameter that trains,
+    as of the last `look`."""
 
     def __init__(self, inputs: Mapping[str, str], mesh: Mesh) -> None:
         self.inputs, self.mesh = inputs, mesh
@@ -71,25 +80,42 @@ class BatchSizes:
         self._dims = [value.dim() if isinstance(value, Tensor) else 0 for value in values]
 
     def tell(self, values: Sequence[Any], held: Mapping[str, Held], state: Mapping[str, float]) -> bool:
-        """Start to send the sizes of this rank's part, which of `held` train, and the `step_state`. Returns whether the sizes differ from those of the last step."""
-        sizes = [size for value, dims in zip(values, self._dims or (), strict=True) for size in (value.shape if isinstance(value, Tensor) and value.dim() == dims else (-1,) * dims)]
+        """Start to send the sizes of this rank's part, which of `held` train, and the `step_state`. Returns whether the
+        sizes differ from those of the last step."""
+        sizes = [
+            size
+            for value, dims in zip(values, self._dims or (), strict=True)
+            for size in (value.shape if isinstance(value, Tensor) and value.dim() == dims else (-1,) * dims)
+        ]
         self._held, self._state, training = held, state, bytes(one.tensor.requires_grad for one in held.values())
         self.trains = any(training)
         if self.mesh.ranks > 1:
             with self._beside():
-                self._coming = start_all_gather_from_all(torch.tensor([zlib.crc32(training) + 1 if self.trains else 0, *map(_bits, state.values()), *sizes], dtype=torch.int64, device=self.mesh.device), self.mesh)
+                self._coming = start_all_gather_from_all(
+                    torch.tensor(
+                        [zlib.crc32(training) + 1 if self.trains else 0, *map(_bits, state.values()), *sizes],
+                        dtype=torch.int64,
+                        device=self.mesh.device,
+                    ),
+                    self.mesh,
+                )
         changed, self._mine = sizes != self._mine, sizes
         return changed
 
     def look(self) -> None:
-        """Read what the ranks sent. Raises RunError, on every rank, where their parts are not parts of one batch, the step has another state on some ranks, or, where gradients
-        are recorded, ranks of one place have frozen different parameters."""
+        """Read what the ranks sent. Raises RunError, on every rank, where their parts are not parts of one batch, the
+        step has another state on some ranks, or, where gradients are recorded, ranks of one place have frozen different
+        parameters."""
         if self._coming is None:
             return
         with self._beside():
             told, self._coming = self._coming().tolist(), None
         count = 1 + len(self._state)
-        training, states, everyone = [each[0] for each in told], [each[1:count] for each in told], [each[count:] for each in told]
+        training, states, everyone = (
+            [each[0] for each in told],
+            [each[1:count] for each in told],
+            [each[count:] for each in told],
+        )
         self.trains = any(training)
         self._same(states)
         if torch.is_grad_enabled():
@@ -104,10 +130,14 @@ class BatchSizes:
             for rank, each in enumerate(states):
                 if each[index] != states[0][index]:
                     here, first = (_number(state[index], own) for state in (each, states[0]))
-                    raise RunError(f"{name} is {here} on rank {rank} and {first} on rank 0, which are in one step together: {SAME[name]}")
+                    raise RunError(
+                        f"{name} is {here} on rank {rank} and {first} on rank 0, which are in one step together: "
+                        f"{SAME[name]}"
+                    )
 
     def _alike(self, training: Sequence[int]) -> None:
-        """Raise RunError, on every rank, unless the ranks of each place train the same parameters; `training` has each rank's checksum of these."""
+        """Raise RunError, on every rank, unless the ranks of each place train the same parameters; `training` has each
+        rank's checksum of these."""
         inner = len(training) // self.mesh.places
         if all(number == training[rank - rank % inner] for rank, number in enumerate(training)):
             return
@@ -117,15 +147,19 @@ class BatchSizes:
             first = rank - rank % inner
             if torn := [name for name, trains in mine.items() if trains != everyone[first][name]]:
                 here, there = ("trains", "is frozen") if mine[torn[0]] else ("is frozen", "trains")
-                raise RunError(f"parameter {torn[0]} {here} on rank {rank} and {there} on rank {first} ({len(torn)} differ so), though ranks sum gradients together: "
-                               "call requires_grad_ alike on all ranks, with random choices from a generator of the same seed")
+                raise RunError(
+                    f"parameter {torn[0]} {here} on rank {rank} and {there} on rank {first} ({len(torn)} differ so), "
+                    "though ranks sum gradients together: call requires_grad_ alike on all ranks, with random choices "
+                    "from a generator of the same seed"
+                )
 
     def _shapes(self, sizes: Sequence[int]) -> list[tuple[int, ...]]:
         left: Iterator[int] = iter(sizes)
         return [tuple(islice(left, dims)) for dims in self._dims or ()]
 
     def _beside(self) -> AbstractContextManager[Any]:
-        """On accelerators, a stream of its own: reading the result then does not wait for the forward that is queued on the main stream."""
+        """On accelerators, a stream of its own: reading the result then does not wait for the forward that is queued on
+        the main stream."""
         return nullcontext() if self._stream is None else self._stream
 
 

@@ -1,5 +1,5 @@
-"""State in and out of a sharded module, as whole tensors or as DTensor state dicts, always under original names and with rows in original
-order (also where a parameter rests in sections)."""
+"""State in and out of a sharded module, as whole tensors or as DTensor state dicts, always under original names and
+with rows in original order (also where a parameter rests in sections)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,22 @@ EXTRA = "_extra_state"
 
 
 @torch.no_grad()
-def load_full(held: Iterable[Held], aliases: Mapping[str, str], state: Mapping[str, Tensor], mesh: Mesh, *, strict: bool,
-              held_already: Container[str] = (), elsewhere: Iterable[str] = ()) -> None:
-    """Copy this rank's part of each whole tensor in `state` into `held`; no communication. Sparse tensors are made dense. Names in
-    `held_already` may be missing from `state`; `elsewhere` names what other places of a pipeline hold. Values that are no tensors (extra
-    state of modules) are ignored.
+def load_full(
+    held: Iterable[Held],
+    aliases: Mapping[str, str],
+    state: Mapping[str, Tensor],
+    mesh: Mesh,
+    *,
+    strict: bool,
+    held_already: Container[str] = (),
+    elsewhere: Iterable[str] = (),
+) -> None:
+    """Copy this rank's part of each whole tensor in `state` into `held`; no communication. Sparse tensors are made
+    dense. Names in `held_already` may be missing from `state`; `elsewhere` names what other places of a pipeline hold.
+    Values that are no tensors (extra state of modules) are ignored.
 
-    Raises RunError when a name is missing, a shape differs or a tensor has no values, and with `strict` when a name is unknown; then
-    nothing was copied.
+    Raises RunError when a name is missing, a shape differs or a tensor has no values, and with `strict` when a name is
+    unknown; then nothing was copied.
     """
     if not isinstance(state, Mapping):
         raise RunError(f"state is a {type(state).__name__}; wanted a state dict of the model, whole tensors by name")
@@ -39,13 +47,24 @@ def load_full(held: Iterable[Held], aliases: Mapping[str, str], state: Mapping[s
     found = {h.name: next((state[n] for n in names[h.name] if n in state), None) for h in held}
     missing = [name for name, value in found.items() if value is None and name not in held_already]
     known = {*aliases, *elsewhere, *(n for ns in names.values() for n in ns)}
-    unknown = [name for name, value in state.items() if name not in known and isinstance(value, Tensor)] if strict else []
-    wrong = [f"{h.name}: got {_said(value)}, wanted {h.info.shape}" for h in held
-             if (value := found[h.name]) is not None and (not isinstance(value, Tensor) or value.is_meta or tuple(value.shape) != h.info.shape)]
+    unknown = (
+        [name for name, value in state.items() if name not in known and isinstance(value, Tensor)] if strict else []
+    )
+    wrong = [
+        f"{h.name}: got {_said(value)}, wanted {h.info.shape}"
+        for h in held
+        if (value := found[h.name]) is not None
+        and (not isinstance(value, Tensor) or value.is_meta or tuple(value.shape) != h.info.shape)
+    ]
     if missing or unknown or wrong:
-        raise RunError("state dict does not fit the planned model"
-                       + "".join(f"; {what}: {', '.join(items[:5])}{' ...' if len(items) > 5 else ''}" for what, items in
-                                 (("missing", missing), ("unknown", unknown), ("wrong shape", wrong)) if items))
+        raise RunError(
+            "state dict does not fit the planned model"
+            + "".join(
+                f"; {what}: {', '.join(items[:5])}{' ...' if len(items) > 5 else ''}"
+                for what, items in (("missing", missing), ("unknown", unknown), ("wrong shape", wrong))
+                if items
+            )
+        )
     for h in held:
         value = found[h.name]
         if value is not None:
@@ -68,27 +87,31 @@ def full_state_dict(held: Iterable[Held], aliases: Mapping[str, str], mesh: Mesh
 
 
 def whole(local: Tensor, h: Held, mesh: Mesh) -> Tensor:
-    """The whole tensor of which `local` is this rank's part, cut as `h` is (the parameter, its gradient, a moment of the optimizer); a
-    collective operation."""
+    """The whole tensor of which `local` is this rank's part, cut as `h` is (the parameter, its gradient, a moment of
+    the optimizer); a collective operation."""
     out = relayout(local.detach().to(mesh.device), h.info.entries, ("R",) * len(mesh.sizes), h.info.shape, mesh, h.name)
     return out.clone() if out.data_ptr() == local.data_ptr() else out
 
 
 def plain(layout: Layout) -> Layout:
-    """`layout` without sections and placements (`O1`), which no DTensor placement can express: cut in order, or replicated."""
+    """`layout` without sections and placements (`O1`), which no DTensor placement can express: cut in order, or
+    replicated."""
     return tuple(f"S{dim_of(e)}" if is_shard(e) else "R" if is_placed(e) else e for e in layout)
 
 
 def unsection(local: Tensor, h: Held, mesh: Mesh) -> Tensor:
-    """`local`, this rank's part of a parameter that rests in sections, as a DTensor with its rows in original order; a collective
-    operation."""
+    """`local`, this rank's part of a parameter that rests in sections, as a DTensor with its rows in original order; a
+    collective operation."""
     moved = relayout(local.detach().to(mesh.device), h.info.entries, plain(h.info.entries), h.info.shape, mesh, h.name)
     return distribute(moved.contiguous(), h.info.shape, plain(h.info.entries), mesh)
 
 
-def install(module: nn.Module, held: Mapping[str, Held], aliases: Mapping[str, str], mesh: Mesh, elsewhere: Iterable[str] = ()) -> None:
-    """Add hooks to `module` so that `state_dict` and `load_state_dict` have rows in original order, and loading takes whole tensors as
-    well. On loading, extra state of the user's modules and entries of other places (`elsewhere`) are ignored."""
+def install(
+    module: nn.Module, held: Mapping[str, Held], aliases: Mapping[str, str], mesh: Mesh, elsewhere: Iterable[str] = ()
+) -> None:
+    """Add hooks to `module` so that `state_dict` and `load_state_dict` have rows in original order, and loading takes
+    whole tensors as well. On loading, extra state of the user's modules and entries of other places (`elsewhere`) are
+    ignored."""
     table = dict(held) | {alias: held[name] for alias, name in aliases.items()}
     others = [name for name in dict.fromkeys(elsewhere) if name not in table]
 
@@ -102,7 +125,11 @@ def install(module: nn.Module, held: Mapping[str, Held], aliases: Mapping[str, s
             value = state.get(prefix + name)
             if isinstance(value, Tensor):
                 state[prefix + name] = at_rest(value, h, mesh)
-        extra = [name for name, value in state.items() if not isinstance(value, Tensor) and name.startswith(prefix) and name.endswith(EXTRA)]
+        extra = [
+            name
+            for name, value in state.items()
+            if not isinstance(value, Tensor) and name.startswith(prefix) and name.endswith(EXTRA)
+        ]
         for name in (*extra, *(prefix + name for name in others if prefix + name in state)):
             del state[name]
 
@@ -123,12 +150,18 @@ def at_rest(value: Tensor, h: Held, mesh: Mesh) -> Tensor:
         wanted = distribute(torch.empty_like(h.local), h.info.shape, plain(h.info.entries), mesh)
         assert isinstance(wanted, DTensor), "a mesh with DTensor parameters has a device mesh"
         if value.device_mesh != wanted.device_mesh:
-            raise RunError(f"{h.name}: the loaded tensor lies on another mesh; load a state dict with whole tensors, or through "
-                           "torch.distributed.checkpoint into model.state_dict()")
-        local = relayout(value.redistribute(placements=wanted.placements).to_local(), plain(h.info.entries), h.info.entries,
-                         h.info.shape, mesh, h.name)
+            raise RunError(
+                f"{h.name}: the loaded tensor lies on another mesh; load a state dict with whole tensors, or through "
+                "torch.distributed.checkpoint into model.state_dict()"
+            )
+        local = relayout(
+            value.redistribute(placements=wanted.placements).to_local(),
+            plain(h.info.entries),
+            h.info.entries,
+            h.info.shape,
+            mesh,
+            h.name,
+        )
     else:
         return value
     return distribute(local, h.info.shape, h.info.entries, mesh)
-
-

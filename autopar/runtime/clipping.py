@@ -19,29 +19,40 @@ from autopar.runtime.params import grad_at_rest
 
 
 @torch.no_grad()
-def clip_grad_norm(counted: Iterable[Tensor], held: Iterable[Tensor], max_norm: float, mesh: Mesh, *, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-    """Scale the gradients of `held` so that the norm of all gradients together is at most `max_norm`; gives the norm before, in float64.
-    `norm_type` p: (sum |g|^p)^(1/p), the greatest |g| for infinity.
+def clip_grad_norm(
+    counted: Iterable[Tensor],
+    held: Iterable[Tensor],
+    max_norm: float,
+    mesh: Mesh,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients of `held` so that the norm of all gradients together is at most `max_norm`; gives the norm
+    before, in float64. `norm_type` p: (sum |g|^p)^(1/p), the greatest |g| for infinity.
 
-    `counted` are the parameters whose norm this place adds: a copy that another place counts is scaled here, not added. A collective
-    operation. Raises RunError, on every rank, on another `norm_type` than a number above 0, and with `error_if_nonfinite` where the norm is
-    nan or infinite: no gradient was scaled then.
+    `counted` are the parameters whose norm this place adds: a copy that another place counts is scaled here, not added.
+    A collective operation. Raises RunError, on every rank, on another `norm_type` than a number above 0, and with
+    `error_if_nonfinite` where the norm is nan or infinite: no gradient was scaled then.
     """
     if not isinstance(norm_type, (int, float)) or not norm_type > 0:
         raise RunError(f"norm_type is {norm_type!r}; wanted a number above 0, or math.inf for the greatest gradient")
     grads = [grad for param in counted if (grad := grad_at_rest(param)) is not None]
     norm = _greatest(grads, mesh) if math.isinf(norm_type) else _norm(grads, float(norm_type), mesh)
     if error_if_nonfinite and not norm.isfinite():
-        raise RunError(f"the norm of all gradients is {float(norm)}, and error_if_nonfinite was asked for: no gradient was scaled. Look "
-                       "for the step whose loss is nan or infinite, or leave such "
-                       "steps out (autopar.GradScaler does in float16)")
+        raise RunError(
+            f"the norm of all gradients is {float(norm)}, and error_if_nonfinite was asked for: no gradient was "
+            "scaled. Look for the step whose loss is nan or infinite, or leave such steps out (autopar.GradScaler "
+            "does in float16)"
+        )
     clip_grads_with_norm_(held, max_norm, norm)
     return norm
 
 
 def _norm(grads: list[Tensor], norm_type: float, mesh: Mesh) -> Tensor:
-    """The norm of the whole gradients of all places, in float64; `grads` are those of this one. One collective for each mesh axis that cuts
-    some; DTensor's norm takes more time of the host, and warns on every rank where a mesh has several axes."""
+    """The norm of the whole gradients of all places, in float64; `grads` are those of this one. One collective for each
+    mesh axis that cuts some; DTensor's norm takes more time of the host, and warns on every rank where a mesh has
+    several axes."""
     cut = dict[tuple[int, ...], list[Tensor]]()  # by the axes that they are cut over
     for grad in grads:
         cut.setdefault(_axes(grad, mesh), []).append(local_of(grad))
@@ -63,12 +74,16 @@ def _norm(grads: list[Tensor], norm_type: float, mesh: Mesh) -> Tensor:
 
 def _axes(grad: Tensor, mesh: Mesh) -> tuple[int, ...]:
     """The mesh axes that a gradient at rest is cut over."""
-    return tuple(axis for axis, size in enumerate(mesh.sizes) if size > 1 and isinstance(grad, DTensor) and grad.placements[axis].is_shard())
+    return tuple(
+        axis
+        for axis, size in enumerate(mesh.sizes)
+        if size > 1 and isinstance(grad, DTensor) and grad.placements[axis].is_shard()
+    )
 
 
 def _greatest(grads: list[Tensor], mesh: Mesh) -> Tensor:
-    """The greatest absolute value in `grads` of all ranks, in float64. Ranks gather it, since gloo's maximum loses nan, and DTensor's with
-    it, which also wants elements on every rank."""
+    """The greatest absolute value in `grads` of all ranks, in float64. Ranks gather it, since gloo's maximum loses nan,
+    and DTensor's with it, which also wants elements on every rank."""
     own = [part.abs().max().to(mesh.device, torch.float64) for grad in grads if (part := local_of(grad)).numel()]
     most = torch.stack([torch.zeros((), dtype=torch.float64, device=mesh.device), *own]).max()
     return most if mesh.ranks == 1 else start_all_gather_from_all(most[None], mesh)().max()

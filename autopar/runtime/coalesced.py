@@ -1,4 +1,5 @@
-"""Buckets: many tensors that take the same chain of collectives, packed into one flat buffer for each collective, in the background.
+"""Buckets: many tensors that take the same chain of collectives, packed into one flat buffer for each collective, in
+the background.
 
 Exact for uneven shards: they are padded to equal lengths, as in `moves`.
 """
@@ -25,13 +26,20 @@ KINDS = ("all_gather", "all_reduce", "reduce_scatter")
 
 
 class Together:
-    """A bucket on its way. `tensors[i]` is this rank's part of a tensor of global `shapes[i]` and takes the steps `ways[i]`. All ways have
-    the same kinds of steps on the same axes (of two or more ranks), and all tensors one dtype.
+    """A bucket on its way. `tensors[i]` is this rank's part of a tensor of global `shapes[i]` and takes the steps
+    `ways[i]`. All ways have the same kinds of steps on the same axes (of two or more ranks), and all tensors one dtype.
 
-    The constructor starts the first collective. `go_on` waits for the running one and starts the next; after the last one it frees that
-    one's input. The tensors are copied, so they may change. `names` are for runtime.count."""
+    The constructor starts the first collective. `go_on` waits for the running one and starts the next; after the last
+    one it frees that one's input. The tensors are copied, so they may change. `names` are for runtime.count."""
 
-    def __init__(self, ways: Sequence[Sequence[Step]], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        ways: Sequence[Sequence[Step]],
+        tensors: Sequence[Tensor],
+        shapes: Sequence[Shape],
+        mesh: Mesh,
+        names: Sequence[str],
+    ) -> None:
         self.shapes, self.mesh, self.names = shapes, mesh, names
         self._left = list(zip(*ways, strict=True))[::-1]
         self._running = self._start(tensors)
@@ -43,8 +51,8 @@ class Together:
 
     @property
     def later(self) -> bool:
-        """Whether `go_on` is to be called again: a collective is yet to start, or the running one has an input that is larger than its
-        result (reduce-scatter) and is to be freed."""
+        """Whether `go_on` is to be called again: a collective is yet to start, or the running one has an input that is
+        larger than its result (reduce-scatter) and is to be freed."""
         return self.more or self._scatters
 
     def go_on(self) -> bool:
@@ -70,7 +78,10 @@ class Together:
 
     def _start(self, tensors: Sequence[Tensor]) -> Finish:
         steps = self._left.pop()
-        self.nbytes = sum(most_elements(shape, step.before, self.mesh.sizes) * x.element_size() for step, x, shape in zip(steps, tensors, self.shapes, strict=True))
+        self.nbytes = sum(
+            most_elements(shape, step.before, self.mesh.sizes) * x.element_size()
+            for step, x, shape in zip(steps, tensors, self.shapes, strict=True)
+        )
         self._count(steps, tensors)
         self._scatters = steps[0].kind == "reduce_scatter"
         marked = ("sync", steps[0].kind, steps[0].axis)
@@ -105,7 +116,9 @@ def _reduce(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[S
 def _scatter(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:
     cuts = [scatter_parts(x, step, shape, mesh) for x, step, shape in zip(tensors, steps, shapes, strict=True)]
     sizes, lengths = [tuple(piece.shape[1:]) for piece, _, _ in cuts], [(dim, length) for _, dim, length in cuts]
-    done = start_reduce_scatter(torch.cat([piece.flatten(1) for piece, _, _ in cuts], 1), steps[0].axis, mesh, behind=True)
+    done = start_reduce_scatter(
+        torch.cat([piece.flatten(1) for piece, _, _ in cuts], 1), steps[0].axis, mesh, behind=True
+    )
     del cuts
 
     def finish() -> list[Tensor]:
@@ -117,8 +130,10 @@ def _scatter(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[
 
 def _gather(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:
     dims = [dim_of(step.before[step.axis]) for step in steps]
-    cuts = [cut(shape[dim], step.after, step.before, dim, step.axis, mesh.sizes, mesh.coord)
-            for step, shape, dim in zip(steps, shapes, dims, strict=True)]
+    cuts = [
+        cut(shape[dim], step.after, step.before, dim, step.axis, mesh.sizes, mesh.coord)
+        for step, shape, dim in zip(steps, shapes, dims, strict=True)
+    ]
     padded = [pad(x, dim, max(how.lengths)) for x, dim, how in zip(tensors, dims, cuts, strict=True)]
     sizes = [tuple(x.shape) for x in padded]
     done = start_all_gather(torch.cat([x.reshape(-1) for x in padded]), steps[0].axis, mesh, behind=True)

@@ -1,7 +1,7 @@
 """Raw collectives along one mesh axis, on tensors whose cut dim is the first. No autograd, no layouts.
 
-With `behind`, a collective uses the axis's second process group, where there is one (Mesh.behind), so that it and those of the first group
-do not wait for each other.
+With `behind`, a collective uses the axis's second process group, where there is one (Mesh.behind), so that it and those
+of the first group do not wait for each other.
 
 All are exact for every dtype: booleans, which backends reduce differently, are sent as integers.
 """
@@ -45,7 +45,8 @@ def start_all_reduce(x: Tensor, axis: int, mesh: Mesh, entry: str = "P", *, behi
 
 
 def broadcast(x: Tensor, source: int, axis: int, mesh: Mesh) -> Tensor:
-    """What coordinate `source` of `axis` has, on all its ranks; `x` says shape and dtype elsewhere and may be overwritten there."""
+    """What coordinate `source` of `axis` has, on all its ranks; `x` says shape and dtype elsewhere and may be
+    overwritten there."""
     return start_broadcast(x, source, axis, mesh)()
 
 
@@ -53,7 +54,9 @@ def start_broadcast(x: Tensor, source: int, axis: int, mesh: Mesh, *, behind: bo
     """`broadcast` in the background; the result comes from calling what this returns."""
     out = x.contiguous()
     sent = out.view(torch.uint8) if out.dtype == torch.bool else out
-    return _then(dist.broadcast(sent, group=mesh.group(axis, behind=behind), group_src=source, async_op=True), lambda: out)
+    return _then(
+        dist.broadcast(sent, group=mesh.group(axis, behind=behind), group_src=source, async_op=True), lambda: out
+    )
 
 
 def all_gather(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
@@ -62,10 +65,14 @@ def all_gather(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
 
 
 def start_all_gather(x: Tensor, axis: int, mesh: Mesh, *, behind: bool = False) -> Later:
-    """`all_gather` in the background; the result comes from calling what this returns. `x` must not change until then."""
+    """`all_gather` in the background; the result comes from calling what this returns. `x` must not change until
+    then."""
     x = x.contiguous()
     out = x.new_empty((mesh.sizes[axis] * x.shape[0], *x.shape[1:]))
-    return _then(_all_gather(out, x, group=mesh.group(axis, behind=behind), async_op=True), lambda: out.view(mesh.sizes[axis], *x.shape))
+    return _then(
+        _all_gather(out, x, group=mesh.group(axis, behind=behind), async_op=True),
+        lambda: out.view(mesh.sizes[axis], *x.shape),
+    )
 
 
 def start_all_gather_from_all(x: Tensor, mesh: Mesh) -> Later:
@@ -80,14 +87,16 @@ def reduce_scatter(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
 
 
 def start_reduce_scatter(x: Tensor, axis: int, mesh: Mesh, out: Tensor | None = None, *, behind: bool = False) -> Later:
-    """`reduce_scatter` in the background, into `out` where that is given; the result comes from calling what this returns. `x` must not
-    change until then."""
+    """`reduce_scatter` in the background, into `out` where that is given; the result comes from calling what this
+    returns. `x` must not change until then."""
     if x.dtype == torch.bool:
         done = start_reduce_scatter(x.to(torch.int32), axis, mesh, behind=behind)
         return lambda: done() > 0
     x = x.contiguous()
     into = x.new_empty(x.shape[1:]) if out is None else out
-    return _then(_reduce_scatter(into, x.flatten(0, 1), group=mesh.group(axis, behind=behind), async_op=True), lambda: into)
+    return _then(
+        _reduce_scatter(into, x.flatten(0, 1), group=mesh.group(axis, behind=behind), async_op=True), lambda: into
+    )
 
 
 def all_to_all(parts: list[Tensor], shapes: list[tuple[int, ...]], axis: int, mesh: Mesh) -> list[Tensor]:
@@ -95,17 +104,22 @@ def all_to_all(parts: list[Tensor], shapes: list[tuple[int, ...]], axis: int, me
     return start_all_to_all(parts, shapes, axis, mesh)()
 
 
-def start_all_to_all(parts: list[Tensor], shapes: list[tuple[int, ...]], axis: int, mesh: Mesh, *, behind: bool = False) -> Callable[[], list[Tensor]]:
+def start_all_to_all(
+    parts: list[Tensor], shapes: list[tuple[int, ...]], axis: int, mesh: Mesh, *, behind: bool = False
+) -> Callable[[], list[Tensor]]:
     """`all_to_all` in the background; the result comes from calling what this returns."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.cat([part.reshape(-1) for part in parts])
     out = flat.new_empty(sum(sizes))
-    work = dist.all_to_all_single(out, flat, sizes, [part.numel() for part in parts], group=mesh.group(axis, behind=behind), async_op=True)
+    work = dist.all_to_all_single(
+        out, flat, sizes, [part.numel() for part in parts], group=mesh.group(axis, behind=behind), async_op=True
+    )
     return _then(work, lambda: [got.view(shape) for got, shape in zip(out.split(sizes), shapes, strict=True)])
 
 
 def _then(work: Any, result: Callable[[], Result]) -> Callable[[], Result]:
     """Wait for `work`, then `result`."""
+
     def finish() -> Result:
         if work is not None:
             work.wait()

@@ -1,8 +1,8 @@
 """Counting the steps that really run, to compare them with the steps that were priced.
 
-    with count() as seen:
-        model.train_step(*batch)
-    [str(c) for c in seen]      # ["all_gather axis 1 4096 B down.weight", ...]
+with count() as seen:
+    model.train_step(*batch)
+[str(c) for c in seen]      # ["all_gather axis 1 4096 B down.weight", ...]
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _active: list[list[Counted]] = []
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """One executed step on one mesh axis. `bytes` is the size of the tensor that one group of the axis holds together, without the cut on
-    this axis: the output of a gather, the input of a reduction, the whole tensor of an all-to-all. Of a send it is what this rank sends; of
-    a halo exchange what the rank sends that sends most."""
+    """One executed step on one mesh axis. `bytes` is the size of the tensor that one group of the axis holds together,
+    without the cut on this axis: the output of a gather, the input of a reduction, the whole tensor of an all-to-all.
+    Of a send it is what this rank sends; of a halo exchange what the rank sends that sends most."""
 
     kind: str
     axis: int
@@ -37,7 +37,8 @@ def count() -> Iterator[list[Counted]]:
     try:
         yield seen
     finally:
-        _active[:] = [other for other in _active if other is not seen]  # by identity: equal lists are not the same counter
+        # by identity: equal lists are not the same counter
+        _active[:] = [other for other in _active if other is not seen]
 
 
 @contextmanager

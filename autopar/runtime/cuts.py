@@ -37,12 +37,14 @@ class Cut:
 
 
 @lru_cache(maxsize=65536)
-def cut(size: int, coarse: Layout, fine: Layout, dim: int, axis: int, sizes: tuple[int, ...], coord: tuple[int, ...]) -> Cut:
+def cut(
+    size: int, coarse: Layout, fine: Layout, dim: int, axis: int, sizes: tuple[int, ...], coord: tuple[int, ...]
+) -> Cut:
     """How `fine`, which cuts `dim` on `axis` as well, shares what the rank at `coord` holds of `dim` under `coarse`."""
     outer = pieces(size, coarse, dim, sizes, coord)
     found = []
     for c in range(sizes[axis]):
-        there = (*coord[:axis], c, *coord[axis + 1:])
+        there = (*coord[:axis], c, *coord[axis + 1 :])
         found.append(_inside(pieces(size, fine, dim, sizes, there), outer))
     return Cut(tuple(found))
 
@@ -99,10 +101,13 @@ def own(full: Tensor, layout: Layout, sizes: tuple[int, ...], coord: tuple[int, 
     return full
 
 
-def check_shape(x: Tensor, layout: Layout, shape: Sequence[int], sizes: tuple[int, ...], coord: tuple[int, ...],
-                what: str) -> None:
+def check_shape(
+    x: Tensor, layout: Layout, shape: Sequence[int], sizes: tuple[int, ...], coord: tuple[int, ...], what: str
+) -> None:
     """Raises RunError unless `x` is this rank's part of a tensor of `shape` under `layout`."""
     wanted = local_shape(shape, layout, sizes, coord)
     if tuple(x.shape) != wanted:
-        raise RunError(f"{what}: the rank at {coord} has a tensor of shape {tuple(x.shape)}, wanted {wanted}, its part of "
-                       f"{tuple(shape)} under layout {','.join(layout)}")
+        raise RunError(
+            f"{what}: the rank at {coord} has a tensor of shape {tuple(x.shape)}, wanted {wanted}, its part of "
+            f"{tuple(shape)} under layout {','.join(layout)}"
+        )

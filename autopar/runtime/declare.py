@@ -22,7 +22,8 @@ class Stated(Protocol):
 
 
 class Tables(Stated, Protocol):
-    """An instance with such tables, and the local tensors that its forward reads (`w` and `b`): a Block or a ShardedModule."""
+    """An instance with such tables, and the local tensors that its forward reads (`w` and `b`): a Block or a
+    ShardedModule."""
 
     w: dict[str, Tensor]
     b: dict[str, Tensor]
@@ -59,16 +60,22 @@ class Declarations:
         made._add(scope)
         for run, (kind, namings) in scope.RUNS.items():
             scope.runs[run] = [kind(naming) for naming in namings]
-            for number, (block, naming) in enumerate(zip(scope.runs[run], namings, strict=True), scope.FIRST.get(run, 0)):
+            for number, (block, naming) in enumerate(
+                zip(scope.runs[run], namings, strict=True), scope.FIRST.get(run, 0)
+            ):
                 block.number = number
                 made._add(block, naming)
         return made
 
     @staticmethod
     def stated(scope: type[Scope]) -> Declarations:
-        """The declarations of a stage class that may run on another place: no block is made, and there are no readers."""
+        """The declarations of a stage class that may run on another place: no block is made, and there are no
+        readers."""
         made = Declarations()
-        tables: list[tuple[Naming, type[Stated]]] = [("", scope), *((naming, kind) for kind, namings in scope.RUNS.values() for naming in namings)]
+        tables: list[tuple[Naming, type[Stated]]] = [
+            ("", scope),
+            *((naming, kind) for kind, namings in scope.RUNS.values() for naming in namings),
+        ]
         for naming, kind in tables:
             for buffer, table in ((False, kind.PARAMS), (True, kind.BUFFERS)):
                 for short, info in table.items():
@@ -100,21 +107,26 @@ class Declarations:
         return self.found.setdefault(name, Declared(info, buffer))
 
     def names(self, aliases: Mapping[str, str], order: Sequence[str], elsewhere: Container[str] = ()) -> list[str]:
-        """All names, tied ones included: those of `order` first, where the path of a block stands for all its names; without those
-        that are `elsewhere`. Raises RunError where `order` has a name that nothing declares."""
+        """All names, tied ones included: those of `order` first, where the path of a block stands for all its names;
+        without those that are `elsewhere`. Raises RunError where `order` has a name that nothing declares."""
         found: list[str] = []
         for entry in order:
             known = entry in self.found or entry in aliases
             if not known and entry not in self.paths and entry in elsewhere:
                 continue
             if not known and entry not in self.paths:
-                raise RunError(f"ORDER names {entry!r}, which is no parameter, buffer or block of the emitted model; emit the plan again")
+                raise RunError(
+                    f"ORDER names {entry!r}, which is no parameter, buffer or block of the emitted model; emit the "
+                    "plan again"
+                )
             found += [entry] if known else self.paths[entry]
         return list(dict.fromkeys([*found, *self.found, *aliases]))
 
-    def register(self, root: nn.Module, aliases: Mapping[str, str], names: Sequence[str], mesh: Mesh) -> dict[str, Held]:
-        """Make every tensor, without values yet (nan), and register it in `root` under all its names; the state dict then has their
-        order."""
+    def register(
+        self, root: nn.Module, aliases: Mapping[str, str], names: Sequence[str], mesh: Mesh
+    ) -> dict[str, Held]:
+        """Make every tensor, without values yet (nan), and register it in `root` under all its names; the state dict
+        then has their order."""
         tensors: dict[str, Tensor] = {}
         held: dict[str, Held] = {}
         for name in names:

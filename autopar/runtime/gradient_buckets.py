@@ -15,9 +15,9 @@ from autopar.runtime.params import Held
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters whose gradients are reduced together. `moves` are the collectives, (kind, axis) in order; `block` is the number of the
-    block whose backward completes the bucket, None outside of blocks; `ready` are the members whose gradient has arrived; `sums` is the
-    reduction once it has started."""
+    """Parameters whose gradients are reduced together. `moves` are the collectives, (kind, axis) in order; `block` is
+    the number of the block whose backward completes the bucket, None outside of blocks; `ready` are the members whose
+    gradient has arrived; `sums` is the reduction once it has started."""
 
     moves: tuple[tuple[str, int], ...]
     members: tuple[Held, ...]
@@ -28,12 +28,14 @@ class Bucket:
 
 def sync_steps(held: Held, mesh: Mesh) -> tuple[Step, ...]:
     """The steps from the gradient of the leaf of `held` to the layout at rest: what is priced, run and counted."""
-    return tuple(step for step in steps(held.info.partial_grad, held.info.entries, mesh.sizes) if mesh.sizes[step.axis] > 1)
+    return tuple(
+        step for step in steps(held.info.partial_grad, held.info.entries, mesh.sizes) if mesh.sizes[step.axis] > 1
+    )
 
 
 def buckets_of(held: Sequence[Held], mesh: Mesh, limit_bytes: int) -> list[Bucket]:
-    """Buckets in the order in which a backward fills them: parameters in reverse, those of a bucket with the same collectives, dtype and
-    `each`."""
+    """Buckets in the order in which a backward fills them: parameters in reverse, those of a bucket with the same
+    collectives, dtype and `each`."""
     filling: dict[tuple[tuple[tuple[str, int], ...], torch.dtype, bool], list[Held]] = {}
     buckets: list[Bucket] = []
     for h in reversed(held):
@@ -49,7 +51,16 @@ def buckets_of(held: Sequence[Held], mesh: Mesh, limit_bytes: int) -> list[Bucke
 
 
 def turns_of(held: Sequence[Held], buckets: Sequence[Bucket]) -> list[Bucket | Held]:
-    """Buckets, and parameters that are reduce-scattered by themselves, in the order in which a backward reaches the last member of each."""
-    at, summed = {h.name: number for number, h in enumerate(reversed(held))}, {h.name for bucket in buckets for h in bucket.members}
-    turns: list[Bucket | Held] = [*buckets, *(h for h in held if h.name not in summed and h.info.partial_grad != h.info.entries)]
-    return sorted(turns, key=lambda turn: max(at[h.name] for h in (turn.members if isinstance(turn, Bucket) else (turn,))))
+    """Buckets, and parameters that are reduce-scattered by themselves, in the order in which a backward reaches the
+    last member of each."""
+    at, summed = (
+        {h.name: number for number, h in enumerate(reversed(held))},
+        {h.name for bucket in buckets for h in bucket.members},
+    )
+    turns: list[Bucket | Held] = [
+        *buckets,
+        *(h for h in held if h.name not in summed and h.info.partial_grad != h.info.entries),
+    ]
+    return sorted(
+        turns, key=lambda turn: max(at[h.name] for h in (turn.members if isinstance(turn, Bucket) else (turn,)))
+    )

@@ -1,17 +1,21 @@
 """Gradients: from the local leaves that autograd sees to the DTensor parameters, with one sum per backward.
 
-Autograd accumulates into local leaves. A gradient that is partial on an axis is all-reduced over it where the parameter rests whole, or
-reduce-scattered where it rests cut (ZeRO-1 and 2), in flat buckets, in reverse order of use.
+Autograd accumulates into local leaves. A gradient that is partial on an axis is all-reduced over it where the parameter
+rests whole, or reduce-scattered where it rests cut (ZeRO-1 and 2), in flat buckets, in reverse order of use.
 
-* A bucket starts as soon as its last gradient is there, while the backward goes on. If it takes several collectives, the next one begins
-  when buckets of a later block have begun behind it (`autopar.deferred_waits`). All are finished when the backward ends, whoever called it.
-* Where branches run on different ranks at the same time (`placed`), gradients come in a different order on each rank. Collectives then
+* A bucket starts as soon as its last gradient is there, while the backward goes on. If it takes several collectives,
+  the next one begins when buckets of a later block have begun behind it (`autopar.deferred_waits`). All are finished
+  when the backward ends, whoever called it.
+* Where branches run on different ranks at the same time (`placed`), gradients come in a different order on each rank.
+  Collectives then
 begin
   in the order of the buckets, so that it is the same on all ranks.
-* Gradients of weights that were gathered at their use (`gather`) come here whole (`sink`). They are scattered in the background, then
+* Gradients of weights that were gathered at their use (`gather`) come here whole (`sink`). They are scattered in the
+  background, then
 summed
   in buckets where they are partial on other axes.
-* Only the gradient of *this* backward is summed, and then added to `param.grad`, so accumulation over several backwards is exact.
+* Only the gradient of *this* backward is summed, and then added to `param.grad`, so accumulation over several backwards
+  is exact.
 * A parameter that a backward did not reach keeps its `grad` (None at first), as on one device.
 """
 
@@ -43,14 +47,15 @@ from autopar.runtime.turns import AS_IS, Gathered
 
 
 class GradSync:
-    """Reduces the gradients of the parameters `held` over ranks and adds them to `param.grad`, in any `loss.backward()`; `blocks` are the
-    blocks that read them.
+    """Reduces the gradients of the parameters `held` over ranks and adds them to `param.grad`, in any
+    `loss.backward()`; `blocks` are the blocks that read them.
 
         deferred     gradients of several backwards accumulate in the leaves until `flush` (pipelines)
         scattering   gradients of gathered weights leave autograd (`sink`)
         wider        dtype of leaves -> the dtype in which their gradients are summed, where that is another one
         scatters     reduce-scatters of single parameters in the background; `sums`: the same of buckets
-        turns        what starts a reduction, in the fixed order that branches need; `next_turn`: the first of them that has not started
+        turns        what starts a reduction, in the fixed order that branches need; `next_turn`: the first of them that
+                     has not started
 
     Of the running backward:
 
@@ -65,7 +70,9 @@ class GradSync:
         waiting      gradients, on the device, of parameters that rest on the host, while more microbatches add to them
     """
 
-    def __init__(self, held: Sequence[Held], mesh: Mesh, bucket_bytes: int = BUCKET_BYTES, *, blocks: Iterable[Reader] = ()) -> None:
+    def __init__(
+        self, held: Sequence[Held], mesh: Mesh, bucket_bytes: int = BUCKET_BYTES, *, blocks: Iterable[Reader] = ()
+    ) -> None:
         self.mesh = mesh
         self.owners = owners(blocks)
         self.deferred = False
@@ -101,7 +108,10 @@ class GradSync:
         """Divide the gradients of `held` into buckets of about `bucket_bytes`."""
         self.buckets = buckets_of(held, self.mesh, bucket_bytes)
         for bucket in self.buckets:
-            bucket.block = min((self.owners[id(table)] for table, _ in bucket.members[-1].readers if id(table) in self.owners), default=None)
+            bucket.block = min(
+                (self.owners[id(table)] for table, _ in bucket.members[-1].readers if id(table) in self.owners),
+                default=None,
+            )
         self.bucket_of = {h.name: bucket for bucket in self.buckets for h in bucket.members}
         self.turns = turns_of(held, self.buckets)
         # in which gradients are added to `param.grad`: the same on all ranks, since hooks of users may run collectives
@@ -116,19 +126,23 @@ class GradSync:
             held.leaf.register_post_accumulate_grad_hook(weakly(self._arrived))
 
     def renew(self, held: Iterable[Held]) -> None:
-        """Begin a step: forget a failed backward, and renew the leaves of parameters that the user cast, moved, froze or assigned. Raises
-        RunError where a parameter is unfrozen that was frozen when the model was compiled, and where one has a gradient hook in a
-        pipeline."""
+        """Begin a step: forget a failed backward, and renew the leaves of parameters that the user cast, moved, froze
+        or assigned. Raises RunError where a parameter is unfrozen that was frozen when the model was compiled, and
+        where one has a gradient hook in a pipeline."""
         self.reset()
         for one in held:
             if one.tensor.requires_grad and not one.info.trainable:
-                raise RunError(f"parameter {one.name} was frozen when the model was compiled, and the plan has no way for its gradient: "
-                               "compile the model with all that will ever train "
-                               "unfrozen, and freeze then (`requires_grad_(False)`)")
+                raise RunError(
+                    f"parameter {one.name} was frozen when the model was compiled, and the plan has no way for its "
+                    "gradient: compile the model with all that will ever train unfrozen, and freeze then "
+                    "(`requires_grad_(False)`)"
+                )
             if self.deferred and any(gradient_hooks(one.tensor)):
-                raise RunError(f"parameter {one.name} has a hook for its gradient, which in a pipeline is there only when all microbatches "
-                               "are through: remove it (`handle.remove()`) and do "
-                               "what it does between train_step and optimizer.step")
+                raise RunError(
+                    f"parameter {one.name} has a hook for its gradient, which in a pipeline is there only when all "
+                    "microbatches are through: remove it (`handle.remove()`) and do what it does between train_step "
+                    "and optimizer.step"
+                )
             if one.stale():
                 one.renew(self.mesh)
                 self.attach(one)
@@ -159,8 +173,8 @@ class GradSync:
         return held if held is not None and held.leaf is leaf else None
 
     def sink(self, shard: Tensor, gathered: Gathered, unit: Any) -> Callable[[Tensor, Layout, str], None] | None:
-        """The function that takes the whole gradient of a weight that `unit` gathered from `shard`; None where autograd accumulates it in
-        the leaf."""
+        """The function that takes the whole gradient of a weight that `unit` gathered from `shard`; None where autograd
+        accumulates it in the leaf."""
         held = self.of(shard)
         if held is None or not self.scattering:
             return None
@@ -172,13 +186,25 @@ class GradSync:
     def _scatter(self, held: Held, grad: Tensor, layout: Layout, name: str, unit: Any) -> None:
         self._send(held, grad, layout, Gathered(AS_IS, held.info.shape, held.info.entries), name, unit, self._rests)
 
-    def _send(self, held: Held, grad: Tensor, src: Layout, to: Gathered, name: str, unit: Any, done: Callable[[Held, Tensor], None]) -> None:
+    def _send(
+        self,
+        held: Held,
+        grad: Tensor,
+        src: Layout,
+        to: Gathered,
+        name: str,
+        unit: Any,
+        done: Callable[[Held, Tensor], None],
+    ) -> None:
         """Reduce-scatter a gradient from layout `src` in the background, then give it to `done`."""
         self._queue()
         self.pending[held.name] = held
         dtype = held.local.dtype
         grad = to.turn.summed(grad, dtype)
-        scatter = Scatter(Chain(grad, src, to.rest, to.shape, self.mesh, name, behind=True), lambda grad: done(held, to.turn.back(grad, dtype)))
+        scatter = Scatter(
+            Chain(grad, src, to.rest, to.shape, self.mesh, name, behind=True),
+            lambda grad: done(held, to.turn.back(grad, dtype)),
+        )
         if scatter.chain.more:
             scatter.chain.go_on()
         del grad  # the chain lets go of it when its first collective is over
@@ -186,7 +212,8 @@ class GradSync:
 
     @torch.no_grad()
     def _partly(self, held: Held, grad: Tensor) -> None:
-        """Add one part of the gradient of a leaf (each gather of it gives one). After the last part it is summed over ranks."""
+        """Add one part of the gradient of a leaf (each gather of it gives one). After the last part it is summed over
+        ranks."""
         before = held.leaf.grad
         held.leaf.grad = whole = grad if before is None else before + grad
         self.partial_sums[held.name] = weakref.ref(whole), whole._version
@@ -208,8 +235,8 @@ class GradSync:
 
     @torch.no_grad()
     def flush(self, *, each: bool = False) -> None:
-        """Reduce the gradients that the backwards of a step accumulated in the leaves, and add them to `param.grad`; with `each`, only
-        those that are reduced after every microbatch."""
+        """Reduce the gradients that the backwards of a step accumulated in the leaves, and add them to `param.grad`;
+        with `each`, only those that are reduced after every microbatch."""
         for held in self.held_of.values():
             if held.leaf.grad is not None and (held.info.each or not each):
                 self.reached[held.name] = held
@@ -222,8 +249,10 @@ class GradSync:
     def _arrived(self, leaf: Tensor) -> None:
         held = self.of(leaf)
         if held is None:
-            raise RunError(f"the gradient of a parameter of shape {tuple(leaf.shape)} came after it was moved, cast, frozen or replaced: "
-                           "run the backward of a loss before the next forward")
+            raise RunError(
+                f"the gradient of a parameter of shape {tuple(leaf.shape)} came after it was moved, cast, frozen or "
+                "replaced: run the backward of a loss before the next forward"
+            )
         only_first_order(held.name)
         if (self.deferred and not held.info.each) or not self._accumulated(held):
             return
@@ -232,21 +261,23 @@ class GradSync:
             self.mixed[held.name], self.reached[held.name] = None, held
             return
         if held.name in self.reached:
-            raise RunError(f"the gradient of {held.name} arrived twice in one backward pass, after it may have been summed "
-                           "over ranks; re-entrant checkpoints are not supported, use torch.utils.checkpoint(use_reentrant=False)")
+            raise RunError(
+                f"the gradient of {held.name} arrived twice in one backward pass, after it may have been summed "
+                "over ranks; re-entrant checkpoints are not supported, use torch.utils.checkpoint(use_reentrant=False)"
+            )
         self.reached[held.name] = held
         self._move(held)
 
     def _accumulated(self, held: Held) -> bool:
-        """Whether autograd has accumulated something in a leaf. torch 2.13 also calls the hook where all gradients of the leaf went to
-        `sink`."""
+        """Whether autograd has accumulated something in a leaf. torch 2.13 also calls the hook where all gradients of
+        the leaf went to `sink`."""
         part, version = self.partial_sums.get(held.name, (lambda: None, 0))
         return held.leaf.grad is not None and (held.leaf.grad is not part() or held.leaf.grad._version != version)
 
     @torch.no_grad()
     def _move(self, held: Held) -> None:
-        """Start the reduction of the gradient of a leaf: of its bucket once that is full, else by itself. With branches, in the order of
-        `turns`."""
+        """Start the reduction of the gradient of a leaf: of its bucket once that is full, else by itself. With
+        branches, in the order of `turns`."""
         self.moved[held.name] = None
         bucket = self.bucket_of.get(held.name)
         if bucket is not None:
@@ -276,7 +307,10 @@ class GradSync:
         came = {held.name for held in bucket.ready}
         bucket.ready = [held for held in bucket.members if held.name in came]
         grads = [_grad(held) for held in bucket.ready]
-        ways, shapes = [sync_steps(held, self.mesh) for held in bucket.ready], [held.info.shape for held in bucket.ready]
+        ways, shapes = (
+            [sync_steps(held, self.mesh) for held in bucket.ready],
+            [held.info.shape for held in bucket.ready],
+        )
         # copies even a single one: its memory may be part of a gradient still on its way elsewhere
         bucket.sums = Together(ways, grads, shapes, self.mesh, [held.name for held in bucket.ready])
         del grads
@@ -288,8 +322,8 @@ class GradSync:
 
     @torch.no_grad()
     def _finish(self, *, more: bool | None = None) -> None:
-        """End a backward: finish all reductions and add to `param.grad`. `more`: further microbatches follow in this step (None: as
-        `deferred` says)."""
+        """End a backward: finish all reductions and add to `param.grad`. `more`: further microbatches follow in this
+        step (None: as `deferred` says)."""
         self.scatters.drain()
         for held in list(self.reached.values()):
             if held.name not in self.moved:
@@ -317,8 +351,8 @@ class GradSync:
         self._clear()
 
     def _wait(self, held: Held, grads: Sequence[Tensor]) -> None:
-        """Accumulate gradients of a parameter on the host, on the device: they are copied to the host once per step, not after every
-        microbatch."""
+        """Accumulate gradients of a parameter on the host, on the device: they are copied to the host once per step,
+        not after every microbatch."""
         for grad in grads:
             before = self.waiting.get(held.name)
             self.waiting[held.name] = (held, grad if before is None else before[1].add_(grad))
@@ -336,9 +370,9 @@ def _grad(held: Held) -> Tensor:
 
 
 def _deposit(held: Held, grads: Sequence[Tensor]) -> None:
-    """Add `grads` to `param.grad`, with the strides of the parameter: fused optimizers read both as flat arrays and ignore strides. Hooks
-    of the parameter are called as autograd calls them: gradient hooks before, which may change the gradient, and post-accumulate hooks
-    after."""
+    """Add `grads` to `param.grad`, with the strides of the parameter: fused optimizers read both as flat arrays and
+    ignore strides. Hooks of the parameter are called as autograd calls them: gradient hooks before, which may change
+    the gradient, and post-accumulate hooks after."""
     param, local = held.tensor, held.local
     changing, noting = gradient_hooks(param)
     if changing and grads:
@@ -350,7 +384,9 @@ def _deposit(held: Held, grads: Sequence[Tensor]) -> None:
     for grad in (settled(grad).to(local.device) for grad in grads):
         before = grad_at_rest(param)
         if before is None:
-            param.grad = wrap_like(grad if grad.stride() == local.stride() else torch.empty_like(local).copy_(grad), param)
+            param.grad = wrap_like(
+                grad if grad.stride() == local.stride() else torch.empty_like(local).copy_(grad), param
+            )
         else:
             local_of(before).add_(grad)
     for note in noting if grads else ():

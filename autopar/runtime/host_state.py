@@ -1,13 +1,13 @@
-"""Optimizer state in host memory (offload). Parameters and gradients stay on the device; for each parameter in turn, its state is copied to
-the device, the optimizer steps that parameter, and the state is copied back.
+"""Optimizer state in host memory (offload). Parameters and gradients stay on the device; for each parameter in turn,
+its state is copied to the device, the optimizer steps that parameter, and the state is copied back.
 
-It is automatic: models whose plan offloads state (`Param.host_state`) register here when they are built, and a global pre-hook of torch's
-optimizers steps their parameters before the optimizer's own step. For that step their gradients are set to None, and restored after it.
-torch's optimizers update each parameter by itself and skip those without a gradient, so the result equals one step for all parameters, bit
-by bit.
+It is automatic: models whose plan offloads state (`Param.host_state`) register here when they are built, and a global
+pre-hook of torch's optimizers steps their parameters before the optimizer's own step. For that step their gradients are
+set to None, and restored after it. torch's optimizers update each parameter by itself and skip those without a
+gradient, so the result equals one step for all parameters, bit by bit.
 
-Each of these steps is taken by a stand-in: an optimizer of the same class that shares the state and has one parameter. So counters in the
-groups, or of the optimizer itself, advance once, in the optimizer's own step.
+Each of these steps is taken by a stand-in: an optimizer of the same class that shares the state and has one parameter.
+So counters in the groups, or of the optimizer itself, advance once, in the optimizer's own step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ HOST = torch.device("cpu")
 
 @dataclass
 class _Aside:
-    """The gradients of parameters that were already stepped, while the optimizer's own step runs; `inner`: how many nested calls of `step`
-    (of a base class) are running in it."""
+    """The gradients of parameters that were already stepped, while the optimizer's own step runs; `inner`: how many
+    nested calls of `step` (of a base class) are running in it."""
 
     gradients: Mapping[Tensor, Tensor]
     inner: int = 0
@@ -49,19 +49,26 @@ def install(module: Built) -> None:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a step: step the parameters whose state is on the host, then hide their gradients from the optimizer's own step."""
+    """Before a step: step the parameters whose state is on the host, then hide their gradients from the optimizer's own
+    step."""
     if optimizer in _stand_ins:
         return
     ours = {id(held.tensor) for module in _modules for held in module._held.values() if held.info.host_state}
-    gradients = {param: param.grad for group in optimizer.param_groups for param in group["params"] if id(param) in ours and param.grad is not None}
+    gradients = {
+        param: param.grad
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if id(param) in ours and param.grad is not None
+    }
     if not gradients:
         if optimizer in _aside:  # a step that calls that of its base class
             _aside[optimizer].inner += 1
         return
     if any(value is not None for value in (*args[1:], *kwargs.values())):  # the first is the optimizer
-        raise RunError("optimizer.step(closure) with optimizer state on the host: the closure would run once for every parameter; call "
-                       "step() without "
-                       "one, behind train_step")
+        raise RunError(
+            "optimizer.step(closure) with optimizer state on the host: the closure would run once for every "
+            "parameter; call step() without one, behind train_step"
+        )
     for number, group in enumerate(optimizer.param_groups):
         _step_each([param for param in group["params"] if param in gradients], optimizer, number)
     for param in gradients:
@@ -82,8 +89,9 @@ def _after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict
 
 
 def _step_each(params: Sequence[Tensor], optimizer: torch.optim.Optimizer, number: int) -> None:
-    """Step `params`, of group `number`, one after the other. Raises RunError where the steps leave different numbers in the group's
-    options: such an optimizer computes an option from all parameters together, and would compute it from each alone here."""
+    """Step `params`, of group `number`, one after the other. Raises RunError where the steps leave different numbers in
+    the group's options: such an optimizer computes an option from all parameters together, and would compute it from
+    each alone here."""
     step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without hooks, which are those of the whole step
     first: dict[str, float] = {}
     for param in params:
@@ -95,17 +103,24 @@ def _step_each(params: Sequence[Tensor], optimizer: torch.optim.Optimizer, numbe
         first = first or now
         torn = [key for key, value in now.items() if value != first.get(key)]
         if torn:
-            raise RunError(f"optimizer {type(optimizer).__name__} makes its {torn[0]!r} of all parameters together, and with optimizer "
-                           "state on the host they are stepped one after the other: "
-                           'use one that steps each by itself, as those of torch.optim do, or plan without (recipe="zero1")')
+            raise RunError(
+                f"optimizer {type(optimizer).__name__} makes its {torn[0]!r} of all parameters together, and with "
+                "optimizer state on the host they are stepped one after the other: use one that steps each by itself, "
+                'as those of torch.optim do, or plan without (recipe="zero1")'
+            )
 
 
 def _stand_in(optimizer: torch.optim.Optimizer, number: int, param: Tensor) -> torch.optim.Optimizer:
     """An optimizer that shares the state of `optimizer` and has only `param`, in group `number`."""
     made = object.__new__(type(optimizer))
     made.__dict__.update(vars(optimizer))
-    made.param_groups = [{**{key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}, "params": [param] if at == number else []}
-                         for at, group in enumerate(optimizer.param_groups)]
+    made.param_groups = [
+        {
+            **{key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()},
+            "params": [param] if at == number else [],
+        }
+        for at, group in enumerate(optimizer.param_groups)
+    ]
     _stand_ins.add(made)
     return made
 
@@ -115,7 +130,8 @@ def _is_number(value: object) -> bool:
 
 
 def _brought(state: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
-    """Copy the tensors of `state` that are shaped as `param` to its device. Returns the host tensors that they were, by key."""
+    """Copy the tensors of `state` that are shaped as `param` to its device. Returns the host tensors that they were, by
+    key."""
     device, homes = local_of(param).device, dict[str, Tensor]()
     for key, value in state.items():
         if _beside(value, param) and local_of(value).device == HOST:
@@ -126,14 +142,19 @@ def _brought(state: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _taken(state: dict[str, Any], param: Tensor, homes: Mapping[str, Tensor]) -> None:
-    """Copy the state back into the host tensors `homes`; state that this step made gets a new host tensor, pinned for CUDA devices."""
+    """Copy the state back into the host tensors `homes`; state that this step made gets a new host tensor, pinned for
+    CUDA devices."""
     for key, value in state.items():
         if not _beside(value, param):
             continue
         local = local_of(value)
         home = homes.get(key)
         if home is None:
-            home = local if local.device == HOST else torch.empty(local.shape, dtype=local.dtype, device=HOST, pin_memory=local.is_cuda)
+            home = (
+                local
+                if local.device == HOST
+                else torch.empty(local.shape, dtype=local.dtype, device=HOST, pin_memory=local.is_cuda)
+            )
         if home is not local:
             state[key] = wrap_like(home.copy_(local), value)
 

@@ -6,10 +6,11 @@
         ranks.run(fn, x)
         ranks.run(other, y)
 
-Ranks are forked where that is safe (half a second for four) and spawned otherwise, as for GPUs. They rendezvous through a file, so no port
-is taken. Where there are more ranks than GPUs, ranks share GPUs and use gloo, since NCCL does not allow two ranks on one GPU. The first
-rank that fails stops all, and its traceback is raised. No rank outlives the caller, even if that is killed; the temporary folder of a
-killed caller is removed at the next start (autopar.runtime.scratch).
+Ranks are forked where that is safe (half a second for four) and spawned otherwise, as for GPUs. They rendezvous through
+a file, so no port is taken. Where there are more ranks than GPUs, ranks share GPUs and use gloo, since NCCL does not
+allow two ranks on one GPU. The first rank that fails stops all, and its traceback is raised. No rank outlives the
+caller, even if that is killed; the temporary folder of a killed caller is removed at the next start
+(autopar.runtime.scratch).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ import torch.distributed as dist
 from autopar.errors import RunError
 from autopar.runtime.scratch import Scratch
 
-# how long to wait for reports of other ranks after the first failure (one may be the cause), and for the stacks of late ranks
+# how long to wait for reports of other ranks after the first failure (one may be the cause), and for the stacks of late
+# ranks
 GRACE_S = 0.5
 FRAMES = 12  # how many of the innermost stack frames of a late rank are shown
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -56,12 +58,14 @@ class _Report:
     text: str = ""
 
 
-def launch(fn: Callable[..., Any], nprocs: int, *args: Any, timeout_s: float = 600.0, device_type: str = "cpu") -> list[Any]:
+def launch(
+    fn: Callable[..., Any], nprocs: int, *args: Any, timeout_s: float = 600.0, device_type: str = "cpu"
+) -> list[Any]:
     """`fn(*args)` on `nprocs` local ranks, one thread each; their results, which must be picklable, in rank order.
 
-    `fn` finds torch.distributed initialised (gloo on "cpu", nccl on "cuda" where each rank has one). Raises RunError with the traceback of
-    the first rank that failed, with the ranks that were not done within `timeout_s` (all other ranks are stopped then), or where the system
-    does not give as many processes.
+    `fn` finds torch.distributed initialised (gloo on "cpu", nccl on "cuda" where each rank has one). Raises RunError
+    with the traceback of the first rank that failed, with the ranks that were not done within `timeout_s` (all other
+    ranks are stopped then), or where the system does not give as many processes.
     """
     fork = _can_fork(device_type)
     # multiprocessing itself would keep a file open for each tensor
@@ -74,8 +78,9 @@ def launch(fn: Callable[..., Any], nprocs: int, *args: Any, timeout_s: float = 6
 
 
 class Ranks:
-    """`nprocs` local ranks that are kept for many jobs, and started with the first one. After a failed job they are stopped and the next
-    job starts new ones, so no state of a failed job remains. Use it as a context manager, or call `stop` in the end."""
+    """`nprocs` local ranks that are kept for many jobs, and started with the first one. After a failed job they are
+    stopped and the next job starts new ones, so no state of a failed job remains. Use it as a context manager, or call
+    `stop` in the end."""
 
     def __init__(self, nprocs: int, *, timeout_s: float = 600.0, device_type: str = "cpu") -> None:
         self.nprocs, self.timeout_s, self.device_type = nprocs, timeout_s, device_type
@@ -83,7 +88,8 @@ class Ranks:
         self._doors: list[Connection] = []
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """As `launch`; `fn` and `args` must be picklable, because the ranks may be older than they are. Raises RunError as `launch`."""
+        """As `launch`; `fn` and `args` must be picklable, because the ranks may be older than they are. Raises RunError
+        as `launch`."""
         job = pickle.dumps((fn, args))
         team = self._team or self._start()
         done = False
@@ -101,7 +107,13 @@ class Ranks:
     def _start(self) -> _Team:
         with _possible(self.nprocs):
             pairs = [multiprocessing.Pipe(duplex=False) for _ in range(self.nprocs)]
-        self._team = _Team.start(self.nprocs, lambda rank: _Inbox(pairs[rank][0]), self.timeout_s, self.device_type, _can_fork(self.device_type))
+        self._team = _Team.start(
+            self.nprocs,
+            lambda rank: _Inbox(pairs[rank][0]),
+            self.timeout_s,
+            self.device_type,
+            _can_fork(self.device_type),
+        )
         for there, _ in pairs:
             there.close()
         self._doors = [here for _, here in pairs]
@@ -151,7 +163,9 @@ class _Team:
     folder: Scratch
 
     @staticmethod
-    def start(nprocs: int, jobs: Callable[[int], Iterable[Job]], timeout_s: float, device_type: str, fork: bool) -> _Team:
+    def start(
+        nprocs: int, jobs: Callable[[int], Iterable[Job]], timeout_s: float, device_type: str, fork: bool
+    ) -> _Team:
         """Start them, forked or spawned; rank r does `jobs(r)`, one report each."""
         if nprocs < 1:
             raise RunError(f"cannot launch {nprocs} ranks; want 1 or more")
@@ -162,8 +176,12 @@ class _Team:
                 for rank in range(nprocs):
                     here, there = context.Pipe(duplex=False)
                     store = os.path.join(team.folder.name, "store")
-                    child = context.Process(target=_rank, daemon=True, name=f"rank{rank}",
-                                            args=(there, os.getpid(), jobs(rank), rank, nprocs, store, device_type, timeout_s))
+                    child = context.Process(
+                        target=_rank,
+                        daemon=True,
+                        name=f"rank{rank}",
+                        args=(there, os.getpid(), jobs(rank), rank, nprocs, store, device_type, timeout_s),
+                    )
                     child.start()
                     there.close()
                     team.ends.append(here)
@@ -174,7 +192,8 @@ class _Team:
         return team
 
     def stacks(self, ranks: Sequence[int]) -> str:
-        """The current Python stacks of these `ranks`, innermost call first, as text; empty where the system has no such signal."""
+        """The current Python stacks of these `ranks`, innermost call first, as text; empty where the system has no such
+        signal."""
         if not hasattr(faulthandler, "register"):
             return ""
         for rank in ranks:
@@ -185,7 +204,8 @@ class _Team:
         for rank in ranks:
             said = _stack_file(self.folder.name, rank)
             lines = said.read_text(encoding="utf-8").splitlines()[1:] if said.exists() else []
-            own = list(itertools.takewhile(lambda line: not line.endswith(f" in {_rank.__name__}"), lines))  # not how it came to be started
+            # not how it came to be started
+            own = list(itertools.takewhile(lambda line: not line.endswith(f" in {_rank.__name__}"), lines))
             found += f"\nrank {rank} is at:\n" + "\n".join(own[:FRAMES]) if own else ""
         return found
 
@@ -209,9 +229,11 @@ def _possible(nprocs: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(f"cannot start {nprocs} ranks on this machine: {error.strerror or error}. Each rank is a process with open files of "
-                       "its own: ask for fewer ranks, "
-                       "or raise the limits of open files and processes (ulimit -n, ulimit -u)") from error
+        raise RunError(
+            f"cannot start {nprocs} ranks on this machine: {error.strerror or error}. Each rank is a process with open "
+            "files of its own: ask for fewer ranks, or raise the limits of open files and processes (ulimit -n, "
+            "ulimit -u)"
+        ) from error
 
 
 def _stack_file(folder: str, rank: int) -> Path:
@@ -220,8 +242,8 @@ def _stack_file(folder: str, rank: int) -> Path:
 
 
 def _can_fork(device_type: str) -> bool:
-    """Whether ranks can be forked. Not once the CUDA driver or torch.distributed is initialised here; and builds of torch with CUDA may
-    have an autograd that does not work in a fork, which a child process tries."""
+    """Whether ranks can be forked. Not once the CUDA driver or torch.distributed is initialised here; and builds of
+    torch with CUDA may have an autograd that does not work in a fork, which a child process tries."""
     if device_type != "cpu" or sys.platform != "linux" or torch.cuda.is_initialized() or dist.is_initialized():
         return False
     child = os.fork()
@@ -243,16 +265,26 @@ def _differentiates() -> bool:
     return True
 
 
-def _rank(end: Connection, parent: int, jobs: Iterable[Job], rank: int, nprocs: int, store: str, device_type: str,
-          timeout_s: float) -> None:
+def _rank(
+    end: Connection,
+    parent: int,
+    jobs: Iterable[Job],
+    rank: int,
+    nprocs: int,
+    store: str,
+    device_type: str,
+    timeout_s: float,
+) -> None:
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller too, which then stops the ranks
     for ending in (signal.SIGTERM, signal.SIGHUP):
-        if callable(signal.getsignal(ending)):  # a Python handler that a fork has from its parent; signals that are ignored stay ignored
+        # a Python handler that a fork has from its parent; signals that are ignored stay ignored
+        if callable(signal.getsignal(ending)):
             signal.signal(ending, signal.SIG_DFL)
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, _stack_file(os.path.dirname(store), rank).open("w", encoding="utf-8"))
-    gc.freeze()  # objects that a fork shares with its parent: the collector would write to them, which copies their pages
+    # objects that a fork shares with its parent: the collector would write to them, which copies their pages
+    gc.freeze()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nprocs), LOCAL_WORLD_SIZE=str(nprocs))
     for number, job in enumerate(jobs):
@@ -260,7 +292,8 @@ def _rank(end: Connection, parent: int, jobs: Iterable[Job], rank: int, nprocs: 
             if number == 0:
                 _join(rank, nprocs, store, device_type, timeout_s)
             report.value = pickle.dumps(job())
-    # Wait until the caller has all results and stops us: a rank that leaves early breaks collectives still under way elsewhere.
+    # Wait until the caller has all results and stops us: a rank that leaves early breaks collectives still under way
+    # elsewhere.
     time.sleep(timeout_s)
 
 
@@ -273,7 +306,9 @@ def _join(rank: int, nprocs: int, store: str, device_type: str, timeout_s: float
             raise RunError(f"{nprocs} ranks on CUDA devices, of which this machine has none")
         torch.cuda.set_device(rank % count)
         backend = "nccl" if nprocs <= count else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=nprocs, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=nprocs, timeout=timedelta(seconds=timeout_s)
+    )
 
 
 class _Reporting:
@@ -285,7 +320,9 @@ class _Reporting:
     def __enter__(self) -> _Reporting:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         text = "" if error is None else "".join(traceback.format_exception(error)).rstrip()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -321,15 +358,19 @@ def _collect(team: _Team, timeout_s: float) -> list[Any]:
 
 
 def _receive(end: Connection, child: Any) -> _Report:
-    """The report of a rank. One that died without a report gets time 0, so that it counts as the first failure: errors of other ranks
-    follow from it."""
+    """The report of a rank. One that died without a report gets time 0, so that it counts as the first failure: errors
+    of other ranks follow from it."""
     try:
         report: _Report = end.recv()
         return report
     except EOFError:
         child.join(GRACE_S)
         code = child.exitcode
-        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
+        how = (
+            f"killed by {signal.Signals(-code).name}"
+            if code is not None and code < 0
+            else f"ended with exit code {code}"
+        )
         return _Report(False, 0.0, b"", f"the process was {how} without a Python error")
 
 
@@ -341,5 +382,7 @@ def _raise_first(reports: dict[int, _Report], team: _Team, timeout_s: float) -> 
         raise RunError(f"rank {rank} of {nprocs} failed, all ranks were stopped:\n{reports[rank].text}")
     late = [rank for rank in range(nprocs) if rank not in reports]
     if late:
-        raise RunError(f"ranks {late} of {nprocs} were not done after {timeout_s:g} s, all ranks were stopped; "
-                       f"ranks that wait for each other in different collectives look like this{team.stacks(late)}")
+        raise RunError(
+            f"ranks {late} of {nprocs} were not done after {timeout_s:g} s, all ranks were stopped; "
+            f"ranks that wait for each other in different collectives look like this{team.stacks(late)}"
+        )

@@ -1,14 +1,16 @@
-"""Leaves: the tensors that autograd computes with, made once per step from the parameters at rest (ZeRO-1 and 2, mixed precision).
+"""Leaves: the tensors that autograd computes with, made once per step from the parameters at rest (ZeRO-1 and 2, mixed
+precision).
 
-A parameter has a leaf of its own where it rests cut and its readers see it whole, or where it is computed with in another dtype. The leaf is a cast
-of it, then gathered. This is done at the beginning of every step, and of every forward without a backward, in flat buckets in the order of use:
-leaves that are read outside of blocks before the model runs, those of a block when it is called, while later gathers go on.
+A parameter has a leaf of its own where it rests cut and its readers see it whole, or where it is computed with in
+another dtype. The leaf is a cast of it, then gathered. This is done at the beginning of every step, and of every
+forward without a backward, in flat buckets in the order of use: leaves that are read outside of blocks before the model
+runs, those of a block when it is called, while later gathers go on.
 
-A leaf that is cut over several axes takes one collective for each, one after the other. The last collective of a bucket begins LEAVES_AHEAD buckets
-before it is needed, each of the others one bucket earlier (`prefetching.due`).
+A leaf that is cut over several axes takes one collective for each, one after the other. The last collective of a bucket
+begins LEAVES_AHEAD buckets before it is needed, each of the others one bucket earlier (`prefetching.due`).
 
-Nothing is kept from one step to the next, so a leaf is never stale, whatever has changed the parameter in between: an optimizer, a checkpoint, or an
-in-place edit that no version counter shows.
+Nothing is kept from one step to the next, so a leaf is never stale, whatever has changed the parameter in between: an
+optimizer, a checkpoint, or an in-place edit that no version counter shows.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ class Reader(Protocol):
 
 @dataclass(eq=False)
 class _Bucket:
-    """Leaves that are filled by the same collectives. `ways[i]` are the steps of `members[i]`; where it is empty, each member is resharded by itself when it is needed. `begun`
-    counts the collectives that have started."""
+    """Leaves that are filled by the same collectives. `ways[i]` are the steps of `members[i]`; where it is empty, each
+    member is resharded by itself when it is needed. `begun` counts the collectives that have started."""
 
     members: tuple[Held, ...]
     ways: tuple[tuple[Step, ...], ...]
@@ -55,16 +57,24 @@ class _Bucket:
 class Leaves:
     """Fills the leaves of `held`; `blocks` wait for their own when they are called."""
 
-    def __init__(self, held: Iterable[Held], blocks: Iterable[Reader], mesh: Mesh, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, held: Iterable[Held], blocks: Iterable[Reader], mesh: Mesh, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         self.mesh = mesh
         blocks = list(blocks)
         numbers = owners(blocks)
         gathered = [h for h in held if h.info.apart]
-        first = {h.name: min(numbers.get(id(table), -1) for table, _ in h.readers) for h in gathered}  # -1: the model itself
+        # -1: the model itself
+        first = {h.name: min(numbers.get(id(table), -1) for table, _ in h.readers) for h in gathered}
         gathered.sort(key=lambda h: first[h.name])
         self.buckets = list(_buckets(gathered, first, mesh, bucket_bytes))
         self.done = len(self.buckets)
-        last = {number: index for index, bucket in enumerate(self.buckets) for h in bucket.members for number in _readers(h, numbers)}
+        last = {
+            number: index
+            for index, bucket in enumerate(self.buckets)
+            for h in bucket.members
+            for number in _readers(h, numbers)
+        }
         self.before = last.get(-1, -1)
         for index, bucket in enumerate(self.buckets):
             for h in bucket.members:
@@ -89,7 +99,8 @@ class Leaves:
             self._begin()
 
     def reset(self) -> None:
-        """Forget the gathers of a step that ended in an error; what runs is waited for, since all ranks take part in it."""
+        """Forget the gathers of a step that ended in an error; what runs is waited for, since all ranks take part in
+        it."""
         for bucket in self.buckets:
             if bucket.moved is not None:
                 bucket.moved.wait()
@@ -98,14 +109,18 @@ class Leaves:
 
     @torch.no_grad()
     def _begin(self) -> None:
-        for number in due([bucket.legs for bucket in self.buckets], [bucket.begun for bucket in self.buckets], self.done):
+        for number in due(
+            [bucket.legs for bucket in self.buckets], [bucket.begun for bucket in self.buckets], self.done
+        ):
             bucket = self.buckets[number]
             bucket.begun += 1
             if bucket.moved is not None:
                 bucket.moved.go_on()
                 continue
             shards = [h.on_device(h.leaf.dtype) for h in bucket.members]
-            bucket.moved = Together(bucket.ways, shards, [h.info.shape for h in bucket.members], self.mesh, [h.name for h in bucket.members])
+            bucket.moved = Together(
+                bucket.ways, shards, [h.info.shape for h in bucket.members], self.mesh, [h.name for h in bucket.members]
+            )
 
     def _fill(self, bucket: _Bucket) -> None:
         if bucket.moved is not None:
@@ -113,7 +128,17 @@ class Leaves:
             bucket.moved = None
         else:
             with torch.no_grad():
-                wholes = [relayout(h.local.detach() if h.info.leaf_entries == h.info.entries else h.on_device(h.leaf.dtype), h.info.entries, h.info.leaf_entries, h.info.shape, self.mesh, h.name) for h in bucket.members]
+                wholes = [
+                    relayout(
+                        h.local.detach() if h.info.leaf_entries == h.info.entries else h.on_device(h.leaf.dtype),
+                        h.info.entries,
+                        h.info.leaf_entries,
+                        h.info.shape,
+                        self.mesh,
+                        h.name,
+                    )
+                    for h in bucket.members
+                ]
         fill(bucket.members, wholes)
 
 
@@ -129,7 +154,8 @@ def _readers(held: Held, numbers: Mapping[int, int]) -> Iterator[int]:
 
 
 def _buckets(held: Sequence[Held], first: Mapping[str, int], mesh: Mesh, limit_bytes: int) -> Iterator[_Bucket]:
-    """Buckets in the order of `held`, each of one dtype and one sequence of axes. A block starts a new bucket where the current one is at least half full."""
+    """Buckets in the order of `held`, each of one dtype and one sequence of axes. A block starts a new bucket where the
+    current one is at least half full."""
     filling: list[Held] = []
     key: Any = None
     for h in held:
@@ -137,7 +163,11 @@ def _buckets(held: Sequence[Held], first: Mapping[str, int], mesh: Mesh, limit_b
         here = (*(step.axis for step in way), h.leaf.dtype) if way else None
         size = sum(m.leaf_bytes(mesh) for m in filling)
         new_reader = bool(filling) and first[filling[-1].name] != first[h.name]
-        if filling and (here != key or size >= limit_bytes or (new_reader and (2 * size >= limit_bytes or first[filling[-1].name] < 0))):
+        if filling and (
+            here != key
+            or size >= limit_bytes
+            or (new_reader and (2 * size >= limit_bytes or first[filling[-1].name] < 0))
+        ):
             yield _bucket(filling, mesh)
             filling = []
         filling.append(h)

@@ -1,6 +1,7 @@
-"""Lifetimes: hooks that do not leak the model. Hooks of tensors are held by torch's C++ objects, which Python's garbage collector does not
-traverse, so a hook that refers to an object which holds its tensor is a cycle that is never freed. Hooks therefore refer to their objects
-weakly (`weakly`), and the autograd graph keeps alive what its backward needs (`kept_by`)."""
+"""Lifetimes: hooks that do not leak the model. Hooks of tensors are held by torch's C++ objects, which Python's garbage
+collector does not traverse, so a hook that refers to an object which holds its tensor is a cycle that is never freed.
+Hooks therefore refer to their objects weakly (`weakly`), and the autograd graph keeps alive what its backward needs
+(`kept_by`)."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from torch import Tensor
 
 
 def weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
-    """A function that calls the bound `method` with `args` and its own arguments. It does not keep the method's object alive, and does
-    nothing once that is gone."""
+    """A function that calls the bound `method` with `args` and its own arguments. It does not keep the method's object
+    alive, and does nothing once that is gone."""
     found = WeakMethod(method)
 
     def call(*more: Any) -> None:

@@ -1,8 +1,8 @@
 """Which samples of a global batch a rank loads, where each rank has a loader of its own.
 
-Ranks along the mesh axes that cut the samples of every input have samples of their own; the others, which work on one sample together
-(tensor, sequence, context and pipeline parallel ranks), load the same. What they load is cut further as the plan says: along the sequence,
-or by axes that cut samples of some inputs only.
+Ranks along the mesh axes that cut the samples of every input have samples of their own; the others, which work on one
+sample together (tensor, sequence, context and pipeline parallel ranks), load the same. What they load is cut further as
+the plan says: along the sequence, or by axes that cut samples of some inputs only.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ BATCH = "b"
 
 
 def loading_axes(inputs: Mapping[str, str], dims: Dims) -> tuple[int, ...]:
-    """The mesh axes along which each rank loads its own samples: the longest common prefix, major first, of the axes that cut the batch dim
-    of every input. A batch that is cut in sections contributes none, since a rank's part is not contiguous then."""
+    """The mesh axes along which each rank loads its own samples: the longest common prefix, major first, of the axes
+    that cut the batch dim of every input. A batch that is cut in sections contributes none, since a rank's part is not
+    contiguous then."""
     cuts = []
     for name, layout in inputs.items():
         if BATCH in dims.get(name, ()):
@@ -36,8 +37,8 @@ def loading_axes(inputs: Mapping[str, str], dims: Dims) -> tuple[int, ...]:
 
 
 def share(axes: tuple[int, ...], mesh: Mesh) -> tuple[int, int]:
-    """The number of loaders that share a global batch, and the number of this rank's loader. Loader i has the i-th contiguous part of the
-    batch."""
+    """The number of loaders that share a global batch, and the number of this rank's loader. Loader i has the i-th
+    contiguous part of the batch."""
     number = 0
     for axis in axes:
         number = number * mesh.sizes[axis] + mesh.coord[axis]
@@ -45,7 +46,15 @@ def share(axes: tuple[int, ...], mesh: Mesh) -> tuple[int, int]:
 
 
 def loaded(inputs: Mapping[str, str], dims: Dims) -> dict[str, str]:
-    """How the part that one loader gave is cut further, by input: its layout with `R` on the loading axes, where it has a batch dim."""
+    """How the part that one loader gave is cut further, by input: its layout with `R` on the loading axes, where it has
+    a batch dim."""
     axes = loading_axes(inputs, dims)
-    return {name: show(tuple("R" if axis in axes and BATCH in dims.get(name, ()) else entry for axis, entry in enumerate(parse(layout))))
-            for name, layout in inputs.items()}
+    return {
+        name: show(
+            tuple(
+                "R" if axis in axes and BATCH in dims.get(name, ()) else entry
+                for axis, entry in enumerate(parse(layout))
+            )
+        )
+        for name, layout in inputs.items()
+    }

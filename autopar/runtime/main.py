@@ -1,5 +1,5 @@
-"""What `torchrun sharded.py` does: train the emitted model for some steps and print the loss; run its forward where it was planned for
-inference.
+"""What `torchrun sharded.py` does: train the emitted model for some steps and print the loss; run its forward where it
+was planned for inference.
 
     torchrun --nproc-per-node=4 sharded.py --weights full_state.pt --batch batch.pt --steps 10
 
@@ -29,8 +29,8 @@ from autopar.runtime.scaling import scaler_for
 
 
 def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = None) -> float:
-    """Run AdamW steps on one global batch and print the loss of each on rank 0; gives the last loss. Of a plan for inference: run forwards,
-    which have none (nan).
+    """Run AdamW steps on one global batch and print the loss of each on rank 0; gives the last loss. Of a plan for
+    inference: run forwards, which have none (nan).
 
     Raises RunError where the number of ranks, the weights or the batch do not fit the plan.
     """
@@ -38,7 +38,9 @@ def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = Non
     mesh = model_class.MESH
     if mesh.ranks > 1 and not dist.is_initialized():
         if "WORLD_SIZE" not in os.environ:
-            raise RunError(f"this program runs on {mesh.ranks} ranks; start it with torchrun --nproc-per-node={mesh.ranks}")
+            raise RunError(
+                f"this program runs on {mesh.ranks} ranks; start it with torchrun --nproc-per-node={mesh.ranks}"
+            )
         join(mesh.device_type)
     model = model_class(seed=options.seed)
     _fill(model, Path(inspect.getfile(model_class)))
@@ -53,7 +55,11 @@ def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = Non
         start = time.perf_counter()
         loss = step()
         if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"step {number}: {f'loss {loss:.6f}, ' if model_class.TRAINS else 'forward, '}{time.perf_counter() - start:.3f} s", flush=True)
+            print(
+                f"step {number}: "
+                f"{f'loss {loss:.6f}, ' if model_class.TRAINS else 'forward, '}{time.perf_counter() - start:.3f} s",
+                flush=True,
+            )
     return loss
 
 
@@ -66,6 +72,7 @@ def _training(model: ShardedModule, batch: Sequence[Any], lr: float) -> Callable
         scaler.step(optimizer)
         scaler.update()
         return loss
+
     return step
 
 
@@ -74,6 +81,7 @@ def _forward(model: ShardedModule, batch: Sequence[Any]) -> Callable[[], float]:
         with torch.no_grad():
             model(*batch)
         return float("nan")
+
     return step
 
 
@@ -92,9 +100,16 @@ def _fill(model: ShardedModule, emitted: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Train the sharded model for some steps on one batch; run its forward where it was planned for inference.")
-    parser.add_argument("--weights", help="file with the whole state dict (torch.save); without it: small random weights")
-    parser.add_argument("--batch", help="file with the global batch: a dict of tensors by input name (torch.save); without it: random")
+    parser = argparse.ArgumentParser(
+        description="Train the sharded model for some steps on one batch; run its forward where it was planned for "
+        "inference."
+    )
+    parser.add_argument(
+        "--weights", help="file with the whole state dict (torch.save); without it: small random weights"
+    )
+    parser.add_argument(
+        "--batch", help="file with the global batch: a dict of tensors by input name (torch.save); without it: random"
+    )
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate, of training")
     parser.add_argument("--seed", type=int, default=0)
@@ -104,10 +119,15 @@ def _parser() -> argparse.ArgumentParser:
 def _batch(path: str | None, model_class: type[ShardedModule], seed: int) -> dict[str, Any]:
     if path is None:
         generator = torch.Generator().manual_seed(seed)
-        return {name: _random(shape, getattr(torch, dtype), generator) for name, (shape, dtype) in model_class.SAMPLE.items()}
+        return {
+            name: _random(shape, getattr(torch, dtype), generator)
+            for name, (shape, dtype) in model_class.SAMPLE.items()
+        }
     found = torch.load(path, map_location="cpu")
     if not isinstance(found, dict):
-        raise RunError(f"{path} holds a {type(found).__name__}, wanted a dict with the inputs {', '.join(model_class.INPUTS)}")
+        raise RunError(
+            f"{path} holds a {type(found).__name__}, wanted a dict with the inputs {', '.join(model_class.INPUTS)}"
+        )
     return found
 
 
@@ -119,8 +139,8 @@ def _random(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator
 
 @torch.no_grad()
 def initialise(model: ShardedModule, seed: int) -> None:
-    """Small random weights for trying a plan out: normal(0, 0.02), ones for vectors called weight, zeros for the rest; the same on
-    every mesh, because each whole tensor is drawn from its own seed. Constants that are loaded stay."""
+    """Small random weights for trying a plan out: normal(0, 0.02), ones for vectors called weight, zeros for the rest;
+    the same on every mesh, because each whole tensor is drawn from its own seed. Constants that are loaded stay."""
     state = {}
     for number, (name, info) in enumerate(model.declared().items()):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)

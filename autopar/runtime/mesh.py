@@ -1,7 +1,7 @@
 """The mesh of ranks that an emitted module runs on.
 
-A `Mesh` is made when the emitted file is imported; its process groups are made with the first model (`meet`), when torch.distributed
-runs. Ranks are numbered row by row: the last axis varies fastest, as in torch's DeviceMesh.
+A `Mesh` is made when the emitted file is imported; its process groups are made with the first model (`meet`), when
+torch.distributed runs. Ranks are numbered row by row: the last axis varies fastest, as in torch's DeviceMesh.
 """
 
 from __future__ import annotations
@@ -24,25 +24,28 @@ PIPELINE = "pipeline"
 
 
 def _grow_segments() -> None:
-    """Let torch's allocator grow its segments, unless it is at work or the user says how it works: in segments of fixed size 7 of 80 GiB were not to be had
-    where 73 were needed (Llama-3 8B on an H100), and plans count on what `usable_memory` leaves."""
+    """Let torch's allocator grow its segments, unless it is at work or the user says how it works: in segments of fixed
+    size 7 of 80 GiB were not to be had where 73 were needed (Llama-3 8B on an H100), and plans count on what
+    `usable_memory` leaves."""
     if not torch.cuda.is_initialized() and "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def sends_from_host(device_type: str, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether ranks of `group` (None: all) have tensors on GPUs and can only send host memory to each other: point-to-point transfers of gloo, unlike its
-    collectives, read GPU memory as if it were the host's, which crashes the process."""
+    """Whether ranks of `group` (None: all) have tensors on GPUs and can only send host memory to each other:
+    point-to-point transfers of gloo, unlike its collectives, read GPU memory as if it were the host's, which crashes
+    the process."""
     return device_type == "cuda" and dist.is_initialized() and "cuda:gloo" in dist.get_backend_config(group).split(",")
 
 
 class Mesh:
     """Mesh axes `names` of `sizes` ranks, on devices of `device_type` ("cpu", "cuda").
 
-    With `places` above 1 there is one such mesh for each place of the pipeline axis, which is the outermost; a rank sees the mesh of its own place.
-    The axes `behind` have a second process group each, for collectives in the background. `branches`: operators run on some coordinates
-    only (`placed`), so that gradients come in a different order on each rank. Meshes with equal arguments are the same object and share
-    process groups. Everything except sizes and names needs torch.distributed, unless there is one rank.
+    With `places` above 1 there is one such mesh for each place of the pipeline axis, which is the outermost; a rank
+    sees the mesh of its own place. The axes `behind` have a second process group each, for collectives in the
+    background. `branches`: operators run on some coordinates only (`placed`), so that gradients come in a different
+    order on each rank. Meshes with equal arguments are the same object and share process groups. Everything except
+    sizes and names needs torch.distributed, unless there is one rank.
     """
 
     sizes: tuple[int, ...]
@@ -56,13 +59,22 @@ class Mesh:
     _world: dist.ProcessGroup | None
     _second: dict[int, dist.ProcessGroup]
 
-    def __new__(cls, sizes: Sequence[int], names: Sequence[str], device_type: str = "cpu", places: int = 1, behind: Sequence[int] = ()) -> Mesh:
+    def __new__(
+        cls,
+        sizes: Sequence[int],
+        names: Sequence[str],
+        device_type: str = "cpu",
+        places: int = 1,
+        behind: Sequence[int] = (),
+    ) -> Mesh:
         key = (tuple(sizes), tuple(names), device_type, places, tuple(behind))
         for known in _MESHES:
             if (known.sizes, known.names, known.device_type, known.places, known.behind) == key:
                 return known
         if len(key[0]) != len(key[1]) or any(n < 1 for n in key[0]):
-            raise RunError(f"mesh of sizes {key[0]} and axis names {key[1]}: want one name per axis and sizes of 1 or more")
+            raise RunError(
+                f"mesh of sizes {key[0]} and axis names {key[1]}: want one name per axis and sizes of 1 or more"
+            )
         if device_type == "cuda":
             _grow_segments()
         mesh = super().__new__(cls)
@@ -85,17 +97,25 @@ class Mesh:
 
     @cached_property
     def device_mesh(self) -> DeviceMesh | None:
-        """Torch's mesh; None on one rank without torch.distributed. Raises RunError where the number of ranks is wrong."""
+        """Torch's mesh; None on one rank without torch.distributed. Raises RunError where the number of ranks is
+        wrong."""
         if not dist.is_initialized():
             if self.ranks == 1:
                 return None
-            raise RunError(f"the plan needs {self.ranks} ranks ({self}), but torch.distributed is not initialised; "
-                           f"start it with torchrun --nproc-per-node={self.ranks}, or use autopar run")
+            raise RunError(
+                f"the plan needs {self.ranks} ranks ({self}), but torch.distributed is not initialised; "
+                f"start it with torchrun --nproc-per-node={self.ranks}, or use autopar run"
+            )
         if dist.get_world_size() != self.ranks:
-            raise RunError(f"wrong number of ranks: got {dist.get_world_size()}, wanted {self.ranks} ({self}); "
-                           f"start with --nproc-per-node={self.ranks} or plan for {dist.get_world_size()} ranks")
+            raise RunError(
+                f"wrong number of ranks: got {dist.get_world_size()}, wanted {self.ranks} ({self}); "
+                f"start with --nproc-per-node={self.ranks} or plan for {dist.get_world_size()} ranks"
+            )
         if self.places > 1 and sends_from_host(self.device_type):
-            raise RunError(f"a pipeline on GPUs sends what is in their memory from place to place, which gloo cannot: start one rank per GPU with NCCL ({self.ranks} GPUs), or run it on CPU ranks")
+            raise RunError(
+                "a pipeline on GPUs sends what is in their memory from place to place, which gloo cannot: start one "
+                f"rank per GPU with NCCL ({self.ranks} GPUs), or run it on CPU ranks"
+            )
         sizes, names = (self.sizes, self.names) if self.sizes else ((1,), ("one",))
         if self.places > 1:
             sizes, names = (self.places, *sizes), (PIPELINE, *names)
@@ -107,10 +127,11 @@ class Mesh:
         return whole[names[1:]]
 
     def meet(self) -> DeviceMesh | None:
-        """`device_mesh`, with which the process groups are made unless they are there: a collective operation of all ranks, and the first of every model. Torch names a group by how many
-        this process made before, so that all ranks make all groups in one order: where one of them did not, a rank was told the address of another group's
-        member under the name of its own, and waited there. Where torch.distributed was
-        shut down and started again since, its groups are gone, and all is made anew. Raises RunError where the number of ranks is wrong."""
+        """`device_mesh`, with which the process groups are made unless they are there: a collective operation of all
+        ranks, and the first of every model. Torch names a group by how many this process made before, so that all ranks
+        make all groups in one order: where one of them did not, a rank was told the address of another group's member
+        under the name of its own, and waited there. Where torch.distributed was shut down and started again since, its
+        groups are gone, and all is made anew. Raises RunError where the number of ranks is wrong."""
         if self._world is not None and (not dist.is_initialized() or dist.group.WORLD is not self._world):
             self.forget()
         return self.device_mesh
@@ -118,11 +139,15 @@ class Mesh:
     def check_met(self, met: DeviceMesh | None) -> None:
         """Raise RunError unless `meet` still gives `met`, on whose ranks the parameters of a module lie."""
         if self.ranks > 1 and self.meet() is not met:
-            raise RunError("torch.distributed was shut down and started again since this module was made, and its parameters lie on ranks that are gone: make another one of the plan "
-                           "(autopar.load, or autopar.compile) and fill it with what was saved before (load_full, or torch.distributed.checkpoint)")
+            raise RunError(
+                "torch.distributed was shut down and started again since this module was made, and its parameters lie "
+                "on ranks that are gone: make another one of the plan (autopar.load, or autopar.compile) and fill it "
+                "with what was saved before (load_full, or torch.distributed.checkpoint)"
+            )
 
     def _again(self, sizes: tuple[int, ...], names: tuple[str, ...], first: DeviceMesh) -> dict[int, dist.ProcessGroup]:
-        """The second groups of the axes `behind`. All ranks make them here, in the same order, whatever each of them runs later."""
+        """The second groups of the axes `behind`. All ranks make them here, in the same order, whatever each of them
+        runs later."""
         if not self.behind:
             return {}
         whole, more = init_device_mesh(self.device_type, sizes, mesh_dim_names=names), len(sizes) - len(self.sizes)
@@ -168,19 +193,28 @@ class Mesh:
 
     @cached_property
     def behind_groups(self) -> tuple[dist.ProcessGroup | None, ...]:
-        """Those for what runs in the background. A group runs its collectives one after the other: what compute waits for would wait behind gathers for later
-        blocks, so that the axes `behind` have a second group of the same ranks (as Megatron-LM's --create-all-gather-group)."""
-        return tuple(self._second.get(axis, group) for axis, group in enumerate(self.groups)) if self.device_mesh is not None else self.groups
+        """Those for what runs in the background. A group runs its collectives one after the other: what compute waits
+        for would wait behind gathers for later blocks, so that the axes `behind` have a second group of the same ranks
+        (as Megatron-LM's --create-all-gather-group)."""
+        return (
+            tuple(self._second.get(axis, group) for axis, group in enumerate(self.groups))
+            if self.device_mesh is not None
+            else self.groups
+        )
 
     def group(self, axis: int, *, behind: bool = False) -> dist.ProcessGroup | None:
-        """The process group of this rank along `axis`; for what runs in the background the one `behind` where there is one."""
+        """The process group of this rank along `axis`; for what runs in the background the one `behind` where there is
+        one."""
         return (self.behind_groups if behind else self.groups)[axis]
 
     @property
     def device(self) -> torch.device:
         """The device of this rank."""
-        return torch.device(self.device_type, torch.accelerator.current_device_index()) if self.device_type != "cpu" \
+        return (
+            torch.device(self.device_type, torch.accelerator.current_device_index())
+            if self.device_type != "cpu"
             else torch.device("cpu")
+        )
 
     def span(self, size: int, axes: Sequence[int]) -> tuple[int, int]:
         """`[start, stop)` of this rank's chunk of `size` cut by `axes`, major first."""
@@ -196,11 +230,15 @@ class Mesh:
         return stop - start
 
     def even(self, name: str, size: int, axes: Sequence[int], why: str) -> None:
-        """Raise RunError unless `size`, called `name`, divides by the ranks of `axes`. `why` names the operator that needs it."""
+        """Raise RunError unless `size`, called `name`, divides by the ranks of `axes`. `why` names the operator that
+        needs it."""
         ways = math.prod(self.sizes[a] for a in axes)
         if size % ways:
-            raise RunError(f"{name} = {size} does not divide by the {ways} ranks that cut it on {self}, which {why} needs: it reshapes "
-                           f"a cut dim; use {size // ways * ways or ways} or {-(-size // ways) * ways}, or plan for another mesh")
+            raise RunError(
+                f"{name} = {size} does not divide by the {ways} ranks that cut it on {self}, which {why} needs: it "
+                f"reshapes a cut dim; use {size // ways * ways or ways} or {-(-size // ways) * ways}, or plan for "
+                "another mesh"
+            )
 
     def forget(self) -> None:
         """Drop the process groups."""

@@ -1,7 +1,8 @@
 """The base classes of emitted code: `ShardedModule` for the model, `Block` for a repeated block.
 
-Parameters are registered under their original names, in plain nested modules; the emitted forward works on *leaves*, local
-tensors that alias the DTensor parameters, so autograd never sees a DTensor. gradsync.py carries the gradients back.
+Parameters are registered under their original names, in plain nested modules; the emitted forward works on *leaves*,
+local tensors that alias the DTensor parameters, so autograd never sees a DTensor. gradsync.py carries the gradients
+back.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from autopar.runtime.tree import Tree
 class ShardedModule(ModuleState):
     """The base of an emitted model; see autopar.runtime for what an emitted class defines.
 
-    `Model()` allocates this rank's parts without initialising them; fill them with `load_full` or `load_state_dict`. Raises
-    RunError where the number of ranks is not the plan's.
+    `Model()` allocates this rank's parts without initialising them; fill them with `load_full` or `load_state_dict`.
+    Raises RunError where the number of ranks is not the plan's.
     """
 
     INPUTS: ClassVar[Mapping[str, str]] = {}
@@ -97,17 +98,22 @@ class ShardedModule(ModuleState):
     # -- running
 
     def train(self, mode: bool = True) -> Self:
-        """As nn.Module.train: `eval()` is `train(False)`, and the next calls evaluate. Nothing is dropped then, batch norms have their running statistics, and
-        buffers stay that only training changes. Raises RunError where the model does in evaluation what no operator of a training step does."""
+        """As nn.Module.train: `eval()` is `train(False)`, and the next calls evaluate. Nothing is dropped then, batch
+        norms have their running statistics, and buffers stay that only training changes. Raises RunError where the
+        model does in evaluation what no operator of a training step does."""
         if not mode and self.UNEVALUATED:
-            raise RunError(f"eval(): this module is a training step, and in evaluation the model does something else: {self.UNEVALUATED}. Plan its evaluation with "
-                           'compile(model, ..., mode="inference") and fill that module with load_full(model.full_state_dict())')
+            raise RunError(
+                "eval(): this module is a training step, and in evaluation the model does something else: "
+                f'{self.UNEVALUATED}. Plan its evaluation with compile(model, ..., mode="inference") and fill that '
+                "module with load_full(model.full_state_dict())"
+            )
         for module in self.modules():
             module.training = mode
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run this rank's part of a batch; gives the outputs in the structure of the original model, cut as the plan says.
+        """Run this rank's part of a batch; gives the outputs in the structure of the original model, cut as the plan
+        says.
 
         Raises RunError on inputs that the plan does not have, and where the ranks' shapes do not fit together.
         """
@@ -116,12 +122,16 @@ class ShardedModule(ModuleState):
             values[number] = ungraded(values[number], self._results()[number][1])
         return self._packed(values)
 
-    def train_step(self, *args: Any, scaler: GradScaler | None = None, loss_weight: float = 1.0, **kwargs: Any) -> Tensor:
-        """Forward and backward of this rank's part of a batch; gradients add up in `param.grad`, times `loss_weight` (1/k in each of k steps that add up) and the scale of `scaler`, which mixed
-        precision in float16 needs. Gives the global loss, the same on all ranks, detached and without either. Raises RunError where the plan has no loss, or needs a scaler, without gradients
-        (no_grad), and where all parameters are frozen."""
+    def train_step(
+        self, *args: Any, scaler: GradScaler | None = None, loss_weight: float = 1.0, **kwargs: Any
+    ) -> Tensor:
+        """Forward and backward of this rank's part of a batch; gradients add up in `param.grad`, times `loss_weight`
+        (1/k in each of k steps that add up) and the scale of `scaler`, which mixed precision in float16 needs. Gives
+        the global loss, the same on all ranks, detached and without either. Raises RunError where the plan has no loss,
+        or needs a scaler, without gradients (no_grad), and where all parameters are frozen."""
         scale = scale_of(scaler, self.MESH.device, needed=self._narrow, weight=loss_weight)
-        loss = self._run(args, kwargs, loss_weight)[self._loss_number(self._results())]  # other results (logits) need not outlive the forward
+        # other results (logits) need not outlive the forward
+        loss = self._run(args, kwargs, loss_weight)[self._loss_number(self._results())]
         check_trains(loss.requires_grad)
         self._turn()
         loss.backward(None if scale is None else scale.to(loss.dtype))
@@ -131,12 +141,16 @@ class ShardedModule(ModuleState):
         """Which of `outputs` is the loss. Raises RunError where none is."""
         roles = [role for role, _ in outputs]
         if "loss" not in roles:
-            raise RunError("the model returns no loss, so there is no training step: plan it with labels among its inputs, or with loss_fn= (on the command line: with a factory whose model gives the loss)")
+            raise RunError(
+                "the model returns no loss, so there is no training step: plan it with labels among its inputs, or "
+                "with loss_fn= (on the command line: with a factory whose model gives the loss)"
+            )
         return roles.index("loss")
 
     def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_weight: float = 1.0) -> list[Any]:
-        """The inputs of a call in the order of the plan, checked against the program's sizes. In the first call the ranks compare their contents, in later ones their sizes and
-        the state of the step, with the weight of its loss."""
+        """The inputs of a call in the order of the plan, checked against the program's sizes. In the first call the
+        ranks compare their contents, in later ones their sizes and the state of the step, with the weight of its
+        loss."""
         batch.without_autocast(self.MESH)
         self.MESH.check_met(self._met)
         self._tree.check()
@@ -155,7 +169,8 @@ class ShardedModule(ModuleState):
         return inputs
 
     def _in_step(self) -> bool:
-        """Whether this forward needs all ranks: a loss and gradients are reduced over all of them. A forward without either may be run by some ranks only."""
+        """Whether this forward needs all ranks: a loss and gradients are reduced over all of them. A forward without
+        either may be run by some ranks only."""
         return self._has_loss() or (self.TRAINS and torch.is_grad_enabled())
 
     def _has_loss(self) -> bool:
@@ -175,13 +190,20 @@ class ShardedModule(ModuleState):
         kept_by(values, self._sync)
         self._told.look()
         if self.OUTPUTS and len(values) != len(self.OUTPUTS):
-            raise RunError(f"forward returned {len(values)} values, wanted {len(self.OUTPUTS)}: {[name for _, name in self.OUTPUTS]}")
+            raise RunError(
+                f"forward returned {len(values)} values, wanted {len(self.OUTPUTS)}: "
+                f"{[name for _, name in self.OUTPUTS]}"
+            )
         for (role, name), value in zip(self.OUTPUTS, values, strict=False):
             if role == "mutation":
                 self.mutations.append((name, value))
         for name, value in self.mutations:
             self._mutate(self._held[self.ALIASES.get(name, name)], value)
-        return [v for v, (role, _) in zip(values, self.OUTPUTS, strict=False) if role != "mutation"] if self.OUTPUTS else values
+        return (
+            [v for v, (role, _) in zip(values, self.OUTPUTS, strict=False) if role != "mutation"]
+            if self.OUTPUTS
+            else values
+        )
 
     def _mutate(self, held: Held, value: Tensor) -> None:
         """A buffer's new value, unless only training changes it. Not in place: the backward may need the old one."""
@@ -208,10 +230,13 @@ class ShardedModule(ModuleState):
         src = parse(layout)
         dst = tuple("R" if is_partial(e) else e for e in src)
         self._spread.append(Spread(dst, tuple(shape)))
-        return reshard(value, f"{layout} -> {show(dst)}", grad=f"{show(dst)} -> {show(dst)}", shape=shape, mesh=self.MESH)
+        return reshard(
+            value, f"{layout} -> {show(dst)}", grad=f"{show(dst)} -> {show(dst)}", shape=shape, mesh=self.MESH
+        )
 
     def spreads(self) -> dict[int, Spread]:
-        """How each cut output of the last call lies, by its number among the outputs; the others (the loss) are whole everywhere."""
+        """How each cut output of the last call lies, by its number among the outputs; the others (the loss) are whole
+        everywhere."""
         spread = iter(self._spread)
         roles = [role for role, _ in self._results()] or ["output"] * len(self._spread)
         return {index: next(spread) for index, role in enumerate(roles) if role == "output"}
@@ -221,15 +246,26 @@ class ShardedModule(ModuleState):
         """Outputs of the last call with every tensor whole, on every rank; a collective operation."""
         at = self.spreads()
         structure = self._structure(len(self._results()) or len(at))
-        values = {i: self._whole(leaf, at.get(i)) for i, leaf in zip(leaves(structure), leaves(outputs), strict=True) if is_number(i)}
+        values = {
+            i: self._whole(leaf, at.get(i))
+            for i, leaf in zip(leaves(structure), leaves(outputs), strict=True)
+            if is_number(i)
+        }
         return pack(structure, values.__getitem__)
 
     def _whole(self, value: Tensor, at: Spread | None) -> Tensor:
-        return value if at is None else relayout(value.detach(), at.layout, ("R",) * len(at.layout), at.shape, self.MESH, "output")
+        return (
+            value
+            if at is None
+            else relayout(value.detach(), at.layout, ("R",) * len(at.layout), at.shape, self.MESH, "output")
+        )
 
     def shard_batch(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """This rank's part of a global batch, in the order of the inputs. Raises RunError where a dim does not divide."""
-        return tuple(batch.cut_batch(self.INPUTS, batch.bind(self.INPUTS, args, kwargs, self.FIXED, self.NESTED), self.MESH))
+        """This rank's part of a global batch, in the order of the inputs. Raises RunError where a dim does not
+        divide."""
+        return tuple(
+            batch.cut_batch(self.INPUTS, batch.bind(self.INPUTS, args, kwargs, self.FIXED, self.NESTED), self.MESH)
+        )
 
     @property
     def data_parallel_size(self) -> int:
@@ -238,25 +274,29 @@ class ShardedModule(ModuleState):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of those loaders is this rank's, `rank` of a DistributedSampler; ranks that work on the same samples together have the same."""
+        """Which of those loaders is this rank's, `rank` of a DistributedSampler; ranks that work on the same samples
+        together have the same."""
         return loaders.share(loaders.loading_axes(self.INPUTS, self.DIMS), self.MESH)[1]
 
     def shard_loaded(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """This rank's part of what its loader gave, the samples of `data_parallel_rank`, in the order of the inputs; what has no samples is given whole. Raises RunError
-        where a dim does not divide."""
+        """This rank's part of what its loader gave, the samples of `data_parallel_rank`, in the order of the inputs;
+        what has no samples is given whole. Raises RunError where a dim does not divide."""
         inputs = loaders.loaded(self.INPUTS, self.DIMS)
         return tuple(batch.cut_batch(inputs, batch.bind(self.INPUTS, args, kwargs, self.FIXED, self.NESTED), self.MESH))
 
     def update_bn(self, batches: Iterable[Any]) -> Self:
-        """Make the running statistics of batch norms those of `batches`, of equal weight, with the weights as they are, as torch.optim.swa_utils.update_bn does: averaged weights
-        need it. A batch is what a call takes, as `shard_batch` gives it; all ranks go through theirs together. Raises RunError where there are none, and where a norm is called twice."""
+        """Make the running statistics of batch norms those of `batches`, of equal weight, with the weights as they are,
+        as torch.optim.swa_utils.update_bn does: averaged weights need it. A batch is what a call takes, as
+        `shard_batch` gives it; all ranks go through theirs together. Raises RunError where there are none, and where a
+        norm is called twice."""
         norms.renew(self, batches)
         return self
 
     # -- state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A module of its own with the same weights, buffers and random numbers to come, on the same mesh, as averages of weights (`AveragedModel`) and teachers are made. Gradients are not copied."""
+        """A module of its own with the same weights, buffers and random numbers to come, on the same mesh, as averages
+        of weights (`AveragedModel`) and teachers are made. Gradients are not copied."""
         return twin(self, memo)
 
     __reduce_ex__ = not_pickled
@@ -266,8 +306,9 @@ class ShardedModule(ModuleState):
         return ()
 
     def compile_blocks(self, backend: Any = "inductor", **options: Any) -> Self:
-        """Compile the forward of every block with torch.compile; numerically the same, but for gradients of weights that a block gathers: in mixed precision their
-        sums over ranks are rounded to the dtype of compute before they are added."""
+        """Compile the forward of every block with torch.compile; numerically the same, but for gradients of weights
+        that a block gathers: in mixed precision their sums over ranks are rounded to the dtype of compute before they
+        are added."""
         for block in self._blocks():
             block.compile(backend=backend, **options)
         return self

@@ -1,5 +1,5 @@
-"""Copies of a built module (copy.deepcopy): same weights, buffers and random state in memory of its own, on the same ranks. Pickling is
-refused."""
+"""Copies of a built module (copy.deepcopy): same weights, buffers and random state in memory of its own, on the same
+ranks. Pickling is refused."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def twin(module: Any, memo: dict[int, Any]) -> Any:
 
 def not_pickled(module: Any, protocol: Any) -> Any:
     """`__reduce_ex__` of sharded modules: raises RunError."""
-    raise RunError("a sharded module cannot be pickled (torch.save(module), copy.copy, processes that are spawned with it): its class is "
-                   "emitted, and its parameters are parts on the ranks of this run. "
-                   "Save its values, model.state_dict() by torch.distributed.checkpoint or model.full_state_dict() by torch.save, and the "
-                   "plan by compiled.save(folder); autopar.load(folder) makes it "
-                   "again. copy.deepcopy(module) copies it on these ranks")
+    raise RunError(
+        "a sharded module cannot be pickled (torch.save(module), copy.copy, processes that are spawned with it): its "
+        "class is emitted, and its parameters are parts on the ranks of this run. Save its values, model.state_dict() "
+        "by torch.distributed.checkpoint or model.full_state_dict() by torch.save, and the plan by "
+        "compiled.save(folder); autopar.load(folder) makes it again. copy.deepcopy(module) copies it on these ranks"
+    )

@@ -1,4 +1,5 @@
-"""The state of a sharded module: what it holds, gathered whole and filled again, its random numbers, and the state of its optimizers."""
+"""The state of a sharded module: what it holds, gathered whole and filled again, its random numbers, and the state of
+its optimizers."""
 
 from __future__ import annotations
 
@@ -33,9 +34,18 @@ class ModuleState(Scope):
         return list(self._constant)
 
     def load_full(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Self:
-        """Fill parameters and buffers from whole tensors under original names, without communication. What `load_constants` has
-        filled may be left out. Raises RunError on names and shapes that do not fit; `strict=False` ignores unknown names."""
-        checkpoint.load_full(self._held.values(), self.ALIASES, state, self.MESH, strict=strict, held_already=self._constant, elsewhere=self._elsewhere())
+        """Fill parameters and buffers from whole tensors under original names, without communication. What
+        `load_constants` has filled may be left out. Raises RunError on names and shapes that do not fit; `strict=False`
+        ignores unknown names."""
+        checkpoint.load_full(
+            self._held.values(),
+            self.ALIASES,
+            state,
+            self.MESH,
+            strict=strict,
+            held_already=self._constant,
+            elsewhere=self._elsewhere(),
+        )
         return self
 
     def _elsewhere(self) -> Iterable[str]:
@@ -49,45 +59,65 @@ class ModuleState(Scope):
         """
         missing = [name for name, held in self._held.items() if not held.info.persistent and name not in constants]
         if missing:
-            raise RunError(f"the plan has no values of {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}, which no state dict "
-                           "holds: it was made from a model on meta that does not say how they are computed (see the plan's notes). Plan "
-                           "the model again with real weights")
+            raise RunError(
+                f"the plan has no values of {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}, which no "
+                "state dict holds: it was made from a model on meta that does not say how they are computed (see the "
+                "plan's notes). Plan the model again with real weights"
+            )
         chosen = [held for name, held in self._held.items() if name in constants]
         checkpoint.load_full(chosen, {}, constants, self.MESH, strict=False)
         self._constant.update(dict.fromkeys(held.name for held in chosen))
         return self
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Whole parameters and buffers under original names and in their order, on the CPU of every rank; a collective operation."""
+        """Whole parameters and buffers under original names and in their order, on the CPU of every rank; a collective
+        operation."""
         found = checkpoint.full_state_dict(self._held.values(), self.ALIASES, self.MESH)
         return {name: found[name] for name in self._names if name in found}
 
     def rng_state(self) -> dict[str, int]:
-        """Of what the random numbers to come follow: the seed, and how many steps there were; the same on all ranks. Save it beside the state dict, which has none."""
+        """Of what the random numbers to come follow: the seed, and how many steps there were; the same on all ranks.
+        Save it beside the state dict, which has none."""
         return self.rng.state()
 
     def set_rng_state(self, state: Mapping[str, int]) -> None:
-        """Go on with random numbers where `rng_state` was asked for, on all ranks alike. Raises RunError on anything else."""
+        """Go on with random numbers where `rng_state` was asked for, on all ranks alike. Raises RunError on anything
+        else."""
         self.rng = self.rng.at(state)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """State of an optimizer of this model by original names and in original order, for torch.distributed.checkpoint."""
+        """State of an optimizer of this model by original names and in original order, for
+        torch.distributed.checkpoint."""
         return optimizer_state.optimizer_state_dict(self, optimizer, self._held, self.MESH)
 
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, strict: bool = True) -> None:
-        """The inverse of `optimizer_state_dict`. Raises RunError where parameters that train have no state in it; `strict=False` lets these begin anew."""
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, strict: bool = True
+    ) -> None:
+        """The inverse of `optimizer_state_dict`. Raises RunError where parameters that train have no state in it;
+        `strict=False` lets these begin anew."""
         optimizer_state.load_optimizer_state_dict(self, optimizer, state, self._held, self.MESH, strict=strict)
 
     @torch.no_grad()
     def full_grads(self) -> dict[str, Tensor | None]:
         """Whole gradients under original names, on every rank, None where there is none; a collective operation."""
         trained = {n: h for n, h in self._held.items() if isinstance(h.tensor, nn.Parameter)}
-        return {n: None if (grad := grad_at_rest(h.tensor)) is None else checkpoint.whole(local_of(grad), h, self.MESH) for n, h in trained.items()}
+        return {
+            n: None if (grad := grad_at_rest(h.tensor)) is None else checkpoint.whole(local_of(grad), h, self.MESH)
+            for n, h in trained.items()
+        }
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale all gradients so that their global norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does on one device; gives the norm before. A collective operation of
-        all ranks. Raises RunError on a `norm_type` of 0 or less, and with `error_if_nonfinite` on a norm that is nan or infinite."""
-        return clip_grad_norm(self._counted(), list(self.parameters()), max_norm, self.MESH, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
+        """Scale all gradients so that their global norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does
+        on one device; gives the norm before. A collective operation of all ranks. Raises RunError on a `norm_type` of 0
+        or less, and with `error_if_nonfinite` on a norm that is nan or infinite."""
+        return clip_grad_norm(
+            self._counted(),
+            list(self.parameters()),
+            max_norm,
+            self.MESH,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
 
     def _counted(self) -> list[nn.Parameter]:
         """The parameters whose gradients this place adds to a norm over all of them."""

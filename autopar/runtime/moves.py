@@ -38,22 +38,25 @@ def relayout(x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name
 
 
 def settled(x: Tensor) -> Tensor:
-    """`x` with its lazy conjugation and negation bits resolved into memory: collectives and DTensor ignore these bits."""
+    """`x` with its lazy conjugation and negation bits resolved into memory: collectives and DTensor ignore these
+    bits."""
     return x.resolve_conj().resolve_neg()
 
 
 class Chain:
-    """`relayout` whose collectives run in the background, one after the other (`layout.legs`): `go_on` waits for the running one and starts
-    the next, `finish` does all that is left. `x` must not change until the first collective is over. `behind`: use the second process
-    groups of the axes (Mesh.behind)."""
+    """`relayout` whose collectives run in the background, one after the other (`layout.legs`): `go_on` waits for the
+    running one and starts the next, `finish` does all that is left. `x` must not change until the first collective is
+    over. `behind`: use the second process groups of the axes (Mesh.behind)."""
 
-    def __init__(self, x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name: str = "", *, behind: bool = False) -> None:
+    def __init__(
+        self, x: Tensor, src: Layout, dst: Layout, shape: Shape, mesh: Mesh, name: str = "", *, behind: bool = False
+    ) -> None:
         x = settled(x)
         check_shape(x, src, shape, mesh.sizes, mesh.coord, f"reshard {name}".rstrip())
         self.shape, self.mesh, self.name, self.behind = shape, mesh, name, behind
         self.nbytes = most_elements(shape, src, mesh.sizes) * x.element_size()
-        """Bytes of the input of the running collective (before the first: of `x`), on the rank whose part is largest, so that all ranks
-        have the same number."""
+        """Bytes of the input of the running collective (before the first: of `x`), on the rank whose part is largest,
+        so that all ranks have the same number."""
         *self._legs, self._rest = legs(steps(src, dst, mesh.sizes), lambda step: crosses(step, mesh.sizes))
         self._legs.reverse()
         self._come: Later = lambda: x  # gives the present tensor, waiting for the running collective
@@ -109,8 +112,8 @@ def _note(x: Tensor, step: Step, shape: Shape, mesh: Mesh, name: str) -> None:
 
 
 def step_bytes(step: Step, shape: Shape, itemsize: int, mesh: Mesh) -> int:
-    """Bytes of the tensor as one rank would hold it without the cut on the step's axis (see count.Counted); for a value placed
-    on one coordinate the rank there, so that all ranks count alike."""
+    """Bytes of the tensor as one rank would hold it without the cut on the step's axis (see count.Counted); for a value
+    placed on one coordinate the rank there, so that all ranks count alike."""
     layout = tuple("R" if axis == step.axis or is_placed(entry) else entry for axis, entry in enumerate(step.before))
     return torch.Size(local_shape(shape, layout, mesh.sizes, mesh.coord)).numel() * itemsize
 
@@ -134,7 +137,8 @@ def _scatter(x: Tensor, step: Step, shape: Shape, mesh: Mesh, *, behind: bool) -
 
 
 def scatter_parts(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> tuple[Tensor, int, int]:
-    """What each rank of the axis is to get, `[n, ...]` padded to equal lengths; the dim that is cut, and the own length."""
+    """What each rank of the axis is to get, `[n, ...]` padded to equal lengths; the dim that is cut, and the own
+    length."""
     dim = dim_of(step.after[step.axis])
     how = cut(shape[dim], step.before, step.after, dim, step.axis, mesh.sizes, mesh.coord)
     own_length = how.lengths[mesh.coord[step.axis]]
@@ -160,7 +164,9 @@ def _exchange(x: Tensor, step: Step, shape: Shape, mesh: Mesh, *, behind: bool) 
 
 def _broadcast(x: Tensor, step: Step, shape: Shape, mesh: Mesh, *, behind: bool) -> Later:
     source = placed_on(step.before[step.axis])
-    return start_broadcast(x if mesh.coord[step.axis] == source else _blank(x, step, shape, mesh), source, step.axis, mesh, behind=behind)
+    return start_broadcast(
+        x if mesh.coord[step.axis] == source else _blank(x, step, shape, mesh), source, step.axis, mesh, behind=behind
+    )
 
 
 def _blank(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
@@ -176,7 +182,8 @@ def _slice(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
     how = cut(shape[dim], step.before, step.after, dim, step.axis, mesh.sizes, mesh.coord)
     ranges = how.ranges[mesh.coord[step.axis]]
     mine = take(x, dim, ranges)
-    return mine if len(ranges) > 1 else mine.clone(memory_format=torch.contiguous_format)  # a view would keep all of x in memory
+    # a view would keep all of x in memory
+    return mine if len(ranges) > 1 else mine.clone(memory_format=torch.contiguous_format)
 
 
 def _mask(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:

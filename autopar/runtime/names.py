@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 Naming = str | Mapping[str, str]
-"""An instance: its module path (`layers.3` for `layers.3.up.weight`), or from the first part of a name in the block to what stands
-for it (`{"0": "layers.6", "1": "layers.7"}` for `0.up.weight` and `1.up.weight`)."""
+"""An instance: its module path (`layers.3` for `layers.3.up.weight`), or from the first part of a name in the block to
+what stands for it (`{"0": "layers.6", "1": "layers.7"}` for `0.up.weight` and `1.up.weight`)."""
 
 
 def full_name(naming: Naming, short: str) -> str:

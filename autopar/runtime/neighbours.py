@@ -20,8 +20,9 @@ Parcel = tuple[int, Tensor]  # (coordinate of the other rank on the axis, tensor
 def start_transfers(sends: Sequence[Parcel], receives: Sequence[Parcel], axis: int, mesh: Mesh) -> Callable[[], None]:
     """Start to send `sends` and to fill `receives`; call the result to wait for both.
 
-    Between two ranks tensors arrive in the order of the lists. What is sent must not change, and what is received must not be read, until
-    then. A rank's parcels for itself are copied. Where ranks share GPUs (gloo), what is sent goes through the memory of the host.
+    Between two ranks tensors arrive in the order of the lists. What is sent must not change, and what is received must
+    not be read, until then. A rank's parcels for itself are copied. Where ranks share GPUs (gloo), what is sent goes
+    through the memory of the host.
     """
     me, group = mesh.coord[axis], mesh.group(axis)
     own = iter([x for peer, x in receives if peer == me])
@@ -49,8 +50,8 @@ def start_transfers(sends: Sequence[Parcel], receives: Sequence[Parcel], axis: i
 
 
 def start_shift(x: Tensor, arriving: int, axis: int, mesh: Mesh, name: str = "") -> Callable[[], Tensor]:
-    """Send the flat tensor `x` to the next rank of the axis, round the ring, in the background; calling the result gives the
-    `arriving` elements that came from the rank before."""
+    """Send the flat tensor `x` to the next rank of the axis, round the ring, in the background; calling the result
+    gives the `arriving` elements that came from the rank before."""
     me, n = mesh.coord[axis], mesh.sizes[axis]
     got = x.new_empty(arriving)
     record("send", axis, x.numel() * x.element_size(), name)

@@ -11,14 +11,16 @@ from torch import Tensor
 from autopar.errors import RunError
 
 Nested = Mapping[str, Any]
-"""Argument -> the name of its input, or a dict (by key or attribute) or tuple of such. Empty where every argument is one input of the same
-name."""
+"""Argument -> the name of its input, or a dict (by key or attribute) or tuple of such. Empty where every argument is
+one input of the same name."""
 
 
 def flat(nested: Nested, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The call as ((), inputs by name) where some argument holds several inputs, or has another name than its input; else `args` and
-    `kwargs` unchanged. Raises RunError where an argument has another structure than was planned."""
-    if not any(_holds(value) for value in (*args, *kwargs.values()) if nested) and all(nested.get(name, name) == name for name in kwargs):
+    """The call as ((), inputs by name) where some argument holds several inputs, or has another name than its input;
+    else `args` and `kwargs` unchanged. Raises RunError where an argument has another structure than was planned."""
+    if not any(_holds(value) for value in (*args, *kwargs.values()) if nested) and all(
+        nested.get(name, name) == name for name in kwargs
+    ):
         return args, kwargs
     if len(args) > len(nested):
         raise RunError(f"got {len(args)} arguments, wanted at most {len(nested)}: {', '.join(nested)}")
@@ -37,11 +39,14 @@ def _holds(value: Any) -> bool:
 
 
 def _inputs(wanted: Any, value: Any, where: str) -> dict[str, Any]:
-    """The inputs in `value`, by name; `wanted` is the planned structure (`Nested`), and `where` the path of `value` for errors."""
+    """The inputs in `value`, by name; `wanted` is the planned structure (`Nested`), and `where` the path of `value` for
+    errors."""
     if isinstance(wanted, str):
         if _holds(value):
-            raise RunError(f"argument {where} is a {type(value).__name__}, and the plan has one input for it, {wanted!r}: pass what was "
-                           "planned, or plan the model again with this")
+            raise RunError(
+                f"argument {where} is a {type(value).__name__}, and the plan has one input for it, {wanted!r}: pass "
+                "what was planned, or plan the model again with this"
+            )
         return {wanted: value}
     parts = _parts(value)
     inner = wanted if isinstance(wanted, Mapping) else dict(enumerate(wanted))
@@ -49,10 +54,17 @@ def _inputs(wanted: Any, value: Any, where: str) -> dict[str, Any]:
     others = [key for key, part in (parts or {}).items() if key not in inner and not _empty(value, part)]
     if parts is None or unlike or others:
         got = f"with {', '.join(map(str, parts))}" if parts else "without parts"
-        raise RunError(f"argument {where} is a {type(value).__name__} {got}, and the plan was made with "
-                       f"{', '.join(map(str, inner)) or 'nothing in it'}: "
-                       "pass what was planned, or plan the model again with this")
-    return {name: tensor for key, described in inner.items() if key in parts for name, tensor in _inputs(described, parts[key], f"{where}.{key}").items()}
+        raise RunError(
+            f"argument {where} is a {type(value).__name__} {got}, and the plan was made with "
+            f"{', '.join(map(str, inner)) or 'nothing in it'}: "
+            "pass what was planned, or plan the model again with this"
+        )
+    return {
+        name: tensor
+        for key, described in inner.items()
+        if key in parts
+        for name, tensor in _inputs(described, parts[key], f"{where}.{key}").items()
+    }
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:

@@ -1,7 +1,9 @@
-"""Optimizer state by original parameter names and in original order, so that it can be saved, and loaded under another plan.
+"""Optimizer state by original parameter names and in original order, so that it can be saved, and loaded under another
+plan.
 
-Moments lie as their parameter does. Where that is in sections (params.py) a checkpoint of the optimizer as it stands would hold
-reordered rows, which another plan would read in the wrong order without noticing: save and load through these functions.
+Moments lie as their parameter does. Where that is in sections (params.py) a checkpoint of the optimizer as it stands
+would hold reordered rows, which another plan would read in the wrong order without noticing: save and load through
+these functions.
 """
 
 from __future__ import annotations
@@ -29,18 +31,20 @@ State = dict[str, Any]
 
 
 def optimizer_of(name: str, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
-    """The optimizer that a plan names, with the options with which it is priced: fused on GPUs where it has that (one pass over memory,
-    where the default takes one per operator)."""
+    """The optimizer that a plan names, with the options with which it is priced: fused on GPUs where it has that (one
+    pass over memory, where the default takes one per operator)."""
     held, kind = list(parameters), OPTIMIZERS[name]
     fused = kind.fused and bool(held) and all(p.is_cuda and p.is_floating_point() for p in held)
     make: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, kind.torch_name)
     return make(held, lr=lr, fused=fused or None, **kind.options)
 
 
-def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, Held], mesh: Mesh) -> State:
-    """As torch's get_optimizer_state_dict, with rows in original order. Parameters that have no state yet (no gradient has reached them, or
-    there was no step) get the state with which their first step begins, so that the checkpoint is complete for an optimizer that has not
-    stepped. The optimizer is not changed.
+def optimizer_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, Held], mesh: Mesh
+) -> State:
+    """As torch's get_optimizer_state_dict, with rows in original order. Parameters that have no state yet (no gradient
+    has reached them, or there was no step) get the state with which their first step begins, so that the checkpoint is
+    complete for an optimizer that has not stepped. The optimizer is not changed.
 
     Raises RunError where it does not step the parameters of `model`."""
     _check_optimizer(model, optimizer)
@@ -49,30 +53,50 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, hel
     if found is None or (bare and _steps_alone(optimizer)):
         with _unstepped(optimizer, bare, [_without_decay(group) for group in optimizer.param_groups]):
             made = _first(get_optimizer_state_dict(model, optimizer))
-        made["param_groups"] = [{**group, **_decay(own)} for group, own in zip(made["param_groups"], optimizer.param_groups, strict=True)]
+        made["param_groups"] = [
+            {**group, **_decay(own)} for group, own in zip(made["param_groups"], optimizer.param_groups, strict=True)
+        ]
         state: State = {**made["state"], **(found or made)["state"]}
-        found = {**(found or made), "state": {name: state[name] for name, _ in model.named_parameters() if name in state}}
-    return _mapped(found, held, lambda value, h: unsection(local_of(value), h, mesh) if h.info.sectioned and isinstance(value, DTensor) else value)
+        found = {
+            **(found or made),
+            "state": {name: state[name] for name, _ in model.named_parameters() if name in state},
+        }
+    return _mapped(
+        found,
+        held,
+        lambda value, h: (
+            unsection(local_of(value), h, mesh) if h.info.sectioned and isinstance(value, DTensor) else value
+        ),
+    )
 
 
 def _steps_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer has state for each parameter by itself. One whose step needs a closure (LBFGS) has state of all parameters
-    together."""
-    needed = [one for one in inspect.signature(type(optimizer).step).parameters.values() if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    """Whether the optimizer has state for each parameter by itself. One whose step needs a closure (LBFGS) has state of
+    all parameters together."""
+    needed = [
+        one
+        for one in inspect.signature(type(optimizer).step).parameters.values()
+        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
     return len(needed) < 2
 
 
 @contextmanager
-def _unstepped(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], options: Iterable[Mapping[str, Any]]) -> Iterator[None]:
-    """A context in which the optimizer has only `params`, without state or gradients, in groups with these `options`. There torch's
-    get_optimizer_state_dict makes their state, by a step on zero gradients. Step hooks (averages of weights) are not called. Afterwards the
-    optimizer is as before."""
+def _unstepped(
+    optimizer: torch.optim.Optimizer, params: Iterable[Tensor], options: Iterable[Mapping[str, Any]]
+) -> Iterator[None]:
+    """A context in which the optimizer has only `params`, without state or gradients, in groups with these `options`.
+    There torch's get_optimizer_state_dict makes their state, by a step on zero gradients. Step hooks (averages of
+    weights) are not called. Afterwards the optimizer is as before."""
     own = vars(optimizer).pop("step", None)  # that of a scheduler
     # torch calls hooks around it
     vars(optimizer)["step"] = partial(getattr(type(optimizer).step, "__wrapped__", type(optimizer).step), optimizer)
     state, groups, gradients = dict(optimizer.state), optimizer.param_groups, {param: param.grad for param in params}
     optimizer.state.clear()
-    optimizer.param_groups = [{**option, "params": [param for param in group["params"] if param in gradients]} for group, option in zip(groups, options, strict=True)]
+    optimizer.param_groups = [
+        {**option, "params": [param for param in group["params"] if param in gradients]}
+        for group, option in zip(groups, options, strict=True)
+    ]
     for param in gradients:
         param.grad = None
     try:
@@ -93,28 +117,45 @@ def _decay(group: Mapping[str, Any]) -> State:
 
 
 def _without_decay(group: Mapping[str, Any]) -> State:
-    """`group` with a weight decay of 0: most optimizers add the decay to the gradient, so moments of a zero gradient would not be zero."""
+    """`group` with a weight decay of 0: most optimizers add the decay to the gradient, so moments of a zero gradient
+    would not be zero."""
     return {**group, **dict.fromkeys(_decay(group), 0.0)}
 
 
-FIRST: Mapping[str, Callable[[State], float]] = {"step": lambda group: 0.0, "mu_product": lambda group: 1.0, "eta": lambda group: float(group["lr"])}
-"""Numbers in the state of torch's optimizers that a step without a gradient changes, as they are before the first one."""
+FIRST: Mapping[str, Callable[[State], float]] = {
+    "step": lambda group: 0.0,
+    "mu_product": lambda group: 1.0,
+    "eta": lambda group: float(group["lr"]),
+}
+"""Numbers in the state of torch's optimizers that a step without a gradient changes, as they are before the first
+one."""
 NUMBERS = (*FIRST, "mu")
 """The keys of all such numbers in torch's optimizers."""
 
 
 NONE_YET = "momentum_buffer"
-"""A tensor that SGD does not have before the first step, which sets it to the whole gradient; with dampening, later steps add a part of
-theirs."""
+"""A tensor that SGD does not have before the first step, which sets it to the whole gradient; with dampening, later
+steps add a part of theirs."""
 
 
 def _first(made: Mapping[str, Any]) -> State:
-    """The state that one step on zero gradients `made`, as it is before that step. Where there is no tensor before the first step, it is
-    nan, which `_begin` removes after loading; another loader would train to nan."""
+    """The state that one step on zero gradients `made`, as it is before that step. Where there is no tensor before the
+    first step, it is nan, which `_begin` removes after loading; another loader would train to nan."""
     groups = {name: group for group in made["param_groups"] for name in group["params"]}
-    first = {name: {**FIRST, **({NONE_YET: lambda group: math.nan} if _dampens(group) else {})} for name, group in groups.items()}
-    return {**made, "state": {name: {key: _as(value, first[name][key](groups[name])) if key in first[name] else value for key, value in values.items()}
-                              for name, values in made["state"].items()}}
+    first = {
+        name: {**FIRST, **({NONE_YET: lambda group: math.nan} if _dampens(group) else {})}
+        for name, group in groups.items()
+    }
+    return {
+        **made,
+        "state": {
+            name: {
+                key: _as(value, first[name][key](groups[name])) if key in first[name] else value
+                for key, value in values.items()
+            }
+            for name, values in made["state"].items()
+        },
+    }
 
 
 def _dampens(group: Mapping[str, Any]) -> bool:
@@ -133,32 +174,55 @@ def _as(value: Any, number: float) -> Any:
     return torch.full_like(value, number) if isinstance(value, Tensor) else type(value)(number)
 
 
-def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: State, held: Mapping[str, Held],
-                              mesh: Mesh, *, strict: bool = True) -> None:
-    """The inverse of `optimizer_state_dict`. A checkpoint has the groups of parameters as one rank had them, and on another place of a
-    pipeline, or under another plan, they have other members: options are taken of them, members are this optimizer's own. What of them is
-    frozen has its state too, for when it trains again. Tensors may be whole, as one device has them.
+def load_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: State,
+    held: Mapping[str, Held],
+    mesh: Mesh,
+    *,
+    strict: bool = True,
+) -> None:
+    """The inverse of `optimizer_state_dict`. A checkpoint has the groups of parameters as one rank had them, and on
+    another place of a pipeline, or under another plan, they have other members: options are taken of them, members are
+    this optimizer's own. What of them is frozen has its state too, for when it trains again. Tensors may be whole, as
+    one device has them.
 
-    Raises RunError where the optimizer is none of the model's, the state is not what `optimizer_state_dict` gave or of another kind of
-    optimizer, where the numbers of groups differ, and with `strict` where parameters that train have no state in it and would begin anew;
-    then nothing was loaded.
+    Raises RunError where the optimizer is none of the model's, the state is not what `optimizer_state_dict` gave or of
+    another kind of optimizer, where the numbers of groups differ, and with `strict` where parameters that train have no
+    state in it and would begin anew; then nothing was loaded.
     """
     _check_optimizer(model, optimizer)
     _check_state(state)
-    own = [{**group, "params": named} for group, named in zip(optimizer.param_groups, _names(model, optimizer), strict=True)]
+    own = [
+        {**group, "params": named}
+        for group, named in zip(optimizer.param_groups, _names(model, optimizer), strict=True)
+    ]
     if len(own) != len(state["param_groups"]):
-        raise RunError(f"the optimizer has {len(own)} groups of parameters, the saved state {len(state['param_groups'])}; make the same "
-                       "groups before loading")
+        raise RunError(
+            f"the optimizer has {len(own)} groups of parameters, the saved state {len(state['param_groups'])}; make "
+            "the same groups before loading"
+        )
     for number, (saved, mine) in enumerate(zip(state["param_groups"], own, strict=True)):
-        lacks, more = [[key for key in one if key not in other and key not in MEMBERS] for one, other in ((mine, saved), (saved, mine))]
+        lacks, more = [
+            [key for key in one if key not in other and key not in MEMBERS]
+            for one, other in ((mine, saved), (saved, mine))
+        ]
         if lacks and more:  # only one of them: another version of torch
-            raise RunError(f"the saved state is of another kind of optimizer than {type(optimizer).__name__}: group {number} has "
-                           f"{', '.join(more)} and no {', '.join(lacks)}; make the optimizer that was saved")
-    groups = [{**mine, **saved, **{key: mine[key] for key in MEMBERS if key in mine}} for saved, mine in zip(state["param_groups"], own, strict=True)]
+            raise RunError(
+                f"the saved state is of another kind of optimizer than {type(optimizer).__name__}: group {number} has "
+                f"{', '.join(more)} and no {', '.join(lacks)}; make the optimizer that was saved"
+            )
+    groups = [
+        {**mine, **saved, **{key: mine[key] for key in MEMBERS if key in mine}}
+        for saved, mine in zip(state["param_groups"], own, strict=True)
+    ]
     if strict:
         _check_complete(model, optimizer, state["state"], groups)
     there = {name: state["state"][name] for group in groups for name in group["params"] if name in state["state"]}
-    optimizer.load_state_dict(_mapped({"state": there, "param_groups": groups}, held, lambda value, h: _own_part(value, h, mesh)))
+    optimizer.load_state_dict(
+        _mapped({"state": there, "param_groups": groups}, held, lambda value, h: _own_part(value, h, mesh))
+    )
     _begin(optimizer)
 
 
@@ -178,8 +242,11 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]
     return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def _check_complete(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], groups: Sequence[State]) -> None:
-    """Raise RunError unless `saved` has the state of all parameters that train and have some under the options of `groups`."""
+def _check_complete(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], groups: Sequence[State]
+) -> None:
+    """Raise RunError unless `saved` has the state of all parameters that train and have some under the options of
+    `groups`."""
     named = dict(model.named_parameters())
     trained = [name for group in groups for name in group["params"] if named[name].requires_grad]
     bare = [name for name in trained if not saved.get(name)]
@@ -190,54 +257,73 @@ def _check_complete(model: nn.Module, optimizer: torch.optim.Optimizer, saved: M
             made: Any = get_optimizer_state_dict(model, optimizer)["state"]
         bare = [name for name in bare if made.get(name)]
     if bare:
-        raise RunError(f"the saved state has nothing of {len(bare)} of the {len(trained)} parameters that the optimizer steps, which would "
-                       f"begin anew: {', '.join(bare[:5])}{' ...' if len(bare) > 5 else ''}. "
-                       "Load what was saved of all of them, or let these begin anew with load_optimizer_state_dict(..., strict=False)")
+        raise RunError(
+            f"the saved state has nothing of {len(bare)} of the {len(trained)} parameters that the optimizer steps, "
+            f"which would begin anew: {', '.join(bare[:5])}{' ...' if len(bare) > 5 else ''}. Load what was saved of "
+            "all of them, or let these begin anew with load_optimizer_state_dict(..., strict=False)"
+        )
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
     """Raise RunError unless it is an optimizer of parameters of the model."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise RunError(f"optimizer is a {type(optimizer).__name__}; wanted a torch.optim.Optimizer of the compiled model's parameters()")
+        raise RunError(
+            f"optimizer is a {type(optimizer).__name__}; wanted a torch.optim.Optimizer of the compiled model's "
+            "parameters()"
+        )
     own = {id(parameter) for parameter in model.parameters()}
     others = sum(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"])
     if others:
-        raise RunError(f"{others} of the tensors that the optimizer steps are no parameters of the compiled model, whose gradients never "
-                       "reach them (those of the model that was compiled are others): "
-                       "make the optimizer of the compiled model's parameters()")
+        raise RunError(
+            f"{others} of the tensors that the optimizer steps are no parameters of the compiled model, whose "
+            "gradients never reach them (those of the model that was compiled are others): make the optimizer of the "
+            "compiled model's parameters()"
+        )
 
 
 def _check_state(state: Any) -> None:
     """Raise RunError unless it has the form that `optimizer_state_dict` gives."""
     wanted = "wanted what optimizer_state_dict(optimizer) of the compiled model gave"
-    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping) or not isinstance(state.get("param_groups"), list):
-        raise RunError("the optimizer's state is a "
-                       f"{type(state).__name__}{f' of {list(state)[:5]}' if isinstance(state, Mapping) else ''}; {wanted}, with state and "
-                       "param_groups")
+    if (
+        not isinstance(state, Mapping)
+        or not isinstance(state.get("state"), Mapping)
+        or not isinstance(state.get("param_groups"), list)
+    ):
+        raise RunError(
+            "the optimizer's state is a "
+            f"{type(state).__name__}{f' of {list(state)[:5]}' if isinstance(state, Mapping) else ''}; {wanted}, with "
+            "state and param_groups"
+        )
     if numbers := [name for name in state["state"] if not isinstance(name, str)]:
-        raise RunError(f"the optimizer's state is by number ({', '.join(map(str, numbers[:3]))}{', ...' if numbers[3:] else ''}), as "
-                       "optimizer.state_dict() gives it: what has which number "
-                       f"depends on the plan and the place; {wanted}, by name")
+        raise RunError(
+            f"the optimizer's state is by number ({', '.join(map(str, numbers[:3]))}{', ...' if numbers[3:] else ''}), "
+            f"as optimizer.state_dict() gives it: what has which number depends on the plan and the place; {wanted}, "
+            "by name"
+        )
 
 
 @torch.no_grad()
 def _mapped(state: Mapping[str, Any], held: Mapping[str, Held], change: Callable[[Tensor, Held], Tensor]) -> State:
-    """`state` with `change` applied to its tensors that are shaped as their parameter. Counters (`_counters`) of a parameter without dims
-    (the scale of logits) have that shape too, and are not changed."""
+    """`state` with `change` applied to its tensors that are shaped as their parameter. Counters (`_counters`) of a
+    parameter without dims (the scale of logits) have that shape too, and are not changed."""
     counters = _counters(state, held)
 
     def changed(key: str, value: Any, h: Held) -> Any:
-        like_parameter = isinstance(value, Tensor) and tuple(value.shape) == h.info.shape and (value.dim() or key not in counters)
+        like_parameter = (
+            isinstance(value, Tensor) and tuple(value.shape) == h.info.shape and (value.dim() or key not in counters)
+        )
         return change(value, h) if like_parameter else value
 
-    found = {name: {key: changed(key, value, held[name]) for key, value in values.items()} if name in held else values
-             for name, values in state["state"].items()}
+    found = {
+        name: {key: changed(key, value, held[name]) for key, value in values.items()} if name in held else values
+        for name, values in state["state"].items()
+    }
     return {**state, "state": found}
 
 
 def _counters(state: Mapping[str, Any], held: Mapping[str, Held]) -> set[str]:
-    """The keys of an optimizer's state that hold numbers: those of torch's optimizers, and those that hold a tensor without dims for some
-    parameter that has dims."""
+    """The keys of an optimizer's state that hold numbers: those of torch's optimizers, and those that hold a tensor
+    without dims for some parameter that has dims."""
     found = set(NUMBERS)
     for name, values in state["state"].items():
         if name in held and held[name].info.shape:

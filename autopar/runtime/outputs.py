@@ -43,7 +43,8 @@ def pack(structure: Any, leaf: Callable[[int], Any]) -> Any:
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether a leaf of a structure is the number of an output; True and False are outputs of their own, and equal to 1 and 0."""
+    """Whether a leaf of a structure is the number of an output; True and False are outputs of their own, and equal to 1
+    and 0."""
     return isinstance(leaf, int) and not isinstance(leaf, bool)
 
 
@@ -71,13 +72,16 @@ class _Ungraded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        raise RunError(f"a gradient came back to output {ctx.name!r}, and a plan has ways for the gradient of its loss alone: through "
-                       "other outputs ranks would give their weights parts of a gradient, or none. "
-                       "Compute what you make of outputs in the model's forward, as part of the loss that it returns, or in loss_fn=, and "
-                       "compile it so; where it is only looked at, "
-                       "detach() it")
+        raise RunError(
+            f"a gradient came back to output {ctx.name!r}, and a plan has ways for the gradient of its loss alone: "
+            "through other outputs ranks would give their weights parts of a gradient, or none. Compute what you make "
+            "of outputs in the model's forward, as part of the loss that it returns, or in loss_fn=, and compile it "
+            "so; where it is only looked at, detach() it"
+        )
 
 
 def ungraded(value: Tensor, name: str) -> Tensor:
     """`value`, detached; where gradients are recorded, a backward through it raises RunError."""
-    return _Ungraded.apply(torch.zeros((), requires_grad=True), value.detach(), name) if torch.is_grad_enabled() else value
+    return (
+        _Ungraded.apply(torch.zeros((), requires_grad=True), value.detach(), name) if torch.is_grad_enabled() else value
+    )

@@ -1,9 +1,10 @@
 """Parameters and buffers at rest: how they are declared, made and filled.
 
 A parameter is a DTensor on the whole mesh under its original name. A layout with sections (`S0/3`) has no DTensor
-placement that is safe (strided shards lose their order when two meet, and checkpoints refuse them), so such a parameter is
-a plain `Shard` of the *rank-major reordering* of the global tensor; checkpoint.py undoes it at every door. One that rests on a
-single coordinate (`O1`) is a `Shard(0)` whose rows all lie there, which DTensor has no name for either: the same doors move it.
+placement that is safe (strided shards lose their order when two meet, and checkpoints refuse them), so such a parameter
+is a plain `Shard` of the *rank-major reordering* of the global tensor; checkpoint.py undoes it at every door. One that
+rests on a single coordinate (`O1`) is a `Shard(0)` whose rows all lie there, which DTensor has no name for either: the
+same doors move it.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ from autopar.runtime.mesh import Mesh
 class Param:
     """A parameter or buffer at rest: global shape, dtype name ("float32"), layout (without partial entries).
 
-        leaf        the layout in which the forward reads it; "": as it rests. Where it differs, the leaf is whole on axes on which the parameter rests cut: it is
-                    gathered once per step, and its gradient, partial on these axes, is reduce-scattered
-        each        that reduce-scatter runs after every microbatch, else once per step
-        compute     the dtype of the leaf; "": as it rests. Gradients are accumulated, reduced and kept in `dtype`
-        host        it rests with its gradient in host memory (pinned, where the mesh is of accelerators), and the optimizer steps there; the leaf is on the device
-        host_state  only the optimizer's state rests in host memory (runtime.host_state)
-        sync        mesh axes on which gradients are left partial, and summed once per backward
-        trainable   it has a gradient
-        persistent  of a buffer: it belongs to the state dict
+    leaf        the layout in which the forward reads it; "": as it rests. Where it differs, the leaf is whole on
+                axes on which the parameter rests cut: it is gathered once per step, and its gradient, partial on
+                these axes, is reduce-scattered
+    each        that reduce-scatter runs after every microbatch, else once per step
+    compute     the dtype of the leaf; "": as it rests. Gradients are accumulated, reduced and kept in `dtype`
+    host        it rests with its gradient in host memory (pinned, where the mesh is of accelerators), and the
+                optimizer steps there; the leaf is on the device
+    host_state  only the optimizer's state rests in host memory (runtime.host_state)
+    sync        mesh axes on which gradients are left partial, and summed once per backward
+    trainable   it has a gradient
+    persistent  of a buffer: it belongs to the state dict
     """
 
     shape: tuple[int, ...]
@@ -73,7 +76,8 @@ class Param:
 
     @property
     def sectioned(self) -> bool:
-        """Whether the DTensor does not say where the rows lie: the local part is several sections, or on one coordinate."""
+        """Whether the DTensor does not say where the rows lie: the local part is several sections, or on one
+        coordinate."""
         return any(is_placed(e) or (is_shard(e) and len(sections_of(e)) > 1) for e in self.entries)
 
     @property
@@ -107,8 +111,8 @@ class Built(Protocol):
 
 @dataclass(eq=False)
 class Held:
-    """One parameter or buffer of a built module: where it is registered, and who reads its leaf: its local part, or what is gathered
-    from it (`runtime.leaves`)."""
+    """One parameter or buffer of a built module: where it is registered, and who reads its leaf: its local part, or
+    what is gathered from it (`runtime.leaves`)."""
 
     name: str
     info: Param
@@ -131,11 +135,13 @@ class Held:
         return local_of(self.tensor)
 
     def leaf_bytes(self, mesh: Mesh) -> int:
-        """Bytes of the leaf on the rank that has most of it: what all ranks go by where they decide which collectives follow each other."""
+        """Bytes of the leaf on the rank that has most of it: what all ranks go by where they decide which collectives
+        follow each other."""
         return most_elements(self.info.shape, self.info.leaf_entries, mesh.sizes) * self.leaf.element_size()
 
     def gradient_bytes(self, mesh: Mesh) -> int:
-        """Bytes of the whole gradient of the leaf on the rank that has most of it, in the dtype of what rests, in which it is summed."""
+        """Bytes of the whole gradient of the leaf on the rank that has most of it, in the dtype of what rests, in which
+        it is summed."""
         return most_elements(self.info.shape, self.info.leaf_entries, mesh.sizes) * self.local.element_size()
 
     def stale(self) -> bool:
@@ -151,10 +157,15 @@ class Held:
 
     @torch.inference_mode(False)
     def renew(self, mesh: Mesh) -> None:
-        """Make a new leaf, which aliases the registered tensor or is yet to be gathered from it, and hand it to the readers."""
+        """Make a new leaf, which aliases the registered tensor or is yet to be gathered from it, and hand it to the
+        readers."""
         local = self.local
         where = mesh.device if self.info.host else local.device
-        leaf = torch.empty(self.info.leaf_shape(mesh), dtype=self._computes_in, device=where) if self.info.apart else local.detach()
+        leaf = (
+            torch.empty(self.info.leaf_shape(mesh), dtype=self._computes_in, device=where)
+            if self.info.apart
+            else local.detach()
+        )
         self.leaf, self.version = leaf.requires_grad_(self.tensor.requires_grad), ()
         if leaf.requires_grad and leaf.dtype != local.dtype:
             leaf.grad_dtype = local.dtype  # autograd casts each gradient before it adds it
@@ -171,20 +182,25 @@ class Held:
 
 
 def grad_at_rest(param: Tensor) -> Tensor | None:
-    """The gradient of a parameter, with the placements of the parameter. What users compute from a gradient (minus its mean, projected) may
-    have got other placements from DTensor: it is redistributed, which may be a collective operation."""
+    """The gradient of a parameter, with the placements of the parameter. What users compute from a gradient (minus its
+    mean, projected) may have got other placements from DTensor: it is redistributed, which may be a collective
+    operation."""
     if isinstance(param.grad, DTensor) and isinstance(param, DTensor) and param.grad.placements != param.placements:
         param.grad = param.grad.redistribute(placements=param.placements)
     return param.grad
 
 
 def fill(held: Sequence[Held], wholes: Sequence[Tensor]) -> None:
-    """Copy `wholes` into the leaves of `held`. Where a registered tensor is unchanged since the last time, the leaf keeps its version
-    counter, so that autograd graphs that saved it can still run their backward, as on one device; else autograd raises an error there."""
+    """Copy `wholes` into the leaves of `held`. Where a registered tensor is unchanged since the last time, the leaf
+    keeps its version counter, so that autograd graphs that saved it can still run their backward, as on one device;
+    else autograd raises an error there."""
     if not held:
         return
     states = [one.state() for one in held]
-    with torch.no_grad(), keeping_versions([one.leaf for one, state in zip(held, states, strict=True) if state == one.version]):
+    with (
+        torch.no_grad(),
+        keeping_versions([one.leaf for one, state in zip(held, states, strict=True) if state == one.version]),
+    ):
         copy_all([one.leaf for one in held], wholes)
     for one, state in zip(held, states, strict=True):
         one.version = state
@@ -194,7 +210,8 @@ _steps = [0]
 
 
 def optimizer_steps() -> int:
-    """The optimizer steps of this process so far: fused optimizers change DTensors without a trace in their version counters."""
+    """The optimizer steps of this process so far: fused optimizers change DTensors without a trace in their version
+    counters."""
     return _steps[0]
 
 
@@ -207,7 +224,9 @@ register_optimizer_step_post_hook(_stepped)
 
 def placements(layout: Layout) -> tuple[Placement, ...]:
     """DTensor placements of a layout at rest; sections are dropped (see the module docstring)."""
-    return tuple(Shard(dim_of(e)) if is_shard(e) else Shard(0) if is_placed(e) else Replicate() for e in layout) or (Replicate(),)
+    return tuple(Shard(dim_of(e)) if is_shard(e) else Shard(0) if is_placed(e) else Replicate() for e in layout) or (
+        Replicate(),
+    )
 
 
 def distribute(local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Tensor:
@@ -216,18 +235,31 @@ def distribute(local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Mesh
         return local
     stride = torch.empty(shape, device="meta").stride()
     if local.device.type != mesh.device_type:  # from_local would bring it to the device
-        like = DTensor.from_local(local.new_empty(0, device=mesh.device), mesh.device_mesh, placements(layout), run_check=False, shape=torch.Size(shape), stride=stride)
+        like = DTensor.from_local(
+            local.new_empty(0, device=mesh.device),
+            mesh.device_mesh,
+            placements(layout),
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=stride,
+        )
         return wrap_like(local, like)
-    return DTensor.from_local(local, mesh.device_mesh, placements(layout), run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(
+        local, mesh.device_mesh, placements(layout), run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def empty(name: str, info: Param, mesh: Mesh, *, buffer: bool) -> Tensor:
-    """A parameter or buffer without values: filled with nan where its dtype has nan, so that a step before weights are loaded is seen to be
-    wrong (fresh memory is often zeros, which would train). Buffers that rest whole are plain tensors. Raises RunError where the layout has
-    more axes than the mesh."""
+    """A parameter or buffer without values: filled with nan where its dtype has nan, so that a step before weights are
+    loaded is seen to be wrong (fresh memory is often zeros, which would train). Buffers that rest whole are plain
+    tensors. Raises RunError where the layout has more axes than the mesh."""
     try:
-        local = torch.empty(info.local_shape(mesh), dtype=info.torch_dtype, device="cpu" if info.host else mesh.device,
-                            pin_memory=info.host and mesh.device.type == "cuda")
+        local = torch.empty(
+            info.local_shape(mesh),
+            dtype=info.torch_dtype,
+            device="cpu" if info.host else mesh.device,
+            pin_memory=info.host and mesh.device.type == "cuda",
+        )
     except IndexError as error:
         raise RunError(f"{name}: layout {info.layout} does not belong to {mesh}") from error
     if local.is_floating_point() or local.is_complex():
@@ -238,31 +270,39 @@ def empty(name: str, info: Param, mesh: Mesh, *, buffer: bool) -> Tensor:
 
 
 class Branch(nn.Module):
-    """An inner module of the tree of original names. It holds parameters and never runs, so calling it and registering forward or backward
-    hooks on it raise RunError."""
+    """An inner module of the tree of original names. It holds parameters and never runs, so calling it and registering
+    forward or backward hooks on it raise RunError."""
 
     def _refused(self, *_: Any, **__: Any) -> Any:
-        raise RunError("the parts of a sharded model hold parameters and do not run by themselves, so they cannot be called and hooks of "
-                       "theirs would never be; let the model give what you need among "
-                       "its outputs before it is compiled (hooks of parameters are called)")
+        raise RunError(
+            "the parts of a sharded model hold parameters and do not run by themselves, so they cannot be called and "
+            "hooks of theirs would never be; let the model give what you need among its outputs before it is compiled "
+            "(hooks of parameters are called)"
+        )
 
     forward = _refused
     register_forward_hook = register_forward_pre_hook = _refused
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refused
 
     def train(self, mode: bool = True) -> Self:
-        """The mode of the whole model, which sets it for its parts; raises RunError on another one, also by `eval()`."""
+        """The mode of the whole model, which sets it for its parts; raises RunError on another one, also by
+        `eval()`."""
         if mode != self.training:
-            raise RunError(f"{'train' if mode else 'eval'}() of a part of a sharded model would change nothing: parts hold parameters, and "
-                           "what drops or takes statistics of the batch is in the emitted "
-                           f"program, for all of the model alike. Call {'train' if mode else 'eval'}() of the whole model; for a batch "
-                           "norm that trains on the statistics it has, or a part without "
-                           "dropout, call eval() of that part before the model is compiled")
+            raise RunError(
+                f"{'train' if mode else 'eval'}() of a part of a sharded model would change nothing: parts hold "
+                "parameters, and what drops or takes statistics of the batch is in the emitted program, for all of "
+                f"the model alike. Call {'train' if mode else 'eval'}() of the whole model; for a batch norm that "
+                "trains on the statistics it has, or a part without dropout, call eval() of that part before the "
+                "model is compiled"
+            )
         return self
 
 
-def place(root: nn.Module, name: str, tensor: Tensor, *, buffer: bool, persistent: bool = True) -> tuple[dict[str, Any], str]:
-    """Register `tensor` under the dotted `name`, in `Branch` modules that are made as needed; gives the table that holds it and its key.
+def place(
+    root: nn.Module, name: str, tensor: Tensor, *, buffer: bool, persistent: bool = True
+) -> tuple[dict[str, Any], str]:
+    """Register `tensor` under the dotted `name`, in `Branch` modules that are made as needed; gives the table that
+    holds it and its key.
 
     Works on the tables of nn.Module, because a name of the model may be an attribute of ours.
     """

@@ -2,7 +2,8 @@
 
     class Stage0(Stage):
         RUNS = {"layers": (Layer, [f"layers.{i}" for i in range(2, 4)])}
-        FIRST = {"layers": 2}        # optional, where blocks draw random numbers: the number of the first block that is here
+        FIRST = {"layers": 2}        # optional, where blocks draw random numbers: the number of the first block that is
+                                     here
         INPUTS = ("input_ids",)      # inputs of the model that forward takes, after what it receives
         TOTALS, RESULTS = (), ()     # totals that it takes after them; numbers of the results that it returns
 
@@ -59,8 +60,8 @@ from autopar.runtime.stepping import Engine, run_forward
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """The schedule: `torch_name` is its class in torch.distributed.pipelining; `splits`: whether it computes gradients of inputs and of weights in separate actions (zero bubble);
-    `places[i]` is the place of stage i."""
+    """The schedule: `torch_name` is its class in torch.distributed.pipelining; `splits`: whether it computes gradients
+    of inputs and of weights in separate actions (zero bubble); `places[i]` is the place of stage i."""
 
     torch_name: str
     splits: bool
@@ -76,7 +77,9 @@ class PipelinedModule(ShardedModule):
     MICRO: ClassVar[Mapping[str, str]] = {}
 
     def _scopes(self) -> Sequence[Stage]:
-        self.stages = [kind(i, self._spread_of) for i, kind in enumerate(self.STAGES) if self.PIPELINE.places[i] == self.MESH.place]
+        self.stages = [
+            kind(i, self._spread_of) for i, kind in enumerate(self.STAGES) if self.PIPELINE.places[i] == self.MESH.place
+        ]
         for stage in self.stages[:1]:
             self.b = stage.b  # what totals are made of
         return self.stages
@@ -90,7 +93,9 @@ class PipelinedModule(ShardedModule):
         self._syncs: list[GradSync] = []
         self._leaves_of: list[Leaves] = []
         for stage, declared in zip(self.stages, self._declared, strict=True):
-            stage.held = {name: replace(self._held[name], readers=about.readers) for name, about in declared.found.items()}
+            stage.held = {
+                name: replace(self._held[name], readers=about.readers) for name, about in declared.found.items()
+            }
             self._syncs.append(GradSync.watching(stage.held, self.MESH, stage._blocks()))
             self._syncs[-1].deferred = True
             self._leaves_of.append(Leaves(stage.held.values(), stage._blocks(), self.MESH))
@@ -101,9 +106,13 @@ class PipelinedModule(ShardedModule):
         self._changed: list[tuple[Held, Tensor]] = []
 
     def _unhooked(self, *_: Any, **__: Any) -> Any:
-        raise RunError("hooks of a pipeline would never be called: a rank runs the stages of its own place, microbatch by microbatch, and none runs the whole model. Do what the hook does around "
-                       "train_step(...) or the call, which give the loss and the outputs on every rank; let the model give what else you need among its outputs before it is compiled; or plan "
-                       'without stages (recipe="zero3"), where hooks of the whole module are called')
+        raise RunError(
+            "hooks of a pipeline would never be called: a rank runs the stages of its own place, microbatch by "
+            "microbatch, and none runs the whole model. Do what the hook does around train_step(...) or the call, "
+            "which give the loss and the outputs on every rank; let the model give what else you need among its "
+            'outputs before it is compiled; or plan without stages (recipe="zero3"), where hooks of the whole module '
+            "are called"
+        )
 
     register_forward_hook = register_forward_pre_hook = _unhooked
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _unhooked
@@ -118,11 +127,17 @@ class PipelinedModule(ShardedModule):
 
     # -- running
 
-    def train_step(self, *args: Any, scaler: GradScaler | None = None, loss_weight: float = 1.0, **kwargs: Any) -> Tensor:
-        """Forward and backward of this rank's part of a batch, in microbatches through all stages; gradients add up in `param.grad`, times `loss_weight` and the scale of
-        `scaler`, as ShardedModule has it. Gives the global loss, the same on all ranks. Raises RunError where the plan has no loss, or needs a scaler, where the batch
-        does not divide into the microbatches, and where all parameters of all stages are frozen."""
-        number, scale = self._loss_number(self.OUTPUTS), scale_of(scaler, self.MESH.device, needed=self._narrow, weight=loss_weight)
+    def train_step(
+        self, *args: Any, scaler: GradScaler | None = None, loss_weight: float = 1.0, **kwargs: Any
+    ) -> Tensor:
+        """Forward and backward of this rank's part of a batch, in microbatches through all stages; gradients add up in
+        `param.grad`, times `loss_weight` and the scale of `scaler`, as ShardedModule has it. Gives the global loss, the
+        same on all ranks. Raises RunError where the plan has no loss, or needs a scaler, where the batch does not
+        divide into the microbatches, and where all parameters of all stages are frozen."""
+        number, scale = (
+            self._loss_number(self.OUTPUTS),
+            scale_of(scaler, self.MESH.device, needed=self._narrow, weight=loss_weight),
+        )
         sizes, micro = self._begin(args, kwargs, loss_weight)
         key = tuple(sizes.items())
         if key not in self._engines:
@@ -144,8 +159,8 @@ class PipelinedModule(ShardedModule):
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward only; the outputs in the structure of the original model, on every rank, cut as the plan says. There is no
-        gradient behind them: `train_step` trains."""
+        """Forward only; the outputs in the structure of the original model, on every rank, cut as the plan says. There
+        is no gradient behind them: `train_step` trains."""
         sizes, micro = self._begin(args, kwargs)
         with rng.using(self.rng):
             made = run_forward(self, self.stages, sizes, micro)
@@ -164,9 +179,13 @@ class PipelinedModule(ShardedModule):
         return self._packed(values)
 
     def mutate(self, stage: Stage, results: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Keep the new values of the buffers of `stage` for the end of the step: until then all microbatches read the old ones, and make the same new
-        ones of them. Gives the other results."""
-        mutated = [(self.OUTPUTS[number][1], value) for number, value in results.items() if self.OUTPUTS[number][0] == "mutation"]
+        """Keep the new values of the buffers of `stage` for the end of the step: until then all microbatches read the
+        old ones, and make the same new ones of them. Gives the other results."""
+        mutated = [
+            (self.OUTPUTS[number][1], value)
+            for number, value in results.items()
+            if self.OUTPUTS[number][0] == "mutation"
+        ]
         for name, value in (*mutated, *stage.mutations):
             self._changed.append((stage.held[self.ALIASES.get(name, name)], value))
         stage.mutations.clear()
@@ -178,8 +197,11 @@ class PipelinedModule(ShardedModule):
             self._mutate(held, value)
         self._changed.clear()
 
-    def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_weight: float = 1.0) -> tuple[dict[str, int], list[dict[str, Any]]]:
-        """Bind and check a batch, and refresh the leaves. Returns the global sizes, and for each microbatch its inputs and totals by name."""
+    def _begin(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_weight: float = 1.0
+    ) -> tuple[dict[str, int], list[dict[str, Any]]]:
+        """Bind and check a batch, and refresh the leaves. Returns the global sizes, and for each microbatch its inputs
+        and totals by name."""
         self._check_dtypes()
         inputs = self._bound(args, kwargs, loss_weight)
         self._told.look()  # before anything is sent: ranks with parts of other sizes would wait for each other
@@ -194,14 +216,25 @@ class PipelinedModule(ShardedModule):
         sizes = self.sizes(*inputs)
         parts = {name: self._cut(name, value) for name, value in zip(self.INPUTS, inputs, strict=True)}
         whole = self.totals(*inputs, **sizes)
-        return sizes, [{**{name: part[k] for name, part in parts.items()}, **whole} for k in range(self.PIPELINE.microbatches)]
+        return sizes, [
+            {**{name: part[k] for name, part in parts.items()}, **whole} for k in range(self.PIPELINE.microbatches)
+        ]
 
     def _check_dtypes(self) -> None:
-        """Raise RunError where users have cast parameters or buffers: the dtypes in which stages send and receive are constants of the program."""
-        cast = {name: held for name, held in self._held.items() if held.local.dtype != held.info.torch_dtype} if self.MESH.places > 1 else {}
+        """Raise RunError where users have cast parameters or buffers: the dtypes in which stages send and receive are
+        constants of the program."""
+        cast = (
+            {name: held for name, held in self._held.items() if held.local.dtype != held.info.torch_dtype}
+            if self.MESH.places > 1
+            else {}
+        )
         for name, held in cast.items():
-            raise RunError(f"{name} is in {held.local.dtype}, wanted {held.info.torch_dtype}: what stages of a pipeline send each other is of the dtypes that were planned. Load weights of "
-                           f'any dtype with load_full(state_dict), which keeps the planned ones; to compute in another, plan the model again: compile(model.to(dtype), ...), or precision="bf16"')
+            raise RunError(
+                f"{name} is in {held.local.dtype}, wanted {held.info.torch_dtype}: what stages of a pipeline send each "
+                "other is of the dtypes that were planned. Load weights of any dtype with load_full(state_dict), "
+                "which keeps the planned ones; to compute in another, plan the model again: compile(model.to(dtype), "
+                '...), or precision="bf16"'
+            )
 
     def _in_step(self) -> bool:
         return self.MESH.places > 1 or super()._in_step()
@@ -215,8 +248,11 @@ class PipelinedModule(ShardedModule):
         runs = self._pieces() // self._ways(parse(self.INPUTS[name]), dim)
         size = value.shape[dim]
         if size % (count * runs) or not size:
-            raise RunError(f"input {name!r}: dim {dim} of size {size} on this rank does not divide into {count} microbatches{f' of {runs} parts' if runs > 1 else ''}; "
-                           f"use a multiple of {count * runs}, or plan for the batch that you have")
+            raise RunError(
+                f"input {name!r}: dim {dim} of size {size} on this rank does not divide into {count} "
+                f"microbatches{f' of {runs} parts' if runs > 1 else ''}; use a multiple of {count * runs}, or plan for "
+                "the batch that you have"
+            )
         return [part.flatten(dim, dim + 1) for part in value.unflatten(dim, (runs, count, -1)).unbind(dim + 1)]
 
     def _ways(self, layout: Layout, dim: int) -> int:
@@ -224,11 +260,20 @@ class PipelinedModule(ShardedModule):
         return ways_of(layout, dim, self.MESH.sizes)
 
     def _pieces(self) -> int:
-        """The number of pieces of the batch: the least common multiple of the numbers of ranks that cut the microbatched dim of each input, so that every rank's part of every input
-        is a whole number of pieces. Microbatch k has the k-th part of each piece, so a rank's local batch holds its part of every microbatch."""
-        return math.lcm(*(self._ways(parse(layout), dim_of(self.MICRO[name])) for name, layout in self.INPUTS.items() if is_shard(self.MICRO[name])))
+        """The number of pieces of the batch: the least common multiple of the numbers of ranks that cut the
+        microbatched dim of each input, so that every rank's part of every input is a whole number of pieces. Microbatch
+        k has the k-th part of each piece, so a rank's local batch holds its part of every microbatch."""
+        return math.lcm(
+            *(
+                self._ways(parse(layout), dim_of(self.MICRO[name]))
+                for name, layout in self.INPUTS.items()
+                if is_shard(self.MICRO[name])
+            )
+        )
 
-    def _joined(self, number: int, parts: Sequence[tuple[Tensor, Spread | None]] | None, role: str) -> tuple[Tensor | None, Spread | None]:
+    def _joined(
+        self, number: int, parts: Sequence[tuple[Tensor, Spread | None]] | None, role: str
+    ) -> tuple[Tensor | None, Spread | None]:
         """One result over all microbatches, where it was made here."""
         if parts is None:
             return None, None
@@ -241,19 +286,26 @@ class PipelinedModule(ShardedModule):
         if spread is not None:
             values, spread = self._whole_pieces(values, spread, dim)
             ways = self._ways(spread.layout, dim)
-            spread = Spread(spread.layout, tuple(n * len(values) if d == dim else n for d, n in enumerate(spread.shape)))
+            spread = Spread(
+                spread.layout, tuple(n * len(values) if d == dim else n for d, n in enumerate(spread.shape))
+            )
         runs = self._pieces() // ways
-        return torch.stack([value.unflatten(dim, (runs, -1)) for value in values], dim + 1).flatten(dim, dim + 2), spread
+        return torch.stack([value.unflatten(dim, (runs, -1)) for value in values], dim + 1).flatten(
+            dim, dim + 2
+        ), spread
 
     def _whole_pieces(self, values: Sequence[Tensor], spread: Spread, dim: int) -> tuple[list[Tensor], Spread]:
-        """A result of each microbatch, gathered along `dim` where it is cut finer than the pieces of the batch: such parts of microbatches cannot be joined to a part of the batch. Not
-        counted, since it serves the user and is not part of the priced step (as `full`)."""
+        """A result of each microbatch, gathered along `dim` where it is cut finer than the pieces of the batch: such
+        parts of microbatches cannot be joined to a part of the batch. Not counted, since it serves the user and is not
+        part of the priced step (as `full`)."""
         if self._pieces() % self._ways(spread.layout, dim) == 0:
             return list(values), spread
         axes = cutters(spread.layout, dim)
         layout = tuple("R" if axis in axes else entry for axis, entry in enumerate(spread.layout))
         with uncounted():
-            return [relayout(value, spread.layout, layout, spread.shape, self.MESH, "output") for value in values], Spread(layout, spread.shape)
+            return [
+                relayout(value, spread.layout, layout, spread.shape, self.MESH, "output") for value in values
+            ], Spread(layout, spread.shape)
 
     def _spread_of(self, value: Tensor, layout: str, shape: Sequence[int]) -> tuple[Tensor, Spread]:
         done = super().spread(value, layout, shape)
@@ -265,7 +317,13 @@ class PipelinedModule(ShardedModule):
     def full_state_dict(self) -> dict[str, Tensor]:
         """As ShardedModule.full_state_dict, with what other places hold."""
         stated = self._stated()
-        found = {name: value.cpu() for name, value in self._wholes([n for n, about in stated.found.items() if about.info.persistent], lambda held: held.tensor) if value is not None}
+        found = {
+            name: value.cpu()
+            for name, value in self._wholes(
+                [n for n, about in stated.found.items() if about.info.persistent], lambda held: held.tensor
+            )
+            if value is not None
+        }
         found |= {alias: found[name] for alias, name in self.ALIASES.items() if name in found}
         return {name: found[name] for name in stated.names(self.ALIASES, self.ORDER) if name in found}
 
@@ -273,7 +331,11 @@ class PipelinedModule(ShardedModule):
     def full_grads(self) -> dict[str, Tensor | None]:
         """As ShardedModule.full_grads, with those of other places."""
         stated = self._stated()
-        trained = [name for name in stated.names(self.ALIASES, self.ORDER) if name in stated.found and not stated.found[name].buffer]
+        trained = [
+            name
+            for name in stated.names(self.ALIASES, self.ORDER)
+            if name in stated.found and not stated.found[name].buffer
+        ]
         return dict(self._wholes(trained, lambda held: grad_at_rest(held.tensor)))
 
     def _stated(self) -> Declarations:
@@ -281,7 +343,8 @@ class PipelinedModule(ShardedModule):
         return Declarations.together([Declarations.stated(kind) for kind in self.STAGES])
 
     def _wholes(self, names: Iterable[str], of: Callable[[Held], Tensor | None]) -> Iterator[tuple[str, Tensor | None]]:
-        """For each name the whole tensor that `of` gives on the first place that holds it, on every place; one at a time. A collective operation."""
+        """For each name the whole tensor that `of` gives on the first place that holds it, on every place; one at a
+        time. A collective operation."""
         first = self._first_places()
         for name in names:
             held = self._held[name] if first[name] == self.MESH.place else None
@@ -291,7 +354,11 @@ class PipelinedModule(ShardedModule):
 
     def _first_places(self) -> dict[str, int]:
         """The first place that holds each parameter and buffer."""
-        return {name: place for kind, place in reversed(list(zip(self.STAGES, self.PIPELINE.places, strict=True))) for name in kind.names()}
+        return {
+            name: place
+            for kind, place in reversed(list(zip(self.STAGES, self.PIPELINE.places, strict=True)))
+            for name in kind.names()
+        }
 
     def _copies(self) -> list[tuple[list[Held], ProcessGroup]]:
         return [([self._held[name] for name in one.names], one.group) for one in self._shared if one.mine]
@@ -304,4 +371,10 @@ class PipelinedModule(ShardedModule):
         names = dict.fromkeys(name for kind in self.STAGES for name in kind.names())
         yield from names
         yield from (alias for alias, name in self.ALIASES.items() if name in names)
-        yield from (path for kind in self.STAGES for _, namings in kind.RUNS.values() for naming in namings for path in paths_of(naming))
+        yield from (
+            path
+            for kind in self.STAGES
+            for _, namings in kind.RUNS.values()
+            for naming in namings
+            for path in paths_of(naming)
+        )

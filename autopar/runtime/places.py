@@ -1,5 +1,5 @@
-"""Communication between the places of a pipeline: results are broadcast, and gradients of parameters that several places hold are
-summed."""
+"""Communication between the places of a pipeline: results are broadcast, and gradients of parameters that several
+places hold are summed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ PIPELINE_AXIS = -1
 
 @dataclass(frozen=True)
 class Shared:
-    """Parameters `names` that stages on several places read, so that each of these places has a copy. `group` has the ranks of these places
-    with the coordinates of this one; `mine`: whether this rank's place is one of them; `device`: where collectives run."""
+    """Parameters `names` that stages on several places read, so that each of these places has a copy. `group` has the
+    ranks of these places with the coordinates of this one; `mine`: whether this rank's place is one of them; `device`:
+    where collectives run."""
 
     names: tuple[str, ...]
     group: dist.ProcessGroup
@@ -38,9 +39,10 @@ class Shared:
 
     @contextmanager
     def summing(self, held: Mapping[str, Held]) -> Iterator[None]:
-        """All-reduce the gradients that the step inside computes over the copies, so that the copies stay bit-equal. Gradients that earlier
-        steps left in `param.grad` are already summed: they are taken out before the step and added after it. Frozen parameters, and those
-        without a gradient on any place, are unchanged. Raises RunError where a parameter is frozen on some places only."""
+        """All-reduce the gradients that the step inside computes over the copies, so that the copies stay bit-equal.
+        Gradients that earlier steps left in `param.grad` are already summed: they are taken out before the step and
+        added after it. Frozen parameters, and those without a gradient on any place, are unchanged. Raises RunError
+        where a parameter is frozen on some places only."""
         params = {name: held[name].tensor for name in self.names} if self.mine else {}
         earlier = {name: grad_at_rest(param) for name, param in params.items()}
         for param in params.values():
@@ -60,9 +62,10 @@ class Shared:
                     param.grad = earlier[name]
         torn = [name for name, (trains, rests, _) in given.items() if trains and rests]
         if torn:
-            raise RunError(f"parameter {torn[0]}, of which several places of the pipeline have a copy, is frozen on some of them and "
-                           "trains on others, where the copies would part: "
-                           "call requires_grad_ for it alike on all ranks")
+            raise RunError(
+                f"parameter {torn[0]}, of which several places of the pipeline have a copy, is frozen on some of them "
+                "and trains on others, where the copies would part: call requires_grad_ for it alike on all ranks"
+            )
 
     def _given(self, params: Mapping[str, Tensor]) -> dict[str, tuple[bool, ...]]:
         """For each parameter: whether any place has a copy that trains, one that is frozen, and one with a gradient."""
@@ -97,12 +100,15 @@ def shared_gradients(stages: Sequence[type[Stage]], places: Sequence[int], mesh:
     for name, where in holders.items():
         if len(where) > 1:
             by_places.setdefault(tuple(sorted(where)), []).append(name)
-    return [Shared(tuple(names), mesh.places_group(where), mesh.place in where, mesh.device) for where, names in by_places.items()]
+    return [
+        Shared(tuple(names), mesh.places_group(where), mesh.place in where, mesh.device)
+        for where, names in by_places.items()
+    ]
 
 
 class Everywhere:
-    """Broadcasts a tensor of constant shape and dtype from one place to all, once per step. Shape and dtype are sent in the first step
-    only: sending Python objects blocks the host and takes two more broadcasts."""
+    """Broadcasts a tensor of constant shape and dtype from one place to all, once per step. Shape and dtype are sent in
+    the first step only: sending Python objects blocks the host and takes two more broadcasts."""
 
     def __init__(self, place: int, mesh: Mesh) -> None:
         self.place, self.mesh = place, mesh
@@ -122,7 +128,8 @@ class Everywhere:
 
 
 def tell(value: Tensor | None, spread: Spread | None, place: int, mesh: Mesh) -> tuple[Tensor | None, Spread | None]:
-    """The `value` of `place` and its `spread` (layout and global shape), on every place; None where it has none. A collective operation."""
+    """The `value` of `place` and its `spread` (layout and global shape), on every place; None where it has none. A
+    collective operation."""
     group = mesh.pipeline_group
     if group is None:
         return value, spread
@@ -138,4 +145,5 @@ def tell(value: Tensor | None, spread: Spread | None, place: int, mesh: Mesh) ->
 
 def _broadcast(held: Tensor, place: int, group: dist.ProcessGroup) -> None:
     """Fill `held` with what `place` has."""
-    dist.broadcast(held.reshape(-1).view(torch.uint8), group=group, group_src=place)  # bytes: not all backends know all dtypes
+    # bytes: not all backends know all dtypes
+    dist.broadcast(held.reshape(-1).view(torch.uint8), group=group, group_src=place)

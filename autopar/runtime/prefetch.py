@@ -1,14 +1,18 @@
 """Prefetching: gathers of weights that start before they are needed and run in the background of compute.
 
-Every step gathers the same weights in the same order. The `Orders` of a stage are recorded in its first step, separately for forward and backward, as torch's FSDP2 does, and
-followed from then on. A *unit* is all that one block gathers, or one weight that the model itself gathers. When a unit begins, the gathers of the next unit start, and those
-of further units until BUCKET_BYTES are on their way, since small gathers hide nothing. So memory holds one unit more than is in use.
+Every step gathers the same weights in the same order. The `Orders` of a stage are recorded in its first step,
+separately for forward and backward, as torch's FSDP2 does, and followed from then on. A *unit* is all that one block
+gathers, or one weight that the model itself gathers. When a unit begins, the gathers of the next unit start, and those
+of further units until BUCKET_BYTES are on their way, since small gathers hide nothing. So memory holds one unit more
+than is in use.
 
-A gather over several axes is a chain of collectives, each on the result of the one before. The last one starts one unit before the weight is needed, each earlier one a unit
-before its successor, so that each has the time of a unit to run (`prefetching.timetable`). Until the last one, only a fraction of the weight is in memory.
+A gather over several axes is a chain of collectives, each on the result of the one before. The last one starts one unit
+before the weight is needed, each earlier one a unit before its successor, so that each has the time of a unit to run
+(`prefetching.timetable`). Until the last one, only a fraction of the weight is in memory.
 
-A pass that deviates from the recorded order (a parameter was frozen) gathers the rest on demand, and the order is recorded again. What starts when depends only on which gathers
-run, not on values or on one rank's shards, so it is the same on all ranks.
+A pass that deviates from the recorded order (a parameter was frozen) gathers the rest on demand, and the order is
+recorded again. What starts when depends only on which gathers run, not on values or on one rank's shards, so it is the
+same on all ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +38,8 @@ from autopar.runtime.turns import Turn
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One gather, of the leaf of `held` (None: of another tensor, which cannot begin ahead) as `turn` makes it, of `nbytes` on the fullest
-    rank, in so many collectives."""
+    """One gather, of the leaf of `held` (None: of another tensor, which cannot begin ahead) as `turn` makes it, of
+    `nbytes` on the fullest rank, in so many collectives."""
 
     held: Held | None
     turn: Turn
@@ -50,8 +54,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Learned:
-    """The recorded gathers of one kind of pass, in order, and by number of a gather those that start a collective before it
-    (`prefetching.timetable`)."""
+    """The recorded gathers of one kind of pass, in order, and by number of a gather those that start a collective
+    before it (`prefetching.timetable`)."""
 
     calls: tuple[Call, ...]
     due: Mapping[int, tuple[int, ...]]
@@ -61,7 +65,8 @@ NOTHING = Learned((), {})
 
 
 class Orders:
-    """The recorded orders of the passes over one stage, by kind of pass ("forward", "backward", "evaluation"); `held_of` maps a leaf to its parameter."""
+    """The recorded orders of the passes over one stage, by kind of pass ("forward", "backward", "evaluation");
+    `held_of` maps a leaf to its parameter."""
 
     def __init__(self, held_of: Callable[[Tensor], Held | None], mesh: Mesh, ahead_bytes: float = BUCKET_BYTES) -> None:
         self.held_of, self.mesh, self.ahead_bytes = held_of, mesh, ahead_bytes
@@ -70,7 +75,8 @@ class Orders:
         self._open: dict[Going, None] = {}
 
     def step(self) -> None:
-        """A step begins: adopt the orders that the first pass of each kind recorded in the last step, and drop passes that an error left open."""
+        """A step begins: adopt the orders that the first pass of each kind recorded in the last step, and drop passes
+        that an error left open."""
         for going in self._open:
             going.drop()
         for kind, going in self._first.items():
@@ -93,7 +99,9 @@ class Orders:
         """A pass has ended."""
         self._open.pop(going, None)
 
-    def call(self, x: Tensor, turn: Turn, src: Layout, dst: Layout, shape: tuple[int, ...], name: str, unit: Any) -> Call:
+    def call(
+        self, x: Tensor, turn: Turn, src: Layout, dst: Layout, shape: tuple[int, ...], name: str, unit: Any
+    ) -> Call:
         """What is known of one gather."""
         way = moving(steps(src, dst, self.mesh.sizes), self.mesh.sizes)
         gathers = any(step.kind == "all_gather" for step in way)
@@ -111,9 +119,21 @@ class Going:
         self._due = dict(learned.due)
         self._begun: dict[int, tuple[Chain, int]] = {}  # by number, with the version of what is gathered
 
-    def take(self, x: Tensor, src: Layout, dst: Layout, shape: tuple[int, ...], mesh: Mesh, name: str = "", *,
-             leaf: Tensor, turn: Turn, unit: Any) -> Tensor:
-        """As `relayout` of `x` as `turn` makes it, of a gather that may have begun. `leaf` is `x` as autograd has it; the gather belongs to `unit`."""
+    def take(
+        self,
+        x: Tensor,
+        src: Layout,
+        dst: Layout,
+        shape: tuple[int, ...],
+        mesh: Mesh,
+        name: str = "",
+        *,
+        leaf: Tensor,
+        turn: Turn,
+        unit: Any,
+    ) -> Tensor:
+        """As `relayout` of `x` as `turn` makes it, of a gather that may have begun. `leaf` is `x` as autograd has it;
+        the gather belongs to `unit`."""
         if self.ended:
             return relayout(turn.of(x), src, dst, shape, mesh, name)
         call, at = self.orders.call(leaf, turn, src, dst, shape, name, unit), len(self.seen)
@@ -123,7 +143,11 @@ class Going:
         self._go_on(at)
         chain, version = self._begun.pop(at, (None, -1))
         whole = chain.finish() if chain is not None else None
-        return whole if whole is not None and version == leaf._version else relayout(turn.of(x), src, dst, shape, mesh, name)
+        return (
+            whole
+            if whole is not None and version == leaf._version
+            else relayout(turn.of(x), src, dst, shape, mesh, name)
+        )
 
     def begin(self) -> None:
         """Start the first gathers: the pass comes next."""
@@ -147,7 +171,8 @@ class Going:
         self.plan, self._due = (), {}
 
     def drop(self) -> None:
-        """Discard the gathers that have started; running collectives are waited for, since all ranks take part in them."""
+        """Discard the gathers that have started; running collectives are waited for, since all ranks take part in
+        them."""
         for chain, _ in self._begun.values():
             chain.wait()
         self._begun = {}
@@ -165,7 +190,9 @@ class Going:
     def _chain(self, call: Call, held: Held) -> tuple[Chain, int]:
         if held.ready is not None:
             held.ready()
-        return Chain(call.turn.of(held.leaf.detach()), call.src, call.dst, call.shape, self.orders.mesh, call.name, behind=True), held.leaf._version
+        return Chain(
+            call.turn.of(held.leaf.detach()), call.src, call.dst, call.shape, self.orders.mesh, call.name, behind=True
+        ), held.leaf._version
 
 
 _units: list[Any] = []  # blocks that are running, innermost last

@@ -1,7 +1,8 @@
 """What the runtime does, as ranges of torch.profiler; nothing outside of a profile.
 
-    autopar all_gather 0 4194304      a step of a reshard: kind, mesh axis, bytes that a group holds together (runtime.count)
-    autopar sync all_reduce 0         a collective for many gradients or leaves at once (runtime.coalesced)
+autopar all_gather 0 4194304      a step of a reshard: kind, mesh axis, bytes that a group holds together
+                                  (runtime.count)
+autopar sync all_reduce 0         a collective for many gradients or leaves at once (runtime.coalesced)
 """
 
 from __future__ import annotations

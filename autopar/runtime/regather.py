@@ -1,10 +1,12 @@
-"""Weights that are gathered for the forward and gathered again for the backward (ZeRO-3), their gradients scattered behind it.
+"""Weights that are gathered for the forward and gathered again for the backward (ZeRO-3), their gradients scattered
+behind it.
 
-`gather` is `reshard` for weights. Inside `regathering()` autograd does not keep what `gather` returned, nor views of it: it keeps a handle
-to the shard, and the backward gathers again when it first needs the weight, once for all who saved it. The copy is dropped after its last
-use. The gradient of a parameter's shard goes to its *sink* where it has one, which scatters it while the backward goes on. In both
-directions gathers begin ahead of their use (`runtime.prefetch`). Outside compiled code only: a compiled block gathers when it needs a
-weight and keeps what its partitioner decides. Its gradients are summed in the dtype of all others, and then rounded to that of the weight.
+`gather` is `reshard` for weights. Inside `regathering()` autograd does not keep what `gather` returned, nor views of
+it: it keeps a handle to the shard, and the backward gathers again when it first needs the weight, once for all who
+saved it. The copy is dropped after its last use. The gradient of a parameter's shard goes to its *sink* where it has
+one, which scatters it while the backward goes on. In both directions gathers begin ahead of their use
+(`runtime.prefetch`). Outside compiled code only: a compiled block gathers when it needs a weight and keeps what its
+partitioner decides. Its gradients are summed in the dtype of all others, and then rounded to that of the weight.
 """
 
 from __future__ import annotations
@@ -41,16 +43,19 @@ class Sinks(Protocol):
     """What takes gradients of gathered weights out of autograd (runtime.gradsync)."""
 
     orders: Orders
-    wider: dict[torch.dtype, torch.dtype]  # for dtypes of leaves those in which their gradients are summed, where these are others
+    # for dtypes of leaves those in which their gradients are summed, where these are others
+    wider: dict[torch.dtype, torch.dtype]
 
     def sink(self, shard: Tensor, gathered: Gathered, unit: Any) -> Sink | None:
-        """The function that takes the gradient of the weight `gathered` from `shard` in `unit`; None where autograd accumulates it."""
+        """The function that takes the gradient of the weight `gathered` from `shard` in `unit`; None where autograd
+        accumulates it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward, or (with `back` None) blocks that are recomputed in a backward. `take` gathers in it and `back` in its backward, `sinks`
-    take gradients, and `sums` maps dtypes of leaves to those in which their gradients are reduced, where these differ."""
+    """A forward, or (with `back` None) blocks that are recomputed in a backward. `take` gathers in it and `back` in its
+    backward, `sinks` take gradients, and `sums` maps dtypes of leaves to those in which their gradients are reduced,
+    where these differ."""
 
     take: Callable[..., Tensor]
     sinks: Sinks | None = None
@@ -61,18 +66,30 @@ class Pass:
 class Handle:
     """How to gather one weight again, in `dtype`. `saved` counts what autograd saved and has not used yet."""
 
-    def __init__(self, shard: Tensor, dtype: torch.dtype, src: Layout, dst: Layout, shape: tuple[int, ...], mesh: Mesh, name: str,
-                 take: Callable[..., Tensor]) -> None:
+    def __init__(
+        self,
+        shard: Tensor,
+        dtype: torch.dtype,
+        src: Layout,
+        dst: Layout,
+        shape: tuple[int, ...],
+        mesh: Mesh,
+        name: str,
+        take: Callable[..., Tensor],
+    ) -> None:
         self.shard, self.version, self.dtype = shard.detach(), shard._version, dtype
         self.src, self.dst, self.shape, self.mesh, self.name, self.take = src, dst, shape, mesh, name, take
         self.saved = 0
         self.whole: Tensor | None = None
 
     def again(self) -> Tensor:
-        """The gathered weight, laid out in memory as in the forward. Raises RunError where the shard was changed since."""
+        """The gathered weight, laid out in memory as in the forward. Raises RunError where the shard was changed
+        since."""
         if self.shard._version != self.version:
-            raise RunError(f"the shard of weight {self.name or self.shape} was modified between forward and backward: "
-                           f"version {self.shard._version}, wanted {self.version}; step the optimizer after the backward")
+            raise RunError(
+                f"the shard of weight {self.name or self.shape} was modified between forward and backward: "
+                f"version {self.shard._version}, wanted {self.version}; step the optimizer after the backward"
+            )
         if self.whole is None:
             with torch.no_grad():
                 self.whole = self.take(self.shard, self.src, self.dst, self.shape, self.mesh, self.name)
@@ -93,10 +110,20 @@ class Saved:
     offset: int
 
 
-def gather(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], mesh: Mesh, name: str = "", again: bool = True,
-           dims: tuple[int, ...] = (), casts: tuple[torch.dtype, ...] = ()) -> Tensor:
-    """As `reshard` of `x` with its `dims` in another order, then cast; inside `regathering()` it begins ahead, and the result is not kept
-    for the backward but gathered `again`."""
+def gather(
+    x: Tensor,
+    change: str,
+    *,
+    grad: str | None,
+    shape: Sequence[int],
+    mesh: Mesh,
+    name: str = "",
+    again: bool = True,
+    dims: tuple[int, ...] = (),
+    casts: tuple[torch.dtype, ...] = (),
+) -> Tensor:
+    """As `reshard` of `x` with its `dims` in another order, then cast; inside `regathering()` it begins ahead, and the
+    result is not kept for the backward but gathered `again`."""
     turn = Turn(dims, casts)
     if torch.compiler.is_compiling() or not _open:
         sums = _open[-1].sums.get(x.dtype) if _open and not casts else None
@@ -111,17 +138,30 @@ def gather(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], me
         out = _Gather.apply(x, gathered, *arrow(change), consumed, mesh, name, sink, take)
     address = out.untyped_storage().data_ptr()
     if again and now.back is not None and out.numel() and address != x.untyped_storage().data_ptr():
-        _registry[address] = Handle(x, out.dtype, *arrow(change), tuple(shape), mesh, name, partial(now.back, leaf=x, turn=turn, unit=unit))
+        _registry[address] = Handle(
+            x, out.dtype, *arrow(change), tuple(shape), mesh, name, partial(now.back, leaf=x, turn=turn, unit=unit)
+        )
         weakref.finalize(out, _registry.pop, address, None)
     return out
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gathered: Gathered, src: Layout, dst: Layout, consumed: Layout, mesh: Mesh, name: str,
-                sink: Sink | None, take: Callable[..., Tensor]) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gathered: Gathered,
+        src: Layout,
+        dst: Layout,
+        consumed: Layout,
+        mesh: Mesh,
+        name: str,
+        sink: Sink | None,
+        take: Callable[..., Tensor],
+    ) -> Tensor:
         ctx.gathered, ctx.consumed, ctx.mesh, ctx.name, ctx.sink = gathered, consumed, mesh, name, sink
-        ctx.dtype = (x.grad_dtype if x.is_leaf else None) or x.dtype  # in which a parameter's gradients are summed and add up
+        # in which a parameter's gradients are summed and add up
+        ctx.dtype = (x.grad_dtype if x.is_leaf else None) or x.dtype
         out = once(lambda: take(x, src, dst, gathered.shape, mesh, name))
         return out.view_as(out) if out is x else out
 
@@ -134,21 +174,25 @@ class _Gather(torch.autograd.Function):
         else:
             gathered: Gathered = ctx.gathered
             grad = gathered.turn.summed(grads[0], ctx.dtype)
-            moved = gathered.turn.back(relayout(grad, ctx.consumed, gathered.rest, gathered.shape, ctx.mesh, ctx.name), ctx.dtype)
+            moved = gathered.turn.back(
+                relayout(grad, ctx.consumed, gathered.rest, gathered.shape, ctx.mesh, ctx.name), ctx.dtype
+            )
         return moved, *(None,) * 8
 
 
 @contextmanager
 def regathering(sinks: Sinks | None = None) -> Iterator[Callable[[], None]]:
-    """The context of a forward: autograd does not save weights from `gather`, `sinks` take their gradients, and gathers are prefetched in
-    the orders of `sinks`. Where gradients are not recorded, it only prefetches. Gives a function; call it if the backward follows at once,
-    to start that one's first gathers."""
+    """The context of a forward: autograd does not save weights from `gather`, `sinks` take their gradients, and gathers
+    are prefetched in the orders of `sinks`. Where gradients are not recorded, it only prefetches. Gives a function;
+    call it if the backward follows at once, to start that one's first gathers."""
     training = torch.is_grad_enabled()
     going = sinks.orders.going("forward" if training else "evaluation") if sinks is not None else None
     back = sinks.orders.going("backward") if sinks is not None and training else None
     back_take = _at_once if back is None else back.take_back
     sums = sinks.wider if sinks is not None and training else {}
-    here = Pass(_at_once if going is None else going.take, sinks if training else None, back_take if training else None, sums)
+    here = Pass(
+        _at_once if going is None else going.take, sinks if training else None, back_take if training else None, sums
+    )
     with pushed(_open, here):
         with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if training else nullcontext():
             yield _nothing if back is None else back.begin
@@ -160,7 +204,18 @@ def _nothing() -> None:
     """There is no backward that gathers."""
 
 
-def _at_once(x: Tensor, src: Layout, dst: Layout, shape: tuple[int, ...], mesh: Mesh, name: str = "", *, leaf: Tensor, turn: Turn, unit: object) -> Tensor:
+def _at_once(
+    x: Tensor,
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    name: str = "",
+    *,
+    leaf: Tensor,
+    turn: Turn,
+    unit: object,
+) -> Tensor:
     return relayout(turn.of(x), src, dst, shape, mesh, name)
 
 
@@ -183,9 +238,10 @@ def _unpack(kept: Any) -> Tensor:
     if isinstance(kept, tuple):
         tensor, version = kept
         if tensor._version != version:  # autograd leaves this check to hooks
-            raise RunError(f"a tensor of shape {tuple(tensor.shape)} that the backward needs was modified by an in-place operation between "
-                           "forward "
-                           f"and backward: version {tensor._version}, wanted {version}; step the optimizer and run the model again after "
-                           "the backward")
+            raise RunError(
+                f"a tensor of shape {tuple(tensor.shape)} that the backward needs was modified by an in-place "
+                f"operation between forward and backward: version {tensor._version}, wanted {version}; step the "
+                "optimizer and run the model again after the backward"
+            )
         return tensor
     return kept.handle.again().as_strided(kept.size, kept.stride, kept.offset)

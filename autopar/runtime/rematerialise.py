@@ -3,12 +3,12 @@
     for block in self.runs["layers"]:
         h = remat(block, h, b=b, s=s)
 
-The backward runs the block again by torch.utils.checkpoint, with the random state of that call and the buffers before they were changed.
-Results that the block marks (replay.keep) are stored instead. The second run begins when the first gradient of the block's results arrives,
-and ends at `enough()` (replay.enough). Both are points of the program, so that all ranks run the same collectives in the same order,
-although ranks with other shards (empty ones) may save fewer tensors. torch by itself begins when the first saved tensor is asked for and
-ends when the last one has been recomputed, which depends on the rank. In a compiled block the compiler decides what is recomputed, and
-marks have no effect.
+The backward runs the block again by torch.utils.checkpoint, with the random state of that call and the buffers before
+they were changed. Results that the block marks (replay.keep) are stored instead. The second run begins when the first
+gradient of the block's results arrives, and ends at `enough()` (replay.enough). Both are points of the program, so that
+all ranks run the same collectives in the same order, although ranks with other shards (empty ones) may save fewer
+tensors. torch by itself begins when the first saved tensor is asked for and ends when the last one has been recomputed,
+which depends on the rank. In a compiled block the compiler decides what is recomputed, and marks have no effect.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from autopar.runtime.scopes import Block
 def remat(block: Block, *args: Any, **kwargs: Any) -> Any:
     """`block(*args, **kwargs)`, run again in the backward.
 
-    Raises RunError in the backward where a weight was changed in between: the gradient would be that of another function.
+    Raises RunError in the backward where a weight was changed in between: the gradient would be that of another
+    function.
     """
     if not torch.is_grad_enabled() or (block.compiled_again is not None and not _graded(block, args, kwargs)):
         return block(*args, **kwargs)
@@ -44,18 +45,31 @@ def remat(block: Block, *args: Any, **kwargs: Any) -> Any:
         with rng.in_block(block.number):
             return block.compiled_again(*args, **kwargs)
     call = _Call(block)
-    anchor, results = checkpoint(call.run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=call.contexts, early_stop=False, **kwargs)
-    own = [out for out in pytree.tree_leaves(results) if isinstance(out, Tensor) and out.requires_grad and all(out is not arg for arg in args)]
+    anchor, results = checkpoint(
+        call.run,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=call.contexts,
+        early_stop=False,
+        **kwargs,
+    )
+    own = [
+        out
+        for out in pytree.tree_leaves(results)
+        if isinstance(out, Tensor) and out.requires_grad and all(out is not arg for arg in args)
+    ]
     register_multi_grad_hook(own, _beginning(anchor), mode="any")
     return results
 
 
 def _beginning(anchor: Tensor) -> Callable[[Tensor], None]:
-    """The hook that begins the second run, by asking for the saved tensor of `anchor`. It lives as long as the nodes of the graph. It drops
-    the anchor once the run has begun, since the anchor keeps the inputs of the block alive through torch's checkpoint; but not where the
-    backward retains its graph, which may run again.
+    """The hook that begins the second run, by asking for the saved tensor of `anchor`. It lives as long as the nodes of
+    the graph. It drops the anchor once the run has begun, since the anchor keeps the inputs of the block alive through
+    torch's checkpoint; but not where the backward retains its graph, which may run again.
 
-    A function and no callable object, since torch copies the attributes of an object into another one (functools.wraps).
+    A function and no callable object, since torch copies the attributes of an object into another one
+    (functools.wraps).
     """
     held: list[Any] = [anchor]  # the tensor and not its node, which alone would free the saved tensor
 
@@ -70,9 +84,11 @@ def _beginning(anchor: Tensor) -> Callable[[Tensor], None]:
 
 
 def _graded(block: Block, args: Any, kwargs: Any) -> bool:
-    """Whether anything that `block` reads requires a gradient. Without, nothing is saved, and torch refuses to compile a checkpoint with
-    operators that may draw random numbers."""
-    return any(isinstance(x, Tensor) and x.requires_grad for x in (*pytree.tree_leaves((args, kwargs)), *block.w.values()))
+    """Whether anything that `block` reads requires a gradient. Without, nothing is saved, and torch refuses to compile
+    a checkpoint with operators that may draw random numbers."""
+    return any(
+        isinstance(x, Tensor) and x.requires_grad for x in (*pytree.tree_leaves((args, kwargs)), *block.w.values())
+    )
 
 
 class _Anchor(torch.autograd.Function):
@@ -98,8 +114,8 @@ class _Call:
         self.versions = {name: (tensor, tensor._version) for name, tensor in self._fixed().items()}
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """First run: the anchor's result, and the results of the block. Second run: the block up to `enough`, only for the tensors that
-        autograd saves."""
+        """First run: the anchor's result, and the results of the block. Second run: the block up to `enough`, only for
+        the tensors that autograd saves."""
         anchor = _Anchor.apply(torch.zeros((), device="cpu", requires_grad=True))
         if not running_again():
             return anchor, self.block(*args, **kwargs)
@@ -120,9 +136,11 @@ class _Call:
         for name, now in self._fixed().items():
             tensor, version = self.versions[name]
             if now is not tensor or now._version != version:
-                raise RunError(f"{full_name(self.block.naming, name)} was modified between the forward and the backward of a block that is "
-                               "run again for it: "
-                               f"version {now._version}, wanted {version}; step the optimizer after the backward")
+                raise RunError(
+                    f"{full_name(self.block.naming, name)} was modified between the forward and the backward of a "
+                    f"block that is run again for it: version {now._version}, wanted {version}; step the optimizer "
+                    "after the backward"
+                )
 
 
 class _Again:

@@ -1,13 +1,16 @@
 """Operators that a recomputed block does not run again, since their results are stored or not needed.
 
     matmul = keep(lambda: h @ self.w["up.weight"])      stored: the second run gets the stored values
-    summed = skip(lambda: x @ self.w["down.weight"])    not needed: the second run gets uninitialised memory of the same shape
-    enough()                                            the second run ends here: the backward needs nothing of what follows
+    summed = skip(lambda: x @ self.w["down.weight"])    not needed: the second run gets uninitialised memory of the same
+                                                        shape
+    enough()                                            the second run ends here: the backward needs nothing of what
+                                                        follows
 
-They act in a block that runs under `rematerialise.remat`; anywhere else, and in compiled code, `keep` and `skip` just call and `enough`
-does nothing. In the second run the operators still pass through autograd, so that it saves what their backward needs; only their kernels do
-not run. Of several kernels inside of `skip` only the last is left out: a batched matmul first copies its operands into contiguous memory,
-and autograd saves the copies. Views always run: a stored view would keep its whole base alive.
+They act in a block that runs under `rematerialise.remat`; anywhere else, and in compiled code, `keep` and `skip` just
+call and `enough` does nothing. In the second run the operators still pass through autograd, so that it saves what their
+backward needs; only their kernels do not run. Of several kernels inside of `skip` only the last is left out: a batched
+matmul first copies its operands into contiguous memory, and autograd saves the copies. Views always run: a stored view
+would keep its whole base alive.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Tape:
-    """The results of the kept and skipped parts of one forward, in order; `at` is the number of the next part in a second run."""
+    """The results of the kept and skipped parts of one forward, in order; `at` is the number of the next part in a
+    second run."""
 
     parts: list[list[Any]] = field(default_factory=list)
     again: bool = False
@@ -48,8 +52,8 @@ _regions: list[_Region] = []  # `keep` and `skip` that are running
 
 
 def keep(run: Callable[[], T]) -> T:
-    """`run()`, whose results are stored for the second run, which then computes and sends nothing here. Raises RunError where the result is
-    a view, which is not stored: its base would not be recomputed."""
+    """`run()`, whose results are stored for the second run, which then computes and sends nothing here. Raises RunError
+    where the result is a view, which is not stored: its base would not be recomputed."""
     return _marked(run, stores=True)
 
 
@@ -67,9 +71,15 @@ def _marked(run: Callable[[], T], *, stores: bool) -> T:
     try:
         with region:
             result = run()
-        if stores and not region.part and any(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)):
-            raise RunError("an operator whose result is to be kept for the backward gave a view, which is not stored; please report this "
-                           "plan")
+        if (
+            stores
+            and not region.part
+            and any(leaf.numel() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+        ):
+            raise RunError(
+                "an operator whose result is to be kept for the backward gave a view, which is not stored; please "
+                "report this plan"
+            )
         return result
     finally:
         _regions.pop()
@@ -80,8 +90,8 @@ class Enough(Exception):
 
 
 def enough() -> None:
-    """End a second run. A point of the program, the same on all ranks: when all saved tensors have been recomputed depends on a rank's
-    shards (attention saves nothing of an empty one)."""
+    """End a second run. A point of the program, the same on all ranks: when all saved tensors have been recomputed
+    depends on a rank's shards (attention saves nothing of an empty one)."""
     if not torch.compiler.is_compiling() and running_again():
         raise Enough
 
@@ -92,7 +102,8 @@ def running_again() -> bool:
 
 
 def once(run: Callable[[], Tensor]) -> Tensor:
-    """`run()` as one kernel of the `keep` or `skip` around it: for code that communicates, whose buffers are no results."""
+    """`run()` as one kernel of the `keep` or `skip` around it: for code that communicates, whose buffers are no
+    results."""
     return _regions[-1].once(run) if _regions else run()
 
 
@@ -115,12 +126,15 @@ class _Region(TorchDispatchMode):
         self.part, self.stores, self.again = part, stores, again
         self.at, self.inside = 0, False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """One kernel. Raises RunError for communication outside of `once`: its buffers would be taken for results."""
         if func.namespace == "c10d" and not self.inside:
-            raise RunError(f"{func} was called inside of {'keep' if self.stores else 'skip'}, which stores results of kernels: an operator "
-                           "that communicates "
-                           "runs again; please report this plan")
+            raise RunError(
+                f"{func} was called inside of {'keep' if self.stores else 'skip'}, which stores results of kernels: an "
+                "operator that communicates runs again; please report this plan"
+            )
         run = lambda: func(*args, **(kwargs or {}))  # noqa: E731
         return run() if self.inside or _is_view(func) else self._result(run)
 

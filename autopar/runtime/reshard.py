@@ -1,7 +1,7 @@
 """`reshard`: a change of layout, with its gradient.
 
-Forward runs `layout.steps(src, dst)`, backward `layout.steps(consumer's gradient, producer's gradient)`. In compiled code
-it is the opaque operator `autopar::reshard`, so that the very same steps run, and are counted, there.
+Forward runs `layout.steps(src, dst)`, backward `layout.steps(consumer's gradient, producer's gradient)`. In compiled
+code it is the opaque operator `autopar::reshard`, so that the very same steps run, and are counted, there.
 """
 
 from __future__ import annotations
@@ -22,12 +22,21 @@ from autopar.runtime.moves import relayout
 from autopar.runtime.replay import once
 
 
-def reshard(x: Tensor, change: str, *, grad: str | None, shape: Sequence[int], mesh: Mesh, name: str = "", sums: torch.dtype | None = None) -> Tensor:
+def reshard(
+    x: Tensor,
+    change: str,
+    *,
+    grad: str | None,
+    shape: Sequence[int],
+    mesh: Mesh,
+    name: str = "",
+    sums: torch.dtype | None = None,
+) -> Tensor:
     """This rank's part of a tensor of global `shape`, moved as `change` says: `"S0,R -> S0,S1"`.
 
-    `grad` is the same for gradients, `"consumer's -> producer's"`, or None where none flows (integers, inference). In compiled code the
-    gradient is moved in the dtype `sums`, where given; else in the leaf's `grad_dtype`. Exact for uneven and empty shards, sections, every
-    dtype. Raises RunError where `x` is not shaped as its layout says.
+    `grad` is the same for gradients, `"consumer's -> producer's"`, or None where none flows (integers, inference). In
+    compiled code the gradient is moved in the dtype `sums`, where given; else in the leaf's `grad_dtype`. Exact for
+    uneven and empty shards, sections, every dtype. Raises RunError where `x` is not shaped as its layout says.
     """
     if torch.compiler.is_compiling():
         moved: Tensor = torch.ops.autopar.reshard(x, change, grad, list(shape), mesh.number, name, sums)
@@ -55,8 +64,16 @@ def arrow(text: str) -> tuple[Layout, Layout]:
 
 class _Reshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, src: Layout, dst: Layout, back: tuple[Layout, Layout], shape: tuple[int, ...],
-                mesh: Mesh, name: str) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        src: Layout,
+        dst: Layout,
+        back: tuple[Layout, Layout],
+        shape: tuple[int, ...],
+        mesh: Mesh,
+        name: str,
+    ) -> Tensor:
         ctx.back, ctx.shape, ctx.mesh, ctx.name = back, shape, mesh, name
         ctx.dtype = x.grad_dtype if x.is_leaf else None  # in which a parameter's gradients are summed and add up
         out = once(lambda: relayout(x, src, dst, shape, mesh, name))
@@ -73,14 +90,18 @@ class _Reshard(torch.autograd.Function):
 
 
 @torch.library.custom_op("autopar::reshard", mutates_args=())
-def _operator(x: Tensor, change: str, grad: str | None, shape: list[int], mesh: int, name: str, sums: torch.dtype | None) -> Tensor:
+def _operator(
+    x: Tensor, change: str, grad: str | None, shape: list[int], mesh: int, name: str, sums: torch.dtype | None
+) -> Tensor:
     src, dst = arrow(change)
     out = relayout(x, src, dst, tuple(shape), mesh_number(mesh), name)
     return out.clone(memory_format=torch.contiguous_format)  # operators must not return a view of their input
 
 
 @_operator.register_fake
-def _fake(x: Tensor, change: str, grad: str | None, shape: list[int], mesh: int, name: str, sums: torch.dtype | None) -> Tensor:
+def _fake(
+    x: Tensor, change: str, grad: str | None, shape: list[int], mesh: int, name: str, sums: torch.dtype | None
+) -> Tensor:
     layout = arrow(change)[1]
     return x.new_empty([_length(size, layout, dim, mesh_number(mesh)) for dim, size in enumerate(shape)])
 

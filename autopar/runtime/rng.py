@@ -1,9 +1,10 @@
-"""Random numbers of sharded programs, and whether a step trains. Draws are equal on replicas, and differ between shards, steps and calls.
+"""Random numbers of sharded programs, and whether a step trains. Draws are equal on replicas, and differ between
+shards, steps and calls.
 
-A draw is seeded by (seed, step, name of the operator, number of the block in the model, microbatch, number of its call there, shard). So it
-needs no communication, does not depend on other draws nor on what else runs on a rank, and is reproducible. It does not depend on how the
-model is cut into stages; stages that each compute a value draw the same, and so do microbatches where the value is the same for all
-(`once`).
+A draw is seeded by (seed, step, name of the operator, number of the block in the model, microbatch, number of its call
+there, shard). So it needs no communication, does not depend on other draws nor on what else runs on a rank, and is
+reproducible. It does not depend on how the model is cut into stages; stages that each compute a value draw the same,
+and so do microbatches where the value is the same for all (`once`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ T = TypeVar("T")
 
 @dataclass
 class Rng:
-    """The random state of one module: `seed`; `step`, the number of steps so far; `calls`, (operator, block) -> its calls in this step (of
-    one microbatch in one stage, in a pipeline); `training`, whether this step trains. `microbatch` and `block` say where it draws now."""
+    """The random state of one module: `seed`; `step`, the number of steps so far; `calls`, (operator, block) -> its
+    calls in this step (of one microbatch in one stage, in a pipeline); `training`, whether this step trains.
+    `microbatch` and `block` say where it draws now."""
 
     seed: int = 0
     step: int = 0
@@ -43,7 +45,8 @@ class Rng:
         return replace(self, calls=dict(self.calls))
 
     def of(self, microbatch: int) -> Rng:
-        """The state for one microbatch in one stage. It counts calls from 0, so that draws do not depend on other stages of the rank."""
+        """The state for one microbatch in one stage. It counts calls from 0, so that draws do not depend on other
+        stages of the rank."""
         return replace(self, microbatch=microbatch, calls={})
 
     def advance(self, *, training: bool = True) -> None:
@@ -58,13 +61,22 @@ class Rng:
 
     def at(self, state: Mapping[str, int]) -> Rng:
         """This state set to a saved `state`. Raises RunError where that is no saved state."""
-        if not isinstance(state, Mapping) or state.keys() != {"seed", "step"} or not all(type(number) is int and 0 <= number < 1 << 63 for number in state.values()):
-            raise RunError(f"set_rng_state got {state!r}, wanted what rng_state() gave: {{'seed': ..., 'step': ...}}, two whole numbers")
+        if (
+            not isinstance(state, Mapping)
+            or state.keys() != {"seed", "step"}
+            or not all(type(number) is int and 0 <= number < 1 << 63 for number in state.values())
+        ):
+            raise RunError(
+                f"set_rng_state got {state!r}, wanted what rng_state() gave: {{'seed': ..., 'step': ...}}, two whole "
+                "numbers"
+            )
         return replace(self, seed=state["seed"], step=state["step"], calls={})
 
-    def generator(self, key: str, layout: Layout, coord: tuple[int, ...], device: torch.device, *, once: bool = False) -> torch.Generator:
-        """The generator of one draw of operator `key` for the shard that the rank at `coord` holds under `layout`; the same in all
-        microbatches with `once`."""
+    def generator(
+        self, key: str, layout: Layout, coord: tuple[int, ...], device: torch.device, *, once: bool = False
+    ) -> torch.Generator:
+        """The generator of one draw of operator `key` for the shard that the rank at `coord` holds under `layout`; the
+        same in all microbatches with `once`."""
         call = self.calls.get((key, self.block), 0)
         self.calls[key, self.block] = call + 1
         shard = [(axis, coord[axis]) for axis, entry in enumerate(layout) if is_shard(entry)]
@@ -82,7 +94,8 @@ def current() -> Rng:
 
 
 def generator(key: str, layout: str, mesh: Mesh, device: torch.device, *, once: bool = False) -> torch.Generator:
-    """The generator of one draw from the current state for this rank's shard under `layout`; an axis of one rank cuts nothing."""
+    """The generator of one draw from the current state for this rank's shard under `layout`; an axis of one rank cuts
+    nothing."""
     entries = tuple("R" if size == 1 else entry for entry, size in zip(parse(layout), mesh.sizes, strict=True))
     return current().generator(key, entries, mesh.coord, device, once=once)
 
@@ -103,12 +116,12 @@ def in_block(number: int) -> AbstractContextManager[None]:
 
 
 def new_seed() -> int:
-    """A seed for one module, drawn from torch's generator as a DataLoader draws its own: reproducible by `torch.manual_seed`, and another
-    one for the next module."""
+    """A seed for one module, drawn from torch's generator as a DataLoader draws its own: reproducible by
+    `torch.manual_seed`, and another one for the next module."""
     return int(torch.randint(1 << 53, (), device="cpu"))
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the random operators that run outside any module; a module has its own, of `torch.manual_seed` before it was built or of
-    `set_rng_state`."""
+    """Seed the random operators that run outside any module; a module has its own, of `torch.manual_seed` before it was
+    built or of `set_rng_state`."""
     _current[0] = Rng(seed)

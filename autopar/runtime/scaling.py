@@ -1,8 +1,8 @@
 """Loss scaling for float16, for modules whose gradients are sharded over ranks.
 
-float16 has no numbers below 6e-8, which most gradients of a trained model are: the loss is multiplied by a scale before the backward,
-gradients are divided by it in the optimizer's dtype, and a step in which one of them overflowed is left out, on all ranks, and the scale
-halved (Micikevicius et al. 2018, section 3.2).
+float16 has no numbers below 6e-8, which most gradients of a trained model are: the loss is multiplied by a scale before
+the backward, gradients are divided by it in the optimizer's dtype, and a step in which one of them overflowed is left
+out, on all ranks, and the scale halved (Micikevicius et al. 2018, section 3.2).
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ NARROW = "float16"
 
 class GradScaler(LocalScaler):
     """As `torch.amp.GradScaler`, for the parameters of a sharded module: `model.train_step(*batch, scaler=scaler)`,
-    `scaler.step(optimizer)`, `scaler.update()`; `scaler.unscale_(optimizer)` in front of clipping. All ranks take a step or none does.
+    `scaler.step(optimizer)`, `scaler.update()`; `scaler.unscale_(optimizer)` in front of clipping. All ranks take a
+    step or none does.
 
-    torch's own decides for each rank by itself: it looks for overflows on the ranks of the first gradient alone, and its FSDP one not at
-    all with fused optimizers (tests/dist/test_loss_scale.py). `device` is the kind of device of the ranks; the options are those of
-    torch.amp.GradScaler.
+    torch's own decides for each rank by itself: it looks for overflows on the ranks of the first gradient alone, and
+    its FSDP one not at all with fused optimizers (tests/dist/test_loss_scale.py). `device` is the kind of device of the
+    ranks; the options are those of torch.amp.GradScaler.
     """
 
     def __init__(self, device: str = "cuda", **options: Any) -> None:
@@ -41,12 +42,16 @@ class GradScaler(LocalScaler):
         self.place = torch.device(device)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of `optimizer` by the scale; a collective operation. Raises RuntimeError on the second time in a step."""
+        """Divide the gradients of `optimizer` by the scale; a collective operation. Raises RuntimeError on the second
+        time in a step."""
         super().unscale_(optimizer)
         if self.is_enabled() and dist.is_initialized():
             found = self.overflows(optimizer)
-            anywhere = torch.stack([torch.zeros((), device=self.place), *(each.to(self.place) for each in found.values())]).max()
-            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)  # fused optimizers leave a step out at 1, and at nothing else
+            anywhere = torch.stack(
+                [torch.zeros((), device=self.place), *(each.to(self.place) for each in found.values())]
+            ).max()
+            # fused optimizers leave a step out at 1, and at nothing else
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
             found.update({device: anywhere.to(device) for device in found or [anywhere.device]})
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +62,8 @@ class GradScaler(LocalScaler):
 
 
 def is_narrow(declared: Iterable[Param]) -> bool:
-    """Whether some trained parameter is computed with in float16 and rests in another dtype: mixed precision, which needs a scale."""
+    """Whether some trained parameter is computed with in float16 and rests in another dtype: mixed precision, which
+    needs a scale."""
     return any(info.compute == NARROW and info.trainable for info in declared)
 
 
@@ -67,21 +73,26 @@ def scaler_for(module: ShardedModule) -> GradScaler:
 
 
 def scale_of(scaler: Any, device: torch.device, *, needed: bool, weight: float = 1.0) -> Tensor | None:
-    """The factor of the loss in the backward: the scale of `scaler` times `weight`, a tensor on `device`; None for 1. Raises RunError where
-    gradients are not recorded, `weight` is no finite number, a scale is `needed` and there is no scaler, and where the scaler is no
-    autopar.GradScaler."""
+    """The factor of the loss in the backward: the scale of `scaler` times `weight`, a tensor on `device`; None for 1.
+    Raises RunError where gradients are not recorded, `weight` is no finite number, a scale is `needed` and there is no
+    scaler, and where the scaler is no autopar.GradScaler."""
     check_gradients_on()
     if not _is_weight(weight):
-        raise RunError(f"loss_weight is {weight!r}; wanted a finite number, the part that the loss of this step has: 1/k in each of k "
-                       "steps whose gradients add up")
+        raise RunError(
+            f"loss_weight is {weight!r}; wanted a finite number, the part that the loss of this step has: 1/k in each "
+            "of k steps whose gradients add up"
+        )
     if scaler is None and needed:
-        raise RunError("this plan computes in float16, whose gradients underflow without a scale of the loss: call train_step(*batch, "
-                       "scaler=scaler) with scaler = "
-                       f'autopar.GradScaler("{device.type}"), then scaler.step(optimizer) and scaler.update(); GradScaler(enabled=False) does without')
+        raise RunError(
+            "this plan computes in float16, whose gradients underflow without a scale of the loss: call "
+            f'train_step(*batch, scaler=scaler) with scaler = autopar.GradScaler("{device.type}"), then '
+            "scaler.step(optimizer) and scaler.update(); GradScaler(enabled=False) does without"
+        )
     if scaler is not None and not isinstance(scaler, GradScaler):
-        raise RunError(f"scaler is a {type(scaler).__module__}.{type(scaler).__name__}, under which some ranks step and others do not when "
-                       "a gradient overflows; "
-                       "wanted an autopar.GradScaler")
+        raise RunError(
+            f"scaler is a {type(scaler).__module__}.{type(scaler).__name__}, under which some ranks step and others do "
+            "not when a gradient overflows; wanted an autopar.GradScaler"
+        )
     share = torch.full((), weight, dtype=torch.float64, device=device)
     if scaler is None or not scaler.is_enabled():
         return None if weight == 1.0 else share
@@ -90,5 +101,9 @@ def scale_of(scaler: Any, device: torch.device, *, needed: bool, weight: float =
 
 def _is_weight(weight: Any) -> bool:
     """Whether it is a finite number, or a tensor of one."""
-    is_number = weight.dim() == 0 and not weight.is_complex() if isinstance(weight, Tensor) else isinstance(weight, (int, float))
+    is_number = (
+        weight.dim() == 0 and not weight.is_complex()
+        if isinstance(weight, Tensor)
+        else isinstance(weight, (int, float))
+    )
     return is_number and math.isfinite(weight)

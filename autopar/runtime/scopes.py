@@ -1,4 +1,5 @@
-"""The base classes of emitted modules: a Scope has the parameters and constants of its graph, a Block is the body of a run of blocks."""
+"""The base classes of emitted modules: a Scope has the parameters and constants of its graph, a Block is the body of a
+run of blocks."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from autopar.runtime.prefetch import within
 
 
 class Block(nn.Module):
-    """One instance of a repeated block; its parameters are registered with the model. `w` and `b` hold the local parts of
-    parameters and buffers by their names in the block. `MUTATES` are the buffers whose new values forward returns last."""
+    """One instance of a repeated block; its parameters are registered with the model. `w` and `b` hold the local parts
+    of parameters and buffers by their names in the block. `MUTATES` are the buffers whose new values forward returns
+    last."""
 
     PARAMS: ClassVar[Mapping[str, Param]] = {}
     BUFFERS: ClassVar[Mapping[str, Param]] = {}
@@ -31,7 +33,8 @@ class Block(nn.Module):
         self.number = 0  # in its run
         self.w: dict[str, Tensor] = {}
         self.b: dict[str, Tensor] = {}
-        self.compiled_again: Callable[..., Any] | None = None  # of a compiled block: its forward, run again in the backward
+        # of a compiled block: its forward, run again in the backward
+        self.compiled_again: Callable[..., Any] | None = None
         self.ready: Callable[[], None] | None = None  # waits for leaves on their way
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +45,8 @@ class Block(nn.Module):
             return super().__call__(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As nn.Module.compile. A compiled forward cannot be recomputed by a checkpoint around it, so the checkpointed forward is compiled too."""
+        """As nn.Module.compile. A compiled forward cannot be recomputed by a checkpoint around it, so the checkpointed
+        forward is compiled too."""
         make_importable(type(self))
         super().compile(*args, **kwargs)
         self.compiled_again = torch.compile(partial(checkpoint_of, self.forward, use_reentrant=False), *args, **kwargs)
@@ -65,7 +69,9 @@ class Scope(nn.Module):
 
     def changed(self, block: Block, values: Sequence[Tensor]) -> None:
         """New values of the buffers that `block` mutates; they are taken when the forward has ended."""
-        self.mutations += [(full_name(block.naming, name), value) for name, value in zip(block.MUTATES, values, strict=True)]
+        self.mutations += [
+            (full_name(block.naming, name), value) for name, value in zip(block.MUTATES, values, strict=True)
+        ]
 
     def _blocks(self) -> list[Block]:
         """All blocks, in the order in which they run."""

@@ -1,8 +1,8 @@
 """Temporary folders that do not pile up: making one removes those of processes that were killed.
 
-The process that makes a folder holds a lock on a file in it, and so do ranks that are forked from it; the system releases the lock when the
-last of them ends, however that happens. A folder whose lock is free is left over. One without that file is just being made, or is not ours,
-and stays.
+The process that makes a folder holds a lock on a file in it, and so do ranks that are forked from it; the system
+releases the lock when the last of them ends, however that happens. A folder whose lock is free is left over. One
+without that file is just being made, or is not ours, and stays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ HELD = "held.lock"
 
 
 class Scratch:
-    """A temporary folder, `name`, that is there until `cleanup`, or the end of a `with`; an ordinary end of the process removes it too."""
+    """A temporary folder, `name`, that is there until `cleanup`, or the end of a `with`; an ordinary end of the process
+    removes it too."""
 
     def __init__(self) -> None:
         _sweep(Path(tempfile.gettempdir()))
@@ -41,7 +42,9 @@ class Scratch:
     def __enter__(self) -> str:
         return self.name
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.cleanup()
 
 

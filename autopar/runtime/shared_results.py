@@ -1,4 +1,5 @@
-"""Work that one rank does for all: its result, or its error, is sent to every rank, so that none waits for a rank that has failed."""
+"""Work that one rank does for all: its result, or its error, is sent to every rank, so that none waits for a rank that
+has failed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def together() -> bool:
 
 
 def done_by(rank: int, make: Callable[[], T]) -> T:
-    """The result of `make()` on `rank`, which must be picklable, on all ranks; an error of it is raised on all. A collective operation."""
+    """The result of `make()` on `rank`, which must be picklable, on all ranks; an error of it is raised on all. A
+    collective operation."""
     box: list[Any] = [None]
     if dist.get_rank() != rank:
         dist.broadcast_object_list(box, src=rank)

@@ -19,7 +19,8 @@ class Stage(Scope):
     INPUTS: ClassVar[Sequence[str]] = ()
     TOTALS: ClassVar[Sequence[str]] = ()
     RESULTS: ClassVar[Sequence[int]] = ()
-    SEPARABLE: ClassVar[bool] = True  # whether gradients of what is received and of weights can be taken apart (zero bubble)
+    # whether gradients of what is received and of weights can be taken apart (zero bubble)
+    SEPARABLE: ClassVar[bool] = True
 
     def __init__(self, index: int, complete: Callable[[Tensor, str, Sequence[int]], tuple[Tensor, Spread]]) -> None:
         super().__init__()
@@ -42,5 +43,9 @@ class Stage(Scope):
         """Original names of all that the stage reads, and whether each is a parameter that may be trained."""
         tables: list[tuple[Naming, type[Block] | type[Stage]]] = [("", cls)]
         tables += [(naming, kind) for kind, namings in cls.RUNS.values() for naming in namings]
-        return {full_name(naming, short): info.trainable and table is kind.PARAMS for naming, kind in tables
-                for table in (kind.PARAMS, kind.BUFFERS) for short, info in table.items()}
+        return {
+            full_name(naming, short): info.trainable and table is kind.PARAMS
+            for naming, kind in tables
+            for table in (kind.PARAMS, kind.BUFFERS)
+            for short, info in table.items()
+        }

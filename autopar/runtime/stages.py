@@ -1,11 +1,13 @@
 """torch's PipelineStage with less memory, and with correct gradients of weights in split backwards.
 
-torch's stages allocate receive buffers for all microbatches, in both directions, in the first step and keep them; they keep each output
-until its backward; and schedules of several stages per place keep all sent tensors until the step ends. Here a buffer is allocated when its
-receive is posted and freed after its use, and a sent tensor is freed before the next one of its kind is sent; the backward starts from a
-tensor of the same shape without memory in its place (`left`).
+torch's stages allocate receive buffers for all microbatches, in both directions, in the first step and keep them; they
+keep each output until its backward; and schedules of several stages per place keep all sent tensors until the step
+ends. Here a buffer is allocated when its receive is posted and freed after its use, and a sent tensor is freed before
+the next one of its kind is sent; the backward starts from a tensor of the same shape without memory in its place
+(`left`).
 
-No deadlock: a send is waited for only before the next one of its kind, and the schedule posts the matching receive before that.
+No deadlock: a send is waited for only before the next one of its kind, and the schedule posts the matching receive
+before that.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ class Sent:
 
 
 class Left(torch.autograd.Function):
-    """Replaces a sent tensor in the autograd graph: a tensor of its shape with zero strides (one element of memory), through which its
-    gradient enters the backward."""
+    """Replaces a sent tensor in the autograd graph: a tensor of its shape with zero strides (one element of memory),
+    through which its gradient enters the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -68,13 +70,13 @@ def left(sent: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class OwnStage(pipelining.PipelineStage):
-    """One stage, of a module that leaves what goes to another place in `going`. `sent`: who sends; None where that is the schedule, which
-    waits for it before it goes on.
+    """One stage, of a module that leaves what goes to another place in `going`. `sent`: who sends; None where that is
+    the schedule, which waits for it before it goes on.
 
-    Where the backward is taken apart, torch keeps the first gradient of a weight as autograd gave it and adds the later ones in
-    place. That tensor may be an expanded one, or the same as that of another weight or of what was received (an addition passes
-    its gradient on as it is): adding would fail, or change the others. So the first one is copied. Weights that
-    are used more than once have their own way (runtime.split_backward).
+    Where the backward is taken apart, torch keeps the first gradient of a weight as autograd gave it and adds the later
+    ones in place. That tensor may be an expanded one, or the same as that of another weight or of what was received (an
+    addition passes its gradient on as it is): adding would fail, or change the others. So the first one is copied.
+    Weights that are used more than once have their own way (runtime.split_backward).
     """
 
     def __init__(self, *args: Any, sent: Sent | None, **kwargs: Any) -> None:
@@ -88,8 +90,8 @@ class OwnStage(pipelining.PipelineStage):
         """Torch before 2.13 always wants them."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """The warm-up transfers of torch before 2.13, without those from this rank to itself (two adjacent stages on one place), which gloo
-        cannot do."""
+        """The warm-up transfers of torch before 2.13, without those from this rank to itself (two adjacent stages on
+        one place), which gloo cannot do."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,8 +141,8 @@ class OwnStage(pipelining.PipelineStage):
         return []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """The forward of one microbatch; receive buffers are freed after it, but for what autograd saved. An error is raised as it is:
-        torch wraps it in a RuntimeError, whose text becomes a note."""
+        """The forward of one microbatch; receive buffers are freed after it, but for what autograd saved. An error is
+        raised as it is: torch wraps it in a RuntimeError, whose text becomes a note."""
         try:
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:
@@ -155,8 +157,8 @@ class OwnStage(pipelining.PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """The backward of one microbatch, or its part for what was received. A stage of the same place may have no gradient to give:
-        zeros."""
+        """The backward of one microbatch, or its part for what was received. A stage of the same place may have no
+        gradient to give: zeros."""
         came = self.grad_recv_info.get(bwd_chunk_id, ())
         self._make(came, zero=True)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
@@ -172,7 +174,11 @@ class OwnStage(pipelining.PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The weights' part of the backward of one microbatch."""
         first = [leaf for leaf in self.submod.parameters() if leaf.grad is None]
-        cast = [(leaf, leaf.grad, leaf.grad_dtype) for leaf in self.submod.parameters() if leaf.grad_dtype not in (None, leaf.dtype)]
+        cast = [
+            (leaf, leaf.grad, leaf.grad_dtype)
+            for leaf in self.submod.parameters()
+            if leaf.grad_dtype not in (None, leaf.dtype)
+        ]
         for leaf, _, _ in cast:
             leaf.grad, leaf.grad_dtype = None, None
         self._weights_of_several_uses(bwd_chunk_id)
@@ -186,8 +192,8 @@ class OwnStage(pipelining.PipelineStage):
         runner.scatter()
 
     def _weights_of_several_uses(self, chunk: int) -> None:
-        """Add the gradients of weights with several intermediates (runtime.split_backward) for microbatch `chunk`; torch adds those of the
-        others."""
+        """Add the gradients of weights with several intermediates (runtime.split_backward) for microbatch `chunk`;
+        torch adds those of the others."""
         inputs, groups, *outputs = self.backward_state.get(chunk, (None, None))
         if groups is None:  # of the first stage, which has nothing but weights
             return
@@ -222,7 +228,8 @@ def _wait(works: Sequence[dist.Work]) -> None:
 
 
 def _add(leaf: Tensor, before: Tensor | None, dtype: torch.dtype) -> None:
-    """Bring the gradient that one chunk left in `leaf` to the dtype in which gradients add up, and add what was there before."""
+    """Bring the gradient that one chunk left in `leaf` to the dtype in which gradients add up, and add what was there
+    before."""
     new = None if leaf.grad is None else leaf.grad.to(dtype)
     leaf.grad, leaf.grad_dtype = None, dtype
     leaf.grad = before if new is None else new if before is None else before.add_(new)

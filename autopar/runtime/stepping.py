@@ -27,10 +27,16 @@ if TYPE_CHECKING:
 Micro = Sequence[Mapping[str, Any]]  # inputs and totals of each microbatch, by name
 
 
-def run_stage(model: PipelinedModule, stage: Stage, received: Sequence[Tensor], micro: Micro, number: int,
-              sizes: Mapping[str, int]) -> tuple[tuple[Tensor, ...], dict[int, Tensor]]:
-    """Run microbatch `number` of `micro` through one stage. Gives what it sends, and its results by number; new values of buffers are kept
-    for the end of the step."""
+def run_stage(
+    model: PipelinedModule,
+    stage: Stage,
+    received: Sequence[Tensor],
+    micro: Micro,
+    number: int,
+    sizes: Mapping[str, int],
+) -> tuple[tuple[Tensor, ...], dict[int, Tensor]]:
+    """Run microbatch `number` of `micro` through one stage. Gives what it sends, and its results by number; new values
+    of buffers are kept for the end of the step."""
     stage.spreads.clear()
     given = micro[number]
     with rng.using(model.rng.of(number)):
@@ -52,8 +58,8 @@ class _Arrive(torch.autograd.Function):
 
 
 class Runner(nn.Module):
-    """A stage as the module that torch's schedules expect: activations in, activations or the loss out, and the leaves as its
-    parameters."""
+    """A stage as the module that torch's schedules expect: activations in, activations or the loss out, and the leaves
+    as its parameters."""
 
     def __init__(self, engine: Engine, stage: Stage) -> None:
         super().__init__()
@@ -77,7 +83,8 @@ class Runner(nn.Module):
         return left(made)
 
     def scatter(self) -> None:
-        """Reduce the gradients that are reduced after every microbatch: in a split backward no hook of a leaf is called."""
+        """Reduce the gradients that are reduced after every microbatch: in a split backward no hook of a leaf is
+        called."""
         self._engine[0].syncs[self._stage[0].index].flush(each=True)
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
@@ -96,7 +103,8 @@ class Engine:
         self.losses: list[Tensor] = []
         self.syncs: dict[int, GradSync] = {}
         self.stages = list(stages)
-        self.following: dict[int, Sequence[tuple[Sequence[int], str, bool]]] = {}  # stage -> what comes in at the next one
+        # stage -> what comes in at the next one
+        self.following: dict[int, Sequence[tuple[Sequence[int], str, bool]]] = {}
         self.count, places = model.PIPELINE.microbatches, model.PIPELINE.places
         self.leaving = [i for i, (here, there) in enumerate(itertools.pairwise(places)) if here != there]
         self.splitting = model.PIPELINE.splits
@@ -108,21 +116,36 @@ class Engine:
             wrapped = [self._wrap(model, stage) for stage in stages]
             single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
             try:
-                self.schedule = kind(wrapped[0] if single else wrapped, self.count, loss_fn=self._seen, scale_grads=False)
+                self.schedule = kind(
+                    wrapped[0] if single else wrapped, self.count, loss_fn=self._seen, scale_grads=False
+                )
             except ValueError as error:
-                raise RunError(f"{model.PIPELINE.torch_name} cannot run {self.count} microbatches in {len(model.STAGES)} stages: "
-                               f"{error}") from error
+                raise RunError(
+                    f"{model.PIPELINE.torch_name} cannot run {self.count} microbatches in {len(model.STAGES)} stages: "
+                    f"{error}"
+                ) from error
 
     def _wrap(self, model: PipelinedModule, stage: Stage) -> OwnStage:
-        following = model.STAGES[stage.index + 1].receives(**self.sizes) if stage.index < self.last else [((), "float32", True)]
+        following = (
+            model.STAGES[stage.index + 1].receives(**self.sizes) if stage.index < self.last else [((), "float32", True)]
+        )
         self.following[stage.index] = following
         return OwnStage(
-            Runner(self, stage), stage.index, len(model.STAGES), model.MESH.device, group=model.MESH.pipeline_group,
-            input_args=_metas(type(stage).receives(**self.sizes)), output_args=_metas(following), sent=self.sent,
-            dw_builder=None if stage.SEPARABLE else lambda: lambda: None)  # the whole backward at once, nothing left for later
+            Runner(self, stage),
+            stage.index,
+            len(model.STAGES),
+            model.MESH.device,
+            group=model.MESH.pipeline_group,
+            input_args=_metas(type(stage).receives(**self.sizes)),
+            output_args=_metas(following),
+            sent=self.sent,
+            # the whole backward at once, nothing left for later
+            dw_builder=None if stage.SEPARABLE else lambda: lambda: None,
+        )
 
     def step(self, micro: Micro, syncs: Sequence[GradSync], scale: Tensor | None = None) -> list[Tensor]:
-        """All microbatches forward and backward, gradients times `scale`; their losses on the place of the last stage."""
+        """All microbatches forward and backward, gradients times `scale`; their losses on the place of the last
+        stage."""
         self.micro, self.scale, self.losses = micro, scale, []
         self.syncs = {stage.index: sync for stage, sync in zip(self.stages, syncs, strict=True)}
         for stage, sync in zip(self.stages, syncs, strict=True):
@@ -141,7 +164,8 @@ class Engine:
         return self.losses
 
     def _seen(self, loss: Tensor, target: Any = None) -> Tensor:
-        """The loss function of torch's schedule: records the loss of a microbatch and gives the scaled one. `target` is not used."""
+        """The loss function of torch's schedule: records the loss of a microbatch and gives the scaled one. `target` is
+        not used."""
         self.losses.append(loss.detach())
         return loss if self.scale is None else loss * self.scale.to(loss.dtype)
 
@@ -156,8 +180,11 @@ class Engine:
         self._seen(loss).backward()
 
 
-def run_forward(model: PipelinedModule, stages: Sequence[Stage], sizes: Mapping[str, int], micro: Micro) -> dict[int, list[tuple[Tensor, Spread | None]]]:
-    """All microbatches through this rank's stages, forward only: result number -> per microbatch (value, how it lies)."""
+def run_forward(
+    model: PipelinedModule, stages: Sequence[Stage], sizes: Mapping[str, int], micro: Micro
+) -> dict[int, list[tuple[Tensor, Spread | None]]]:
+    """All microbatches through this rank's stages, forward only: result number -> per microbatch (value, how it
+    lies)."""
     found: dict[int, list[tuple[Tensor, Spread | None]]] = {}
     places, here = model.PIPELINE.places, model.MESH.place
     local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
@@ -179,7 +206,11 @@ def run_forward(model: PipelinedModule, stages: Sequence[Stage], sizes: Mapping[
             else:
                 count_sends(sends)
                 for tensor in sends:
-                    sent.append(dist.isend(tensor.contiguous(), group=model.MESH.pipeline_group, group_dst=places[stage.index + 1]))
+                    sent.append(
+                        dist.isend(
+                            tensor.contiguous(), group=model.MESH.pipeline_group, group_dst=places[stage.index + 1]
+                        )
+                    )
     for work in sent:
         work.wait()
     return found
@@ -195,11 +226,14 @@ def _receive(model: PipelinedModule, stage: Stage, sizes: Mapping[str, int]) -> 
 
 
 def _metas(values: Sequence[tuple[Sequence[int], str, bool]]) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta", requires_grad=grad) for shape, dtype, grad in values)
+    return tuple(
+        torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta", requires_grad=grad)
+        for shape, dtype, grad in values
+    )
 
 
 def _sendable(tensor: Tensor, grad: bool) -> Tensor:
-    """`tensor` as it can be sent: contiguous, detached where no gradient comes back, and no view, since schedules with split backwards
-    detach sent tensors in place."""
+    """`tensor` as it can be sent: contiguous, detached where no gradient comes back, and no view, since schedules with
+    split backwards detach sent tensors in place."""
     tensor = tensor.contiguous() if grad else tensor.detach().contiguous()
     return tensor.clone() if is_view(tensor) else tensor

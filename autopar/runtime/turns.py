@@ -1,7 +1,8 @@
 """What is done to the shard of a weight before it is gathered: its dims are permuted, then it is cast.
 
-It is done when the gather starts, so that gathers of a transposed or cast parameter can be prefetched like those of the parameter itself,
-and are sent in the dtype of the cast. The backward applies the inverse to the reduce-scattered gradient.
+It is done when the gather starts, so that gathers of a transposed or cast parameter can be prefetched like those of the
+parameter itself, and are sent in the dtype of the cast. The backward applies the inverse to the reduce-scattered
+gradient.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Turn:
         return x
 
     def summed(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient of what `of` made as ranks sum it: in `dtype`, that of the parameter's own gradient; of a cast as the cast has
-        it."""
+        """The gradient of what `of` made as ranks sum it: in `dtype`, that of the parameter's own gradient; of a cast
+        as the cast has it."""
         return grad if self.casts else grad.to(dtype)
 
     def back(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -45,7 +46,8 @@ AS_IS = Turn()
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What is gathered of a shard as `turn` makes it: its global `shape`, and the layout `rest` to which its gradient is scattered."""
+    """What is gathered of a shard as `turn` makes it: its global `shape`, and the layout `rest` to which its gradient
+    is scattered."""
 
     turn: Turn
     shape: tuple[int, ...]

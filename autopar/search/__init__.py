@@ -1,8 +1,9 @@
-"""Problem -> Solution. One file per strategy, one line per strategy below (and its name in the command line's help); a search never sees torch or the graph.
+"""Problem -> Solution. One file per strategy, one line per strategy below (and its name in the command line's help); a
+search never sees torch or the graph.
 
-Every strategy takes a time limit in seconds, a seed and a known feasible solution that it must not fall behind, and raises
-InfeasibleError (with the shortfall) when nothing fits. `Problem.evaluate` prices what it returns. What a strategy that is not in the
-table answers (`compile(..., search=function)`) is `checked`.
+Every strategy takes a time limit in seconds, a seed and a known feasible solution that it must not fall behind, and
+raises InfeasibleError (with the shortfall) when nothing fits. `Problem.evaluate` prices what it returns. What a
+strategy that is not in the table answers (`compile(..., search=function)`) is `checked`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from autopar.search import exhaustive, greedy, ilp, mcmc
 class Search(Protocol):
     """The interface of a strategy."""
 
-    def __call__(self, problem: Problem, *, time_limit_s: float, seed: int = 0,
-                 start: tuple[int, ...] | None = None) -> Solution:
+    def __call__(
+        self, problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None
+    ) -> Solution:
         """A feasible solution, never worse than `start`."""
         ...
 
@@ -35,13 +37,19 @@ SEARCHES: dict[str, Search] = {
 
 
 def checked(search: Search) -> Search:
-    """`search`, whose answers are looked at: PlanError where one is no Solution, has no choice for each node, is infeasible, or has a
-    bound above what it takes itself."""
-    def asked(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None) -> Solution:
+    """`search`, whose answers are looked at: PlanError where one is no Solution, has no choice for each node, is
+    infeasible, or has a bound above what it takes itself."""
+
+    def asked(
+        problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None
+    ) -> Solution:
         found = search(problem, time_limit_s=time_limit_s, seed=seed, start=start)
         if wrong := _wrong(problem, found):
             got, wanted = wrong
-            raise PlanError(f"the search gave {got} for {problem.name}; wanted {wanted} (autopar.search.Search says what a search takes and gives)")
+            raise PlanError(
+                f"the search gave {got} for {problem.name}; wanted {wanted} (autopar.search.Search says what a search "
+                "takes and gives)"
+            )
         return replace(found, choice=tuple(int(c) for c in found.choice))
 
     return asked
@@ -61,5 +69,8 @@ def _wrong(problem: Problem, found: object) -> tuple[str, str] | None:
     except InfeasibleError as error:
         return f"what is not feasible ({error})", "a choice that is, or an InfeasibleError where there is none"
     if not isinstance(found.bound_s, Real) or not float(found.bound_s) <= time_s * (1 + 1e-6):
-        return f"a bound of {found.bound_s!r} s and a choice that takes {time_s:.6g} s", "a bound that is proven for every choice, 0 where none is"
+        return (
+            f"a bound of {found.bound_s!r} s and a choice that takes {time_s:.6g} s",
+            "a bound that is proven for every choice, 0 where none is",
+        )
     return None

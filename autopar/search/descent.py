@@ -13,11 +13,13 @@ _SWEEPS = 4  # there and back twice: what message passing starts from need not b
 _RAISES = 24  # the price of a byte grows fourfold each time: 14 orders of magnitude
 
 
-def descend(problem: Problem, start: tuple[int, ...] | None, deadline: float, state: State | None = None) -> tuple[int, ...] | None:
+def descend(
+    problem: Problem, start: tuple[int, ...] | None, deadline: float, state: State | None = None
+) -> tuple[int, ...] | None:
     """A solution that no single move improves, from `start` or built up from nothing; None when it is infeasible.
 
-    `deadline` is a time of `time.perf_counter`; past it, the sweep at hand is the last. `state` is one of `problem` to work with,
-    for callers that descend often.
+    `deadline` is a time of `time.perf_counter`; past it, the sweep at hand is the last. `state` is one of `problem` to
+    work with, for callers that descend often.
     """
     placed = [-1] * len(problem.nodes) if start is None else start
     if state is None:
@@ -38,8 +40,8 @@ def descend(problem: Problem, start: tuple[int, ...] | None, deadline: float, st
 
 
 def _sweep(state: State, penalty: Penalty, deadline: float) -> None:
-    """Coordinate descent, forwards and backwards, until no move helps, time is up, or _SWEEPS are done. A node that no move of its own improves
-    is skipped until a neighbour moves or the next sweep begins."""
+    """Coordinate descent, forwards and backwards, until no move helps, time is up, or _SWEEPS are done. A node that no
+    move of its own improves is skipped until a neighbour moves or the next sweep begins."""
     order = list(range(len(state.choice)))
     restless = np.array([c < 0 for c in state.choice])
     if not restless.any():

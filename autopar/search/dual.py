@@ -2,10 +2,13 @@
 
 For any price of memory y_m >= 0 and of lateness 0 <= mu_g <= 1 the time of a feasible solution is at least
 
-    sum_v (cost + y_m memory - mu_g hide)[x_v] + sum_t (shown + mu_g hideable + y_m memory)[distinct reshards] - y_m limit
+    sum_v (cost + y_m memory - mu_g hide)[x_v] + sum_t (shown + mu_g hideable + y_m memory)[distinct reshards] - y_m
+    limit
 
-which is a sum of nodes and nets (work in one of the n lanes of a stretch counts 1/n: the largest lane is at least the mean). Its least is bounded from below by moving cost between nets and nodes
-(search/messages.py), and a choice whose entry raises that over the time of a known solution can be in no better one. y and mu follow the subgradient at decoded solutions.
+which is a sum of nodes and nets (work in one of the n lanes of a stretch counts 1/n: the largest lane is at least the
+mean). Its least is bounded from below by moving cost between nets and nodes (search/messages.py), and a choice whose
+entry raises that over the time of a known solution can be in no better one. y and mu follow the subgradient at decoded
+solutions.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ _SLACK = 1e-9  # relative: a choice is ruled out only when it is worse than the 
 
 @dataclass
 class Bound:
-    """`bound_s` holds for every feasible solution; no better one than `choice` uses a choice outside `keep` (per node, indices)."""
+    """`bound_s` holds for every feasible solution; no better one than `choice` uses a choice outside `keep` (per node,
+    indices)."""
 
     bound_s: float
     choice: tuple[int, ...]
@@ -37,23 +41,40 @@ class Bound:
 
 
 def effort(problem: Problem) -> float:
-    """The cost of one round of `bound`, in units of about 0.2 ms: one for every part of a net, and one for every _ENTRIES entries of its tables."""
-    parts = [(net.cost_s.size, min(MAX_SHARED, len(net.uses) - first)) for net in problem.nets for first in range(0, len(net.uses), MAX_SHARED)]
+    """The cost of one round of `bound`, in units of about 0.2 ms: one for every part of a net, and one for every
+    _ENTRIES entries of its tables."""
+    parts = [
+        (net.cost_s.size, min(MAX_SHARED, len(net.uses) - first))
+        for net in problem.nets
+        for first in range(0, len(net.uses), MAX_SHARED)
+    ]
     return max(1.0, sum(1 + size * 2**uses / _ENTRIES for size, uses in parts))
 
 
-def bound(problem: Problem, known: tuple[int, ...], *, deadline: float, rounds: int = ROUNDS, cutoff_s: float = float("inf"),
-          state: State | None = None) -> Bound:
+def bound(
+    problem: Problem,
+    known: tuple[int, ...],
+    *,
+    deadline: float,
+    rounds: int = ROUNDS,
+    cutoff_s: float = float("inf"),
+    state: State | None = None,
+) -> Bound:
     """Bound `problem` from below, given a feasible solution `known`.
 
-    Stops when the bound is tight or reaches `cutoff_s`, after `rounds`, at `deadline` (time.perf_counter; one round is always done), or after
-    _IDLE rounds without progress: the bound did not rise, no choice was ruled out, no better solution was found. `state` is a State of
-    `problem` to work with.
+    Stops when the bound is tight or reaches `cutoff_s`, after `rounds`, at `deadline` (time.perf_counter; one round is
+    always done), or after _IDLE rounds without progress: the bound did not rise, no choice was ruled out, no better
+    solution was found. `state` is a State of `problem` to work with.
     """
     dual = _Dual(problem, known, state or State(problem, known))
     done = idle = 0
-    while (done < rounds and idle < _IDLE and (done == 0 or time.perf_counter() < deadline)
-           and dual.best_s < cutoff_s and not dual.closed()):
+    while (
+        done < rounds
+        and idle < _IDLE
+        and (done == 0 or time.perf_counter() < deadline)
+        and dual.best_s < cutoff_s
+        and not dual.closed()
+    ):
         before = dual.progress()
         dual.messages.sweep(forwards=True)
         dual.messages.sweep(forwards=False, look=dual.rule_out)  # by then every net has given all it has
@@ -78,9 +99,14 @@ class _Dual:
         self.memory_s, self.late = 0.0, self._first_late()
         self.pace, self.stuck = 1.0, 0
         self.tried: set[tuple[int, ...]] = set()  # decoded solutions that were descended from
-        self.waiting = [f for net in problem.nets if not net.cost_s.any() for f in split(net)] if self.limit else []  # cost nothing while bytes do not
-        self.messages = Messages([f for net in problem.nets if net.cost_s.any() for f in split(net)], [node.cost_s for node in problem.nodes],
-                                 [np.isfinite(node.cost_s) for node in problem.nodes], big_s)
+        # cost nothing while bytes do not
+        self.waiting = [f for net in problem.nets if not net.cost_s.any() for f in split(net)] if self.limit else []
+        self.messages = Messages(
+            [f for net in problem.nets if net.cost_s.any() for f in split(net)],
+            [node.cost_s for node in problem.nodes],
+            [np.isfinite(node.cost_s) for node in problem.nodes],
+            big_s,
+        )
         self._price()
 
     def _first_late(self) -> np.ndarray:
@@ -89,7 +115,9 @@ class _Dual:
         for net in self.problem.nets:
             if net.group >= 0:
                 row = net.row[self.known[net.producer]]
-                late[net.group] += sum(net.hideable_s[row, d] for d in {int(u.column[self.known[u.node]]) for u in net.uses})
+                late[net.group] += sum(
+                    net.hideable_s[row, d] for d in {int(u.column[self.known[u.node]]) for u in net.uses}
+                )
         for node, c in zip(self.problem.nodes, self.known, strict=True):
             if node.group >= 0:
                 late[node.group] -= node.hide_s[c]
@@ -101,7 +129,9 @@ class _Dual:
         messages, big_s = self.messages, self.messages.big_s
         for v, (node, keep) in enumerate(zip(self.problem.nodes, messages.keep, strict=True)):
             hide = self.late[node.group] * node.hide_s if node.group >= 0 else 0.0
-            messages.own[v] = np.where(keep, np.where(keep, self._alone_s(node), 0.0) + byte_s * node.memory_bytes - hide, big_s)
+            messages.own[v] = np.where(
+                keep, np.where(keep, self._alone_s(node), 0.0) + byte_s * node.memory_bytes - hide, big_s
+            )
         for factor in messages.factors:
             net = factor.net
             weight = self.late[net.group] if net.group >= 0 else 0.0
@@ -131,8 +161,8 @@ class _Dual:
         return self.messages.value - self.memory_s
 
     def progress(self) -> tuple[int, int, float]:
-        """Grows while rounds are worth their time: with the bound (by thousandths of the first solution's time), choices ruled out
-        and better solutions."""
+        """Grows while rounds are worth their time: with the bound (by thousandths of the first solution's time),
+        choices ruled out and better solutions."""
         return int(1000 * self.best_s / self.first_s), -sum(int(k.sum()) for k in self.messages.keep), -self.known_s
 
     def closed(self) -> bool:
@@ -168,7 +198,8 @@ class _Dual:
             self._price()
 
     def _violation(self, choice: tuple[int, ...]) -> tuple[float, np.ndarray]:
-        """Bytes over the limit as a share of it, and comm - hide of every group in seconds (forbidden pairs count nothing)."""
+        """Bytes over the limit as a share of it, and comm - hide of every group in seconds (forbidden pairs count
+        nothing)."""
         late, memory = np.zeros(self.problem.groups), 0.0
         for node, c in zip(self.problem.nodes, choice, strict=True):
             memory += node.memory_bytes[c]

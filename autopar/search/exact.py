@@ -4,8 +4,8 @@
     -> LP over what is left, and again while its reduced costs rule out much
     -> where it is fractional, the integer program over the rest
 
-Every step keeps all solutions better than the best known, so the smallest bound proven at the end holds for the whole problem;
-with time short the solution carries the largest bound known by then.
+Every step keeps all solutions better than the best known, so the smallest bound proven at the end holds for the whole
+problem; with time short the solution carries the largest bound known by then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from autopar.search.solver import GLOP, HIGHS, Answer, is_integral, read_choice,
 
 GAP = 1e-7  # relative: closer than this is called optimal
 _DUAL_SHARE = 0.25  # of the time limit, at most, for message passing
-_DUAL_EFFORT = 2500.0  # at most (dual.effort): most of what it proves it proves early, the LP does the rest; about 0.4 s
+# at most (dual.effort): most of what it proves it proves early, the LP does the rest; about 0.4 s
+_DUAL_EFFORT = 2500.0
 _LP_ROUNDS = 4
 _WORTHWHILE = 0.9  # another LP when the last one left less than this share of the choices
 
@@ -87,8 +88,15 @@ class _Run:
         return tuple(int(np.searchsorted(k, c)) for k, c in zip(self.kept, self.best, strict=True))
 
 
-def minimise(problem: Problem, known: tuple[int, ...], *, time_limit_s: float, seed: int = 0, cutoff_s: float = np.inf,
-             gap: float = 0.0) -> Exact:
+def minimise(
+    problem: Problem,
+    known: tuple[int, ...],
+    *,
+    time_limit_s: float,
+    seed: int = 0,
+    cutoff_s: float = np.inf,
+    gap: float = 0.0,
+) -> Exact:
     """The optimum of `problem`, or with time short the best found, from the feasible solution `known`.
 
     Ends early once it has proven that nothing faster than `cutoff_s` exists, or nothing better than `gap` (relative).
@@ -103,8 +111,9 @@ def _solve(run: _Run, dual_s: float) -> str:
     """Improves `run` until it is closed or time is up; returns how."""
     deadline = min(run.deadline, time.perf_counter() + dual_s)
     rounds = int(_DUAL_EFFORT / dual.effort(run.problem))  # work and not time, so that a busy machine finds the same
-    ruled = dual.bound(run.problem, run.best, deadline=deadline, rounds=min(dual.ROUNDS, max(1, rounds)),
-                       cutoff_s=run.cutoff_s)
+    ruled = dual.bound(
+        run.problem, run.best, deadline=deadline, rounds=min(dual.ROUNDS, max(1, rounds)), cutoff_s=run.cutoff_s
+    )
     run.offer(ruled.choice)
     run.raise_bound(ruled.bound_s)
     run.shrink(ruled.keep)
@@ -162,4 +171,3 @@ def _branch(run: _Run) -> str:
         run.offer(read_choice(exact.values, model))
     run.raise_bound(run.best_s if exact.status == "infeasible" else exact.bound * model.time_unit_s)
     return f"integer program over {_choices(run.problem)} choices"
-

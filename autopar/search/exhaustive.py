@@ -35,7 +35,9 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
             best_s, best = float(time_s[at]), int(index[at])
     if best < 0:
         if np.isinf(least):
-            raise InfeasibleError(f"problem {problem.name}: every combination of choices uses a forbidden pair of layouts")
+            raise InfeasibleError(
+                f"problem {problem.name}: every combination of choices uses a forbidden pair of layouts"
+            )
         raise shortfall(problem, least)
     choice = tuple(int(c) for c in np.unravel_index(best, sizes)) if sizes else ()
     return Solution(choice, "exhaustive", problem.evaluate(choice).time_s, True, f"all {total:,} combinations")
@@ -45,8 +47,11 @@ def combinations(problem: Problem) -> int:
     """How many combinations there are. Raises PlanError when there are more than `LIMIT`."""
     total = math.prod(len(node.labels) for node in problem.nodes)
     if total > LIMIT:
-        raise PlanError(f"problem {problem.name}: exhaustive search over {total:.3g} combinations of {len(problem.nodes)} nodes, at most {LIMIT:,} are possible; use search='ilp', "
-                        "which proves how far its answer is from the best, or a mesh of fewer axes")
+        raise PlanError(
+            f"problem {problem.name}: exhaustive search over {total:.3g} combinations of {len(problem.nodes)} nodes, "
+            f"at most {LIMIT:,} are possible; use search='ilp', which proves how far its answer is from the best, or a "
+            "mesh of fewer axes"
+        )
     return total
 
 

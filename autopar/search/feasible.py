@@ -1,4 +1,5 @@
-"""Solutions that need little memory: where searches start that found nothing that fits, and the proof that nothing does."""
+"""Solutions that need little memory: where searches start that found nothing that fits, and the proof that nothing
+does."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ def feasible(problem: Problem, *, time_limit_s: float) -> tuple[int, ...]:
     """A solution that fits: where descent by bytes ends, or else that of `least_memory`, with its errors."""
     deadline = time.perf_counter() + time_limit_s
     found = descend(in_bytes(problem), None, deadline)
-    return found if found is not None and fits(problem, found) else least_memory(problem, time_limit_s=deadline - time.perf_counter())
+    return (
+        found
+        if found is not None and fits(problem, found)
+        else least_memory(problem, time_limit_s=deadline - time.perf_counter())
+    )
 
 
 def least_memory(problem: Problem, *, time_limit_s: float) -> tuple[int, ...]:
@@ -43,11 +48,14 @@ def least_memory(problem: Problem, *, time_limit_s: float) -> tuple[int, ...]:
         raise shortfall(problem, needed)
     raise InfeasibleError(
         f"problem {problem.name}: no solution within {_size(problem.memory_limit_bytes)} per device was found in "
-        f"{time_limit_s:.1f} s; the best needs {_size(needed)}, and at least {_size(least.bound_s)} are needed; give more time")
+        f"{time_limit_s:.1f} s; the best needs {_size(needed)}, and at least {_size(least.bound_s)} are needed; give "
+        "more time"
+    )
 
 
 def check_room(problem: Problem) -> None:
-    """Raises InfeasibleError where the limit is below what every node and every net needs at least by itself: no search is needed to see that."""
+    """Raises InfeasibleError where the limit is below what every node and every net needs at least by itself: no search
+    is needed to see that."""
     if np.isinf(problem.memory_limit_bytes):
         return
     nodes = sum(float(node.memory_bytes[np.isfinite(node.cost_s)].min(initial=np.inf)) for node in problem.nodes)
@@ -58,10 +66,25 @@ def check_room(problem: Problem) -> None:
 
 def in_bytes(problem: Problem) -> Problem:
     """`problem` with bytes for seconds, without limit and groups: its optimum is the solution of least memory."""
-    nodes = tuple(replace(node, cost_s=np.where(np.isfinite(node.cost_s), node.memory_bytes, np.inf),
-                          memory_bytes=np.zeros_like(node.memory_bytes), group=-1, lane=None) for node in problem.nodes)
-    nets = tuple(replace(net, cost_s=np.where(np.isfinite(net.cost_s), net.memory_bytes, np.inf),
-                         memory_bytes=np.zeros_like(net.memory_bytes), group=-1) for net in problem.nets)
+    nodes = tuple(
+        replace(
+            node,
+            cost_s=np.where(np.isfinite(node.cost_s), node.memory_bytes, np.inf),
+            memory_bytes=np.zeros_like(node.memory_bytes),
+            group=-1,
+            lane=None,
+        )
+        for node in problem.nodes
+    )
+    nets = tuple(
+        replace(
+            net,
+            cost_s=np.where(np.isfinite(net.cost_s), net.memory_bytes, np.inf),
+            memory_bytes=np.zeros_like(net.memory_bytes),
+            group=-1,
+        )
+        for net in problem.nets
+    )
     return replace(problem, nodes=nodes, nets=nets, groups=0, lanes=(), memory_limit_bytes=float("inf"))
 
 
@@ -72,17 +95,20 @@ def _allowed(problem: Problem, deadline: float) -> tuple[int, ...]:
     if answer.values is not None:
         return read_choice(answer.values, model)
     proven = "every combination" if answer.status == "infeasible" else "every combination tried before time was up"
-    raise InfeasibleError(f"problem {problem.name}: {proven} of choices uses a forbidden pair of layouts; allow more options for "
-                          f"its {len(problem.nodes)} nodes")
+    raise InfeasibleError(
+        f"problem {problem.name}: {proven} of choices uses a forbidden pair of layouts; allow more options for "
+        f"its {len(problem.nodes)} nodes"
+    )
 
 
 def shortfall(problem: Problem, least_bytes: float) -> InfeasibleError:
     """The error that says what is missing, given bytes that no solution is below."""
     limit = problem.memory_limit_bytes
     return InfeasibleError(
-        f"{problem.name or 'the problem'} needs {_size(least_bytes)} per device or more, the limit is {_size(limit)}: {_size(least_bytes - limit)} are missing; "
-        "use more devices, a smaller batch or a smaller model",
-        missing_bytes=least_bytes - limit)
+        f"{problem.name or 'the problem'} needs {_size(least_bytes)} per device or more, the limit is {_size(limit)}: "
+        f"{_size(least_bytes - limit)} are missing; use more devices, a smaller batch or a smaller model",
+        missing_bytes=least_bytes - limit,
+    )
 
 
 def _size(size_bytes: float) -> str:

@@ -15,9 +15,16 @@ from autopar.search.feasible import check_room, feasible
 from autopar.search.state import State
 
 
-def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None,
-           state: State | None = None) -> Solution:
-    """A locally optimal solution, not worse than `start`; deterministic, `seed` changes nothing. `state` as `descend` has it.
+def search(
+    problem: Problem,
+    *,
+    time_limit_s: float,
+    seed: int = 0,
+    start: tuple[int, ...] | None = None,
+    state: State | None = None,
+) -> Solution:
+    """A locally optimal solution, not worse than `start`; deterministic, `seed` changes nothing. `state` as `descend`
+    has it.
 
     Raises InfeasibleError with the shortfall when nothing fits.
     """

@@ -1,8 +1,9 @@
-"""Honing: descent on the price of a step as it runs. That price is slow to ask, so a State, a cheap approximation, says which moves are worth pricing.
+"""Honing: descent on the price of a step as it runs. That price is slow to ask, so a State, a cheap approximation, says
+which moves are worth pricing.
 
     one    moves of one node, the most promising first; the first that is faster by its price is made
-    two    where there is none, moves of two nodes at once that share no net, so that what they change adds up. One may free memory, or
-           compute to hide under, that the other needs
+    two    where there is none, moves of two nodes at once that share no net, so that what they change adds up. One may
+           free memory, or compute to hide under, that the other needs
 
 Deterministic: the order of moves follows from the State and the prices alone.
 """
@@ -34,7 +35,13 @@ LARGEST = 4096
 """Pairs that are scored at once, so that the arrays fit into a cache."""
 
 
-def honed(state: State, start: Choice, price_s: Callable[[Choice], float], late: Callable[[], bool] = lambda: False, tried: int = TRIED) -> tuple[Choice, float]:
+def honed(
+    state: State,
+    start: Choice,
+    price_s: Callable[[Choice], float],
+    late: Callable[[], bool] = lambda: False,
+    tried: int = TRIED,
+) -> tuple[Choice, float]:
     """Descend from `start`, which fits: a solution that fits and is no slower, and its seconds by `price_s`.
 
     `late` ends it early; `tried` is the number of moves of each kind that are priced before it gives up.
@@ -60,7 +67,8 @@ class _Honing:
 
     def __post_init__(self) -> None:
         sizes = np.diff(self.state.starts)
-        self.node = np.repeat(np.arange(len(sizes)), sizes)  # of each column of the State's changes: the node and its choice
+        # of each column of the State's changes: the node and its choice
+        self.node = np.repeat(np.arange(len(sizes)), sizes)
         self.choice = np.concatenate([np.arange(size) for size in sizes])
         self.sees = np.eye(len(sizes), dtype=bool)
         for v, near in enumerate(self.state.near):
@@ -104,21 +112,30 @@ class _Honing:
         apart = ~self.sees[self.node[one], self.node[other]]
         one, other = one[apart], other[apart]
         totals, changes = self.state.totals, self.state.changes()
-        seconds = np.concatenate([np.zeros(0), *(self.state.score(totals + changes[:, one[at:at + LARGEST]] + changes[:, other[at:at + LARGEST]], self.fits)
-                                                 for at in range(0, len(one), LARGEST))])
+        seconds = np.concatenate(
+            [
+                np.zeros(0),
+                *(
+                    self.state.score(
+                        totals + changes[:, one[at : at + LARGEST]] + changes[:, other[at : at + LARGEST]], self.fits
+                    )
+                    for at in range(0, len(one), LARGEST)
+                ),
+            ]
+        )
         for at in self._promising(seconds):
             yield self._with(int(one[at]), int(other[at]))
 
     def _short(self) -> np.ndarray:
-        """The columns that are combined into pairs: the fastest that fit, the fastest whatever memory they take, and those that free most bytes per
-        second that they cost."""
+        """The columns that are combined into pairs: the fastest that fit, the fastest whatever memory they take, and
+        those that free most bytes per second that they cost."""
         fits_s, roomy_s = self._seconds(self.fits), self._seconds(self.roomy)
         found = [np.argsort(fits_s, kind="stable")[:SHORT], np.argsort(roomy_s, kind="stable")[:SHORT]]
         if np.isfinite(self.state.limit_bytes):
             freed = -self.state.changes()[BYTES]
             frees = np.flatnonzero((freed > 0) & (roomy_s < self.fits.forbidden_s))
             rate = (roomy_s[frees] - self.best_s) / freed[frees]
-            found.append(frees[np.argsort(rate, kind="stable")[:SHORT // 2]])
+            found.append(frees[np.argsort(rate, kind="stable")[: SHORT // 2]])
         return np.array(list(dict.fromkeys(np.concatenate(found).tolist())), int)
 
     def _seconds(self, penalty: Penalty) -> np.ndarray:
@@ -127,7 +144,8 @@ class _Honing:
         return np.where(self.choice == np.array(self.best)[self.node], np.inf, seconds)
 
     def _promising(self, seconds: np.ndarray) -> list[int]:
-        """The indices of the moves that are worth pricing (PROMISING), given their `seconds` by the State, the fastest first."""
+        """The indices of the moves that are worth pricing (PROMISING), given their `seconds` by the State, the fastest
+        first."""
         most_s = PROMISING * float(self.state.score(self.state.totals, self.fits)[0])
         order = np.argsort(seconds, kind="stable")
         found: list[int] = order[seconds[order] < most_s].tolist()

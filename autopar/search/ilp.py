@@ -1,6 +1,7 @@
 """The strategy by linear and integer programming with OR-tools; the formulation is in search/model.py.
 
-    presolve (exact) -> a first solution (`greedy`) -> `exact.minimise`: message passing, LP, integer program -> the way back
+presolve (exact) -> a first solution (`greedy`) -> `exact.minimise`: message passing, LP, integer program -> the way
+back
 """
 
 from __future__ import annotations
@@ -19,9 +20,17 @@ from autopar.search.feasible import check_room
 from autopar.search.state import State
 
 
-def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None,
-           cutoff_s: float = math.inf, gap: float = 0.0) -> Solution:
-    """The optimum, or with time short the best solution found, never worse than `start`; `bound_s` is proven either way.
+def search(
+    problem: Problem,
+    *,
+    time_limit_s: float,
+    seed: int = 0,
+    start: tuple[int, ...] | None = None,
+    cutoff_s: float = math.inf,
+    gap: float = 0.0,
+) -> Solution:
+    """The optimum, or with time short the best solution found, never worse than `start`; `bound_s` is proven either
+    way.
 
     `cutoff_s`: the caller has something that fast already, so a proof that nothing faster exists ends the search.
     `gap`: a solution proven to be that close (relative) to the optimum is good enough.
@@ -40,12 +49,20 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
     return finish(problem, best, found.bound_s, found.note)
 
 
-def glance(problem: Problem, *, time_limit_s: float, cutoff_s: float = math.inf, twice: bool = False, start: tuple[int, ...] | None = None) -> Solution:
-    """A first solution and bound by message passing alone, in a fraction of the time of `search`: enough to see which of several problems are
-    worth solving. Dominated choices are not looked for, since there are few.
+def glance(
+    problem: Problem,
+    *,
+    time_limit_s: float,
+    cutoff_s: float = math.inf,
+    twice: bool = False,
+    start: tuple[int, ...] | None = None,
+) -> Solution:
+    """A first solution and bound by message passing alone, in a fraction of the time of `search`: enough to see which
+    of several problems are worth solving. Dominated choices are not looked for, since there are few.
 
-    Ends early once it is proven that nothing is faster than `cutoff_s`. With `twice`, a solution far from its bound gets a second start
-    (`_calmer`). Descent also begins at `start`, which may do what is forbidden here. Raises InfeasibleError as `search` does.
+    Ends early once it is proven that nothing is faster than `cutoff_s`. With `twice`, a solution far from its bound
+    gets a second start (`_calmer`). Descent also begins at `start`, which may do what is forbidden here. Raises
+    InfeasibleError as `search` does.
     """
     deadline = time.perf_counter() + time_limit_s
     check_room(problem)
@@ -67,15 +84,24 @@ DEARER = 2.0
 
 
 def _passed(problem: Problem, time_limit_s: float, cutoff_s: float = math.inf) -> tuple[tuple[int, ...], dual.Bound]:
-    """A solution by descent and a few rounds of message passing, and the bound that these prove. Raises InfeasibleError where nothing fits."""
+    """A solution by descent and a few rounds of message passing, and the bound that these prove. Raises InfeasibleError
+    where nothing fits."""
     state = State(problem, [-1] * len(problem.nodes))
     first = greedy.search(problem, time_limit_s=time_limit_s, state=state).choice
-    seen = dual.bound(problem, first, deadline=time.perf_counter() + time_limit_s, rounds=GLANCE_ROUNDS, cutoff_s=cutoff_s, state=state)
+    seen = dual.bound(
+        problem,
+        first,
+        deadline=time.perf_counter() + time_limit_s,
+        rounds=GLANCE_ROUNDS,
+        cutoff_s=cutoff_s,
+        state=state,
+    )
     return better(problem, first, seen.choice) or first, seen
 
 
 def _calmer(problem: Problem, time_limit_s: float) -> tuple[int, ...] | None:
-    """A local optimum of `problem` from another start: the solution of the same with dearer reshards. None where that does not fit.
+    """A local optimum of `problem` from another start: the solution of the same with dearer reshards. None where that
+    does not fit.
 
     Descent from the node-by-node cheapest choices tends to end at solutions that change layouts all the time.
     """

@@ -1,8 +1,9 @@
-"""FlexFlow's search: Metropolis-Hastings over the choices (Jia, Zaharia, Aiken: Beyond Data and Model Parallelism, MLSys 2019, section 6).
+"""FlexFlow's search: Metropolis-Hastings over the choices (Jia, Zaharia, Aiken: Beyond Data and Model Parallelism,
+MLSys 2019, section 6).
 
 A random node is proposed a random choice; a change of d seconds is accepted with probability min(1, exp(-beta d)). Only
-what touches the node is priced again (`State.after`). Bytes over the limit and forbidden pairs cost seconds. A chain that has
-not improved for `_PATIENCE` x nodes proposals starts anew from the best solution, colder.
+what touches the node is priced again (`State.after`). Bytes over the limit and forbidden pairs cost seconds. A chain
+that has not improved for `_PATIENCE` x nodes proposals starts anew from the best solution, colder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Messages between nodes and nets of a Problem: a lower bound of costs that just add up (SRMP: Kolmogorov, "A new look at reweighted message passing", 2015).
+"""Messages between nodes and nets of a Problem: a lower bound of costs that just add up (SRMP: Kolmogorov, "A new look
+at reweighted message passing", 2015).
 
-Going over the nodes forwards and backwards, each takes the min-marginals of its nets and gives a share back to those still ahead. The bound is then the sum of
-every node's least. Messages move costs, so that those of other costs are as good to begin with: any messages prove something.
+Going over the nodes forwards and backwards, each takes the min-marginals of its nets and gives a share back to those
+still ahead. The bound is then the sum of every node's least. Messages move costs, so that those of other costs are as
+good to begin with: any messages prove something.
 """
 
 from __future__ import annotations
@@ -39,7 +41,11 @@ class Factor:
     def marginal(self, slot: int) -> np.ndarray:
         """The whole min-marginal of the member at `slot`, by its rows or columns."""
         if len(self.uses) == 1:  # most factors: one table, no readers that share
-            return np.asarray(np.minimum.reduce(self.table - self.messages[1], 1) if slot == 0 else np.minimum.reduce(self.table - self.messages[0][:, None], 0))
+            return np.asarray(
+                np.minimum.reduce(self.table - self.messages[1], 1)
+                if slot == 0
+                else np.minimum.reduce(self.table - self.messages[0][:, None], 0)
+            )
         away = [-m for m in self.messages[1:]]
         if slot == 0:
             return row_marginal(self.table, away)
@@ -52,7 +58,10 @@ def split(net: Net) -> list[Factor]:
     count = len(net.uses)
     parts = [list(range(first, min(first + MAX_SHARED, count))) for first in range(0, count, MAX_SHARED)]
     height, width = net.cost_s.shape
-    return [Factor(net, len(part) / count, part, net.cost_s, [np.zeros(height), *(np.zeros(width) for _ in part)]) for part in parts]
+    return [
+        Factor(net, len(part) / count, part, net.cost_s, [np.zeros(height), *(np.zeros(width) for _ in part)])
+        for part in parts
+    ]
 
 
 @dataclass
@@ -64,7 +73,8 @@ class Seat:
     later: bool
     earlier: bool
     layouts: np.ndarray
-    dead: np.ndarray | None = None  # rows or columns that none of the node's choices has any more; None: to be looked at anew
+    # rows or columns that none of the node's choices has any more; None: to be looked at anew
+    dead: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         self.order = np.argsort(self.layouts, kind="stable")  # choices by their layouts, and where each layout begins
@@ -75,8 +85,8 @@ class Seat:
     def collect(self, keep: np.ndarray, big_s: float) -> np.ndarray:
         """Moves the whole min-marginal into the message; what it adds to each choice of the node.
 
-        A row or column that none of the node's choices in `keep` has costs `big_s` from here on: without that the others
-        would see a layout nobody can take as free.
+        A row or column that none of the node's choices in `keep` has costs `big_s` from here on: without that the
+        others would see a layout nobody can take as free.
         """
         message = self.factor.marginal(self.slot)
         if self.dead is None:
@@ -96,7 +106,8 @@ class Seat:
 
 
 class Messages:
-    """Those of `factors`; `own` are the costs of each node's choices, of which those in `keep` count, and all others cost `big_s`."""
+    """Those of `factors`; `own` are the costs of each node's choices, of which those in `keep` count, and all others
+    cost `big_s`."""
 
     def __init__(self, factors: Sequence[Factor], own: list[np.ndarray], keep: list[np.ndarray], big_s: float) -> None:
         self.factors, self.own, self.keep, self.big_s = list(factors), own, keep, big_s

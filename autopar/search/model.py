@@ -33,7 +33,8 @@ _INF = float("inf")
 
 @dataclass
 class Linear:
-    """min objective.x, row_lower <= matrix x <= row_upper, lower <= x <= upper; the matrix as (row, column, value) lists.
+    """min objective.x, row_lower <= matrix x <= row_upper, lower <= x <= upper; the matrix as (row, column, value)
+    lists.
 
     `node_of` and `choice_of` name the one-hot columns, which come first; `time_unit_s` scales the objective back.
     """
@@ -120,8 +121,16 @@ def _nets(model: Linear, problem: Problem) -> list[tuple[int, np.ndarray, np.nda
     return hidden
 
 
-def _flows(model: Linear, net: Net, use: int, rows: np.ndarray, columns: np.ndarray,
-           cost_s: np.ndarray, memory: np.ndarray, starts: np.ndarray) -> np.ndarray:
+def _flows(
+    model: Linear,
+    net: Net,
+    use: int,
+    rows: np.ndarray,
+    columns: np.ndarray,
+    cost_s: np.ndarray,
+    memory: np.ndarray,
+    starts: np.ndarray,
+) -> np.ndarray:
     """(2) and (3) for one reader; returns the columns of f."""
     reader = net.uses[use]
     f = model.add_columns(cost_s, memory)
@@ -135,8 +144,15 @@ def _flows(model: Linear, net: Net, use: int, rows: np.ndarray, columns: np.ndar
     return f
 
 
-def _shared(model: Linear, net: Net, rows: np.ndarray, columns: np.ndarray, exposed_s: np.ndarray,
-            memory: np.ndarray, cost_s: np.ndarray) -> np.ndarray:
+def _shared(
+    model: Linear,
+    net: Net,
+    rows: np.ndarray,
+    columns: np.ndarray,
+    exposed_s: np.ndarray,
+    memory: np.ndarray,
+    cost_s: np.ndarray,
+) -> np.ndarray:
     """(4): y where it costs anything (-1 elsewhere), above the flow of every reader."""
     priced = np.flatnonzero((cost_s > 0) | (memory > 0))
     y = np.full(len(rows), -1)
@@ -164,7 +180,9 @@ def _groups(model: Linear, problem: Problem, entries: list[tuple[int, np.ndarray
     for v, node in enumerate(problem.nodes):
         if node.group >= 0:
             x = model.starts[v] + np.flatnonzero(node.hide_s)
-            model.add_entries(np.full(len(x), first + node.group), x, node.hide_s[x - model.starts[v]] / model.time_unit_s)
+            model.add_entries(
+                np.full(len(x), first + node.group), x, node.hide_s[x - model.starts[v]] / model.time_unit_s
+            )
 
 
 def _memory(model: Linear, problem: Problem) -> None:

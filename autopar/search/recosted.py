@@ -1,4 +1,5 @@
-"""One Problem at ever other costs that just add up: what its messages were at the last costs is near what they are at these.
+"""One Problem at ever other costs that just add up: what its messages were at the last costs is near what they are at
+these.
 
     bound       sweeps until the bound is as high as anybody asks for, or does not rise any more
     solution    where it stays below, by descent from what the messages say
@@ -26,18 +27,24 @@ STALL = 1e-4
 
 
 class Recosted:
-    """`problem` has no memory limit, no overlap groups and no lanes; what is infinite stays so at all costs. Raises InfeasibleError where a node has no choice."""
+    """`problem` has no memory limit, no overlap groups and no lanes; what is infinite stays so at all costs. Raises
+    InfeasibleError where a node has no choice."""
 
     def __init__(self, problem: Problem) -> None:
         self._selected = Selected.of(problem)
         small = self.problem = self._selected.problem  # without what is forbidden, at the last costs
         self._factors = [split(net) for net in small.nets]
-        self._messages = Messages([factor for parts in self._factors for factor in parts], [node.cost_s for node in small.nodes],
-                                  [np.ones(len(node.cost_s), bool) for node in small.nodes], 1.0)
+        self._messages = Messages(
+            [factor for parts in self._factors for factor in parts],
+            [node.cost_s for node in small.nodes],
+            [np.ones(len(node.cost_s), bool) for node in small.nodes],
+            1.0,
+        )
         self._state: State | None = None
 
     def bound_s(self, node_s: Sequence[np.ndarray], net_s: Sequence[np.ndarray], target_s: float) -> float:
-        """Seconds that no solution beats at costs `node_s` [choices] and `net_s` [rows, columns]; no more than `target_s` is asked for."""
+        """Seconds that no solution beats at costs `node_s` [choices] and `net_s` [rows, columns]; no more than
+        `target_s` is asked for."""
         self._price(node_s, net_s)
         found_s = -math.inf
         for _ in range(SWEEPS):
@@ -64,7 +71,8 @@ class Recosted:
                 factor.table = factor.share * finite_s
 
     def solution(self) -> Choice | None:
-        """A choice of the whole problem that no single move makes better at the last costs; None where what the messages say ends at one that is forbidden."""
+        """A choice of the whole problem that no single move makes better at the last costs; None where what the
+        messages say ends at one that is forbidden."""
         start = self._messages.decode()
         if self._state is None:
             self._state = State(self.problem, start)

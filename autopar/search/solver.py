@@ -1,7 +1,7 @@
 """One door to OR-tools: arrays in, values, bound and a readable error out.
 
-The model is written as a math_opt ModelProto straight from the arrays and handed to the solver as such: the Python objects
-of math_opt (one per variable, and one dictionary entry per value) would cost more than the solving does.
+The model is written as a math_opt ModelProto straight from the arrays and handed to the solver as such: the Python
+objects of math_opt (one per variable, and one dictionary entry per value) would cost more than the solving does.
 """
 
 from __future__ import annotations
@@ -84,10 +84,11 @@ def to_proto(model: Linear, *, integer: bool) -> model_pb2.ModelProto:
 
 
 def solve(model: Linear, kind: int, *, integer: bool, time_limit_s: float, seed: int = 0, gap: float = 1e-9) -> Answer:
-    """Solve `model` with the solver `kind`, one thread and at most `time_limit_s` seconds (inf: no limit); `gap` is relative and only for `integer`.
+    """Solve `model` with the solver `kind`, one thread and at most `time_limit_s` seconds (inf: no limit); `gap` is
+    relative and only for `integer`.
 
-    Where GLOP gives up because its answer is not exact enough, HiGHS solves the model: it scales rows and columns differently. Raises
-    SolverError with the message of OR-tools when the solver fails.
+    Where GLOP gives up because its answer is not exact enough, HiGHS solves the model: it scales rows and columns
+    differently. Raises SolverError with the message of OR-tools when the solver fails.
     """
     began = time.perf_counter()
     proto = to_proto(model, integer=integer)
@@ -101,16 +102,28 @@ def solve(model: Linear, kind: int, *, integer: bool, time_limit_s: float, seed:
         params.relative_gap_tolerance = gap
     result = _call(proto, kind, params)
     if kind == GLOP and result.termination.reason in _IMPRECISE:
-        return solve(model, HIGHS, integer=integer, time_limit_s=time_limit_s - (time.perf_counter() - began), seed=seed, gap=gap)
+        return solve(
+            model, HIGHS, integer=integer, time_limit_s=time_limit_s - (time.perf_counter() - began), seed=seed, gap=gap
+        )
     return _answer(result, model)
 
 
-def _call(proto: model_pb2.ModelProto, kind: int, params: parameters_pb2.SolveParametersProto) -> result_pb2.SolveResultProto:
+def _call(
+    proto: model_pb2.ModelProto, kind: int, params: parameters_pb2.SolveParametersProto
+) -> result_pb2.SolveResultProto:
     name = parameters_pb2.SolverTypeProto.Name(kind)
     try:
-        return solver.solve(proto, kind, parameters_pb2.SolverInitializerProto(), params,
-                            model_parameters_pb2.ModelSolveParametersProto(), None,
-                            callback_pb2.CallbackRegistrationProto(), None, None)
+        return solver.solve(
+            proto,
+            kind,
+            parameters_pb2.SolverInitializerProto(),
+            params,
+            model_parameters_pb2.ModelSolveParametersProto(),
+            None,
+            callback_pb2.CallbackRegistrationProto(),
+            None,
+            None,
+        )
     except StatusNotOk as error:
         raise SolverError(f"{name}: {error.status.message()}") from error
 

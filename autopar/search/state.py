@@ -1,8 +1,9 @@
 """A solution that local search changes: what moving a node would cost, for all its choices at once.
 
-A column of totals is [exposed seconds, bytes, forbidden pairs, comm - hide of group 0, 1, ..., work in lane 0, 1, ...]. Every node adds the column of
-its choice to them, every net the distinct columns that its readers ask for. The change of totals that each choice of each node would make is
-cached. A move invalidates only the entries of its neighbours, so that it is cheap to ask which nodes could be improved.
+A column of totals is [exposed seconds, bytes, forbidden pairs, comm - hide of group 0, 1, ..., work in lane 0, 1, ...].
+Every node adds the column of its choice to them, every net the distinct columns that its readers ask for. The change of
+totals that each choice of each node would make is cached. A move invalidates only the entries of its neighbours, so
+that it is cheap to ask which nodes could be improved.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Penalty:
 
 
 class _Touch(NamedTuple):
-    """A net that a node produces or reads: its number, whether the node produces it, the columns that the node asks for by choice, and the other readers
-    with theirs."""
+    """A net that a node produces or reads: its number, whether the node produces it, the columns that the node asks for
+    by choice, and the other readers with theirs."""
 
     net: int
     produced: bool
@@ -46,23 +47,31 @@ class State:
         self.problem, self.limit_bytes = problem, problem.memory_limit_bytes
         self.tables = [self._net_features(t) for t in range(len(problem.nets))]
         self.slots = [self._slots(t) for t in range(len(problem.nets))]
-        self.columns = [[(use.node, use.column.tolist()) for use in net.uses] for net in problem.nets]  # lists: read one by one
+        # lists: read one by one
+        self.columns = [[(use.node, use.column.tolist()) for use in net.uses] for net in problem.nets]
         self.rows = [net.row.tolist() for net in problem.nets]
         self.own = [self._node_features(v) for v in range(len(problem.nodes))]
         self.touching: list[list[_Touch]] = [[] for _ in problem.nodes]
         for t, net in enumerate(problem.nets):
             for v in sorted({net.producer, *(use.node for use in net.uses)}):
                 others = [(node, column) for node, column in self.columns[t] if node != v]
-                self.touching[v].append(_Touch(t, net.producer == v, [use.column for use in net.uses if use.node == v], others))
-        self.near = [sorted({w for touch in near for w in _members(problem.nets[touch.net])} - {v}) for v, near in enumerate(self.touching)]
+                self.touching[v].append(
+                    _Touch(t, net.producer == v, [use.column for use in net.uses if use.node == v], others)
+                )
+        self.near = [
+            sorted({w for touch in near for w in _members(problem.nets[touch.net])} - {v})
+            for v, near in enumerate(self.touching)
+        ]
         self.starts = np.cumsum([0, *(own.shape[1] for own in self.own)])
-        self._changes = np.zeros((self._rows, int(self.starts[-1])))  # by choice of every node: what it would add to the totals
+        # by choice of every node: what it would add to the totals
+        self._changes = np.zeros((self._rows, int(self.starts[-1])))
         self._stale = set(range(len(problem.nodes)))  # nodes with a neighbour that has moved
         self.choice = [-1] * len(problem.nodes)
         self.reset(choice)
 
     def reprice(self, problem: Problem) -> None:
-        """Take the costs of `problem`, which differs from the present one in costs alone. Totals are wrong until `reset`."""
+        """Take the costs of `problem`, which differs from the present one in costs alone. Totals are wrong until
+        `reset`."""
         self.problem = problem
         self.tables = [self._net_features(t) for t in range(len(problem.nets))]
         self.own = [self._node_features(v) for v in range(len(problem.nodes))]
@@ -87,8 +96,8 @@ class State:
     def move(self, v: int, c: int) -> None:
         """Puts node `v` on choice `c`."""
         changes = self._changes_of(v)
-        self.totals = self.totals + changes[:, c:c + 1]
-        changes -= changes[:, c:c + 1].copy()
+        self.totals = self.totals + changes[:, c : c + 1]
+        changes -= changes[:, c : c + 1].copy()
         self.choice[v] = c
         self._stale.update(self.near[v])
 
@@ -107,17 +116,18 @@ class State:
         return np.asarray(best < now - TOLERANCE * abs(now))
 
     def changes(self) -> np.ndarray:
-        """What each choice of each node would add to the totals, one column after the other (`starts`); all nodes are placed."""
+        """What each choice of each node would add to the totals, one column after the other (`starts`); all nodes are
+        placed."""
         for v in list(self._stale):
             self._changes_of(v)
         return self._changes
 
     def _changes_of(self, v: int) -> np.ndarray:
         """What each choice of node `v` would add to the totals, a view."""
-        changes = self._changes[:, self.starts[v]:self.starts[v + 1]]
+        changes = self._changes[:, self.starts[v] : self.starts[v + 1]]
         if v in self._stale:
             whole, now = self._count(v), self.choice[v]
-            changes[:] = whole - (whole[:, now:now + 1] if now >= 0 else self._idle(v))
+            changes[:] = whole - (whole[:, now : now + 1] if now >= 0 else self._idle(v))
             self._stale.discard(v)
         return changes
 
@@ -180,7 +190,11 @@ class State:
         """[totals, choices]: what each choice of node `v` adds by itself."""
         node, own = self.problem.nodes[v], np.zeros((self._rows, len(self.problem.nodes[v].cost_s)))
         forbidden = np.isinf(node.cost_s)
-        own[SECONDS], own[BYTES], own[FORBIDDEN] = np.where(forbidden, 0.0, node.in_lane(-1)), node.memory_bytes, forbidden
+        own[SECONDS], own[BYTES], own[FORBIDDEN] = (
+            np.where(forbidden, 0.0, node.in_lane(-1)),
+            node.memory_bytes,
+            forbidden,
+        )
         for lane in () if node.lane is None else np.unique(node.lane[node.lane >= 0]):
             own[FIXED + self.problem.groups + lane] = np.where(forbidden, 0.0, node.in_lane(lane))
         if node.group >= 0:
@@ -188,7 +202,8 @@ class State:
         return own
 
     def _net_features(self, t: int) -> np.ndarray:
-        """[seconds exposed, bytes, forbidden] and for a net of a group [seconds that can hide] of every entry of the tables of net `t`."""
+        """[seconds exposed, bytes, forbidden] and for a net of a group [seconds that can hide] of every entry of the
+        tables of net `t`."""
         net = self.problem.nets[t]
         forbidden = np.isinf(net.cost_s)
         hideable = [net.hideable_s] if net.group >= 0 else []
@@ -200,8 +215,8 @@ def _members(net: Net) -> list[int]:
 
 
 def _reading(row: np.ndarray, own: list[np.ndarray], columns: list[int]) -> np.ndarray:
-    """Cost of a net, one column for each choice of a reader whose uses ask for the columns `own`, when others ask for `columns`. `row` is
-    [slots, columns]."""
+    """Cost of a net, one column for each choice of a reader whose uses ask for the columns `own`, when others ask for
+    `columns`. `row` is [slots, columns]."""
     if not columns and len(own) == 1:
         return row[:, own[0]]
     rest = row.copy()
@@ -214,7 +229,8 @@ def _reading(row: np.ndarray, own: list[np.ndarray], columns: list[int]) -> np.n
 
 
 def scale_s(problem: Problem) -> float:
-    """Seconds that no feasible solution exceeds: the sum of the largest finite entry of every table, 1 where that is nothing."""
+    """Seconds that no feasible solution exceeds: the sum of the largest finite entry of every table, 1 where that is
+    nothing."""
     total = 0.0
     for node in problem.nodes:
         total += float(np.abs(node.cost_s[np.isfinite(node.cost_s)]).max(initial=0.0))

@@ -1,8 +1,10 @@
-"""Honing that can leave a local optimum. Near a solution the State's time is nearly linear, and the optimum of that linearised Problem is a start elsewhere.
+"""Honing that can leave a local optimum. Near a solution the State's time is nearly linear, and the optimum of that
+linearised Problem is a start elsewhere.
 
-    tangent     the linear Problem with the slopes that the State's seconds have at a solution, taken over a small or a wide spread: what is
-                steep near by may be flat farther off
-    glance      a quick solution of the tangent, then descent by the State from there; repeated from there while that is faster
+    tangent     the linear Problem with the slopes that the State's seconds have at a solution, taken over a small or a
+                wide spread: what is steep near by may be flat farther off
+    glance      a quick solution of the tangent, then descent by the State from there; repeated from there while that is
+                faster
     honed       the fastest solution by the State, honed by the price of a step (search.honing)
 
 Deterministic unless it is cut short by time.
@@ -30,7 +32,13 @@ GLANCE_S = 10.0
 """Seconds at most to solve one tangent, which takes a fraction of one."""
 
 
-def roamed(state: State, start: Choice, price_s: Callable[[Choice], float], late: Callable[[], bool] = lambda: False, tried: int = TRIED) -> tuple[Choice, float]:
+def roamed(
+    state: State,
+    start: Choice,
+    price_s: Callable[[Choice], float],
+    late: Callable[[], bool] = lambda: False,
+    tried: int = TRIED,
+) -> tuple[Choice, float]:
     """As `honing.honed`: a solution that fits and no slower than `start`, which fits, and its seconds by `price_s`."""
     best, start_s = _valley(state, start, late), price_s(start)
     found, found_s = honed(state, best, price_s, late, tried)
@@ -63,7 +71,8 @@ def _valley(state: State, start: Choice, late: Callable[[], bool]) -> Choice:
 
 
 def _descended(problem: Problem, state: State) -> Choice | None:
-    """Where descent by `state` ends, begun at a solution of the tangent `problem`; leaves `state` there. None where nothing fits."""
+    """Where descent by `state` ends, begun at a solution of the tangent `problem`; leaves `state` there. None where
+    nothing fits."""
     try:
         return descend(problem, ilp.glance(problem, time_limit_s=GLANCE_S).choice, math.inf, state)
     except InfeasibleError:
@@ -71,13 +80,20 @@ def _descended(problem: Problem, state: State) -> Choice | None:
 
 
 def tangent(state: State, spread: float) -> Problem:
-    """The Problem linearised at `state`: its seconds grow with each total as those of `state` do within `spread`. Memory and forbidden entries
-    are unchanged. Raises ValueError where the present solution takes no time."""
+    """The Problem linearised at `state`: its seconds grow with each total as those of `state` do within `spread`.
+    Memory and forbidden entries are unchanged. Raises ValueError where the present solution takes no time."""
     slopes = _slopes(state, spread)
-    nodes = [Node(node.name, node.labels, _limited(own, slopes), own[BYTES], np.zeros(own.shape[1])) for node, own in zip(state.problem.nodes, state.own, strict=True)]
-    nets = [Net(net.name, net.producer, net.row, net.uses, _limited(table, slopes[state.slots[t]]), table[BYTES])
-            for t, (net, table) in enumerate(zip(state.problem.nets, state.tables, strict=True))]
-    return replace(state.problem, nodes=tuple(nodes), nets=tuple(nets), groups=0, lanes=(), memory_limit_bytes=state.limit_bytes)
+    nodes = [
+        Node(node.name, node.labels, _limited(own, slopes), own[BYTES], np.zeros(own.shape[1]))
+        for node, own in zip(state.problem.nodes, state.own, strict=True)
+    ]
+    nets = [
+        Net(net.name, net.producer, net.row, net.uses, _limited(table, slopes[state.slots[t]]), table[BYTES])
+        for t, (net, table) in enumerate(zip(state.problem.nets, state.tables, strict=True))
+    ]
+    return replace(
+        state.problem, nodes=tuple(nodes), nets=tuple(nets), groups=0, lanes=(), memory_limit_bytes=state.limit_bytes
+    )
 
 
 def _limited(features: np.ndarray, slopes: np.ndarray) -> np.ndarray:

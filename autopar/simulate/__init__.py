@@ -1,18 +1,18 @@
 """One step of a plan, as it runs on a rank of each place: a discrete-event simulation with the prices of the search.
 
-    simulate(gm, plan) -> Simulation     step time, shares, memory, and spans for a trace
-    engine.py     tasks on streams that share links and compute units; knows nothing of plans
-    pieces.py     what operators and reshards do on a rank, with their prices
-    work.py       the forward of a stage in the order of the emitted code
-    chains.py     collectives in the background, one after the other
-    rank.py       forward and backward of a stage as tasks, as the runtime starts them
-    sync.py       what a step does once: sums in buckets, weights on several places
-    stages.py     each distinct stage once
-    schedule.py   the actions of a pipeline and what they send
-    step.py       all of it together
-    memory.py     the memory of a place over time
-    result.py     what a simulation finds, as plain data
-    trace.py      a simulation as a file for Perfetto
+simulate(gm, plan) -> Simulation     step time, shares, memory, and spans for a trace
+engine.py     tasks on streams that share links and compute units; knows nothing of plans
+pieces.py     what operators and reshards do on a rank, with their prices
+work.py       the forward of a stage in the order of the emitted code
+chains.py     collectives in the background, one after the other
+rank.py       forward and backward of a stage as tasks, as the runtime starts them
+sync.py       what a step does once: sums in buckets, weights on several places
+stages.py     each distinct stage once
+schedule.py   the actions of a pipeline and what they send
+step.py       all of it together
+memory.py     the memory of a place over time
+result.py     what a simulation finds, as plain data
+trace.py      a simulation as a file for Perfetto
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Chains of collectives in the background of a simulated rank: the counterparts of `runtime.moves.Chain`, `runtime.coalesced.Together`, `runtime.prefetch` and `runtime.leaves`."""
+"""Chains of collectives in the background of a simulated rank: the counterparts of `runtime.moves.Chain`,
+`runtime.coalesced.Together`, `runtime.prefetch` and `runtime.leaves`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Starts(Protocol):
 
 
 class Chain:
-    """A sequence of pieces whose collectives run in the background one after the other (`layout.legs`), counted for the pass `during` ("": the running one)."""
+    """A sequence of pieces whose collectives run in the background one after the other (`layout.legs`), counted for the
+    pass `during` ("": the running one)."""
 
     def __init__(self, rank: Starts, pieces: Sequence[Piece], during: str = "") -> None:
         self.rank, self.during = rank, during
@@ -68,8 +70,9 @@ class Chain:
 
 @dataclass(eq=False)
 class Sums:
-    """The reduction of a bucket, once started. `held[i]` are the bytes on the rank before collective i. After a reduce-scatter as the last collective it is continued once more, to wait for
-    it and free its input (runtime.coalesced)."""
+    """The reduction of a bucket, once started. `held[i]` are the bytes on the rank before collective i. After a
+    reduce-scatter as the last collective it is continued once more, to wait for it and free its input
+    (runtime.coalesced)."""
 
     chain: Chain
     held: Sequence[float]
@@ -117,11 +120,11 @@ class Scatter(Sums):
 class Bucket:
     """Gradients that are reduced together.
 
-        members  (parameter, instance of its block) of each
-        sums     the collectives, one after the other, and the copies around them
-        held     bytes on the rank before each collective
-        each     whether they run after every microbatch
-        block    the block whose backward fills the bucket; None outside of blocks
+    members  (parameter, instance of its block) of each
+    sums     the collectives, one after the other, and the copies around them
+    held     bytes on the rank before each collective
+    each     whether they run after every microbatch
+    block    the block whose backward fills the bucket; None outside of blocks
     """
 
     members: tuple[tuple[str, int], ...]
@@ -133,8 +136,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """Leaves that are gathered together: the collectives and the copies around them, whether they run in the background (`behind`), and the blocks that wait for them (None: the model
-    itself)."""
+    """Leaves that are gathered together: the collectives and the copies around them, whether they run in the background
+    (`behind`), and the blocks that wait for them (None: the model itself)."""
 
     pieces: tuple[Piece, ...]
     behind: bool
@@ -157,7 +160,8 @@ class Fetch:
 
 @dataclass(eq=False)
 class Ahead:
-    """Prefetching in one direction: the gathers in order, those that have started, and the number `at` of the next one to be used."""
+    """Prefetching in one direction: the gathers in order, those that have started, and the number `at` of the next one
+    to be used."""
 
     rank: Starts
     plan: Sequence[Fetch]
@@ -184,7 +188,8 @@ class Ahead:
 
 @dataclass(eq=False)
 class Leaves:
-    """The gathers of the leaves of one step: the chains that have started, and the number `done` of fillings that are complete."""
+    """The gathers of the leaves of one step: the chains that have started, and the number `done` of fillings that are
+    complete."""
 
     rank: Starts
     fillings: Sequence[Filling]

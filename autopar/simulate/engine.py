@@ -1,15 +1,17 @@
 """The event engine: tasks on streams, what they wait for, and what they share.
 
-A stream runs its tasks one after the other, in the order in which they are given. A task begins when its stream is free and all that it
-waits for has ended. Running tasks slow each other down where they share something:
+A stream runs its tasks one after the other, in the order in which they are given. A task begins when its stream is free
+and all that it waits for has ended. Running tasks slow each other down where they share something:
 
-    links   each task takes a share of its links (all of it, if nothing else is said); where the tasks on a link want more than its `capacity`
-            (1 if nothing else is said), all of them are slower by the same factor. A task that needs several is as fast as the fullest one lets it be
+    links   each task takes a share of its links (all of it, if nothing else is said); where the tasks on a link want
+            more than its `capacity` (1 if nothing else is said), all of them are slower by the same factor. A task that
+            needs several is as fast as the fullest one lets it be
     units   tasks that take a share of a device's compute units leave the rest to the task that computes on it
 
-The engine does not know what tasks stand for. The end is never before the longest chain of tasks that wait for each other; and never after
-the sum of all tasks, if tasks that compute need no links. Without shared links and units, making a task longer never makes the end earlier.
-With them it may (Graham's anomaly): a task that comes later leaves a link to another one.
+The engine does not know what tasks stand for. The end is never before the longest chain of tasks that wait for each
+other; and never after the sum of all tasks, if tasks that compute need no links. Without shared links and units, making
+a task longer never makes the end earlier. With them it may (Graham's anomaly): a task that comes later leaves a link to
+another one.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ from autopar.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task. `work_s` are its seconds if it shares nothing with others; `after` are the positions of tasks that must have ended before
-    it begins.
+    """One task. `work_s` are its seconds if it shares nothing with others; `after` are the positions of tasks that must
+    have ended before it begins.
 
-    `uses` are the shares of its `links` that it takes when nothing slows it (empty: all of each). `units` names the device whose compute
-    units it uses: the share `takes` of them, or with 0 what the others leave (it is the one that computes).
+    `uses` are the shares of its `links` that it takes when nothing slows it (empty: all of each). `units` names the
+    device whose compute units it uses: the share `takes` of them, or with 0 what the others leave (it is the one that
+    computes).
     """
 
     name: str
@@ -56,15 +59,17 @@ class Timeline:
 
 
 def run(tasks: Sequence[Task], capacity: Mapping[str, float] | None = None) -> Timeline:
-    """When each task runs. `capacity`: the capacity of links for which it is not 1. Raises PlanError where tasks wait for each other in a
-    cycle."""
+    """When each task runs. `capacity`: the capacity of links for which it is not 1. Raises PlanError where tasks wait
+    for each other in a cycle."""
     state = _State(tasks, capacity or {})
     while state.step():
         pass
     if state.left:
         stuck = [t.name for t, end in zip(tasks, state.end_s, strict=True) if math.isnan(end)]
-        raise PlanError(f"{state.left} of {len(tasks)} tasks wait for each other: {', '.join(stuck[:4])}, ...; the order of a stream "
-                        "contradicts what its tasks wait for")
+        raise PlanError(
+            f"{state.left} of {len(tasks)} tasks wait for each other: {', '.join(stuck[:4])}, ...; the order of a "
+            "stream contradicts what its tasks wait for"
+        )
     return Timeline(tuple(state.begin_s), tuple(state.end_s))
 
 
@@ -94,8 +99,14 @@ class _State:
 
     def step(self) -> bool:
         """Advance to the next end of a task; False where nothing runs."""
-        first = min(self.sharing, key=lambda i: self.sharing[i] / self.rates[i] if self.rates[i] else math.inf, default=None)
-        ends = self.now_s + self.sharing[first] / self.rates[first] if first is not None and self.rates[first] else math.inf
+        first = min(
+            self.sharing, key=lambda i: self.sharing[i] / self.rates[i] if self.rates[i] else math.inf, default=None
+        )
+        ends = (
+            self.now_s + self.sharing[first] / self.rates[first]
+            if first is not None and self.rates[first]
+            else math.inf
+        )
         if self.alone and self.alone[0][0] <= ends:
             until, first = heapq.heappop(self.alone)
         elif first is not None and ends < math.inf:
@@ -122,7 +133,8 @@ class _State:
             self._share()
 
     def _start(self, streams: Sequence[str]) -> bool:
-        """Start the tasks that can start on `streams`. Returns whether a task that shares links or units was started."""
+        """Start the tasks that can start on `streams`. Returns whether a task that shares links or units was
+        started."""
         found = False
         for stream in streams:
             queue = self.streams[stream]

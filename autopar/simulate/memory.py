@@ -11,11 +11,11 @@ FEW = 8
 
 
 def over_time(levels: Sequence[Level], times: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """(seconds, bytes) whenever the bytes change, from 0 on: what rests is there before the first action. `times` is when each of `levels`
-    begins and ends.
+    """(seconds, bytes) whenever the bytes change, from 0 on: what rests is there before the first action. `times` is
+    when each of `levels` begins and ends.
 
-    Within an action the bytes are taken to change linearly from begin to end, with the peak in between; where there are many actions, only
-    peak and end are listed.
+    Within an action the bytes are taken to change linearly from begin to end, with the peak in between; where there are
+    many actions, only peak and end are listed.
     """
     found = [(0.0, levels[0].begin)] if levels else []
     for level, (begin, end) in zip(levels, times, strict=True):

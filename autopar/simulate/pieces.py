@@ -1,7 +1,8 @@
-"""Operators and reshards as pieces of work on one rank, priced as in the search: local work, and collectives on mesh axes.
+"""Operators and reshards as pieces of work on one rank, priced as in the search: local work, and collectives on mesh
+axes.
 
-    operator   in order: its inner collectives that its work waits for; the work; the exposed part of inner collectives that run beside the work; the inner
-               collectives that wait for the work
+    operator   in order: its inner collectives that its work waits for; the work; the exposed part of inner collectives
+               that run beside the work; the inner collectives that wait for the work
     reshard    the collective of each step (`cost.comm`), and the copies around it that reorder chunks
 
 The seconds of all pieces of a step add up to what a Problem charges for it with nothing hidden.
@@ -27,16 +28,17 @@ from autopar.rules.site import InnerCollective, Site
 COMPUTE = -1
 """The axis of local work."""
 INSIDE = -2
-"""The axis of the exposed part of inner collectives that run beside the work of their operator: it takes the compute stream."""
+"""The axis of the exposed part of inner collectives that run beside the work of their operator: it takes the compute
+stream."""
 COUNTS_S = 1e-15
 """A difference of seconds that is less is a rounding error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One piece of work of `seconds`. `kind` is "compute", "copy", "inside", or the kind of a collective on mesh axis `axis`, with `nbytes`
-    in a group. `within`: it is an inner collective of an operator. `around`: of a copy, the kind and axis of the collective that it is made
-    for."""
+    """One piece of work of `seconds`. `kind` is "compute", "copy", "inside", or the kind of a collective on mesh axis
+    `axis`, with `nbytes` in a group. `within`: it is an inner collective of an operator. `around`: of a copy, the kind
+    and axis of the collective that it is made for."""
 
     name: str
     kind: str
@@ -67,10 +69,13 @@ class Pieces:
         """One run of an operator: forward, and backward (nothing where there is no gradient)."""
         chosen = options(node)
         (whole_s, forward_s), (work_s, forward_work_s) = (
-            [kind.op_s(op, chosen) / op.count for kind in kinds] for kinds in (self._all[Prices], self._all[_Work]))
+            [kind.op_s(op, chosen) / op.count for kind in kinds] for kinds in (self._all[Prices], self._all[_Work])
+        )
         ahead, back = self.prices.waits(op, chosen)
-        return (_pieces(op, forward_work_s, forward_s - forward_work_s, ahead),
-                _pieces(op, work_s - forward_work_s, whole_s - work_s - (forward_s - forward_work_s), back))
+        return (
+            _pieces(op, forward_work_s, forward_s - forward_work_s, ahead),
+            _pieces(op, work_s - forward_work_s, whole_s - work_s - (forward_s - forward_work_s), back),
+        )
 
     def steps(self, steps: Sequence[Step], full_bytes: float, name: str) -> tuple[Piece, ...]:
         """The pieces of a way between layouts, for a tensor of `full_bytes` in all."""
@@ -78,25 +83,41 @@ class Pieces:
 
 
 def together(steps: Sequence[Step], full_bytes: Sequence[float], mesh: Mesh, name: str) -> list[Piece]:
-    """The pieces of one step of each of some tensors, of `full_bytes` in all: one collective, with the copies that put the chunks of each
-    in order behind a gather, or in front of anything else. `steps` are of one kind on one axis."""
+    """The pieces of one step of each of some tensors, of `full_bytes` in all: one collective, with the copies that put
+    the chunks of each in order behind a gather, or in front of anything else. `steps` are of one kind on one axis."""
     kind, axis = steps[0].kind, steps[0].axis
     each = list(zip(steps, full_bytes, strict=True))
-    nbytes, whole_s = sum(group_bytes(step, size, mesh.sizes) for step, size in each), sum(step_s(step, size, mesh) for step, size in each)
+    nbytes, whole_s = (
+        sum(group_bytes(step, size, mesh.sizes) for step, size in each),
+        sum(step_s(step, size, mesh) for step, size in each),
+    )
     if kind in LOCAL:
         return [Piece(name, "copy", COMPUTE, whole_s, nbytes)] if whole_s > 0 else []
-    copies_s = whole_s - sum(collective_s(kind, group_bytes(step, size, mesh.sizes), mesh.axes[axis]) for step, size in each)
-    moved = [Piece(name, kind, axis, alone_s, nbytes)] if (alone_s := collective_s(kind, nbytes, mesh.axes[axis])) > 0 else []
+    copies_s = whole_s - sum(
+        collective_s(kind, group_bytes(step, size, mesh.sizes), mesh.axes[axis]) for step, size in each
+    )
+    moved = (
+        [Piece(name, kind, axis, alone_s, nbytes)]
+        if (alone_s := collective_s(kind, nbytes, mesh.axes[axis])) > 0
+        else []
+    )
     copies = [Piece(name, "copy", COMPUTE, copies_s, nbytes, around=(kind, axis))] if copies_s > COUNTS_S else []
     return [*moved, *copies] if kind == "all_gather" else [*copies, *moved]
 
 
 def _pieces(op: Op, work_s: float, inside_s: float, waited: Sequence[Wait]) -> tuple[Piece, ...]:
-    """The pieces of one run of an operator. `inside_s`: exposed seconds of all its inner collectives, of which those in `waited` are not
-    beside its work."""
+    """The pieces of one run of an operator. `inside_s`: exposed seconds of all its inner collectives, of which those in
+    `waited` are not beside its work."""
     name, beside_s = op.name, inside_s - sum(wait.seconds for wait in waited)
-    first, last = ([Piece(name, wait.kind, wait.axis, wait.seconds / wait.times, wait.nbytes, within=True)
-                    for wait in waited if wait.last == behind for _ in range(wait.times)] for behind in (False, True))
+    first, last = (
+        [
+            Piece(name, wait.kind, wait.axis, wait.seconds / wait.times, wait.nbytes, within=True)
+            for wait in waited
+            if wait.last == behind
+            for _ in range(wait.times)
+        ]
+        for behind in (False, True)
+    )
     work = [Piece(name, "compute", COMPUTE, work_s)] if work_s > 0 else []
     beside = [Piece(name, "inside", INSIDE, beside_s)] if beside_s > COUNTS_S else []
     return *first, *work, *beside, *last

@@ -1,18 +1,27 @@
 """A simulated rank: its work as tasks for the event engine, in the order in which the runtime starts it.
 
-    blocks run again    what their backward needs again runs before it, in the order of the forward (runtime.rematerialise)
-    inside operators    collectives that an operator waits for are on the stream of their mesh axis as reshards are; what shows of others is compute
-    reshards            on the stream of their mesh axis; what computes next waits for them (runtime.reshard, runtime.regather)
+    blocks run again    what their backward needs again runs before it, in the order of the forward
+                        (runtime.rematerialise)
+    inside operators    collectives that an operator waits for are on the stream of their mesh axis as reshards are;
+                        what shows of others is compute
+    reshards            on the stream of their mesh axis; what computes next waits for them (runtime.reshard,
+                        runtime.regather)
     in the background   on a stream of their own beside it (runtime.mesh)
-    gathered weights    ahead of the block that needs them, where the one before it begins (runtime.prefetch); their gradients are
-                        scattered in the background (autopar.deferred_waits)
-    leaves              gathered in buckets of 25 MB in the order of use, two on their way at a time; a block waits for its own (runtime.leaves)
-    synced gradients    summed in buckets of 25 MB in reverse order; a bucket starts when its last gradient is there (runtime.gradsync)
-    over several axes   one collective after the other, each begun where the rank has come on by a block or a bucket (chains.py)
-    on a CPU            all of it shares the cores, so nothing hides, unless a calibration found that some of it does (Device.contention)
-    on a GPU            collectives on the same level of the cluster share its links, and each takes compute units (Prices.contention)
+    gathered weights    ahead of the block that needs them, where the one before it begins (runtime.prefetch); their
+                        gradients are scattered in the background (autopar.deferred_waits)
+    leaves              gathered in buckets of 25 MB in the order of use, two on their way at a time; a block waits for
+                        its own (runtime.leaves)
+    synced gradients    summed in buckets of 25 MB in reverse order; a bucket starts when its last gradient is there
+                        (runtime.gradsync)
+    over several axes   one collective after the other, each begun where the rank has come on by a block or a bucket
+                        (chains.py)
+    on a CPU            all of it shares the cores, so nothing hides, unless a calibration found that some of it does
+                        (Device.contention)
+    on a GPU            collectives on the same level of the cluster share its links, and each takes compute units
+                        (Prices.contention)
 
-Operators that are placed on one coordinate of an axis run in a lane of their own; what all ranks do waits for all lanes.
+Operators that are placed on one coordinate of an axis run in a lane of their own; what all ranks do waits for all
+lanes.
 """
 
 from __future__ import annotations
@@ -34,8 +43,8 @@ from autopar.simulate.work import Turn
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a task stands for: the pass that it belongs to ("forward", "backward", "recompute", "sync", ...), its piece, and the number of
-    its block (-1: none)."""
+    """What a task stands for: the pass that it belongs to ("forward", "backward", "recompute", "sync", ...), its piece,
+    and the number of its block (-1: none)."""
 
     during: str
     piece: Piece
@@ -67,7 +76,10 @@ class Rank:
 
     def forward(self, turns: Sequence[Turn]) -> None:
         """The forward of a stage."""
-        self.during, self._ahead = "forward", Ahead(self, [Fetch(t.item.forward, t.item.full_bytes, _unit(t)) for t in turns if t.item.fetches])
+        self.during, self._ahead = (
+            "forward",
+            Ahead(self, [Fetch(t.item.forward, t.item.full_bytes, _unit(t)) for t in turns if t.item.fetches]),
+        )
         for index, turn in enumerate(turns):
             self.instance = turn.instance
             if turn.instance >= 0 and index == _first(turns, index):
@@ -75,10 +87,11 @@ class Rank:
             self._moved(turn, turn.item.forward)
         self._leaves.filled(len(self._leaves.fillings) - 1)
 
-    def backward(self, turns: Sequence[Turn], buckets: Sequence[Bucket] = (), part: str = "backward", *,
-                 at_once: bool = False) -> None:
-        """The backward of a stage, or its `part` for "inputs" or "weights"; `buckets` start as it goes on. `at_once`: it follows its
-        forward, so that its first gathers begin with it."""
+    def backward(
+        self, turns: Sequence[Turn], buckets: Sequence[Bucket] = (), part: str = "backward", *, at_once: bool = False
+    ) -> None:
+        """The backward of a stage, or its `part` for "inputs" or "weights"; `buckets` start as it goes on. `at_once`:
+        it follows its forward, so that its first gathers begin with it."""
         self.during, self._ahead = part, Ahead(self, _fetches_back(turns) if part != "weights" else [])
         if at_once:
             self._ahead.go_on()
@@ -87,7 +100,10 @@ class Rank:
         arrivals = _arrivals(turns, missing)
         for index in reversed(range(len(turns))):
             turn = turns[index]
-            if index + 1 == len(turns) or (turns[index + 1].unit, turns[index + 1].instance) != (turn.unit, turn.instance):
+            if index + 1 == len(turns) or (turns[index + 1].unit, turns[index + 1].instance) != (
+                turn.unit,
+                turn.instance,
+            ):
                 self._replay(turns, index, part)
             self.instance = turn.instance
             self._back(turn, part, [missing[member] for member in arrivals.get(index, ())])
@@ -104,7 +120,7 @@ class Rank:
     def _replay(self, turns: Sequence[Turn], last: int, part: str) -> None:
         """Recompute what the backward of the block that ends at `last` needs."""
         self.during, self.instance = "recompute", turns[last].instance
-        for turn in turns[_first(turns, last):last + 1] if part != "weights" else ():
+        for turn in turns[_first(turns, last) : last + 1] if part != "weights" else ():
             self._moved(turn, turn.item.replay)
         self.during = part
 
@@ -135,7 +151,8 @@ class Rank:
         self._late.add(scatter, _unit(turn))
 
     def gather(self, fillings: Sequence[Filling]) -> None:
-        """Start to gather leaves, and wait for those that the model itself reads; a block waits for its own when it runs."""
+        """Start to gather leaves, and wait for those that the model itself reads; a block waits for its own when it
+        runs."""
         self._leaves = Leaves(self, fillings)
         self._leaves.go_on()
         self.filled(self._leaves.last(None))
@@ -169,13 +186,15 @@ class Rank:
         self._do((piece,), None)
 
     def do(self, pieces: Sequence[Piece], during: str = "") -> None:
-        """Run pieces one after the other, on all lanes; `during`: the pass that they count for (default: the running one)."""
+        """Run pieces one after the other, on all lanes; `during`: the pass that they count for (default: the running
+        one)."""
         before, self.during = self.during, during or self.during
         self._do(pieces, None)
         self.during = before
 
     def collective(self, piece: Piece, during: str = "") -> int:
-        """Start a collective in the background, for the pass `during` (default: the running one); gives the number of its task."""
+        """Start a collective in the background, for the pass `during` (default: the running one); gives the number of
+        its task."""
         before, self.during = self.during, during or self.during
         task = self._collective(piece, behind=True)
         self.during = before
@@ -196,8 +215,17 @@ class Rank:
         others = [task for spot, task in self._last.items() if spot != lane and (lane is None or spot is None)]
         stream = "compute" if lane is None else f"compute on {lane[1]} of {self.mesh.names[lane[0]]}"
         links = ("cores",) if self.shared else ()
-        self._last[lane] = self._add(Task(piece.name, stream, piece.seconds, (*dict.fromkeys((*self._waiting, *others)),), links,
-                                          "" if self.shared else "device"), piece)
+        self._last[lane] = self._add(
+            Task(
+                piece.name,
+                stream,
+                piece.seconds,
+                (*dict.fromkeys((*self._waiting, *others)),),
+                links,
+                "" if self.shared else "device",
+            ),
+            piece,
+        )
         if lane is None:
             self._waiting.clear()
 
@@ -207,7 +235,9 @@ class Rank:
         after = (*dict.fromkeys((*self._waiting, *self._last.values())),)
         units, takes = ("", 0.0) if self.shared else ("device", self.pieces.prices.contention)
         stream = f"{axis.name} behind" if behind else axis.name  # runtime.mesh has a group for each
-        return self._add(Task(piece.name, stream, piece.seconds, after, tuple(links), units, takes, tuple(links.values())), piece)
+        return self._add(
+            Task(piece.name, stream, piece.seconds, after, tuple(links), units, takes, tuple(links.values())), piece
+        )
 
     def _add(self, task: Task, piece: Piece) -> int:
         self.tasks.append(task)
@@ -253,8 +283,11 @@ class Ran:
         return sum(mark.piece.kind in ("compute", "copy") for mark in self.marks)
 
     def _spans(self, *, computing: bool) -> list[tuple[float, float]]:
-        return [(a, b) for a, b, mark in zip(self.timeline.begin_s, self.timeline.end_s, self.marks, strict=True)
-                if (mark.piece.kind in ("compute", "copy")) == computing]
+        return [
+            (a, b)
+            for a, b, mark in zip(self.timeline.begin_s, self.timeline.end_s, self.marks, strict=True)
+            if (mark.piece.kind in ("compute", "copy")) == computing
+        ]
 
 
 def _unit(turn: Turn) -> Hashable:
@@ -275,7 +308,7 @@ def _fetches_back(turns: Sequence[Turn]) -> list[Fetch]:
     found, last = list[Fetch](), len(turns) - 1
     while last >= 0:
         first = _first(turns, last)
-        here = turns[first:last + 1]
+        here = turns[first : last + 1]
         found += [Fetch(t.item.replay, t.item.full_bytes, _unit(t)) for t in here if t.item.fetches and t.item.replay]
         found += [Fetch(pieces, nbytes, _unit(t)) for t in reversed(here) for pieces, nbytes in t.item.again]
         last = first - 1
@@ -292,8 +325,8 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _arrivals(turns: Sequence[Turn], wanted: Mapping[tuple[str, int], Bucket]) -> dict[int, list[tuple[str, int]]]:
-    """Position in the forward -> the parameters whose gradients are complete after the backward of that position: it has their first
-    reader."""
+    """Position in the forward -> the parameters whose gradients are complete after the backward of that position: it
+    has their first reader."""
     first: dict[tuple[str, int], int] = {}
     for index, turn in enumerate(turns):
         for name in turn.item.reads:

@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that ran: on which stream of a place, from when to when (seconds from the start of the step), and what it was: `kind` is
-    compute, copy, inside, the kind of a collective, or action."""
+    """Something that ran: on which stream of a place, from when to when (seconds from the start of the step), and what
+    it was: `kind` is compute, copy, inside, the kind of a collective, or action."""
 
     stream: str
     name: str
@@ -24,9 +24,9 @@ class Span:
 class Place:
     """One rank of a place; all its ranks have the same role.
 
-    `compute_s`, `exposed_s` (communication with nothing beside it), `idle_s` (waiting for other places) and `optimizer_s` add up to the
-    step. `hidden_s` is communication beside compute. `memory` holds (seconds, bytes) whenever the bytes change,
-    `launches` is how many operators and copies are started.
+    `compute_s`, `exposed_s` (communication with nothing beside it), `idle_s` (waiting for other places) and
+    `optimizer_s` add up to the step. `hidden_s` is communication beside compute. `memory` holds (seconds, bytes)
+    whenever the bytes change, `launches` is how many operators and copies are started.
     """
 
     place: int
@@ -58,9 +58,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """One training step (or forward). `mfu` is the model's FLOPs over the peak of all devices in the plan's precision, recomputation not
-    counted; `tokens_s` are tokens (samples, where the model has no sequence) per second and device; `launch_s` is the part of the
-    compute of the busiest place that starts operators; `predicted_s` what the search predicted."""
+    """One training step (or forward). `mfu` is the model's FLOPs over the peak of all devices in the plan's precision,
+    recomputation not counted; `tokens_s` are tokens (samples, where the model has no sequence) per second and device;
+    `launch_s` is the part of the compute of the busiest place that starts operators; `predicted_s` what the search
+    predicted."""
 
     model: str
     cluster: str
@@ -93,11 +94,17 @@ class Simulation:
     def to_dict(self) -> dict[str, Any]:
         """JSON types only, spans left out: they are in the trace."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "places"}
-        return {**own, "bubble": self.bubble, "exposed": self.exposed, "peak_bytes": self.peak_bytes,
-                "places": [place.to_dict() for place in self.places]}
+        return {
+            **own,
+            "bubble": self.bubble,
+            "exposed": self.exposed,
+            "peak_bytes": self.peak_bytes,
+            "places": [place.to_dict() for place in self.places],
+        }
 
     def save_trace(self, path: str) -> None:
-        """Write the step as a trace that Perfetto and chrome://tracing open. Raises OSError where `path` cannot be written."""
+        """Write the step as a trace that Perfetto and chrome://tracing open. Raises OSError where `path` cannot be
+        written."""
         from autopar.simulate.trace import write_trace
 
         write_trace(self, path)

@@ -38,24 +38,37 @@ class Stages:
     def of(gm: fx.GraphModule, plan: Plan) -> Stages:
         """Read the graph that `plan` was made for at the sizes of a microbatch."""
         cluster = Cluster.from_dict(dict(plan.cluster))
-        return Stages(gm, plan, read(gm, plan.micro_hints, training=plan.mode == "train", device=cluster.device.kind), cluster)
+        return Stages(
+            gm, plan, read(gm, plan.micro_hints, training=plan.mode == "train", device=cluster.device.kind), cluster
+        )
 
     def __post_init__(self) -> None:
         plan, settings = self.plan, Settings.of(self.plan)
         self.places: Places = self.cluster.places(plan.places, plan.mesh)
-        kinds = {self.places.homes[p]: Pieces(self.places.mesh(p), self.places.device(p), settings) for p in self.places.kinds}
+        kinds = {
+            self.places.homes[p]: Pieces(self.places.mesh(p), self.places.device(p), settings)
+            for p in self.places.kinds
+        }
         self.pieces = [kinds[home] for home in self.places.homes]  # of each place
         self.edges: Edges = edges(self.program, plan)
         self.views: tuple[View, ...] = views(self.program, plan) if plan.pipelined else (whole(self.program),)
         schedule = SCHEDULES.get(plan.schedule)
         self.splitting = plan.places > 1 and schedule is not None and schedule.splits_backward
-        walks = {home: Walk(self.gm, self.program, plan, self.edges, pieces, self.splitting) for home, pieces in kinds.items()}
+        walks = {
+            home: Walk(self.gm, self.program, plan, self.edges, pieces, self.splitting)
+            for home, pieces in kinds.items()
+        }
         homes = [self.places.homes[stage.place] for stage in plan.stages]
         self.turns: list[list[Turn]] = [walks[home].stage(view) for home, view in zip(homes, self.views, strict=True)]
-        alike = [(home, view.separable, *((turn.item.name, bool(turn.item.replay)) for turn in turns))
-                 for home, view, turns in zip(homes, self.views, self.turns, strict=True)]
-        self._first = [alike.index(names) for names in alike]  # for each stage the first one with the same work on the same kind of device
-        self.shared: list[Shared] = shared_weights(self.program, plan, self.views, self.places) if plan.places > 1 else []
+        alike = [
+            (home, view.separable, *((turn.item.name, bool(turn.item.replay)) for turn in turns))
+            for home, view, turns in zip(homes, self.views, self.turns, strict=True)
+        ]
+        # for each stage the first one with the same work on the same kind of device
+        self._first = [alike.index(names) for names in alike]
+        self.shared: list[Shared] = (
+            shared_weights(self.program, plan, self.views, self.places) if plan.places > 1 else []
+        )
         syncs = {home: Sync(self.program, plan, self.edges, pieces.prices) for home, pieces in kinds.items()}
         self.syncs = [syncs[home] for home in self.places.homes]  # of each place
 
@@ -65,7 +78,8 @@ class Stages:
         return self.plan.mode == "train"
 
     def ran(self, stage: int, part: str) -> Ran:
-        """One microbatch in one stage, by itself. `part` is "forward", "backward", or a part of a split backward: "inputs" or "weights"."""
+        """One microbatch in one stage, by itself. `part` is "forward", "backward", or a part of a split backward:
+        "inputs" or "weights"."""
         key = (self._first[stage], part)
         if key not in self._ran:
             place = self.plan.stages[stage].place
@@ -73,7 +87,9 @@ class Stages:
             if part == "forward":
                 rank.forward(self.turns[stage])
             else:
-                each = [bucket for bucket in self.syncs[place].buckets(self.views[stage], self.turns[stage]) if bucket.each]
+                each = [
+                    bucket for bucket in self.syncs[place].buckets(self.views[stage], self.turns[stage]) if bucket.each
+                ]
                 rank.backward(self.turns[stage], each if part != "inputs" else (), part)
                 if part != "inputs":
                     rank.local(self.adding(stage), part)
@@ -96,8 +112,8 @@ class Stages:
         return rank.run()
 
     def sums(self, place: int) -> Ran:
-        """What a place does once per step, one stage after the other: the gathers of leaves, and the reductions of gradients after the last
-        microbatch."""
+        """What a place does once per step, one stage after the other: the gathers of leaves, and the reductions of
+        gradients after the last microbatch."""
         rank = self.rank(place)
         for view, turns, stage in zip(self.views, self.turns, self.plan.stages, strict=True):
             if stage.place == place:
@@ -111,12 +127,21 @@ class Stages:
         """The optimizer's step over what a rank of `place` holds."""
         here = [i for i, stage in enumerate(self.plan.stages) if stage.place == place]
         prices, nodes = self.pieces[place].prices, self.plan.nodes
-        return Piece(self.plan.optimizer, "compute", COMPUTE, sum(share * prices.update_s(op, options(nodes[op.name])) for op, share in self._held(here)))
+        return Piece(
+            self.plan.optimizer,
+            "compute",
+            COMPUTE,
+            sum(share * prices.update_s(op, options(nodes[op.name])) for op, share in self._held(here)),
+        )
 
     def adding(self, stage: int) -> Piece:
-        """Accumulating the gradients of one microbatch: (n - 1) / n of the additions, as the average over n microbatches, of which the
-        first adds nothing."""
-        prices, nodes, count = self.pieces[self.plan.stages[stage].place].prices, self.plan.nodes, self.plan.microbatches
+        """Accumulating the gradients of one microbatch: (n - 1) / n of the additions, as the average over n
+        microbatches, of which the first adds nothing."""
+        prices, nodes, count = (
+            self.pieces[self.plan.stages[stage].place].prices,
+            self.plan.nodes,
+            self.plan.microbatches,
+        )
         seconds = sum(share * prices.adding_s(op, options(nodes[op.name])) for op, share in self._held([stage]))
         return Piece("adding gradients up", "compute", COMPUTE, seconds * (count - 1) / count)
 
@@ -133,10 +158,13 @@ class Stages:
                 yield op, blocks[op.scope] / self.program.runs[op.scope].count if op.scope else 1.0
 
     def send_s(self, stage: int, *, gradients: bool = False) -> float:
-        """Seconds to send the outputs of a stage for one microbatch to the next stage, or with `gradients` their gradients back."""
+        """Seconds to send the outputs of a stage for one microbatch to the next stage, or with `gradients` their
+        gradients back."""
         ops, refs = self.program.ops, self.views[stage].sends
         if not refs or self.plan.places == 1:
             return 0.0
         link = self.places.link(self.plan.stages[stage].place, self.plan.stages[stage + 1].place)
         moving: Sequence[Ref] = [ref for ref in refs if not gradients or ops[ref[0]].call.outs[ref[1]].grad]
-        return sum(collective_s("send", local_share(self.plan, ref) * self.program.bytes_of(ref), link) for ref in moving)
+        return sum(
+            collective_s("send", local_share(self.plan, ref) * self.program.bytes_of(ref), link) for ref in moving
+        )

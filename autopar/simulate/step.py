@@ -1,4 +1,5 @@
-"""The simulation of one step: the stages one by one, the pipeline of their actions, and the work that is done once per step."""
+"""The simulation of one step: the stages one by one, the pipeline of their actions, and the work that is done once per
+step."""
 
 from __future__ import annotations
 
@@ -25,11 +26,13 @@ from autopar.simulate.stages import Stages
 # a task after the last action of a place: its number, "sync" or "optimizer", and its own tasks if there are any
 Ending = tuple[int, str, Ran | None]
 PARTS = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
-DETAILED = 200_000  # spans of all actions; beyond it only the first and the last microbatch are shown operator by operator
+# spans of all actions; beyond it only the first and the last microbatch are shown operator by operator
+DETAILED = 200_000
 
 
 def simulate(gm: fx.GraphModule, plan: Plan, progress: Callable[[str], None] | None = None) -> Simulation:
-    """Simulate one training step (or forward, of a plan for inference) of `plan`, which was made for the captured graph `gm`.
+    """Simulate one training step (or forward, of a plan for inference) of `plan`, which was made for the captured graph
+    `gm`.
 
     `progress` is told what happens. Raises PlanError where the plan's schedule cannot run.
     """
@@ -38,7 +41,11 @@ def simulate(gm: fx.GraphModule, plan: Plan, progress: Callable[[str], None] | N
     stages = Stages.of(gm, plan)
     say(f"simulating {len(stages.turns)} stage{'s' * (len(stages.turns) > 1)}")
     say("following memory")
-    program = stages.program if plan.microbatches == 1 else read(gm, plan.hints, training=stages.training, device=stages.cluster.device.kind)
+    program = (
+        stages.program
+        if plan.microbatches == 1
+        else read(gm, plan.hints, training=stages.training, device=stages.cluster.device.kind)
+    )
     held = fullest(program, plan)
     places = _Pipeline(stages, held, lines_of(plan)).places() if plan.pipelined else [_alone(stages, held[0])]
     return _summed(stages, places)
@@ -47,20 +54,49 @@ def simulate(gm: fx.GraphModule, plan: Plan, progress: Callable[[str], None] | N
 def _alone(stages: Stages, held: Holding) -> Place:
     """A plan without a pipeline: one rank stands for all."""
     ran = stages.whole()
-    ends = {during: max((end for end, mark in zip(ran.timeline.end_s, ran.marks, strict=True) if mark.during == during), default=0.0)
-            for during in ("forward", "backward", "sync")}
-    turns = [0.0, ends["forward"], *((ends["backward"], max(ends["backward"], ends["sync"]), ran.length_s) if stages.training else ())]
+    ends = {
+        during: max(
+            (end for end, mark in zip(ran.timeline.end_s, ran.marks, strict=True) if mark.during == during), default=0.0
+        )
+        for during in ("forward", "backward", "sync")
+    }
+    turns = [
+        0.0,
+        ends["forward"],
+        *((ends["backward"], max(ends["backward"], ends["sync"]), ran.length_s) if stages.training else ()),
+    ]
     memory = over_time(held.levels(), list(itertools.pairwise(turns)))
-    optimizer_s = sum(task.work_s for task, mark in zip(ran.tasks, ran.marks, strict=True) if mark.during == "optimizer")
+    optimizer_s = sum(
+        task.work_s for task, mark in zip(ran.tasks, ran.marks, strict=True) if mark.during == "optimizer"
+    )
     busy = ran.compute_s + ran.exposed_s
-    return Place(0, (0,), ran.compute_s - optimizer_s, ran.exposed_s, ran.communication_s - ran.exposed_s, ran.length_s - busy, optimizer_s,
-                 memory, ran.launches, lambda: spans(ran))
+    return Place(
+        0,
+        (0,),
+        ran.compute_s - optimizer_s,
+        ran.exposed_s,
+        ran.communication_s - ran.exposed_s,
+        ran.length_s - busy,
+        optimizer_s,
+        memory,
+        ran.launches,
+        lambda: spans(ran),
+    )
 
 
 def spans(ran: Ran, at_s: float = 0.0, pace: float = 1.0) -> list[Span]:
     """The tasks of a rank as spans, shifted by `at_s` and stretched by the factor `pace`."""
-    return [Span(task.stream, _named(mark.piece.name, mark.instance), mark.piece.kind, at_s + pace * begin, at_s + pace * end, mark.piece.nbytes)
-            for task, mark, begin, end in zip(ran.tasks, ran.marks, ran.timeline.begin_s, ran.timeline.end_s, strict=True)]
+    return [
+        Span(
+            task.stream,
+            _named(mark.piece.name, mark.instance),
+            mark.piece.kind,
+            at_s + pace * begin,
+            at_s + pace * end,
+            mark.piece.nbytes,
+        )
+        for task, mark, begin, end in zip(ran.tasks, ran.marks, ran.timeline.begin_s, ran.timeline.end_s, strict=True)
+    ]
 
 
 def _named(name: str, instance: int) -> str:
@@ -80,7 +116,8 @@ class _Pipeline:
     actions: list[Action | None] = field(default_factory=list)
 
     def ran(self, action: Action) -> Ran | None:
-        """The simulated rank of an action; None for a "W" of a stage whose backward is not split, which has run with its "I"."""
+        """The simulated rank of an action; None for a "W" of a stage whose backward is not split, which has run with
+        its "I"."""
         part, view = PARTS[action.kind], self.stages.views[action.stage]
         if part in ("inputs", "weights") and not view.separable:
             return self.stages.ran(action.stage, "backward") if part == "inputs" else None
@@ -90,12 +127,20 @@ class _Pipeline:
         """Simulate the step; one rank of each place."""
         plan = self.stages.plan
         where = [stage.place for stage in plan.stages]
-        sends = {(stage, back): self.stages.send_s(stage, gradients=back) for stage in range(len(where)) for back in (False, True)}
+        sends = {
+            (stage, back): self.stages.send_s(stage, gradients=back)
+            for stage in range(len(where))
+            for back in (False, True)
+        }
         alone = min(self.stages.cluster.device.alone, plan.places) if plan.places > 1 else 1.0
         host_s = [self._host_s(place) for place in where]
-        seconds = {(kind, stage): host_s[stage] + (ran.length_s if (ran := self.ran(Action(kind, stage, 0))) else 0.0)
-                   for kind, stage in dict.fromkeys((a.kind, a.stage) for line in self.lines for a in line)}
-        self.tasks, self.actions = schedule.tasks(self.lines, where, lambda a: seconds[a.kind, a.stage], lambda stage, back: sends[stage, back], alone)
+        seconds = {
+            (kind, stage): host_s[stage] + (ran.length_s if (ran := self.ran(Action(kind, stage, 0))) else 0.0)
+            for kind, stage in dict.fromkeys((a.kind, a.stage) for line in self.lines for a in line)
+        }
+        self.tasks, self.actions = schedule.tasks(
+            self.lines, where, lambda a: seconds[a.kind, a.stage], lambda stage, back: sends[stage, back], alone
+        )
         ends = self._endings() if self.stages.training else [[] for _ in self.lines]
         timeline = run(self.tasks, {schedule.CORES: plan.places / alone})
         mine: list[list[int]] = [[] for _ in self.lines]
@@ -110,7 +155,8 @@ class _Pipeline:
         return self.stages.places.device(place).action_s if self.stages.plan.places > 1 else 0.0
 
     def _endings(self) -> list[list[Ending]]:
-        """Add the tasks of each place after its last action: reductions of gradients, sums of shared weights over places, optimizer."""
+        """Add the tasks of each place after its last action: reductions of gradients, sums of shared weights over
+        places, optimizer."""
         found: list[list[Ending]] = [[] for _ in self.lines]
         for place, ending in enumerate(found):
             sums = self.stages.sums(place)
@@ -118,10 +164,28 @@ class _Pipeline:
         before = [ending[-1][0] for ending in found]
         for shared in self.stages.shared:
             for place in shared.places:
-                found[place].append((self._add(Task(f"gradients of {', '.join(shared.names)} over places", f"place {place}", shared.seconds,
-                                                    tuple(before[p] for p in shared.places))), "sync", None))
+                found[place].append(
+                    (
+                        self._add(
+                            Task(
+                                f"gradients of {', '.join(shared.names)} over places",
+                                f"place {place}",
+                                shared.seconds,
+                                tuple(before[p] for p in shared.places),
+                            )
+                        ),
+                        "sync",
+                        None,
+                    )
+                )
         for place, ending in enumerate(found):
-            ending.append((self._add(Task(self.stages.plan.optimizer, f"place {place}", self.stages.optimizer(place).seconds)), "optimizer", None))
+            ending.append(
+                (
+                    self._add(Task(self.stages.plan.optimizer, f"place {place}", self.stages.optimizer(place).seconds)),
+                    "optimizer",
+                    None,
+                )
+            )
         return found
 
     def _add(self, task: Task) -> int:
@@ -129,11 +193,22 @@ class _Pipeline:
         self.actions.append(None)
         return len(self.tasks) - 1
 
-    def _place(self, place: int, timeline: Timeline, mine: Sequence[int], ending: Sequence[Ending], detailed: bool) -> Place:
+    def _place(
+        self, place: int, timeline: Timeline, mine: Sequence[int], ending: Sequence[Ending], detailed: bool
+    ) -> Place:
         did = [ran for index in mine if (ran := self.ran(self._action(index))) is not None]
-        once_s = {what: sum(timeline.end_s[index] - timeline.begin_s[index] for index, kind, _ in ending if kind == what) for what in ("sync", "optimizer")}
-        pace = self._pace(place, sum(timeline.end_s[index] - timeline.begin_s[index] for index in mine), sum(ran.length_s for ran in did))
-        compute, exposed = (pace * sum(times) for times in ([ran.compute_s for ran in did], [ran.exposed_s for ran in did]))
+        once_s = {
+            what: sum(timeline.end_s[index] - timeline.begin_s[index] for index, kind, _ in ending if kind == what)
+            for what in ("sync", "optimizer")
+        }
+        pace = self._pace(
+            place,
+            sum(timeline.end_s[index] - timeline.begin_s[index] for index in mine),
+            sum(ran.length_s for ran in did),
+        )
+        compute, exposed = (
+            pace * sum(times) for times in ([ran.compute_s for ran in did], [ran.exposed_s for ran in did])
+        )
         hidden = pace * sum(ran.communication_s for ran in did) - exposed
         exposed, optimizer = exposed + once_s["sync"], once_s["optimizer"]
         times = [(timeline.begin_s[index], timeline.end_s[index]) for index in mine]
@@ -143,12 +218,22 @@ class _Pipeline:
             times += [(timeline.begin_s[sums[0]], timeline.end_s[sums[-1]]), (timeline.end_s[sums[-1]], last)]
         memory = over_time(self.held[place].levels(), times)
         held = tuple(i for i, stage in enumerate(self.stages.plan.stages) if stage.place == place)
-        return Place(place, held, compute, exposed, hidden, timeline.length_s - compute - exposed - optimizer, optimizer, memory,
-                     sum(ran.launches for ran in did), lambda: self._spans(place, timeline, mine, ending, detailed))
+        return Place(
+            place,
+            held,
+            compute,
+            exposed,
+            hidden,
+            timeline.length_s - compute - exposed - optimizer,
+            optimizer,
+            memory,
+            sum(ran.launches for ran in did),
+            lambda: self._spans(place, timeline, mine, ending, detailed),
+        )
 
     def _pace(self, place: int, took_s: float, work_s: float) -> float:
-        """The factor from a place's seconds by itself (`work_s`) to its seconds in the pipeline (`took_s`): below 1 where other places
-        leave cores free, above 1 with the host's work for actions."""
+        """The factor from a place's seconds by itself (`work_s`) to its seconds in the pipeline (`took_s`): below 1
+        where other places leave cores free, above 1 with the host's work for actions."""
         device = self.stages.places.device(place)
         return took_s / work_s if work_s > 0 and (device.alone > 1 or device.action_s > 0) else 1.0
 
@@ -157,8 +242,12 @@ class _Pipeline:
         assert action is not None, "only actions are of a place"
         return action
 
-    def _spans(self, place: int, timeline: Timeline, mine: Sequence[int], ending: Sequence[Ending], detailed: bool) -> list[Span]:
-        """The actions of a place, operator by operator (of the first and last microbatch, where not `detailed`), and its sends."""
+    def _spans(
+        self, place: int, timeline: Timeline, mine: Sequence[int], ending: Sequence[Ending], detailed: bool
+    ) -> list[Span]:
+        """The actions of a place, operator by operator (of the first and last microbatch, where not `detailed`), and
+        its sends."""
+
         def span(index: int, stream: str, kind: str) -> Span:
             return Span(stream, self.tasks[index].name, kind, timeline.begin_s[index], timeline.end_s[index])
 
@@ -172,7 +261,9 @@ class _Pipeline:
         for index, _, sums in ending:
             made.append(span(index, "actions", "action"))
             made += spans(sums, timeline.begin_s[index]) if sums is not None else []
-        return made + [span(index, "sends", "send") for index, task in enumerate(self.tasks) if task.stream == schedule.link(place)]
+        return made + [
+            span(index, "sends", "send") for index, task in enumerate(self.tasks) if task.stream == schedule.link(place)
+        ]
 
 
 def _flops(op: Op, stages: Stages) -> float:
@@ -191,7 +282,16 @@ def _summed(stages: Stages, places: Sequence[Place]) -> Simulation:
     tokens = plan.hints.get("b", 1) * plan.hints.get("s", 1)
     busiest = max(places, key=lambda p: p.compute_s)
     return Simulation(
-        model=plan.model, cluster=stages.cluster.label, ranks=plan.ranks, schedule=plan.schedule, microbatches=plan.microbatches, step_s=step_s,
-        predicted_s=plan.predicted.step_s, mfu=flops / (step_s * peak),
-        tokens_s=tokens / step_s / plan.ranks, tokens="tokens" if "s" in plan.hints else "samples", launch_s=busiest.launches * at.device(busiest.place).launch_s,
-        places=tuple(places))
+        model=plan.model,
+        cluster=stages.cluster.label,
+        ranks=plan.ranks,
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        step_s=step_s,
+        predicted_s=plan.predicted.step_s,
+        mfu=flops / (step_s * peak),
+        tokens_s=tokens / step_s / plan.ranks,
+        tokens="tokens" if "s" in plan.hints else "samples",
+        launch_s=busiest.launches * at.device(busiest.place).launch_s,
+        places=tuple(places),
+    )

@@ -1,4 +1,5 @@
-"""The buckets of a place: gathers of leaves at the beginning of a step (runtime.leaves), and reductions of gradients (runtime.gradsync)."""
+"""The buckets of a place: gathers of leaves at the beginning of a step (runtime.leaves), and reductions of gradients
+(runtime.gradsync)."""
 
 from __future__ import annotations
 
@@ -46,7 +47,12 @@ class Sync:
         """The trained parameters that a stage holds, in order of their first use."""
         ops = self.program.ops
         held = [(name, -1) for name in view.held if ops[name].role == "param"]
-        held += [(op.name, i) for op in ops.values() if op.role == "param" and op.scope in view.blocks for i in range(*view.blocks[op.scope])]
+        held += [
+            (op.name, i)
+            for op in ops.values()
+            if op.role == "param" and op.scope in view.blocks
+            for i in range(*view.blocks[op.scope])
+        ]
         first: dict[Member, int] = {}
         for index, turn in enumerate(turns):
             for name in turn.item.reads:
@@ -54,8 +60,8 @@ class Sync:
         return sorted((m for m in held if ops[m[0]].call.outs[0].grad), key=lambda member: first.get(member, 0))
 
     def buckets(self, view: View, turns: Sequence[Turn], limit_bytes: float = BUCKET_BYTES) -> list[Bucket]:
-        """The gradient buckets of a stage, as in runtime.gradient_buckets: parameters in reverse order of use, those of a bucket with the
-        same collectives and dtype."""
+        """The gradient buckets of a stage, as in runtime.gradient_buckets: parameters in reverse order of use, those of
+        a bucket with the same collectives and dtype."""
         filling: dict[tuple[object, ...], list[_Entry]] = {}
         found: list[Bucket] = []
         ways = {r.ref: r for r in self.edges.reshards if r.role == "sync"}
@@ -80,7 +86,11 @@ class Sync:
         """One bucket: each collective runs once, over the bytes of all members together."""
         rows = list(zip(*(e.sums for e in entries), strict=True))
         sums = [piece for steps in rows for piece in self._together([e.member for e in entries], steps, gradients=True)]
-        held = [sum(self._held_bytes(e.member, step) for e, step in zip(entries, steps, strict=True)) for steps in rows if steps[0].kind not in LOCAL]
+        held = [
+            sum(self._held_bytes(e.member, step) for e, step in zip(entries, steps, strict=True))
+            for steps in rows
+            if steps[0].kind not in LOCAL
+        ]
         name, instance = entries[-1].member
         block = (self.program.ops[name].scope, instance) if instance >= 0 else None
         return Bucket(tuple(e.member for e in entries), tuple(sums), tuple(held), entries[0].each, block)
@@ -96,39 +106,71 @@ class Sync:
         return self.prices.local_bytes(self.prices.gradient_bytes(op, self.program.bytes_of((op.name, 0))), step.before)
 
     def fillings(self, view: View, turns: Sequence[Turn], limit_bytes: float = BUCKET_BYTES) -> list[Filling]:
-        """The buckets of the leaves of a stage, as in runtime.leaves: in the order of the blocks, those of a bucket with the same axes and
-        dtype."""
+        """The buckets of the leaves of a stage, as in runtime.leaves: in the order of the blocks, those of a bucket
+        with the same axes and dtype."""
         ways = {r.ref: r for r in self.edges.reshards if r.role == "sync"}
         blocks = list(dict.fromkeys((turn.unit, turn.instance) for turn in turns if turn.instance >= 0))
-        first = {member: blocks.index((self.program.ops[member[0]].scope, member[1])) if member[1] >= 0 else -1 for member in self.members(view, turns)}
-        moved = {member: self._several(way.forward(self.mesh.sizes)) for member in sorted(first, key=first.__getitem__)
-                 if (way := ways.get((member[0], 0))) is not None}
+        first = {
+            member: blocks.index((self.program.ops[member[0]].scope, member[1])) if member[1] >= 0 else -1
+            for member in self.members(view, turns)
+        }
+        moved = {
+            member: self._several(way.forward(self.mesh.sizes))
+            for member in sorted(first, key=first.__getitem__)
+            if (way := ways.get((member[0], 0))) is not None
+        }
         found: list[list[Member]] = []
         for member in (member for member, steps in moved.items() if steps):
             last = found[-1][-1] if found else None
             size = sum(self.local_bytes(self.program.ops[name]) for name, _ in found[-1]) if found else 0.0
             new_reader = last is not None and first[last] != first[member]
-            if last is None or self._key(member, moved) != self._key(last, moved) or size >= limit_bytes or (
-                    new_reader and (2 * size >= limit_bytes or first[last] < 0)):
+            if (
+                last is None
+                or self._key(member, moved) != self._key(last, moved)
+                or size >= limit_bytes
+                or (new_reader and (2 * size >= limit_bytes or first[last] < 0))
+            ):
                 found.append([])
             found[-1].append(member)
-        return [self._filling(members, moved, [blocks[first[m]] if first[m] >= 0 else None for m in members]) for members in found]
+        return [
+            self._filling(members, moved, [blocks[first[m]] if first[m] >= 0 else None for m in members])
+            for members in found
+        ]
 
     def _key(self, member: Member, moved: Mapping[Member, tuple[Step, ...]]) -> tuple[tuple[int, ...], str] | None:
-        """The key that all leaves of a bucket share: axes and dtype; None for leaves that are resharded by themselves."""
+        """The key that all leaves of a bucket share: axes and dtype; None for leaves that are resharded by
+        themselves."""
         steps = moved[member]
-        return (tuple(step.axis for step in steps), self.program.ops[member[0]].dtype) if all(step.kind == "all_gather" for step in steps) else None
+        return (
+            (tuple(step.axis for step in steps), self.program.ops[member[0]].dtype)
+            if all(step.kind == "all_gather" for step in steps)
+            else None
+        )
 
-    def _filling(self, members: Sequence[Member], moved: Mapping[Member, tuple[Step, ...]], readers: Sequence[tuple[str, int] | None]) -> Filling:
+    def _filling(
+        self,
+        members: Sequence[Member],
+        moved: Mapping[Member, tuple[Step, ...]],
+        readers: Sequence[tuple[str, int] | None],
+    ) -> Filling:
         if self._key(members[0], moved) is not None:
-            together = [piece for steps in zip(*(moved[m] for m in members), strict=True) for piece in self._together(members, steps, gradients=False)]
+            together = [
+                piece
+                for steps in zip(*(moved[m] for m in members), strict=True)
+                for piece in self._together(members, steps, gradients=False)
+            ]
             return Filling(tuple(together), True, (*dict.fromkeys(readers),))
-        pieces = [piece for member in members for step in moved[member] for piece in self._together([member], [step], gradients=False)]
+        pieces = [
+            piece
+            for member in members
+            for step in moved[member]
+            for piece in self._together([member], [step], gradients=False)
+        ]
         return Filling(tuple(pieces), False, (*dict.fromkeys(readers),))
 
     def _together(self, members: Sequence[Member], steps: Sequence[Step], *, gradients: bool) -> list[Piece]:
-        """The same step of all members (or of their gradients) as one collective with the copies around it. The copies run on the compute
-        stream, as in runtime.coalesced. A local step is a copy."""
+        """The same step of all members (or of their gradients) as one collective with the copies around it. The copies
+        run on the compute stream, as in runtime.coalesced. A local step is a copy."""
         ops = [self.program.ops[name] for name, _ in members]
         full = [self.program.bytes_of((op.name, 0)) for op in ops]
         full = [self.prices.gradient_bytes(op, size) for op, size in zip(ops, full, strict=True)] if gradients else full
@@ -137,4 +179,7 @@ class Sync:
 
     def local_bytes(self, op: Op) -> float:
         """Bytes of one instance of a parameter's leaf on the rank that holds most of it."""
-        return float(most_elements(op.call.outs[0].sizes, out_pair(self.plan, (op.name, 0)).value, self.mesh.sizes) * op.out_dtypes[0].itemsize)
+        return float(
+            most_elements(op.call.outs[0].sizes, out_pair(self.plan, (op.name, 0)).value, self.mesh.sizes)
+            * op.out_dtypes[0].itemsize
+        )

@@ -1,7 +1,8 @@
 """A simulation as a trace in Chrome's JSON object format, which Perfetto and chrome://tracing open.
 
-One process per place, one thread per stream of its representative rank; complete events ("X") with times in microseconds; memory as a
-counter ("C"). The format is described in "Trace Event Format" (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
+One process per place, one thread per stream of its representative rank; complete events ("X") with times in
+microseconds; memory as a counter ("C"). The format is described in "Trace Event Format"
+(docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
 """
 
 from __future__ import annotations
@@ -23,8 +24,13 @@ def write_trace(simulation: Simulation, path: str | Path) -> None:
 def trace(simulation: Simulation) -> dict[str, Any]:
     """The trace as JSON types."""
     events = [event for place in simulation.places for event in _events(place)]
-    about = {"model": simulation.model, "cluster": simulation.cluster, "step_s": simulation.step_s, "schedule": simulation.schedule,
-             "microbatches": simulation.microbatches}
+    about = {
+        "model": simulation.model,
+        "cluster": simulation.cluster,
+        "step_s": simulation.step_s,
+        "schedule": simulation.schedule,
+        "microbatches": simulation.microbatches,
+    }
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
@@ -39,8 +45,16 @@ def _events(place: Place) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
     for span in spans:
         arguments = {"args": {"bytes": span.nbytes}} if span.nbytes else {}
-        yield {"ph": "X", "name": span.name, "cat": span.kind, "pid": pid, "tid": streams[span.stream], "ts": 1e6 * span.begin_s,
-               "dur": 1e6 * (span.end_s - span.begin_s), **arguments}
+        yield {
+            "ph": "X",
+            "name": span.name,
+            "cat": span.kind,
+            "pid": pid,
+            "tid": streams[span.stream],
+            "ts": 1e6 * span.begin_s,
+            "dur": 1e6 * (span.end_s - span.begin_s),
+            **arguments,
+        }
     for at_s, nbytes in place.memory:
         yield {"ph": "C", "name": "memory", "pid": pid, "tid": 0, "ts": 1e6 * at_s, "args": {"bytes": nbytes}}
 

@@ -1,7 +1,7 @@
 """The work of one rank in the forward and the backward of one stage, in the order of the emitted code.
 
-The order is that of `codegen.scope`: operators in graph order (placed ones as `codegen.placements` orders them), each reshard before the
-first operator that reads its result, blocks instance by instance. The backward is in reverse order.
+The order is that of `codegen.scope`: operators in graph order (placed ones as `codegen.placements` orders them), each
+reshard before the first operator that reads its result, blocks instance by instance. The backward is in reverse order.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One run of an item: `unit` is the operator of the top-level graph or the run of blocks that it belongs to, and `instance` the number
-    of the block, -1 outside of blocks."""
+    """One run of an item: `unit` is the operator of the top-level graph or the run of blocks that it belongs to, and
+    `instance` the number of the block, -1 outside of blocks."""
 
     item: Item
     unit: str
@@ -68,8 +68,8 @@ class Turn:
 
 @dataclass(eq=False)
 class Walk:
-    """Lists the work of the stages of a plan; the Ops of `program` have the sizes of one microbatch. `splits`: the schedule splits
-    backwards (zero bubble)."""
+    """Lists the work of the stages of a plan; the Ops of `program` have the sizes of one microbatch. `splits`: the
+    schedule splits backwards (zero bubble)."""
 
     gm: fx.GraphModule
     program: Program
@@ -92,7 +92,12 @@ class Walk:
                 scope, (start, stop) = str(node.target), view.blocks[str(node.target)]
                 again = self.plan.again(self.plan.stages[view.index], scope, stop - start)
                 found += self._run(scope, (start, stop), resharded, start + again)
-            elif (op := self._op(node, "")) is not None and op.role == "op" and view.runs(op.name) and not self._given(op, view):
+            elif (
+                (op := self._op(node, "")) is not None
+                and op.role == "op"
+                and view.runs(op.name)
+                and not self._given(op, view)
+            ):
                 found += [Turn(item, op.name) for item in self._operator(op, "", resharded)]
         for _, op in view.results:
             found += [Turn(item, op.name) for item in self._operands(op, "", resharded)]
@@ -105,7 +110,11 @@ class Walk:
         spots: dict[fx.Node, Spot] = {}
         for node in gm.graph.nodes:
             name = self.program.runs[str(node.target)].ports[0] if node.op == "call_module" else self._full(node, scope)
-            if name in self.plan.nodes and (spot := spot_of(self.plan.nodes[name])) is not None and self.program.ops[name].role in ("op", "port"):
+            if (
+                name in self.plan.nodes
+                and (spot := spot_of(self.plan.nodes[name])) is not None
+                and self.program.ops[name].role in ("op", "port")
+            ):
                 spots[node] = spot
         return in_order(list(gm.graph.nodes), spots)
 
@@ -117,23 +126,33 @@ class Walk:
             return None
         return self.program.ops[self._full(node, scope)]
 
-    def _run(self, scope: str, instances: tuple[int, int], resharded: dict[tuple[Ref, str], None], again: int) -> Iterator[Turn]:
-        """The blocks `instances` = [first, stop) of a run, with the reshards of what is fed to them and carried between them; blocks before
-        number `again` are recomputed."""
+    def _run(
+        self, scope: str, instances: tuple[int, int], resharded: dict[tuple[Ref, str], None], again: int
+    ) -> Iterator[Turn]:
+        """The blocks `instances` = [first, stop) of a run, with the reshards of what is fed to them and carried between
+        them; blocks before number `again` are recomputed."""
         run, (first, stop), unit = self.program.runs[scope], instances, scope
         for index, (port, ref) in enumerate(zip(run.ports, run.feeds, strict=True)):
             if first == 0 or index >= len(run.carried):
-                yield from (Turn(item, unit, first) for item in self._asked(ref, in_pair(self.plan, port, 0), "feed", None, resharded))
+                yield from (
+                    Turn(item, unit, first)
+                    for item in self._asked(ref, in_pair(self.plan, port, 0), "feed", None, resharded)
+                )
         for instance in range(first, stop):
             if instance > 0:
                 yield from (Turn(item, unit, instance) for item in self._carried(scope, of_first=instance == 1))
-            yield from (Turn(item, unit, instance) for item in self._body(scope, again=instance < again, first=instance == 0))
+            yield from (
+                Turn(item, unit, instance) for item in self._body(scope, again=instance < again, first=instance == 0)
+            )
 
     def _carried(self, scope: str, *, of_first: bool) -> list[Item]:
         """The reshards of carried values between two blocks; `of_first`: the values are those of the first block."""
         run, (before, self._first) = self.program.runs[scope], (self._first, of_first)
-        found = [item for port, ref in zip(run.ports, run.carried, strict=False)
-                 for item in self._asked(ref, in_pair(self.plan, port, 0), "carry", None, {})]
+        found = [
+            item
+            for port, ref in zip(run.ports, run.carried, strict=False)
+            for item in self._asked(ref, in_pair(self.plan, port, 0), "carry", None, {})
+        ]
         self._first = before
         return found
 
@@ -152,7 +171,10 @@ class Walk:
         for node in self._ordered(gm, scope):
             if node.op == "call_module":
                 inner = self.program.runs[str(node.target)]
-                yield from (turn.item for turn in self._run(inner.scope, (0, inner.count), resharded, inner.count if self._again else 0))
+                yield from (
+                    turn.item
+                    for turn in self._run(inner.scope, (0, inner.count), resharded, inner.count if self._again else 0)
+                )
             elif (op := self._op(node, scope)) is not None and op.role == "op":
                 yield from self._operator(op, scope, resharded)
         for name in self.program.runs[scope].mutated:
@@ -161,18 +183,31 @@ class Walk:
     def _operator(self, op: Op, scope: str, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
         node = self.plan.nodes[op.name]
         forward, backward = self.pieces.operator(op, node)
-        again = tuple((pieces, self._full_bytes(reshard)) for reshard in self._gathered_again(op) if (pieces := self._way(reshard, "again")))
-        reads = tuple(self.program.source(ref) for ref in op.operands if self.program.is_weight(ref)) if op.name not in self.program.following else ()
+        again = tuple(
+            (pieces, self._full_bytes(reshard))
+            for reshard in self._gathered_again(op)
+            if (pieces := self._way(reshard, "again"))
+        )
+        reads = (
+            tuple(self.program.source(ref) for ref in op.operands if self.program.is_weight(ref))
+            if op.name not in self.program.following
+            else ()
+        )
         replay = forward if self._again and self.edges.runs_again(op) else ()
         mine = Item(op.name, forward, backward, again, replay, op.weights_share, spot_of(node), reads=reads)
         return [*self._operands(op, scope, resharded), mine]
 
     def _operands(self, op: Op, scope: str, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
         """The reshards that `op` needs and no operator before it has needed."""
-        return [item for index, ref in enumerate(op.operands)
-                for item in self._asked(ref, in_pair(self.plan, op.name, index), "edge", scope, resharded)]
+        return [
+            item
+            for index, ref in enumerate(op.operands)
+            for item in self._asked(ref, in_pair(self.plan, op.name, index), "edge", scope, resharded)
+        ]
 
-    def _asked(self, ref: Ref, dst: LayoutPair, role: str, scope: str | None, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
+    def _asked(
+        self, ref: Ref, dst: LayoutPair, role: str, scope: str | None, resharded: dict[tuple[Ref, str], None]
+    ) -> list[Item]:
         reshard, key = self._between(ref, dst, role, scope), (ref, f"{role} {dst}")
         if reshard is None or key in resharded:
             return []
@@ -180,7 +215,9 @@ class Walk:
         return [self._reshard(reshard)]
 
     def _between(self, ref: Ref, dst: LayoutPair, role: str, scope: str | None) -> Reshard | None:
-        found = next((r for r in self._of_ref.get(ref, ()) if r.role == role and r.dst == dst and scope in (None, r.scope)), None)
+        found = next(
+            (r for r in self._of_ref.get(ref, ()) if r.role == role and r.dst == dst and scope in (None, r.scope)), None
+        )
         if found is None:
             return None
         found = found.in_first if self._first else found
@@ -200,38 +237,61 @@ class Walk:
         sunk = fetches and not self._apart
         moved = moving(reshard.backward(self.plan.mesh), self.plan.mesh)
         held = tuple(self.pieces.prices.local_bytes(self.gradient_bytes(ref), step.before) for step in moved)
-        return Item(f"{ref[0]} -> {','.join(reshard.dst.value)}", forward, backward,
-                    replay=self._way(reshard, "again") if reshard.replay == "again" else (), weights=float(reshard.weight), fetches=fetches,
-                    later=sunk and any(piece.axis >= 0 for piece in backward), full_bytes=self._full_bytes(reshard), held_bytes=held,
-                    reads=(self.program.source(ref),) if self.program.is_weight(ref) else ())
+        return Item(
+            f"{ref[0]} -> {','.join(reshard.dst.value)}",
+            forward,
+            backward,
+            replay=self._way(reshard, "again") if reshard.replay == "again" else (),
+            weights=float(reshard.weight),
+            fetches=fetches,
+            later=sunk and any(piece.axis >= 0 for piece in backward),
+            full_bytes=self._full_bytes(reshard),
+            held_bytes=held,
+            reads=(self.program.source(ref),) if self.program.is_weight(ref) else (),
+        )
 
     def _full_bytes(self, reshard: Reshard) -> float:
         return self.pieces.prices.local_bytes(self.bytes_of(reshard.ref), reshard.dst.value)
 
     def _way(self, reshard: Reshard, way: str) -> tuple[Piece, ...]:
-        name = f"{reshard.ref[0]}{ {'forward': '', 'backward': ' gradient', 'again': ' again'}[way]}"
+        name = f"{reshard.ref[0]}{ {'forward': '', 'backward': ' gradient', 'again': ' again'}[way] }"
         steps = reshard.backward(self.plan.mesh) if way == "backward" else reshard.forward(self.plan.mesh)
-        return self.pieces.steps(steps, self.gradient_bytes(reshard.ref) if way == "backward" else self.bytes_of(reshard.ref), name)
+        return self.pieces.steps(
+            steps, self.gradient_bytes(reshard.ref) if way == "backward" else self.bytes_of(reshard.ref), name
+        )
 
     def bytes_of(self, ref: Ref) -> float:
         """Bytes of a value of one microbatch on one device."""
         return self.program.bytes_of(ref)
 
     def gradient_bytes(self, ref: Ref) -> float:
-        """Bytes of the gradient of a value of one microbatch on one device; a weight's has the dtype that the weight rests in."""
+        """Bytes of the gradient of a value of one microbatch on one device; a weight's has the dtype that the weight
+        rests in."""
         size = self.bytes_of(ref)
-        return self.pieces.prices.gradient_bytes(self.program.ops[ref[0]], size) if self.program.is_weight(ref) else size
+        return (
+            self.pieces.prices.gradient_bytes(self.program.ops[ref[0]], size) if self.program.is_weight(ref) else size
+        )
 
     def _gathered_again(self, op: Op) -> list[Reshard]:
-        """The gathered weights whose last reader is `op`: its backward is the first that needs them, and gathers them again."""
+        """The gathered weights whose last reader is `op`: its backward is the first that needs them, and gathers them
+        again."""
         found = []
         for index, ref in enumerate(op.operands):
             reshard = self._between(ref, in_pair(self.plan, op.name, index), "edge", op.scope)
-            if reshard is not None and reshard.regathers(self.plan.mesh) and self._last_saved(reshard) == op.name and reshard not in found:
+            if (
+                reshard is not None
+                and reshard.regathers(self.plan.mesh)
+                and self._last_saved(reshard) == op.name
+                and reshard not in found
+            ):
                 found.append(reshard)
         return found
 
     def _last_saved(self, reshard: Reshard) -> str:
         ops = self.program.ops
-        saving = [name for name in reshard.readers if any(ref == reshard.ref and ops[name].needs_again(i) for i, ref in enumerate(ops[name].operands))]
+        saving = [
+            name
+            for name in reshard.readers
+            if any(ref == reshard.ref and ops[name].needs_again(i) for i, ref in enumerate(ops[name].operands))
+        ]
         return saving[-1] if saving else ""

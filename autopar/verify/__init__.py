@@ -1,9 +1,10 @@
-"""Verification of an emitted program against a single device: outputs, loss, gradients, parameters after an optimizer step; then gradients
-of a second batch accumulated onto these, a second optimizer step, and an evaluation.
+"""Verification of an emitted program against a single device: outputs, loss, gradients, parameters after an optimizer
+step; then gradients of a second batch accumulated onto these, a second optimizer step, and an evaluation.
 
     reference            the captured graph on one device (passes.interpret), all floats lifted to float64
     graph_against_model  the user's own module against that graph, in float32
-    ranks                the emitted module on local gloo ranks, the same weights and global batch; each rank compares all that it holds
+    ranks                the emitted module on local gloo ranks, the same weights and global batch; each rank compares
+                         all that it holds
     second_step          the second batch, the second optimizer step and the evaluation
     collectives, volume  the collectives that ran, and their bytes, against those that were priced
 

@@ -31,13 +31,14 @@ from passes import facts
 class Case:
     """What is verified.
 
-        gm         the graph, with all floats in the dtype of the check
-        plan       its plan; `names`: what emission needs beside the graph
-        weights    whole parameters and buffers by original name; `constants`: tensors that no state dict holds
-        batch      the global inputs by name
-        notes      what the comparison leaves out
-        mutate     applied to the emitted text: tests plant errors with it
-        later      whether a second step and an evaluation are compared too (verify.second_step), which takes two to three times as long
+    gm         the graph, with all floats in the dtype of the check
+    plan       its plan; `names`: what emission needs beside the graph
+    weights    whole parameters and buffers by original name; `constants`: tensors that no state dict holds
+    batch      the global inputs by name
+    notes      what the comparison leaves out
+    mutate     applied to the emitted text: tests plant errors with it
+    later      whether a second step and an evaluation are compared too (verify.second_step), which takes two to
+               three times as long
     """
 
     gm: fx.GraphModule
@@ -66,9 +67,17 @@ class Case:
         return self.mutate(emit(self.gm, self.plan, self.names, probes=probes))
 
     def reference(self, *, record: bool = False) -> Results:
-        """The results of one device, computed in this process; the same for every plan of the same graph, weights and batch. With `record` the value and gradient of every node."""
+        """The results of one device, computed in this process; the same for every plan of the same graph, weights and
+        batch. With `record` the value and gradient of every node."""
         second = Second(self.second, self.training and not self.names.unevaluated, self.names.changing)
-        return train_step(self.gm, {**self.weights, **self.constants}, self.batch, training=self.training, record=record, second=second if self.later and not record else None)
+        return train_step(
+            self.gm,
+            {**self.weights, **self.constants},
+            self.batch,
+            training=self.training,
+            record=record,
+            second=second if self.later and not record else None,
+        )
 
     @cached_property
     def second(self) -> dict[str, Tensor]:
@@ -82,13 +91,20 @@ class Case:
         return program, edges(program, self.plan)
 
 
-def case_of(captured: Captured, plan: Plan, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor],
-            dtype: torch.dtype = torch.float64) -> Case:
-    """The case of a captured model: graph, weights and floating inputs lifted to `dtype`. `weights` are whole tensors by
-    original name (`model.state_dict()`), `batch` the global inputs by name. Nothing is dropped at random in a case
+def case_of(
+    captured: Captured,
+    plan: Plan,
+    weights: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    dtype: torch.dtype = torch.float64,
+) -> Case:
+    """The case of a captured model: graph, weights and floating inputs lifted to `dtype`. `weights` are whole tensors
+    by original name (`model.state_dict()`), `batch` the global inputs by name. Nothing is dropped at random in a case
     (`verify.randomness`); its notes say so."""
+
     def to(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {n: t.to(lifted(t.dtype, dtype)).detach().cpu() for n, t in tensors.items() if isinstance(t, Tensor)}  # extra state of modules is no tensor
+        # extra state of modules is no tensor
+        return {n: t.to(lifted(t.dtype, dtype)).detach().cpu() for n, t in tensors.items() if isinstance(t, Tensor)}
 
     check_batch(captured.gm, batch)
     names = Names.of(captured)
@@ -98,13 +114,15 @@ def case_of(captured: Captured, plan: Plan, weights: Mapping[str, Tensor], batch
 
 
 def inputs_of(captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of a call by the graph's names for them, those inside of structured arguments included. Raises RunError for inputs that the graph does not have."""
+    """The inputs of a call by the graph's names for them, those inside of structured arguments included. Raises
+    RunError for inputs that the graph does not have."""
     names = captured.input_names
     return dict(zip(names, bind(dict.fromkeys(names, ""), args, kwargs, captured.fixed, captured.nested), strict=True))
 
 
 def check_batch(gm: fx.GraphModule, batch: Mapping[str, Tensor]) -> None:
-    """Raise RunError where an input is no tensor of the graph's sizes; a symbol must have the same size in all inputs."""
+    """Raise RunError where an input is no tensor of the graph's sizes; a symbol must have the same size in all
+    inputs."""
     seen: dict[facts.Size, int] = {}
 
     def unlike(wanted: facts.Size, got: int) -> bool:
@@ -119,7 +137,9 @@ def check_batch(gm: fx.GraphModule, batch: Mapping[str, Tensor]) -> None:
             if not isinstance(batch[name], Tensor) or len(got) != len(wanted) or any(map(unlike, wanted, got)):
                 what = f"of sizes {got}" if isinstance(batch[name], Tensor) else f"a {type(batch[name]).__name__}"
                 known = "".join(f", where {size} is {seen[size]}" for size in dict.fromkeys(wanted) if size in seen)
-                raise RunError(f"input {name!r} is {what}, wanted a tensor of sizes ({', '.join(map(str, wanted))}){known}")
+                raise RunError(
+                    f"input {name!r} is {what}, wanted a tensor of sizes ({', '.join(map(str, wanted))}){known}"
+                )
 
 
 def sizes(case: Case) -> dict[str, int]:

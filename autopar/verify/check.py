@@ -25,14 +25,17 @@ BEHIND = {
     "buffer": "buffer {} is given its new value wrongly behind the last operator",
     "parameter": "parameter {} is updated wrongly",
 }
-"""The diagnosis where every operator's value and gradient are right, by the kind of the wrong row; the most specific kind first."""
+"""The diagnosis where every operator's value and gradient are right, by the kind of the wrong row; the most specific
+kind first."""
 
 
-def verify(case: Case, *, tolerance: float = 1e-9, reference: Results | None = None, ranks: Ranks | None = None) -> Report:
+def verify(
+    case: Case, *, tolerance: float = 1e-9, reference: Results | None = None, ranks: Ranks | None = None
+) -> Report:
     """Run `case` on one device and on the plan's ranks, and compare everything. See the package docstring.
 
-    Who verifies several plans of one model gives the `reference` (`case.reference()`) and living `ranks` (as many as the plan
-    has), so that neither is made again. Raises RunError when a rank fails.
+    Who verifies several plans of one model gives the `reference` (`case.reference()`) and living `ranks` (as many as
+    the plan has), so that neither is made again. Raises RunError when a rank fails.
     """
     wanted = case.reference() if reference is None else reference
     results = _on_ranks(case, ranks, step, case.source(), case.light, wanted)
@@ -45,7 +48,11 @@ def verify(case: Case, *, tolerance: float = 1e-9, reference: Results | None = N
     seen = {place: results[place * inner][1] for place in range(case.plan.places)}  # the first rank of each place
     uneven: Uneven = {}
     first += [row for place in seen for row in _collectives(case, seen[place], place, uneven)]
-    notes = (*case.notes, *([not_compared(uneven, case.plan)] if uneven else []), *([NOT_FINITE] if case.later and "second output" not in wanted else []))
+    notes = (
+        *case.notes,
+        *([not_compared(uneven, case.plan)] if uneven else []),
+        *([NOT_FINITE] if case.later and "second output" not in wanted else []),
+    )
     report = Report((*first, *later), case.plan.mesh, collectives=sum(map(len, seen.values())), notes=notes)
     if wrong := [row for row in first if not row.ok]:
         return replace(report, first=_first(case, tolerance, ranks, wrong))
@@ -54,7 +61,9 @@ def verify(case: Case, *, tolerance: float = 1e-9, reference: Results | None = N
 
 def _on_ranks(case: Case, ranks: Ranks | None, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """`fn(*args)` on `ranks`, or on ranks of its own, which share the memory of `args` with this process."""
-    return launch(fn, case.plan.ranks, *args, device_type=case.plan.device_kind) if ranks is None else ranks.run(fn, *args)
+    return (
+        launch(fn, case.plan.ranks, *args, device_type=case.plan.device_kind) if ranks is None else ranks.run(fn, *args)
+    )
 
 
 def _row(kind: str, name: str, error: float, tolerance: float) -> Row:
@@ -63,8 +72,8 @@ def _row(kind: str, name: str, error: float, tolerance: float) -> Row:
 
 
 def _collectives(case: Case, seen: list[Counted], place: int, uneven: Uneven) -> list[Row]:
-    """The rows that compare the collectives that ran on a place, and their bytes, with those that are priced. Kinds whose bytes cannot be
-    compared are added to `uneven`."""
+    """The rows that compare the collectives that ran on a place, and their bytes, with those that are priced. Kinds
+    whose bytes cannot be compared are added to `uneven`."""
     program, found = case.edges
     compared = [("collectives", priced(program, case.plan, found, place), ran(seen))]
     paid, without = priced_bytes(program, case.plan, found, place)
@@ -73,16 +82,25 @@ def _collectives(case: Case, seen: list[Counted], place: int, uneven: Uneven) ->
     for kind, value in without.items():
         uneven.setdefault(kind, value)
     where = f"place {place}, " if case.plan.places > 1 else ""
-    return [Row(f"{where}{what}: {describe(wanted, got) or 'run = priced'}", "collectives", float(differences(wanted, got)), 0.0)
-            for what, wanted, got in compared]
+    return [
+        Row(
+            f"{where}{what}: {describe(wanted, got) or 'run = priced'}",
+            "collectives",
+            float(differences(wanted, got)),
+            0.0,
+        )
+        for what, wanted, got in compared
+    ]
 
 
 def _first(case: Case, tolerance: float, ranks: Ranks | None, wrong: Sequence[Row]) -> str:
-    """Run both sides again with every value recorded, and name the first node that differs; where none does, the diagnosis of the `wrong`
-    rows."""
+    """Run both sides again with every value recorded, and name the first node that differs; where none does, the
+    diagnosis of the `wrong` rows."""
     kinds = {row.kind: row.name for row in reversed(wrong)}
     if set(kinds) == {"collectives"}:
         return f"no value: {kinds['collectives']}"
-    values = {name: [(v.detach(), v.grad) for v in items] for name, items in case.reference(record=True)["values"].items()}
+    values = {
+        name: [(v.detach(), v.grad) for v in items] for name, items in case.reference(record=True)["values"].items()
+    }
     found = str(_on_ranks(case, ranks, first_difference, case.source(probes=True), case.light, values, tolerance)[0])
     return found or next(f"no operator: {said.format(kinds[kind])}" for kind, said in BEHIND.items() if kind in kinds)

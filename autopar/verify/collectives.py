@@ -20,8 +20,8 @@ Key = tuple[str, int]  # (kind, mesh axis)
 
 
 def priced(program: Program, plan: Plan, edges: Edges, place: int = 0) -> Counter[Key]:
-    """How many collectives of each kind a step runs on each axis on the ranks of a place, by the plan. Gradients that are summed
-    in buckets count one by one, as they are priced. Transfers between places are on PIPELINE_AXIS."""
+    """How many collectives of each kind a step runs on each axis on the ranks of a place, by the plan. Gradients that
+    are summed in buckets count one by one, as they are priced. Transfers between places are on PIPELINE_AXIS."""
     found: Counter[Key] = Counter()
     tally = Tally(program, plan, place)
     for reshard, runs, first, _ in tally.reshards(edges.reshards):
@@ -39,16 +39,22 @@ def priced(program: Program, plan: Plan, edges: Edges, place: int = 0) -> Counte
     return found
 
 
-def inside(op: Op, node: NodePlan, sizes: tuple[int, ...], *, again: bool, first: bool) -> list[tuple[Site, InnerCollective]]:
-    """The collectives that runtime algorithms run inside `op`, as planned; those of the forward twice where it is run `again`. `first`: in
-    the first block of a run, where some operands may have no gradients."""
+def inside(
+    op: Op, node: NodePlan, sizes: tuple[int, ...], *, again: bool, first: bool
+) -> list[tuple[Site, InnerCollective]]:
+    """The collectives that runtime algorithms run inside `op`, as planned; those of the forward twice where it is run
+    `again`. `first`: in the first block of a run, where some operands may have no gradients."""
     training = op.graded and not (first and op.late)
-    return [(site, each) for algorithm, site in sites(op, options(node), sizes, first=first)
-            for each in (*algorithm.inner(training=training), *(algorithm.forward if again else ()))]
+    return [
+        (site, each)
+        for algorithm, site in sites(op, options(node), sizes, first=first)
+        for each in (*algorithm.inner(training=training), *(algorithm.forward if again else ()))
+    ]
 
 
 def moving(reshard: Reshard, sizes: tuple[int, ...]) -> list[Step]:
-    """The collectives of one run of a reshard: forward, once more for the backward where it is gathered or run again, backward."""
+    """The collectives of one run of a reshard: forward, once more for the backward where it is gathered or run again,
+    backward."""
     forward = [s for s in reshard.forward(sizes) if s.kind in MOVING]
     again = forward if reshard.regathers(sizes) or reshard.replay == "again" else []
     return [*forward, *again, *(s for s in reshard.backward(sizes) if s.kind in MOVING)]
@@ -66,5 +72,8 @@ def differences(wanted: Counter[Key], got: Counter[Key]) -> int:
 
 def describe(wanted: Counter[Key], got: Counter[Key]) -> str:
     """The differences for a message: `all_gather on axis 0: 12 priced, 10 run`."""
-    return "; ".join(f"{kind} on axis {axis}: {wanted[kind, axis]} priced, {got[kind, axis]} run"
-                     for kind, axis in {**wanted, **got} if wanted[kind, axis] != got[kind, axis])
+    return "; ".join(
+        f"{kind} on axis {axis}: {wanted[kind, axis]} priced, {got[kind, axis]} run"
+        for kind, axis in {**wanted, **got}
+        if wanted[kind, axis] != got[kind, axis]
+    )

@@ -11,7 +11,8 @@ CHUNK = 1 << 20  # elements compared at a time: the difference of two large tens
 
 
 def difference(got: Tensor | None, wanted: Tensor) -> float:
-    """Largest absolute difference relative to `scale(wanted)`; infinity where shapes differ, one is missing or not a number."""
+    """Largest absolute difference relative to `scale(wanted)`; infinity where shapes differ, one is missing or not a
+    number."""
     return gap(got, wanted) / scale(wanted)
 
 
@@ -27,8 +28,9 @@ def scale(wanted: Tensor) -> float:
 
 
 def gap(got: Tensor | None, wanted: Tensor) -> float:
-    """Largest absolute difference, found on the device of `got`, none between infinities of one sign (logits that are masked); infinity
-    where shapes differ, `got` is missing, one is complex and the other is not, or a difference is not a number."""
+    """Largest absolute difference, found on the device of `got`, none between infinities of one sign (logits that are
+    masked); infinity where shapes differ, `got` is missing, one is complex and the other is not, or a difference is not
+    a number."""
     if got is None or got.shape != wanted.shape or got.is_complex() != wanted.is_complex():
         return math.inf
     if wanted.numel() == 0:
@@ -39,7 +41,10 @@ def gap(got: Tensor | None, wanted: Tensor) -> float:
     if wanted.dim() == 0:
         got, wanted = got[None], wanted[None]
     rows = max(1, CHUNK * wanted.shape[0] // wanted.numel())
-    found = [float((a - b).abs().masked_fill_(a == b, 0.0).max()) for a, b in zip(got.split(rows), wanted.split(rows), strict=True)]
+    found = [
+        float((a - b).abs().masked_fill_(a == b, 0.0).max())
+        for a, b in zip(got.split(rows), wanted.split(rows), strict=True)
+    ]
     return math.inf if any(map(math.isnan, found)) else max(found)
 
 

@@ -1,8 +1,9 @@
 """The captured graph against the user's own module, on one device, with the same weights and batch and without dropout.
 
-The comparison is in float32: models may cast to it, and not all operators that they call have a float64 kernel. Errors of capture or of a pass (a wrong mask, a branch of other sizes)
-are far larger than its rounding. Where the results differ (batch norms divide by variances over few values), both are compared in float64 too, and agreement in either dtype
-counts. Emitted programs are compared with the graph in float64 (`verify.check`).
+The comparison is in float32: models may cast to it, and not all operators that they call have a float64 kernel. Errors
+of capture or of a pass (a wrong mask, a branch of other sizes) are far larger than its rounding. Where the results
+differ (batch norms divide by variances over few values), both are compared in float64 too, and agreement in either
+dtype counts. Emitted programs are compared with the graph in float64 (`verify.check`).
 """
 
 from __future__ import annotations
@@ -38,11 +39,15 @@ TOLERANCE = 1e-4
 SINGLE, DOUBLE = torch.float32, torch.float64
 
 
-def graph_rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool) -> tuple[list[Row], list[str]]:
-    """Compare `model(*args, **kwargs)` with `captured`: rows of kind "model" for outputs, gradients and new values of buffers, and notes on what is not compared.
+def graph_rows(
+    model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool
+) -> tuple[list[Row], list[str]]:
+    """Compare `model(*args, **kwargs)` with `captured`: rows of kind "model" for outputs, gradients and new values of
+    buffers, and notes on what is not compared.
 
-    In training mode, unless the model draws random numbers other than dropout; and in evaluation mode, where that differs. A model that does not run in float32 is not compared. The
-    model has its weights, on the CPU, and is not changed.
+    In training mode, unless the model draws random numbers other than dropout; and in evaluation mode, where that
+    differs. A model that does not run in float32 is not compared. The model has its weights, on the CPU, and is not
+    changed.
     """
     drawing, evaluates = drawn(captured.gm), training and captured.evaluation.differs and not captured.evaluation.why
     rows: list[Row] = []
@@ -52,18 +57,34 @@ def graph_rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs
                 rows += _compared(model, captured, args, kwargs, training, keep_all)
         if evaluates:
             with _evaluating(model):
-                rows += [replace(row, name=f"{row.name}, in evaluation") for row in _compared(model, captured, args, kwargs, training, evaluate)]
+                rows += [
+                    replace(row, name=f"{row.name}, in evaluation")
+                    for row in _compared(model, captured, args, kwargs, training, evaluate)
+                ]
     except _Stopped as stopped:
-        return rows, [f"the model is not compared with its graph: by itself it does not run in float32 on a CPU ({stopped})"]
-    return rows, [f"the model draws random numbers ({', '.join(drawing[:3])}): it is {'' if evaluates else 'not '}compared with its graph{' in evaluation alone' if evaluates else ''}"] if drawing else []
+        return rows, [
+            f"the model is not compared with its graph: by itself it does not run in float32 on a CPU ({stopped})"
+        ]
+    return rows, [
+        f"the model draws random numbers ({', '.join(drawing[:3])}): it is {'' if evaluates else 'not '}compared with "
+        f"its graph{' in evaluation alone' if evaluates else ''}"
+    ] if drawing else []
 
 
 class _Stopped(RuntimeError):
     """The model itself fails in a dtype; the text is the first line of its error."""
 
 
-def _compared(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, still: Callable[[fx.GraphModule], object]) -> list[Row]:
-    """The rows of a comparison in float32; where some are wrong, of each row the better one of float32 and float64. `still` brings the graph, in place, into the mode that the model is in."""
+def _compared(
+    model: nn.Module,
+    captured: Captured,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    training: bool,
+    still: Callable[[fx.GraphModule], object],
+) -> list[Row]:
+    """The rows of a comparison in float32; where some are wrong, of each row the better one of float32 and float64.
+    `still` brings the graph, in place, into the mode that the model is in."""
     rows = _rows(model, captured, args, kwargs, training, still, SINGLE)
     if all(row.ok for row in rows):
         return rows
@@ -74,12 +95,22 @@ def _compared(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs:
     return [min(pair, key=lambda row: row.error) for pair in zip(rows, exact, strict=True)]
 
 
-def _rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool, still: Callable[[fx.GraphModule], object],
-          dtype: torch.dtype) -> list[Row]:
+def _rows(
+    model: nn.Module,
+    captured: Captured,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    training: bool,
+    still: Callable[[fx.GraphModule], object],
+    dtype: torch.dtype,
+) -> list[Row]:
     """The rows of a comparison in `dtype`."""
     gm = lift(captured.gm, dtype)
     still(gm)
-    names: dict[str, Tensor] = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    names: dict[str, Tensor] = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     held = {name: tensor for name, tensor in captured.constants.items() if name in names}
     weights = _cast({**names, **captured.constants}, dtype)
     kinds = [entry["kind"] for entry in gm.meta["outputs"] if entry["kind"] != "mutation"] if training else []
@@ -89,44 +120,100 @@ def _rows(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Map
     except RuntimeError as error:
         raise _Stopped(first_line(error)) from error
     if len(outputs) != len(got["output"]):
-        return [Row(f"{len(outputs)} outputs of the model, {len(got['output'])} of its graph", "model", float("inf"), TOLERANCE)]
-    rows = [Row(name, "model", difference(value, wanted), TOLERANCE) for (name, value), wanted in zip(got["output"].items(), outputs, strict=True)]
+        return [
+            Row(
+                f"{len(outputs)} outputs of the model, {len(got['output'])} of its graph",
+                "model",
+                float("inf"),
+                TOLERANCE,
+            )
+        ]
+    rows = [
+        Row(name, "model", difference(value, wanted), TOLERANCE)
+        for (name, value), wanted in zip(got["output"].items(), outputs, strict=True)
+    ]
     found = {name: torch.zeros_like(value) for name, value in gradients.items()} | got["gradient"]
-    rows += [Row(f"gradient of {name}", "model", difference(value, gradients.get(name, torch.zeros_like(value))), TOLERANCE) for name, value in found.items()]
-    new = {name: value for name, value in got["buffer"].items() if still is not evaluate or name in captured.evaluation.changing}
+    rows += [
+        Row(f"gradient of {name}", "model", difference(value, gradients.get(name, torch.zeros_like(value))), TOLERANCE)
+        for name, value in found.items()
+    ]
+    new = {
+        name: value
+        for name, value in got["buffer"].items()
+        if still is not evaluate or name in captured.evaluation.changing
+    }
     changed = [name for name, value in buffers.items() if name in new or not torch.equal(value, weights[name])]
-    return rows + [Row(f"new {name}", "model", difference(new.get(name, weights[name]), buffers[name]), TOLERANCE) for name in changed]
+    return rows + [
+        Row(f"new {name}", "model", difference(new.get(name, weights[name]), buffers[name]), TOLERANCE)
+        for name in changed
+    ]
 
 
-def _model_step(model: nn.Module, held: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[str],
-                left_out: Sequence[str], dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """One step of the model: its output tensors in order, without those that are `left_out`; the gradients of its loss, the output whose entry in
-    `kinds` is "loss" (none where `kinds` are empty); and after the forward, its buffers and the weights that do not train."""
+def _model_step(
+    model: nn.Module,
+    held: Mapping[str, Tensor],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    kinds: Sequence[str],
+    left_out: Sequence[str],
+    dtype: torch.dtype,
+) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """One step of the model: its output tensors in order, without those that are `left_out`; the gradients of its loss,
+    the output whose entry in `kinds` is "loss" (none where `kinds` are empty); and after the forward, its buffers and
+    the weights that do not train."""
     own = dict(model.named_parameters())
-    leaves = {name: tensor.requires_grad_(own[name].requires_grad and bool(kinds)) for name, tensor in _cast(own, dtype).items()}
+    leaves = {
+        name: tensor.requires_grad_(own[name].requires_grad and bool(kinds))
+        for name, tensor in _cast(own, dtype).items()
+    }
     buffers = _cast({**dict(model.named_buffers()), **held}, dtype)
     with _as_captured(), torch.set_grad_enabled(bool(kinds)):
         placed = _everywhere(model, {**leaves, **buffers})  # functional_call writes assigned buffers into this dict
-        result = functional_call(model, placed, tuple(_cast(dict(enumerate(args)), dtype).values()), _cast(kwargs, dtype), tie_weights=False)
+        result = functional_call(
+            model, placed, tuple(_cast(dict(enumerate(args)), dtype).values()), _cast(kwargs, dtype), tie_weights=False
+        )
     result = dict(result) if hasattr(result, "to_tuple") else result
-    outputs = [leaf for name, leaf in named_leaves(by_field(result)).items() if isinstance(leaf, Tensor) and not any(f"{name}.".startswith(f"{other}.") for other in left_out)]
+    outputs = [
+        leaf
+        for name, leaf in named_leaves(by_field(result)).items()
+        if isinstance(leaf, Tensor) and not any(f"{name}.".startswith(f"{other}.") for other in left_out)
+    ]
     if "loss" in kinds and len(kinds) == len(outputs):
         outputs[kinds.index("loss")].backward()
-    after = {name: placed[name].detach() for name in {**{name: None for name, tensor in own.items() if not tensor.requires_grad}, **dict(model.named_buffers())} if name in placed}
-    return [output.detach() for output in outputs], {name: leaf.grad.to_dense() for name, leaf in leaves.items() if leaf.grad is not None}, after
+    after = {
+        name: placed[name].detach()
+        for name in {
+            **{name: None for name, tensor in own.items() if not tensor.requires_grad},
+            **dict(model.named_buffers()),
+        }
+        if name in placed
+    }
+    return (
+        [output.detach() for output in outputs],
+        {name: leaf.grad.to_dense() for name, leaf in leaves.items() if leaf.grad is not None},
+        after,
+    )
 
 
 def _everywhere(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`values` of parameters and buffers wherever these are registered, in each module once: a module with two names would keep the second value (torch 2.13)."""
+    """`values` of parameters and buffers wherever these are registered, in each module once: a module with two names
+    would keep the second value (torch 2.13)."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     by_tensor = {id(tensor): values[name] for name, tensor in named if name in values}
-    return {f"{path}.{key}".removeprefix("."): by_tensor[id(tensor)] for path, module in model.named_modules()
-            for key, tensor in {**module._parameters, **module._buffers}.items() if tensor is not None and id(tensor) in by_tensor}
+    return {
+        f"{path}.{key}".removeprefix("."): by_tensor[id(tensor)]
+        for path, module in model.named_modules()
+        for key, tensor in {**module._parameters, **module._buffers}.items()
+        if tensor is not None and id(tensor) in by_tensor
+    }
 
 
 def _cast(tensors: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
     """Copies, in `dtype` where they are floating."""
-    return {name: item.detach().to(lifted(item.dtype, dtype), copy=True) if isinstance(item, Tensor) else item for name, item in tensors.items()}
+    return {
+        name: item.detach().to(lifted(item.dtype, dtype), copy=True) if isinstance(item, Tensor) else item
+        for name, item in tensors.items()
+    }
 
 
 @contextmanager
@@ -143,6 +230,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _as_captured() -> Iterator[None]:
-    """A context in which re-entrant checkpoints do not recompute (they would use the model's weights after functional_call has put them back), and flex_attention has gradients."""
+    """A context in which re-entrant checkpoints do not recompute (they would use the model's weights after
+    functional_call has put them back), and flex_attention has gradients."""
     with mock.patch.object(CheckpointFunction, "apply", once), plain_flex_attention():
         yield

@@ -1,7 +1,7 @@
 """The first wrong node, found on ranks from an emitted file with probes.
 
-In a pipeline a place has the nodes of its own stages, microbatch by microbatch: the parts of a value are joined, and the verdicts of all
-places are gathered. Backwards are not split there (zero bubble), so that gradients pass every node.
+In a pipeline a place has the nodes of its own stages, microbatch by microbatch: the parts of a value are joined, and
+the verdicts of all places are gathered. Backwards are not split there (zero bubble), so that gradients pass every node.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ OUTSIDE = -1
 
 
 class Node(NamedTuple):
-    """A node as the ranks run it: `number` is that of its block in the run of blocks, in the order in which they run, 0 outside of
-    blocks."""
+    """A node as the ranks run it: `number` is that of its block in the run of blocks, in the order in which they run, 0
+    outside of blocks."""
 
     stage: int
     name: str
@@ -38,8 +38,8 @@ class Node(NamedTuple):
 
 @dataclass
 class Seen:
-    """The whole value of a node by microbatch, and its gradients: None where none has arrived; no entry where the plan has no gradient for
-    it."""
+    """The whole value of a node by microbatch, and its gradients: None where none has arrived; no entry where the plan
+    has no gradient for it."""
 
     values: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[int, Tensor | None] = field(default_factory=dict)
@@ -74,7 +74,9 @@ class _Probes:
         seen.gradients[microbatch] = None
         if value.requires_grad:
             value = value.view_as(value)  # a node of its own: the hook sees the gradient of all readers together
-            value.register_hook(lambda grad: seen.gradients.update({microbatch: self._whole(grad.detach(), lies.grad, shape)}))
+            value.register_hook(
+                lambda grad: seen.gradients.update({microbatch: self._whole(grad.detach(), lies.grad, shape)})
+            )
         return value
 
     def _whole(self, value: Tensor, layout: Layout, shape: tuple[int, ...]) -> Tensor:
@@ -83,21 +85,26 @@ class _Probes:
 
 
 def _places(module: ShardedModule) -> Iterator[tuple[int, tuple[int, int]]]:
-    """(id of the object that calls a probe, (its stage, number in the model of the first block of its run in that stage; 0 outside of
-    blocks))."""
+    """(id of the object that calls a probe, (its stage, number in the model of the first block of its run in that
+    stage; 0 outside of blocks))."""
     yield id(module), (OUTSIDE, 0)
     stages = module.stages if isinstance(module, PipelinedModule) else []
     for stage in stages:
         yield id(stage), (stage.index, 0)
     for index, scope in [(OUTSIDE, module), *((stage.index, stage) for stage in stages)]:
         for run, blocks in scope.runs.items():
-            first = sum(len(kind.RUNS[run][1]) for kind in module.STAGES[:index] if run in kind.RUNS) if isinstance(module, PipelinedModule) and index != OUTSIDE else 0
+            first = (
+                sum(len(kind.RUNS[run][1]) for kind in module.STAGES[:index] if run in kind.RUNS)
+                if isinstance(module, PipelinedModule) and index != OUTSIDE
+                else 0
+            )
             yield from ((id(block), (index, first)) for block in blocks)
 
 
 def first_difference(source: str, light: Light, wanted: Mapping[str, list[Any]], tolerance: float) -> str:
-    """One rank: run with probes and name the first node whose value differs, or the last whose gradient does; "" where none does; the same
-    on all ranks. `wanted` has the value and the gradient of every node, one pair per instance of its block."""
+    """One rank: run with probes and name the first node whose value differs, or the last whose gradient does; "" where
+    none does; the same on all ranks. `wanted` has the value and the gradient of every node, one pair per instance of
+    its block."""
     module = light.build(source)
     probes = _Probes(module)
     stages = module.STAGES if isinstance(module, PipelinedModule) else ()
@@ -107,7 +114,9 @@ def first_difference(source: str, light: Light, wanted: Mapping[str, list[Any]],
     for kind in (*scopes, *(block for scope in scopes for block, _ in scope.RUNS.values())):
         setattr(kind, "probe", lambda *args: probes(*args))  # noqa: B010 -- classes of this source only; no other has it
     _run(module, light)
-    found = _together([_verdict(node, seen, wanted, light.plan, module, tolerance) for node, seen in probes.seen.items()], module)
+    found = _together(
+        [_verdict(node, seen, wanted, light.plan, module, tolerance) for node, seen in probes.seen.items()], module
+    )
     for node, wrong, _ in found:
         if wrong:
             return f"{node.name} (value{_instance(node.number, wanted[node.name])})"
@@ -130,7 +139,8 @@ def _run(module: ShardedModule, light: Light) -> None:
 
 
 def _together(mine: list[Verdict], module: ShardedModule) -> list[Verdict]:
-    """The verdicts of all ranks, in forward order; a node is wrong where it is wrong on any rank. A collective operation."""
+    """The verdicts of all ranks, in forward order; a node is wrong where it is wrong on any rank. A collective
+    operation."""
     everyone: list[Any] = [mine]
     if module.MESH.ranks > 1:
         everyone = [None] * module.MESH.ranks
@@ -142,29 +152,40 @@ def _together(mine: list[Verdict], module: ShardedModule) -> list[Verdict]:
     return sorted(found.values(), key=lambda verdict: verdict.node.stage)
 
 
-def _verdict(node: Node, seen: Seen, wanted: Mapping[str, list[Any]], plan: Plan, module: ShardedModule, tolerance: float) -> Verdict:
+def _verdict(
+    node: Node, seen: Seen, wanted: Mapping[str, list[Any]], plan: Plan, module: ShardedModule, tolerance: float
+) -> Verdict:
     """Compare a node with one device."""
     value, grad = wanted[node.name][node.number]
     name, _, index = node.name.partition(":")
     shared = plan.nodes[name].micro if node.stage != OUTSIDE else ()
     entry = shared[int(index or 0)] if shared else "R"
-    wrong = any(difference(each, value) > tolerance for each in _joined([seen.values[k] for k in sorted(seen.values)], entry, module))
+    wrong = any(
+        difference(each, value) > tolerance
+        for each in _joined([seen.values[k] for k in sorted(seen.values)], entry, module)
+    )
     if grad is None or not seen.gradients:
         return Verdict(node, wrong, False)
     if not any(each is not None for each in seen.gradients.values()):
         return Verdict(node, wrong, bool(grad.any()))
-    gradients = [torch.zeros_like(seen.values[k]) if each is None else each for k, each in sorted(seen.gradients.items())]
-    return Verdict(node, wrong, any(difference(each, grad) > tolerance for each in _joined(gradients, GRADIENT.get(entry, entry), module)))
+    gradients = [
+        torch.zeros_like(seen.values[k]) if each is None else each for k, each in sorted(seen.gradients.items())
+    ]
+    return Verdict(
+        node,
+        wrong,
+        any(difference(each, grad) > tolerance for each in _joined(gradients, GRADIENT.get(entry, entry), module)),
+    )
 
 
 GRADIENT = {"P": "R", "R": "P"}
-"""How microbatches share the gradient of a value that they share so, where it differs: each has the whole gradient of a partial sum, and a
-partial gradient of a common value."""
+"""How microbatches share the gradient of a value that they share so, where it differs: each has the whole gradient of a
+partial sum, and a partial gradient of a common value."""
 
 
 def _joined(values: Sequence[Tensor], entry: str, module: ShardedModule) -> Sequence[Tensor]:
-    """The values of all microbatches joined, as `entry` says they share them. Of a common value all are given, each to be compared; of a
-    value cut in sections none."""
+    """The values of all microbatches joined, as `entry` says they share them. Of a common value all are given, each to
+    be compared; of a value cut in sections none."""
     if len(values) == 1 or not isinstance(module, PipelinedModule):
         return values
     if not is_shard(entry):

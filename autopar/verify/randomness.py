@@ -1,5 +1,5 @@
-"""Random operators, made deterministic for verification: dropout drops nothing, other draws give a constant, and the report's notes say
-so."""
+"""Random operators, made deterministic for verification: dropout drops nothing, other draws give a constant, and the
+report's notes say so."""
 
 from __future__ import annotations
 
@@ -24,8 +24,15 @@ STILL: dict[Any, tuple[Any, Callable[..., tuple[Any, ...]]]] = {
     aten.randn_like.default: (aten.full_like.default, lambda x: (x, 0.5)),
     aten.bernoulli.default: (aten.full_like.default, lambda x: (x, 1.0)),
     aten.bernoulli.p: (aten.full_like.default, lambda x, p: (x, 1.0)),
-    **{op: (aten.full_like.default, lambda x, *_: (x, 0.5)) for op in (aten.cauchy.default, aten.exponential.default, aten.log_normal.default,
-                                                                      aten.normal_functional.default)},
+    **{
+        op: (aten.full_like.default, lambda x, *_: (x, 0.5))
+        for op in (
+            aten.cauchy.default,
+            aten.exponential.default,
+            aten.log_normal.default,
+            aten.normal_functional.default,
+        )
+    },
     aten.normal.Tensor_Tensor: (aten.full_like.default, lambda mean, std: (mean, 0.5)),
     aten.normal.Tensor_float: (aten.full_like.default, lambda mean, std=1.0: (mean, 0.5)),
     aten.normal.float_Tensor: (aten.full_like.default, lambda mean, std: (std, 0.5)),
@@ -33,16 +40,17 @@ STILL: dict[Any, tuple[Any, Callable[..., tuple[Any, ...]]]] = {
     aten.geometric.default: (aten.full_like.default, lambda x, p: (x, 1.0)),
     aten.uniform.default: (aten.full_like.default, lambda x, low=0.0, high=1.0: (x, (low + high) / 2)),
 }
-"""Random operator -> an operator that gives a constant that could be drawn, and a function from the arguments of the first to those of the
-second."""
+"""Random operator -> an operator that gives a constant that could be drawn, and a function from the arguments of the
+first to those of the second."""
 INTEGERS = (aten.randint.default, aten.randint.low)  # their constant must be int64
 # keyword arguments of random operators that the constant has no use for
 ASIDE = ("generator", "from", "lambd", "mean", "median", "p", "sigma", "std", "to")
 
 
 def keep_all(gm: fx.GraphModule) -> tuple[str, ...]:
-    """Make a captured graph deterministic, in place: dropout drops nothing, and random operators give a constant. Returns notes for the
-    report: what was changed, and which random operators could not be, whose values will differ."""
+    """Make a captured graph deterministic, in place: dropout drops nothing, and random operators give a constant.
+    Returns notes for the report: what was changed, and which random operators could not be, whose values will
+    differ."""
     silenced: list[str] = []
     stilled: list[str] = []
     others: list[str] = []
@@ -57,16 +65,30 @@ def keep_all(gm: fx.GraphModule) -> tuple[str, ...]:
                 elif node.op == "call_function" and _draws(node.target):
                     others.append(f"{node.name} ({facts.where(node)})")
             module.recompile()
-    notes = [f"dropout is off in this comparison: {len(silenced)} operators ({', '.join(silenced[:3])}"
-             f"{', ...' if len(silenced) > 3 else ''}) drop nothing on either side"] if silenced else []
+    notes = (
+        [
+            f"dropout is off in this comparison: {len(silenced)} operators ({', '.join(silenced[:3])}"
+            f"{', ...' if len(silenced) > 3 else ''}) drop nothing on either side"
+        ]
+        if silenced
+        else []
+    )
     notes += [f"{name} draws the same number always in this comparison, on both sides" for name in stilled]
     return (*notes, *(f"{name} draws random numbers: its values cannot agree" for name in others))
 
 
 def drawn(gm: fx.GraphModule) -> list[str]:
     """The operators of a captured graph that draw random numbers, dropout aside, by name."""
-    nodes = [node for module in gm.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes if node.op == "call_function"]
-    return [node.name for node in nodes if node.target not in SWITCHES and (node.target in STILL or _draws(node.target))]
+    nodes = [
+        node
+        for module in gm.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+        if node.op == "call_function"
+    ]
+    return [
+        node.name for node in nodes if node.target not in SWITCHES and (node.target in STILL or _draws(node.target))
+    ]
 
 
 def _draws(target: Any) -> bool:

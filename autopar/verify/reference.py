@@ -1,5 +1,5 @@
-"""The reference: one training step of the captured graph on a single device, with the value and gradient of every node on request; and the
-second step (`second_step`)."""
+"""The reference: one training step of the captured graph on a single device, with the value and gradient of every node
+on request; and the second step (`second_step`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Results = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Second:
-    """The second step: its `batch`; `evaluates`: whether an evaluation follows, and `changing`: the buffers that an evaluation changes."""
+    """The second step: its `batch`; `evaluates`: whether an evaluation follows, and `changing`: the buffers that an
+    evaluation changes."""
 
     batch: Mapping[str, Tensor]
     evaluates: bool = False
@@ -32,14 +33,16 @@ class Second:
 def optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """AdamW with a rate large enough that a wrong gradient shows in one step.
 
-    Its first step is nearly the sign of the gradient; epsilon is raised, so that the rounding of a gradient that should be zero (of a bias
-    in front of a batch norm) does not count as a difference of the parameter: it is multiplied by rate / epsilon. Fused, one operator for
-    all parameters: a loop over DTensor parameters takes each rank seconds, since DTensor's dispatch has no cached decisions in a new
-    process.
+    Its first step is nearly the sign of the gradient; epsilon is raised, so that the rounding of a gradient that should
+    be zero (of a bias in front of a batch norm) does not count as a difference of the parameter: it is multiplied by
+    rate / epsilon. Fused, one operator for all parameters: a loop over DTensor parameters takes each rank seconds,
+    since DTensor's dispatch has no cached decisions in a new process.
     """
     held = list(parameters)
     exact = all(p.dtype in (torch.float64, torch.complex128) for p in held)
-    return torch.optim.AdamW(held, lr=1e-2, eps=1e-5 if exact else 1e-3, weight_decay=0.1, fused=not any(p.is_complex() for p in held))
+    return torch.optim.AdamW(
+        held, lr=1e-2, eps=1e-5 if exact else 1e-3, weight_decay=0.1, fused=not any(p.is_complex() for p in held)
+    )
 
 
 class Recorder(Interpret):
@@ -48,8 +51,13 @@ class Recorder(Interpret):
     Values are under `node` (`scope/node` in a block), gradients too; one list entry per instance of a block.
     """
 
-    def __init__(self, gm: fx.GraphModule, weights: Mapping[str, Tensor], scope: str = "",
-                 values: dict[str, list[Any]] | None = None) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        weights: Mapping[str, Tensor],
+        scope: str = "",
+        values: dict[str, list[Any]] | None = None,
+    ) -> None:
         super().__init__(gm, weights)
         self.scope = scope
         self.values: dict[str, list[Any]] = {} if values is None else values
@@ -68,14 +76,23 @@ class Recorder(Interpret):
                 if isinstance(item, Tensor):
                     if item.requires_grad:
                         item.retain_grad()
-                    self.values.setdefault(name if index is None or len(items) == 1 else f"{name}:{index}", []).append(item)
+                    self.values.setdefault(name if index is None or len(items) == 1 else f"{name}:{index}", []).append(
+                        item
+                    )
         return result
 
 
-def train_step(gm: fx.GraphModule, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor], *, training: bool,
-               record: bool = False, second: Second | None = None) -> Results:
-    """Results by kind: output (by name), gradient and parameter (by fqn), buffer; with `record`, `values` and no optimizer step. With
-    `second`, the kinds of `second_step.SECOND`, too, where they are finite.
+def train_step(
+    gm: fx.GraphModule,
+    weights: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    *,
+    training: bool,
+    record: bool = False,
+    second: Second | None = None,
+) -> Results:
+    """Results by kind: output (by name), gradient and parameter (by fqn), buffer; with `record`, `values` and no
+    optimizer step. With `second`, the kinds of `second_step.SECOND`, too, where they are finite.
 
     `weights` are copied. Parameters are those that the graph reads and that may be trained.
     """
@@ -96,15 +113,23 @@ def train_step(gm: fx.GraphModule, weights: Mapping[str, Tensor], batch: Mapping
         found["values"] = runner.values
     if second is not None:
         # which go on
-        found["gradient"], found["parameter"] = ({name: value.clone() for name, value in found[kind].items()} for kind in ("gradient", "parameter"))
+        found["gradient"], found["parameter"] = (
+            {name: value.clone() for name, value in found[kind].items()} for kind in ("gradient", "parameter")
+        )
         found |= _later(gm, held, batch, second, found["buffer"], steps if training else None)
     return found
 
 
-def _later(gm: fx.GraphModule, held: Mapping[str, Tensor], batch: Mapping[str, Tensor], second: Second, changed: Mapping[str, Tensor],
-           steps: torch.optim.Optimizer | None) -> Results:
-    """The results of the second step and of an evaluation on the first `batch`; empty where they are not finite. `changed` are the buffers
-    that the first step changed."""
+def _later(
+    gm: fx.GraphModule,
+    held: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    second: Second,
+    changed: Mapping[str, Tensor],
+    steps: torch.optim.Optimizer | None,
+) -> Results:
+    """The results of the second step and of an evaluation on the first `batch`; empty where they are not finite.
+    `changed` are the buffers that the first step changed."""
     _take(held, changed)
     runner = Interpret(gm, held)
     found: Results = {"second output": _pass(gm, runner, second.batch, training=steps is not None)}

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison. `kind` is output, loss, gradient, parameter, buffer, collectives, or model (its graph against it); `error` is the
-    largest absolute difference relative to max(1, largest absolute value), for collectives the number (or the bytes) that differ. `when` is
-    empty in the first step."""
+    """One comparison. `kind` is output, loss, gradient, parameter, buffer, collectives, or model (its graph against
+    it); `error` is the largest absolute difference relative to max(1, largest absolute value), for collectives the
+    number (or the bytes) that differ. `when` is empty in the first step."""
 
     name: str
     kind: str
@@ -30,9 +30,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All comparisons. `first` names the first wrong node, or says what else is wrong where all nodes of the first step are right; empty
-    where nothing is. `collectives` is the number that one rank of each place ran in the step, summed over places. `notes` say what is not
-    compared (dropout)."""
+    """All comparisons. `first` names the first wrong node, or says what else is wrong where all nodes of the first step
+    are right; empty where nothing is. `collectives` is the number that one rank of each place ran in the step, summed
+    over places. `notes` say what is not compared (dropout)."""
 
     rows: tuple[Row, ...]
     mesh: tuple[int, ...]
@@ -60,12 +60,25 @@ class Report:
         if not self.rows:
             return "nothing was compared"
         wrong, worst = [row for row in self.rows if not row.ok], self.worst
-        said = f"{len(wrong)} of {len(self.rows)} values are wrong" if wrong else f"all {len(self.rows)} values are within their tolerance"
+        said = (
+            f"{len(wrong)} of {len(self.rows)} values are wrong"
+            if wrong
+            else f"all {len(self.rows)} values are within their tolerance"
+        )
         first = f"; first node that differs: {self.first}" if self.first else ""
-        return f"{said} on mesh {self.mesh}: the largest difference is {worst.error:.2g} of {worst.kind} {worst.title}, tolerance {worst.tolerance:.2g}{first}"
+        return (
+            f"{said} on mesh {self.mesh}: the largest difference is {worst.error:.2g} of {worst.kind} {worst.title}, "
+            f"tolerance {worst.tolerance:.2g}{first}"
+        )
 
     def to_json(self) -> str:
         """Every tensor's error as JSON."""
-        data = {"ok": self.ok, "mesh": list(self.mesh), "first": self.first, "collectives": self.collectives,
-                "notes": list(self.notes), "rows": [asdict(row) | {"ok": row.ok} for row in self.rows]}
+        data = {
+            "ok": self.ok,
+            "mesh": list(self.mesh),
+            "first": self.first,
+            "collectives": self.collectives,
+            "notes": list(self.notes),
+            "rows": [asdict(row) | {"ok": row.ok} for row in self.rows],
+        }
         return json.dumps(data, indent=1) + "\n"

@@ -1,5 +1,5 @@
-"""The work of one rank in a verification: it runs a training step (or a forward) and compares all that it holds with its part of the
-reference. Nothing is gathered, and every replica is compared."""
+"""The work of one rank in a verification: it runs a training step (or a forward) and compares all that it holds with
+its part of the reference. Nothing is gathered, and every replica is compared."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ GRADIENTS = ("gradient", "accumulated")
 
 @dataclass(frozen=True)
 class Light:
-    """The part of a Case that a rank needs, picklable. `gathers`: whether the plan gathers weights at their use; `second`: the batch of the
-    second step."""
+    """The part of a Case that a rank needs, picklable. `gathers`: whether the plan gathers weights at their use;
+    `second`: the batch of the second step."""
 
     plan: Plan
     weights: Mapping[str, Tensor]
@@ -49,9 +49,9 @@ class Light:
 
 
 def step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted]]:
-    """On one rank: run the step, and give every difference from `wanted` and the collectives that ran. Where weights are gathered at their
-    use, the step runs twice from the same state: both runs are compared, and the collectives of the second are counted, since gathers are
-    prefetched only from then on (`runtime.prefetch`)."""
+    """On one rank: run the step, and give every difference from `wanted` and the collectives that ran. Where weights
+    are gathered at their use, the step runs twice from the same state: both runs are compared, and the collectives of
+    the second are counted, since gathers are prefetched only from then on (`runtime.prefetch`)."""
     module = light.build(source)
     training = light.plan.mode == "train"
     batch = module.shard_batch(**light.batch)
@@ -60,14 +60,18 @@ def step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted
         with _as_it_was(module) if light.gathers and not again else nullcontext(), count() as seen:
             now: Gaps = {}
             for outputs in _run(module, batch, training):
-                now |= {key: max(gap, now.get(key, 0.0)) for key, gap in _compare("output", _outputs(module, outputs, wanted["output"]), wanted, module)}
+                now |= {
+                    key: max(gap, now.get(key, 0.0))
+                    for key, gap in _compare("output", _outputs(module, outputs, wanted["output"]), wanted, module)
+                }
                 del outputs
             if wanted["buffer"]:
                 now |= _compare("buffer", _state(module), wanted, module)
             if training:
                 now |= _compare("gradient", _gradients(module), wanted, module)
         found |= {key: max(gap, found.get(key, 0.0)) for key, gap in now.items()}
-    steps = optimizer(held) if training and (held := list(module.parameters())) else None  # a place may have stages without any
+    # a place may have stages without any
+    steps = optimizer(held) if training and (held := list(module.parameters())) else None
     found |= _updated(module, steps, "parameter", wanted) if training else {}
     if "second output" in wanted:
         found |= _second(module, light, steps, wanted)
@@ -82,8 +86,9 @@ def _updated(module: ShardedModule, steps: torch.optim.Optimizer | None, kind: s
 
 
 def _second(module: ShardedModule, light: Light, steps: torch.optim.Optimizer | None, wanted: Results) -> Gaps:
-    """Run the second step and the evaluation (`second_step`), and give the differences. Before each pass the parameters are set to those of
-    the reference: an optimizer step amplifies the rounding of gradients, and a second one would amplify it again."""
+    """Run the second step and the evaluation (`second_step`), and give the differences. Before each pass the parameters
+    are set to those of the reference: an optimizer step amplifies the rounding of gradients, and a second one would
+    amplify it again."""
     training = light.plan.mode == "train"
     _reset(module, wanted["parameter"])
     batch = module.shard_batch(**light.second)
@@ -124,8 +129,9 @@ def _as_it_was(module: ShardedModule) -> Iterator[None]:
 
 
 def _run(module: ShardedModule, batch: Sequence[Tensor], training: bool) -> Iterator[dict[str, Tensor]]:
-    """The outputs of a forward, and in training of a backward after it. A pipeline's forward has no gradient: there the outputs come from a
-    separate forward, which is not counted and whose changes of state are undone, and then again with the loss of the training step."""
+    """The outputs of a forward, and in training of a backward after it. A pipeline's forward has no gradient: there the
+    outputs come from a separate forward, which is not counted and whose changes of state are undone, and then again
+    with the loss of the training step."""
     if training and isinstance(module, PipelinedModule):
         with uncounted(), _as_it_was(module):
             outputs: dict[str, Tensor] = module(*batch)
@@ -142,11 +148,16 @@ Part = tuple[Tensor | None, Layout]
 
 
 def _outputs(module: ShardedModule, outputs: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Part]:
-    """This rank's part of each output; None where the program says that the whole one, which `full` makes of the parts, has another shape than `wanted`."""
+    """This rank's part of each output; None where the program says that the whole one, which `full` makes of the parts,
+    has another shape than `wanted`."""
     cut = module.spreads()
     whole = Spread(("R",) * len(module.MESH.sizes), ())
     lies = {name: cut.get(i, whole) for i, name in enumerate(outputs)}
-    wrong = [name for name, spread in lies.items() if spread is not whole and name in wanted and spread.shape != wanted[name].shape]
+    wrong = [
+        name
+        for name, spread in lies.items()
+        if spread is not whole and name in wanted and spread.shape != wanted[name].shape
+    ]
     return {name: (None if name in wrong else value.detach(), lies[name].layout) for name, value in outputs.items()}
 
 
@@ -157,11 +168,16 @@ def _state(module: ShardedModule) -> dict[str, Part]:
 
 def _gradients(module: ShardedModule) -> dict[str, Part]:
     declared = module.declared()
-    return {name: (None if p.grad is None else local_of(p.grad), parse(declared[name].layout)) for name, p in module.named_parameters()}
+    return {
+        name: (None if p.grad is None else local_of(p.grad), parse(declared[name].layout))
+        for name, p in module.named_parameters()
+    }
 
 
 @torch.no_grad()
-def _compare(kind: str, got: Mapping[str, Part], wanted: Results, module: ShardedModule) -> Iterator[tuple[tuple[str, str], float]]:
+def _compare(
+    kind: str, got: Mapping[str, Part], wanted: Results, module: ShardedModule
+) -> Iterator[tuple[tuple[str, str], float]]:
     """The differences of all results of one kind that are this rank's."""
     mesh = module.MESH
     for name, whole in wanted[kind].items():
@@ -174,8 +190,8 @@ def _compare(kind: str, got: Mapping[str, Part], wanted: Results, module: Sharde
 
 
 def merged(found: list[Gaps], wanted: Results, *, everywhere: bool) -> dict[tuple[str, str], float]:
-    """The largest difference of any rank, by (kind, name), in the order of `wanted`. Infinity for what no rank has, or where
-    every rank should have it `everywhere` (no pipeline), not all; but gradients that are zero may be missing."""
+    """The largest difference of any rank, by (kind, name), in the order of `wanted`. Infinity for what no rank has, or
+    where every rank should have it `everywhere` (no pipeline), not all; but gradients that are zero may be missing."""
     merged: dict[tuple[str, str], float] = {}
     for kind in ("output", "buffer", "gradient", "parameter", *SECOND):
         for name, whole in wanted.get(kind, {}).items():

@@ -1,5 +1,5 @@
-"""The bytes of collectives that ran, by kind and axis, against those that were priced. Kinds with an uneven cut are not compared, since
-prices assume even cuts."""
+"""The bytes of collectives that ran, by kind and axis, against those that were priced. Kinds with an uneven cut are not
+compared, since prices assume even cuts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ Uneven = dict[Key, str]
 
 
 def priced_bytes(program: Program, plan: Plan, edges: Edges, place: int = 0) -> tuple[Counter[Key], Uneven]:
-    """Bytes of all collectives of each kind on each axis on the ranks of a place, as the cost model counts them, at the sizes of `program`;
-    transfers between places, as one rank sends them, on PIPELINE_AXIS. And those that cannot be compared with what runs."""
+    """Bytes of all collectives of each kind on each axis on the ranks of a place, as the cost model counts them, at the
+    sizes of `program`; transfers between places, as one rank sends them, on PIPELINE_AXIS. And those that cannot be
+    compared with what runs."""
     found, uneven = Counter[Key](), Uneven()
     tally = Tally(program, plan, place)
     for moved in tally.reshards(edges.reshards):
         sizes, full = tally.sizes_of(moved.reshard.ref, moved.parts), tally.bytes_of(moved.reshard.ref, moved.parts)
-        for count, each in ((moved.runs - moved.first, moving(moved.reshard, plan.mesh)), (moved.first, moving(moved.reshard.in_first, plan.mesh))):
+        for count, each in (
+            (moved.runs - moved.first, moving(moved.reshard, plan.mesh)),
+            (moved.first, moving(moved.reshard.in_first, plan.mesh)),
+        ):
             for step in each if count else ():
                 found[step.kind, step.axis] += round(group_bytes(step, full, plan.mesh)) * count
                 if not all(even(sizes, layout, plan.mesh) for layout in (step.before, step.after)):
@@ -38,7 +42,10 @@ def priced_bytes(program: Program, plan: Plan, edges: Edges, place: int = 0) -> 
         op = program.ops[name]
         for times, again, first, parts in tally.operators(name, again=edges.runs_again(op)) if any(node.runs) else ():
             for whole, inner in inside(op, node, plan.mesh, again=again, first=first) if times else ():
-                operands = [replace(tensor, hint=tally.sizes_of(ref, parts)) for tensor, ref in zip(whole.operands, op.operands, strict=True)]
+                operands = [
+                    replace(tensor, hint=tally.sizes_of(ref, parts))
+                    for tensor, ref in zip(whole.operands, op.operands, strict=True)
+                ]
                 site = replace(whole, operands=operands)
                 found[inner.kind, site.axis] += round(inner.nbytes(site)) * inner.times(site) * times
                 if not all(map(site.even, ALGORITHMS[node.runs[site.axis]].travels)):
@@ -49,8 +56,8 @@ def priced_bytes(program: Program, plan: Plan, edges: Edges, place: int = 0) -> 
 
 
 def _between_places(tally: Tally, found: Counter[Key], uneven: Uneven) -> None:
-    """Add to `found` the bytes that one rank of the place sends to other places, and those of gradients summed with them; to `uneven` the
-    kinds with an uneven cut."""
+    """Add to `found` the bytes that one rank of the place sends to other places, and those of gradients summed with
+    them; to `uneven` the kinds with an uneven cut."""
     plan = tally.plan
     sent = [("send", ref, out_pair(plan, ref).value, plan.microbatches, plan.microbatches) for ref in tally.sends()]
     summed = [("all_reduce", (name, 0), out_pair(plan, (name, 0)).rest, 1, 1) for name in tally.shared()]
@@ -73,8 +80,13 @@ def comparable(of: Counter[Key], uneven: Uneven) -> Counter[Key]:
 
 def not_compared(uneven: Uneven, plan: Plan) -> str:
     """The note on kinds whose bytes are not compared."""
-    kinds = ", ".join(f"{kind} {'between places' if axis == PIPELINE_AXIS else f'on {plan.axes[axis]}'}" for kind, axis in uneven)
-    return f"bytes of {kinds} are not compared with their prices, which take cuts as even: {next(iter(uneven.values()))} is not cut evenly. Numbers of collectives are compared"
+    kinds = ", ".join(
+        f"{kind} {'between places' if axis == PIPELINE_AXIS else f'on {plan.axes[axis]}'}" for kind, axis in uneven
+    )
+    return (
+        f"bytes of {kinds} are not compared with their prices, which take cuts as even: {next(iter(uneven.values()))} "
+        "is not cut evenly. Numbers of collectives are compared"
+    )
 
 
 def ran_bytes(seen: Iterable[Counted]) -> Counter[Key]:
@@ -84,4 +96,3 @@ def ran_bytes(seen: Iterable[Counted]) -> Counter[Key]:
         if item.kind in MOVING:
             found[item.kind, item.axis] += item.bytes
     return found
-

@@ -1,1 +1,2 @@
-"""The cost model against published measurements: loaders of their formats, predictions of the given configurations, metrics, tables."""
+"""The cost model against published measurements: loaders of their formats, predictions of the given configurations,
+metrics, tables."""

@@ -7,8 +7,10 @@ from autopar.predict import Layers
 
 @dataclass(frozen=True)
 class Latent:
-    """Attention whose queries (none: 0), keys and values come from narrow vectors of a token (https://arxiv.org/abs/2405.04434, section 2.1): the widths of these, and of a
-    head its parts without and with positions, and its value. The defaults are those of the models that have it (https://arxiv.org/abs/2412.19437, section 4.2)."""
+    """Attention whose queries (none: 0), keys and values come from narrow vectors of a token
+    (https://arxiv.org/abs/2405.04434, section 2.1): the widths of these, and of a head its parts without and with
+    positions, and its value. The defaults are those of the models that have it (https://arxiv.org/abs/2412.19437,
+    section 4.2)."""
 
     queries: int = 1536
     values: int = 512
@@ -26,11 +28,15 @@ class Latent:
 class Config:
     """Sizes and kinds; the defaults are GPT-2 small.
 
-    `norm_in_parts`: RMS norms are operators one by one. `bias_apart`: biases are added behind the matmuls. `gated`: silu(gate) * up instead of gelu(up). `rotary`: positions by rotation, else learned. `fused_attention`: one operator,
-    else scores, softmax and their product one by one, `fused_softmax`: scale and mask in the kernel of the softmax. `window` > 0: every second block, the first one too, attends to so many tokens only. `packed` > 0: sequences are packed with samples of so many tokens, and none attends to another's.
-    `latent`: attention is that. `experts` > 0: each token meets `top_k` of them, each `expert_ffn` wide, and `shared` columns of experts that all tokens meet; not in the first `dense` blocks.
-    `ahead`: one more block and head predict the token behind the next (https://arxiv.org/abs/2412.19437, section 2.2).
-    `adapters` > 0: low-rank adapters so wide beside the matmuls of each block that `adapted` names (https://arxiv.org/abs/2106.09685), which alone are trained.
+    `norm_in_parts`: RMS norms are operators one by one. `bias_apart`: biases are added behind the matmuls. `gated`:
+    silu(gate) * up instead of gelu(up). `rotary`: positions by rotation, else learned. `fused_attention`: one operator,
+    else scores, softmax and their product one by one, `fused_softmax`: scale and mask in the kernel of the softmax.
+    `window` > 0: every second block, the first one too, attends to so many tokens only. `packed` > 0: sequences are
+    packed with samples of so many tokens, and none attends to another's. `latent`: attention is that. `experts` > 0:
+    each token meets `top_k` of them, each `expert_ffn` wide, and `shared` columns of experts that all tokens meet; not
+    in the first `dense` blocks. `ahead`: one more block and head predict the token behind the next
+    (https://arxiv.org/abs/2412.19437, section 2.2). `adapters` > 0: low-rank adapters so wide beside the matmuls of
+    each block that `adapted` names (https://arxiv.org/abs/2106.09685), which alone are trained.
     """
 
     vocab: int = 50257

@@ -8,7 +8,8 @@ from benchmarks.costmodel.rows import Row
 
 
 def in_half(row: Row) -> str:
-    """"fit" or "held": by the model and the number of devices, so that configurations of one model on one machine are never split.
+    """ "fit" or "held": by the model and the number of devices, so that configurations of one model on one machine are
+    never split.
 
     It depends on nothing but sizes, and is the same for the same row in any file.
     """

@@ -17,7 +17,8 @@ class Adapted(nn.Linear):
 
 
 class BiasApart(nn.Linear):
-    """A linear layer whose bias an operator behind it adds: [..., d] -> [..., n]. It is taken off, negated: what is added the passes make one kernel of."""
+    """A linear layer whose bias an operator behind it adds: [..., d] -> [..., n]. It is taken off, negated: what is
+    added the passes make one kernel of."""
 
     def forward(self, x):
         return F.linear(x, self.weight) - self.bias
@@ -31,7 +32,8 @@ def linear(config, name, wide, narrow):
 
 
 class RMSNorm(nn.RMSNorm):
-    """One operator, or, `in_parts`, those of torch before it had a kernel for it (pytorch/pytorch#153666), which run in 32 bits: [..., d] -> the same."""
+    """One operator, or, `in_parts`, those of torch before it had a kernel for it (pytorch/pytorch#153666), which run in
+    32 bits: [..., d] -> the same."""
 
     def __init__(self, width, in_parts):
         super().__init__(width)

@@ -16,19 +16,29 @@ RATE = r"(\d+(?:\.\d+)?) ?(?:([GT])(?:b|bit)(?:/s|ps|E)?\b|([GT])B(?:/s|ps)|([GT
 
 TIMES = r"\b(\d+) ?x ?(?:[A-Za-z-]+ )*"
 OMNIPATH = 0.2
-"""Share of four 100 Gb/s OmniPath links that all-reduces of 4 nodes x 8 A100 reach: 15 to 42 Gb/s of algorithm throughput, twice that
-on the wire, of 400 (bigscience-workshop/bigscience 9e64edec, experiments/bandwidth)."""
+"""Share of four 100 Gb/s OmniPath links that all-reduces of 4 nodes x 8 A100 reach: 15 to 42 Gb/s of algorithm
+throughput, twice that on the wire, of 400 (bigscience-workshop/bigscience 9e64edec, experiments/bandwidth)."""
 
 
 def network_bytes_s(text: str, gpus: int) -> float | None:
     """Bytes per second and device of the network that `text` states for nodes of `gpus`, None where it states none."""
-    found = next((rate for part in re.split(r"[+,;()]| and ", text) if not re.search(INSIDE, part, re.I) for rate in [_gb_s(part, gpus)] if rate), None)
+    found = next(
+        (
+            rate
+            for part in re.split(r"[+,;()]| and ", text)
+            if not re.search(INSIDE, part, re.I)
+            for rate in [_gb_s(part, gpus)]
+            if rate
+        ),
+        None,
+    )
     return found * 1e9 / 8 if found else None
 
 
 def _gb_s(part: str, gpus: int) -> float | None:
-    """Gb/s of a device: a number is of each device or of a node where it says so, of each of several ports of a node where it says how many; else of
-    an InfiniBand port, of which each device has one as in the nodes of the presets, or of a node (clouds state it so)."""
+    """Gb/s of a device: a number is of each device or of a node where it says so, of each of several ports of a node
+    where it says how many; else of an InfiniBand port, of which each device has one as in the nodes of the presets, or
+    of a node (clouds state it so)."""
     rate = _stated_gb_s(part)
     if not rate:
         return None

@@ -57,8 +57,23 @@ class Predictor:
 
 def _alone(setup: Setup) -> Setup:
     """What the prices of a microbatch on one place depend on."""
-    return replace(setup, microbatches=1, flushes=1, dp=setup.expert_ways, pp=1, vpp=1, schedule="", zero=0, replicas=1, recompute="none", recompute_share=1.0, blocks=(), again=(), parts=(),
-                   software=replace(setup.software, habits=Habits()))
+    return replace(
+        setup,
+        microbatches=1,
+        flushes=1,
+        dp=setup.expert_ways,
+        pp=1,
+        vpp=1,
+        schedule="",
+        zero=0,
+        replicas=1,
+        recompute="none",
+        recompute_share=1.0,
+        blocks=(),
+        again=(),
+        parts=(),
+        software=replace(setup.software, habits=Habits()),
+    )
 
 
 def captured(config: Config, precision: str) -> Any:

@@ -22,22 +22,32 @@ POSITIONS = 2048
 """Rows of the table of learned positions, whatever the sequence: it is small, and one graph serves all lengths."""
 
 PREDICTS_AHEAD = r"(?i)deepseek-?v3"
-"""Models with one more block and head, which their table does not say (num_nextn_predict_layers = 1 in the config of DeepSeek-V3)."""
+"""Models with one more block and head, which their table does not say (num_nextn_predict_layers = 1 in the config of
+DeepSeek-V3)."""
 
-PRECISIONS = ((r"fp4|float4|e2m1", "bfloat16", "float4"), (r"fp8|float8|e4m3", "bfloat16", "float8"), (r"bf16|bfloat16", "bfloat16", ""), (r"fp16|float16|\bhalf", "float16", ""),
-              (r"fp32|float32", "float32", ""))
+PRECISIONS = (
+    (r"fp4|float4|e2m1", "bfloat16", "float4"),
+    (r"fp8|float8|e4m3", "bfloat16", "float8"),
+    (r"bf16|bfloat16", "bfloat16", ""),
+    (r"fp16|float16|\bhalf", "float16", ""),
+    (r"fp32|float32", "float32", ""),
+)
 """How the column names what is computed in, the dtype of the model, and that of matmuls where it is another."""
 
-MEASURED = ((r"(?i)\bxla\b", "xla"), (r"(?i)nvidia-smi", "device"), (r"(?i)reserved|peak_memory_usage", "reserved"),
-            (r"(?i)max_memory_allocated|max allocated|\(active\)", "allocated"))
+MEASURED = (
+    (r"(?i)\bxla\b", "xla"),
+    (r"(?i)nvidia-smi", "device"),
+    (r"(?i)reserved|peak_memory_usage", "reserved"),
+    (r"(?i)max_memory_allocated|max allocated|\(active\)", "allocated"),
+)
 """How the column says what was counted, and which kind that is."""
 
 UNITS = {"bytes": 1.0, "GB": 1e9, "GiB": float(1 << 30), "MiB": float(1 << 20), "MB": 1e6}
 
 
 WORKSPACE = {"H100": 32 << 20, "H200": 32 << 20, "A100": 4 << 20}
-"""What cuBLAS is given as workspace (Transformer Engine's get_cublas_workspace_size_bytes; torch's own is as large on Hopper), through the
-allocator."""
+"""What cuBLAS is given as workspace (Transformer Engine's get_cublas_workspace_size_bytes; torch's own is as large on
+Hopper), through the allocator."""
 
 WORKSPACES = 3
 """Of torch's cuBLAS and cuBLASLt, and of Transformer Engine."""
@@ -45,15 +55,17 @@ WORKSPACES = 3
 
 OFFLOADED = r"(?i)offload(?!\w* ?[=:] ?(?:false|off|no|none|0)\b)|infinity"
 NOT_OFFLOADED = r"(?i)\b(?:no|without|w/o)[ _-](?:\w+[ _-])?offload\w*"
-"""How a line says that weights or states are in the memory of the host (ZeRO-Infinity has them there), and that they are not."""
+"""How a line says that weights or states are in the memory of the host (ZeRO-Infinity has them there), and that they
+are not."""
 
 OTHER_ADAPTERS = r"(?i)\b(?:dora|lora\+|rslora|adalora|ia3)(?!\w)"
 
 LATENT = r"\bMLA\b"
 
 PACKED = ((r"(?i)\bsquad packed\b", 256),)
-"""How notes say that sequences are packed with samples of a data set, and how many tokens a sample has: of SQuAD a paragraph of about 120 words with a question and an answer, some 200 tokens (an
-assumption), rounded to what divides sequences. NeMo attends inside samples (user guide 24.07, Sequence Packing)."""
+"""How notes say that sequences are packed with samples of a data set, and how many tokens a sample has: of SQuAD a
+paragraph of about 120 words with a question and an answer, some 200 tokens (an assumption), rounded to what divides
+sequences. NeMo attends inside samples (user guide 24.07, Sequence Packing)."""
 
 YES, NO = ("y", "yes", "true", "1"), ("n", "no", "false", "0")
 
@@ -70,7 +82,13 @@ def _row(line: Line, name: str) -> Row:
     tp, dp = ranks.tp, ranks.dp
     sharding = Sharding.of(line["zero_fsdp"], dp, max(1, count(line, "gpus_per_node", 8) // (tp * ranks.cp)))
     notes, sequence = f"{line['notes']} {line['checks']}", _sequence(line["sp"], tp)
-    known = facts(line["source_id"], f"{notes} {line['model']}", sharding.zero, sequence and tp > 1, f"{line.get('source_table', '')} {line['model']}")
+    known = facts(
+        line["source_id"],
+        f"{notes} {line['model']}",
+        sharding.zero,
+        sequence and tp > 1,
+        f"{line.get('source_table', '')} {line['model']}",
+    )
     zero = sharding.zero if line["zero_fsdp"] else known.zero
     model = _model(line, known, tp)
     precision, matmul = _precision(line)
@@ -81,35 +99,75 @@ def _row(line: Line, name: str) -> Row:
     again = Rerun.of(line["recompute"], line["recompute_detail"])
     ep = count(line, "ep", 1)
     whole, over_context = _own_experts(line, known, ranks, ep)
-    setup = Setup(micro, batch // micro // dp, count(line, "seq_len"), tp=tp, cp=ranks.cp, ep=ep, whole_experts=whole, experts_over_context=over_context, dp=dp, pp=ranks.pp,
-                  vpp=ranks.vpp, flushes=_flushes(notes, micro, batch // dp) if ranks.pp > 1 else 1, schedule=ranks.schedule, blocks=ranks.dealt(model.layers), sequence_parallel=sequence and tp > 1, zero=zero, replicas=sharding.replicas,
-                  recompute=again.kind, recompute_share=again.share, parts=again.parts, again=(again.first,) * (ranks.pp * ranks.vpp) if again.first else (), software=_software(line, known, precision, matmul, sequence and tp > 1, ranks))
+    setup = Setup(
+        micro,
+        batch // micro // dp,
+        count(line, "seq_len"),
+        tp=tp,
+        cp=ranks.cp,
+        ep=ep,
+        whole_experts=whole,
+        experts_over_context=over_context,
+        dp=dp,
+        pp=ranks.pp,
+        vpp=ranks.vpp,
+        flushes=_flushes(notes, micro, batch // dp) if ranks.pp > 1 else 1,
+        schedule=ranks.schedule,
+        blocks=ranks.dealt(model.layers),
+        sequence_parallel=sequence and tp > 1,
+        zero=zero,
+        replicas=sharding.replicas,
+        recompute=again.kind,
+        recompute_share=again.share,
+        parts=again.parts,
+        again=(again.first,) * (ranks.pp * ranks.vpp) if again.first else (),
+        software=_software(line, known, precision, matmul, sequence and tp > 1, ranks),
+    )
     cluster = cluster_of(line, ranks.gpus)
-    seconds = step_s(line, ranks.gpus, model, cluster.device.peak_flops.get(matmul or precision, 0.0), causal=known.causal_flops)
+    seconds = step_s(
+        line, ranks.gpus, model, cluster.device.peak_flops.get(matmul or precision, 0.0), causal=known.causal_flops
+    )
     peaks = () if ranks.both_ways or precision == "float32" else _peaks(line)  # memory is told of mixed precision
     if seconds is None and not peaks:
         raise Refused("neither a step time nor memory was published")
     remarks = (line["checks"],) if line["checks"] else ()
-    return Row(name, line["source_id"], model, setup, cluster, precision, seconds, peaks,
-               complete=_complete(line), remarks=(*remarks, line["notes"]))
+    return Row(
+        name,
+        line["source_id"],
+        model,
+        setup,
+        cluster,
+        precision,
+        seconds,
+        peaks,
+        complete=_complete(line),
+        remarks=(*remarks, line["notes"]),
+    )
 
 
 def _complete(line: Line) -> bool:
-    """Whether all is published that a prediction needs. The number of parameters follows from sizes; but how wide latent vectors are is known of published models alone, not where notes mention such."""
+    """Whether all is published that a prediction needs. The number of parameters follows from sizes; but how wide
+    latent vectors are is known of published models alone, not where notes mention such."""
     said = line["config_complete"]
     return said == "full" or (said == "full-except:n_params" and not re.search(LATENT, line["notes"]))
 
 
 def _usual_micro(batch: int, ranks: Ranks, known: Facts) -> int | None:
-    """Samples of a microbatch where a line does not say: one where a data-parallel rank has no more, or what the software makes of them; None where that is not known."""
+    """Samples of a microbatch where a line does not say: one where a data-parallel rank has no more, or what the
+    software makes of them; None where that is not known."""
     if batch == ranks.dp:
         return 1
-    return batch // (ranks.dp * ranks.pp) if known.as_many_microbatches and ranks.pp > 1 and batch % (ranks.dp * ranks.pp) == 0 else None
+    return (
+        batch // (ranks.dp * ranks.pp)
+        if known.as_many_microbatches and ranks.pp > 1 and batch % (ranks.dp * ranks.pp) == 0
+        else None
+    )
 
 
 def _flushes(notes: str, micro: int, samples: int) -> int:
-    """How many times a step fills its pipeline, with `samples` of a data-parallel rank in microbatches of `micro`: where the batch of one run of the schedule is said, and that gradients of
-    several add up (NeMo AutoModel). Where only the microbatches are called so (DeepSpeed's gradient_accumulation_steps) they go through it together."""
+    """How many times a step fills its pipeline, with `samples` of a data-parallel rank in microbatches of `micro`:
+    where the batch of one run of the schedule is said, and that gradients of several add up (NeMo AutoModel). Where
+    only the microbatches are called so (DeepSpeed's gradient_accumulation_steps) they go through it together."""
     said = re.search(r"(?i)local batch (\d+), grad accum (\d+)", notes)
     local, times = map(int, said.groups()) if said else (micro, 1)
     return times if local > micro and local * times == samples and local % micro == 0 else 1
@@ -130,21 +188,46 @@ def _model(line: Line, known: Facts, tp: int) -> Config:
     if not width and hidden % heads:
         raise Refused(f"hidden {hidden} is no multiple of {heads} heads, and no head_dim was published")
     head_dim = width or hidden // heads
-    ffn = count(line, "ffn_hidden", None if kind == "dense-llama" or (kind == "moe" and _leading(line)) else 4 * hidden)  # gated ones are of many widths
-    gpt = kind == "dense-gpt" or (kind == "dense" and ffn == 4 * hidden)  # a gated feed-forward is narrower, for it has a third matrix
+    # gated ones are of many widths
+    ffn = count(line, "ffn_hidden", None if kind == "dense-llama" or (kind == "moe" and _leading(line)) else 4 * hidden)
+    # a gated feed-forward is narrower, for it has a third matrix
+    gpt = kind == "dense-gpt" or (kind == "dense" and ffn == 4 * hidden)
     squared = "squared-relu" in about
     notes = f"{about} {line['notes']}"
-    tied = (gpt and not squared and "untied" not in notes) or re.search(r"\btied?[ _](word[ _])?embeddings?\b(?![ =:]*false)", about) is not None
+    tied = (gpt and not squared and "untied" not in notes) or re.search(
+        r"\btied?[ _](word[ _])?embeddings?\b(?![ =:]*false)", about
+    ) is not None
     adapters = _adapters(line, known)
     vocab = -(-count(line, "vocab") // (128 * tp)) * 128 * tp  # as Megatron pads
     moe = kind == "moe"
     if moe and "; gelu;" in notes:
         raise Refused("experts without gates are not built")
-    return Config(vocab=vocab, positions=POSITIONS, layers=layers, heads=heads, kv_heads=_kv_heads(count(line, "n_kv_heads", heads), heads, tp), head_dim=head_dim,
-                  hidden=hidden, ffn=ffn, rms=not gpt, norm_in_parts=known.norm_in_parts, bias_apart=known.bias_apart, gated=not gpt, squared_relu=squared,
-                  bias=gpt and not squared and "no bias" not in notes, rotary=not gpt or squared, tied=tied, dropout=known.dropout,
-                  fused_attention=known.flash, window=_window(about, count(line, "seq_len")), packed=_packed(line), latent=_latent(notes, heads, hidden),
-                  adapters=adapters.rank, adapted=adapters.layers, **(_experts(line, known) if moe else {}))
+    return Config(
+        vocab=vocab,
+        positions=POSITIONS,
+        layers=layers,
+        heads=heads,
+        kv_heads=_kv_heads(count(line, "n_kv_heads", heads), heads, tp),
+        head_dim=head_dim,
+        hidden=hidden,
+        ffn=ffn,
+        rms=not gpt,
+        norm_in_parts=known.norm_in_parts,
+        bias_apart=known.bias_apart,
+        gated=not gpt,
+        squared_relu=squared,
+        bias=gpt and not squared and "no bias" not in notes,
+        rotary=not gpt or squared,
+        tied=tied,
+        dropout=known.dropout,
+        fused_attention=known.flash,
+        window=_window(about, count(line, "seq_len")),
+        packed=_packed(line),
+        latent=_latent(notes, heads, hidden),
+        adapters=adapters.rank,
+        adapted=adapters.layers,
+        **(_experts(line, known) if moe else {}),
+    )
 
 
 def _adapters(line: Line, known: Facts) -> Adapters:
@@ -156,23 +239,27 @@ def _adapters(line: Line, known: Facts) -> Adapters:
 
 
 def _kv_heads(published: int, heads: int, tp: int) -> int:
-    """Heads of keys and values, as many as there are tensor-parallel ranks at least: each rank has a whole one, copies where there are fewer (Megatron-Core,
-    num_query_groups < tensor_model_parallel_size), and works as with as many."""
+    """Heads of keys and values, as many as there are tensor-parallel ranks at least: each rank has a whole one, copies
+    where there are fewer (Megatron-Core, num_query_groups < tensor_model_parallel_size), and works as with as many."""
     return tp if tp % published == 0 and heads % tp == 0 and tp > published else published
 
 
 def _window(about: str, seq: int) -> int:
-    """Tokens that every second layer attends to; 0 where a sequence is no longer than two windows, whose causal attention multiplies no more."""
+    """Tokens that every second layer attends to; 0 where a sequence is no longer than two windows, whose causal
+    attention multiplies no more."""
     window = _number(r"sliding-window (\d+)", about)
     if seq <= 2 * window:
         return 0
     if window and seq % window:
-        raise Refused(f"a sequence of {seq} is no multiple of its window of {window}, in pieces of which attention is priced")
+        raise Refused(
+            f"a sequence of {seq} is no multiple of its window of {window}, in pieces of which attention is priced"
+        )
     return window
 
 
 def _packed(line: Line) -> int:
-    """Tokens of a sample where sequences are packed with samples that do not attend to each other, and it is known of which data set these are; else 0."""
+    """Tokens of a sample where sequences are packed with samples that do not attend to each other, and it is known of
+    which data set these are; else 0."""
     tokens = next((tokens for pattern, tokens in PACKED if re.search(pattern, line["notes"])), 0)
     return tokens if tokens and count(line, "seq_len") % tokens == 0 else 0
 
@@ -184,7 +271,8 @@ def _number(pattern: str, text: str) -> int:
 
 
 def _latent(about: str, heads: int, hidden: int) -> Latent | None:
-    """Attention from latent vectors. Queries have none where that would not make them narrower than the model is: DeepSeek-V2-Lite (https://arxiv.org/abs/2405.04434, appendix B), Moonlight."""
+    """Attention from latent vectors. Queries have none where that would not make them narrower than the model is:
+    DeepSeek-V2-Lite (https://arxiv.org/abs/2405.04434, appendix B), Moonlight."""
     if not re.search(LATENT, about):
         return None
     usual = Latent()
@@ -194,9 +282,17 @@ def _latent(about: str, heads: int, hidden: int) -> Latent | None:
 def _experts(line: Line, known: Facts) -> dict[str, Any]:
     """What a model with experts has beside a dense one."""
     about, dense = line["arch_source"], _leading(line)
-    width = count(line, "moe_ffn", count(line, "ffn_hidden") if line["ffn_hidden"] and not dense else None)  # Mixtral's width is that of its experts
+    # Mixtral's width is that of its experts
+    width = count(line, "moe_ffn", count(line, "ffn_hidden") if line["ffn_hidden"] and not dense else None)
     ahead = known.ahead and re.search(PREDICTS_AHEAD, line["model"]) is not None
-    return {"experts": count(line, "n_experts"), "top_k": count(line, "moe_topk"), "expert_ffn": width, "shared": width * _number(r"(\d+) shared expert", about), "dense": dense, "ahead": ahead}
+    return {
+        "experts": count(line, "n_experts"),
+        "top_k": count(line, "moe_topk"),
+        "expert_ffn": width,
+        "shared": width * _number(r"(\d+) shared expert", about),
+        "dense": dense,
+        "ahead": ahead,
+    }
 
 
 def _leading(line: Line) -> int:
@@ -206,14 +302,17 @@ def _leading(line: Line) -> int:
 
 
 def _precision(line: Line) -> tuple[str, str]:
-    found = next(((dtype, matmul) for pattern, dtype, matmul in PRECISIONS if re.search(pattern, line["dtype"].lower())), None)
+    found = next(
+        ((dtype, matmul) for pattern, dtype, matmul in PRECISIONS if re.search(pattern, line["dtype"].lower())), None
+    )
     if found is None:
         raise Refused(f"dtype {line['dtype']!r} is not one of bf16, fp16, fp32, fp8, mxfp8, nvfp4")
     return found
 
 
 def _sequence(text: str, tp: int) -> bool:
-    """Whether what goes from block to block is cut along the sequence: it is over tensor-parallel ranks, unless the column says otherwise."""
+    """Whether what goes from block to block is cut along the sequence: it is over tensor-parallel ranks, unless the
+    column says otherwise."""
     word = "y" if text == str(tp) else text.lower()  # some state over how many ranks
     if word not in ("", *YES, *NO):
         raise Refused(f"sp is {text}; wanted y or n, or the {tp} tensor-parallel ranks")
@@ -221,30 +320,51 @@ def _sequence(text: str, tp: int) -> bool:
 
 
 def _own_experts(line: Line, known: Facts, ranks: Ranks, ep: int) -> tuple[bool, bool]:
-    """Whether tensor-parallel ranks have experts of their own, and context-parallel ones: as the line or its software says, or where there are more ways to cut experts than
-    data-parallel ranks. The width of experts is cut over tensor-parallel ranks where nothing else is said (Megatron-Core, expert_tensor_parallel_size)."""
+    """Whether tensor-parallel ranks have experts of their own, and context-parallel ones: as the line or its software
+    says, or where there are more ways to cut experts than data-parallel ranks. The width of experts is cut over
+    tensor-parallel ranks where nothing else is said (Megatron-Core, expert_tensor_parallel_size)."""
     said = known.whole_experts or re.search(r"ETP=1\b|_etp1_", f"{line['notes']} {line['model']}") is not None
-    whole = ranks.tp > 1 and ep > 1 and ep % ranks.tp == 0 and (said or (ranks.dp % ep > 0 and not ranks.over_context(ep)))
+    whole = (
+        ranks.tp > 1 and ep > 1 and ep % ranks.tp == 0 and (said or (ranks.dp % ep > 0 and not ranks.over_context(ep)))
+    )
     ways = ep // ranks.tp if whole else ep
     return whole, ranks.over_context(ways) and (known.folded or ranks.dp % ways > 0)
 
 
 def _software(line: Line, known: Facts, precision: str, matmul: str, sequence_parallel: bool, ranks: Ranks) -> Software:
-    """What the software does with a model in `precision`, matmuls in `matmul`, on the device of a line. DualPipe runs one microbatch's tokens to experts and back beside another's compute
-    (https://arxiv.org/abs/2412.19437, section 3.2.1)."""
-    in_graph = line["model_type"] == "moe" and in_one_graph(line["source_id"], line.get("source_table", ""), line["dtype"].lower())
-    habits = replace(known.software.habits, kept_bytes=1 if matmul else 0, workspace_bytes=WORKSPACES * next((size for name, size in WORKSPACE.items() if name in line["gpu"]), 0))
+    """What the software does with a model in `precision`, matmuls in `matmul`, on the device of a line. DualPipe runs
+    one microbatch's tokens to experts and back beside another's compute (https://arxiv.org/abs/2412.19437, section
+    3.2.1)."""
+    in_graph = line["model_type"] == "moe" and in_one_graph(
+        line["source_id"], line.get("source_table", ""), line["dtype"].lower()
+    )
+    habits = replace(
+        known.software.habits,
+        kept_bytes=1 if matmul else 0,
+        workspace_bytes=WORKSPACES * next((size for name, size in WORKSPACE.items() if name in line["gpu"]), 0),
+    )
     software = in_fewer_bits(known.software, matmul, line["notes"], sequence_parallel)
     if precision == "float32":  # nothing is sent in fewer bits
         software = replace(software, gathered_bytes=4, gradient_bytes=4)
-    return replace(software, matmul=matmul, habits=habits,
-                   captured=known.software.captured or in_graph, hidden_tokens=1.0 if ranks.schedule == "dualpipev" else 0.0)
+    return replace(
+        software,
+        matmul=matmul,
+        habits=habits,
+        captured=known.software.captured or in_graph,
+        hidden_tokens=1.0 if ranks.schedule == "dualpipev" else 0.0,
+    )
 
 
 def _peaks(line: Line) -> tuple[Peak, ...]:
-    """The peak, if one was published in a unit and of a kind that are known, of a schedule whose memory is that of 1F1B. A log that the last rank wrote is of the last place."""
+    """The peak, if one was published in a unit and of a kind that are known, of a schedule whose memory is that of
+    1F1B. A log that the last rank wrote is of the last place."""
     kind = next((kind for pattern, kind in MEASURED if re.search(pattern, line["peak_mem_kind"])), "")
-    if not line["peak_mem_value"] or line["peak_mem_unit"] not in UNITS or not kind or re.search(FORWARDS_FIRST, line["schedule"]):
+    if (
+        not line["peak_mem_value"]
+        or line["peak_mem_unit"] not in UNITS
+        or not kind
+        or re.search(FORWARDS_FIRST, line["schedule"])
+    ):
         return ()
     place = -1 if "(last) rank" in line["notes"] else None
     return (Peak(positive(line["peak_mem_value"], "peak_mem_value") * UNITS[line["peak_mem_unit"]], kind, place),)

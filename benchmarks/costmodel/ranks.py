@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from benchmarks.costmodel.tables import Line, Refused, count
 
 UNKNOWN = r"(?i)\bzb-?(h-?)?2|\bh2\b|chimera|2bw"
-"""Schedules that are not priced: the second of zero bubble begins the next step before the last place has ended this one, PipeDream-2BW has no end of a step."""
+"""Schedules that are not priced: the second of zero bubble begins the next step before the last place has ended this
+one, PipeDream-2BW has no end of a step."""
 
 FORWARDS_FIRST = r"(?i)g-?pipe|\bafab\b|all[- ]forward"
 """All forwards first, which takes as long as 1F1B and other memory."""
@@ -16,14 +17,20 @@ FORWARDS_FIRST = r"(?i)g-?pipe|\bafab\b|all[- ]forward"
 IN_ORDER = rf"{FORWARDS_FIRST}|1f1b|interleav|virtual|\bvpp\b|looped|flush|none|^no\b"
 """How the column names that and 1F1B, interleaved where places have several stages."""
 
-SCHEDULES = ((r"(?i)dual[- ]?pipe[- ]?v", "dualpipev", 2), (r"(?i)dual[- ]?pipe", "dualpipe", 1), (r"(?i)\bzb[- ]?v|zero[- ]?bubble[- (]*v\b", "zbv_zero_bubble", 2),
-             (r"(?i)\bzb|zero[- ]?bubble", "interleaved_zero_bubble", 0))
-"""How the column names schedules that take a backward apart, which of Setup's that is, and the stages of a place (0: as published)."""
+SCHEDULES = (
+    (r"(?i)dual[- ]?pipe[- ]?v", "dualpipev", 2),
+    (r"(?i)dual[- ]?pipe", "dualpipe", 1),
+    (r"(?i)\bzb[- ]?v|zero[- ]?bubble[- (]*v\b", "zbv_zero_bubble", 2),
+    (r"(?i)\bzb|zero[- ]?bubble", "interleaved_zero_bubble", 0),
+)
+"""How the column names schedules that take a backward apart, which of Setup's that is, and the stages of a place (0: as
+published)."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """So many ranks of each kind, `vpp` stages on each place of a pipeline; `both_ways`: a pipeline that microbatches enter from both ends."""
+    """So many ranks of each kind, `vpp` stages on each place of a pipeline; `both_ways`: a pipeline that microbatches
+    enter from both ends."""
 
     gpus: int
     tp: int
@@ -58,12 +65,14 @@ class Ranks:
         return Ranks(gpus, tp, cp, pp // 2, 2 * dp, 2, "dualpipev", both_ways=True)
 
     def over_context(self, ways: int) -> bool:
-        """Whether `ways` ranks with experts of their own can be all context-parallel ones beside some data-parallel ones (Megatron-Core, parallel folding: https://arxiv.org/abs/2504.14960)."""
+        """Whether `ways` ranks with experts of their own can be all context-parallel ones beside some data-parallel
+        ones (Megatron-Core, parallel folding: https://arxiv.org/abs/2504.14960)."""
         return self.cp > 1 and ways % self.cp == 0 and self.dp % (ways // self.cp) == 0
 
     def dealt(self, layers: int) -> tuple[int, ...]:
-        """Blocks of each stage where layers are two short of as many for each: embedding and head count as a layer then (Megatron-Core,
-        account_for_embedding_in_pipeline_split; torchtitan, generate_llm_fqn_per_model_part; https://arxiv.org/abs/2407.21783, section 3.3.2). Else none, which is evenly."""
+        """Blocks of each stage where layers are two short of as many for each: embedding and head count as a layer then
+        (Megatron-Core, account_for_embedding_in_pipeline_split; torchtitan, generate_llm_fqn_per_model_part;
+        https://arxiv.org/abs/2407.21783, section 3.3.2). Else none, which is evenly."""
         stages = self.pp * self.vpp
         if layers % stages == 0 or (layers + 2) % stages:
             return ()
@@ -72,10 +81,11 @@ class Ranks:
 
 
 def _schedule(text: str, pp: int) -> tuple[str, int]:
-    """The schedule that takes a backward apart which the column names, and the stages of a place; none for 1F1B and where there is no pipeline.
+    """The schedule that takes a backward apart which the column names, and the stages of a place; none for 1F1B and
+    where there is no pipeline.
 
-    DualPipe has two copies of each stage, on places i and p - 1 - i, and half of the microbatches enter at either end: as two pipelines of half as many places
-    each that turn back (DualPipeV: https://github.com/deepseek-ai/DualPipe).
+    DualPipe has two copies of each stage, on places i and p - 1 - i, and half of the microbatches enter at either end:
+    as two pipelines of half as many places each that turn back (DualPipeV: https://github.com/deepseek-ai/DualPipe).
     """
     if pp == 1:
         return "", 0
@@ -83,5 +93,7 @@ def _schedule(text: str, pp: int) -> tuple[str, int]:
         raise Refused(f"schedule {text} is not priced")
     found = next(((name, each) for pattern, name, each in SCHEDULES if re.search(pattern, text)), ("", 0))
     if text and not found[0] and not re.search(IN_ORDER, text):
-        raise Refused(f"schedule {text} is not priced; wanted 1F1B, interleaved, GPipe, zero bubble, ZB-V, DualPipe or DualPipeV")
+        raise Refused(
+            f"schedule {text} is not priced; wanted 1F1B, interleaved, GPipe, zero bubble, ZB-V, DualPipe or DualPipeV"
+        )
     return found

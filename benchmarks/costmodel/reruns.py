@@ -19,9 +19,12 @@ KINDS = (
 
 EVERY = r"every (\d+)(?:nd|rd|th)?\b"
 SOME = r"(\d+) ?(?:of|out of|/) ?(?:the )?(\d+) (?:layers|blocks)"
-FIRST = r"(?i)\bblock\b.*(?:\b|_)layers?\b ?[=:]? ?(\d+)|\bblock\b\D*(\d+) layers?\b|(\d+) (?:layers|blocks) (?:of|per|in|on) (?:each|every|a)? ?(?:pipeline |virtual )*(?:stage|place|rank|chunk)"
-"""Ways to say that some of the blocks run again: every so many, so many of all, or so many of each stage (Megatron-Core, recompute_method = block with recompute_num_layers; with uniform
-all do, in groups of so many)."""
+FIRST = (
+    r"(?i)\bblock\b.*(?:\b|_)layers?\b ?[=:]? ?(\d+)|\bblock\b\D*(\d+) layers?\b|(\d+) (?:layers|blocks) "
+    r"(?:of|per|in|on) (?:each|every|a)? ?(?:pipeline |virtual )*(?:stage|place|rank|chunk)"
+)
+"""Ways to say that some of the blocks run again: every so many, so many of all, or so many of each stage
+(Megatron-Core, recompute_method = block with recompute_num_layers; with uniform all do, in groups of so many)."""
 
 
 PLAIN = r"selective|partial|activation|recompute|recomputation|checkpointing|granularity|[^a-z0-9]"
@@ -30,7 +33,8 @@ PLAIN = r"selective|partial|activation|recompute|recomputation|checkpointing|gra
 
 @dataclass(frozen=True)
 class Rerun:
-    """As Setup has it: `kind`, the `share` of the blocks, or the `first` so many of each stage (0: not stated so), and the `parts` of each."""
+    """As Setup has it: `kind`, the `share` of the blocks, or the `first` so many of each stage (0: not stated so), and
+    the `parts` of each."""
 
     kind: str
     share: float = 1.0

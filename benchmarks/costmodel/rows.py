@@ -11,8 +11,8 @@ from benchmarks.costmodel.config import Config
 
 @dataclass(frozen=True)
 class Peak:
-    """`nbytes` that a device had at its peak: of place `place` of the pipeline (from the end where negative; None: of the fullest).
-    `kind`: what was counted, one of KINDS."""
+    """`nbytes` that a device had at its peak: of place `place` of the pipeline (from the end where negative; None: of
+    the fullest). `kind`: what was counted, one of KINDS."""
 
     nbytes: float
     kind: str
@@ -20,15 +20,15 @@ class Peak:
 
 
 KINDS = ("allocated", "reserved", "device", "xla")
-"""What torch's allocator gave out (what is predicted); what it took from the device, its cache too; what the device said, the context and
-other libraries too (nvidia-smi); what XLA's allocator gave out or its compiler planned."""
+"""What torch's allocator gave out (what is predicted); what it took from the device, its cache too; what the device
+said, the context and other libraries too (nvidia-smi); what XLA's allocator gave out or its compiler planned."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """`model.layers` blocks of `model`, trained as `setup` on `cluster`: `step_s` seconds a step (None: not published), `peaks` of the
-    memory of devices. `group`: rows that differ in the configuration alone. `complete`: all that a prediction needs
-    is published. `remarks`: what is known to be odd, or was assumed."""
+    """`model.layers` blocks of `model`, trained as `setup` on `cluster`: `step_s` seconds a step (None: not published),
+    `peaks` of the memory of devices. `group`: rows that differ in the configuration alone. `complete`: all that a
+    prediction needs is published. `remarks`: what is known to be odd, or was assumed."""
 
     name: str
     source: str

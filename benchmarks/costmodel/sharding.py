@@ -12,11 +12,15 @@ STAGES = (
     (2, r"shard[- _]grad[- _]op|\b(zero|stage)[- _]?(stage[- _=:]*)?2\b|reduce-scatter allowed"),
     (3, r"fsdp|hsdp|mics|(fully|full|hybrid)[- _]shard|\b(zero|stage)[- _]?(stage[- _=:]*)?3\b"),
     (0, r"auto|heuristic"),
-    (1, r"\b(zero|stage)[- _]?(stage[- _=:]*)?1\b|dist(ributed)?[- _]optim|optimizer[- _](states?[- _])?shard|shard\w* optimizer"),
+    (
+        1,
+        r"\b(zero|stage)[- _]?(stage[- _=:]*)?1\b|dist(ributed)?[- _]optim|optimizer[- _](states?[- _])?shard|shard\w* "
+        r"optimizer",
+    ),
     (0, r"none|^no?$|no[- _]shard|\bd?dp\b|data[- _]parallel|\b(zero|stage)[- _]?(stage[- _=:]*)?0\b"),
 )
-"""Stages of ZeRO by how the column names them, the first that it does; reduce-scatter is allowed Alpa's data parallelism in what it calls zero_2, of what it shards beside that (auto, heuristic)
-nothing is known."""
+"""Stages of ZeRO by how the column names them, the first that it does; reduce-scatter is allowed Alpa's data
+parallelism in what it calls zero_2, of what it shards beside that (auto, heuristic) nothing is known."""
 
 OFF = r"fsdp ?[=:] ?(0|false|off|no)\b"
 """Columns of switches that are off."""
@@ -24,7 +28,8 @@ OFF = r"fsdp ?[=:] ?(0|false|off|no)\b"
 SHARDS = r"\b(?:over|dp_shard|shard(?:s|ed|ing)?(?: (?:size|group|degree))?) ?[=:]? ?(\d+)"
 COPIES = r"\b(?:dp_)?replica(?:te)?[sd]? ?[=:]? ?(\d+)"
 IN_NODES = r"hsdp|hybrid[- _]shard"
-"""Shards inside each node and copies of them across nodes, where their numbers are not stated (torch.distributed.fsdp.ShardingStrategy.HYBRID_SHARD)."""
+"""Shards inside each node and copies of them across nodes, where their numbers are not stated
+(torch.distributed.fsdp.ShardingStrategy.HYBRID_SHARD)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ class Sharding:
 
     @staticmethod
     def of(text: str, dp: int, in_node: int) -> Sharding:
-        """What the column says of `dp` ranks, `in_node` of them in a node. Raises Refused where it is none of the known ways, or sizes do not divide."""
+        """What the column says of `dp` ranks, `in_node` of them in a node. Raises Refused where it is none of the known
+        ways, or sizes do not divide."""
         stage = _stage(text)
         if not stage:
             return Sharding(0)

@@ -1,6 +1,8 @@
-"""What the software behind published runs does that tables do not say: facts about kernels, from the documents and code of each project.
+"""What the software behind published runs does that tables do not say: facts about kernels, from the documents and code
+of each project.
 
-Nothing here is a number fitted to its runs. Sources that are not listed get what training software of 2024 and later does.
+Nothing here is a number fitted to its runs. Sources that are not listed get what training software of 2024 and later
+does.
 """
 
 from __future__ import annotations
@@ -22,18 +24,23 @@ class Adapters:
 
 
 EVERYWHERE = Adapters(8, ("qkv", "proj", "up", "gate", "down"))
-"""On every matmul of a block: torchtune's recipes (lora_rank 8, apply_lora_to_mlp), NeMo AutoModel's (match_all_linear)."""
+"""On every matmul of a block: torchtune's recipes (lora_rank 8, apply_lora_to_mlp), NeMo AutoModel's
+(match_all_linear)."""
 
 FUSED_QKV = Adapters(32, ("qkv",))
-"""What the performance scripts of NeMo and Megatron-Bridge train: target_modules = ["linear_qkv"] (nemo/collections/llm/recipes, finetune_performance_optimizations),
-of the default width of nemo/collections/llm/peft/lora.py."""
+"""What the performance scripts of NeMo and Megatron-Bridge train: target_modules = ["linear_qkv"]
+(nemo/collections/llm/recipes, finetune_performance_optimizations), of the default width of
+nemo/collections/llm/peft/lora.py."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """`flash`: attention is one kernel. `whole_experts`: their width is not cut. `folded`: context-parallel ranks have experts of their own where that can be. `zero`: ZeRO's stage where a line says none. `ahead`: models that can predict the token behind
-    the next do. `norm_in_parts`: RMS norms are operators one by one. `bias_apart`: biases are added behind the matmuls. `causal_flops`: of attention its FLOP/s count half of the square of scores. `dropout`: the rate while training. `as_many_microbatches`: as there are places of a pipeline, where a line says nothing of them. `adapters`: what rows that train
-    such have. `why`: where it is known from."""
+    """`flash`: attention is one kernel. `whole_experts`: their width is not cut. `folded`: context-parallel ranks have
+    experts of their own where that can be. `zero`: ZeRO's stage where a line says none. `ahead`: models that can
+    predict the token behind the next do. `norm_in_parts`: RMS norms are operators one by one. `bias_apart`: biases are
+    added behind the matmuls. `causal_flops`: of attention its FLOP/s count half of the square of scores. `dropout`: the
+    rate while training. `as_many_microbatches`: as there are places of a pipeline, where a line says nothing of them.
+    `adapters`: what rows that train such have. `why`: where it is known from."""
 
     software: Software
     flash: bool = True
@@ -54,47 +61,115 @@ PYTORCH = Habits(frames=False, keeps_sent=False, casts_gradients=False, log_soft
 """Eager PyTorch: what autograd does not keep goes with its last reader; optimizers with fused kernels."""
 
 IN_BUFFERS = replace(PYTORCH, standing=True, fused=True, regathers=True, loss_in_place=True)
-"""Megatron-Core: gradients add up in buffers (DistributedDataParallel), what is gathered along the sequence is gathered again
-(tensor_parallel/layers.py), the cross-entropy of classes over ranks works in one tensor of 32 bits (tensor_parallel/cross_entropy.py),
-outputs of stages are given back when they are sent (deallocate_pipeline_outputs)."""
+"""Megatron-Core: gradients add up in buffers (DistributedDataParallel), what is gathered along the sequence is gathered
+again (tensor_parallel/layers.py), the cross-entropy of classes over ranks works in one tensor of 32 bits
+(tensor_parallel/cross_entropy.py), outputs of stages are given back when they are sent
+(deallocate_pipeline_outputs)."""
 
 EXPERT_CALLS = 150
-"""Calls of the host for a layer of experts of Megatron-Core that no graph captures, on the hosts of `dispatch_s`: fitted on the fit half of all rows with experts (docs/cost-model.md)."""
+"""Calls of the host for a layer of experts of Megatron-Core that no graph captures, on the hosts of `dispatch_s`:
+fitted on the fit half of all rows with experts (docs/cost-model.md)."""
 
-MEGATRON = Facts(Software(hidden_tensor=0.5, attention=1.7, tokens_in_parts=True, expert_calls=EXPERT_CALLS, habits=IN_BUFFERS), why="Megatron-Core with Transformer Engine: fused kernels, gradients and weights in buckets under compute, "
-                 "tensor-parallel collectives in chunks beside their matmuls (tp_comm_overlap) where the sequence is cut; attention of cuDNN, as "
-                 "fast as the third FlashAttention, 1.7 times the second on H100 (https://arxiv.org/abs/2407.08608, figure 5); tokens that are cut along the sequence go to their experts so, and are "
-                 "gathered for tensor-parallel experts there (MoEAlltoAllTokenDispatcher, megatron/core/transformer/moe/token_dispatcher.py)")
+MEGATRON = Facts(
+    Software(hidden_tensor=0.5, attention=1.7, tokens_in_parts=True, expert_calls=EXPERT_CALLS, habits=IN_BUFFERS),
+    why="Megatron-Core with Transformer Engine: fused kernels, gradients and weights in buckets under compute, "
+    "tensor-parallel collectives in chunks beside their matmuls (tp_comm_overlap) where the sequence is cut; "
+    "attention of cuDNN, as fast as the third FlashAttention, 1.7 times the second on H100 "
+    "(https://arxiv.org/abs/2407.08608, figure 5); tokens that are cut along the sequence go to their experts so, "
+    "and are gathered for tensor-parallel experts there (MoEAlltoAllTokenDispatcher, "
+    "megatron/core/transformer/moe/token_dispatcher.py)",
+)
 SHARD_BYTES = 16.0
-"""FSDP copies what was gathered into weights, forward and backward (2 x 4 bytes), and gradients into a flat buffer that is cast to 32 bits and
-scaled (8): torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, _runtime_utils.py. Checkpoints without reentrance end a second forward early
-(torch/utils/checkpoint.py, set_checkpoint_early_stop)."""
+"""FSDP copies what was gathered into weights, forward and backward (2 x 4 bytes), and gradients into a flat buffer that
+is cast to 32 bits and scaled (8): torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, _runtime_utils.py.
+Checkpoints without reentrance end a second forward early (torch/utils/checkpoint.py, set_checkpoint_early_stop)."""
 
-NEMO = replace(MEGATRON, adapters=FUSED_QKV, ahead=True, software=replace(MEGATRON.software, gradient_bytes=2), why=f"{MEGATRON.why}; the performance recipes of NeMo and "
-                 "Megatron-Bridge sum gradients in 16 bits (grad_reduce_in_fp32 = False, grad_sync_dtype=bf16) and train DeepSeek-V3 with its "
-                 "prediction ahead (mtp_num_layers = 1)")
-BRIDGE = replace(NEMO, zero=1, whole_experts=True, folded=True, causal_flops=True, software=replace(NEMO.software, rows_once=True), why=f"{NEMO.why}; experts are whole (expert_tensor_parallel_size = 1) and lie over "
-                 "context-parallel ranks before data-parallel ones (expert_decoder_rank_generator, megatron/core/parallel_state.py), optimizer state is cut "
-                 "(use_distributed_optimizer = True), tokens go to a node once (moe_token_dispatcher_type = flex with DeepEP or HybridEP; megatron/bridge/recipes, perf_recipes); FLOPs of attention are of half of the square "
-                 "(num_floating_point_operations, megatron/bridge/training/utils/flop_utils.py)")
-MEGATRON_LM = replace(MEGATRON, dropout=0.1, why=f"{MEGATRON.why}; its default rate of dropout (megatron/training/arguments.py)")
-MEGATRON_2021 = Facts(Software(overlap_gradients=False, gradient_bytes=2, habits=replace(IN_BUFFERS, regathers=False)), flash=False, dropout=0.1, bias_apart=True,
-                      why="Megatron-LM of 2020 to 2022: fused softmax and bias kernels behind the matmuls (ColumnParallelLinear and RowParallelLinear add biases by themselves, or leave it to the next kernel: "
-                      "megatron/mpu/layers.py), no fused attention, gradients summed behind the backward")
-FSDP = Facts(Software(fused=False, overlap_gradients=True, shard_bytes=SHARD_BYTES, stops_early=True, habits=PYTORCH), why="FSDP in eager mode, gathers and scatters on their own stream")
-TITAN = replace(FSDP, norm_in_parts=True, as_many_microbatches=True, software=replace(FSDP.software, gathers_once=True), why=f"{FSDP.why}; RMS norms of several operators, as torch had them until 2.9 (pytorch/pytorch#153666, #157345); "
-                "stages of a pipeline gather weights once per step (fsdp_reshard_after_forward = default) and sum gradients behind the last microbatch (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync), and run as many microbatches as there are places where nothing else is said (build_pipeline_schedule, n_microbatches = pipeline_parallel_degree)")
+NEMO = replace(
+    MEGATRON,
+    adapters=FUSED_QKV,
+    ahead=True,
+    software=replace(MEGATRON.software, gradient_bytes=2),
+    why=f"{MEGATRON.why}; the performance recipes of NeMo and Megatron-Bridge sum gradients in 16 bits "
+    "(grad_reduce_in_fp32 = False, grad_sync_dtype=bf16) and train DeepSeek-V3 with its prediction ahead "
+    "(mtp_num_layers = 1)",
+)
+BRIDGE = replace(
+    NEMO,
+    zero=1,
+    whole_experts=True,
+    folded=True,
+    causal_flops=True,
+    software=replace(NEMO.software, rows_once=True),
+    why=f"{NEMO.why}; experts are whole (expert_tensor_parallel_size = 1) and lie over context-parallel ranks before "
+    "data-parallel ones (expert_decoder_rank_generator, megatron/core/parallel_state.py), optimizer state is cut "
+    "(use_distributed_optimizer = True), tokens go to a node once (moe_token_dispatcher_type = flex with DeepEP "
+    "or HybridEP; megatron/bridge/recipes, perf_recipes); FLOPs of attention are of half of the square "
+    "(num_floating_point_operations, megatron/bridge/training/utils/flop_utils.py)",
+)
+MEGATRON_LM = replace(
+    MEGATRON, dropout=0.1, why=f"{MEGATRON.why}; its default rate of dropout (megatron/training/arguments.py)"
+)
+MEGATRON_2021 = Facts(
+    Software(overlap_gradients=False, gradient_bytes=2, habits=replace(IN_BUFFERS, regathers=False)),
+    flash=False,
+    dropout=0.1,
+    bias_apart=True,
+    why="Megatron-LM of 2020 to 2022: fused softmax and bias kernels behind the matmuls (ColumnParallelLinear and "
+    "RowParallelLinear add biases by themselves, or leave it to the next kernel: megatron/mpu/layers.py), no "
+    "fused attention, gradients summed behind the backward",
+)
+FSDP = Facts(
+    Software(fused=False, overlap_gradients=True, shard_bytes=SHARD_BYTES, stops_early=True, habits=PYTORCH),
+    why="FSDP in eager mode, gathers and scatters on their own stream",
+)
+TITAN = replace(
+    FSDP,
+    norm_in_parts=True,
+    as_many_microbatches=True,
+    software=replace(FSDP.software, gathers_once=True),
+    why=f"{FSDP.why}; RMS norms of several operators, as torch had them until 2.9 (pytorch/pytorch#153666, #157345); "
+    "stages of a pipeline gather weights once per step (fsdp_reshard_after_forward = default) and sum gradients "
+    "behind the last microbatch (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync), and run as "
+    "many microbatches as there are places where nothing else is said (build_pipeline_schedule, n_microbatches = "
+    "pipeline_parallel_degree)",
+)
 COMPOSER_BYTES = 88.0
-"""What the optimizer of Composer reads and writes per element: DecoupledAdamW is eight operators in float32 (80; composer/optim/decoupled_weight_decay.py), and clipping multiplies each gradient (8;
-clip_grad_norm_ of torch/distributed/fsdp/fully_sharded_data_parallel.py)."""
+"""What the optimizer of Composer reads and writes per element: DecoupledAdamW is eight operators in float32 (80;
+composer/optim/decoupled_weight_decay.py), and clipping multiplies each gradient (8; clip_grad_norm_ of
+torch/distributed/fsdp/fully_sharded_data_parallel.py)."""
 
-COMPOSER = Facts(Software(fused=False, overlap_gradients=True, attention=0.57, shard_bytes=SHARD_BYTES, stops_early=True, optimizer_bytes=COMPOSER_BYTES, habits=PYTORCH), why="as FSDP, under torch 2.1 "
-                 "(mosaicml/llm-foundry b2a43a147, scripts/train/benchmarking/sweep.sh), with the first FlashAttention (attn_impl = triton, submit_benchmarks.py): 0.57 of the rate of "
-                 "the second (https://arxiv.org/abs/2307.08691, figure 4)")
-NANOTRON = Facts(Software(fused=False, habits=replace(PYTORCH, standing=True, regathers=True)), why="eager, FlashAttention-2, gates multiplied by an operator of their own (nanotron/models/llama.py), gradients that add up and are summed in buffers "
-                 "of 32 bits (optim/gradient_accumulator.py), what is gathered along the sequence gathered again, collectives by themselves (parallel/tensor_parallel/nn.py), a loss that keeps the exponentials (functional.py)")
-XLA = Facts(Software(captured=True, overlap_gradients=False, gradient_bytes=2, habits=replace(PYTORCH, fused=True, loss_in_place=True)), flash=False, dropout=0.0,
-            why="XLA: one program, loops fused, no fused attention")
+COMPOSER = Facts(
+    Software(
+        fused=False,
+        overlap_gradients=True,
+        attention=0.57,
+        shard_bytes=SHARD_BYTES,
+        stops_early=True,
+        optimizer_bytes=COMPOSER_BYTES,
+        habits=PYTORCH,
+    ),
+    why="as FSDP, under torch 2.1 (mosaicml/llm-foundry b2a43a147, scripts/train/benchmarking/sweep.sh), with the "
+    "first FlashAttention (attn_impl = triton, submit_benchmarks.py): 0.57 of the rate of the second "
+    "(https://arxiv.org/abs/2307.08691, figure 4)",
+)
+NANOTRON = Facts(
+    Software(fused=False, habits=replace(PYTORCH, standing=True, regathers=True)),
+    why="eager, FlashAttention-2, gates multiplied by an operator of their own (nanotron/models/llama.py), gradients "
+    "that add up and are summed in buffers of 32 bits (optim/gradient_accumulator.py), what is gathered along the "
+    "sequence gathered again, collectives by themselves (parallel/tensor_parallel/nn.py), a loss that keeps the "
+    "exponentials (functional.py)",
+)
+XLA = Facts(
+    Software(
+        captured=True,
+        overlap_gradients=False,
+        gradient_bytes=2,
+        habits=replace(PYTORCH, fused=True, loss_in_place=True),
+    ),
+    flash=False,
+    dropout=0.0,
+    why="XLA: one program, loops fused, no fused attention",
+)
 
 SOURCES = (
     ("alpa", XLA),
@@ -124,71 +199,92 @@ def in_fewer_bits(software: Software, matmul: str, notes: str, sequence_parallel
 
 
 def in_8_bits(software: Software, notes: str, sequence_parallel: bool) -> Software:
-    """With matmuls in 8 bits what is gathered along the sequence, half of tensor-parallel traffic, goes in 8 bits (Transformer Engine's
-    LayerNormLinear and torchao's Float8ColwiseParallel quantise first), and so do the weights of FSDP (torchao's
-    enable_fsdp_float8_all_gather); not where every row has a scale of its own."""
+    """With matmuls in 8 bits what is gathered along the sequence, half of tensor-parallel traffic, goes in 8 bits
+    (Transformer Engine's LayerNormLinear and torchao's Float8ColwiseParallel quantise first), and so do the weights of
+    FSDP (torchao's enable_fsdp_float8_all_gather); not where every row has a scale of its own."""
     by_torchao = software.shard_bytes > 0
     if "rowwise" in notes:
         return replace(software, **ROWWISE) if by_torchao else software
-    found = replace(software, tensor_share=0.75 if sequence_parallel else 1.0, gathered_bytes=1 if by_torchao else 2, casts_shards=sequence_parallel)
+    found = replace(
+        software,
+        tensor_share=0.75 if sequence_parallel else 1.0,
+        gathered_bytes=1 if by_torchao else 2,
+        casts_shards=sequence_parallel,
+    )
     return replace(found, **TENSORWISE) if by_torchao else found
 
 
 IN_4_BITS_BYTES = 7.0
-"""What casting an operand to NVFP4 moves per element: read for the largest element of the tensor, which its scale is of; read and written by rows; read, turned by a
-Hadamard matrix and written by columns, in a kernel of its own (TransformerEngine, pytorch/csrc/quantizer.cpp, NVFP4Quantizer::quantize_impl)."""
+"""What casting an operand to NVFP4 moves per element: read for the largest element of the tensor, which its scale is
+of; read and written by rows; read, turned by a Hadamard matrix and written by columns, in a kernel of its own
+(TransformerEngine, pytorch/csrc/quantizer.cpp, NVFP4Quantizer::quantize_impl)."""
 
 TENSORWISE = {"cast_bytes": 5.0, "turn_bytes": 2.0}
-"""torchao's scale is of the whole tensor of now: it is read for its largest element, then read and written (torchao/float8/float8_scaling_utils.py), and once more
-to be laid out by columns, which the 8-bit matmuls of H100 want of one operand (torch._scaled_mm). Kernels of Transformer Engine write both at once."""
+"""torchao's scale is of the whole tensor of now: it is read for its largest element, then read and written
+(torchao/float8/float8_scaling_utils.py), and once more to be laid out by columns, which the 8-bit matmuls of H100 want
+of one operand (torch._scaled_mm). Kernels of Transformer Engine write both at once."""
 
 ROWWISE = {"cast_bytes": 8.0, "matmul_share": 0.75}
-"""A scale for each row of each matmul: operands are cast from 16 bits for each of the two matmuls that they are in. The rate is what the difference between
-both recipes in torchao's README leaves when casts are taken off (torchao/float8/README.md, Llama-3-8B on 8 H100: 25 and 10 % over 16 bits)."""
+"""A scale for each row of each matmul: operands are cast from 16 bits for each of the two matmuls that they are in. The
+rate is what the difference between both recipes in torchao's README leaves when casts are taken off
+(torchao/float8/README.md, Llama-3-8B on 8 H100: 25 and 10 % over 16 bits)."""
 
 
 SHORT_MOMENTS = r"\(bf16\) Adam moments|Moonlight"
-"""Runs whose optimizer keeps its moments in 16 bits: those that say so, and the recipe of Moonlight ("precision-aware optimizer with bf16 gradients/moments": NVIDIA-NeMo/Megatron-Bridge,
-recipes/moonlight)."""
+"""Runs whose optimizer keeps its moments in 16 bits: those that say so, and the recipe of Moonlight ("precision-aware
+optimizer with bf16 gradients/moments": NVIDIA-NeMo/Megatron-Bridge, recipes/moonlight)."""
 
 
 NOTED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("CUDA graphs", {"expert_calls": 0}),  # of routers at least, and of what sorts tokens
-    ("mode PURE", {"gradient_bytes": 2}),  # gradients are summed in 16 bits; what FSDP shards stays in float32 (torch.distributed.fsdp.MixedPrecision)
-    (r"\bTE\b(?!.*(SDPA|FlexAttn))", {"attention": MEGATRON.software.attention}),  # DotProductAttention of Transformer Engine, which is cuDNN's
+    # gradients are summed in 16 bits; what FSDP shards stays in float32 (torch.distributed.fsdp.MixedPrecision)
+    ("mode PURE", {"gradient_bytes": 2}),
+    # DotProductAttention of Transformer Engine, which is cuDNN's
+    (r"\bTE\b(?!.*(SDPA|FlexAttn))", {"attention": MEGATRON.software.attention}),
     ("(?i)fake balanced gate", {"in_a_row": True}),  # NeMo AutoModel's (autopar.routing.parts_of_run)
 )
 """What notes say of software, and what that is."""
 
 
 BY_TABLE: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("llm-foundry", "A100 40GB", {"stops_early": False}),  # of May 2023 (300cc5c58), under torch 1.13.1, whose checkpoints run all of a block again (pytorch/pytorch#96866 came with 2.1)
-    ("llm-foundry", r"Large Scale.* MPT-[137]b$", {"attention": 1.0}),  # of January 2024 (5e85bd62d, sweep.py): attn_impl = flash for these, of flash-attn 2.4.2
+    # of May 2023 (300cc5c58), under torch 1.13.1, whose checkpoints run all of a block again (pytorch/pytorch#96866
+    # came with 2.1)
+    ("llm-foundry", "A100 40GB", {"stops_early": False}),
+    # of January 2024 (5e85bd62d, sweep.py): attn_impl = flash for these, of flash-attn 2.4.2
+    ("llm-foundry", r"Large Scale.* MPT-[137]b$", {"attention": 1.0}),
 )
 """Source, what its table and model are called, and what was other software there."""
 
 OF_OTHERS = ((r"\bmethod megatron\b", MEGATRON_2021),)
-"""How notes say that a row is of other software than its source's, and which: Alpa's tables have runs of Megatron-LM beside its own (alpa-projects/alpa, benchmark/megatron)."""
+"""How notes say that a row is of other software than its source's, and which: Alpa's tables have runs of Megatron-LM
+beside its own (alpa-projects/alpa, benchmark/megatron)."""
 
 
 def in_one_graph(source: str, table: str, dtype: str) -> bool:
-    """Whether a run of experts is one graph: recipes of Megatron-Bridge in mxfp8 from release 26.06 on (cuda_graph_impl = "full_iteration", scripts/performance/configs at v0.5.1), and in the
-    verification cards, which are later."""
+    """Whether a run of experts is one graph: recipes of Megatron-Bridge in mxfp8 from release 26.06 on (cuda_graph_impl
+    = "full_iteration", scripts/performance/configs at v0.5.1), and in the verification cards, which are later."""
     release = re.match(r"(\d\d\.\d\d)", table)
     return source.startswith("megatron-bridge") and dtype == "mxfp8" and (release is None or release[1] >= "26.06")
 
 
 def facts(source: str, notes: str, zero: int, sequence_parallel: bool, table: str = "") -> Facts:
-    """The facts about one row: those of its source, corrected by what its notes say and what is known of its `table`, whose name has that of the model behind it. Software of a source that is not
-    listed is torch's own where it cuts weights at rest or is compiled, else Megatron-Core."""
-    listed = (*(facts for pattern, facts in OF_OTHERS if re.search(pattern, notes)), *(facts for start, facts in SOURCES if source.startswith(start)))
+    """The facts about one row: those of its source, corrected by what its notes say and what is known of its `table`,
+    whose name has that of the model behind it. Software of a source that is not listed is torch's own where it cuts
+    weights at rest or is compiled, else Megatron-Core."""
+    listed = (
+        *(facts for pattern, facts in OF_OTHERS if re.search(pattern, notes)),
+        *(facts for start, facts in SOURCES if source.startswith(start)),
+    )
     found = next(iter(listed), FSDP if zero == 3 or "torch.compile" in notes else MEGATRON)
     software = found.software
     for start, pattern, known in BY_TABLE:
         if source.startswith(start) and re.search(pattern, table):
             software = replace(software, **known)
     if "torch.compile" in notes:
-        software, found = replace(software, fused=True, captured=True, habits=replace(software.habits, fused=True)), replace(found, norm_in_parts=False)
+        software, found = (
+            replace(software, fused=True, captured=True, habits=replace(software.habits, fused=True)),
+            replace(found, norm_in_parts=False),
+        )
     if re.search("async ?tp", notes.lower()):
         software = replace(software, hidden_tensor=MEGATRON.software.hidden_tensor)
     elif not sequence_parallel:
@@ -203,7 +299,8 @@ def facts(source: str, notes: str, zero: int, sequence_parallel: bool, table: st
     software = replace(software, tokens_in_parts=software.tokens_in_parts and sequence_parallel)
     if re.search(SHORT_MOMENTS, notes, re.I):
         software = replace(software, habits=replace(software.habits, moment_bytes=2))
-    local = "_mcore_" in notes and "_te_" not in notes  # cases of Megatron-LM's tests whose names have no te run its own layers
+    # cases of Megatron-LM's tests whose names have no te run its own layers
+    local = "_mcore_" in notes and "_te_" not in notes
     if local or "attention-backend unfused" in notes:
         found = replace(found, flash=False)
     return replace(found, software=software)

@@ -24,17 +24,21 @@ UNKNOWN = ("n/a", "na", "-", "?", "unknown", "null", "tbd")
 
 
 class Line(dict[str, str]):
-    """A line by column, without spaces around; a column that the table does not have, that the line ends before, or that says that nothing is known, is empty."""
+    """A line by column, without spaces around; a column that the table does not have, that the line ends before, or
+    that says that nothing is known, is empty."""
 
     def __init__(self, cells: dict[str, str]) -> None:
-        super().__init__({key: "" if text.strip().lower() in UNKNOWN else text.strip() for key, text in cells.items() if key})
+        super().__init__(
+            {key: "" if text.strip().lower() in UNKNOWN else text.strip() for key, text in cells.items() if key}
+        )
 
     def __missing__(self, key: str) -> str:
         return ""
 
 
 def rows_of(path: Path, made: Callable[[Line, str], Row], named: Callable[[Line], str] = lambda line: "") -> Loaded:
-    """What `made` makes of each line and its name, which is the place in the file unless `named` says one. Bytes that are no text count as one letter each."""
+    """What `made` makes of each line and its name, which is the place in the file unless `named` says one. Bytes that
+    are no text count as one letter each."""
     found = Loaded()
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         reader = csv.DictReader(file, restval="")
@@ -45,7 +49,9 @@ def rows_of(path: Path, made: Callable[[Line, str], Row], named: Callable[[Line]
                 try:
                     found.rows.append(made(line, name))
                 except ERRORS as error:
-                    found.refused.append(f"{name}: {error if isinstance(error, Refused) else f'{type(error).__name__} {error}'}")
+                    found.refused.append(
+                        f"{name}: {error if isinstance(error, Refused) else f'{type(error).__name__} {error}'}"
+                    )
         except csv.Error as error:
             found.refused.append(f"{path.name}:{reader.line_num}: the table ends here: {error}")
     return found
@@ -68,7 +74,8 @@ def positive(text: str, what: str) -> float:
 
 
 def count(line: Line, key: str, default: int | None = None) -> int:
-    """The positive whole number in a column, or `default` where it is empty. Raises Refused where it is none, or empty without a default."""
+    """The positive whole number in a column, or `default` where it is empty. Raises Refused where it is none, or empty
+    without a default."""
     text = line[key]
     if not text:
         if default is None:

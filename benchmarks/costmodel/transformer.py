@@ -1,4 +1,5 @@
-"""A decoder-only transformer that is all of GPT, Llama, Mixtral and DeepSeek by its sizes: what most published training runs train."""
+"""A decoder-only transformer that is all of GPT, Llama, Mixtral and DeepSeek by its sizes: what most published training
+runs train."""
 
 import torch
 import torch.nn as nn
@@ -28,9 +29,15 @@ class FeedForward(nn.Module):
 
 
 def experts(config):
-    """Each token through `top_k` experts: [b, s, d] -> [b, s, d]; tokens sorted by expert, one grouped matmul per layer."""
-    sizes = MixtralConfig(hidden_size=config.hidden, intermediate_size=config.expert_ffn, num_local_experts=config.experts,
-                          num_experts_per_tok=config.top_k, experts_implementation="grouped_mm")
+    """Each token through `top_k` experts: [b, s, d] -> [b, s, d]; tokens sorted by expert, one grouped matmul per
+    layer."""
+    sizes = MixtralConfig(
+        hidden_size=config.hidden,
+        intermediate_size=config.expert_ffn,
+        num_local_experts=config.experts,
+        num_experts_per_tok=config.top_k,
+        experts_implementation="grouped_mm",
+    )
     return MixtralSparseMoeBlock(sizes)
 
 
@@ -41,7 +48,9 @@ class Block(nn.Module):
         super().__init__()
         routed, windowed = config.kind(number)
         self.norm_1, self.norm_2 = norm(config), norm(config)
-        self.attention = LatentAttention(config) if config.latent else Attention(config, config.window if windowed else 0)
+        self.attention = (
+            LatentAttention(config) if config.latent else Attention(config, config.window if windowed else 0)
+        )
         self.mlp = experts(config) if routed else FeedForward(config, config.ffn)
         self.shared_mlp = FeedForward(config, config.shared) if routed and config.shared else None
         self.dropout = nn.Dropout(config.dropout)
@@ -86,7 +95,8 @@ class Transformer(nn.Module):
                 parameter.requires_grad_(".adapter." in name)
 
     def forward(self, ids, targets):
-        """Mean cross-entropy of ids [b, s] against the next ids [b, s], and against those behind them, in the same places, where the model predicts them too."""
+        """Mean cross-entropy of ids [b, s] against the next ids [b, s], and against those behind them, in the same
+        places, where the model predicts them too."""
         x, rows = self.tokens(ids), torch.arange(ids.shape[1], device=ids.device)
         if self.positions is not None:
             x = x + self.positions(rows)

@@ -1,5 +1,5 @@
-"""Losses that add to a mean over samples what no sample is in: penalties of weights, learned uncertainties, numbers. Each counts once per step, however many
-microbatches there are, and so do its gradients."""
+"""Losses that add to a mean over samples what no sample is in: penalties of weights, learned uncertainties, numbers.
+Each counts once per step, however many microbatches there are, and so do its gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(4))
-        self.head, self.doubt, self.other = nn.Linear(D, D), nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor(-0.2))
+        self.head, self.doubt, self.other = (
+            nn.Linear(D, D),
+            nn.Parameter(torch.tensor(0.3)),
+            nn.Parameter(torch.tensor(-0.2)),
+        )
         self.register_buffer("shares", torch.linspace(0.1, 2, D))
         self._of = of
 
@@ -55,24 +59,45 @@ def _similarity(z: Tensor, x: Tensor) -> Tensor:
 
 
 AFFINE: dict[str, Loss] = {
-    "weight penalty": lambda model, z, labels, x, penalty: _entropy(z, labels) + 1e-1 * sum(p.pow(2).sum() for p in model.layers.parameters()),
+    "weight penalty": lambda model, z, labels, x, penalty: (
+        _entropy(z, labels) + 1e-1 * sum(p.pow(2).sum() for p in model.layers.parameters())
+    ),
     "penalty of each block": lambda model, z, labels, x, penalty: _entropy(z, labels) + penalty / 3,
-    "learned uncertainties": lambda model, z, labels, x, penalty: (-model.doubt).exp() * _entropy(z, labels) + model.doubt
-                                                                  + (-model.other).exp() * F.mse_loss(z, x) / 2 + model.other,
+    "learned uncertainties": lambda model, z, labels, x, penalty: (
+        (-model.doubt).exp() * _entropy(z, labels)
+        + model.doubt
+        + (-model.other).exp() * F.mse_loss(z, x) / 2
+        + model.other
+    ),
     "1 - mean": lambda model, z, labels, x, penalty: 1 - _similarity(z, x).mean(),
-    "dice": lambda model, z, labels, x, penalty: 1 - ((2 * (z.sigmoid() * x).sum((1, 2)) + 1) / (z.sigmoid().sum((1, 2)) + x.square().sum((1, 2)) + 1)).mean(),
-    "weights of classes": lambda model, z, labels, x, penalty: penalty / 3 + F.cross_entropy(z.flatten(0, 1), labels.flatten(), model.shares, ignore_index=IGNORED, label_smoothing=0.1),
-    "probabilities": lambda model, z, labels, x, penalty: penalty / 3 + F.cross_entropy(z.flatten(0, 1), x.flatten(0, 1).softmax(-1), model.shares, label_smoothing=0.1),
-    "weights of positives": lambda model, z, labels, x, penalty: penalty / 3 + F.binary_cross_entropy_with_logits(z, x.sigmoid(), pos_weight=model.shares),
+    "dice": lambda model, z, labels, x, penalty: (
+        1 - ((2 * (z.sigmoid() * x).sum((1, 2)) + 1) / (z.sigmoid().sum((1, 2)) + x.square().sum((1, 2)) + 1)).mean()
+    ),
+    "weights of classes": lambda model, z, labels, x, penalty: (
+        penalty / 3
+        + F.cross_entropy(z.flatten(0, 1), labels.flatten(), model.shares, ignore_index=IGNORED, label_smoothing=0.1)
+    ),
+    "probabilities": lambda model, z, labels, x, penalty: (
+        penalty / 3 + F.cross_entropy(z.flatten(0, 1), x.flatten(0, 1).softmax(-1), model.shares, label_smoothing=0.1)
+    ),
+    "weights of positives": lambda model, z, labels, x, penalty: (
+        penalty / 3 + F.binary_cross_entropy_with_logits(z, x.sigmoid(), pos_weight=model.shares)
+    ),
     "number": lambda model, z, labels, x, penalty: 2 * (_entropy(z, labels) - 1.5) + 1,
-    "totals": lambda model, z, labels, x, penalty: _sum(z, labels) / (count := (labels != IGNORED).to(z.dtype).sum()) + model.doubt * count / 100,
+    "totals": lambda model, z, labels, x, penalty: (
+        _sum(z, labels) / (count := (labels != IGNORED).to(z.dtype).sum()) + model.doubt * count / 100
+    ),
 }
 
 COUPLED: dict[str, Loss] = {
     "square of a mean": lambda model, z, labels, x, penalty: (_entropy(z, labels) + 1).square(),
     "log of a mean": lambda model, z, labels, x, penalty: 1 - _similarity(z, x).mean().abs().log(),
-    "dice of the batch": lambda model, z, labels, x, penalty: 1 - (2 * (z.sigmoid() * x).sum() + 1) / (z.sigmoid().sum() + x.square().sum() + 1),
-    "penalty of weights and samples": lambda model, z, labels, x, penalty: _entropy(z, labels) + (z.mean() + model.doubt).square(),
+    "dice of the batch": lambda model, z, labels, x, penalty: (
+        1 - (2 * (z.sigmoid() * x).sum() + 1) / (z.sigmoid().sum() + x.square().sum() + 1)
+    ),
+    "penalty of weights and samples": lambda model, z, labels, x, penalty: (
+        _entropy(z, labels) + (z.mean() + model.doubt).square()
+    ),
 }
 
 
@@ -93,10 +118,18 @@ def labelled(name: str) -> Labelled:
     return Labelled(name, "train", captured, model.state_dict())
 
 
-@pytest.mark.parametrize(("schedule", "mesh", "used", "microbatches"), [
-    ("1f1b", (1,), roles.nothing, 4), ("interleaved_zero_bubble", (2,), roles.zero1, 4), ("gpipe", (1,), roles.nothing, 8)])
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "used", "microbatches"),
+    [
+        ("1f1b", (1,), roles.nothing, 4),
+        ("interleaved_zero_bubble", (2,), roles.zero1, 4),
+        ("gpipe", (1,), roles.nothing, 8),
+    ],
+)
 @pytest.mark.parametrize("name", AFFINE)
-def test_what_no_sample_is_in_counts_once(name: str, schedule: str, mesh: Sizes, used: roles.Role, microbatches: int) -> None:
+def test_what_no_sample_is_in_counts_once(
+    name: str, schedule: str, mesh: Sizes, used: roles.Role, microbatches: int
+) -> None:
     who = labelled(name)
     made = by_stages(who, mesh, (used,), 2, microbatches, schedule, SCHEDULES[schedule].virtual or 1)
     report = who.verified(made)
@@ -109,13 +142,18 @@ def test_the_graph_is_the_model(name: str) -> None:
     who, model = labelled(name), Model(AFFINE[name]).double()
     batch = who.batch()
     made = by_stages(who, (1,), (roles.nothing,), 2, 4, "1f1b")
-    wanted, weights = model(*(x.double() if x.is_floating_point() else x for x in batch.values())), dict(model.named_parameters())
+    wanted, weights = (
+        model(*(x.double() if x.is_floating_point() else x for x in batch.values())),
+        dict(model.named_parameters()),
+    )
     wanted.backward()
     found = who.case(made).reference()
     assert float(found["output"]["loss"]) == pytest.approx(float(wanted.detach()), abs=1e-12)
     for key, grad in found["gradient"].items():
         weight = weights[key]
-        torch.testing.assert_close(grad, torch.zeros_like(weight) if weight.grad is None else weight.grad, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            grad, torch.zeros_like(weight) if weight.grad is None else weight.grad, rtol=0, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("seed", range(2))

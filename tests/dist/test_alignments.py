@@ -26,12 +26,17 @@ def heard() -> Subject:
 def test_samples_are_cut(sizes, how):
     who = heard()
     made = planned(who, sizes, how)
-    assert "S" in next(node for name, node in made.nodes.items() if "ctc_each" in name).outs[0] or how.startswith("random")
+    assert "S" in next(node for name, node in made.nodes.items() if "ctc_each" in name).outs[0] or how.startswith(
+        "random"
+    )
     report = verify(case_of(who.captured, made, who.weights, inputs(scattered=True)), ranks=living(math.prod(sizes)))
     assert report.ok, report
 
 
 def test_microbatches_have_samples_of_their_own():
     who = heard()
-    report = verify(case_of(who.captured, by_stages(who, (1,), "single", 2, 2, "1f1b"), who.weights, inputs(scattered=True)), ranks=living(2))
+    report = verify(
+        case_of(who.captured, by_stages(who, (1,), "single", 2, 2, "1f1b"), who.weights, inputs(scattered=True)),
+        ranks=living(2),
+    )
     assert report.ok, report

@@ -1,4 +1,5 @@
-"""`autopar.compile` on ranks: searched once, run everywhere, equal to one device; saved folders run without model code."""
+"""`autopar.compile` on ranks: searched once, run everywhere, equal to one device; saved folders run without model
+code."""
 
 from __future__ import annotations
 
@@ -71,7 +72,10 @@ def train(cluster, options, name, steps=3):
     return losses, compiled.module.full_state_dict(), names, compiled.plan.to_json()
 
 
-@pytest.mark.parametrize(("options", "name"), [({}, "adamw"), ({"recipe": "tp"}, "sgd"), ({"recipe": "zero3"}, "adamw"), ({"recipe": "ddp"}, "sgd")])
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({}, "adamw"), ({"recipe": "tp"}, "sgd"), ({"recipe": "zero3"}, "adamw"), ({"recipe": "ddp"}, "sgd")],
+)
 def test_training_equals_one_device(options, name):
     losses, wanted = trained_alone(3, OPTIMIZERS[name])
     results = on_ranks(2, train, "cpu:1x2", options, name)
@@ -112,8 +116,8 @@ def test_an_error_of_the_search_is_everybodys():
 
 
 def saves(shared, own, taken):
-    """What the ranks of two nodes find in a folder of both and in one of each node, which they all save to again and again, and how the last save to what is no folder ends.
-    The first rank saves once more by itself."""
+    """What the ranks of two nodes find in a folder of both and in one of each node, which they all save to again and
+    again, and how the last save to what is no folder ends. The first rank saves once more by itself."""
     model, batch = model_and_batch()
     rank = torch.distributed.get_rank()
     compiled = autopar.compile(model, "cpu:1x4", batch, recipe="ddp")
@@ -126,7 +130,10 @@ def saves(shared, own, taken):
         compiled.save(taken)
     except PlanError as error:
         torch.distributed.barrier()
-        return [(sorted(p.name for p in folder.iterdir()), Bundle.load(folder).constants["of"].tolist()) for folder in folders], str(error)
+        return [
+            (sorted(p.name for p in folder.iterdir()), Bundle.load(folder).constants["of"].tolist())
+            for folder in folders
+        ], str(error)
 
 
 def test_any_ranks_save(tmp_path):
@@ -134,7 +141,9 @@ def test_any_ranks_save(tmp_path):
     files = ["README.md", "constants.pt", "plan.json", "sharded.py"]
     for found, error in on_new_ranks(4, saves, str(tmp_path / "plan"), str(tmp_path / "nodes"), str(tmp_path / "file")):
         assert found == [(files, [7])] * 2 and "file is a file" in error
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "nodes", "plan"] and sorted(p.name for p in (tmp_path / "nodes").iterdir()) == ["0", "1"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "nodes", "plan"] and sorted(
+        p.name for p in (tmp_path / "nodes").iterdir()
+    ) == ["0", "1"]
 
 
 class Odd(Exception):
@@ -146,21 +155,33 @@ class Odd(Exception):
 
 def ends_in(kind):
     """What each rank gets where the planning on rank 0 ends in `kind`, and whether ranks can talk after that."""
+
     def search(problem, **options):
-        raise {"type": TypeError("wrong"), "odd": Odd("search", "odd"), "open": OSError("a file", open(os.devnull)), "stop": KeyboardInterrupt()}[kind]  # noqa: SIM115
+        raise {
+            "type": TypeError("wrong"),
+            "odd": Odd("search", "odd"),
+            "open": OSError("a file", open(os.devnull)),  # noqa: SIM115
+            "stop": KeyboardInterrupt(),
+        }[kind]
 
     model, batch = model_and_batch()
     try:
         autopar.compile(model, "cpu:1x2", batch, search=search)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001
         said = type(error).__name__, str(error), getattr(error, "__notes__", [])
     torch.distributed.barrier()
     return said
 
 
-@pytest.mark.parametrize(("kind", "first", "second", "text"), [
-    ("type", "TypeError", "TypeError", "wrong"), ("odd", "Odd", "AutoparError", "rank 0 ended with Odd: search: odd"),
-    ("open", "OSError", "AutoparError", "rank 0 ended with OSError: "), ("stop", "KeyboardInterrupt", "KeyboardInterrupt", "")])
+@pytest.mark.parametrize(
+    ("kind", "first", "second", "text"),
+    [
+        ("type", "TypeError", "TypeError", "wrong"),
+        ("odd", "Odd", "AutoparError", "rank 0 ended with Odd: search: odd"),
+        ("open", "OSError", "AutoparError", "rank 0 ended with OSError: "),
+        ("stop", "KeyboardInterrupt", "KeyboardInterrupt", ""),
+    ],
+)
 def test_whatever_ends_planning_on_rank_0_ends_it_everywhere(kind, first, second, text):
     (name, _, _), (other, said, notes) = on_new_ranks(2, ends_in, kind, timeout_s=20)
     assert (name, other) == (first, second) and text in said
@@ -198,12 +219,17 @@ def structures():
     torch.manual_seed(0)
     compiled = autopar.compile(Pair(), "cpu:1x2", (torch.zeros(4, 4), torch.zeros(4, 4)), recipe="ddp")
     pair = compiled.module.full(compiled(torch.ones(2, 4), torch.ones(2, 4)))
-    gpt = GPT2LMHeadModel(GPT2Config(n_embd=16, n_head=2, n_layer=2, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0))
+    gpt = GPT2LMHeadModel(
+        GPT2Config(n_embd=16, n_head=2, n_layer=2, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0)
+    )
     compiled = autopar.compile(gpt, "cpu:1x2", batch=4, seq=8, recipe="ddp")
     ids = torch.zeros(2, 8, dtype=torch.long)
     out = compiled.module.full(compiled(input_ids=ids, labels=ids))
     return (type(pair).__name__, sorted(pair[1]), pair[1]["more"][1], tuple(pair[1]["out"].shape)), (
-        tuple(out.logits.shape), out.loss.item() == out["loss"].item(), list(out))
+        tuple(out.logits.shape),
+        out.loss.item() == out["loss"].item(),
+        list(out),
+    )
 
 
 def test_outputs_have_the_users_structure():
@@ -241,7 +267,14 @@ def saved(tmp_path_factory):
 
 
 def torchrun(*arguments, cwd=ROOT, ranks=2):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        *map(str, arguments),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, env=environment)
 
@@ -284,9 +317,14 @@ def _unseeded(cluster, recipe):
     model.register_buffer("fixed", torch.rand(4), persistent=False)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        compiled = autopar.compile(model, cluster, (torch.ones(8, 8), torch.ones(8, 4)), loss_fn=F.mse_loss, recipe=recipe)
+        compiled = autopar.compile(
+            model, cluster, (torch.ones(8, 8), torch.ones(8, 4)), loss_fn=F.mse_loss, recipe=recipe
+        )
         first = compiled.full_state_dict()
-    assert compiled.train() is compiled and compiled.eval().train_step(*compiled.shard_batch(torch.ones(8, 8), torch.ones(8, 4))) > 0
+    assert (
+        compiled.train() is compiled
+        and compiled.eval().train_step(*compiled.shard_batch(torch.ones(8, 8), torch.ones(8, 4))) > 0
+    )
     compiled.zero_grad()
     assert all(parameter.grad is None for parameter in compiled.parameters()) and dict(compiled.named_buffers())
     return first, dict(model.state_dict()), [str(one.message) for one in said if "rank 0" in str(one.message)]
@@ -299,7 +337,14 @@ def test_ranks_without_a_seed_have_the_weights_of_rank_0(recipe):
         assert torch.equal(value, made[name])
         for state, mine, _ in others:
             assert torch.equal(state[name], value)
-            assert name in ("1.num_batches_tracked", "1.running_mean", "1.running_var", "1.weight", "1.bias", "flags") or not torch.equal(mine[name], value)
+            assert name in (
+                "1.num_batches_tracked",
+                "1.running_mean",
+                "1.running_var",
+                "1.weight",
+                "1.bias",
+                "flags",
+            ) or not torch.equal(mine[name], value)
     assert len(said) == 1 and "Seed all ranks alike" in said[0] and not any(told for *_, told in others)
 
 
@@ -311,7 +356,9 @@ def test_ranks_with_a_seed_keep_their_weights():
 def _own_data(cluster, recipe):
     model, batch = model_and_batch()
     compiled = autopar.compile(model, cluster, batch, recipe=recipe)
-    local = compiled.shard_batch(*(tensor + torch.distributed.get_rank() if tensor.is_floating_point() else tensor for tensor in batch))
+    local = compiled.shard_batch(
+        *(tensor + torch.distributed.get_rank() if tensor.is_floating_point() else tensor for tensor in batch)
+    )
     try:
         compiled.train_step(*local)
     except RunError as error:
@@ -319,7 +366,14 @@ def _own_data(cluster, recipe):
     return ""
 
 
-@pytest.mark.parametrize(("recipe", "why"), [("tp", "ranks 0 and 1 have the same part of the batch"), ("naive_mp", "ranks 0 and 1 have the same part of the batch"), ("ddp", "")])
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ("tp", "ranks 0 and 1 have the same part of the batch"),
+        ("naive_mp", "ranks 0 and 1 have the same part of the batch"),
+        ("ddp", ""),
+    ],
+)
 def test_ranks_that_work_on_one_batch_have_the_same(recipe, why):
     for said in on_ranks(2, _own_data, "cpu:1x2", recipe):
         assert why in said and bool(why) == bool(said)
@@ -345,13 +399,21 @@ def _normed(cluster, converted):
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     x, y = torch.randn(8, 3, 4, 4, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
     compiled = autopar.compile(model, cluster, (x, y), loss_fn=F.mse_loss, recipe="ddp")
-    return float(compiled.train_step(*compiled.shard_batch(x, y))), compiled.full_state_dict(), compiled.module.full_grads()
+    return (
+        float(compiled.train_step(*compiled.shard_batch(x, y))),
+        compiled.full_state_dict(),
+        compiled.module.full_grads(),
+    )
 
 
 def test_batch_norms_that_synchronise_are_as_any():
     plain, synchronised = (on_ranks(2, _normed, "cpu:1x2", converted) for converted in (False, True))
     for (loss, state, grads), (other, theirs, gradients) in zip(plain, synchronised, strict=True):
-        assert loss == other and all(torch.equal(value, theirs[name]) for name, value in state.items()) and all(torch.equal(value, gradients[name]) for name, value in grads.items())
+        assert (
+            loss == other
+            and all(torch.equal(value, theirs[name]) for name, value in state.items())
+            and all(torch.equal(value, gradients[name]) for name, value in grads.items())
+        )
 
 
 def differing(recipe, who):

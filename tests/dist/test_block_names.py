@@ -1,4 +1,5 @@
-"""Blocks whose weights are not all below one module path: modules that alternate, and weights that a block reads from elsewhere."""
+"""Blocks whose weights are not all below one module path: modules that alternate, and weights that a block reads from
+elsewhere."""
 
 from __future__ import annotations
 
@@ -95,7 +96,9 @@ MODELS = {"alternating": Alternating, "lending": Lending, "leaning": Leaning}
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     """Samples and targets."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(8, 8, generator=generator, dtype=torch.float64), torch.randn(8, 8, generator=generator, dtype=torch.float64)
+    return torch.randn(8, 8, generator=generator, dtype=torch.float64), torch.randn(
+        8, 8, generator=generator, dtype=torch.float64
+    )
 
 
 @cache
@@ -131,7 +134,10 @@ def test_names(name: str, how: str) -> None:
     right(name, verify(case(name, how)))
 
 
-@pytest.mark.parametrize(("name", "microbatches", "schedule"), [("alternating", 1, "naive"), ("lending", 2, "1f1b"), ("leaning", 2, "interleaved_1f1b")])
+@pytest.mark.parametrize(
+    ("name", "microbatches", "schedule"),
+    [("alternating", 1, "naive"), ("lending", 2, "1f1b"), ("leaning", 2, "interleaved_1f1b")],
+)
 def test_names_in_stages(name: str, microbatches: int, schedule: str) -> None:
     who = subject(name)
     made = by_stages(who, (2,), "zero3", 2, microbatches, schedule, 2 if schedule.startswith("inter") else 1)

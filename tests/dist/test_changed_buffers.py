@@ -1,4 +1,5 @@
-"""Buffers that a step changes several times, or reads before and behind a change: batch norms that are called twice (SimCLR, BYOL), centres that move."""
+"""Buffers that a step changes several times, or reads before and behind a change: batch norms that are called twice
+(SimCLR, BYOL), centres that move."""
 
 from __future__ import annotations
 
@@ -47,7 +48,11 @@ def simclr(model, one, other):
 def byol(model, one, other):
     with torch.no_grad():
         targets = model.target(one), model.target(other)
-    return 4 - F.cosine_similarity(model.encoder(one), targets[1]).mean() - F.cosine_similarity(model.encoder(other), targets[0]).mean()
+    return (
+        4
+        - F.cosine_similarity(model.encoder(one), targets[1]).mean()
+        - F.cosine_similarity(model.encoder(other), targets[0]).mean()
+    )
 
 
 def barlow(model, one, other):
@@ -62,7 +67,9 @@ def read_between(model, one, other):
     first = model.encoder(one)
     seen = model.running.clone()
     second = model.encoder(other)
-    return (first - second).square().mean() + (second.mean() * seen).sum() + (second.mean() * model.running.clone()).sum()
+    return (
+        (first - second).square().mean() + (second.mean() * seen).sum() + (second.mean() * model.running.clone()).sum()
+    )
 
 
 def halved_before(model, one, other):
@@ -104,7 +111,12 @@ class Views(Subject):
 @cache
 def views(name: str) -> Views:
     model = Model(LOSSES[name])
-    return Views(name, "train", capture(model, (torch.randn(8, WIDTH), torch.randn(8, WIDTH))), {n: t.clone() for n, t in model.state_dict().items()})
+    return Views(
+        name,
+        "train",
+        capture(model, (torch.randn(8, WIDTH), torch.randn(8, WIDTH))),
+        {n: t.clone() for n, t in model.state_dict().items()},
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES)

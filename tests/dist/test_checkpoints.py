@@ -1,5 +1,5 @@
-"""Checkpoints by torch.distributed.checkpoint: saved under one plan, loaded under another mesh and recipe, optimizer state included;
-the next step equals that of one device that never stopped."""
+"""Checkpoints by torch.distributed.checkpoint: saved under one plan, loaded under another mesh and recipe, optimizer
+state included; the next step equals that of one device that never stopped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
@@ -20,7 +19,7 @@ import autopar
 from autopar._torch import local_of
 from autopar.errors import RunError
 from autopar.verify.step import Light
-from tests.helpers.ranks import on_new_ranks, on_ranks
+from tests.helpers.ranks import on_ranks
 from tests.helpers.verify import Sizes, by_stages, planned, subject
 
 BATCH = 24  # divides by 3 ranks, and in 4 microbatches by 2
@@ -31,7 +30,9 @@ Emitted = tuple[str, Light]
 def emitted(sizes: Sizes, how: str, schedule: str = "", virtual: int = 1) -> Emitted:
     """Source, weights and batch of one plan in float64; with a schedule on two places with that mesh each."""
     who = subject(MODEL, batch=BATCH)
-    case = who.case(by_stages(who, sizes, how, 2, 4, schedule, virtual) if schedule else planned(who, sizes, how), BATCH)
+    case = who.case(
+        by_stages(who, sizes, how, 2, 4, schedule, virtual) if schedule else planned(who, sizes, how), BATCH
+    )
     return case.source(), case.light
 
 
@@ -47,12 +48,18 @@ def alone(steps: int) -> dict[str, Tensor]:
 
     who = subject(MODEL, batch=BATCH)
     case = who.case(planned(who, (4,), "ddp"), BATCH)
-    held = {n: w.detach().clone().requires_grad_(n in trainable(case.gm)) for n, w in {**case.weights, **case.constants}.items()}
+    held = {
+        n: w.detach().clone().requires_grad_(n in trainable(case.gm))
+        for n, w in {**case.weights, **case.constants}.items()
+    }
     step = optimizer([held[n] for n in trainable(case.gm)])
     for _ in range(steps):
         step.zero_grad()
-        loss = next(v for v, about in zip(Interpret(case.gm, held).run_named(case.batch), case.gm.meta["outputs"], strict=True)
-                    if about["kind"] == "loss")
+        loss = next(
+            v
+            for v, about in zip(Interpret(case.gm, held).run_named(case.batch), case.gm.meta["outputs"], strict=True)
+            if about["kind"] == "loss"
+        )
         loss.backward()
         step.step()
     return {n: held[n].detach() for n in trainable(case.gm)}
@@ -83,19 +90,43 @@ def go_on(what: Emitted, folder: str) -> tuple[dict[str, Tensor], dict[str, Tens
 
 
 PLANS: dict[str, tuple[Sizes, str] | tuple[Sizes, str, str, int]] = {
-    "tp_zero3 on 2x2": ((2, 2), "tp_zero3"), "tp on 4": ((4,), "tp"), "ddp on 2": ((2,), "ddp"), "zero3 on 3": ((3,), "zero3"),
-    "hsdp on 2x2": ((2, 2), "hsdp"), "searched on 4": ((4,), "searched"), "random on 2x2": ((2, 2), "random 1"),
-    "zero1 on 4": ((4,), "zero1"), "zero3 on 4": ((4,), "zero3"), "zero2 on 2": ((2,), "zero2"), "pp2 x zero1": ((2,), "zero1", "1f1b", 1),
-    "pp2 x tp, interleaved": ((2,), "tp", "interleaved_1f1b", 2), "pp2 x zero3, zbv": ((2,), "zero3", "zbv_zero_bubble", 2),
+    "tp_zero3 on 2x2": ((2, 2), "tp_zero3"),
+    "tp on 4": ((4,), "tp"),
+    "ddp on 2": ((2,), "ddp"),
+    "zero3 on 3": ((3,), "zero3"),
+    "hsdp on 2x2": ((2, 2), "hsdp"),
+    "searched on 4": ((4,), "searched"),
+    "random on 2x2": ((2, 2), "random 1"),
+    "zero1 on 4": ((4,), "zero1"),
+    "zero3 on 4": ((4,), "zero3"),
+    "zero2 on 2": ((2,), "zero2"),
+    "pp2 x zero1": ((2,), "zero1", "1f1b", 1),
+    "pp2 x tp, interleaved": ((2,), "tp", "interleaved_1f1b", 2),
+    "pp2 x zero3, zbv": ((2,), "zero3", "zbv_zero_bubble", 2),
 }
-PAIRS = [("tp_zero3 on 2x2", "tp on 4"), ("tp_zero3 on 2x2", "ddp on 2"), ("tp on 4", "hsdp on 2x2"), ("zero3 on 3", "tp_zero3 on 2x2"),
-         ("searched on 4", "zero3 on 3"), ("random on 2x2", "tp on 4"), ("ddp on 2", "random on 2x2"),
-         ("zero1 on 4", "zero3 on 4"), ("zero1 on 4", "pp2 x zero1"), ("pp2 x zero1", "zero3 on 3"), ("zero3 on 4", "zero1 on 4"), ("zero1 on 4", "tp on 4"),
-         ("zero2 on 2", "pp2 x tp, interleaved"), ("pp2 x tp, interleaved", "pp2 x zero1"), ("pp2 x zero3, zbv", "zero2 on 2")]
+PAIRS = [
+    ("tp_zero3 on 2x2", "tp on 4"),
+    ("tp_zero3 on 2x2", "ddp on 2"),
+    ("tp on 4", "hsdp on 2x2"),
+    ("zero3 on 3", "tp_zero3 on 2x2"),
+    ("searched on 4", "zero3 on 3"),
+    ("random on 2x2", "tp on 4"),
+    ("ddp on 2", "random on 2x2"),
+    ("zero1 on 4", "zero3 on 4"),
+    ("zero1 on 4", "pp2 x zero1"),
+    ("pp2 x zero1", "zero3 on 3"),
+    ("zero3 on 4", "zero1 on 4"),
+    ("zero1 on 4", "tp on 4"),
+    ("zero2 on 2", "pp2 x tp, interleaved"),
+    ("pp2 x tp, interleaved", "pp2 x zero1"),
+    ("pp2 x zero3, zbv", "zero2 on 2"),
+]
 FAST = [PAIRS[0], PAIRS[3], PAIRS[7], PAIRS[8], PAIRS[13]]
 
 
-@pytest.mark.parametrize(("first", "then"), [*FAST, *(pytest.param(*p, marks=pytest.mark.slow) for p in PAIRS if p not in FAST)])
+@pytest.mark.parametrize(
+    ("first", "then"), [*FAST, *(pytest.param(*p, marks=pytest.mark.slow) for p in PAIRS if p not in FAST)]
+)
 def test_a_checkpoint_goes_on_under_another_plan(first: str, then: str, tmp_path: Path) -> None:
     one, other = emitted(*PLANS[first]), emitted(*PLANS[then])
     on_ranks(one[1].plan.ranks, save, one, str(tmp_path / "saved"))
@@ -104,16 +135,23 @@ def test_a_checkpoint_goes_on_under_another_plan(first: str, then: str, tmp_path
     for loaded, after in found:
         for wanted, got, when in ((alone(1), loaded, "loaded"), (alone(2), after, "after a step")):
             for name in wanted.keys() & got.keys():
-                torch.testing.assert_close(got[name], wanted[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name, w=when: f"{n} {w}: {m}")
+                torch.testing.assert_close(
+                    got[name], wanted[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name, w=when: f"{n} {w}: {m}"
+                )
 
 
 def _whole(what: Emitted) -> tuple[dict[str, Tensor], str, list[str]]:
-    """One rank: what is there when a whole state dict was loaded, what is said of a name that no place has, and which are then unexpected where that is no matter."""
+    """One rank: what is there when a whole state dict was loaded, what is said of a name that no place has, and which
+    are then unexpected where that is no matter."""
     module, doubled = what[1].build(what[0]), {name: value * 2 for name, value in what[1].weights.items()}
     module.load_state_dict(doubled)
     with pytest.raises(RuntimeError) as error:
         module.load_state_dict({**doubled, "nobody": torch.zeros(3)})
-    return module.full_state_dict(), str(error.value), module.load_state_dict({**doubled, "nobody": torch.zeros(3)}, strict=False).unexpected_keys
+    return (
+        module.full_state_dict(),
+        str(error.value),
+        module.load_state_dict({**doubled, "nobody": torch.zeros(3)}, strict=False).unexpected_keys,
+    )
 
 
 @pytest.mark.parametrize("how", ["pp2 x zero1", "tp on 4"])
@@ -128,7 +166,8 @@ def test_a_whole_state_dict_is_loaded_on_every_place(how: str) -> None:
 
 
 def _all_of_it(what: Emitted) -> tuple[dict[str, Tensor], dict[str, Tensor | None], float, float]:
-    """One rank: whole weights and gradients after a step, its loss, and that of a step with these weights doubled and given back as they were."""
+    """One rank: whole weights and gradients after a step, its loss, and that of a step with these weights doubled and
+    given back as they were."""
     module = what[1].build(what[0])
     batch = module.shard_batch(**what[1].batch)
     loss = module.train_step(*batch)
@@ -138,26 +177,34 @@ def _all_of_it(what: Emitted) -> tuple[dict[str, Tensor], dict[str, Tensor | Non
     return state, grads, float(loss), float(module.train_step(*batch))
 
 
-@pytest.mark.parametrize("how", ["pp2 x tp, interleaved", pytest.param("pp2 x zero1", marks=pytest.mark.slow), "tp on 4"])
+@pytest.mark.parametrize(
+    "how", ["pp2 x tp, interleaved", pytest.param("pp2 x zero1", marks=pytest.mark.slow), "tp on 4"]
+)
 def test_every_rank_has_the_whole_state_whatever_its_place(how: str) -> None:
     what, model = emitted(*PLANS[how]), subject(MODEL)
     for state, grads, loss, again in on_ranks(what[1].plan.ranks, _all_of_it, what):
         assert list(state) == [name for name in model.captured.order if name in model.weights] == list(model.weights)
         for name, value in state.items():
             torch.testing.assert_close(value, what[1].weights[name].to(value), rtol=0, atol=0)
-        assert grads.keys() == {name for name in state if name not in model.captured.aliases} and all(grad is not None for grad in grads.values())
+        assert grads.keys() == {name for name in state if name not in model.captured.aliases} and all(
+            grad is not None for grad in grads.values()
+        )
         assert loss == pytest.approx(again, rel=1e-12)
 
 
 LAZY: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
-    "AdamW": lambda p: torch.optim.AdamW(p, 1e-2), "NAdam": lambda p: torch.optim.NAdam(p, 1e-2, weight_decay=0.1), "ASGD": lambda p: torch.optim.ASGD(p, torch.tensor(1e-2), foreach=False),
-    "Adamax": lambda p: torch.optim.Adamax(p, 1e-2), "SGD": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, weight_decay=0.1), "Adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-2),
+    "NAdam": lambda p: torch.optim.NAdam(p, 1e-2, weight_decay=0.1),
+    "ASGD": lambda p: torch.optim.ASGD(p, torch.tensor(1e-2), foreach=False),
+    "Adamax": lambda p: torch.optim.Adamax(p, 1e-2),
+    "SGD": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, weight_decay=0.1),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
 }
 
 
 def _before_any_step(what: Emitted, name: str) -> list[dict[str, Tensor]]:
-    """One rank: parameters after two steps of an optimizer that is not asked for its state, of one that is asked, of one that is asked when gradients are there, and of one that is given what the
-    last one said."""
+    """One rank: parameters after two steps of an optimizer that is not asked for its state, of one that is asked, of
+    one that is asked when gradients are there, and of one that is given what the last one said."""
     found, state = [], dict[str, object]()
     for when in ("never", "asked", "with gradients", "given"):
         module = what[1].build(what[0])
@@ -178,12 +225,17 @@ def _before_any_step(what: Emitted, name: str) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", LAZY)
-@pytest.mark.parametrize("how", [((2,), "zero2"), pytest.param(((1,), "single", "1f1b", 1), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "how", [((2,), "zero2"), pytest.param(((1,), "single", "1f1b", 1), marks=pytest.mark.slow)], ids=str
+)
 def test_the_state_of_an_optimizer_that_has_not_stepped_is_that(how: tuple[Sizes, str], name: str) -> None:
     for never, *others in on_ranks(2, _before_any_step, emitted(*how), name):
         for other in others:
             for parameter, value in never.items():
-                torch.testing.assert_close(other[parameter], value, rtol=1e-6, atol=1e-7, msg=lambda m, n=parameter: f"{n}: {m}")  # torch loads NAdam's product in another dtype
+                # torch loads NAdam's product in another dtype
+                torch.testing.assert_close(
+                    other[parameter], value, rtol=1e-6, atol=1e-7, msg=lambda m, n=parameter: f"{n}: {m}"
+                )
 
 
 class Unused(nn.Module):
@@ -198,7 +250,8 @@ class Unused(nn.Module):
 
 
 class Scaled(Unused):
-    """One parameter has no dims, as the scale of logits that models of images and texts learn, and its moments have none."""
+    """One parameter has no dims, as the scale of logits that models of images and texts learn, and its moments have
+    none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +262,8 @@ class Scaled(Unused):
 
 
 def _gone_on(optimizer: str, folder: str) -> list[dict[str, Tensor]]:
-    """One rank: parameters after three steps without a stop, of which a layer trains in the last two alone, and with one behind the first."""
+    """One rank: parameters after three steps without a stop, of which a layer trains in the last two alone, and with
+    one behind the first."""
     torch.manual_seed(0)
     x, found = torch.randn(8, 4), []
     compiled = autopar.compile(Unused(), "cpu:1x2", (x,), recipe="zero3", time_limit_s=5.0)
@@ -225,7 +279,10 @@ def _gone_on(optimizer: str, folder: str) -> list[dict[str, Tensor]]:
             step.zero_grad()
             compiled.module.up.requires_grad_(True)
             if stops and not number:
-                dcp.save({"model": compiled.state_dict(), "optimizer": compiled.optimizer_state_dict(step)}, checkpoint_id=folder)
+                dcp.save(
+                    {"model": compiled.state_dict(), "optimizer": compiled.optimizer_state_dict(step)},
+                    checkpoint_id=folder,
+                )
                 assert len(step.state) == 2 and hook.call_count == 1
                 step = LAZY[optimizer](compiled.parameters())
                 state = {"model": compiled.state_dict(), "optimizer": compiled.optimizer_state_dict(step)}
@@ -238,14 +295,17 @@ def _gone_on(optimizer: str, folder: str) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", ["AdamW", pytest.param("SGD", marks=pytest.mark.slow)])
 def test_parameters_that_no_gradient_has_reached_have_state(name: str, tmp_path: Path) -> None:
-    """That of an optimizer that has not stepped, which a checkpoint is loaded into, has all parameters that train: torch.distributed.checkpoint missed them."""
+    """That of an optimizer that has not stepped, which a checkpoint is loaded into, has all parameters that train:
+    torch.distributed.checkpoint missed them."""
     for straight, stopped in on_ranks(2, _gone_on, name, str(tmp_path)):
         for parameter, value in straight.items():
             torch.testing.assert_close(stopped[parameter], value, rtol=1e-6, atol=1e-7)
 
 
 def _line(compiled: autopar.Compiled) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS([parameter for name, parameter in compiled.named_parameters() if "pooler" not in name], max_iter=2)
+    return torch.optim.LBFGS(
+        [parameter for name, parameter in compiled.named_parameters() if "pooler" not in name], max_iter=2
+    )
 
 
 def _along_a_line() -> tuple[set[str], list[dict[str, Tensor]]]:
@@ -266,7 +326,7 @@ def _along_a_line() -> tuple[set[str], list[dict[str, Tensor]]]:
             saved = compiled.optimizer_state_dict(step)
             names, step = set(saved["state"]), _line(compiled)
             compiled.load_optimizer_state_dict(step, saved)
-            with pytest.raises(RunError, match="has nothing of 1 of the 4 parameters .*: up.weight"):
+            with pytest.raises(RunError, match=r"has nothing of 1 of the 4 parameters .*: up.weight"):
                 compiled.load_optimizer_state_dict(step, {**saved, "state": {}})
         step.step(lambda step=step: closure(step))
         found.append(compiled.full_state_dict())
@@ -290,20 +350,29 @@ def _lacking() -> None:
     made[0].step()
     saved = compiled.optimizer_state_dict(made[0])
     lacking = {**saved, "state": {name: value for name, value in saved["state"].items() if "up" not in name}}
-    for state, said in ((lacking, "2 of the 6 .*: up.weight, up.bias. Load"), ({**saved, "state": {}}, r"6 of the 6 .*: up.weight, up.bias, pooler.weight, pooler.bias, down.weight ...")):
+    for state, said in (
+        (lacking, "2 of the 6 .*: up.weight, up.bias. Load"),
+        ({**saved, "state": {}}, r"6 of the 6 .*: up.weight, up.bias, pooler.weight, pooler.bias, down.weight ..."),
+    ):
         with pytest.raises(RunError, match=f"the saved state has nothing of {said}"):
             compiled.load_optimizer_state_dict(made[1], state)
         assert not made[1].state
     compiled.load_optimizer_state_dict(made[1], lacking, strict=False)
     names = {parameter: name for name, parameter in compiled.named_parameters()}
-    assert {names[parameter]: float(value["step"]) for parameter, value in made[1].state.items()} == {"pooler.weight": 0, "pooler.bias": 0, "down.weight": 1, "down.bias": 1}
+    assert {names[parameter]: float(value["step"]) for parameter, value in made[1].state.items()} == {
+        "pooler.weight": 0,
+        "pooler.bias": 0,
+        "down.weight": 1,
+        "down.bias": 1,
+    }
     heavy, light = (torch.optim.SGD(compiled.parameters(), 1e-2, momentum=momentum) for momentum in (0.9, 0.0))
     compiled.load_optimizer_state_dict(heavy, compiled.optimizer_state_dict(light))  # options are those that were saved
     assert not any(heavy.state.values()) and heavy.param_groups[0]["momentum"] == 0
 
 
 def test_a_state_that_lacks_parameters_is_refused() -> None:
-    """These began anew: in silence where nothing was saved, else unless torch's own error told of an option that there was not."""
+    """These began anew: in silence where nothing was saved, else unless torch's own error told of an option that there
+    was not."""
     on_ranks(2, _lacking)
 
 
@@ -319,10 +388,12 @@ def _from_one_device(recipe: str, size: int) -> dict[str, Tensor]:
     saved = get_optimizer_state_dict(plain, there)
     for value in saved["state"].values():
         for one in value.values():
-            one.mul_(1 if one.dim() < 1 else 1 + torch.arange(len(one)).view(-1, *(1,) * (one.dim() - 1)))  # rows are not alike
+            # rows are not alike
+            one.mul_(1 if one.dim() < 1 else 1 + torch.arange(len(one)).view(-1, *(1,) * (one.dim() - 1)))
     compiled.load_optimizer_state_dict(here, saved, strict=False)
-    assert not {one.untyped_storage().data_ptr() for value in saved["state"].values() for one in value.values() if one.dim()} & {
-        local_of(one).untyped_storage().data_ptr() for value in here.state.values() for one in value.values()}
+    assert not {
+        one.untyped_storage().data_ptr() for value in saved["state"].values() for one in value.values() if one.dim()
+    } & {local_of(one).untyped_storage().data_ptr() for value in here.state.values() for one in value.values()}
     set_optimizer_state_dict(plain, there, copy.deepcopy(saved), options=StateDictOptions(strict=False))
     for made in (compiled.train_step(*compiled.shard_batch(x)), plain(x)):
         if made.requires_grad:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-import autopar
-from autopar._torch import local_of
-from autopar.errors import RunError
-from autopar.verify.step import Light
-from tests.helpers.ranks import on_new_ranks, on_ranks
-from tests.helpers.verify import Sizes, by_stages, planned, subject
-from tests.dist.test_checkpoints import Unused, optimizer
+from torch import Tensor
 
+import autopar
+from tests.dist.test_checkpoints import Unused
+from tests.helpers.ranks import on_new_ranks, on_ranks
 
 
 def _frozen_between() -> dict[str, float]:
@@ -38,18 +30,26 @@ def _frozen_between() -> dict[str, float]:
 
 def test_what_is_frozen_when_a_checkpoint_is_loaded_has_its_state() -> None:
     """It trains again later: as on one device with the moments that it had."""
-    assert on_ranks(2, _frozen_between) == [{"up.weight": 1, "up.bias": 1, "pooler.weight": 0, "pooler.bias": 0, "down.weight": 1, "down.bias": 1}] * 2
+    assert (
+        on_ranks(2, _frozen_between)
+        == [{"up.weight": 1, "up.bias": 1, "pooler.weight": 0, "pooler.bias": 0, "down.weight": 1, "down.bias": 1}] * 2
+    )
 
 
 def _in_the_background(folder: str, recipe: str) -> list[bool]:
-    """One rank: whether what was saved while steps went on is as when it was asked for, and these steps the same again from there."""
+    """One rank: whether what was saved while steps went on is as when it was asked for, and these steps the same again
+    from there."""
     torch.manual_seed(0)
     x = torch.randn(8, 4)
     compiled = autopar.compile(Unused(), "cpu:1x2", (x,), recipe=recipe, time_limit_s=5.0)
     optimizer, aside = torch.optim.AdamW(compiled.parameters(), 1e-2), dist.new_group(backend="gloo")
 
     def states() -> dict[str, object]:
-        return {"model": compiled.state_dict(), "optimizer": compiled.optimizer_state_dict(optimizer), "rng": compiled.rng_state()}
+        return {
+            "model": compiled.state_dict(),
+            "optimizer": compiled.optimizer_state_dict(optimizer),
+            "rng": compiled.rng_state(),
+        }
 
     def train(steps: int) -> dict[str, Tensor]:
         for _ in range(steps):
@@ -68,7 +68,10 @@ def _in_the_background(folder: str, recipe: str) -> list[bool]:
     compiled.load_state_dict(state["model"])
     compiled.load_optimizer_state_dict(optimizer, state["optimizer"])
     compiled.set_rng_state(state["rng"])
-    return [all(torch.equal(found[name], value) for name, value in wanted.items()) for wanted, found in ((then, compiled.full_state_dict()), (later, train(4)))]
+    return [
+        all(torch.equal(found[name], value) for name, value in wanted.items())
+        for wanted, found in ((then, compiled.full_state_dict()), (later, train(4)))
+    ]
 
 
 @pytest.mark.parametrize("recipe", ["zero3", pytest.param("1f1b", marks=pytest.mark.slow)])

@@ -37,7 +37,8 @@ def _clipped(source: str, light: Light) -> dict[float, tuple[float, dict[str, Te
 
 
 def _not_finite(source: str, light: Light, kind: float) -> tuple[str, float, bool]:
-    """One rank: where one element of one gradient is nan on the last rank, what is said, the norm, and whether gradients were as they are when that was said."""
+    """One rank: where one element of one gradient is nan on the last rank, what is said, the norm, and whether
+    gradients were as they are when that was said."""
     module = light.build(source)
     module.train_step(*module.shard_batch(**light.batch))
     own = [local_of(p.grad) for p in module.parameters() if p.grad is not None and local_of(p).numel()]

@@ -1,4 +1,5 @@
-"""The clock of a calibration on real ranks: windows, runs in common, and what ranks compute however much else the machine does."""
+"""The clock of a calibration on real ranks: windows, runs in common, and what ranks compute however much else the
+machine does."""
 
 from __future__ import annotations
 
@@ -14,11 +15,19 @@ def _measured() -> dict[str, float]:
         return sum(range(20000))
 
     wall, busy = Clock("cpu", 0.02, 3), Clock("cpu", 0.05, 5, cores=1)
-    pairs = [(busy.apart_s(work), busy.alone_s(work)) for _ in range(5)]  # in turns: how fast a core is changes with what its neighbours do
-    return {"apart": wall.apart_s(work), "together": wall.together_s(work), "alone": wall.alone_s(work), "sleep": wall.runs_s(lambda: time.sleep(0.05)),
-            "between": wall.between_s(lambda: time.sleep(0.02), lambda _: time.sleep(0.01)),
-            "busy": statistics.median(apart for apart, _ in pairs), "times": statistics.median(apart / alone for apart, alone in pairs),
-            "busy together": busy.together_s(work), "busy sleep": busy.runs_s(lambda: time.sleep(0.05))}
+    # in turns: how fast a core is changes with what its neighbours do
+    pairs = [(busy.apart_s(work), busy.alone_s(work)) for _ in range(5)]
+    return {
+        "apart": wall.apart_s(work),
+        "together": wall.together_s(work),
+        "alone": wall.alone_s(work),
+        "sleep": wall.runs_s(lambda: time.sleep(0.05)),
+        "between": wall.between_s(lambda: time.sleep(0.02), lambda _: time.sleep(0.01)),
+        "busy": statistics.median(apart for apart, _ in pairs),
+        "times": statistics.median(apart / alone for apart, alone in pairs),
+        "busy together": busy.together_s(work),
+        "busy sleep": busy.runs_s(lambda: time.sleep(0.05)),
+    }
 
 
 def test_seconds_of_the_wall_and_of_what_ranks_compute() -> None:

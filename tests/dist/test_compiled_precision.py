@@ -1,5 +1,6 @@
-"""Compiled blocks in mixed precision: gradients of the weights that they gather are summed over ranks in the dtype in which all others are, and as many bytes are sent as are
-priced. In float16, whose losses are scaled, sums of many ranks would not fit otherwise."""
+"""Compiled blocks in mixed precision: gradients of the weights that they gather are summed over ranks in the dtype in
+which all others are, and as many bytes are sent as are priced. In float16, whose losses are scaled, sums of many ranks
+would not fit otherwise."""
 
 from __future__ import annotations
 
@@ -34,7 +35,14 @@ def _steps(source: str, light: Light) -> list[tuple[dict[str, Tensor], int]]:
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_gradients_of_gathered_weights_are_summed_as_wide_as_all_others(remat: str) -> None:
     loaded = load(TINY["hf-gpt2"], batch=8, seq=16, device="cpu", train=True, labels=True)
-    compiled = autopar.compile(loaded.model, "cpu:1x2", (tuple(loaded.args), dict(loaded.kwargs)), precision="bf16", recipe="zero3", remat=remat)
+    compiled = autopar.compile(
+        loaded.model,
+        "cpu:1x2",
+        (tuple(loaded.args), dict(loaded.kwargs)),
+        precision="bf16",
+        recipe="zero3",
+        remat=remat,
+    )
     assert compiled.captured is not None
     args, kwargs = cast((loaded.args, loaded.kwargs), torch.bfloat16)
     batch = dict(zip(compiled.captured.input_names, [*args, *kwargs.values()], strict=True))
@@ -43,4 +51,10 @@ def test_gradients_of_gathered_weights_are_summed_as_wide_as_all_others(remat: s
         assert compiled_bytes == eager_bytes > 0
         for name, grad in eager.items():
             assert grads[name].dtype == torch.float32
-            torch.testing.assert_close(grads[name], grad, rtol=2.0**-6, atol=2.0**-7 * float(grad.abs().max()), msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                grads[name],
+                grad,
+                rtol=2.0**-6,
+                atol=2.0**-7 * float(grad.abs().max()),
+                msg=lambda text, name=name: f"{name}: {text}",
+            )

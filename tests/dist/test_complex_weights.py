@@ -1,4 +1,5 @@
-"""Weights that are complex numbers, as Fourier neural operators have (https://arxiv.org/abs/2010.08895), and state that is no tensor, on ranks against one device."""
+"""Weights that are complex numbers, as Fourier neural operators have (https://arxiv.org/abs/2010.08895), and state that
+is no tensor, on ranks against one device."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ CHANNELS, MODES = 4, 3
 
 
 class Spectral(nn.Module):
-    """The low modes of a signal, each times a matrix, written into zeros, and a residual; it keeps how often it was made in its state."""
+    """The low modes of a signal, each times a matrix, written into zeros, and a residual; it keeps how often it was
+    made in its state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +68,9 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(8, CHANNELS, 16, generator=torch.Generator().manual_seed(1))}
 
 
-@pytest.mark.parametrize(("sizes", "how"), [((2, 2), "random 0"), ((2, 2), "random 1"), ((2,), "zero3"), ((2,), "zero1")])
+@pytest.mark.parametrize(
+    ("sizes", "how"), [((2, 2), "random 0"), ((2, 2), "random 1"), ((2,), "zero3"), ((2,), "zero1")]
+)
 def test_equals_one_device(sizes: tuple[int, ...], how: str) -> None:
     who, captured = subject()
     made = planned(who, sizes, how)
@@ -83,7 +87,10 @@ def _loaded(source, light, state):
 
 def test_state_that_is_no_tensor_is_told_and_passed_over() -> None:
     who, captured = subject()
-    assert any("layers.0._extra_state, layers.1._extra_state of the state dict are no tensors" in note for note in captured.notes)
+    assert any(
+        "layers.0._extra_state, layers.1._extra_state of the state dict are no tensors" in note
+        for note in captured.notes
+    )
     case = case_of(captured, planned(who, (2,), "zero3"), who.weights, batch())
     extra = {name: value for name, value in who.weights.items() if not isinstance(value, Tensor)}
     assert len(extra) == 2 and on_ranks(2, _loaded, case.source(), case.light, extra) == [([], [])] * 2
@@ -98,4 +105,8 @@ def test_models_keep_their_imaginary_parts_in_another_dtype() -> None:
 
 def test_differences_of_imaginary_parts_are_seen() -> None:
     wanted = torch.complex(torch.ones(3), torch.ones(3))
-    assert difference(wanted + 0.5j, wanted) == 0.5 and difference(wanted, wanted) == 0.0 and difference(wanted.real, wanted) == float("inf")
+    assert (
+        difference(wanted + 0.5j, wanted) == 0.5
+        and difference(wanted, wanted) == 0.0
+        and difference(wanted.real, wanted) == float("inf")
+    )

@@ -25,7 +25,9 @@ def _copied(source: str, light: Light) -> tuple[list[float], dict[str, Tensor], 
     twin = copy.deepcopy(module.eval())
     assert not twin.training and twin.extra == module.extra and twin.extra is not module.extra
     assert twin.rng_state() == module.rng_state() and module.rng_state()["step"] == 1 and twin.rng is not module.rng
-    assert list(twin.state_dict()) == list(module.state_dict()) and len(list(twin.parameters())) == len(list(module.parameters()))
+    assert list(twin.state_dict()) == list(module.state_dict()) and len(list(twin.parameters())) == len(
+        list(module.parameters())
+    )
     assert all(parameter.grad is None for parameter in twin.parameters())
     twin.train()
     losses.append(twin.train_step(*batch))
@@ -36,10 +38,14 @@ def _copied(source: str, light: Light) -> tuple[list[float], dict[str, Tensor], 
 
 
 def _averaged(source: str, light: Light) -> tuple[dict[str, Tensor], dict[str, Tensor], float, float]:
-    """One rank: the weights of a moving average, and what they should be; the loss that it has, and that of a module with these weights."""
+    """One rank: the weights of a moving average, and what they should be; the loss that it has, and that of a module
+    with these weights."""
     module = light.build(source)
     batch = module.shard_batch(**light.batch)
-    average, optimizer = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(DECAY)), optim.SGD(module.parameters(), RATE)
+    average, optimizer = (
+        AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(DECAY)),
+        optim.SGD(module.parameters(), RATE),
+    )
     wanted: dict[str, Tensor] = {}
     for _ in range(3):
         module.train_step(*batch)
@@ -47,27 +53,54 @@ def _averaged(source: str, light: Light) -> tuple[dict[str, Tensor], dict[str, T
         optimizer.zero_grad()
         average.update_parameters(module)
         now = module.full_state_dict()
-        wanted = {name: DECAY * wanted[name] + (1 - DECAY) * value if name in wanted and value.is_floating_point() else value for name, value in now.items()}
+        wanted = {
+            name: DECAY * wanted[name] + (1 - DECAY) * value if name in wanted and value.is_floating_point() else value
+            for name, value in now.items()
+        }
     loss = average.module.train_step(*batch)
-    return average.module.full_state_dict(), wanted, float(loss), float(module.load_full(wanted, strict=False).train_step(*batch))
+    return (
+        average.module.full_state_dict(),
+        wanted,
+        float(loss),
+        float(module.load_full(wanted, strict=False).train_step(*batch)),
+    )
 
 
-PLANS = {"zero3": lambda who: by_recipe(who, (2,), "zero3"), "zero1": lambda who: by_recipe(who, (2,), "zero1"), "megatron": lambda who: by_recipe(who, (2,), "megatron"),
-         "1f1b": lambda who: by_stages(who, (1,), "single", 2, 2, "1f1b")}
+PLANS = {
+    "zero3": lambda who: by_recipe(who, (2,), "zero3"),
+    "zero1": lambda who: by_recipe(who, (2,), "zero1"),
+    "megatron": lambda who: by_recipe(who, (2,), "megatron"),
+    "1f1b": lambda who: by_stages(who, (1,), "single", 2, 2, "1f1b"),
+}
 
 
-@pytest.mark.parametrize(("name", "plan"), [("hf-gpt2", "1f1b"), *(pytest.param(name, plan, marks=pytest.mark.slow) for name in ("hf-gpt2", "hf-t5") for plan in PLANS)])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("hf-gpt2", "1f1b"),
+        *(pytest.param(name, plan, marks=pytest.mark.slow) for name in ("hf-gpt2", "hf-t5") for plan in PLANS),
+    ],
+)
 def test_a_copy_is_a_module_of_its_own(name: str, plan: str) -> None:
     who = subject(name)
     made = PLANS[plan](who)
     case = who.case(made)
     for (first, same, again, stepped), mine, theirs in living(made.ranks).run(_copied, case.source(), case.light):
         assert first == pytest.approx(same, rel=1e-12) == pytest.approx(again, rel=1e-12) and stepped < 0.99 * first
-        assert all(torch.equal(value, who.weights[name].to(value.dtype)) for name, value in mine.items() if name in who.weights)
+        assert all(
+            torch.equal(value, who.weights[name].to(value.dtype)) for name, value in mine.items() if name in who.weights
+        )
         assert any(not torch.equal(value, mine[name]) for name, value in theirs.items())
 
 
-@pytest.mark.parametrize(("name", "plan"), [("hf-gpt2", "megatron"), ("hf-t5", "1f1b"), *(pytest.param(name, plan, marks=pytest.mark.slow) for name in ("hf-gpt2", "hf-t5") for plan in PLANS)])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("hf-gpt2", "megatron"),
+        ("hf-t5", "1f1b"),
+        *(pytest.param(name, plan, marks=pytest.mark.slow) for name in ("hf-gpt2", "hf-t5") for plan in PLANS),
+    ],
+)
 def test_averages_of_weights(name: str, plan: str) -> None:
     who = subject(name)
     made = PLANS[plan](who)

@@ -68,12 +68,23 @@ def trained(source: str, light: Light) -> tuple[list[float], dict[str, Tensor]]:
     module = light.build(source)
     batch = module.shard_batch(data())
     losses = [float(module.train_step(*batch)) for _ in range(STEPS)]
-    return losses, {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in module.named_buffers()}
+    return losses, {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in module.named_buffers()
+    }
 
 
-@pytest.mark.parametrize(("first", "microbatches", "schedule"), [(True, 4, "1f1b"), (False, 1, "naive"),
-                                                               *(pytest.param(first, n, how, marks=pytest.mark.slow) for first in (False, True)
-                                                                 for n, how in ((2, "gpipe"), (4, "1f1b"), (4, "zbv_zero_bubble")))])
+@pytest.mark.parametrize(
+    ("first", "microbatches", "schedule"),
+    [
+        (True, 4, "1f1b"),
+        (False, 1, "naive"),
+        *(
+            pytest.param(first, n, how, marks=pytest.mark.slow)
+            for first in (False, True)
+            for n, how in ((2, "gpipe"), (4, "1f1b"), (4, "zbv_zero_bubble"))
+        ),
+    ],
+)
 def test_all_stages_count_alike(first: bool, microbatches: int, schedule: str) -> None:
     who = subject(first)
     model = Counting(first).double()
@@ -85,7 +96,10 @@ def test_all_stages_count_alike(first: bool, microbatches: int, schedule: str) -
     places = living(2).run(trained, case.source(), case.light)
     for losses, buffers in places:
         assert losses == pytest.approx(right, rel=1e-12)
-        assert all(torch.equal(value.double(), dict(model.named_buffers())[name.rpartition(".")[2]]) for name, value in buffers.items()), buffers
+        assert all(
+            torch.equal(value.double(), dict(model.named_buffers())[name.rpartition(".")[2]])
+            for name, value in buffers.items()
+        ), buffers
     assert sum(any(name.endswith("steps") for name in buffers) for _, buffers in places) == 2
 
 
@@ -97,7 +111,9 @@ def test_a_new_value_of_activations_that_an_earlier_stage_reads_is_refused() -> 
         by_stages(who, (1,), "single", 2, 2, "gpipe")
     refused, program = [], planner_of(who, (1,)).program
     for bound in range(1, len(units(program))):
-        case = case_of(who.captured, by_stages(who, (1,), "single", 2, 1, "naive", bounds=[bound]), who.weights, {"x": data()})
+        case = case_of(
+            who.captured, by_stages(who, (1,), "single", 2, 1, "naive", bounds=[bound]), who.weights, {"x": data()}
+        )
         try:
             case.source()
         except PlanError as error:

@@ -1,4 +1,5 @@
-"""Emitted programs name the device of all that they make: on a GPU there are tensors of the CPU else, which every CPU agrees with."""
+"""Emitted programs name the device of all that they make: on a GPU there are tensors of the CPU else, which every CPU
+agrees with."""
 
 from __future__ import annotations
 
@@ -15,8 +16,27 @@ from tests.helpers.remat import rematerialised
 from tests.helpers.tiny import TINY
 from tests.helpers.verify import Sizes, by_stages, planned, subject
 
-MAKERS = {"arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor",
-          "tril_indices", "triu_indices", "zeros"}
+MAKERS = {
+    "arange",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "range",
+    "scalar_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+}
+
 
 class _Made(TorchFunctionMode):
     """Notes what is made without a word about where."""
@@ -24,11 +44,17 @@ class _Made(TorchFunctionMode):
     def __init__(self) -> None:
         self.found: list[str] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = str(func).split(".")[1] if isinstance(func, torch._ops.OpOverload) else getattr(func, "__name__", "")
         if name in MAKERS and kwargs.get("device") is None:
-            at = next(frame for frame in reversed(traceback.extract_stack()[:-1]) if not frame.filename.endswith("torch/_ops.py"))
+            at = next(
+                frame
+                for frame in reversed(traceback.extract_stack()[:-1])
+                if not frame.filename.endswith("torch/_ops.py")
+            )
             if "/torch/" not in at.filename:  # what torch makes for itself is its own
                 self.found.append(f"{name} in {at.filename.rpartition('/')[2]}:{at.name}")
         return func(*args, **kwargs)
@@ -46,9 +72,23 @@ def _step(source: str, light: Light) -> list[str]:
     return list(dict.fromkeys(made.found))
 
 
-FAST: list[tuple[str, Sizes, str]] = [("hf-llama", (2,), "ddp"), ("hf-t5", (2,), "ddp"), ("hf-bloom", (2,), "ddp"), ("hf-gpt-oss", (2,), "ddp"), ("hf-clip", (2,), "ddp"), ("hf-llama", (2,), "cp"),
-                                      ("hf-gpt2", (2,), "ulysses"), ("hf-mixtral", (2,), "ep"), ("gpt", (2,), "zero3"), ("hf-gpt2", (2,), "random 0"), ("hf-resnet", (2,), "spatial")]
-CASES = [*FAST, *(pytest.param(name, (2,), "ddp", marks=pytest.mark.slow) for name in TINY if (name, (2,), "ddp") not in FAST)]
+FAST: list[tuple[str, Sizes, str]] = [
+    ("hf-llama", (2,), "ddp"),
+    ("hf-t5", (2,), "ddp"),
+    ("hf-bloom", (2,), "ddp"),
+    ("hf-gpt-oss", (2,), "ddp"),
+    ("hf-clip", (2,), "ddp"),
+    ("hf-llama", (2,), "cp"),
+    ("hf-gpt2", (2,), "ulysses"),
+    ("hf-mixtral", (2,), "ep"),
+    ("gpt", (2,), "zero3"),
+    ("hf-gpt2", (2,), "random 0"),
+    ("hf-resnet", (2,), "spatial"),
+]
+CASES = [
+    *FAST,
+    *(pytest.param(name, (2,), "ddp", marks=pytest.mark.slow) for name in TINY if (name, (2,), "ddp") not in FAST),
+]
 
 
 def test_what_names_no_device_is_seen() -> None:

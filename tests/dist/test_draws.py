@@ -1,5 +1,5 @@
-"""Where random numbers are drawn does not matter: however a model is cut into stages, its blocks draw masks of their own, the same ones, and what
-several stages draw for themselves is one value."""
+"""Where random numbers are drawn does not matter: however a model is cut into stages, its blocks draw masks of their
+own, the same ones, and what several stages draw for themselves is one value."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class Masks(nn.Module):
 
 
 class Noise(nn.Module):
-    """Noise of one batch or of each sample, which all blocks and the loss read. The loss is 0 where that is the same everywhere."""
+    """Noise of one batch or of each sample, which all blocks and the loss read. The loss is 0 where that is the same
+    everywhere."""
 
     def __init__(self, each: bool) -> None:
         super().__init__()
@@ -85,7 +86,9 @@ class _Drawn(Subject):
 def drawn(model: nn.Module) -> Subject:
     """`model`, captured."""
     model.double()
-    return _Drawn("drawn", "train", capture(model, (torch.zeros(ROWS, WIDTH, dtype=torch.float64),)), model.state_dict())
+    return _Drawn(
+        "drawn", "train", capture(model, (torch.zeros(ROWS, WIDTH, dtype=torch.float64),)), model.state_dict()
+    )
 
 
 @dataclass(frozen=True)
@@ -103,19 +106,42 @@ class Cut:
     def plan(self, who: Subject) -> tuple[Subject, Plan]:
         """The plan, and `who` as it is for."""
         if self.parted:
-            who = replace(who, captured=who.captured.parted({"blocks_0": part_names(who.captured.gm, "blocks_0", [1])}), cases={}, references={})
+            who = replace(
+                who,
+                captured=who.captured.parted({"blocks_0": part_names(who.captured.gm, "blocks_0", [1])}),
+                cases={},
+                references={},
+            )
         sizes: Sizes = (self.ranks,)
         recipe = "single" if self.ranks == 1 else "ddp"
-        made = by_stages(who, sizes, recipe, self.places, self.microbatches, self.schedule, self.virtual) if self.schedule else by_recipe(who, sizes, recipe)
+        made = (
+            by_stages(who, sizes, recipe, self.places, self.microbatches, self.schedule, self.virtual)
+            if self.schedule
+            else by_recipe(who, sizes, recipe)
+        )
         return who, rematerialised(who, replace(made, parted=who.captured.parts), self.level)
 
 
-CUTS = [Cut(), Cut(2), Cut(1, 2, 1, "naive"), Cut(1, 2, 4, "1f1b"), Cut(2, 2, 1, "gpipe"), Cut(1, 2, 4, "interleaved_1f1b", 2), Cut(1, 2, 4, "zbv_zero_bubble", 2), Cut(2, 2, 2, "1f1b"),
-        Cut(1, 2, 4, "1f1b", level="full"), Cut(1, 2, 2, "1f1b", parted=True), Cut(parted=True)]
+CUTS = [
+    Cut(),
+    Cut(2),
+    Cut(1, 2, 1, "naive"),
+    Cut(1, 2, 4, "1f1b"),
+    Cut(2, 2, 1, "gpipe"),
+    Cut(1, 2, 4, "interleaved_1f1b", 2),
+    Cut(1, 2, 4, "zbv_zero_bubble", 2),
+    Cut(2, 2, 2, "1f1b"),
+    Cut(1, 2, 4, "1f1b", level="full"),
+    Cut(1, 2, 2, "1f1b", parted=True),
+    Cut(parted=True),
+]
 
 
-def _ran(plan: Plan, source: str, weights: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-    """One rank: losses and whole outputs of two forwards, and of two steps the losses; the gradient of a weight behind masks."""
+def _ran(
+    plan: Plan, source: str, weights: dict[str, Tensor], batch: dict[str, Tensor]
+) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    """One rank: losses and whole outputs of two forwards, and of two steps the losses; the gradient of a weight behind
+    masks."""
     modules = [Bundle(plan, source).build(weights) for _ in range(2)]
     local, outputs, losses = modules[0].shard_batch(**batch), [], []
     for _ in range(2):
@@ -128,7 +154,9 @@ def _ran(plan: Plan, source: str, weights: dict[str, Tensor], batch: dict[str, T
 def ran(who: Subject, plan: Plan) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Losses and outputs, which all ranks have alike, and the gradient of a weight on the ranks that have it."""
     captured = who.captured
-    results = on_ranks(plan.ranks, _ran, plan, emit(captured.gm, plan, Names.of(captured)), dict(who.weights), who.batch())
+    results = on_ranks(
+        plan.ranks, _ran, plan, emit(captured.gm, plan, Names.of(captured)), dict(who.weights), who.batch()
+    )
     losses, outputs, _ = results[0]
     for other, same, _ in results:
         torch.testing.assert_close(other, losses, rtol=1e-12, atol=1e-12)
@@ -137,13 +165,20 @@ def ran(who: Subject, plan: Plan) -> tuple[list[Tensor], list[Tensor], list[Tens
 
 
 def expected(cut: Cut, step: int, block: int) -> Tensor:
-    """The mask of a block in a step: each rank of a place has a piece of the batch, of which each microbatch has the next rows."""
+    """The mask of a block in a step: each rank of a place has a piece of the batch, of which each microbatch has the
+    next rows."""
     rows = []
     for rank in range(cut.ranks):
         for number in range(cut.microbatches):
             rng = Rng(0, step, microbatch=number, block=block)
-            generator = rng.generator("blocks_0/dropout", ("S0",) if cut.ranks > 1 else ("R",), (rank,), torch.device("cpu"))
-            rows.append(torch.empty(ROWS // cut.ranks // cut.microbatches, WIDTH, dtype=torch.bool).bernoulli_(0.5, generator=generator))
+            generator = rng.generator(
+                "blocks_0/dropout", ("S0",) if cut.ranks > 1 else ("R",), (rank,), torch.device("cpu")
+            )
+            rows.append(
+                torch.empty(ROWS // cut.ranks // cut.microbatches, WIDTH, dtype=torch.bool).bernoulli_(
+                    0.5, generator=generator
+                )
+            )
     return torch.cat(rows)
 
 
@@ -156,9 +191,11 @@ def test_the_mask_of_a_block_is_its_own_wherever_it_runs(cut: Cut) -> None:
             assert torch.equal(mask, expected(cut, step, block)), (step, block)
     flat = [mask for found in masks for mask in found]
     assert len({tuple(mask.flatten().tolist()) for mask in flat}) == 2 * BLOCKS
-    torch.testing.assert_close(losses[1::2], losses[::2], rtol=1e-12, atol=1e-12)  # steps of training draw what forwards do
+    # steps of training draw what forwards do
+    torch.testing.assert_close(losses[1::2], losses[::2], rtol=1e-12, atol=1e-12)
     weighed = sum((found[3] * torch.arange(1, WIDTH + 1)).double().mean() for found in masks)
-    assert grads and all(torch.allclose(grad, weighed) for grad in grads)  # and so do backwards, also those that run blocks again
+    # and so do backwards, also those that run blocks again
+    assert grads and all(torch.allclose(grad, weighed) for grad in grads)
 
 
 @pytest.mark.parametrize("each", [True, False])
@@ -174,6 +211,7 @@ def test_noise_that_several_stages_read_is_one(cut: Cut, each: bool) -> None:
 
 def test_totals_are_not_drawn() -> None:
     """A sum over the batch of what is drawn would be of other numbers than microbatches have."""
+
     class Chosen(Noise):
         def forward(self, x: Tensor) -> Tensor:
             chosen = (torch.rand_like(x) < 0.5).to(x.dtype)
@@ -191,5 +229,8 @@ def test_totals_are_not_drawn() -> None:
 def test_devices_of_two_kinds_do_not_draw_one_value() -> None:
     who, plan = Cut(1, 2, 2, "1f1b").plan(drawn(Noise(each=False)))
     mixed = replace(plan, cluster=Cluster.parse("h100:1x1+a100-80:1x1").to_dict())
-    with pytest.raises(PlanError, match="draws random numbers that stages 0 and 1 read, each for itself, and these run on devices of two kinds"):
+    with pytest.raises(
+        PlanError,
+        match="draws random numbers that stages 0 and 1 read, each for itself, and these run on devices of two kinds",
+    ):
         emit(who.captured.gm, mixed, Names.of(who.captured))

@@ -1,4 +1,5 @@
-"""Weights without elements, as configs leave behind (a table as wide as the rest of a dim of which nothing is left): planned, emitted and run."""
+"""Weights without elements, as configs leave behind (a table as wide as the rest of a dim of which nothing is left):
+planned, emitted and run."""
 
 from __future__ import annotations
 
@@ -48,5 +49,8 @@ def subject() -> Subject:
 def test_equals_one_device(how: str) -> None:
     who = subject()
     made = by_stages(who, (1,), "single", 2, 2, how) if how == "1f1b" else planned(who, (2,), how)
-    report = verify(case_of(who.captured, made, who.weights, {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(1))}), ranks=living(2))
+    report = verify(
+        case_of(who.captured, made, who.weights, {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(1))}),
+        ranks=living(2),
+    )
     assert report.ok, (report.first, report.worst)

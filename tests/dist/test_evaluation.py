@@ -23,9 +23,12 @@ WIDTH = 8
 
 
 class Model(nn.Module):
-    """Layers between maps. All that a step changes is in buffers: `seen` counts every call, `steps` those of training."""
+    """Layers between maps. All that a step changes is in buffers: `seen` counts every call, `steps` those of
+    training."""
 
-    def __init__(self, layer: nn.Module, call: Callable[[nn.Module, Tensor], Tensor] = lambda layer, x: layer(x)) -> None:
+    def __init__(
+        self, layer: nn.Module, call: Callable[[nn.Module, Tensor], Tensor] = lambda layer, x: layer(x)
+    ) -> None:
         super().__init__()
         self.up, self.layer, self.down, self.call = nn.Linear(WIDTH, WIDTH), layer, nn.Linear(WIDTH, WIDTH), call
         self.register_buffer("seen", torch.ones(()))
@@ -85,7 +88,9 @@ def _attended(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _encoder() -> nn.Module:
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.5, batch_first=True), 5, enable_nested_tensor=False)
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.5, batch_first=True), 5, enable_nested_tensor=False
+    )
 
 
 def _block() -> nn.Module:
@@ -93,7 +98,9 @@ def _block() -> nn.Module:
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "dropout": lambda: Model(nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), nn.Dropout1d(0.5), nn.AlphaDropout(0.5))),
+    "dropout": lambda: Model(
+        nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), nn.Dropout1d(0.5), nn.AlphaDropout(0.5))
+    ),
     "random slopes": lambda: Model(nn.RReLU()),
     "batch norm": lambda: Model(nn.Sequential(_block(), nn.Dropout(0.5), _block()), _normed),
     "batch norm called twice": lambda: Model(_block(), lambda layer, x: _normed(layer, _normed(layer, x))),
@@ -101,7 +108,10 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: Model(nn.Linear(WIDTH, 3 * WIDTH), _attended),
     "blocks": lambda: Model(_encoder()),
     "blocks that count": lambda: Model(nn.Sequential(*(Counted() for _ in range(5)))),
-    **{f"left out as {spelling}": lambda spelling=spelling: Model(Deep(spelling)) for spelling in ("transformers", "timm", "jitter")},
+    **{
+        f"left out as {spelling}": lambda spelling=spelling: Model(Deep(spelling))
+        for spelling in ("transformers", "timm", "jitter")
+    },
     "lstm": lambda: Model(nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5, batch_first=True), lambda layer, x: layer(x)[0]),
 }
 
@@ -118,7 +128,9 @@ def subject(name: str) -> tuple[Subject, nn.Module]:
         if buffer.is_floating_point():
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
             buffer -= float(name_of.endswith("running_mean"))  # around zero: nothing would pass the ReLU behind a norm
-    return Subject(name, "train", capture(model, (data().float(),)), {n: t.clone() for n, t in model.state_dict().items()}), model
+    return Subject(
+        name, "train", capture(model, (data().float(),)), {n: t.clone() for n, t in model.state_dict().items()}
+    ), model
 
 
 def _plan(who: Subject, how: str) -> Plan:
@@ -138,10 +150,30 @@ def _life(source: str, light: Light) -> tuple[list[Tensor], list[dict[str, Tenso
     return outputs, buffers
 
 
-@pytest.mark.parametrize(("name", "how"), [
-    ("dropout", "zero3"), ("random slopes", "random 0"), ("batch norm", "random 1"), ("batch norm", "ddp"), ("batch norm called twice", "zero3"), ("blocks with batch norm", "naive"), ("attention", "tp"), ("blocks", "1f1b"), ("blocks that count", "random 0"), ("left out as transformers", "1f1b"), ("left out as timm", "random 1"), ("left out as jitter", "zero3"), ("lstm", "zero3"),
-    *(pytest.param(name, how, marks=pytest.mark.slow) for name in LAYERS for how in ("tp", "zero3", "random 2", "random 3", "naive", "1f1b", "zbv_zero_bubble")
-      if "norm" not in name or how not in ("1f1b", "zbv_zero_bubble"))])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("dropout", "zero3"),
+        ("random slopes", "random 0"),
+        ("batch norm", "random 1"),
+        ("batch norm", "ddp"),
+        ("batch norm called twice", "zero3"),
+        ("blocks with batch norm", "naive"),
+        ("attention", "tp"),
+        ("blocks", "1f1b"),
+        ("blocks that count", "random 0"),
+        ("left out as transformers", "1f1b"),
+        ("left out as timm", "random 1"),
+        ("left out as jitter", "zero3"),
+        ("lstm", "zero3"),
+        *(
+            pytest.param(name, how, marks=pytest.mark.slow)
+            for name in LAYERS
+            for how in ("tp", "zero3", "random 2", "random 3", "naive", "1f1b", "zbv_zero_bubble")
+            if "norm" not in name or how not in ("1f1b", "zbv_zero_bubble")
+        ),
+    ],
+)
 def test_evaluation_is_that_of_the_model(name: str, how: str) -> None:
     who, model = subject(name)
     case = case_of(who.captured, _plan(who, how), who.weights, {"x": data()})
@@ -154,17 +186,24 @@ def test_evaluation_is_that_of_the_model(name: str, how: str) -> None:
         torch.testing.assert_close(evaluated, wanted, rtol=1e-9, atol=1e-12)
         assert not torch.allclose(trained, wanted, rtol=1e-3)
         after, stepped, last = buffers
-        assert all(torch.equal(after[n].double(), kept[n].double()) for n in after), {n: (after[n], kept[n]) for n in after}
+        assert all(torch.equal(after[n].double(), kept[n].double()) for n in after), {
+            n: (after[n], kept[n]) for n in after
+        }
         changed = [n for n, _ in model.named_buffers() if n in stepped and not torch.equal(stepped[n], after[n])]
-        assert set(changed) == {n for n, _ in model.named_buffers() if n in stepped}, "batch norms and both counters go on in training"
-        assert {n for n in last if not torch.equal(last[n], stepped[n])} <= {n for n in last if n.endswith(("seen", "calls"))}
+        assert set(changed) == {n for n, _ in model.named_buffers() if n in stepped}, (
+            "batch norms and both counters go on in training"
+        )
+        assert {n for n in last if not torch.equal(last[n], stepped[n])} <= {
+            n for n in last if n.endswith(("seen", "calls"))
+        }
         if len(stepped) == len(kept):  # all stages are here
             model.load_state_dict({n: t.double() for n, t in stepped.items()})
             torch.testing.assert_close(again, model.eval()(data())[1].detach(), rtol=1e-6, atol=1e-9)
 
 
 def _evaluated_first(source: str, light: Light, mode: Callable[[], AbstractContextManager[None]]) -> dict[str, Tensor]:
-    """One rank: what a module that was built in a mode without gradients, took statistics there and evaluated there when a weight had been frozen, comes to in training."""
+    """One rank: what a module that was built in a mode without gradients, took statistics there and evaluated there
+    when a weight had been frozen, comes to in training."""
     with mode():
         module = light.build(source)
     batch = module.shard_batch(data())
@@ -185,7 +224,10 @@ def _evaluated_first(source: str, light: Light, mode: Callable[[], AbstractConte
 def test_what_inference_mode_leaves_can_train(how: str) -> None:
     who, _ = subject("batch norm")
     case = case_of(who.captured, _plan(who, how), who.weights, {"x": data()})
-    ran = [living(2).run(_evaluated_first, case.source(), case.light, mode) for mode in (torch.inference_mode, torch.no_grad)]
+    ran = [
+        living(2).run(_evaluated_first, case.source(), case.light, mode)
+        for mode in (torch.inference_mode, torch.no_grad)
+    ]
     for found, wanted in zip(*ran, strict=True):
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], value) for name, value in wanted.items())
 
@@ -233,7 +275,14 @@ def _refused(source: str, light: Light) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("kind", "why"), [(Noisy, "square computes something that training does not (test_evaluation.py:"), (Switching, "mul computes something that training does not (test_evaluation.py:"), (AlwaysDropping, "dropout does what it does in training when the model evaluates, too (test_evaluation.py:")])
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Noisy, "square computes something that training does not (test_evaluation.py:"),
+        (Switching, "mul computes something that training does not (test_evaluation.py:"),
+        (AlwaysDropping, "dropout does what it does in training when the model evaluates, too (test_evaluation.py:"),
+    ],
+)
 def test_what_no_flag_turns_off_is_refused(kind: type[nn.Module], why: str) -> None:
     model = kind()
     who = Subject("refused", "train", capture(model, (data().float(),)), model.state_dict())
@@ -290,4 +339,6 @@ def test_a_part_alone_has_no_mode() -> None:
     case = case_of(who.captured, planned(who, (2,), "ddp"), who.weights, {"x": data()})
     for said, modes in living(2).run(_of_a_part, case.source(), case.light):
         assert all(modes) and len(modes) > 4
-        assert [text.split("()")[0] for text in said] == ["eval", "eval", "train", "train"] and all("of a part of a sharded model would change nothing" in text for text in said)
+        assert [text.split("()")[0] for text in said] == ["eval", "eval", "train", "train"] and all(
+            "of a part of a sharded model would change nothing" in text for text in said
+        )

@@ -38,7 +38,7 @@ class Blocks(nn.Module):
         """[b, s, HIDDEN] -> []."""
         for layer in self.layers:
             x = x + layer(x)
-        return (x ** 2).mean()
+        return (x**2).mean()
 
 
 @cache
@@ -46,18 +46,41 @@ def subject(loop: str, expert: str) -> Subject:
     torch.manual_seed(0)
     model = Blocks(loop, expert)
     captured = capture(model, (torch.randn(4, 6, HIDDEN),))
-    assert sum(node.target is ops.experts for node in captured.gm.graph.nodes) == 2 * (TOP if loop == "by_rank" or expert == "dropping" else 1)
+    assert sum(node.target is ops.experts for node in captured.gm.graph.nodes) == 2 * (
+        TOP if loop == "by_rank" or expert == "dropping" else 1
+    )
     return Subject(loop, "train", captured, model.state_dict())
 
 
-CASES = [("mixtral", "gated", (2, 2), "random 0"), ("mixtral", "gated", (4,), "tp"), ("litgpt", "gated", (4,), "ep"), ("mistral", "plain", (2, 2), "random 1"),
-         ("mistral", "plain", (2,), "tp"), ("nonzero", "plain", (2,), "zero3"), ("columns", "gated", (2,), "ep"), ("switch", "plain", (2, 2), "searched"),
-         ("masked", "gated", (2, 2), "random 0"), ("columns_of_all", "plain", (2,), "tp"), ("by_rank", "gated", (2,), "ep"), ("best", "plain", (2, 2), "random 1"),
-         ("counted", "gated", (2, 2), "searched"), ("hit", "plain", (2,), "zero3"), ("any_", "dropping", (2,), "tp")]
+CASES = [
+    ("mixtral", "gated", (2, 2), "random 0"),
+    ("mixtral", "gated", (4,), "tp"),
+    ("litgpt", "gated", (4,), "ep"),
+    ("mistral", "plain", (2, 2), "random 1"),
+    ("mistral", "plain", (2,), "tp"),
+    ("nonzero", "plain", (2,), "zero3"),
+    ("columns", "gated", (2,), "ep"),
+    ("switch", "plain", (2, 2), "searched"),
+    ("masked", "gated", (2, 2), "random 0"),
+    ("columns_of_all", "plain", (2,), "tp"),
+    ("by_rank", "gated", (2,), "ep"),
+    ("best", "plain", (2, 2), "random 1"),
+    ("counted", "gated", (2, 2), "searched"),
+    ("hit", "plain", (2,), "zero3"),
+    ("any_", "dropping", (2,), "tp"),
+]
 
 
 def compared(who: Subject, made) -> None:
-    report = verify(case_of(who.captured, made, who.weights, {"x": torch.randn(4, 6, HIDDEN, generator=torch.Generator().manual_seed(1))}), ranks=living(made.ranks))
+    report = verify(
+        case_of(
+            who.captured,
+            made,
+            who.weights,
+            {"x": torch.randn(4, 6, HIDDEN, generator=torch.Generator().manual_seed(1))},
+        ),
+        ranks=living(made.ranks),
+    )
     assert report.ok, (report.first, report.worst)
 
 
@@ -75,7 +98,10 @@ def in_pieces(case: str) -> Subject:
     return Subject(case, "train", captured, model.state_dict())
 
 
-@pytest.mark.parametrize(("case", "sizes", "how"), [("modules", (2, 2), "random 2"), ("at once", (2,), "ep"), ("one by one", (2,), "tp"), ("marks", (2,), "zero3")])
+@pytest.mark.parametrize(
+    ("case", "sizes", "how"),
+    [("modules", (2, 2), "random 2"), ("at once", (2,), "ep"), ("one by one", (2,), "tp"), ("marks", (2,), "zero3")],
+)
 def test_pieces_equal_one_device(case: str, sizes: tuple[int, ...], how: str) -> None:
     who = in_pieces(case)
     made, x = planned(who, sizes, how), torch.randn(4, 6, D, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,5 @@
-"""Plain arguments that are part of a plan, and arguments that hold several inputs, on ranks: modules of one stage and pipelines take them as planned and refuse others."""
+"""Plain arguments that are part of a plan, and arguments that hold several inputs, on ranks: modules of one stage and
+pipelines take them as planned and refuse others."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Scaled(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor, scale: float = 1.0, wanted: torch.Tensor | None = None, *, deep: bool = False) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, scale: float = 1.0, wanted: torch.Tensor | None = None, *, deep: bool = False
+    ) -> torch.Tensor:
         h = torch.tanh(self.first(x) * scale)
         return ((self.second(h) if deep else h) - wanted).pow(2).mean()
 
@@ -35,7 +38,9 @@ class Scaled(nn.Module):
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     """Samples and targets."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(8, 4, generator=generator, dtype=torch.float64), torch.randn(8, 4, generator=generator, dtype=torch.float64)
+    return torch.randn(8, 4, generator=generator, dtype=torch.float64), torch.randn(
+        8, 4, generator=generator, dtype=torch.float64
+    )
 
 
 @cache
@@ -55,7 +60,11 @@ def losses(source: str, light: Light) -> list[float]:
     x, wanted = batch()
     mine = module.shard_batch(x, 2.0, wanted, deep=True)
     assert all(torch.equal(a, b) for a, b in zip(mine, module.shard_batch(x, wanted), strict=True))
-    found = [module.train_step(mine[0], 2.0, mine[1], deep=True), module.train_step(*mine), module.train_step(mine[0], scale=2.0, wanted=mine[1])]
+    found = [
+        module.train_step(mine[0], 2.0, mine[1], deep=True),
+        module.train_step(*mine),
+        module.train_step(mine[0], scale=2.0, wanted=mine[1]),
+    ]
     with pytest.raises(RunError, match=r"argument 'scale' is 3.0, and the plan was made with scale=2.0"):
         module.train_step(mine[0], 3.0, mine[1])
     with pytest.raises(RunError, match=r"argument 'deep' is False"):
@@ -92,7 +101,10 @@ def test_plain_arguments_that_are_not_finite() -> None:
     module = autopar.compile(model, "cpu:1x1", (x, wanted, *given), recipe="single").module
     right = float(model(x, wanted, *given).detach())
     assert [float(module.train_step(x, wanted, *more)) for more in ((), given)] == pytest.approx([right] * 2, rel=1e-12)
-    for most, missing, message in ((1.0, given[1], "'most' is 1.0, and the plan was made with most=inf"), (given[0], 1.0, "'missing' is 1.0, and the plan was made with missing=nan")):
+    for most, missing, message in (
+        (1.0, given[1], "'most' is 1.0, and the plan was made with most=inf"),
+        (given[0], 1.0, "'missing' is 1.0, and the plan was made with missing=nan"),
+    ):
         with pytest.raises(RunError, match=message):
             module.train_step(x, wanted, most, missing)
 
@@ -104,7 +116,9 @@ class Fed(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, batch: dict[str, Any], others: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> torch.Tensor:
+    def forward(
+        self, batch: dict[str, Any], others: Sequence[Any], *, options: Mapping[str, Any] | None = None
+    ) -> torch.Tensor:
         h = torch.tanh(self.first(batch["x"]) * (options or {}).get("scale", 1.0))
         return (self.second(h + others[0]) - batch["to"]["wanted"]).pow(2).mean()
 
@@ -117,7 +131,9 @@ def given() -> dict[str, torch.Tensor]:
 
 def held(inputs: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments that hold them."""
-    return ({"to": {"wanted": inputs["batch_to_wanted"]}, "x": inputs["batch_x"]}, [inputs["others_0"], ()]), {"options": {"scale": 2.0}}
+    return ({"to": {"wanted": inputs["batch_to_wanted"]}, "x": inputs["batch_x"]}, [inputs["others_0"], ()]), {
+        "options": {"scale": 2.0}
+    }
 
 
 def fed(source: str, light: Light) -> list[float]:
@@ -128,10 +144,17 @@ def fed(source: str, light: Light) -> list[float]:
     assert all(torch.equal(a, b) for a, b in zip(mine, module.shard_batch(**given()), strict=True))
     named = dict(zip(module.INPUTS, mine, strict=True))
     parts, _ = held(named)
-    found = [module.train_step(*mine), module.train_step(*parts, **kwargs), module.train_step(parts[0], others=tuple(parts[1])), module.train_step(**named)]
+    found = [
+        module.train_step(*mine),
+        module.train_step(*parts, **kwargs),
+        module.train_step(parts[0], others=tuple(parts[1])),
+        module.train_step(**named),
+    ]
     with pytest.raises(RunError, match=r"argument batch is a dict with x, and the plan was made with to, x"):
         module.shard_batch({"x": args[0]["x"]}, args[1])
-    with pytest.raises(RunError, match=r"argument 'options_scale' is 3.0, and the plan was made with options_scale=2.0"):
+    with pytest.raises(
+        RunError, match=r"argument 'options_scale' is 3.0, and the plan was made with options_scale=2.0"
+    ):
         module.train_step(*parts, options={"scale": 3.0})
     return [float(loss) for loss in found]
 
@@ -141,7 +164,11 @@ def test_arguments_that_hold_several_inputs(places: int) -> None:
     torch.manual_seed(0)
     model, (args, kwargs) = Fed().double(), held(given())
     captured = capture(model, args, kwargs)
-    assert captured.nested == {"batch": {"to": {"wanted": "batch_to_wanted"}, "x": "batch_x"}, "others": ("others_0",), "options": {"scale": "options_scale"}}
+    assert captured.nested == {
+        "batch": {"to": {"wanted": "batch_to_wanted"}, "x": "batch_x"},
+        "others": ("others_0",),
+        "options": {"scale": "options_scale"},
+    }
     who = Subject("fed", "train", captured, model.state_dict())
     plan: Plan = by_recipe(who, (2,), "ddp") if places == 1 else by_stages(who, (1,), "single", 2, 2, "1f1b")
     case = case_of(captured, plan, who.weights, given())

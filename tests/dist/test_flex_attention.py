@@ -26,13 +26,27 @@ def subject(mask: str, attention: str, groups: int) -> Subject:
     return Subject(f"{mask}, {attention}", "train", captured, model.state_dict())
 
 
-@pytest.mark.parametrize(("mask", "attention", "groups", "how"), [
-    ("documents", "plain", 2, "random 0"), ("seen", "sinks", 4, "random 1"), ("causal", "bias", 2, "1f1b"),
-    *(pytest.param(mask, attention, 2 + 2 * (number % 2), PLANS[number % len(PLANS)], marks=pytest.mark.slow)
-      for number, (mask, attention) in enumerate(product(MASKS, ATTENTIONS))),
-])
+@pytest.mark.parametrize(
+    ("mask", "attention", "groups", "how"),
+    [
+        ("documents", "plain", 2, "random 0"),
+        ("seen", "sinks", 4, "random 1"),
+        ("causal", "bias", 2, "1f1b"),
+        *(
+            pytest.param(mask, attention, 2 + 2 * (number % 2), PLANS[number % len(PLANS)], marks=pytest.mark.slow)
+            for number, (mask, attention) in enumerate(product(MASKS, ATTENTIONS))
+        ),
+    ],
+)
 def test_equals_one_device(mask: str, attention: str, groups: int, how: str) -> None:
     who, (_, inputs) = subject(mask, attention, groups), reader(mask, attention, groups)
-    made = by_stages(who, (1,), "single", 2, 4, how, 1) if how == "1f1b" else planned(who, (2, 2) if how.startswith(("random", "searched")) else (4,), how)
-    report = verify(case_of(who.captured, made, who.weights, dict(zip(who.captured.input_names, inputs, strict=True))), ranks=living(made.ranks))
+    made = (
+        by_stages(who, (1,), "single", 2, 4, how, 1)
+        if how == "1f1b"
+        else planned(who, (2, 2) if how.startswith(("random", "searched")) else (4,), how)
+    )
+    report = verify(
+        case_of(who.captured, made, who.weights, dict(zip(who.captured.input_names, inputs, strict=True))),
+        ranks=living(made.ranks),
+    )
     assert report.ok, (report.first, report.worst)

@@ -75,16 +75,33 @@ def test_every_instance_updates_its_own_statistics(how: str) -> None:
     report = verify(case(how))
     assert report.ok, (report.first, report.worst)
     names = {row.name for row in report.rows if row.kind == "buffer"}
-    assert names == {f"layers.{i}.norm.{key}" for i in range(DEPTH) for key in ("running_mean", "running_var", "num_batches_tracked")}
+    assert names == {
+        f"layers.{i}.norm.{key}" for i in range(DEPTH) for key in ("running_mean", "running_var", "num_batches_tracked")
+    }
 
 
-@pytest.mark.parametrize(("right", "wrong"), [
-    ("self.changed(block, changed)", "pass"),  # nobody takes the new values
-    ("self.changed(block, changed)", 'self.changed(self.runs["layers_0"][0], changed)'),  # always to the first instance
-])
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("self.changed(block, changed)", "pass"),  # nobody takes the new values
+        (
+            "self.changed(block, changed)",
+            'self.changed(self.runs["layers_0"][0], changed)',
+        ),  # always to the first instance
+    ],
+)
 def test_a_planted_error_in_the_statistics_is_found(right: str, wrong: str) -> None:
     made = case("ddp")
-    planted = Case(made.gm, made.plan, made.names, made.weights, made.constants, made.batch, made.notes, mutate=partial(_plant, right, wrong))
+    planted = Case(
+        made.gm,
+        made.plan,
+        made.names,
+        made.weights,
+        made.constants,
+        made.batch,
+        made.notes,
+        mutate=partial(_plant, right, wrong),
+    )
     report = verify(planted)
     assert not report.ok
     assert {row.kind for row in report.rows if not row.ok} == {"buffer"}
@@ -95,7 +112,9 @@ def test_statistics_of_the_batch_in_evaluation_are_found() -> None:
     planted = replace(case("ddp"), mutate=lambda source: re.sub(r"in_training\((.*), self\.b.*", r"(\1)", source))
     report = verify(planted)
     wrong = {row.title for row in report.rows if not row.ok}
-    assert "loss, in evaluation after the steps" in wrong and all(name.endswith("in evaluation after the steps") for name in wrong), wrong
+    assert "loss, in evaluation after the steps" in wrong and all(
+        name.endswith("in evaluation after the steps") for name in wrong
+    ), wrong
     assert report.first.startswith("none in the first step: wrong is evaluation after the steps"), report.first
 
 
@@ -107,10 +126,16 @@ def _plant(right: str, wrong: str, source: str) -> str:
 @pytest.mark.parametrize("tracked", [True, False])
 def test_where_a_batch_is_split_nothing_but_sums_of_channels_is_sent_between_operators(tracked: bool) -> None:
     """Statistics are partial sums; no rank has the samples of another."""
-    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, track_running_stats=tracked), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    model = nn.Sequential(
+        nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, track_running_stats=tracked), nn.ReLU(), nn.Conv2d(4, 4, 3)
+    )
     captured = capture(model, (torch.randn(8, 4, 6, 6),), loss_fn=lambda x: x.square().mean())
     made = planned(Subject("one norm", "train", captured, model.state_dict()), (2,), "ddp")
     program = read(captured.gm, made.hints, training=True)
-    sent = [reshard for reshard in edges(program, made).reshards if reshard.role == "edge" and any(program.ops[name].role == "op" for name in reshard.readers)]
+    sent = [
+        reshard
+        for reshard in edges(program, made).reshards
+        if reshard.role == "edge" and any(program.ops[name].role == "op" for name in reshard.readers)
+    ]
     sizes = {math.prod(program.ops[reshard.ref[0]].call.outs[reshard.ref[1]].shape) for reshard in sent}
     assert sizes == {4}, sent

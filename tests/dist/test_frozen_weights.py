@@ -1,4 +1,5 @@
-"""Models of which a part trains: adapters of low rank beside frozen weights, in all blocks or in the last ones, and in pipelines."""
+"""Models of which a part trains: adapters of low rank beside frozen weights, in all blocks or in the last ones, and in
+pipelines."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def _plan(who: Subject, how: str) -> Plan:
 
 
 def _thawed(source: str, light: Light) -> tuple[str, list[str]]:
-    """One rank: what it says when a frozen weight is to train; and which weights have gradients when one that trained is frozen."""
+    """One rank: what it says when a frozen weight is to train; and which weights have gradients when one that trained
+    is frozen."""
     module, said = light.build(source), ""
     batch = module.shard_batch(**light.batch)
     module.words.weight.requires_grad_(True)
@@ -98,11 +100,14 @@ def test_what_was_frozen_stays_so() -> None:
         case = case_of(who.captured, _plan(who, how), who.weights, data(8))
         for said, graded in living(2).run(_thawed, case.source(), case.light):
             assert "parameter words.weight was frozen when the model was compiled" in said
-            assert set(graded) == {f"blocks.{n}.{kind}.weight" for n in range(DEPTH) for kind in ("down", "up")} - {"blocks.1.up.weight"}
+            assert set(graded) == {f"blocks.{n}.{kind}.weight" for n in range(DEPTH) for kind in ("down", "up")} - {
+                "blocks.1.up.weight"
+            }
 
 
 def _frozen_later(source: str, light: Light, name: str) -> tuple[list[bool], str]:
-    """One rank: whether a weight that several places hold has a gradient when it trains, when it is frozen, and with what was there before; and what is said where one place alone froze it."""
+    """One rank: whether a weight that several places hold has a gradient when it trains, when it is frozen, and with
+    what was there before; and what is said where one place alone froze it."""
     module = light.build(source)
     batch, weight, found = module.shard_batch(**light.batch), dict(module.named_parameters()).get(name), []
     for frozen in (False, True, True):
@@ -127,7 +132,10 @@ def test_a_weight_of_several_places_that_is_frozen_later_has_no_gradient() -> No
     case = who.case(by_stages(who, (1,), "single", 2, 2, "1f1b"))
     for found, said in on_new_ranks(2, _frozen_later, case.source(), case.light, "transformer.wte.weight"):
         assert found == [True, False, True]
-        assert "parameter transformer.wte.weight, of which several places of the pipeline have a copy, is frozen on some of them" in said
+        assert (
+            "parameter transformer.wte.weight, of which several places of the pipeline have a copy, is frozen on some "
+            "of them" in said
+        )
 
 
 def _run_again(source: str, light: Light) -> list[dict[str, Tensor | None]]:
@@ -146,9 +154,17 @@ def _run_again(source: str, light: Light) -> list[dict[str, Tensor | None]]:
 
 @pytest.mark.slow
 def test_a_compiled_block_in_which_all_is_frozen_does_not_run_again() -> None:
-    """torch refused to compile it: no random numbers in what is run again, for which it takes attention without dropout, too."""
+    """torch refused to compile it: no random numbers in what is run again, for which it takes attention without
+    dropout, too."""
     loaded = load(TINY["gpt"], batch=8, seq=16, device="cpu", train=True, labels=True)
-    made = autopar.compile(loaded.model, "cpu:1x2", (tuple(loaded.args), dict(loaded.kwargs)), recipe="zero1", remat="full", time_limit_s=10.0)
+    made = autopar.compile(
+        loaded.model,
+        "cpu:1x2",
+        (tuple(loaded.args), dict(loaded.kwargs)),
+        recipe="zero1",
+        remat="full",
+        time_limit_s=10.0,
+    )
     assert "remat(block" in made.source and made.captured is not None
     batch = dict(zip(made.captured.input_names, [*loaded.args, *loaded.kwargs.values()], strict=True))
     light = Light(made.plan, dict(loaded.model.state_dict()), made.bundle.constants, batch)
@@ -177,16 +193,43 @@ def test_a_weight_of_several_places_of_which_one_gives_no_gradient() -> None:
     torch.manual_seed(0)
     model = Scored()
     who = Subject("scored", "train", capture(model, (), data(8)), model.state_dict())
-    report = verify(case_of(who.captured, by_stages(who, (1,), "single", 4, 4, "1f1b"), who.weights, data(8)), ranks=living(4))
+    report = verify(
+        case_of(who.captured, by_stages(who, (1,), "single", 4, 4, "1f1b"), who.weights, data(8)), ranks=living(4)
+    )
     assert report.ok, report.worst
 
 
-FIRST = (0, 2, 4, DEPTH - 1)  # up to which block nothing trains, so that the first stages of a pipeline have no gradients
-HOW = ("zero3", "zero1", "tp_sp", "random 0", "random 1", "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "pp zero1", "pp zero3", "pp tensor")
+# up to which block nothing trains, so that the first stages of a pipeline have no gradients
+FIRST = (0, 2, 4, DEPTH - 1)
+HOW = (
+    "zero3",
+    "zero1",
+    "tp_sp",
+    "random 0",
+    "random 1",
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "zbv_zero_bubble",
+    "dualpipev",
+    "pp zero1",
+    "pp zero3",
+    "pp tensor",
+)
 
 
-@pytest.mark.parametrize(("first", "how"), [(0, "1f1b"), (4, "1f1b"), (2, "zbv_zero_bubble"), (0, "pp zero3"), (0, "random 0"),
-                                            *(pytest.param(first, how, marks=pytest.mark.slow) for first in FIRST for how in HOW)])
+@pytest.mark.parametrize(
+    ("first", "how"),
+    [
+        (0, "1f1b"),
+        (4, "1f1b"),
+        (2, "zbv_zero_bubble"),
+        (0, "pp zero3"),
+        (0, "random 0"),
+        *(pytest.param(first, how, marks=pytest.mark.slow) for first in FIRST for how in HOW),
+    ],
+)
 def test_equals_one_device(first: int, how: str) -> None:
     who = subject(first)
     made = _plan(who, how)

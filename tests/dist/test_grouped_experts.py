@@ -1,4 +1,5 @@
-"""Layers of experts with biases and gates of their own, and such that are no `ops.experts`, whose grouped matmuls are cut by groups, on ranks against one device."""
+"""Layers of experts with biases and gates of their own, and such that are no `ops.experts`, whose grouped matmuls are
+cut by groups, on ranks against one device."""
 
 from __future__ import annotations
 
@@ -19,14 +20,21 @@ EXPERTS, WIDTH, HIDDEN, TOP = 7, 12, 8, 2
 
 
 class Biased(nn.Module):
-    """Experts with biases and a clamped gate, as in gpt-oss, and a residual; `normed` between the layers, which columns cannot be by themselves."""
+    """Experts with biases and a clamped gate, as in gpt-oss, and a residual; `normed` between the layers, which columns
+    cannot be by themselves."""
 
     def __init__(self, normed: bool) -> None:
         super().__init__()
         self.normed = normed
         self.gate = nn.Linear(HIDDEN, EXPERTS)
-        self.up, self.up_bias = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 2 * WIDTH)), nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH))
-        self.down, self.down_bias = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN)), nn.Parameter(torch.randn(EXPERTS, HIDDEN))
+        self.up, self.up_bias = (
+            nn.Parameter(torch.randn(EXPERTS, HIDDEN, 2 * WIDTH)),
+            nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH)),
+        )
+        self.down, self.down_bias = (
+            nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN)),
+            nn.Parameter(torch.randn(EXPERTS, HIDDEN)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = x.reshape(-1, HIDDEN)
@@ -55,7 +63,9 @@ def subject(normed: bool) -> Subject:
     torch.manual_seed(0)
     model = Biased(normed).double()
     captured = capture(model, (batch(),))
-    assert [sum(node.target is target for node in captured.gm.graph.nodes) for target in (ops.grouped_matmul, ops.experts)] == [2 * normed, not normed]
+    assert [
+        sum(node.target is target for node in captured.gm.graph.nodes) for target in (ops.grouped_matmul, ops.experts)
+    ] == [2 * normed, not normed]
     return Subject("biased", "train", captured, model.state_dict())
 
 
@@ -64,7 +74,10 @@ def cut_by_groups(plan: Plan) -> int:
     return sum("own_groups" in node.runs for node in plan.nodes.values())
 
 
-@pytest.mark.parametrize(("mesh", "how", "count"), [((2,), "ep", 2), ((4,), "ep", 2), ((2, 2), "ep", 2), ((2,), "zero3", 0), ((2, 2), "random 1", None)])
+@pytest.mark.parametrize(
+    ("mesh", "how", "count"),
+    [((2,), "ep", 2), ((4,), "ep", 2), ((2, 2), "ep", 2), ((2,), "zero3", 0), ((2, 2), "random 1", None)],
+)
 def test_experts_that_are_grouped_matmuls(mesh: tuple[int, ...], how: str, count: int | None) -> None:
     who = subject(True)
     plan = planned(who, mesh, how)
@@ -74,10 +87,21 @@ def test_experts_that_are_grouped_matmuls(mesh: tuple[int, ...], how: str, count
     assert report.ok, (report.first, report.worst)
 
 
-@pytest.mark.parametrize(("mesh", "how", "run"), [((2,), "ep", "expert_dispatch"), ((4,), "ep", "expert_dispatch"), ((2, 2), "ep", "expert_dispatch"), ((2,), "tp", ""),
-                                                  ((4,), "zero3", ""), ((2, 2), "tp_zero3", ""), *(((2, 2), f"random {seed}", None) for seed in range(4))])
+@pytest.mark.parametrize(
+    ("mesh", "how", "run"),
+    [
+        ((2,), "ep", "expert_dispatch"),
+        ((4,), "ep", "expert_dispatch"),
+        ((2, 2), "ep", "expert_dispatch"),
+        ((2,), "tp", ""),
+        ((4,), "zero3", ""),
+        ((2, 2), "tp_zero3", ""),
+        *(((2, 2), f"random {seed}", None) for seed in range(4)),
+    ],
+)
 def test_experts_with_biases(mesh: tuple[int, ...], how: str, run: str | None) -> None:
-    """Tokens, experts or the width of each cut, biases with them: pairs of columns stay together, and the second bias is added once."""
+    """Tokens, experts or the width of each cut, biases with them: pairs of columns stay together, and the second bias
+    is added once."""
     who = subject(False)
     plan = planned(who, mesh, how)
     (layer,) = (node for name, node in plan.nodes.items() if name.startswith("experts"))

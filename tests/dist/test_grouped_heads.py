@@ -1,4 +1,5 @@
-"""Grouped query heads cut where there are too few key heads: beside every other way to cut an attention, on real ranks."""
+"""Grouped query heads cut where there are too few key heads: beside every other way to cut an attention, on real
+ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +17,37 @@ from tests.helpers.verify import Sizes, Subject, by_chance, planned, planner_of,
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 Cut = tuple[Sizes, tuple[str, ...]]
-BESIDE: list[Cut] = [((2, 2), ("g", "g")), ((2, 2), ("h", "g")), ((2, 2), ("b", "g")), ((2, 2), ("g", "v")), ((2, 2), ("g", "q+k")), ((4,), ("g",))]
-TURNED: list[Cut] = [((2, 2, 2), ("h", "q+k", "g")), ((2, 2), ("g", "b")), ((2, 2), ("q+k", "g")), ((2, 2, 2), ("g", "g", "g")), ((2, 2, 2), ("h", "g", "g"))]
+BESIDE: list[Cut] = [
+    ((2, 2), ("g", "g")),
+    ((2, 2), ("h", "g")),
+    ((2, 2), ("b", "g")),
+    ((2, 2), ("g", "v")),
+    ((2, 2), ("g", "q+k")),
+    ((4,), ("g",)),
+]
+TURNED: list[Cut] = [
+    ((2, 2, 2), ("h", "q+k", "g")),
+    ((2, 2), ("g", "b")),
+    ((2, 2), ("q+k", "g")),
+    ((2, 2, 2), ("g", "g", "g")),
+    ((2, 2, 2), ("h", "g", "g")),
+]
 """The same in another order and on more axes."""
-INSIDE: list[Cut] = [((2, 2), ("g", "g")), ((2, 2), ("h", "g")), ((2, 2), ("g", "q+k")), ((4,), ("g",)), ((2, 2), ("g", "q"))]
-INSIDE_SLOW: list[Cut] = [((2, 2), ("b", "g")), ((2, 2), ("g", "b")), ((2, 2), ("q+k", "g")), ((2, 2, 2), ("h", "q+k", "g")), ((2, 2), ("q", "g")), ((2, 2, 2), ("g", "q", "g"))]
+INSIDE: list[Cut] = [
+    ((2, 2), ("g", "g")),
+    ((2, 2), ("h", "g")),
+    ((2, 2), ("g", "q+k")),
+    ((4,), ("g",)),
+    ((2, 2), ("g", "q")),
+]
+INSIDE_SLOW: list[Cut] = [
+    ((2, 2), ("b", "g")),
+    ((2, 2), ("g", "b")),
+    ((2, 2), ("q+k", "g")),
+    ((2, 2, 2), ("h", "q+k", "g")),
+    ((2, 2), ("q", "g")),
+    ((2, 2, 2), ("g", "q", "g")),
+]
 """Those that 12 heads of 4 features allow, and those of rows of causal attention (q)."""
 WIDTH = 48
 
@@ -50,18 +77,25 @@ class _Grouped(Subject):
 def grouped() -> _Grouped:
     torch.manual_seed(0)
     model = Grouped()
-    return _Grouped("grouped", "train", capture(model, (torch.zeros(8, 8, WIDTH), torch.zeros(8, 8, WIDTH))), model.state_dict())
+    return _Grouped(
+        "grouped", "train", capture(model, (torch.zeros(8, 8, WIDTH), torch.zeros(8, 8, WIDTH))), model.state_dict()
+    )
 
 
-@pytest.mark.parametrize(("sizes", "factors"), [*BESIDE, *(pytest.param(*cut, marks=pytest.mark.slow) for cut in TURNED)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "factors"), [*BESIDE, *(pytest.param(*cut, marks=pytest.mark.slow) for cut in TURNED)], ids=str
+)
 def test_own_heads_beside_every_other_cut(sizes: Sizes, factors: tuple[str, ...]) -> None:
     """Everything else of the plan is random."""
     check(subject("hf-llama-2kv"), sizes, factors)
 
 
-@pytest.mark.parametrize(("sizes", "factors"), [*INSIDE, *(pytest.param(*cut, marks=pytest.mark.slow) for cut in INSIDE_SLOW)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "factors"), [*INSIDE, *(pytest.param(*cut, marks=pytest.mark.slow) for cut in INSIDE_SLOW)], ids=str
+)
 def test_own_heads_where_chunks_end_inside_groups(sizes: Sizes, factors: tuple[str, ...]) -> None:
-    """There each query head gets its own copy of a key head; `causal_rows` wants keys apart from queries, as without rotary embeddings."""
+    """There each query head gets its own copy of a key head; `causal_rows` wants keys apart from queries, as without
+    rotary embeddings."""
     check(grouped(), sizes, factors)
 
 
@@ -82,7 +116,11 @@ def test_key_heads_are_not_cut_inside_a_cut_by_query_heads() -> None:
     """Ranks would lack the key head of their queries; the other way round they have it."""
     call = attention().call
     options = {option.factor: option for option in options_for(call, 2)}
-    assert agree((options["h"], options["g"])) and agree((options["g"], options["g"])) and agree((options["g"], options["b"]))
+    assert (
+        agree((options["h"], options["g"]))
+        and agree((options["g"], options["g"]))
+        and agree((options["g"], options["b"]))
+    )
     assert not agree((options["g"], options["h"])) and not agree((options["g"], options["b"], options["h"]))
 
 
@@ -92,6 +130,8 @@ def test_tensor_parallelism_cuts_query_heads_where_key_heads_are_too_few(recipe:
     made = planned(subject("hf-llama-2kv"), (4,), recipe)
     (node,) = [node for name, node in made.nodes.items() if name.endswith("scaled_dot_product_attention")]
     assert node.runs == ("own_heads",) and node.ins == ("S1|S1", "R|P", "R|P") and node.outs == ("S1|S1",)
-    rests = {part: made.nodes[f"model_layers_0/p_model_layers_0_self_attn_{part}_proj_weight"].outs[0] for part in "qkvo"}
+    rests = {
+        part: made.nodes[f"model_layers_0/p_model_layers_0_self_attn_{part}_proj_weight"].outs[0] for part in "qkvo"
+    }
     assert rests["q"] == "S0|S0" and rests["o"] == "S1|S1"
     assert rests["k"] == rests["v"] and rests["k"] in ("R|R", "S0|S0", "S1|S1")

@@ -1,4 +1,5 @@
-"""Vision-language models: features of images in the places of image tokens, cut by samples, by weights, and in pipelines."""
+"""Vision-language models: features of images in the places of image tokens, cut by samples, by weights, and in
+pipelines."""
 
 from __future__ import annotations
 
@@ -17,24 +18,58 @@ from passes import ops
 from tests.helpers.ranks import living
 from tests.helpers.verify import Subject, by_stages, planned
 
-TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99, "head_dim": 8}
-VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+    "head_dim": 8,
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
 BATCH, SEQ = 4, 24
 
 
 def _paligemma(transformers: Any) -> Any:
-    return transformers.PaliGemmaForConditionalGeneration(transformers.PaliGemmaConfig(
-        text_config={**TEXT, "model_type": "gemma"}, vision_config={**VISION, "projection_dim": 32}, projection_dim=32, image_token_index=98))
+    return transformers.PaliGemmaForConditionalGeneration(
+        transformers.PaliGemmaConfig(
+            text_config={**TEXT, "model_type": "gemma"},
+            vision_config={**VISION, "projection_dim": 32},
+            projection_dim=32,
+            image_token_index=98,
+        )
+    )
 
 
 def _gemma3(transformers: Any) -> Any:
-    return transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(
-        text_config={**TEXT, "sliding_window": 8}, vision_config=VISION, mm_tokens_per_image=4, image_token_index=98, boi_token_index=96, eoi_token_index=97))
+    return transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(
+            text_config={**TEXT, "sliding_window": 8},
+            vision_config=VISION,
+            mm_tokens_per_image=4,
+            image_token_index=98,
+            boi_token_index=96,
+            eoi_token_index=97,
+        )
+    )
 
 
 def _llava(transformers: Any) -> Any:
-    return transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(
-        text_config={**TEXT, "model_type": "llama"}, vision_config={**VISION, "model_type": "clip_vision_model"}, image_token_index=98))
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            text_config={**TEXT, "model_type": "llama"},
+            vision_config={**VISION, "model_type": "clip_vision_model"},
+            image_token_index=98,
+        )
+    )
 
 
 MODELS = {"paligemma": _paligemma, "gemma3": _gemma3, "llava": _llava}
@@ -60,10 +95,17 @@ def case(name: str, how: str, change: Any = None) -> Any:
     return case_of(who.captured, made, who.weights, change(tensors) if change else tensors)
 
 
-@pytest.mark.parametrize(("name", "how"), [
-    ("paligemma", "1f1b"),
-    *(pytest.param(name, how, marks=pytest.mark.slow) for name in MODELS for how in ("tp_sp", "zero3", "1f1b", "random 0", "random 1", "random 2")),
-])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("paligemma", "1f1b"),
+        *(
+            pytest.param(name, how, marks=pytest.mark.slow)
+            for name in MODELS
+            for how in ("tp_sp", "zero3", "1f1b", "random 0", "random 1", "random 2")
+        ),
+    ],
+)
 def test_equals_one_device(name: str, how: str) -> None:
     report = verify(case(name, how), ranks=living(2))
     assert report.ok, (report.first, report.worst)

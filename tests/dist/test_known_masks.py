@@ -21,11 +21,23 @@ def subject(name: str) -> Subject:
     return Subject(name, "train", capture(model, batch()), model.state_dict())
 
 
-@pytest.mark.parametrize(("name", "how"), [
-    ("simclr", "searched"), ("simclr_with_labels", "ddp"), ("of_features", "random 0"),
-    *(pytest.param(name, how, marks=pytest.mark.slow) for name in MODELS for how in ("ddp", "zero3", "tp", "random 1", "random 2"))])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("simclr", "searched"),
+        ("simclr_with_labels", "ddp"),
+        ("of_features", "random 0"),
+        *(
+            pytest.param(name, how, marks=pytest.mark.slow)
+            for name in MODELS
+            for how in ("ddp", "zero3", "tp", "random 1", "random 2")
+        ),
+    ],
+)
 def test_equals_one_device(name: str, how: str) -> None:
     who = subject(name)
     made = planned(who, (2,), how)
-    report = verify(case_of(who.captured, made, who.weights, dict(zip(("one", "other"), batch(), strict=True))), ranks=living(2))
+    report = verify(
+        case_of(who.captured, made, who.weights, dict(zip(("one", "other"), batch(), strict=True))), ranks=living(2)
+    )
     assert report.ok, (report.first, report.worst)

@@ -1,4 +1,5 @@
-"""What a step, an evaluation or a forward for nothing makes is gone when it is over: as many tensors are alive after twenty of them as after three."""
+"""What a step, an evaluation or a forward for nothing makes is gone when it is over: as many tensors are alive after
+twenty of them as after three."""
 
 from __future__ import annotations
 
@@ -36,10 +37,19 @@ def _twice(model: ShardedModule, batch: Sequence[Tensor]) -> None:
     model.zero_grad()
 
 
-KINDS: dict[str, Callable[[ShardedModule, Sequence[Tensor]], None]] = {"train": _train, "evaluate": _evaluate, "twice": _twice}
+KINDS: dict[str, Callable[[ShardedModule, Sequence[Tensor]], None]] = {
+    "train": _train,
+    "evaluate": _evaluate,
+    "twice": _twice,
+}
 FAST = [("zero3", "full", True), ("1f1b", "auto", False)]
-SLOW = [case for recipe in ("ddp", "zero1", "zero3", "tp_sp", "gpipe", "zero_bubble") for remat in ("auto", "selective", "full") for frozen in (False, True)
-        if (case := (recipe, remat, frozen)) not in FAST]
+SLOW = [
+    case
+    for recipe in ("ddp", "zero1", "zero3", "tp_sp", "gpipe", "zero_bubble")
+    for remat in ("auto", "selective", "full")
+    for frozen in (False, True)
+    if (case := (recipe, remat, frozen)) not in FAST
+]
 
 
 @cache
@@ -48,7 +58,9 @@ def compiled(recipe: str, remat: str, frozen: bool) -> tuple[Compiled, dict[str,
     model, ids = Model(), torch.zeros(8, 8, dtype=torch.int64)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or "bias" in name)
-    return autopar.compile(model, "cpu:1x2", (ids, ids), recipe=recipe, remat=remat, time_limit_s=10.0), dict(model.state_dict())
+    return autopar.compile(model, "cpu:1x2", (ids, ids), recipe=recipe, remat=remat, time_limit_s=10.0), dict(
+        model.state_dict()
+    )
 
 
 def _alive(made: Compiled, weights: dict[str, Tensor], kind: str) -> tuple[list[int], int]:
@@ -62,9 +74,12 @@ def _alive(made: Compiled, weights: dict[str, Tensor], kind: str) -> tuple[list[
     return counts, len(_registry)
 
 
-@pytest.mark.parametrize(("recipe", "remat", "frozen"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.parametrize(
+    ("recipe", "remat", "frozen"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_nothing_stays(recipe: str, remat: str, frozen: bool) -> None:
     made, weights = compiled(recipe, remat, frozen)
     for kind in ("train", "evaluate") if made.plan.pipelined else KINDS:
         for counts, gathered in living(2).run(_alive, Compiled(made.bundle), weights, kind):
-            assert min(counts[-5:]) <= max(counts[:3]) and not gathered, (kind, counts)  # threads of collectives let go of some a little later
+            # threads of collectives let go of some a little later
+            assert min(counts[-5:]) <= max(counts[:3]) and not gathered, (kind, counts)

@@ -1,5 +1,6 @@
-"""A module that nobody holds any more leaves nothing behind: weights, gradients and state of optimizers go at once, without the garbage collector, which does not see through hooks of
-tensors. Pipelines wait for it: torch's schedules and their stages hold each other."""
+"""A module that nobody holds any more leaves nothing behind: weights, gradients and state of optimizers go at once,
+without the garbage collector, which does not see through hooks of tensors. Pipelines wait for it: torch's schedules and
+their stages hold each other."""
 
 from __future__ import annotations
 
@@ -51,10 +52,18 @@ def made(who: Subject, how: str) -> Plan:
     """A plan for two ranks."""
     if "offload" in how:
         return offloaded(who, (2,), how)
-    return by_stages(who, (1,), "ddp", 2, 4, how, 1) if how in ("1f1b", "gpipe") else planned(who, (1,), how) if how == "single" else by_recipe(who, (2,), how)
+    return (
+        by_stages(who, (1,), "ddp", 2, 4, how, 1)
+        if how in ("1f1b", "gpipe")
+        else planned(who, (1,), how)
+        if how == "single"
+        else by_recipe(who, (2,), how)
+    )
 
 
-@pytest.mark.parametrize("how", ["single", "ddp", "zero1", "zero3", "tp_sp", "zero_offload", "optimizer_offload", "1f1b"])
+@pytest.mark.parametrize(
+    "how", ["single", "ddp", "zero1", "zero3", "tp_sp", "zero_offload", "optimizer_offload", "1f1b"]
+)
 def test_nothing_is_left_of_a_module(how: str) -> None:
     who = subject("gpt")
     plan = made(who, how)
@@ -77,7 +86,9 @@ def behind(bundle: Bundle, weights: dict[str, Tensor], batch: dict[str, Tensor])
 
 
 def _values(outputs: object) -> list[Tensor]:
-    values = outputs.values() if isinstance(outputs, dict) else outputs if isinstance(outputs, (tuple, list)) else [outputs]
+    values = (
+        outputs.values() if isinstance(outputs, dict) else outputs if isinstance(outputs, (tuple, list)) else [outputs]
+    )
     return [value for value in values if isinstance(value, Tensor) and value.requires_grad]
 
 

@@ -1,4 +1,5 @@
-"""Each rank loads samples of its own with torch's DistributedSampler: an epoch gives the weights of one device that takes the same batches."""
+"""Each rank loads samples of its own with torch's DistributedSampler: an epoch gives the weights of one device that
+takes the same batches."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(4)
+        )
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -50,7 +53,11 @@ def _epoch(made: Compiled, weights: dict[str, Tensor]) -> tuple[int, int, list[f
     """One rank: its share, the losses of an epoch, and the weights behind it."""
     model = made.bundle.build(weights)
     ways, number = model.data_parallel_size, model.data_parallel_rank
-    loader = DataLoader(dataset(), batch_size=BATCH // ways, sampler=DistributedSampler(dataset(), num_replicas=ways, rank=number, shuffle=False))
+    loader = DataLoader(
+        dataset(),
+        batch_size=BATCH // ways,
+        sampler=DistributedSampler(dataset(), num_replicas=ways, rank=number, shuffle=False),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for batch in loader:
@@ -65,7 +72,14 @@ def alone(ways: int) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)
     model, losses = Model().double(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    loaders = [DataLoader(dataset(), batch_size=BATCH // ways, sampler=DistributedSampler(dataset(), num_replicas=ways, rank=number, shuffle=False)) for number in range(ways)]
+    loaders = [
+        DataLoader(
+            dataset(),
+            batch_size=BATCH // ways,
+            sampler=DistributedSampler(dataset(), num_replicas=ways, rank=number, shuffle=False),
+        )
+        for number in range(ways)
+    ]
     for parts in zip(*loaders, strict=True):
         loss = model(*(torch.cat(each) for each in zip(*parts, strict=True)))
         loss.backward()
@@ -75,7 +89,10 @@ def alone(ways: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize(("recipe", "ways"), [("ddp", 4), ("zero3", 4), ("tp_sp", 1), ("tp_zero3", 2), ("1f1b", None), ("cp", None), ("3d", None)])
+@pytest.mark.parametrize(
+    ("recipe", "ways"),
+    [("ddp", 4), ("zero3", 4), ("tp_sp", 1), ("tp_zero3", 2), ("1f1b", None), ("cp", None), ("3d", None)],
+)
 def test_an_epoch_equals_one_device(recipe: str, ways: int | None) -> None:
     made = compiled(recipe)
     torch.manual_seed(0)
@@ -90,7 +107,8 @@ def test_an_epoch_equals_one_device(recipe: str, ways: int | None) -> None:
 
 
 def _unlike(made: Compiled, weights: dict[str, Tensor], who: int) -> tuple[list[str], list[float], float]:
-    """One rank: what is said of steps for which rank `who` has a smaller batch than the others, in training and in evaluation; losses of other sizes in between, and of the same again."""
+    """One rank: what is said of steps for which rank `who` has a smaller batch than the others, in training and in
+    evaluation; losses of other sizes in between, and of the same again."""
     model = made.bundle.build(weights)
     batch = model.shard_batch(*dataset()[:BATCH])
     first, said, losses = float(model.train_step(*batch).detach()), [], []
@@ -98,17 +116,21 @@ def _unlike(made: Compiled, weights: dict[str, Tensor], who: int) -> tuple[list[
         with torch.set_grad_enabled(grad), pytest.raises(RunError) as error:
             model(*(x[:1] if torch.distributed.get_rank() == who else x for x in batch))
         said.append(str(error.value))
-        losses.append(float(model.train_step(*model.shard_batch(*dataset()[BATCH:BATCH + BATCH // 2]))))
+        losses.append(float(model.train_step(*model.shard_batch(*dataset()[BATCH : BATCH + BATCH // 2]))))
     return said, losses, abs(float(model.train_step(*batch)) - first)
 
 
-@pytest.mark.parametrize(("recipe", "who"), [("ddp", 2), ("ddp", 3), ("zero3", 0), ("1f1b", 3)])  # the last part of a batch that does not divide is smaller, too
+# the last part of a batch that does not divide is smaller, too
+@pytest.mark.parametrize(("recipe", "who"), [("ddp", 2), ("ddp", 3), ("zero3", 0), ("1f1b", 3)])
 def test_unlike_sizes_are_refused_in_every_step(recipe: str, who: int) -> None:
     made = compiled(recipe)
     torch.manual_seed(0)
     weights = dict(Model().double().state_dict())
     for said, losses, apart in living(4).run(_unlike, Compiled(made.bundle), weights, who):
-        assert all("input 'ids': the ranks' parts do not fit together" in text and f"rank {who}: (1, {SEQ})" in text for text in said)
+        assert all(
+            "input 'ids': the ranks' parts do not fit together" in text and f"rank {who}: (1, {SEQ})" in text
+            for text in said
+        )
         assert len(set(losses)) == 1 and apart < 1e-9
 
 
@@ -133,9 +155,17 @@ def _in_another_step(made: Compiled, weights: dict[str, Tensor], name: str) -> s
     return str(error.value)
 
 
-@pytest.mark.parametrize(("recipe", "name", "said"), [
-    ("ddp", "loss_weight", "0.7 on rank 3 and 0.5 on rank 0"), ("1f1b", "loss_weight", "0.7 on rank 3 and 0.5 on rank 0"), ("zero3", "model.training", "False on rank 3 and True on rank 0"),
-    ("ddp", "torch.is_grad_enabled()", "False on rank 3 and True on rank 0"), ("tp_sp", "rng_state()['seed']", "7 on rank 3 and 5 on rank 0"), ("1f1b", "rng_state()['step']", "7 on rank 3 and 5 on rank 0")])
+@pytest.mark.parametrize(
+    ("recipe", "name", "said"),
+    [
+        ("ddp", "loss_weight", "0.7 on rank 3 and 0.5 on rank 0"),
+        ("1f1b", "loss_weight", "0.7 on rank 3 and 0.5 on rank 0"),
+        ("zero3", "model.training", "False on rank 3 and True on rank 0"),
+        ("ddp", "torch.is_grad_enabled()", "False on rank 3 and True on rank 0"),
+        ("tp_sp", "rng_state()['seed']", "7 on rank 3 and 5 on rank 0"),
+        ("1f1b", "rng_state()['step']", "7 on rank 3 and 5 on rank 0"),
+    ],
+)
 def test_a_step_that_ranks_take_in_unlike_states_is_refused(recipe: str, name: str, said: str) -> None:
     made = compiled(recipe)
     weights = dict(Model().double().state_dict())
@@ -146,10 +176,20 @@ def test_a_step_that_ranks_take_in_unlike_states_is_refused(recipe: str, name: s
 def _own_turn() -> list[Tensor]:
     """One rank: forwards without a loss, one more of rank 0 alone."""
     torch.manual_seed(0)
-    model = autopar.compile(nn.Linear(WIDTH, WIDTH), "cpu:1x2", (torch.zeros(BATCH, WIDTH),), recipe="ddp", mode="inference", time_limit_s=5.0)
+    model = autopar.compile(
+        nn.Linear(WIDTH, WIDTH),
+        "cpu:1x2",
+        (torch.zeros(BATCH, WIDTH),),
+        recipe="ddp",
+        mode="inference",
+        time_limit_s=5.0,
+    )
     x = model.shard_batch(torch.ones(BATCH, WIDTH))[0]
     with torch.no_grad():
-        return [model(x[:rows]) for rows in (4, 4 - torch.distributed.get_rank(), *((2,) if not torch.distributed.get_rank() else ()))]
+        return [
+            model(x[:rows])
+            for rows in (4, 4 - torch.distributed.get_rank(), *((2,) if not torch.distributed.get_rank() else ()))
+        ]
 
 
 def test_a_rank_may_infer_by_itself() -> None:

@@ -1,4 +1,5 @@
-"""Loss functions beside the model: of each row and with masks, modules, with weights of classes from elsewhere, with defaults and `*targets`."""
+"""Loss functions beside the model: of each row and with masks, modules, with weights of classes from elsewhere, with
+defaults and `*targets`."""
 
 from __future__ import annotations
 
@@ -81,9 +82,13 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "module with weights": Flat(nn.CrossEntropyLoss(weight=WEIGHTS)),
     "binary with weights": Flat(nn.BCEWithLogitsLoss(weight=WEIGHTS), one_hot=True),
     "binary with weights of positives": Flat(nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), one_hot=True),
-    "probabilities": lambda rows, labels: F.cross_entropy(rows, (rows.detach() + labels.flatten()[:, None]).softmax(-1), WEIGHTS, label_smoothing=0.1),
+    "probabilities": lambda rows, labels: F.cross_entropy(
+        rows, (rows.detach() + labels.flatten()[:, None]).softmax(-1), WEIGHTS, label_smoothing=0.1
+    ),
     "weights and smoothed": lambda rows, labels: F.cross_entropy(rows, labels.flatten(), WEIGHTS, label_smoothing=0.1),
-    "nll with weights": lambda rows, labels: F.nll_loss(rows - rows.logsumexp(-1, keepdim=True), labels.flatten(), WEIGHTS),
+    "nll with weights": lambda rows, labels: F.nll_loss(
+        rows - rows.logsumexp(-1, keepdim=True), labels.flatten(), WEIGHTS
+    ),
     "scaled": lambda rows, labels: (rows * WEIGHTS).square().mean() + 0 * labels.sum(),
 }
 
@@ -112,19 +117,34 @@ def test_the_graph_has_the_loss_and_its_gradients_for_any_batch(name: str) -> No
     loss = LOSSES[name](model(ids), *targets)
     loss.backward()
     weights = {name: value.detach() for name, value in model.named_parameters()} | captured.constants
-    got = train_step(lift(captured.gm), weights, dict(zip(captured.input_names, (ids, *targets), strict=True)), training=True)
+    got = train_step(
+        lift(captured.gm), weights, dict(zip(captured.input_names, (ids, *targets), strict=True)), training=True
+    )
     torch.testing.assert_close(got["output"]["loss"], loss.detach())
     for key, value in model.named_parameters():
         torch.testing.assert_close(got["gradient"][key], value.grad)
 
 
-@pytest.mark.parametrize(("name", "how"), [
-    ("masked", "megatron"), ("picked", "megatron"), ("picked", "1f1b"), ("focal", "random 0"), ("module with weights", "ddp"),
-    *(pytest.param(name, how, marks=pytest.mark.slow) for name in LOSSES for how in ("ddp", "megatron", "zero3", "random 1")),
-])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("masked", "megatron"),
+        ("picked", "megatron"),
+        ("picked", "1f1b"),
+        ("focal", "random 0"),
+        ("module with weights", "ddp"),
+        *(
+            pytest.param(name, how, marks=pytest.mark.slow)
+            for name in LOSSES
+            for how in ("ddp", "megatron", "zero3", "random 1")
+        ),
+    ],
+)
 def test_equals_one_device(name: str, how: str) -> None:
     model, captured = made(name)
     who = Subject(name, "train", captured, model.state_dict())
     plan = by_stages(who, (1,), "single", 2, 4, how) if how == "1f1b" else planned(who, (2,), how)
-    report = verify(case_of(captured, plan, who.weights, dict(zip(captured.input_names, batch(name), strict=True))), ranks=living(2))
+    report = verify(
+        case_of(captured, plan, who.weights, dict(zip(captured.input_names, batch(name), strict=True))), ranks=living(2)
+    )
     assert report.ok, (report.first, report.worst)

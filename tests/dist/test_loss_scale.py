@@ -1,4 +1,5 @@
-"""The scale of the loss under mixed precision in float16: gradients that would underflow do not, and overflows leave a step out on all ranks or on none."""
+"""The scale of the loss under mixed precision in float16: gradients that would underflow do not, and overflows leave a
+step out on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -77,14 +78,19 @@ def test_gradients_do_not_underflow(recipe: str) -> None:
             assert 0 < loss < 100 * FAINT
             for name, grad in ((name, grads[name]) for name in found):
                 if enabled:
-                    assert torch.allclose(found[name].double(), 2 * grad, rtol=2e-2, atol=0.02 * float(grad.abs().max())), name
+                    assert torch.allclose(
+                        found[name].double(), 2 * grad, rtol=2e-2, atol=0.02 * float(grad.abs().max())
+                    ), name
                 else:
                     assert not found[name].any(), name
 
 
-def _overflows(source: str, light: Light, who: int, kind: str) -> tuple[float, bool, tuple[float, dict[str, float]], bool]:
-    """One rank: the scale after a step in which rank `who` alone has a gradient that is no number in its last parameter, and whether anything moved; whether
-    parameters are those that other ranks have, and whether the next step moves."""
+def _overflows(
+    source: str, light: Light, who: int, kind: str
+) -> tuple[float, bool, tuple[float, dict[str, float]], bool]:
+    """One rank: the scale after a step in which rank `who` alone has a gradient that is no number in its last
+    parameter, and whether anything moved; whether parameters are those that other ranks have, and whether the next step
+    moves."""
     module = light.build(source)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=kind == "fused")
     scaler, batch = GradScaler("cpu", init_scale=2.0**12), module.shard_batch(**light.batch)
@@ -103,14 +109,32 @@ def _overflows(source: str, light: Light, who: int, kind: str) -> tuple[float, b
         optimizer.zero_grad()
 
     step()
-    scale, moved = scaler.get_scale(), any(bool((local_of(p) != old).any()) for p, old in zip(module.parameters(), before, strict=True))
+    scale, moved = (
+        scaler.get_scale(),
+        any(bool((local_of(p) != old).any()) for p, old in zip(module.parameters(), before, strict=True)),
+    )
     module.train_step(*batch, scaler=scaler)
     step()
     after = any(bool((local_of(p) != old).any()) for p, old in zip(module.parameters(), before, strict=True))
-    return scale, moved, (scaler.get_scale(), {name: float(p.double().sum()) for name, p in module.full_state_dict().items()}), after
+    return (
+        scale,
+        moved,
+        (scaler.get_scale(), {name: float(p.double().sum()) for name, p in module.full_state_dict().items()}),
+        after,
+    )
 
 
-@pytest.mark.parametrize(("recipe", "kind"), [("zero1", "plain"), ("zero3", "fused"), ("1f1b", "plain"), ("1f1b", "fused"), ("1f1b", "clipped"), ("ddp", "plain")])
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [
+        ("zero1", "plain"),
+        ("zero3", "fused"),
+        ("1f1b", "plain"),
+        ("1f1b", "fused"),
+        ("1f1b", "clipped"),
+        ("ddp", "plain"),
+    ],
+)
 def test_all_ranks_leave_a_step_out_or_none(recipe: str, kind: str) -> None:
     source, light, _ = planned(recipe)
     for who in (0, 1):
@@ -142,7 +166,10 @@ def _accumulated(made: Compiled, weights: dict[str, Tensor], times: int) -> tupl
     """One rank: the losses of so many batches, and the mean of their gradients."""
     model = made.bundle.build(weights)
     batches = DataLoader(dataset(), batch_size=BATCH // 2)
-    losses = [float(model.train_step(*model.shard_batch(*batch), loss_weight=1 / times)) for _, batch in zip(range(times), batches, strict=False)]
+    losses = [
+        float(model.train_step(*model.shard_batch(*batch), loss_weight=1 / times))
+        for _, batch in zip(range(times), batches, strict=False)
+    ]
     return losses, {name: grad for name, grad in model.full_grads().items() if grad is not None}
 
 
@@ -151,7 +178,9 @@ def test_the_mean_of_several_steps(recipe: str) -> None:
     torch.manual_seed(0)
     model, times = Model().double(), 3
     ran = living(2).run(_accumulated, Compiled(two_ranks(recipe).bundle), dict(model.state_dict()), times)
-    losses = [model(*batch) for _, batch in zip(range(times), DataLoader(dataset(), batch_size=BATCH // 2), strict=False)]
+    losses = [
+        model(*batch) for _, batch in zip(range(times), DataLoader(dataset(), batch_size=BATCH // 2), strict=False)
+    ]
     (torch.stack(losses).mean()).backward()
     wanted = {name: p.grad for name, p in model.named_parameters()}
     assert {name for _, grads in ran for name in grads} == set(wanted)
@@ -161,9 +190,12 @@ def test_the_mean_of_several_steps(recipe: str) -> None:
 
 
 def _stepped(kind: type[torch.amp.GradScaler], fused: bool) -> float:
-    """One rank: the scale behind a step in which rank 1's shard of the second parameter has a gradient that is no number; the first parameter is whole on all ranks."""
+    """One rank: the scale behind a step in which rank 1's shard of the second parameter has a gradient that is no
+    number; the first parameter is whole on all ranks."""
     mesh = init_device_mesh("cpu", (2,))
-    whole, cut = (nn.Parameter(distribute_tensor(torch.ones(4), mesh, [placement])) for placement in (Replicate(), Shard(0)))
+    whole, cut = (
+        nn.Parameter(distribute_tensor(torch.ones(4), mesh, [placement])) for placement in (Replicate(), Shard(0))
+    )
     optimizer, scaler = torch.optim.AdamW([whole, cut], fused=fused), kind("cpu", init_scale=2.0)
     scaler.scale(torch.ones(()))
     for p, value in ((whole, 1.0), (cut, float("inf") if dist.get_rank() else 1.0)):
@@ -173,10 +205,17 @@ def _stepped(kind: type[torch.amp.GradScaler], fused: bool) -> float:
     return float(scaler.get_scale())
 
 
-@pytest.mark.parametrize(("kind", "fused", "scales"), [
-    (torch.amp.GradScaler, False, [2.0, 1.0]), (torch.amp.GradScaler, True, [2.0, 1.0]), (ShardedGradScaler, False, [1.0, 1.0]), (ShardedGradScaler, True, [2.0, 1.0]),
-    (GradScaler, False, [1.0, 1.0]), (GradScaler, True, [1.0, 1.0]),
-])
+@pytest.mark.parametrize(
+    ("kind", "fused", "scales"),
+    [
+        (torch.amp.GradScaler, False, [2.0, 1.0]),
+        (torch.amp.GradScaler, True, [2.0, 1.0]),
+        (ShardedGradScaler, False, [1.0, 1.0]),
+        (ShardedGradScaler, True, [2.0, 1.0]),
+        (GradScaler, False, [1.0, 1.0]),
+        (GradScaler, True, [1.0, 1.0]),
+    ],
+)
 def test_scalers_of_torch_let_ranks_part(kind: type[torch.amp.GradScaler], fused: bool, scales: list[float]) -> None:
     """torch 2.13: with one parameter whole and one cut, rank 0 steps and rank 1 does not."""
     assert living(2).run(_stepped, kind, fused) == scales

@@ -11,34 +11,43 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar._torch import local_of
-from autopar.capture import capture
-from autopar.codegen.tables import Names
 from autopar.bundle import Bundle
+from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.codegen.module import emit
+from autopar.codegen.tables import Names
 from autopar.onestage import plan
 from autopar.planner import Planner
-from autopar.request import Request
 from autopar.problem.settings import Settings
 from autopar.recipes import RECIPES
 from autopar.report.explain import choice_of
+from autopar.request import Request
+from tests.dist.test_frozen_weights import data
+from tests.dist.test_frozen_weights import subject as adapted
 from tests.helpers.kept import kept_on_rank
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiny import TINY
 from tests.helpers.verify import Subject, subject
-from tests.dist.test_frozen_weights import data
-from tests.dist.test_frozen_weights import subject as adapted
 from tests.unit.decisions.test_memory import activations, at_rest
 
 BATCH, SEQ = 4, 32
-FAST = [("hf-gpt2", "single"), ("hf-neox", "zero3"), ("hf-bert", "tp_sp"), ("hf-resnet", "tp_sp"), ("moe", "zero3"), ("hf-vit", "tp_sp"),
-        ("mlp", "tp_sp"), ("hf-llama-2kv", "tp_sp")]
+FAST = [
+    ("hf-gpt2", "single"),
+    ("hf-neox", "zero3"),
+    ("hf-bert", "tp_sp"),
+    ("hf-resnet", "tp_sp"),
+    ("moe", "zero3"),
+    ("hf-vit", "tp_sp"),
+    ("mlp", "tp_sp"),
+    ("hf-llama-2kv", "tp_sp"),
+]
 SLOW = [case for name in TINY for recipe in ("single", "zero3", "tp_sp") if (case := (name, recipe)) not in FAST]
 
 
 @cache
 def planned(name: str, recipe: str, optimizer: str = "adamw") -> tuple[Bundle, float, float]:
-    """The emitted program of a tiny model on two ranks, and the bytes predicted for what its forward keeps and for its parameters."""
+    """The emitted program of a tiny model on two ranks, and the bytes predicted for what its forward keeps and for its
+    parameters."""
     return planned_for(subject(name), name, recipe, optimizer)
 
 
@@ -46,11 +55,17 @@ def planned_for(who: Subject, name: str, recipe: str, optimizer: str = "adamw") 
     """The same of any model."""
     graph = who.captured
     hints = graph.hints | {n: size for n, size in (("b", BATCH), ("s", SEQ)) if n in graph.hints}
-    request = Request(Cluster.parse("cpu:1x2"), Settings(optimizer=optimizer), recipe=recipe, mesh=(2,), time_limit_s=10.0)
+    request = Request(
+        Cluster.parse("cpu:1x2"), Settings(optimizer=optimizer), recipe=recipe, mesh=(2,), time_limit_s=10.0
+    )
     made = plan(graph.gm, hints, request, model=name, graph_hash=graph.graph_hash)
     model = Planner.of(graph.gm, hints, request).model((2,), RECIPES[recipe].roles, recipe)
     choice = choice_of(model, made)
-    return Bundle(made, emit(graph.gm, made, Names.of(graph)), graph.constants), activations(model, choice), at_rest(model, choice)
+    return (
+        Bundle(made, emit(graph.gm, made, Names.of(graph)), graph.constants),
+        activations(model, choice),
+        at_rest(model, choice),
+    )
 
 
 @pytest.mark.parametrize(("name", "recipe"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
@@ -66,7 +81,8 @@ def test_saved_activations_are_those_that_autograd_holds(name: str, recipe: str)
 @pytest.mark.parametrize("recipe", ["single", "zero3", "tp_sp"])
 @pytest.mark.parametrize("first", [0, 4])
 def test_frozen_weights_keep_what_the_gradients_of_others_take(first: int, recipe: str) -> None:
-    """Adapters in all blocks or in the last ones: what follows them keeps as much as if all was trained, what is before them nothing."""
+    """Adapters in all blocks or in the last ones: what follows them keeps as much as if all was trained, what is before
+    them nothing."""
     who = adapted(first)
     bundle, predicted, _ = planned_for(who, "adapted", recipe)
     held = max(on_ranks(2, kept_on_rank, bundle, dict(who.weights), data(BATCH, SEQ)))
@@ -98,7 +114,10 @@ class Fused(nn.Module):
 def test_what_fused_operators_keep_is_what_autograd_holds(name: str) -> None:
     torch.manual_seed(0)
     model, x = Fused(name), torch.randn(32, 16, 64)
-    graph, request = capture(model, (x,), {}, mode="train"), Request(Cluster.parse("cpu:1x2"), Settings(), recipe="ddp", mesh=(2,), time_limit_s=10.0)
+    graph, request = (
+        capture(model, (x,), {}, mode="train"),
+        Request(Cluster.parse("cpu:1x2"), Settings(), recipe="ddp", mesh=(2,), time_limit_s=10.0),
+    )
     made = plan(graph.gm, graph.hints, request, model=name, graph_hash=graph.graph_hash)
     found = Planner.of(graph.gm, graph.hints, request).model((2,), RECIPES["ddp"].roles, "ddp")
     bundle = Bundle(made, emit(graph.gm, made, Names.of(graph)), graph.constants)
@@ -127,9 +146,15 @@ def optimizer(parameters: Iterable[nn.Parameter], name: str) -> torch.optim.Opti
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if name == "sgd-momentum" else 0.0)
 
 
-@pytest.mark.parametrize(("name", "recipe", "kind"), [
-    ("hf-gpt2", "zero3", "adamw"), ("hf-llama", "megatron", "sgd-momentum"), ("hf-gpt2", "ddp", "sgd"), ("cnn", "zero3", "adam"),
-])
+@pytest.mark.parametrize(
+    ("name", "recipe", "kind"),
+    [
+        ("hf-gpt2", "zero3", "adamw"),
+        ("hf-llama", "megatron", "sgd-momentum"),
+        ("hf-gpt2", "ddp", "sgd"),
+        ("cnn", "zero3", "adam"),
+    ],
+)
 def test_parameters_gradients_and_optimizer_are_counted_to_the_byte(name: str, recipe: str, kind: str) -> None:
     """Uneven shards too: the vocabulary has 257 rows."""
     who = subject(name)

@@ -24,9 +24,17 @@ def run(folder, data):
     return loss.item(), compiled.module.full_grads()
 
 
-@pytest.mark.parametrize(("name", "recipe"), [
-    ("hf-llama", "tp"), ("hf-bert", "tp_sp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("hf-t5", "zero3"), ("hf-vit", "ddp"), ("hf-gpt2", "megatron"))),
-])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("hf-llama", "tp"),
+        ("hf-bert", "tp_sp"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("hf-t5", "zero3"), ("hf-vit", "ddp"), ("hf-gpt2", "megatron"))
+        ),
+    ],
+)
 def test_a_folder_saved_from_a_model_on_meta_runs(name, recipe, tmp_path):
     empty, real = loaded(name, "meta"), loaded(name, "cpu")
     autopar.compile(empty.model, "cpu:1x2", (empty.args, empty.kwargs), recipe=recipe).save(tmp_path / "plan")

@@ -1,4 +1,5 @@
-"""Buffers in mixed precision on ranks: what steps change is what it is in float32, rests and is saved in its own dtype, and plans say so."""
+"""Buffers in mixed precision on ranks: what steps change is what it is in float32, rests and is saved in its own dtype,
+and plans say so."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ def data(*sizes: int) -> Tensor:
 
 def light(compiled: Compiled, model: nn.Module, x: Tensor) -> Light:
     assert compiled.captured is not None
-    return Light(compiled.plan, dict(model.state_dict()), compiled.bundle.constants, {compiled.captured.input_names[0]: x})
+    return Light(
+        compiled.plan, dict(model.state_dict()), compiled.bundle.constants, {compiled.captured.input_names[0]: x}
+    )
 
 
 def _trained(source: str, what: Light) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -92,7 +95,9 @@ def test_what_steps_change_is_what_it_is_in_float32(recipe: str, precision: str)
     for held, saved in ranks:
         for name, value in model.named_buffers():
             assert held[name].dtype == value.dtype and (name not in saved or saved[name].dtype == value.dtype)
-            torch.testing.assert_close(held[name], value, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                held[name], value, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
+            )
         assert "average" in saved and float(saved["steps"]) == STEPS
 
 
@@ -107,7 +112,10 @@ def deep(recipe: str) -> tuple[Compiled, nn.Module, Tensor]:
 def test_in_float64_nothing_is_rounded(recipe: str) -> None:
     compiled, model, x = deep(recipe)
     assert compiled.captured is not None
-    report = verify(case_of(compiled.captured, compiled.plan, dict(model.state_dict()), {compiled.captured.input_names[0]: x}), ranks=living(4))
+    report = verify(
+        case_of(compiled.captured, compiled.plan, dict(model.state_dict()), {compiled.captured.input_names[0]: x}),
+        ranks=living(4),
+    )
     assert report.ok, [row for row in report.rows if not row.ok][:5]
 
 

@@ -1,8 +1,10 @@
-"""Mixed precision on ranks: computed in bfloat16 or float16, with parameters, sums of gradients and optimizer state in float32.
+"""Mixed precision on ranks: computed in bfloat16 or float16, with parameters, sums of gradients and optimizer state in
+float32.
 
-The reference is one device that does the same: float32 masters, a copy of each in 16 bits per step, gradients cast before they add up, in float16 those of
-the loss times a scale. Rounding differs with the order of sums, so losses and gradients are compared within bfloat16; what the optimizer makes of given gradients
-is compared exactly; and lifted to float64, where nothing is rounded, everything is compared as ever.
+The reference is one device that does the same: float32 masters, a copy of each in 16 bits per step, gradients cast
+before they add up, in float16 those of the loss times a scale. Rounding differs with the order of sums, so losses and
+gradients are compared within bfloat16; what the optimizer makes of given gradients is compared exactly; and lifted to
+float64, where nothing is rounded, everything is compared as ever.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from torch import Tensor, nn
 import autopar
 from autopar._torch import local_of
 from autopar.bundle import Bundle
-from autopar.compiled import Compiled
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
+from autopar.compiled import Compiled
 from autopar.errors import PlanError
 from autopar.frontend import load
 from autopar.frontend.loading import cast
@@ -62,7 +64,14 @@ def mixed(recipe: str, name: str = "hf-gpt2", precision: str = "bf16") -> Mixed:
     """Planned for mixed precision on four ranks."""
     loaded = load(TINY[name], batch=BATCH, seq=SEQ, device="cpu", train=True, labels=True)
     with captured_once((__name__, name, precision)):
-        compiled = autopar.compile(loaded.model, "cpu:1x4", (tuple(loaded.args), dict(loaded.kwargs)), precision=precision, recipe=recipe, time_limit_s=10.0)
+        compiled = autopar.compile(
+            loaded.model,
+            "cpu:1x4",
+            (tuple(loaded.args), dict(loaded.kwargs)),
+            precision=precision,
+            recipe=recipe,
+            time_limit_s=10.0,
+        )
     assert compiled.captured is not None
     args, kwargs = cast((loaded.args, loaded.kwargs), COMPUTES[precision])
     batch = dict(zip(compiled.captured.input_names, [*args, *kwargs.values()], strict=True))
@@ -82,7 +91,9 @@ def alone(name: str = "hf-gpt2", precision: str = "bf16") -> tuple[list[float], 
     losses, first = [], {}
     for _ in range(2):
         leaves = {n: p.detach().to(dtype).requires_grad_() for n, p in masters.items()}
-        held = {n: w.to(dtype) if w.is_floating_point() else w for n, w in {**what.weights, **captured.constants}.items()}
+        held = {
+            n: w.to(dtype) if w.is_floating_point() else w for n, w in {**what.weights, **captured.constants}.items()
+        }
         outputs = Interpret(captured.gm, {**held, **leaves}).run_named(what.batch)
         loss = next(v for v, about in zip(outputs, captured.gm.meta["outputs"], strict=True) if about["kind"] == "loss")
         (loss * scale).backward()
@@ -95,9 +106,11 @@ def alone(name: str = "hf-gpt2", precision: str = "bf16") -> tuple[list[float], 
     return losses, first
 
 
-def _trained(source: str, light: Light) -> tuple[list[float], dict[str, Tensor], float, dict[str, set[str]], dict[str, int]]:
-    """One rank: losses of two steps, whole gradients of the first, how far the parameters after it are from what the optimizer makes of
-    them alone, the dtypes of everything, and bytes by kind of collective of parameters."""
+def _trained(
+    source: str, light: Light
+) -> tuple[list[float], dict[str, Tensor], float, dict[str, set[str]], dict[str, int]]:
+    """One rank: losses of two steps, whole gradients of the first, how far the parameters after it are from what the
+    optimizer makes of them alone, the dtypes of everything, and bytes by kind of collective of parameters."""
     module = light.build(source)
     batch, scaler = module.shard_batch(**light.batch), scaler_for(module)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
@@ -116,9 +129,12 @@ def _trained(source: str, light: Light) -> tuple[list[float], dict[str, Tensor],
     torch.optim.AdamW(plain.values(), lr=1e-2).step()
     gap = max(float((plain[n] - after[n]).abs().max()) for n in plain)
     held = [h for h in module._held.values() if isinstance(h.tensor, torch.nn.Parameter)]
-    dtypes = {"rest": {str(h.local.dtype) for h in held}, "leaf": {str(t.dtype) for h in held for table, key in h.readers for t in [table[key]]},
-              "gradient": {str(local_of(p.grad).dtype) for p in module.parameters() if p.grad is not None},
-              "state": {str(s["exp_avg"].dtype) for s in optimizer.state.values()}}
+    dtypes = {
+        "rest": {str(h.local.dtype) for h in held},
+        "leaf": {str(t.dtype) for h in held for table, key in h.readers for t in [table[key]]},
+        "gradient": {str(local_of(p.grad).dtype) for p in module.parameters() if p.grad is not None},
+        "state": {str(s["exp_avg"].dtype) for s in optimizer.state.values()},
+    }
     optimizer.zero_grad()
     losses.append(float(module.train_step(*batch, scaler=scaler)))
     moved: dict[str, int] = {}
@@ -128,15 +144,28 @@ def _trained(source: str, light: Light) -> tuple[list[float], dict[str, Tensor],
     return losses, grads, gap, dtypes, moved
 
 
-@pytest.mark.parametrize(("recipe", "precision"), [*((recipe, "bf16") for recipe in RECIPES), ("zero1", "fp16"), ("tp_sp", "fp16"), ("1f1b", "fp16"),
-                                                   *(pytest.param(recipe, "fp16", marks=pytest.mark.slow) for recipe in ("ddp", "zero3", "zero_bubble"))])
+@pytest.mark.parametrize(
+    ("recipe", "precision"),
+    [
+        *((recipe, "bf16") for recipe in RECIPES),
+        ("zero1", "fp16"),
+        ("tp_sp", "fp16"),
+        ("1f1b", "fp16"),
+        *(pytest.param(recipe, "fp16", marks=pytest.mark.slow) for recipe in ("ddp", "zero3", "zero_bubble")),
+    ],
+)
 def test_equals_one_device_that_does_the_same(recipe: str, precision: str) -> None:
     what = mixed(recipe, precision=precision)
     losses, grads = alone(precision=precision)
     for got, whole, gap, dtypes, moved in living(4).run(_trained, what.compiled.source, what.light):
         assert got == pytest.approx(losses, rel=2e-2)
         assert gap <= 1e-7
-        assert dtypes == {"rest": {"torch.float32"}, "leaf": {str(COMPUTES[precision])}, "gradient": {"torch.float32"}, "state": {"torch.float32"}}
+        assert dtypes == {
+            "rest": {"torch.float32"},
+            "leaf": {str(COMPUTES[precision])},
+            "gradient": {"torch.float32"},
+            "state": {"torch.float32"},
+        }
         for name, grad in whole.items():
             scale = float(grads[name].norm())
             assert float((grad - grads[name]).norm()) <= 0.05 * scale + 1e-4, name
@@ -147,7 +176,9 @@ def test_equals_one_device_that_does_the_same(recipe: str, precision: str) -> No
             assert moved == {"all_reduce": 4 * numel}
 
 
-@pytest.mark.parametrize(("recipe", "precision"), [("zero1", "bf16"), ("zero3", "bf16"), ("1f1b", "bf16"), ("zero3", "fp16")])
+@pytest.mark.parametrize(
+    ("recipe", "precision"), [("zero1", "bf16"), ("zero3", "bf16"), ("1f1b", "bf16"), ("zero3", "fp16")]
+)
 def test_in_float64_nothing_is_rounded(recipe: str, precision: str) -> None:
     what = mixed(recipe, precision=precision)
     assert what.compiled.captured is not None
@@ -179,7 +210,10 @@ def _accumulated(source: str, light: Light) -> tuple[float, float]:
 def _from_images(source: str, light: Light) -> list[float]:
     """One rank: losses of float32 images and of the same in 16 bits."""
     module = light.build(source)
-    wide, narrow = light.batch, {name: value.bfloat16() if value.is_floating_point() else value for name, value in light.batch.items()}
+    wide, narrow = (
+        light.batch,
+        {name: value.bfloat16() if value.is_floating_point() else value for name, value in light.batch.items()},
+    )
     return [float(module.train_step(*module.shard_batch(**batch))) for batch in (wide, narrow)]
 
 
@@ -198,11 +232,19 @@ def test_names() -> None:
     given = (tuple(loaded.args), dict(loaded.kwargs))
     pure = autopar.compile(loaded.model, "cpu:1x4", given, precision="bfloat16", recipe="ddp")
     assert pure.plan.precision == "bfloat16" and "compute=" not in pure.source
-    assert pure.plan.predicted.memory_bytes < autopar.compile(loaded.model, "cpu:1x4", given, precision="bf16", recipe="ddp").plan.predicted.memory_bytes
+    assert (
+        pure.plan.predicted.memory_bytes
+        < autopar.compile(loaded.model, "cpu:1x4", given, precision="bf16", recipe="ddp").plan.predicted.memory_bytes
+    )
     narrow = autopar.compile(loaded.model, "cpu:1x4", given, precision="fp16", recipe="ddp")
     assert narrow.plan.precision == "fp16" and 'compute="float16"' in narrow.source
-    assert autopar.compile(loaded.model, "cpu:1x4", given, precision="fp16", recipe="ddp", mode="inference").plan.precision == "float16"
-    with pytest.raises(PlanError, match="precision 'fp8' is neither mixed precision \\(bf16, fp16\\) nor a floating dtype"):
+    assert (
+        autopar.compile(loaded.model, "cpu:1x4", given, precision="fp16", recipe="ddp", mode="inference").plan.precision
+        == "float16"
+    )
+    with pytest.raises(
+        PlanError, match="precision 'fp8' is neither mixed precision \\(bf16, fp16\\) nor a floating dtype"
+    ):
         autopar.compile(loaded.model, "cpu:1x4", given, precision="fp8")
 
 
@@ -216,7 +258,9 @@ def test_weights_in_tiles_equal_one_device_that_does_the_same() -> None:
     source = emit(captured.gm, made, Names.of(captured))
     got, whole, gap, dtypes, _ = living(4).run(_trained, source, replace(what.light, plan=made))[0]
     assert got == pytest.approx(losses, rel=2e-2) and gap <= 1e-7 and dtypes["gradient"] == {"torch.float32"}
-    assert all(float((grad - grads[name]).norm()) <= 0.05 * float(grads[name].norm()) + 1e-4 for name, grad in whole.items())
+    assert all(
+        float((grad - grads[name]).norm()) <= 0.05 * float(grads[name].norm()) + 1e-4 for name, grad in whole.items()
+    )
     seen = living(4).run(_in_tiles, source, replace(what.light, plan=made))[0]
     assert seen["reduce_scatter"] == seen["all_gather"]  # twice in bfloat16, once in float32
 
@@ -238,9 +282,15 @@ def _members(bundle: Bundle, weights: dict[str, Tensor]) -> list[int]:
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_buckets_are_full_by_what_is_summed(precision: str) -> None:
-    """At as many gradients in float32 whatever is computed in: on ranks, in the simulator and in prices, where 16 bits made buckets of twice the bytes."""
-    layers, x = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(14)), nn.Flatten(0)), torch.randn(8, 1024)
-    made = autopar.compile(layers, "cpu:1x2", (x,), precision=precision, recipe="ddp", loss_fn=torch.mean, time_limit_s=5.0)
+    """At as many gradients in float32 whatever is computed in: on ranks, in the simulator and in prices, where 16 bits
+    made buckets of twice the bytes."""
+    layers, x = (
+        nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(14)), nn.Flatten(0)),
+        torch.randn(8, 1024),
+    )
+    made = autopar.compile(
+        layers, "cpu:1x2", (x,), precision=precision, recipe="ddp", loss_fn=torch.mean, time_limit_s=5.0
+    )
     stages = Stages.of(made.captured.gm, made.plan)
     simulated = stages.syncs[0].buckets(stages.views[0], stages.turns[0])
     assert [len(bucket.members) for bucket in simulated] == [6, 6, 2]

@@ -1,4 +1,5 @@
-"""Weights whose elements are moved before they are used: nothing of them is needed again for the backward, and nothing is gathered again."""
+"""Weights whose elements are moved before they are used: nothing of them is needed again for the backward, and nothing
+is gathered again."""
 
 from __future__ import annotations
 
@@ -56,5 +57,9 @@ def moved() -> Subject:
 @pytest.mark.parametrize("how", ["zero1", "zero3", *(f"random {seed}" for seed in range(4))])
 def test_equals_one_device(how: str) -> None:
     who = moved()
-    report = who.verified(by_chance(who, (2, 2), int(how.removeprefix("random"))) if how.startswith("random") else by_recipe(who, (4,), how))
+    report = who.verified(
+        by_chance(who, (2, 2), int(how.removeprefix("random")))
+        if how.startswith("random")
+        else by_recipe(who, (4,), how)
+    )
     assert report.ok, (report.first, [row for row in report.rows if not row.ok][:4])

@@ -16,8 +16,12 @@ def _exchanged(hosted: bool) -> list[list[float]]:
     """What each of two ranks has from itself and from the other, in order, and round the ring."""
     both, here = Mesh((2,), ("a",)), torch.distributed.get_rank()
     with mock.patch.object(neighbours, "sends_from_host", lambda *_: hosted):
-        sends = [(peer, torch.tensor([10.0 * here + peer, float(number)])) for peer in (0, 1) for number in (0, 1)] + [(1 - here, torch.empty(0))]
-        receives = [(peer, torch.full((2,), torch.nan)) for peer in (0, 1) for _ in (0, 1)] + [(1 - here, torch.empty(0))]
+        sends = [(peer, torch.tensor([10.0 * here + peer, float(number)])) for peer in (0, 1) for number in (0, 1)] + [
+            (1 - here, torch.empty(0))
+        ]
+        receives = [(peer, torch.full((2,), torch.nan)) for peer in (0, 1) for _ in (0, 1)] + [
+            (1 - here, torch.empty(0))
+        ]
         neighbours.start_transfers(sends, receives, 0, both)()
         round_ = neighbours.start_shift(torch.full((3,), float(here)), 3, 0, both)()
     return [x.tolist() for _, x in receives] + [round_.tolist()]
@@ -26,7 +30,9 @@ def _exchanged(hosted: bool) -> list[list[float]]:
 @pytest.mark.parametrize("hosted", [False, True])
 def test_all_that_is_sent_arrives(hosted: bool) -> None:
     for here, found in enumerate(living(2).run(_exchanged, hosted)):
-        assert found == [[10.0 * peer + here, float(number)] for peer in (0, 1) for number in (0, 1)] + [[]] + [[1.0 - here] * 3]
+        assert found == [[10.0 * peer + here, float(number)] for peer in (0, 1) for number in (0, 1)] + [[]] + [
+            [1.0 - here] * 3
+        ]
 
 
 def _refused() -> str:
@@ -40,5 +46,7 @@ def test_pipelines_on_gpus_that_ranks_share_are_refused() -> None:
 
 
 def test_only_gpus_over_gloo_are_sent_from_the_host() -> None:
-    assert living(2).run(mesh.sends_from_host, "cpu") == [False, False] and living(2).run(mesh.sends_from_host, "cuda") == [True, True]
+    assert living(2).run(mesh.sends_from_host, "cpu") == [False, False] and living(2).run(
+        mesh.sends_from_host, "cuda"
+    ) == [True, True]
     assert not mesh.sends_from_host("cuda")  # no ranks here

@@ -1,4 +1,5 @@
-"""Numbers that a model makes of the sizes of its inputs: on every rank they are those of the whole batch, whatever that is."""
+"""Numbers that a model makes of the sizes of its inputs: on every rank they are those of the whole batch, whatever that
+is."""
 
 from __future__ import annotations
 
@@ -83,8 +84,14 @@ def test_it_is_the_loss_of_the_model(name: str) -> None:
     torch.testing.assert_close(found, model(*batch.values()).detach(), rtol=1e-12, atol=0.0)
 
 
-@pytest.mark.parametrize(("number", "why"), [(lambda x: x.sum().item(), "leave it a tensor"), (lambda x: x.sum().int().item(), "leave it a tensor"),
-                                             (lambda x: round(0.3 * len(x)), "has no source form")])
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (lambda x: x.sum().item(), "leave it a tensor"),
+        (lambda x: x.sum().int().item(), "leave it a tensor"),
+        (lambda x: round(0.3 * len(x)), "has no source form"),
+    ],
+)
 def test_others_are_refused(number, why) -> None:
     with pytest.raises(PlanError, match=why):
         autopar.compile(Model(lambda h, x: h.sum() * number(x)), "cpu:1x2", (torch.randn(8, WIDTH),), recipe="ddp")

@@ -35,7 +35,10 @@ MADE: dict[str, Callable[[Iterable[nn.Parameter]], optim.Optimizer]] = {
     "Muon": lambda p: optim.Muon([x for x in p if x.ndim == 2], 1e-2),
 }
 REFUSED: dict[str, tuple[Callable[[Iterable[nn.Parameter]], optim.Optimizer], str]] = {
-    "Adafactor": (lambda p: optim.Adafactor(p, 1e-2), "in-place operations that require placement changes are not supported"),
+    "Adafactor": (
+        lambda p: optim.Adafactor(p, 1e-2),
+        "in-place operations that require placement changes are not supported",
+    ),
     "Rprop": (lambda p: optim.Rprop(p, 1e-3), "in-place operations that require placement changes are not supported"),
     "SGD fused": (lambda p: optim.SGD(p, 1e-2, fused=True), "does not have a sharding strategy registered"),
     "Adagrad fused": (lambda p: optim.Adagrad(p, 1e-2, fused=True), "does not have a sharding strategy registered"),
@@ -59,7 +62,8 @@ def _stepped(source: str, light: Light, names: list[str]) -> list[dict[str, Tens
         module = light.build(source)
         batch = module.shard_batch(**light.batch)
         optimizer = MADE[name](list(module.parameters()))
-        with mock.patch.object(Tensor, "bfloat16", lambda self: self):  # Muon rounds so much that whose sums come first shows
+        # Muon rounds so much that whose sums come first shows
+        with mock.patch.object(Tensor, "bfloat16", lambda self: self):
             for _ in range(STEPS):
                 module.train_step(*batch)
                 optimizer.step()
@@ -68,8 +72,18 @@ def _stepped(source: str, light: Light, names: list[str]) -> list[dict[str, Tens
     return found
 
 
-@pytest.mark.parametrize(("name", "plan"), [("mlp", "zero3"), ("mlp", "random"), *(
-    pytest.param(name, plan, marks=pytest.mark.slow) for name in ("gpt", "hf-gpt2", "hf-t5") for plan in ("zero3", "zero1", "random", "1f1b"))])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("mlp", "zero3"),
+        ("mlp", "random"),
+        *(
+            pytest.param(name, plan, marks=pytest.mark.slow)
+            for name in ("gpt", "hf-gpt2", "hf-t5")
+            for plan in ("zero3", "zero1", "random", "1f1b")
+        ),
+    ],
+)
 def test_optimizers_step_as_on_one_device(name: str, plan: str) -> None:
     who, names = subject(name), list(MADE)
     alone, made = who.case(by_recipe(who, (1,), "single")), PLANS[plan](who)
@@ -78,7 +92,13 @@ def test_optimizers_step_as_on_one_device(name: str, plan: str) -> None:
     for got in living(made.ranks).run(_stepped, case.source(), case.light, names):
         for optimizer, right, found in zip(names, wanted, got, strict=True):
             for parameter, value in found.items():
-                torch.testing.assert_close(value, right[parameter], rtol=1e-9, atol=1e-9, msg=lambda text, o=optimizer, p=parameter: f"{o}, {p}: {text}")
+                torch.testing.assert_close(
+                    value,
+                    right[parameter],
+                    rtol=1e-9,
+                    atol=1e-9,
+                    msg=lambda text, o=optimizer, p=parameter: f"{o}, {p}: {text}",
+                )
 
 
 def _refused(source: str, light: Light, name: str) -> str:
@@ -136,7 +156,10 @@ def test_hooks_of_gradients_are_called(plan: str) -> None:
     alone, made = who.case(by_recipe(who, (1,), "single")), PLANS[plan](who)
     case = who.case(made)
     if plan == "gathered and read":
-        assert {("gather(" in line) for line in case.source().splitlines() if 'self.w["tokens.weight"]' in line} == {True, False}
+        assert {("gather(" in line) for line in case.source().splitlines() if 'self.w["tokens.weight"]' in line} == {
+            True,
+            False,
+        }
     (wanted,) = living(1).run(_plain, alone.source(), alone.light)
     for got in living(made.ranks).run(_hooked, case.source(), case.light):
         for name, value in got.items():
@@ -144,7 +167,8 @@ def test_hooks_of_gradients_are_called(plan: str) -> None:
 
 
 def _centred(source: str, light: Light) -> tuple[dict[str, Tensor | None], list[str]]:
-    """One rank: gradients of two steps, of which the first is less its mean (Yong et al. 2020), as DTensor computes it; and those that it has laid otherwise."""
+    """One rank: gradients of two steps, of which the first is less its mean (Yong et al. 2020), as DTensor computes it;
+    and those that it has laid otherwise."""
     module, moved = light.build(source), []
     batch = module.shard_batch(**light.batch)
     module.train_step(*batch)
@@ -161,9 +185,15 @@ def _summed(source: str, light: Light) -> Tensor:
     """One rank: the gradient of its first parameter in two steps, the first one's a part of a sum on each rank."""
     module = light.build(source)
     module.train_step(*module.shard_batch(**light.batch))
-    name, parameter = next((name, p) for name, p in module.named_parameters() if isinstance(p, DTensor) and all(x.is_replicate() for x in p.placements))
+    name, parameter = next(
+        (name, p)
+        for name, p in module.named_parameters()
+        if isinstance(p, DTensor) and all(x.is_replicate() for x in p.placements)
+    )
     whole = parameter.grad.to_local()
-    parameter.grad = DTensor.from_local(whole / parameter.device_mesh.size(), parameter.device_mesh, [Partial()] * parameter.device_mesh.ndim)
+    parameter.grad = DTensor.from_local(
+        whole / parameter.device_mesh.size(), parameter.device_mesh, [Partial()] * parameter.device_mesh.ndim
+    )
     module.train_step(*module.shard_batch(**light.batch))
     found = module.full_grads()[name]
     assert found is not None
@@ -183,9 +213,12 @@ def test_gradients_that_are_laid_otherwise_by_users_add_up(plan: str) -> None:
             torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(("name", "plan"), [("gpt", "megatron"), pytest.param("hf-gpt2", "pp ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "plan"), [("gpt", "megatron"), pytest.param("hf-gpt2", "pp ddp", marks=pytest.mark.slow)]
+)
 def test_a_gradient_that_is_a_sum_over_ranks_adds_up(name: str, plan: str) -> None:
-    """A whole gradient was added to the part of each rank. With "pp ddp" it is that of a table at both ends of a pipeline."""
+    """A whole gradient was added to the part of each rank. With "pp ddp" it is that of a table at both ends of a
+    pipeline."""
     who = subject(name)
     made = PLANS[plan](who)
     case = who.case(made)
@@ -211,12 +244,15 @@ def test_hooks_of_gradients_are_refused_in_pipelines() -> None:
 
 
 def _apart(source: str, light: Light) -> tuple[list[int], dict[str, Tensor]]:
-    """One rank: an optimizer for each of the first and the last parameter, saved, loaded and under a scaler; of how many it has state in each, and the weights."""
+    """One rank: an optimizer for each of the first and the last parameter, saved, loaded and under a scaler; of how
+    many it has state in each, and the weights."""
     module, scaler = light.build(source), GradScaler("cpu")
-    ends = list(light.weights)[0], list(light.weights)[-1]
+    ends = next(iter(light.weights)), list(light.weights)[-1]
 
     def made() -> list[optim.Optimizer]:
-        return [optim.Adam([{"params": [p for name, p in module.named_parameters() if name == end]}], 1e-2) for end in ends]
+        return [
+            optim.Adam([{"params": [p for name, p in module.named_parameters() if name == end]}], 1e-2) for end in ends
+        ]
 
     optimizers = made()
     for _ in range(STEPS):

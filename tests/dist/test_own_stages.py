@@ -19,12 +19,20 @@ from tests.helpers.ranks import on_ranks
 
 PLACES, MICROBATCHES, ROWS, WIDTH = 2, 6, 3, 4
 LOOP, V = (0, 1, 0, 1), (0, 1, 1, 0)
-CASES = [("Schedule1F1B", (0, 1)), ("ScheduleGPipe", (0, 1)), ("ScheduleInterleaved1F1B", LOOP), ("ScheduleLoopedBFS", LOOP),
-         ("ScheduleInterleavedZeroBubble", LOOP), ("ScheduleZBVZeroBubble", V), ("ScheduleDualPipeV", V)]
+CASES = [
+    ("Schedule1F1B", (0, 1)),
+    ("ScheduleGPipe", (0, 1)),
+    ("ScheduleInterleaved1F1B", LOOP),
+    ("ScheduleLoopedBFS", LOOP),
+    ("ScheduleInterleavedZeroBubble", LOOP),
+    ("ScheduleZBVZeroBubble", V),
+    ("ScheduleDualPipeV", V),
+]
 
 
 class Part(nn.Module):
-    """Two values in and out; only the first of them has a gradient, though nothing says so. The last part gives the loss. `left`: what went to another place."""
+    """Two values in and out; only the first of them has a gradient, though nothing says so. The last part gives the
+    loss. `left`: what went to another place."""
 
     def __init__(self, index: int, places: tuple[int, ...], *, alone: bool = False) -> None:
         super().__init__()
@@ -49,15 +57,20 @@ class Part(nn.Module):
 
 
 class Seen(OwnStage):
-    """Counts the receive buffers that are in memory when a microbatch begins, and what the stage has made that goes to another place."""
+    """Counts the receive buffers that are in memory when a microbatch begins, and what the stage has made that goes to
+    another place."""
 
     most, most_left = 0, 0
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        infos = [info for recv in (self.args_recv_info, self.grad_recv_info) for infos in recv.values() for info in infos]
+        infos = [
+            info for recv in (self.args_recv_info, self.grad_recv_info) for infos in recv.values() for info in infos
+        ]
         part: Any = self.submod
         self.most_left = max(self.most_left, sum(there() is not None for there in part.left))
-        self.most = max(self.most, sum(getattr(info, "buffer", None) is not None and not info.buffer.is_meta for info in infos))
+        self.most = max(
+            self.most, sum(getattr(info, "buffer", None) is not None and not info.buffer.is_meta for info in infos)
+        )
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
 
@@ -72,12 +85,25 @@ def wanted(parts: list[Part], rows: Tensor) -> None:
 def run(name: str, places: tuple[int, ...]) -> None:
     kind, rank, last = getattr(pipelining.schedules, name), dist.get_rank(), len(places) - 1
     rows = torch.randn(MICROBATCHES, ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    whole, mine = [Part(i, places, alone=True) for i in range(last + 1)], {i: Part(i, places) for i in range(last + 1) if places[i] == rank}
+    whole, mine = (
+        [Part(i, places, alone=True) for i in range(last + 1)],
+        {i: Part(i, places) for i in range(last + 1) if places[i] == rank},
+    )
     sent = Sent() if last > 1 else None
     meta = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta", requires_grad=True)
     loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
-    stages = [Seen(part, i, last + 1, torch.device("cpu"), input_args=(meta, meta) if i else (meta.detach(),),
-                   output_args=(meta, meta) if i < last else (loss,), sent=sent) for i, part in mine.items()]
+    stages = [
+        Seen(
+            part,
+            i,
+            last + 1,
+            torch.device("cpu"),
+            input_args=(meta, meta) if i else (meta.detach(),),
+            output_args=(meta, meta) if i < last else (loss,),
+            sent=sent,
+        )
+        for i, part in mine.items()
+    ]
     schedule = kind(stages if last > 1 else stages[0], MICROBATCHES, loss_fn=lambda x, _: x, scale_grads=False)
     for _ in range(2):  # gradients add up; buffers of the first step are gone in the second
         wanted(whole, rows)
@@ -94,7 +120,9 @@ def run(name: str, places: tuple[int, ...]) -> None:
     for i, part in mine.items():
         for key, value in part.named_parameters():
             assert value.grad is not None
-            torch.testing.assert_close(value.grad, whole[i].get_parameter(key).grad, rtol=1e-12, atol=1e-12, msg=f"stage {i} {key}")
+            torch.testing.assert_close(
+                value.grad, whole[i].get_parameter(key).grad, rtol=1e-12, atol=1e-12, msg=f"stage {i} {key}"
+            )
 
 
 @pytest.mark.parametrize(("name", "places"), CASES)

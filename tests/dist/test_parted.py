@@ -1,5 +1,5 @@
-"""Runs of blocks in parts, each with layouts of its own: in one stage, and with a place of a pipeline for each part, on local ranks against one
-device."""
+"""Runs of blocks in parts, each with layouts of its own: in one stage, and with a place of a pipeline for each part, on
+local ranks against one device."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ from tests.helpers.verify import FROZEN, Sizes, Subject, by_chance, by_stages, p
 
 MESH = (2, 2)
 WAYS: dict[str, tuple[roles.Role, ...]] = {
-    "data": (roles.data, roles.data), "zero3": (roles.zero3, roles.zero3), "tensor": (roles.tensor, roles.tensor),
-    "samples x tensor": (roles.samples, roles.tensor), "zero3 x samples": (roles.zero3, roles.samples), "zero1 x tensor": (roles.zero1, roles.tensor)}
+    "data": (roles.data, roles.data),
+    "zero3": (roles.zero3, roles.zero3),
+    "tensor": (roles.tensor, roles.tensor),
+    "samples x tensor": (roles.samples, roles.tensor),
+    "zero3 x samples": (roles.zero3, roles.samples),
+    "zero1 x tensor": (roles.zero1, roles.tensor),
+}
 
 
 @cache
@@ -29,7 +34,9 @@ def parted(name: str) -> Subject:
     """A tiny model whose runs of blocks are each in two parts."""
     who = subject(name)
     counts = {str(node.target): int(node.meta["repeat"]) for node in who.captured.gm.graph.nodes if is_folded(node)}
-    captured = who.captured.parted({scope: part_names(who.captured.gm, scope, [count // 2]) for scope, count in counts.items()})
+    captured = who.captured.parted(
+        {scope: part_names(who.captured.gm, scope, [count // 2]) for scope, count in counts.items()}
+    )
     return replace(who, captured=captured, cases={}, references={})
 
 
@@ -43,23 +50,37 @@ def right(who: Subject, made: Plan) -> None:
 FAST = [("hf-llama", 1)]
 
 
-@pytest.mark.parametrize(("name", "seed"), [*FAST, *(pytest.param(name, seed, marks=pytest.mark.slow) for name in (
-    "hf-gpt2", "hf-llama", "hf-t5", "hf-vit", "hf-mixtral", f"hf-resnet{FROZEN}", "hf-clip") for seed in range(3) if (name, seed) not in FAST)])
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        *FAST,
+        *(
+            pytest.param(name, seed, marks=pytest.mark.slow)
+            for name in ("hf-gpt2", "hf-llama", "hf-t5", "hf-vit", "hf-mixtral", f"hf-resnet{FROZEN}", "hf-clip")
+            for seed in range(3)
+            if (name, seed) not in FAST
+        ),
+    ],
+)
 def test_parts_with_any_layouts_in_one_stage(name: str, seed: int) -> None:
     who = parted(name)
     right(who, by_chance(who, MESH, seed))
 
 
 def in_places(who: Subject, mesh: Sizes, ways: tuple[str, str], schedule: str, microbatches: int = 2) -> Plan:
-    """Two places, the first with the first part of the last run of blocks and all in front of it laid by the first of `ways`, the second with the
-    rest laid by the other one; weights, inputs and what is free to repeat, which both read, by the first."""
-    first, rest = list(who.captured.parts.items())[-1]
+    """Two places, the first with the first part of the last run of blocks and all in front of it laid by the first of
+    `ways`, the second with the rest laid by the other one; weights, inputs and what is free to repeat, which both read,
+    by the first."""
+    _, rest = list(who.captured.parts.items())[-1]
     (begins,) = rest
     pieces = [unit.name for unit in units(planner_of(who, mesh).program)]
     cut = pieces.index(begins)
     flat = [by_stages(who, mesh, WAYS[way], 2, microbatches, schedule, 1, [cut]) for way in ways]
     late = set(flat[0].stages[1].nodes) - set(flat[0].stages[0].nodes)
-    nodes = {name: (flat[1] if name.startswith(f"{begins}/") or name in late else flat[0]).nodes[name] for name in flat[0].nodes}
+    nodes = {
+        name: (flat[1] if name.startswith(f"{begins}/") or name in late else flat[0]).nodes[name]
+        for name in flat[0].nodes
+    }
     return replace(flat[0], nodes=nodes)
 
 
@@ -73,8 +94,11 @@ def test_the_answer_of_the_search() -> None:
     assert report.ok, [row for row in report.rows if not row.ok][:4]
 
 
-PIPED = [("hf-llama", ("zero3", "samples x tensor"), "1f1b", "full"), ("hf-gpt2", ("samples x tensor", "data"), "1f1b", "none"),
-         pytest.param("hf-t5", ("tensor", "zero3 x samples"), "gpipe", "selective", marks=pytest.mark.slow)]
+PIPED = [
+    ("hf-llama", ("zero3", "samples x tensor"), "1f1b", "full"),
+    ("hf-gpt2", ("samples x tensor", "data"), "1f1b", "none"),
+    pytest.param("hf-t5", ("tensor", "zero3 x samples"), "gpipe", "selective", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("name", "ways", "schedule", "level"), PIPED, ids=str)

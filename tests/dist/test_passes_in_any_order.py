@@ -1,4 +1,5 @@
-"""Several forwards before their backwards, in any order, with evaluations between: gradients are those of one device."""
+"""Several forwards before their backwards, in any order, with evaluations between: gradients are those of one
+device."""
 
 from __future__ import annotations
 
@@ -54,11 +55,21 @@ def _a_forward_for_nothing(model: ShardedModule, batches: Batches) -> None:
 
 
 ORDERS: dict[str, Callable[[ShardedModule, Batches], None]] = {
-    "together": _together, "as they came": _as_they_came, "last first": _last_first, "evaluation between": _an_evaluation_between, "step between": _a_step_between,
+    "together": _together,
+    "as they came": _as_they_came,
+    "last first": _last_first,
+    "evaluation between": _an_evaluation_between,
+    "step between": _a_step_between,
     "for nothing": _a_forward_for_nothing,
 }
 RECIPES = {"ddp": 2, "zero1": 2, "zero3": 2, "tp_sp": 2, "tp_zero3": 4, "hsdp": 4}
-FAST = [*(("tp_zero3", order) for order in ORDERS), *(("zero3", order) for order in ORDERS), ("zero1", "together"), ("zero1", "evaluation between"), ("hsdp", "step between")]
+FAST = [
+    *(("tp_zero3", order) for order in ORDERS),
+    *(("zero3", order) for order in ORDERS),
+    ("zero1", "together"),
+    ("zero1", "evaluation between"),
+    ("hsdp", "step between"),
+]
 
 
 @cache
@@ -68,7 +79,7 @@ def compiled(recipe: str) -> Compiled:
 
 
 def batches() -> Batches:
-    return [tuple(part[at:at + 8] for part in dataset().tensors) for at in (0, 8, 16)]
+    return [tuple(part[at : at + 8] for part in dataset().tensors) for at in (0, 8, 16)]
 
 
 def _gradients(made: Compiled, weights: dict[str, Tensor], order: str) -> dict[str, Tensor | None]:
@@ -77,7 +88,18 @@ def _gradients(made: Compiled, weights: dict[str, Tensor], order: str) -> dict[s
     return model.full_grads()
 
 
-@pytest.mark.parametrize(("recipe", "order"), [*FAST, *(pytest.param(recipe, order, marks=pytest.mark.slow) for recipe in RECIPES for order in ORDERS if (recipe, order) not in FAST)])
+@pytest.mark.parametrize(
+    ("recipe", "order"),
+    [
+        *FAST,
+        *(
+            pytest.param(recipe, order, marks=pytest.mark.slow)
+            for recipe in RECIPES
+            for order in ORDERS
+            if (recipe, order) not in FAST
+        ),
+    ],
+)
 def test_gradients_are_those_of_one_device(recipe: str, order: str) -> None:
     torch.manual_seed(0)
     model = Model().double()
@@ -86,4 +108,8 @@ def test_gradients_are_those_of_one_device(recipe: str, order: str) -> None:
     for grads in ran:
         for name, parameter in model.named_parameters():
             found = grads[name]
-            assert found is not None and parameter.grad is not None and torch.allclose(found, parameter.grad, rtol=1e-9, atol=1e-12), name
+            assert (
+                found is not None
+                and parameter.grad is not None
+                and torch.allclose(found, parameter.grad, rtol=1e-9, atol=1e-12)
+            ), name

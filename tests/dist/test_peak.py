@@ -27,7 +27,12 @@ from tests.helpers.verify import Sizes, Subject, by_recipe, by_stages, planned, 
 
 BATCH, SEQ = 64, 64  # activations are a hundred times the weights
 FAST = [("hf-llama", "zero3"), ("hf-gpt2", "megatron"), ("hf-bert", "tp_sp"), ("gpt", "zero1")]
-SLOW = [(name, recipe) for name in TINY for recipe in ("ddp", "zero1", "zero3", "tp_sp", "megatron") if (name, recipe) not in FAST]
+SLOW = [
+    (name, recipe)
+    for name in TINY
+    for recipe in ("ddp", "zero1", "zero3", "tp_sp", "megatron")
+    if (name, recipe) not in FAST
+]
 STATE = ("weights", "master", "optimizer", "buffers", "inputs")  # there before a step begins
 
 
@@ -48,31 +53,42 @@ def beside_state(place: Place, *phases: str) -> float:
 @pytest.mark.parametrize(("name", "recipe"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
 def test_the_peak_of_a_step_is_counted(name: str, recipe: str) -> None:
     who = subject(name)
-    (place, counted), = compared(who, by_recipe(who, (2,), recipe))
+    ((place, counted),) = compared(who, by_recipe(who, (2,), recipe))
     assert counted.step_bytes > 50_000
     assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.1)
 
 
 @pytest.mark.slow
 def test_on_an_axis_of_one_device_layouts_are_views() -> None:
-    """That of queries, keys and values as a part of a sum is changed back behind the views of each: they look at one tensor all the while, which is kept whole."""
+    """That of queries, keys and values as a part of a sum is changed back behind the views of each: they look at one
+    tensor all the while, which is kept whole."""
     who = subject("hf-neox")
     made = planned(who, (1,), "single")
     assert any("P" in use for node in made.nodes.values() for use in node.ins)
-    (place, counted), = compared(who, made)
-    assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.01)
+    ((place, counted),) = compared(who, made)
+    assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(
+        counted.step_bytes, rel=0.01
+    )
 
 
-@pytest.mark.parametrize(("recipe", "batch"), [("single", 4), ("ddp", 4), ("ddp", 2), ("megatron", 4), ("single", 256), ("zero1", 256), ("zero3", 256)])
+@pytest.mark.parametrize(
+    ("recipe", "batch"),
+    [("single", 4), ("ddp", 4), ("ddp", 2), ("megatron", 4), ("single", 256), ("zero1", 256), ("zero3", 256)],
+)
 def test_gradients_in_mixed_precision_are_there_in_both_dtypes(recipe: str, batch: int) -> None:
-    """Of a table that is used twice, too, larger than all else: where few samples leave nothing beside it, and where many do."""
+    """Of a table that is used twice, too, larger than all else: where few samples leave nothing beside it, and where
+    many do."""
     torch.manual_seed(0)
     model, args = gpt.build(gpt.Config(vocab=4096, positions=16, layers=2, heads=4, hidden=128), batch, 16)
     ranks = 1 if recipe == "single" else 2
     made = autopar.compile(model, f"cpu:1x{ranks}", args, precision="bf16", recipe=recipe, time_limit_s=10.0)
     assert made.captured is not None
-    counted = living(ranks).run(counted_on_rank, made.bundle, dict(model.state_dict()), dict(zip(made.captured.input_names, args, strict=True)))[0]
-    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.1)
+    counted = living(ranks).run(
+        counted_on_rank, made.bundle, dict(model.state_dict()), dict(zip(made.captured.input_names, args, strict=True))
+    )[0]
+    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
+        counted.step_bytes, rel=0.1
+    )
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
@@ -81,21 +97,32 @@ def test_the_peak_of_a_loss_over_split_classes_is_counted(precision: str) -> Non
     torch.manual_seed(0)
     model, args = gpt.build(gpt.Config(vocab=4096, positions=16, layers=1, heads=4, hidden=64), 128, 16)
     made = autopar.compile(model, "cpu:1x2", args, precision=precision, recipe="megatron", time_limit_s=10.0)
-    counted = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), dict(zip(made.captured.input_names, args, strict=True)))[0]
+    counted = living(2).run(
+        counted_on_rank, made.bundle, dict(model.state_dict()), dict(zip(made.captured.input_names, args, strict=True))
+    )[0]
     assert "cross_entropy" in str(made.plan.nodes["cross_entropy_sum"].runs)
-    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.03)
+    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
+        counted.step_bytes, rel=0.03
+    )
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "zero1", "zero2"])
 def test_whole_gradients_that_are_scattered_do_not_stay(recipe: str) -> None:
-    """Of ZeRO-1 and 2 those of two buckets are there at once, while the backward of 12 layers of 16 MiB goes on: beside the half of each that rests. What gloo has summed one of them in
-    may be there for a little longer, by when its thread runs."""
+    """Of ZeRO-1 and 2 those of two buckets are there at once, while the backward of 12 layers of 16 MiB goes on: beside
+    the half of each that rests. What gloo has summed one of them in may be there for a little longer, by when its
+    thread runs."""
     model, x = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12))), torch.randn(4, 2048)
     made = autopar.compile(Loss(model), "cpu:1x2", (x,), recipe=recipe, time_limit_s=5.0)
-    counted = living(2).run(counted_on_rank, made.bundle, dict(Loss(model).state_dict()), {made.captured.input_names[0]: x})[0]
-    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.15)
+    counted = living(2).run(
+        counted_on_rank, made.bundle, dict(Loss(model).state_dict()), {made.captured.input_names[0]: x}
+    )[0]
+    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
+        counted.step_bytes, rel=0.15
+    )
     assert recipe == "ddp" or counted.step_bytes < (12 / 2 + 12) * 4 * 2048 * 2048
-    assert recipe != "ddp" or beside_state(made.memory().places[0], "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.01), "a bucket has all of the layer that makes it full"
+    assert recipe != "ddp" or beside_state(made.memory().places[0], "sums of gradients") == pytest.approx(
+        counted.step_bytes, rel=0.01
+    ), "a bucket has all of the layer that makes it full"
 
 
 class Tables(nn.Module):
@@ -111,19 +138,27 @@ class Tables(nn.Module):
 
 ALIKE = {
     "tables": (Tables, lambda: torch.randint(4096, (64,))),
-    "layers": (lambda: nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(5))), lambda: torch.randn(4, 512)),
+    "layers": (
+        lambda: nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(5))),
+        lambda: torch.randn(4, 512),
+    ),
 }
 
 
 @pytest.mark.parametrize(("name", "precision"), [*((name, "float32") for name in ALIKE), ("layers", "bf16")])
 def test_gloo_sums_whole_gradients_of_gathered_weights_in_copies(name: str, precision: str) -> None:
-    """In the dtype in which weights rest. Of weights under ZeRO-3 that are alike, whether a block each or not: what gloo has of the first ones is there while the last one is copied. What it has gathered
-    into may be there for a little longer, by when its thread runs."""
+    """In the dtype in which weights rest. Of weights under ZeRO-3 that are alike, whether a block each or not: what
+    gloo has of the first ones is there while the last one is copied. What it has gathered into may be there for a
+    little longer, by when its thread runs."""
     build, drawn = ALIKE[name]
     model, x = Loss(build()), drawn()
     made = autopar.compile(model, "cpu:1x2", (x,), recipe="zero3", precision=precision, time_limit_s=5.0)
-    counted = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
-    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.15)
+    counted = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[
+        0
+    ]
+    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
+        counted.step_bytes, rel=0.15
+    )
 
 
 @pytest.mark.parametrize(("recipe", "precision"), [("zero1", "float32"), ("zero1", "bf16"), ("ddp", "bf16")])
@@ -131,8 +166,12 @@ def test_of_few_gradients_a_bucket_is_sent_when_all_are_there(recipe: str, preci
     """What its scatter brings is there from then on, when nothing of the backward's operators is any more."""
     model, x = Loss(nn.Sequential(*(nn.Linear(256, 256) for _ in range(5)))), torch.randn(256, 256)
     made = autopar.compile(model, "cpu:1x2", (x,), recipe=recipe, precision=precision, time_limit_s=5.0)
-    counted = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
-    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.01)
+    counted = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[
+        0
+    ]
+    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
+        counted.step_bytes, rel=0.01
+    )
 
 
 SQUARES = {"square": torch.square, "a power": lambda h: h.pow(2)}
@@ -165,8 +204,12 @@ def _is_counted(build: Callable[[], nn.Module], precision: str | None = None, ro
     torch.manual_seed(0)
     model, x = build(), torch.randn(rows, 128)
     made = autopar.compile(model, "cpu:1x1", (x,), recipe="single", precision=precision, time_limit_s=5.0)
-    counted = living(1).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
-    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.05)
+    counted = living(1).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[
+        0
+    ]
+    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
+        counted.step_bytes, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("name", SQUARES)
@@ -232,8 +275,18 @@ class Normed(nn.Module):
         return self.layers(x).mean()
 
 
-@pytest.mark.parametrize(("norm", "count", "precision"), [("rms", 1, "float32"), ("rms", 4, "bf16"), ("layer", 1, "float32"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-    ("rms", 1, "bf16"), ("rms", 4, "float32"), ("layer", 4, "float32")))])
+@pytest.mark.parametrize(
+    ("norm", "count", "precision"),
+    [
+        ("rms", 1, "float32"),
+        ("rms", 4, "bf16"),
+        ("layer", 1, "float32"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("rms", 1, "bf16"), ("rms", 4, "float32"), ("layer", 4, "float32"))
+        ),
+    ],
+)
 def test_the_peak_of_norms_is_counted(norm: str, count: int, precision: str) -> None:
     """A CPU runs RMSNorm as plain operators, each of which takes memory."""
     _is_counted(lambda: Normed(norm, count), precision)
@@ -244,7 +297,9 @@ class Widened(nn.Module):
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        self.up, self.down = (nn.ModuleList(nn.Linear(*sizes, bias=False) for _ in range(count)) for sizes in ((128, 512), (512, 128)))
+        self.up, self.down = (
+            nn.ModuleList(nn.Linear(*sizes, bias=False) for _ in range(count)) for sizes in ((128, 512), (512, 128))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for up, down in zip(self.up, self.down, strict=True):
@@ -283,11 +338,16 @@ class Heads(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["megatron", "ulysses"])
 def test_heads_that_come_from_other_ranks_are_put_in_order(recipe: str) -> None:
-    """Joining heads is a copy then, of which the next product keeps all; of heads that a rank has made itself it is none."""
+    """Joining heads is a copy then, of which the next product keeps all; of heads that a rank has made itself it is
+    none."""
     model, x = Loss(Heads()), torch.randn(16, 128, 128)
     made = autopar.compile(model, "cpu:1x2", (x,), recipe=recipe, time_limit_s=5.0)
-    counted = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
-    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.03)
+    counted = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[
+        0
+    ]
+    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
+        counted.step_bytes, rel=0.03
+    )
 
 
 @pytest.mark.parametrize(("dropped", "precision"), [(0.1, "float32"), (0.1, "bf16"), (0.0, "bf16"), (0.0, "float32")])
@@ -307,8 +367,19 @@ class Recurrent(nn.Module):
         return self.network(x.unflatten(1, (2, 64)).repeat(1, 4, 1))[0].mean()
 
 
-@pytest.mark.parametrize(("name", "layers", "both"), [("LSTM", 1, False), ("LSTM", 2, True), ("GRU", 2, False), ("RNN", 1, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-    ("LSTM", 1, True), ("LSTM", 2, False), ("GRU", 1, True), ("RNN", 2, False)))])
+@pytest.mark.parametrize(
+    ("name", "layers", "both"),
+    [
+        ("LSTM", 1, False),
+        ("LSTM", 2, True),
+        ("GRU", 2, False),
+        ("RNN", 1, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("LSTM", 1, True), ("LSTM", 2, False), ("GRU", 1, True), ("RNN", 2, False))
+        ),
+    ],
+)
 def test_the_peak_of_recurrent_networks_is_counted(name: str, layers: int, both: bool) -> None:
     """Gates of all positions are there at once, beside what is kept."""
     _is_counted(lambda: Recurrent(name, layers, both), rows=256)
@@ -317,7 +388,7 @@ def test_the_peak_of_recurrent_networks_is_counted(name: str, layers: int, both:
 @pytest.mark.parametrize(("name", "recipe"), [("hf-llama", "zero3"), ("mlp", "ddp"), ("hf-bert", "tp_sp")])
 def test_the_update_takes_two_more_of_the_largest_parameter(name: str, recipe: str) -> None:
     who = subject(name)
-    (place, counted), = compared(who, by_recipe(who, (2,), recipe))
+    ((place, counted),) = compared(who, by_recipe(who, (2,), recipe))
     assert beside_state(place, "update") == pytest.approx(counted.update_bytes, rel=0.01)
 
 
@@ -326,28 +397,37 @@ def test_the_update_has_one_more_of_the_parameter_before(layers: int) -> None:
     """Of alike ones three; blocks that are alike are one run, of layers without biases."""
     model, x = Loss(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(layers)))), torch.randn(4, 256)
     made = autopar.compile(model, "cpu:1x1", (x,), recipe="single", time_limit_s=5.0)
-    counted = living(1).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[0]
-    assert beside_state(made.memory().places[0], "update") == pytest.approx(counted.update_bytes, rel=0.01) == (layers + 3) * 4 * 256 * 256
+    counted = living(1).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[
+        0
+    ]
+    assert (
+        beside_state(made.memory().places[0], "update")
+        == pytest.approx(counted.update_bytes, rel=0.01)
+        == (layers + 3) * 4 * 256 * 256
+    )
 
 
 @pytest.mark.parametrize(("name", "recipe", "level"), [("hf-gpt2", "ddp", "full"), ("hf-llama", "zero3", "selective")])
 def test_the_peak_of_blocks_that_are_run_again_is_counted(name: str, recipe: str, level: str) -> None:
     who = subject(name)
-    (place, counted), = compared(who, rematerialised(who, by_recipe(who, (2,), recipe), level))
+    ((place, counted),) = compared(who, rematerialised(who, by_recipe(who, (2,), recipe), level))
     assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize("level", ["full", "selective"])
 def test_the_inputs_of_blocks_that_are_run_again_go_with_their_backward(level: str) -> None:
-    """Blocks whose weights take more than what they are given: gradients come in the place of inputs. The walk takes the first block for one whose input has a gradient."""
+    """Blocks whose weights take more than what they are given: gradients come in the place of inputs. The walk takes
+    the first block for one whose input has a gradient."""
     torch.manual_seed(0)
     model, x = Widened(8), torch.randn(512, 128)
     who = Subject("widened", "train", capture(model, (x,)), model.state_dict())
     made = rematerialised(who, planned(who, (1,), "single"), level)
     bundle = Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
     counted = living(1).run(counted_on_rank, bundle, dict(who.weights), {who.captured.input_names[0]: x})[0]
-    place, = memory_of(who.captured.gm, made).places
-    assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.05)
+    (place,) = memory_of(who.captured.gm, made).places
+    assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(
+        counted.step_bytes, rel=0.05
+    )
 
 
 STAGES: list[tuple[str, Sizes, str, int, int, str, int]] = [
@@ -367,11 +447,14 @@ STAGES: list[tuple[str, Sizes, str, int, int, str, int]] = [
 
 
 @pytest.mark.parametrize(("name", "mesh", "recipe", "places", "microbatches", "schedule", "virtual"), STAGES)
-def test_the_peak_of_each_place_of_a_pipeline_is_counted(name: str, mesh: Sizes, recipe: str, places: int, microbatches: int,
-                                                        schedule: str, virtual: int) -> None:
+def test_the_peak_of_each_place_of_a_pipeline_is_counted(
+    name: str, mesh: Sizes, recipe: str, places: int, microbatches: int, schedule: str, virtual: int
+) -> None:
     who = subject(name)
     for place, counted in compared(who, by_stages(who, mesh, recipe, places, microbatches, schedule, virtual)):
-        assert beside_state(place, "forward", "backward", WEIGHTS, "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.07), place.number
+        assert beside_state(place, "forward", "backward", WEIGHTS, "sums of gradients") == pytest.approx(
+            counted.step_bytes, rel=0.07
+        ), place.number
 
 
 class Rectified(nn.Module):
@@ -392,4 +475,6 @@ def test_a_backward_that_is_taken_apart_keeps_all_until_its_part_for_inputs_ends
     made = autopar.compile(model, "cpu:1x2", (x,), recipe="zero_bubble", mesh=(1,), time_limit_s=5.0)
     seen = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})
     for place, counted in zip(made.memory().places, seen, strict=True):
-        assert beside_state(place, "forward", "backward", WEIGHTS, "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.05), place.number
+        assert beside_state(place, "forward", "backward", WEIGHTS, "sums of gradients") == pytest.approx(
+            counted.step_bytes, rel=0.05
+        ), place.number

@@ -15,14 +15,17 @@ from tests.helpers.verify import by_stages, subject
 
 
 def _accumulated(source: str, light: Light) -> tuple[dict[str, Tensor], dict[str, Tensor], set[float]]:
-    """One rank: whole gradients after one step, and after two more without clearing them, with one in between that ends in an error on all ranks; and the losses."""
+    """One rank: whole gradients after one step, and after two more without clearing them, with one in between that ends
+    in an error on all ranks; and the losses."""
     module = light.build(source)
     batch = module.shard_batch(**light.batch)
     losses = {float(module.train_step(*batch))}
     first = {name: grad.clone() for name, grad in module.full_grads().items() if grad is not None}
     with mock.patch.object(Engine, "step", side_effect=MemoryError), pytest.raises(MemoryError):
         module.train_step(*batch)
-    with mock.patch.object(dist, "broadcast_object_list", side_effect=AssertionError("what the loss is like is known by now")):
+    with mock.patch.object(
+        dist, "broadcast_object_list", side_effect=AssertionError("what the loss is like is known by now")
+    ):
         losses |= {float(module.train_step(*batch)) for _ in range(2)}
     return first, {name: grad for name, grad in module.full_grads().items() if grad is not None}, losses
 

@@ -1,5 +1,6 @@
-"""Compiled blocks inside pipeline stages: the gradients are those of blocks that are not compiled, under whole backwards and under backwards
-in two parts, which run a compiled block's backward twice and so must keep what it saved."""
+"""Compiled blocks inside pipeline stages: the gradients are those of blocks that are not compiled, under whole
+backwards and under backwards in two parts, which run a compiled block's backward twice and so must keep what it
+saved."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def _compiled(source: str, light: Light) -> tuple[dict[str, tuple[Tensor, Tensor
     return {name: (grad, found[1][name]) for name, grad in found[0].items() if grad is not None}, graphs
 
 
-@pytest.mark.parametrize("schedule", [pytest.param(name, marks=[] if name.startswith("zbv") else pytest.mark.slow) for name in PLANS])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=[] if name.startswith("zbv") else pytest.mark.slow) for name in PLANS]
+)
 def test_gradients_are_those_of_eager_blocks(schedule: str) -> None:
     recipe, ranks, micro, virtual = PLANS[schedule]
     who = subject("hf-gpt2")
@@ -43,4 +46,6 @@ def test_gradients_are_those_of_eager_blocks(schedule: str) -> None:
     for grads, _ in results:
         assert grads
         for name, (eager, compiled) in grads.items():
-            torch.testing.assert_close(compiled, eager, rtol=1e-11, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                compiled, eager, rtol=1e-11, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}"
+            )

@@ -14,16 +14,22 @@ from tests.helpers.verify import by_stages, subject
 
 
 def _groups_of(source: str, light: Light) -> tuple[int, str, list[str]]:
-    """One rank: how many weights it holds, the name of its own group in the mesh of its place, and those of places with copies of one weight."""
+    """One rank: how many weights it holds, the name of its own group in the mesh of its place, and those of places with
+    copies of one weight."""
     module = light.build(source)
     assert isinstance(module, PipelinedModule)
     group = module.MESH.group(0)
     assert group is not None
-    return len(module.declared()), group.group_name, [shared.group.group_name for shared in module._shared if shared.mine]
+    return (
+        len(module.declared()),
+        group.group_name,
+        [shared.group.group_name for shared in module._shared if shared.mine],
+    )
 
 
 def test_a_place_that_holds_nothing_makes_the_groups_of_the_mesh_as_the_others_do() -> None:
-    """Its own group had the name of that of two other places, who now and then took its address for each other's, and waited for ever."""
+    """Its own group had the name of that of two other places, who now and then took its address for each other's, and
+    waited for ever."""
     who = subject("hf-gpt2")
     case = who.case(by_stages(who, (1,), "single", 4, 1, "naive"))
     held, own, shared = zip(*on_new_ranks(4, _groups_of, case.source(), case.light), strict=True)
@@ -66,7 +72,11 @@ def _parted(source: str, light: Light) -> str:
 
 
 def test_copies_of_a_weight_on_several_places_are_compared_before_the_first_step() -> None:
-    """Those of ranks of one place alone were: set differently on each place they would get the same gradients, and never become alike."""
+    """Those of ranks of one place alone were: set differently on each place they would get the same gradients, and
+    never become alike."""
     case = subject("hf-gpt2").case(by_stages(subject("hf-gpt2"), (1,), "single", 2, 4, "1f1b"))
     said = on_new_ranks(2, _parted, case.source(), case.light)
-    assert all("copies of one tensor are not the same on all ranks that have one: transformer.wte.weight" in each for each in said), said
+    assert all(
+        "copies of one tensor are not the same on all ranks that have one: transformer.wte.weight" in each
+        for each in said
+    ), said

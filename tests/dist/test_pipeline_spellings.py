@@ -1,4 +1,5 @@
-"""Microbatches of what models spell in other words: copies for each sample, writes row by row, joins by another name."""
+"""Microbatches of what models spell in other words: copies for each sample, writes row by row, joins by another
+name."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Copied(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         rows = self.up(h).unflatten(-1, (HEADS, -1)).transpose(1, 2).flatten(0, 1)
         scores = torch.bmm(rows, self.places.repeat(rows.size(0) // HEADS, 1, 1).mT)
-        return h + torch.bmm(scores.softmax(-1), self.places.repeat(len(h), 1, 1)).unflatten(0, (-1, HEADS)).transpose(1, 2).flatten(2)
+        return h + torch.bmm(scores.softmax(-1), self.places.repeat(len(h), 1, 1)).unflatten(0, (-1, HEADS)).transpose(
+            1, 2
+        ).flatten(2)
 
 
 class Stepped(nn.Module):
@@ -84,7 +87,9 @@ def rows(kind: type[nn.Module]) -> Subject:
     return Rows(kind.__name__, "train", capture(model, (torch.zeros(8, 4, D),)), model.state_dict())
 
 
-@pytest.mark.parametrize(("schedule", "mesh", "used"), [("1f1b", (1,), roles.nothing), ("interleaved_zero_bubble", (2,), roles.zero1)])
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "used"), [("1f1b", (1,), roles.nothing), ("interleaved_zero_bubble", (2,), roles.zero1)]
+)
 @pytest.mark.parametrize("kind", [Copied, Stepped, Joined])
 def test_pipelines_take_microbatches(kind: type[nn.Module], schedule: str, mesh: Sizes, used: roles.Role) -> None:
     who = rows(kind)

@@ -14,19 +14,19 @@ from torch import nn
 from autopar.bundle import Bundle
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
-from autopar.codegen.module import emit
 from autopar.codegen.edges import spot_of
+from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
 from autopar.frontend import Loaded, load
+from autopar.layout import BUCKET_BYTES
 from autopar.memory import predict
-from autopar.plan import Plan
 from autopar.onestage import finish, plan
+from autopar.plan import Plan
 from autopar.planner import Planner
-from autopar.request import Request
 from autopar.problem.read_graph import read
 from autopar.problem.types import Problem, Solution
 from autopar.recipes import RECIPES, roles
-from autopar.layout import BUCKET_BYTES
+from autopar.request import Request
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.launch import launch
 from autopar.search import greedy
@@ -54,7 +54,13 @@ def small_gpus() -> Cluster:
 def searched() -> Plan:
     """What the free search finds, every recipe priced beside it."""
     _, captured = towers()
-    return plan(captured.gm, captured.hints, Request(small_gpus(), time_limit_s=30.0), model="towers", graph_hash=captured.graph_hash)
+    return plan(
+        captured.gm,
+        captured.hints,
+        Request(small_gpus(), time_limit_s=30.0),
+        model="towers",
+        graph_hash=captured.graph_hash,
+    )
 
 
 def check(made: Plan) -> None:
@@ -97,14 +103,17 @@ def scrambled(problem: Problem, seed: int) -> Solution:
 def test_placements_compose_with_every_other_layout(mesh: tuple[int, ...], seed: int) -> None:
     _, captured = towers()
     planner = Planner.of(captured.gm, captured.hints, Request(Cluster.parse(f"cpu:1x{int(np.prod(mesh))}")))
-    found = planner.candidate(mesh, (roles.anything,) * len(mesh), "scrambled", lambda problem: scrambled(problem, seed))
+    found = planner.candidate(
+        mesh, (roles.anything,) * len(mesh), "scrambled", lambda problem: scrambled(problem, seed)
+    )
     made = finish(planner, found, 0.0, [], {"model": "towers", "graph_hash": captured.graph_hash})
     assert any("operator" in node.kinds for node in made.nodes.values())
     check(made)
 
 
 class Twins(nn.Module):
-    """Two towers that share their weights, side by side: each weight is used on both ranks, and its gradient comes there at another time."""
+    """Two towers that share their weights, side by side: each weight is used on both ranks, and its gradient comes
+    there at another time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,12 +135,16 @@ def twins() -> tuple[nn.Module, dict[str, torch.Tensor], Captured]:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 500, BUCKET_BYTES])
 @pytest.mark.parametrize(("mesh", "seed"), [((2,), 0), ((2, 2), 1), ((2, 2), 3)])
-def test_weights_of_two_branches_have_the_sum_of_their_gradients(mesh: tuple[int, ...], seed: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_two_branches_have_the_sum_of_their_gradients(
+    mesh: tuple[int, ...], seed: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever came first on which rank, the same buckets begin in the same order with the same gradients in them."""
     monkeypatch.setattr(GradSync.__init__, "__defaults__", (bucket_bytes,))
     model, batch, captured = twins()
     planner = Planner.of(captured.gm, captured.hints, Request(Cluster.parse(f"cpu:1x{int(np.prod(mesh))}")))
-    found = planner.candidate(mesh, (roles.anything,) * len(mesh), "scrambled", lambda problem: scrambled(problem, seed))
+    found = planner.candidate(
+        mesh, (roles.anything,) * len(mesh), "scrambled", lambda problem: scrambled(problem, seed)
+    )
     made = finish(planner, found, 0.0, [], {"model": "twins", "graph_hash": captured.graph_hash})
     assert len({spot_of(node) for name, node in made.nodes.items() if name.startswith("linear")} - {None}) > 1
     report = verify(case_of(captured, made, model.state_dict(), batch))
@@ -148,4 +161,6 @@ def test_memory_is_counted_where_the_towers_are() -> None:
     place = predict(read(captured.gm, made.hints, training=True, device="cpu"), made).fullest
     state = sum(nbytes for kind, nbytes in place.rest.items() if kind != "gradients")
     assert seen[0].step_bytes != seen[1].step_bytes, "the towers are not alike"
-    assert max(place.phases[p] for p in ("forward", "backward")) - state == pytest.approx(max(one.step_bytes for one in seen), rel=0.15)
+    assert max(place.phases[p] for p in ("forward", "backward")) - state == pytest.approx(
+        max(one.step_bytes for one in seen), rel=0.15
+    )

@@ -16,16 +16,35 @@ from autopar.errors import ClusterError
 @pytest.mark.parametrize("recipe", [pytest.param("megatron", marks=pytest.mark.slow), "zero3"])
 def test_what_is_predicted_is_measured(recipe: str, tmp_path: Path) -> None:
     plan, cluster, trace = tmp_path / "plan.json", tmp_path / "c.toml", tmp_path / "t.json"
-    ran = CliRunner().invoke(app, ["plan", "models/gpt.py:tiny", "--cluster", "cpu:1x2", "--seq", "16", "--recipe", recipe, "-o", str(plan)], catch_exceptions=False)
+    ran = CliRunner().invoke(
+        app,
+        ["plan", "models/gpt.py:tiny", "--cluster", "cpu:1x2", "--seq", "16", "--recipe", recipe, "-o", str(plan)],
+        catch_exceptions=False,
+    )
     assert ran.exit_code == 0
-    arguments = ["profile", str(plan), "--steps", "1", "--json", str(tmp_path / "p.json"), "-o", str(cluster), "--trace", str(trace)]
+    arguments = [
+        "profile",
+        str(plan),
+        "--steps",
+        "1",
+        "--json",
+        str(tmp_path / "p.json"),
+        "-o",
+        str(cluster),
+        "--trace",
+        str(trace),
+    ]
     ran = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert ran.exit_code == 0 and "measured / predicted" in ran.stdout and "refitted cluster written" in ran.stdout
     data = json.loads((tmp_path / "p.json").read_text())
     rows = data["rows"]
     assert {row["what"] for row in rows} >= {"operator", "collective", "optimizer"}
     unmeasured = [row["name"] for row in rows if row["measured_s"] <= 0 < row["predicted_s"]]
-    unpredicted = [row["name"] for row in rows if row["predicted_s"] <= 0 < row["measured_s"] and row["what"] in ("collective", "gradients")]
+    unpredicted = [
+        row["name"]
+        for row in rows
+        if row["predicted_s"] <= 0 < row["measured_s"] and row["what"] in ("collective", "gradients")
+    ]
     assert not unmeasured and not unpredicted
     assert 0 < sum(row["measured_s"] for row in rows) <= 1.05 * data["profiled_s"]
     off = [abs(row["measured_s"] - row["predicted_s"]) for row in rows]
@@ -34,11 +53,25 @@ def test_what_is_predicted_is_measured(recipe: str, tmp_path: Path) -> None:
     assert any("autopar op " in event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"])
 
 
-@pytest.mark.parametrize("cluster, said", [("h100:1x2", "devices of kind cuda, and here the plan runs on cpu ranks, which tell nothing of a H100 SXM 80GB"),
-                                           ("h100:1x2+l4:1x2", "has parts of 2 kinds, and a profile tells of one rank")])
-def test_ranks_that_tell_nothing_of_a_cluster_are_refused_before_they_run(cluster: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "cluster, said",
+    [
+        (
+            "h100:1x2",
+            "devices of kind cuda, and here the plan runs on cpu ranks, which tell nothing of a H100 SXM 80GB",
+        ),
+        ("h100:1x2+l4:1x2", "has parts of 2 kinds, and a profile tells of one rank"),
+    ],
+)
+def test_ranks_that_tell_nothing_of_a_cluster_are_refused_before_they_run(
+    cluster: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, refitted = tmp_path / "plan.json", tmp_path / "c.toml"
-    ran = CliRunner().invoke(app, ["plan", "models/mlp.py:tiny", "--cluster", cluster, "--recipe", "ddp", "-o", str(plan)], catch_exceptions=False)
+    ran = CliRunner().invoke(
+        app,
+        ["plan", "models/mlp.py:tiny", "--cluster", cluster, "--recipe", "ddp", "-o", str(plan)],
+        catch_exceptions=False,
+    )
     assert ran.exit_code == 0
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("autopar.cli.profiling.profile", lambda *_, **__: pytest.fail("it ran"))

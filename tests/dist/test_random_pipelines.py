@@ -1,4 +1,5 @@
-"""Random models in random pipelines, on local ranks against one device: cut anywhere, under any schedule, with meshes and with blocks run again."""
+"""Random models in random pipelines, on local ranks against one device: cut anywhere, under any schedule, with meshes
+and with blocks run again."""
 
 from __future__ import annotations
 
@@ -17,10 +18,17 @@ from tests.helpers.verify import Sizes, Subject, by_stages, planner_of
 
 FAST = (0, 1, 2, 3, 9)
 MESHES: tuple[tuple[Sizes, tuple[roles.Role, ...]], ...] = (
-    ((1,), (roles.nothing,)), ((2,), (roles.zero1,)), ((2,), (roles.zero3,)), ((2,), (roles.tensor,)), ((2,), (roles.samples,)))
+    ((1,), (roles.nothing,)),
+    ((2,), (roles.zero1,)),
+    ((2,), (roles.zero3,)),
+    ((2,), (roles.tensor,)),
+    ((2,), (roles.samples,)),
+)
 
 
-@pytest.mark.parametrize("seed", [*FAST, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100) if seed not in FAST)])
+@pytest.mark.parametrize(
+    "seed", [*FAST, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100) if seed not in FAST)]
+)
 def test_any_model_in_any_pipeline(seed: int) -> None:
     model, inputs, draw = Drawn(seed, alone=True), batch(seed), random.Random(seed)
     who = Subject(f"drawn {seed}", "train", capture(model, inputs), model.state_dict())
@@ -33,7 +41,16 @@ def test_any_model_in_any_pipeline(seed: int) -> None:
         assert seed not in FAST, "draw another one: its gradients explode, or it is too small"
         return
     bounds = sorted(draw.sample(range(1, pieces), places * virtual - 1))
-    made = rematerialised(who, by_stages(who, mesh, used, places, microbatches, schedule, virtual, bounds), draw.choice(("none", "selective", "full")))
-    report = verify(case_of(who.captured, made, model.state_dict(), dict(zip(who.captured.input_names, inputs, strict=True))), ranks=living(made.ranks))
+    made = rematerialised(
+        who,
+        by_stages(who, mesh, used, places, microbatches, schedule, virtual, bounds),
+        draw.choice(("none", "selective", "full")),
+    )
+    report = verify(
+        case_of(who.captured, made, model.state_dict(), dict(zip(who.captured.input_names, inputs, strict=True))),
+        ranks=living(made.ranks),
+    )
     wrong = [row for row in report.rows if not row.ok]
-    assert report.ok, f"{schedule} on {places} places of {mesh} with {used[0].__name__}, cut at {bounds}: {wrong[:4]}\n{model}"
+    assert report.ok, (
+        f"{schedule} on {places} places of {mesh} with {used[0].__name__}, cut at {bounds}: {wrong[:4]}\n{model}"
+    )

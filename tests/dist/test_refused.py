@@ -60,7 +60,10 @@ def _inputs(recipe: str) -> tuple[str, str, str]:
 @pytest.mark.parametrize("recipe", ["tp", "ddp", "1f1b"])
 def test_gradients_of_inputs(recipe: str) -> None:
     for wrong, evaluated, right in on_ranks(2, _inputs, recipe):
-        assert "input 'x' requires grad, and a plan has ways for gradients of parameters alone" in wrong and "x.detach()" in wrong
+        assert (
+            "input 'x' requires grad, and a plan has ways for gradients of parameters alone" in wrong
+            and "x.detach()" in wrong
+        )
         assert not evaluated and not right
 
 
@@ -73,7 +76,10 @@ def _unlike(recipe: str) -> list[str]:
 @pytest.mark.parametrize("recipe", ["tp", "ddp", "1f1b"])
 def test_targets_of_another_batch(recipe: str) -> None:
     for fewer, more, right in on_ranks(2, _unlike, recipe):
-        assert "dim 0 of input 'y' is 2, dim 0 of input 'x' is 8" in fewer and "dim 0 of input 'y' is 8, dim 0 of input 'x' is 2" in more
+        assert (
+            "dim 0 of input 'y' is 2, dim 0 of input 'x' is 8" in fewer
+            and "dim 0 of input 'y' is 8, dim 0 of input 'x' is 2" in more
+        )
         assert not right
 
 
@@ -96,8 +102,20 @@ def _lines(recipe: str, hidden: int) -> str:
     return said(lambda: torch.optim.LBFGS(made.parameters()).step(lambda: made.train_step(*batch)))
 
 
-@pytest.mark.parametrize(("recipe", "hidden", "why"), [("1f1b", 32, "LBFGS takes inner products over all parameters"), ("zero3", 32, ""), ("ddp", 7, ""),
-                                                       ("zero3", 7, "LBFGS makes one vector of all parameters, which torch does of equal parts alone, and up.weight of shape (7, 8) rests as S0")])
+@pytest.mark.parametrize(
+    ("recipe", "hidden", "why"),
+    [
+        ("1f1b", 32, "LBFGS takes inner products over all parameters"),
+        ("zero3", 32, ""),
+        ("ddp", 7, ""),
+        (
+            "zero3",
+            7,
+            "LBFGS makes one vector of all parameters, which torch does of equal parts alone, and up.weight of shape "
+            "(7, 8) rests as S0",
+        ),
+    ],
+)
 def test_steps_along_lines(recipe: str, hidden: int, why: str) -> None:
     for wrong in on_ranks(2, _lines, recipe, hidden):
         assert wrong.startswith(why) and bool(wrong) == bool(why)
@@ -105,7 +123,10 @@ def test_steps_along_lines(recipe: str, hidden: int, why: str) -> None:
 
 def _weighed(recipe: str) -> list[str]:
     made, batch = compiled(recipe)
-    return [said(partial(made.train_step, *batch, loss_weight=weight)) for weight in (None, "1", torch.ones(2), float("nan"), float("inf"), 0.5, 0, torch.tensor(0.5))]
+    return [
+        said(partial(made.train_step, *batch, loss_weight=weight))
+        for weight in (None, "1", torch.ones(2), float("nan"), float("inf"), 0.5, 0, torch.tensor(0.5))
+    ]
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "1f1b"])
@@ -115,7 +136,8 @@ def test_weights_of_losses_that_are_no_numbers(recipe: str) -> None:
         assert not (half or none or tensor)
 
 
-FROZEN = ("", "", "up", "down")  # parts that do not train: all, before any step was taken and behind one, and those of one place of a pipeline
+# parts that do not train: all, before any step was taken and behind one, and those of one place of a pipeline
+FROZEN = ("", "", "up", "down")
 
 
 def _frozen(recipe: str) -> list[str]:
@@ -157,7 +179,11 @@ def _torn(recipe: str) -> tuple[str, str, str]:
 def test_ranks_that_have_frozen_different_parameters(recipe: str) -> None:
     """They summed the gradients that they had, of different parameters."""
     for wrong, evaluated, right in on_ranks(2, _torn, recipe):
-        assert re.match(r"parameter (up.weight is frozen|down.bias trains) on rank 1 and (trains|is frozen) on rank 0 \(2 differ so\)", wrong), wrong
+        assert re.match(
+            r"parameter (up.weight is frozen|down.bias trains) on rank 1 and (trains|is frozen) on rank 0 \(2 differ "
+            r"so\)",
+            wrong,
+        ), wrong
         assert not evaluated and not right
 
 
@@ -177,8 +203,10 @@ def test_stages_in_another_dtype(recipe: str, why: str) -> None:
 
 
 HOOKS: dict[str, Callable[..., None]] = {
-    "register_forward_hook": lambda module, inputs, outputs: None, "register_forward_pre_hook": lambda module, inputs: None,
-    "register_full_backward_hook": lambda module, into, outof: None, "register_full_backward_pre_hook": lambda module, outof: None,
+    "register_forward_hook": lambda module, inputs, outputs: None,
+    "register_forward_pre_hook": lambda module, inputs: None,
+    "register_full_backward_hook": lambda module, into, outof: None,
+    "register_full_backward_pre_hook": lambda module, outof: None,
     "register_backward_hook": lambda module, into, outof: None,
 }
 
@@ -195,7 +223,9 @@ def _watched(recipe: str) -> dict[str, tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize(("recipe", "why", "calls"), [("1f1b", "hooks of a pipeline would never be called", 0), ("ddp", "", 1)])
+@pytest.mark.parametrize(
+    ("recipe", "why", "calls"), [("1f1b", "hooks of a pipeline would never be called", 0), ("ddp", "", 1)]
+)
 def test_hooks_of_the_whole_module(recipe: str, why: str, calls: int) -> None:
     for found in on_ranks(2, _watched, recipe):
         for name, (wrong, called) in found.items():
@@ -227,11 +257,17 @@ class Several(Model):
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         hidden = F.gelu(self.up(x))
         out = self.down(hidden)
-        return {"loss": F.mse_loss(out, y), "second": self.aside(hidden).square().mean(), "seen": out.detach().square().mean(), "out": out}
+        return {
+            "loss": F.mse_loss(out, y),
+            "second": self.aside(hidden).square().mean(),
+            "seen": out.detach().square().mean(),
+            "out": out,
+        }
 
 
 def _outputs(recipe: str) -> dict[str, str]:
-    """One rank: what backwards through other outputs say. A loss with what may be added to it has the gradients of one device, and outputs are those of it."""
+    """One rank: what backwards through other outputs say. A loss with what may be added to it has the gradients of one
+    device, and outputs are those of it."""
     torch.manual_seed(0)
     model = Several().double()
     batch = torch.randn(ROWS, WIDTH).double(), torch.randn(ROWS, WIDTH).double()
@@ -245,7 +281,9 @@ def _outputs(recipe: str) -> dict[str, str]:
     wanted["loss"].backward()
     for name, parameter in model.named_parameters():
         found = made.module.full_grads()[name]
-        assert (found is None) == (parameter.grad is None) and (found is None or torch.allclose(found, parameter.grad)), name
+        assert (found is None) == (parameter.grad is None) and (
+            found is None or torch.allclose(found, parameter.grad)
+        ), name
     whole = made.full(given)
     assert all(torch.allclose(whole[name], value) for name, value in wanted.items())
     with torch.no_grad():
@@ -257,7 +295,10 @@ def _outputs(recipe: str) -> dict[str, str]:
 def test_gradients_through_other_outputs_than_the_loss(recipe: str) -> None:
     for wrong in on_ranks(2, _outputs, recipe):
         for name, text in wrong.items():
-            assert f"a gradient came back to output '{name}', and a plan has ways for the gradient of its loss alone" in text
+            assert (
+                f"a gradient came back to output '{name}', and a plan has ways for the gradient of its loss alone"
+                in text
+            )
 
 
 def _without_gradients(recipe: str) -> list[str]:
@@ -273,18 +314,29 @@ def _without_gradients(recipe: str) -> list[str]:
 @pytest.mark.parametrize("recipe", ["zero3", "1f1b"])
 def test_steps_without_gradients(recipe: str) -> None:
     for found in on_ranks(2, _without_gradients, recipe):
-        assert [text.split(",")[0] for text in found] == ["train_step in a torch.no_grad region", "train_step in a torch.inference_mode region"]
+        assert [text.split(",")[0] for text in found] == [
+            "train_step in a torch.no_grad region",
+            "train_step in a torch.inference_mode region",
+        ]
 
 
 def _pickled(recipe: str) -> list[str]:
     module = compiled(recipe)[0].module
-    return [said(lambda: torch.save(module, io.BytesIO())), said(lambda: pickle.dumps({"model": module})), said(lambda: copy.copy(module)), said(lambda: copy.deepcopy(module))]
+    return [
+        said(lambda: torch.save(module, io.BytesIO())),
+        said(lambda: pickle.dumps({"model": module})),
+        said(lambda: copy.copy(module)),
+        said(lambda: copy.deepcopy(module)),
+    ]
 
 
 def test_modules_in_pickles() -> None:
     """pickle's own error named a module of Python that there is none of."""
     for *found, copied in on_ranks(2, _pickled, "zero3"):
-        assert all(text.startswith("a sharded module cannot be pickled (torch.save(module)") for text in found) and not copied
+        assert (
+            all(text.startswith("a sharded module cannot be pickled (torch.save(module)") for text in found)
+            and not copied
+        )
 
 
 class Tied(Model):
@@ -304,12 +356,25 @@ def _untie(module: nn.Module) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
-    "another part": (lambda module: setattr(module, "down", nn.Linear(4 * WIDTH, WIDTH).double()), "down was replaced or deleted since the model was compiled"),
+    "another part": (
+        lambda module: setattr(module, "down", nn.Linear(4 * WIDTH, WIDTH).double()),
+        "down was replaced or deleted since the model was compiled",
+    ),
     "no part": (lambda module: delattr(module, "down"), "down was replaced or deleted since the model was compiled"),
-    "a parametrization": (lambda module: parametrize.register_parametrization(module.down, "weight", nn.Identity()), "down.weight was deleted since the model was compiled (or made part of a parametrization)"),
-    "a whole weight": (lambda module: setattr(module.up, "bias", nn.Parameter(torch.zeros(4 * WIDTH).double())), "up.bias was replaced by a tensor of which this rank has (32,), wanted (16,)"),
-    "two weights": (_untie, "again.weight and up.weight were one parameter when the model was compiled, and are two now"),
-    "a part beside": (lambda module: setattr(module, "aside", nn.Linear(2, 2)), ""), "the same part": (lambda module: setattr(module, "down", module.down), ""),
+    "a parametrization": (
+        lambda module: parametrize.register_parametrization(module.down, "weight", nn.Identity()),
+        "down.weight was deleted since the model was compiled (or made part of a parametrization)",
+    ),
+    "a whole weight": (
+        lambda module: setattr(module.up, "bias", nn.Parameter(torch.zeros(4 * WIDTH).double())),
+        "up.bias was replaced by a tensor of which this rank has (32,), wanted (16,)",
+    ),
+    "two weights": (
+        _untie,
+        "again.weight and up.weight were one parameter when the model was compiled, and are two now",
+    ),
+    "a part beside": (lambda module: setattr(module, "aside", nn.Linear(2, 2)), ""),
+    "the same part": (lambda module: setattr(module, "down", module.down), ""),
 }
 
 

@@ -1,4 +1,5 @@
-"""Blocks that are run again in the backward, on local ranks: exact, every collective priced, and the same random numbers."""
+"""Blocks that are run again in the backward, on local ranks: exact, every collective priced, and the same random
+numbers."""
 
 from __future__ import annotations
 
@@ -25,25 +26,56 @@ from tests.helpers.verify import Sizes, Subject, by_recipe, by_stages, planned, 
 
 # model, mesh, plan, level
 FAST: list[tuple[str, Sizes, str, str]] = [
-    ("hf-gpt2", (2,), "tp_sp", "selective"), ("hf-gpt2", (2,), "tp_sp", "all"), ("hf-gpt2", (2,), "zero3", "full"),
-    ("hf-llama-2kv", (2, 2), "tp_zero3", "selective"), ("gpt", (2, 2), "searched", "selective"), ("hf-t5", (2,), "zero3", "selective"),
-    ("hf-mixtral", (2,), "zero3", "full"), ("hf-bert", (2,), "cp", "selective"),
+    ("hf-gpt2", (2,), "tp_sp", "selective"),
+    ("hf-gpt2", (2,), "tp_sp", "all"),
+    ("hf-gpt2", (2,), "zero3", "full"),
+    ("hf-llama-2kv", (2, 2), "tp_zero3", "selective"),
+    ("gpt", (2, 2), "searched", "selective"),
+    ("hf-t5", (2,), "zero3", "selective"),
+    ("hf-mixtral", (2,), "zero3", "full"),
+    ("hf-bert", (2,), "cp", "selective"),
     ("moe", (2,), "tp_sp", "all"),  # products of several dims, which save copies of their operands
     ("hf-gpt2", (2,), "tp_sp", "random 0"),
-    ("hf-gpt-oss", (4,), "random 1", "all"),  # one head of keys on a rank, whose repetition is a view there; sums of biases in bags, which save what they make
+    # one head of keys on a rank, whose repetition is a view there; sums of biases in bags, which save what they make
+    ("hf-gpt-oss", (4,), "random 1", "all"),
 ]
-MORE: list[tuple[str, Sizes, str, str]] = [("hf-t5", (4,), "random 2", "all"), ("hf-bert", (4,), "cp", "full"), ("hf-t5", (4,), "random 2", "random 2")]
-SLOW = MORE + [case for model in TINY for sizes, how in (((2,), "ddp"), ((2,), "zero3"), ((2,), "tp_sp"), ((2, 2), "tp_zero3"), ((2, 2), "searched"),
-                                                  ((2, 2), "random 0"), ((4,), "random 1"))
-        for level in ("selective", "full", "all", "random 3", "random 4") if (case := (model, sizes, how, level)) not in FAST]
+MORE: list[tuple[str, Sizes, str, str]] = [
+    ("hf-t5", (4,), "random 2", "all"),
+    ("hf-bert", (4,), "cp", "full"),
+    ("hf-t5", (4,), "random 2", "random 2"),
+]
+SLOW = MORE + [
+    case
+    for model in TINY
+    for sizes, how in (
+        ((2,), "ddp"),
+        ((2,), "zero3"),
+        ((2,), "tp_sp"),
+        ((2, 2), "tp_zero3"),
+        ((2, 2), "searched"),
+        ((2, 2), "random 0"),
+        ((4,), "random 1"),
+    )
+    for level in ("selective", "full", "all", "random 3", "random 4")
+    if (case := (model, sizes, how, level)) not in FAST
+]
 # model, mesh of a place, recipe, places, microbatches, schedule, stages per place, level
 PIPES: list[tuple[str, Sizes, str, int, int, str, int, str]] = [
-    ("hf-gpt2", (1,), "single", 2, 4, "1f1b", 1, "full"), ("hf-gpt2", (2,), "zero3", 2, 4, "zbv_zero_bubble", 2, "selective"),
-    ("hf-t5", (1,), "single", 2, 4, "interleaved_zero_bubble", 2, "full"), ("hf-llama-2kv", (2,), "tp", 2, 2, "interleaved_1f1b", 2, "selective"),
+    ("hf-gpt2", (1,), "single", 2, 4, "1f1b", 1, "full"),
+    ("hf-gpt2", (2,), "zero3", 2, 4, "zbv_zero_bubble", 2, "selective"),
+    ("hf-t5", (1,), "single", 2, 4, "interleaved_zero_bubble", 2, "full"),
+    ("hf-llama-2kv", (2,), "tp", 2, 2, "interleaved_1f1b", 2, "selective"),
     ("hf-resnet", (1,), "single", 2, 1, "naive", 1, "full"),
 ]
-SLOW_PIPES = [(model, mesh, recipe, 2, 4, schedule, virtual, level) for model in ("hf-gpt2", "hf-llama", "hf-t5") for mesh, recipe in (((1,), "single"), ((2,), "zero3"))
-              for schedule in SCHEDULES if schedule != "naive" for virtual in (SCHEDULES[schedule].virtual or 2,) for level in ("selective", "full")]
+SLOW_PIPES = [
+    (model, mesh, recipe, 2, 4, schedule, virtual, level)
+    for model in ("hf-gpt2", "hf-llama", "hf-t5")
+    for mesh, recipe in (((1,), "single"), ((2,), "zero3"))
+    for schedule in SCHEDULES
+    if schedule != "naive"
+    for virtual in (SCHEDULES[schedule].virtual or 2,)
+    for level in ("selective", "full")
+]
 
 
 def _right(report: Report) -> None:
@@ -57,9 +89,13 @@ def _single(model: str, sizes: Sizes, how: str, level: str) -> None:
     _right(who.verified(rematerialised(who, planned(who, sizes, how), level)))
 
 
-def _pipe(model: str, mesh: Sizes, recipe: str, places: int, microbatches: int, schedule: str, virtual: int, level: str) -> None:
+def _pipe(
+    model: str, mesh: Sizes, recipe: str, places: int, microbatches: int, schedule: str, virtual: int, level: str
+) -> None:
     who = subject(model)
-    _right(who.verified(rematerialised(who, by_stages(who, mesh, recipe, places, microbatches, schedule, virtual), level)))
+    _right(
+        who.verified(rematerialised(who, by_stages(who, mesh, recipe, places, microbatches, schedule, virtual), level))
+    )
 
 
 @pytest.mark.parametrize(("model", "sizes", "how", "level"), FAST)
@@ -78,7 +114,14 @@ def test_stages_with_blocks_that_are_run_again(case: tuple[str, Sizes, str, int,
     _pipe(*case)
 
 
-@pytest.mark.parametrize(("model", "sizes", "how", "level"), [("hf-gpt2", (2,), "tp_sp", "selective"), ("hf-llama-2kv", (2,), "zero3", "full"), ("hf-mixtral", (2,), "ep", "full")])
+@pytest.mark.parametrize(
+    ("model", "sizes", "how", "level"),
+    [
+        ("hf-gpt2", (2,), "tp_sp", "selective"),
+        ("hf-llama-2kv", (2,), "zero3", "full"),
+        ("hf-mixtral", (2,), "ep", "full"),
+    ],
+)
 def test_some_blocks_of_a_run_are_run_again(model: str, sizes: Sizes, how: str, level: str) -> None:
     who = subject(model)
     made = in_part(rematerialised(who, planned(who, sizes, how), level))
@@ -86,12 +129,22 @@ def test_some_blocks_of_a_run_are_run_again(model: str, sizes: Sizes, how: str, 
     _right(who.verified(made))
 
 
-@pytest.mark.parametrize("case", [("hf-llama-2kv", (2,), "tp", 2, 4, "1f1b", 1, "full"), ("hf-gpt2", (1,), "single", 2, 4, "zbv_zero_bubble", 2, "selective"),
-                                  ("hf-llama", (2,), "zero3", 2, 4, "interleaved_1f1b", 1, "random 0")])
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("hf-llama-2kv", (2,), "tp", 2, 4, "1f1b", 1, "full"),
+        ("hf-gpt2", (1,), "single", 2, 4, "zbv_zero_bubble", 2, "selective"),
+        ("hf-llama", (2,), "zero3", 2, 4, "interleaved_1f1b", 1, "random 0"),
+    ],
+)
 def test_some_blocks_of_stages_are_run_again(case: tuple[str, Sizes, str, int, int, str, int, str]) -> None:
     model, mesh, recipe, places, microbatches, schedule, virtual, level = case
     who = subject(model)
-    _right(who.verified(in_part(rematerialised(who, by_stages(who, mesh, recipe, places, microbatches, schedule, virtual), level))))
+    _right(
+        who.verified(
+            in_part(rematerialised(who, by_stages(who, mesh, recipe, places, microbatches, schedule, virtual), level))
+        )
+    )
 
 
 @pytest.mark.slow
@@ -105,19 +158,28 @@ def _planted(made: Plan, who: Subject, old: str, new: str) -> Report:
         changed, times = re.subn(old, new, source)
         assert times, f"nothing in the source matches {old}:\n{source}"
         return changed
+
     return verify(replace(who.case(made), mutate=mutate))
 
 
 def test_what_is_not_run_again_as_priced_is_found() -> None:
-    """Kept all-reduces that are sent again after all, with all that leads to them; and blocks that are run again although the plan does not say so."""
+    """Kept all-reduces that are sent again after all, with all that leads to them; and blocks that are run again
+    although the plan does not say so."""
     who = subject("hf-gpt2")
-    report = _planted(rematerialised(who, by_recipe(who, (2,), "tp_sp"), "selective"), who, r"(?m)(?:keep|skip)\(lambda: (.*)\)( +#.*)?$", r"\1")
+    report = _planted(
+        rematerialised(who, by_recipe(who, (2,), "tp_sp"), "selective"),
+        who,
+        r"(?m)(?:keep|skip)\(lambda: (.*)\)( +#.*)?$",
+        r"\1",
+    )
     wrong = [row for row in report.rows if not row.ok]
     assert {row.kind for row in wrong} == {"collectives"} and "all_reduce on axis 0" in wrong[0].name
     made = by_recipe(who, (2,), "zero3")
     source = who.case(rematerialised(who, made, "full")).source()
     report = verify(replace(who.case(made), mutate=lambda _: source))
-    assert [row.kind for row in report.rows if not row.ok] == ["collectives"], "vectors are gathered again, which nobody has priced"
+    assert [row.kind for row in report.rows if not row.ok] == ["collectives"], (
+        "vectors are gathered again, which nobody has priced"
+    )
 
 
 def test_a_result_that_is_needed_and_not_kept_is_found() -> None:
@@ -128,14 +190,18 @@ def test_a_result_that_is_needed_and_not_kept_is_found() -> None:
 
 
 def test_a_backward_in_two_parts_would_run_blocks_again_in_each() -> None:
-    """Why stages with such blocks have the whole backward at once: what is computed is right, but once more for each group of weights
-    (test_torch_traps.py says why)."""
+    """Why stages with such blocks have the whole backward at once: what is computed is right, but once more for each
+    group of weights (test_torch_traps.py says why)."""
     who = subject("hf-gpt2")
     made = rematerialised(who, by_stages(who, (2,), "tp_sp", 2, 4, "zbv_zero_bubble", 2), "full")
     whole, parts = "SEPARABLE = False", "SEPARABLE = True"
     stages, plain = (who.case(plan).source().split("class Stage") for plan in (made, replace(made, remat={})))
-    assert sum(whole in stage and whole not in before for stage, before in zip(stages, plain, strict=True)) == 2, "the stages that have blocks"
-    taken = [stage if whole in before else stage.replace(whole, parts) for stage, before in zip(stages, plain, strict=True)]
+    assert sum(whole in stage and whole not in before for stage, before in zip(stages, plain, strict=True)) == 2, (
+        "the stages that have blocks"
+    )
+    taken = [
+        stage if whole in before else stage.replace(whole, parts) for stage, before in zip(stages, plain, strict=True)
+    ]
     report = verify(replace(who.case(made), mutate=lambda _: "class Stage".join(taken)))
     wrong = {row.kind: row.name for row in report.rows if not row.ok and "bytes" not in row.name}
     assert wrong.keys() == {"collectives"}
@@ -153,9 +219,13 @@ def test_operators_on_one_coordinate_are_not_run_again() -> None:
         who.case(replace(made, nodes={**made.nodes, name: placed}, remat={scope: ()})).source()
 
 
-@pytest.mark.parametrize(("remat", "words"), [
-    ({"nowhere": ()}, "remat names 'nowhere', which is no run of blocks"), ({"transformer_h_0": ("add",)}, "remat keeps 'add' of transformer_h_0, which is no operator there"),
-])
+@pytest.mark.parametrize(
+    ("remat", "words"),
+    [
+        ({"nowhere": ()}, "remat names 'nowhere', which is no run of blocks"),
+        ({"transformer_h_0": ("add",)}, "remat keeps 'add' of transformer_h_0, which is no operator there"),
+    ],
+)
 def test_plans_that_keep_what_is_not_there_are_refused(remat: dict[str, tuple[str, ...]], words: str) -> None:
     who = subject("hf-gpt2")
     with pytest.raises(PlanError, match=words):
@@ -165,7 +235,12 @@ def test_plans_that_keep_what_is_not_there_are_refused(remat: dict[str, tuple[st
 class _Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down, self.drop = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(0.5)
+        self.norm, self.up, self.down, self.drop = (
+            nn.LayerNorm(16),
+            nn.Linear(16, 64),
+            nn.Linear(64, 16),
+            nn.Dropout(0.5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.drop(self.down(self.drop(self.up(self.norm(x)).tanh())))
@@ -185,7 +260,9 @@ class _Noisy(nn.Module):
 class _Drawn(Subject):
     def batch(self, batch: int = 8, seq: int = 0) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(3)
-        return {name: torch.randn(batch, 16, dtype=torch.float64, generator=generator) for name in self.captured.input_names}
+        return {
+            name: torch.randn(batch, 16, dtype=torch.float64, generator=generator) for name in self.captured.input_names
+        }
 
 
 def _noisy() -> _Drawn:
@@ -195,7 +272,9 @@ def _noisy() -> _Drawn:
     return _Drawn("noisy", "train", capture(model, (zeros, zeros)), model.state_dict())
 
 
-def _gradients(plan: Plan, source: str, weights: dict[str, Tensor], batch: dict[str, Tensor], broken: bool) -> dict[str, Tensor]:
+def _gradients(
+    plan: Plan, source: str, weights: dict[str, Tensor], batch: dict[str, Tensor], broken: bool
+) -> dict[str, Tensor]:
     """One rank: two steps without an optimizer; what has added up."""
     module = Bundle(plan, source).build(weights)
     if broken:
@@ -213,7 +292,11 @@ def _gradients(plan: Plan, source: str, weights: dict[str, Tensor], batch: dict[
 def test_dropout_draws_the_same_masks_again(how: str) -> None:
     """To the bit, microbatches of a pipeline interleaved; and a mask drawn anew would show."""
     who = _noisy()
-    made = by_recipe(who, (2,), how) if how in ("ddp", "tp") else by_stages(who, (1,), "single", 2, 4, how, bounds=[2] if how == "1f1b" else [1, 2, 3])
+    made = (
+        by_recipe(who, (2,), how)
+        if how in ("ddp", "tp")
+        else by_stages(who, (1,), "single", 2, 4, how, bounds=[2] if how == "1f1b" else [1, 2, 3])
+    )
 
     def run(level: str, *, broken: bool = False) -> list[dict[str, Tensor]]:
         plan = rematerialised(who, made, level)
@@ -226,10 +309,14 @@ def test_dropout_draws_the_same_masks_again(how: str) -> None:
     for level in ("full", "selective"):
         for a, b in zip(wanted, run(level), strict=True):
             assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-    assert not all(torch.equal(a[name], b[name]) for a, b in zip(wanted, run("full", broken=True), strict=True) for name in a)
+    assert not all(
+        torch.equal(a[name], b[name]) for a, b in zip(wanted, run("full", broken=True), strict=True) for name in a
+    )
 
 
-def _backward_twice(plan: Plan, source: str, weights: dict[str, Tensor], batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+def _backward_twice(
+    plan: Plan, source: str, weights: dict[str, Tensor], batch: dict[str, Tensor]
+) -> list[dict[str, Tensor]]:
     """Gradients of a backward that keeps its graph, and with those of another one; a third one is refused, as ever."""
     module, found = Bundle(plan, source).build(weights), []
     loss = module(*module.shard_batch(**batch))
@@ -245,5 +332,7 @@ def _backward_twice(plan: Plan, source: str, weights: dict[str, Tensor], batch: 
 def test_a_graph_that_is_kept_is_gone_back_over_again(level: str) -> None:
     who = _noisy()
     plan = rematerialised(who, planned(who, (1,), "single"), level)
-    (once, twice), = on_ranks(1, _backward_twice, plan, emit(who.captured.gm, plan, Names.of(who.captured)), dict(who.weights), who.batch())
+    ((once, twice),) = on_ranks(
+        1, _backward_twice, plan, emit(who.captured.gm, plan, Names.of(who.captured)), dict(who.weights), who.batch()
+    )
     assert once and all(torch.equal(2 * gradient, twice[name]) for name, gradient in once.items())

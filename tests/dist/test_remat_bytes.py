@@ -10,11 +10,11 @@ from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
 from autopar.onestage import plan
 from autopar.planner import Planner
-from autopar.request import Request
 from autopar.problem.remat import rematerialised
 from autopar.problem.step_shares import ForwardPrices
 from autopar.recipes import RECIPES
 from autopar.report.explain import choice_of
+from autopar.request import Request
 from tests.helpers.kept import kept_on_rank
 from tests.helpers.ranks import on_ranks
 from tests.helpers.remat import live
@@ -24,13 +24,27 @@ from tests.helpers.verify import subject
 from tests.unit.decisions.test_memory import activations
 
 BATCH, SEQ = 4, 32
-FAST = [("hf-gpt2", "tp_sp", "selective"), ("hf-t5", "zero3", "full"), ("hf-gpt2", "single", "selective"), ("hf-llama-2kv", "tp_sp", "selective"),
-        ("hf-resnet", "single", "full"), ("hf-vit", "tp_sp", "full"), ("hf-neox", "zero3", "selective")]
-SLOW = [case for name in TINY for recipe in ("single", "zero3", "tp_sp") for level in ("selective", "full", "all")
-        if (case := (name, recipe, level)) not in FAST]
+FAST = [
+    ("hf-gpt2", "tp_sp", "selective"),
+    ("hf-t5", "zero3", "full"),
+    ("hf-gpt2", "single", "selective"),
+    ("hf-llama-2kv", "tp_sp", "selective"),
+    ("hf-resnet", "single", "full"),
+    ("hf-vit", "tp_sp", "full"),
+    ("hf-neox", "zero3", "selective"),
+]
+SLOW = [
+    case
+    for name in TINY
+    for recipe in ("single", "zero3", "tp_sp")
+    for level in ("selective", "full", "all")
+    if (case := (name, recipe, level)) not in FAST
+]
 
 
-@pytest.mark.parametrize(("name", "recipe", "level"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.parametrize(
+    ("name", "recipe", "level"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_what_stays_is_what_autograd_holds_and_what_is_kept(name: str, recipe: str, level: str) -> None:
     who = subject(name)
     graph = who.captured
@@ -39,11 +53,14 @@ def test_what_stays_is_what_autograd_holds_and_what_is_kept(name: str, recipe: s
     made = at_level(who, plan(graph.gm, hints, request, model=name, graph_hash=graph.graph_hash), level)
     plain = Planner.of(graph.gm, hints, request).model((2,), RECIPES[recipe].roles, recipe)
     choice = choice_of(plain, made)
-    model = rematerialised(plain, ForwardPrices(plain.prices.mesh, plain.prices.device, plain.prices.settings), made.remat)
+    model = rematerialised(
+        plain, ForwardPrices(plain.prices.mesh, plain.prices.device, plain.prices.settings), made.remat
+    )
     bundle = Bundle(made, emit(graph.gm, made, Names.of(graph)), graph.constants)
     held = max(on_ranks(2, kept_on_rank, bundle, dict(who.weights), who.batch(BATCH, SEQ)))
     predicted = activations(model, choice) - live(model, choice)
     assert predicted == pytest.approx(held, rel=0.05)
     if made.remat and level != "all":
-        assert predicted <= activations(plain, choice)  # a linear with its bias apart is kept in place of the sum: as many bytes
+        # a linear with its bias apart is kept in place of the sum: as many bytes
+        assert predicted <= activations(plain, choice)
         assert model.problem.price(choice).time_s > plain.problem.price(choice).time_s

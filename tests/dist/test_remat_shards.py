@@ -1,4 +1,5 @@
-"""Blocks that are run again on ranks that save different things: an empty shard, borders of other ranks. All ranks begin and end at the same place."""
+"""Blocks that are run again on ranks that save different things: an empty shard, borders of other ranks. All ranks
+begin and end at the same place."""
 
 from __future__ import annotations
 
@@ -19,20 +20,27 @@ WIDTH, HEADS, SIDE = 16, 4, 8
 
 
 class _Looks(nn.Module):
-    """Attention without a product behind it: it is the last that saves anything, and torch's saves nothing of an empty shard."""
+    """Attention without a product behind it: it is the last that saves anything, and torch's saves nothing of an empty
+    shard."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.query, self.key, self.value = nn.LayerNorm(WIDTH), *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.norm, self.query, self.key, self.value = (
+            nn.LayerNorm(WIDTH),
+            *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         norm = self.norm(x)
-        heads = [of(norm).unflatten(-1, (HEADS, WIDTH // HEADS)).transpose(1, 2) for of in (self.query, self.key, self.value)]
+        heads = [
+            of(norm).unflatten(-1, (HEADS, WIDTH // HEADS)).transpose(1, 2) for of in (self.query, self.key, self.value)
+        ]
         return x + F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
 
 
 class _Blurs(nn.Module):
-    """Two convolutions; where all is kept that can be, nobody needs the result of the first one again, but the second needs its rows."""
+    """Two convolutions; where all is kept that can be, nobody needs the result of the first one again, but the second
+    needs its rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +69,9 @@ class _Drawn(Subject):
     def batch(self, batch: int = 8, seq: int = 16) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(3)
         shape = (batch, seq, WIDTH) if self.name == "looks" else (batch, 3, SIDE, SIDE)
-        return {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name in self.captured.input_names}
+        return {
+            name: torch.randn(shape, dtype=torch.float64, generator=generator) for name in self.captured.input_names
+        }
 
 
 def _drawn(name: str, kind: type[nn.Module], shape: tuple[int, ...], dims: dict[int, str]) -> Subject:
@@ -73,9 +83,12 @@ def _drawn(name: str, kind: type[nn.Module], shape: tuple[int, ...], dims: dict[
 
 @pytest.mark.parametrize("level", ["full", "selective"])
 def test_a_rank_with_an_empty_shard_runs_the_same_collectives(level: str) -> None:
-    """Rows of queries are cut, nine over four ranks; keys are gathered in front of the attention, which saves nothing on the last rank."""
+    """Rows of queries are cut, nine over four ranks; keys are gathered in front of the attention, which saves nothing
+    on the last rank."""
     who = _drawn("looks", _Looks, (8, 16, WIDTH), {0: "b", 1: "s"})
-    made = rematerialised(who, by_chance(who, (4,), 0, {torch.ops.aten.scaled_dot_product_attention.default: ("q",)}), level)
+    made = rematerialised(
+        who, by_chance(who, (4,), 0, {torch.ops.aten.scaled_dot_product_attention.default: ("q",)}), level
+    )
     report = who.verified(made, 8, 9)
     assert report.ok, report.first
 
@@ -86,7 +99,9 @@ def test_operators_with_an_algorithm_run_again_although_nobody_needs_their_resul
     who = _drawn("blurs", _Blurs, (8, 3, SIDE, SIDE), {0: "b"})
     made = rematerialised(who, by_place(who, (2,)), level)
     source = who.case(made).source()
-    assert "halo(" in source and not any("halo(" in line for line in source.splitlines() if "keep(" in line or "skip(" in line)
+    assert "halo(" in source and not any(
+        "halo(" in line for line in source.splitlines() if "keep(" in line or "skip(" in line
+    )
     report = who.verified(made)
     assert report.ok, report.first
 

@@ -1,4 +1,5 @@
-"""Blocks that end in operators of which no table says what their backward keeps: a second run comes as far as these, and runs them."""
+"""Blocks that end in operators of which no table says what their backward keeps: a second run comes as far as these,
+and runs them."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ class Block(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.norm, self.up, self.cell = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GRUCell(WIDTH, WIDTH) if kind == "cell" else None
+        self.norm, self.up, self.cell = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.GRUCell(WIDTH, WIDTH) if kind == "cell" else None,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.up(self.norm(x))
@@ -72,7 +77,8 @@ def subject(kind: str) -> Subject:
 @pytest.mark.parametrize("level", ["full", pytest.param("selective", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["operator", "cell"])
 def test_the_last_operator_of_a_block_has_its_gradient(kind: str, level: str) -> None:
-    """Nobody needs its result again: it was left out of the second run, and its backward read memory that nobody wrote."""
+    """Nobody needs its result again: it was left out of the second run, and its backward read memory that nobody
+    wrote."""
     who = subject(kind)
     made = rematerialised(who, by_recipe(who, (2,), "ddp"), level)
     assert made.remat

@@ -1,4 +1,5 @@
-"""Ranks that shut torch.distributed down and start it again, as elastic trainers do: what is made then trains as before, and what was made before says so."""
+"""Ranks that shut torch.distributed down and start it again, as elastic trainers do: what is made then trains as
+before, and what was made before says so."""
 
 from __future__ import annotations
 
@@ -36,6 +37,8 @@ def test_ranks_that_start_again(plan: str, tmp_path: Path) -> None:
     who = subject("hf-gpt2")
     made = by_stages(who, (1,), "single", 2, 2, "1f1b") if plan == "1f1b" else by_recipe(who, (2,), plan)
     case = who.case(made)
-    for (loss, norm, *again), old in on_new_ranks(2, _started_again, case.source(), case.light, str(tmp_path / "store")):
+    for (loss, norm, *again), old in on_new_ranks(
+        2, _started_again, case.source(), case.light, str(tmp_path / "store")
+    ):
         assert again == pytest.approx([loss, norm], rel=1e-12)
         assert "torch.distributed was shut down and started again since this module was made" in old

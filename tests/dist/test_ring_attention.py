@@ -26,7 +26,20 @@ def _cut(x, mesh):
     return own(x, (f"S{x.dim() - 2}",), mesh.sizes, mesh.coord).contiguous()
 
 
-def _compare(ways, rows, *, lead=(2,), heads=4, groups=4, width=8, mask=None, causal=False, scale=None, dtype=torch.float64, close=1e-12):
+def _compare(
+    ways,
+    rows,
+    *,
+    lead=(2,),
+    heads=4,
+    groups=4,
+    width=8,
+    mask=None,
+    causal=False,
+    scale=None,
+    dtype=torch.float64,
+    close=1e-12,
+):
     mesh = _mesh(ways)
     torch.manual_seed(rows)
     shapes = ((*lead, heads, rows, 8), (*lead, groups, rows, 8), (*lead, groups, rows, width))
@@ -39,7 +52,9 @@ def _compare(ways, rows, *, lead=(2,), heads=4, groups=4, width=8, mask=None, ca
     cut = [_cut(m.detach(), mesh) if m.shape[-2] > 1 else m.detach() for m in masks]
     cut = [m.requires_grad_(m.is_floating_point()) for m in cut]
     with count() as seen:
-        got = ring_attention(*parts, *cut, rows=rows, axes=(0,), mesh=mesh, is_causal=causal, enable_gqa=groups < heads, scale=scale)
+        got = ring_attention(
+            *parts, *cut, rows=rows, axes=(0,), mesh=mesh, is_causal=causal, enable_gqa=groups < heads, scale=scale
+        )
         got.backward(_cut(pull, mesh))
     pairs = [(got.detach(), wanted.detach()), *((part.grad, x.grad) for part, x in zip(parts, whole, strict=True))]
     for found, full in pairs:
@@ -83,14 +98,18 @@ def _sends(ways, rows, causal):
     return _compare(ways, rows, causal=causal, groups=2)
 
 
-@pytest.mark.parametrize(("ways", "rows", "causal"), [(2, 8, False), (3, 12, False), (3, 12, True), (4, 24, True), (4, 12, True)])
+@pytest.mark.parametrize(
+    ("ways", "rows", "causal"), [(2, 8, False), (3, 12, False), (3, 12, True), (4, 24, True), (4, 12, True)]
+)
 def test_what_a_ring_sends(ways, rows, causal):
     halves = causal and rows % (2 * ways) == 0
     q, kv = 2 * 4 * (rows // ways) * 8 * 8, 2 * 2 * (2 * (rows // ways) * 8) * 8
     wanted = ["send"] * (ways - 1) + ["send"] * (2 * ways - 1) + ["send"] * (4 if halves else 0)
     for seen in on_ranks(ways, _sends, ways, rows, causal):
         assert [kind for kind, _ in seen] == wanted
-        assert sum(nbytes for _, nbytes in seen) == (3 * ways - 2) * kv + ((q + kv) + q + 2 * q + (q + kv) if halves else 0)
+        assert sum(nbytes for _, nbytes in seen) == (3 * ways - 2) * kv + (
+            (q + kv) + q + 2 * q + (q + kv) if halves else 0
+        )
 
 
 @pytest.mark.parametrize("ways", [2, 3, 4, 5])

@@ -9,7 +9,14 @@ import torch
 from torch.nn import functional as F
 
 from autopar.runtime import Mesh, count
-from autopar.runtime.algorithms import causal_rows, dropout, own_heads, vocab_bag, vocab_cross_entropy_sum, vocab_embedding
+from autopar.runtime.algorithms import (
+    causal_rows,
+    dropout,
+    own_heads,
+    vocab_bag,
+    vocab_cross_entropy_sum,
+    vocab_embedding,
+)
 from autopar.runtime.collectives import all_reduce
 from autopar.runtime.cuts import own
 from autopar.runtime.rng import Rng, using
@@ -21,7 +28,7 @@ SIZES = [257, 3, 1]  # uneven, and with empty shards
 
 
 def _mesh(sizes):
-    return Mesh(sizes, ("x", "y")[:len(sizes)], "cpu")
+    return Mesh(sizes, ("x", "y")[: len(sizes)], "cpu")
 
 
 def _sum(x, mesh):
@@ -66,7 +73,8 @@ def _no_row(ids):
 
 
 def test_vocab_embedding_of_no_row_is_no_number():
-    """One device raises an error. Positions of a sequence that is longer than their table would all have had the same value, zero."""
+    """One device raises an error. Positions of a sequence that is longer than their table would all have had the same
+    value, zero."""
     nothing = [math.nan] * 2
     for found in on_ranks(2, _no_row, [0, 7, 6, -1]):
         assert found == [pytest.approx(row, nan_ok=True) for row in ([0.0, 1.0], nothing, [12.0, 13.0], nothing)]
@@ -79,7 +87,10 @@ def _bag(sizes, vocab, mode, gated, padding):
     gates, pull = torch.rand(3, 4, 5, dtype=torch.float64) if gated else None, torch.randn(3, 4, 6, dtype=torch.float64)
     whole, part = table.clone().requires_grad_(), _cut(table, 0, mesh).requires_grad_()
     theirs, mine = [gates.clone().requires_grad_() if gated else None for _ in range(2)]
-    wanted, got = ops.bag(whole, chosen, theirs, mode, padding), vocab_bag(part, chosen, mine, mode, padding, vocab=vocab, axes=axes, mesh=mesh)
+    wanted, got = (
+        ops.bag(whole, chosen, theirs, mode, padding),
+        vocab_bag(part, chosen, mine, mode, padding, vocab=vocab, axes=axes, mesh=mesh),
+    )
     wanted.backward(pull)
     got.backward(pull)
     _close(_sum(got.detach(), mesh), wanted.detach())
@@ -143,7 +154,8 @@ def _no_class(label):
 
 @pytest.mark.parametrize(("label", "wanted"), [(-1, math.nan), (8, math.nan), (7, 2 * math.log(8))])
 def test_vocab_cross_entropy_of_what_is_no_class_is_no_number(label, wanted):
-    """One device raises an error. Labels that are padded with another number than is ignored would have a loss that nobody wants to go down."""
+    """One device raises an error. Labels that are padded with another number than is ignored would have a loss that
+    nobody wants to go down."""
     assert on_ranks(2, _no_class, label) == pytest.approx([wanted] * 2, nan_ok=True)
 
 
@@ -196,13 +208,27 @@ def _own_heads(sizes, heads, groups, within):
     return taken[0].shape[1], taken[0].untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize(("sizes", "heads", "groups", "within", "taken"), [
-    ((2,), 8, 2, (), 1), ((4,), 8, 2, (), 1), ((4,), 8, 1, (), 1), ((2,), 12, 4, (), 2),  # a part of a group, whole groups
-    ((2, 2), 8, 2, (), 1), ((2, 2), 8, 2, (0,), 1), ((2, 2), 16, 8, (0,), 2),
-    ((3,), 6, 2, (), None), ((2,), 10, 2, (), 1), ((2,), 9, 3, (), None), ((2,), 5, 1, (), 1), ((2, 2), 12, 4, (0,), 1),
-])
+@pytest.mark.parametrize(
+    ("sizes", "heads", "groups", "within", "taken"),
+    [
+        # a part of a group, whole groups
+        ((2,), 8, 2, (), 1),
+        ((4,), 8, 2, (), 1),
+        ((4,), 8, 1, (), 1),
+        ((2,), 12, 4, (), 2),
+        ((2, 2), 8, 2, (), 1),
+        ((2, 2), 8, 2, (0,), 1),
+        ((2, 2), 16, 8, (0,), 2),
+        ((3,), 6, 2, (), None),
+        ((2,), 10, 2, (), 1),
+        ((2,), 9, 3, (), None),
+        ((2,), 5, 1, (), 1),
+        ((2, 2), 12, 4, (0,), 1),
+    ],
+)
 def test_own_heads(sizes, heads, groups, within, taken):
-    """The heads that a rank takes are a view of what it holds, except where a chunk of queries ends inside a group and has others."""
+    """The heads that a rank takes are a view of what it holds, except where a chunk of queries ends inside a group and
+    has others."""
     found = on_ranks(math.prod(sizes), _own_heads, sizes, heads, groups, within)
     assert taken is None or found == [(taken, True)] * len(found)
 

@@ -1,4 +1,5 @@
-"""Gradients over two axes: each of the two collectives behind a block or a bucket of its own, exact, also after a backward that failed."""
+"""Gradients over two axes: each of the two collectives behind a block or a bucket of its own, exact, also after a
+backward that failed."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def _model(how):
         def forward(self, h):
             a = self.w["a"]
             if how == GATHERED:
-                a = gather(a, "S0,S1 -> R,R", grad="P,P -> S0,S1", shape=(WIDTH, WIDTH), mesh=mesh, name=f"{self.naming}.a")
+                a = gather(
+                    a, "S0,S1 -> R,R", grad="P,P -> S0,S1", shape=(WIDTH, WIDTH), mesh=mesh, name=f"{self.naming}.a"
+                )
             return Mark.apply(F.linear(h, a).tanh(), self.naming)
 
     class Model(ShardedModule):
@@ -63,7 +66,8 @@ def _model(how):
 
 
 def _steps(how, limit_bytes, failing):
-    """Four steps of SGD of one rank against one device, the third one failing first; what the last one counts, in order."""
+    """Four steps of SGD of one rank against one device, the third one failing first; what the last one counts, in
+    order."""
     torch.manual_seed(0)
     names = [f"layers.{i}.a" for i in range(LAYERS)]
     state = {name: torch.randn(WIDTH, WIDTH, dtype=torch.float64) * 0.5 for name in names}
@@ -90,7 +94,9 @@ def _steps(how, limit_bytes, failing):
         with count() as seen:
             model.train_step(*batch)
         for name, grad in model.full_grads().items():
-            torch.testing.assert_close(grad, alone[name].grad, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                grad, alone[name].grad, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+            )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -101,12 +107,16 @@ def _steps(how, limit_bytes, failing):
 @pytest.mark.parametrize("failing", [False, True])
 @pytest.mark.parametrize(("how", "second"), [(GATHERED, "reduce_scatter"), (SUMMED, "all_reduce")])
 @pytest.mark.parametrize("limit_bytes", [1, 10**9])
-def test_the_second_collective_begins_behind_the_next_block(how: str, second: str, limit_bytes: int, failing: bool) -> None:
+def test_the_second_collective_begins_behind_the_next_block(
+    how: str, second: str, limit_bytes: int, failing: bool
+) -> None:
     for seen in living(4).run(_steps, how, limit_bytes, failing):
         for i in range(LAYERS):
             for later in range(LAYERS):
-                until = Counter(seen[:seen.index(("backward", f"layers.{i}"))])
-                begun = until["reduce_scatter", f"layers.{later}.a"] + until["all_reduce", f"layers.{later}.a"] * (second == "all_reduce")
+                until = Counter(seen[: seen.index(("backward", f"layers.{i}"))])
+                begun = until["reduce_scatter", f"layers.{later}.a"] + until["all_reduce", f"layers.{later}.a"] * (
+                    second == "all_reduce"
+                )
                 assert begun == (later > i) + (later > i + 1 and limit_bytes == 1), (i, later)
         ended = Counter(seen)
         assert all(ended["reduce_scatter", f"layers.{i}.a"] == 1 + (second == "reduce_scatter") for i in range(LAYERS))

@@ -18,8 +18,17 @@ from tests.helpers.ranks import on_ranks
 
 GATED = "halves(lambda first, second: F.silu(first) * second)"
 OWN, DISPATCH, TOKENS = "own", "dispatch", "tokens"
-ROLES = [((2,), (OWN,)), ((2,), (DISPATCH,)), ((4,), (DISPATCH,)), ((4,), (OWN,)), ((2, 2), (DISPATCH, DISPATCH)), ((2, 2), (DISPATCH, OWN)),
-         ((2, 2), (OWN, DISPATCH)), ((2, 2), (TOKENS, DISPATCH)), ((2, 2), (DISPATCH, TOKENS))]
+ROLES = [
+    ((2,), (OWN,)),
+    ((2,), (DISPATCH,)),
+    ((4,), (DISPATCH,)),
+    ((4,), (OWN,)),
+    ((2, 2), (DISPATCH, DISPATCH)),
+    ((2, 2), (DISPATCH, OWN)),
+    ((2, 2), (OWN, DISPATCH)),
+    ((2, 2), (TOKENS, DISPATCH)),
+    ((2, 2), (DISPATCH, TOKENS)),
+]
 TOKEN_COUNT, K, D, F, E = 10, 2, 3, 4, 8
 
 
@@ -30,7 +39,7 @@ def _route(how):
 
 
 def _layer(sizes, roles, how):
-    mesh = Mesh(sizes, ("x", "y")[:len(sizes)], "cpu")
+    mesh = Mesh(sizes, ("x", "y")[: len(sizes)], "cpu")
     torch.manual_seed(0)
     shapes = ((2, TOKEN_COUNT // 2, D), (2, TOKEN_COUNT // 2, K), (E, D, 2 * F), (E, F, D))
     hidden, gates, up, down = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
@@ -44,10 +53,21 @@ def _layer(sizes, roles, how):
     def cut(x, layout):
         return own(x.detach(), layout, mesh.sizes, mesh.coord).clone()
 
-    local = [cut(x, layout).requires_grad_() for x, layout in ((hidden, tokens), (gates, tokens), (up, weights), (down, weights))]
+    local = [
+        cut(x, layout).requires_grad_()
+        for x, layout in ((hidden, tokens), (gates, tokens), (up, weights), (down, weights))
+    ]
     with count() as seen:
-        got = experts_on_ranks(lambda rows, ends: ops.expert_rows(rows, local[2], local[3], ends, ops.inner_of(GATED)), local[0], cut(chosen, tokens),
-                               local[1], experts=E, axes=axes, dispatch=tuple(a for a in axes if roles[a] == DISPATCH), mesh=mesh)
+        got = experts_on_ranks(
+            lambda rows, ends: ops.expert_rows(rows, local[2], local[3], ends, ops.inner_of(GATED)),
+            local[0],
+            cut(chosen, tokens),
+            local[1],
+            experts=E,
+            axes=axes,
+            dispatch=tuple(a for a in axes if roles[a] == DISPATCH),
+            mesh=mesh,
+        )
         got.backward(cut(pull, tokens))
 
     def total(x, role):
@@ -73,8 +93,11 @@ def test_experts(sizes, roles, how):
     seen = on_ranks(math.prod(sizes), _layer, sizes, roles, how)
     dispatched = [a for a, role in enumerate(roles) if role == DISPATCH]
     assert [[(kind, axis) for kind, axis, _ in rank] for rank in seen] == [
-        [("all_to_all", a) for a in dispatched for _ in range(2)] + [("all_to_all", a) for a in reversed(dispatched)]
-        + [("all_to_all", a) for a in dispatched] + [("all_to_all", a) for a in reversed(dispatched)]] * len(seen)
+        [("all_to_all", a) for a in dispatched for _ in range(2)]
+        + [("all_to_all", a) for a in reversed(dispatched)]
+        + [("all_to_all", a) for a in dispatched]
+        + [("all_to_all", a) for a in reversed(dispatched)]
+    ] * len(seen)
 
 
 def test_rows_are_counted_as_balanced_routing_sends_them():
@@ -83,7 +106,10 @@ def test_rows_are_counted_as_balanced_routing_sends_them():
     counts, numbers, gates, row = 2 * 2 * 8, K * 8, K * 8, D * 8
     for rank, tokens in zip(seen, (6, 4), strict=True):
         (sent,) = rows_sent(tokens, E, K, [2])
-        assert [nbytes for _, _, nbytes in rank] == [counts, *(round(2 * sent * width) for width in (numbers + gates + row, row, row, gates + row))]
+        assert [nbytes for _, _, nbytes in rank] == [
+            counts,
+            *(round(2 * sent * width) for width in (numbers + gates + row, row, row, gates + row)),
+        ]
 
 
 def _sent(chosen):
@@ -97,13 +123,33 @@ def _sent(chosen):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "all_to_all", seen)
-        experts_on_ranks(lambda rows, ends: rows, hidden, torch.tensor(chosen).expand(TOKEN_COUNT, -1), gates, experts=E, axes=(0, 1), dispatch=(0, 1), mesh=mesh)
+        experts_on_ranks(
+            lambda rows, ends: rows,
+            hidden,
+            torch.tensor(chosen).expand(TOKEN_COUNT, -1),
+            gates,
+            experts=E,
+            axes=(0, 1),
+            dispatch=(0, 1),
+            mesh=mesh,
+        )
     return rows[1], rows[3], rows[4], rows[5]
 
 
-@pytest.mark.parametrize(("chosen", "outer", "ranks"), [((0, 1), 1, 1), ((0, 2), 1, 2), ((0, 4), 2, 2), ((0, 2, 4, 6), 2, 4), ((0, 1, 2, 3, 4, 5, 6, 7), 2, 4), ((9, 3), 1, 1)])
+@pytest.mark.parametrize(
+    ("chosen", "outer", "ranks"),
+    [
+        ((0, 1), 1, 1),
+        ((0, 2), 1, 2),
+        ((0, 4), 2, 2),
+        ((0, 2, 4, 6), 2, 4),
+        ((0, 1, 2, 3, 4, 5, 6, 7), 2, 4),
+        ((9, 3), 1, 1),
+    ],
+)
 def test_tokens_go_once_to_a_coordinate(chosen, outer, ranks):
-    """Each of 2 x 2 ranks has two of 8 experts: to how many coordinates of the outer axis a token goes, and to how many ranks in all; its results come back the same way."""
+    """Each of 2 x 2 ranks has two of 8 experts: to how many coordinates of the outer axis a token goes, and to how many
+    ranks in all; its results come back the same way."""
     seen = on_ranks(4, _sent, chosen)
     assert all([axis for axis, _ in rank] == [0, 1, 1, 0] for rank in seen)
     totals = [sum(rows) for rows in zip(*([rows for _, rows in rank] for rank in seen), strict=True)]
@@ -111,19 +157,42 @@ def test_tokens_go_once_to_a_coordinate(chosen, outer, ranks):
 
 
 def _mixed():
-    """Tokens of bfloat16 with gates of float32: the result of both, the dtypes of the gradients, and how far all are from one device."""
+    """Tokens of bfloat16 with gates of float32: the result of both, the dtypes of the gradients, and how far all are
+    from one device."""
     mesh = Mesh((2,), ("x",), "cpu")
     torch.manual_seed(0)
-    hidden, up, down = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((TOKEN_COUNT, D), (E, D, 2 * F), (E, F, D)))
+    hidden, up, down = (
+        torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+        for shape in ((TOKEN_COUNT, D), (E, D, 2 * F), (E, F, D))
+    )
     gates, chosen = torch.rand(TOKEN_COUNT, K, requires_grad=True), torch.randint(0, E, (TOKEN_COUNT, K))
     wanted = ops.experts(hidden, chosen, gates, up, down, GATED)
     wanted.sum().backward()
-    local = [own(x.detach(), ("S0",), mesh.sizes, mesh.coord).clone().requires_grad_() for x in (hidden, gates, up, down)]
-    got = experts_on_ranks(lambda rows, ends: ops.expert_rows(rows, local[2], local[3], ends, ops.inner_of(GATED)), local[0], own(chosen, ("S0",), mesh.sizes, mesh.coord),
-                           local[1], experts=E, axes=(0,), dispatch=(0,), mesh=mesh)
+    local = [
+        own(x.detach(), ("S0",), mesh.sizes, mesh.coord).clone().requires_grad_() for x in (hidden, gates, up, down)
+    ]
+    got = experts_on_ranks(
+        lambda rows, ends: ops.expert_rows(rows, local[2], local[3], ends, ops.inner_of(GATED)),
+        local[0],
+        own(chosen, ("S0",), mesh.sizes, mesh.coord),
+        local[1],
+        experts=E,
+        axes=(0,),
+        dispatch=(0,),
+        mesh=mesh,
+    )
     got.sum().backward()
-    pairs = [(got.detach(), wanted.detach()), *((part.grad, whole.grad) for part, whole in zip(local, (hidden, gates, up, down), strict=True))]
-    return [(here.dtype == there.dtype, float((here - (cut := own(there, ("S0",), mesh.sizes, mesh.coord))).abs().max() / cut.abs().max())) for here, there in pairs]
+    pairs = [
+        (got.detach(), wanted.detach()),
+        *((part.grad, whole.grad) for part, whole in zip(local, (hidden, gates, up, down), strict=True)),
+    ]
+    return [
+        (
+            here.dtype == there.dtype,
+            float((here - (cut := own(there, ("S0",), mesh.sizes, mesh.coord))).abs().max() / cut.abs().max()),
+        )
+        for here, there in pairs
+    ]
 
 
 def test_results_travel_in_the_dtype_of_tokens():

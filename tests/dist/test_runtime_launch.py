@@ -35,15 +35,22 @@ def test_ranks_are_spawned_where_forks_could_not_differentiate(monkeypatch):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files as Linux lists them")
-@pytest.mark.parametrize("start", [lambda: launch(_squared, 64, 3.0), lambda: Ranks(64).run(_squared, 3.0)], ids=["launch", "Ranks"])
+@pytest.mark.parametrize(
+    "start", [lambda: launch(_squared, 64, 3.0), lambda: Ranks(64).run(_squared, 3.0)], ids=["launch", "Ranks"]
+)
 def test_more_ranks_than_the_system_gives_are_refused_in_words_and_none_is_left(start):
     import resource
 
     free = sorted(set(range(1024)) - set(map(int, os.listdir("/proc/self/fd"))))
-    before, living = resource.getrlimit(resource.RLIMIT_NOFILE), {child.pid for child in multiprocessing.active_children()}
+    before, living = (
+        resource.getrlimit(resource.RLIMIT_NOFILE),
+        {child.pid for child in multiprocessing.active_children()},
+    )
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[12], before[1]))
     try:
-        with pytest.raises(RunError, match=r"cannot start 64 ranks on this machine: Too many open files.*ask for fewer ranks"):
+        with pytest.raises(
+            RunError, match=r"cannot start 64 ranks on this machine: Too many open files.*ask for fewer ranks"
+        ):
             start()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -95,7 +102,10 @@ def _waits_for_one_that_does_not_come():
 
 
 def test_it_is_said_where_ranks_wait():
-    with pytest.raises(RunError, match=r"(?s)ranks \[0, 1\] of 2.*rank 0 is at:.*all_reduce.*_waits_for_one.*rank 1 is at:.*_waits_for_one"):
+    with pytest.raises(
+        RunError,
+        match=r"(?s)ranks \[0, 1\] of 2.*rank 0 is at:.*all_reduce.*_waits_for_one.*rank 1 is at:.*_waits_for_one",
+    ):
         launch(_waits_for_one_that_does_not_come, 2, timeout_s=3)
 
 
@@ -168,7 +178,9 @@ def test_living_ranks_do_many_jobs_and_end():
     assert not any(_alive(pid) for _, pid in first)
 
 
-@pytest.mark.parametrize(("job", "said"), [(_fails_on_1, "ValueError: a job that fails"), (_killed, "killed by SIGKILL")])
+@pytest.mark.parametrize(
+    ("job", "said"), [(_fails_on_1, "ValueError: a job that fails"), (_killed, "killed by SIGKILL")]
+)
 def test_a_job_that_fails_on_living_ranks_is_told_and_the_next_has_new_ones(job, said):
     with Ranks(2) as ranks:
         before = ranks.run(_pid, 0)

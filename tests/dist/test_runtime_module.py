@@ -28,7 +28,9 @@ def _close(got, wanted, tolerance=1e-11):
         if value is None:
             assert got[name] is None, name
         else:
-            torch.testing.assert_close(got[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                got[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def _steps(sizes):
@@ -47,7 +49,8 @@ def _steps(sizes):
         _close(model.full_grads(), {n: p.grad for n, p in plain.named_parameters()})
         for optimizer in optimizers:
             optimizer.step()
-    _close(model.full_state_dict(), plain.state_dict(), 1e-9)  # the key bias has gradient 0: AdamW scales its rounding up
+    # the key bias has gradient 0: AdamW scales its rounding up
+    _close(model.full_state_dict(), plain.state_dict(), 1e-9)
     out = model(ids=local[0], labels=local[1])
     torch.testing.assert_close(model.full(out).logits, plain(ids, labels)["logits"], rtol=1e-11, atol=1e-11)
     out.loss.backward()  # the user's own backward

@@ -1,4 +1,5 @@
-"""Weights gathered again in the backward: freed in between, once per weight, through views, and never silently stale."""
+"""Weights gathered again in the backward: freed in between, once per weight, through views, and never silently
+stale."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def _exact():
         with count() as seen:
             loss.backward(retain_graph=True)
         torch.testing.assert_close(x.grad, wanted_x, rtol=1e-13, atol=1e-13)
-        torch.testing.assert_close(shard.grad, own(whole.grad, ("S0",), mesh.sizes, mesh.coord) * 2, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(
+            shard.grad, own(whole.grad, ("S0",), mesh.sizes, mesh.coord) * 2, rtol=1e-13, atol=1e-13
+        )
     return [str(c) for c in seen]
 
 
@@ -117,15 +120,22 @@ def _module(limit):
         MESH = Mesh((2, 2), ("x", "y"), "cpu")
         INPUTS = {"x": "S0,S0"}  # noqa: RUF012
         OUTPUTS = (("loss", "loss"),)
-        PARAMS = {"a": Param((4, 4), "float64", "S0,S1"), "b": Param((4, 4), "float64", "R,S0", sync=(0,)),  # noqa: RUF012
-                  "c": Param((3, 4), "float64", "S0,S0")}
+        PARAMS = {  # noqa: RUF012
+            "a": Param((4, 4), "float64", "S0,S1"),
+            "b": Param((4, 4), "float64", "R,S0", sync=(0,)),
+            "c": Param((3, 4), "float64", "S0,S0"),
+        }
 
         def forward(self, x):
             whole = {"grad": "P,P -> S0,S1", "shape": (4, 4), "mesh": self.MESH, "name": "a"}
             x = F.linear(x, gather(self.w["a"], "S0,S1 -> R,R", **whole)).tanh()
-            x = F.linear(x, gather(self.w["b"], "R,S0 -> R,R", grad="P,P -> P,S0", shape=(4, 4), mesh=self.MESH, name="b"))
+            x = F.linear(
+                x, gather(self.w["b"], "R,S0 -> R,R", grad="P,P -> P,S0", shape=(4, 4), mesh=self.MESH, name="b")
+            )
             x = F.linear(x, gather(self.w["a"], "S0,S1 -> R,R", **whole)).tanh()
-            x = F.linear(x, gather(self.w["c"], "S0,S0 -> R,R", grad="P,P -> S0,S0", shape=(3, 4), mesh=self.MESH, name="c"))
+            x = F.linear(
+                x, gather(self.w["c"], "S0,S0 -> R,R", grad="P,P -> S0,S0", shape=(3, 4), mesh=self.MESH, name="c")
+            )
             return (reshard(x.square().sum(), "P,P -> R,R", grad="R,R -> R,R", shape=(), mesh=self.MESH),)
 
     torch.manual_seed(0)
@@ -142,7 +152,8 @@ def _module(limit):
     for name, grad in model.full_grads().items():
         torch.testing.assert_close(grad, whole[name].grad, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
     steps = {name: sorted(c.kind for c in seen if c.name == name) for name in "abc"}
-    assert steps["a"] == ["all_gather"] * 6 + ["reduce_scatter"] * 4  # the first use needs no weight in the backward: x has no gradient
+    # the first use needs no weight in the backward: x has no gradient
+    assert steps["a"] == ["all_gather"] * 6 + ["reduce_scatter"] * 4
     assert steps["b"] == ["all_gather"] * 2 + ["all_reduce", "reduce_scatter"]
     assert steps["c"] == ["all_gather"] * 4 + ["reduce_scatter"] * 2
 
@@ -162,24 +173,35 @@ def _read_both_ways():
         PARAMS = {"a": Param((4, 4), "float64", "R,S0", sync=(0,)), "b": Param((4, 4), "float64", "S0,R")}  # noqa: RUF012
 
         def forward(self, x):
-            x = reshard(F.linear(x, self.w["a"]), "S0,S1 -> S0,R", grad="S0,R -> S0,S1", shape=(8, 4), mesh=self.MESH).tanh()
-            x = F.linear(x, gather(self.w["b"], "S0,R -> R,R", grad="P,R -> S0,R", shape=(4, 4), mesh=self.MESH, name="b")).tanh()
-            x = F.linear(x, gather(self.w["a"], "R,S0 -> R,R", grad="P,R -> P,S0", shape=(4, 4), mesh=self.MESH, name="a"))
+            x = reshard(
+                F.linear(x, self.w["a"]), "S0,S1 -> S0,R", grad="S0,R -> S0,S1", shape=(8, 4), mesh=self.MESH
+            ).tanh()
+            x = F.linear(
+                x, gather(self.w["b"], "S0,R -> R,R", grad="P,R -> S0,R", shape=(4, 4), mesh=self.MESH, name="b")
+            ).tanh()
+            x = F.linear(
+                x, gather(self.w["a"], "R,S0 -> R,R", grad="P,R -> P,S0", shape=(4, 4), mesh=self.MESH, name="a")
+            )
             return (reshard(x.square().sum(), "P,R -> R,R", grad="R,R -> R,R", shape=(), mesh=self.MESH),)
 
     torch.manual_seed(0)
-    whole = {name: torch.randn(info.shape, dtype=torch.float64, requires_grad=True) for name, info in Tied.PARAMS.items()}
+    whole = {
+        name: torch.randn(info.shape, dtype=torch.float64, requires_grad=True) for name, info in Tied.PARAMS.items()
+    }
     x = torch.randn(8, 4, dtype=torch.float64)
     F.linear(F.linear(F.linear(x, whole["a"]).tanh(), whole["b"]).tanh(), whole["a"]).square().sum().backward()
     model = Tied().load_full(whole)
-    model._sync.scatters.limit_bytes = 1  # the gathered part is there, and its sum has begun, before autograd has the other one
+    # the gathered part is there, and its sum has begun, before autograd has the other one
+    model._sync.scatters.limit_bytes = 1
     begun, begin = [], model._sync._start
     model._sync._start = lambda bucket: (begun.append(bool(model._sync.mixed)), begin(bucket))
     for _ in range(2):  # by the second step it is known that there are two parts
         model.zero_grad()
         model.train_step(*model.shard_batch(x))
         for name, grad in model.full_grads().items():
-            torch.testing.assert_close(grad, whole[name].grad, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                grad, whole[name].grad, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+            )
     assert begun == [False, True]
 
 

@@ -65,7 +65,7 @@ def _equals(local, layout, whole, mesh, what):
 
 
 def _pairs(sizes, shape, every):
-    mesh = Mesh(sizes, tuple("xyz"[:len(sizes)]), "cpu")
+    mesh = Mesh(sizes, tuple("xyz"[: len(sizes)]), "cpu")
     whole = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
     pull = whole.flip(0) * 3 + 1
     done = 0
@@ -77,7 +77,9 @@ def _pairs(sizes, shape, every):
         back = tuple(tuple(dual.get(e, e) for e in layout) for layout in (dst, src))
         x = _held(whole, src, mesh).contiguous().requires_grad_()
         with count() as seen:
-            y = reshard(x, f"{show(src)} -> {show(dst)}", grad=f"{show(back[0])} -> {show(back[1])}", shape=shape, mesh=mesh)
+            y = reshard(
+                x, f"{show(src)} -> {show(dst)}", grad=f"{show(back[0])} -> {show(back[1])}", shape=shape, mesh=mesh
+            )
             _equals(y.detach(), dst, whole, mesh, (src, dst))
             y.backward(_held(pull, back[0], mesh))
         _equals(x.grad, back[1], pull, mesh, ("grad", src, dst))
@@ -88,9 +90,12 @@ def _pairs(sizes, shape, every):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("sizes", "every"), [((2,), 1), ((4,), 1), ((2, 2), 5), pytest.param((2, 2), 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("sizes", "every"), [((2,), 1), ((4,), 1), ((2, 2), 5), pytest.param((2, 2), 1, marks=pytest.mark.slow)]
+)
 def test_all_pairs_of_layouts(sizes, shape, every):
-    """On two axes the fast tests take a fifth of the pairs: each layout is left and reached, by other pairs in other shapes."""
+    """On two axes the fast tests take a fifth of the pairs: each layout is left and reached, by other pairs in other
+    shapes."""
     done = on_ranks(math.prod(sizes), _pairs, sizes, shape, every)
     assert done[0] > 10
 
@@ -102,7 +107,9 @@ def _dtypes():
         whole = whole.to(dtype)
         part = own(whole, ("S0",), mesh.sizes, mesh.coord)
         assert torch.equal(reshard(part, "S0 -> R", grad=None, shape=(5, 3), mesh=mesh), whole)
-        assert torch.equal(reshard(part, "S0 -> S1", grad=None, shape=(5, 3), mesh=mesh), own(whole, ("S1",), mesh.sizes, mesh.coord))
+        assert torch.equal(
+            reshard(part, "S0 -> S1", grad=None, shape=(5, 3), mesh=mesh), own(whole, ("S1",), mesh.sizes, mesh.coord)
+        )
         mine = whole if mesh.coord == (2,) else torch.zeros_like(whole)
         assert torch.equal(reshard(mine, "P -> R", grad=None, shape=(5, 3), mesh=mesh), whole)
         assert torch.equal(reshard(mine, "P -> S0", grad=None, shape=(5, 3), mesh=mesh), part)

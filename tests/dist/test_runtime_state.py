@@ -42,7 +42,9 @@ def _step(model, optimizer):
 def _compare(model, plain, tolerance):
     for name, value in model.full_state_dict().items():
         if not name.endswith("qkv.bias"):  # its keys' part has gradient 0, which AdamW scales up from rounding
-            torch.testing.assert_close(value, plain.state_dict()[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                value, plain.state_dict()[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def _saved(folder):
@@ -81,7 +83,9 @@ def _whole_tensors():
     assert all(torch.equal(got[name], value) for name, value in plain.state_dict().items())
     broken = dict(plain.state_dict(), unused=torch.ones(4), extra=torch.ones(1))
     del broken["layers.1.up.weight"]
-    with pytest.raises(RunError, match=r"missing: layers.1.up.weight; unknown: extra; wrong shape: unused: got \(4,\), wanted \(3,\)"):
+    with pytest.raises(
+        RunError, match=r"missing: layers.1.up.weight; unknown: extra; wrong shape: unused: got \(4,\), wanted \(3,\)"
+    ):
         model.load_full(broken)
     with pytest.raises(RunError, match=r"wrong shape: .*unused: got a int, wanted \(3,\)"):
         model.load_full({**plain.state_dict(), "unused": 1})
@@ -105,7 +109,8 @@ def _unloaded():
 
 
 def test_weights_that_nothing_was_loaded_into_are_nan():
-    """They were what the memory held: mostly zeros, on which a run that forgot its checkpoint trained without a word."""
+    """They were what the memory held: mostly zeros, on which a run that forgot its checkpoint trained without a
+    word."""
     on_ranks(4, _unloaded)
 
 
@@ -117,20 +122,36 @@ def _other_states():
     state, numbered = model.optimizer_state_dict(optimizer), optimizer.state_dict()
     before = {name: value["exp_avg"].full_tensor() for name, value in state["state"].items()}
     for made, wrong, said in (
-            (optimizer, numbered, r"state is by number \([0-9, ]*...\), as optimizer.state_dict\(\) gives it"),
-            (optimizer, None, "state is a NoneType; wanted what optimizer_state_dict"), (optimizer, {"model": 1}, r"state is a dict of \['model'\]; wanted"),
-            (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), state, "of another kind of optimizer than SGD: group 0 has .*betas.* and no .*momentum"),
-            (optimizer, torch.optim.SGD(model.parameters()).state_dict() | {"state": {}}, "of another kind of optimizer than AdamW: group 0 has .*momentum.* and no .*betas"),
-            (_optimizer(plain), state, r"tensors that the optimizer steps are no parameters of the compiled model"), ("adamw", state, "optimizer is a str; wanted")):
+        (optimizer, numbered, r"state is by number \([0-9, ]*...\), as optimizer.state_dict\(\) gives it"),
+        (optimizer, None, "state is a NoneType; wanted what optimizer_state_dict"),
+        (optimizer, {"model": 1}, r"state is a dict of \['model'\]; wanted"),
+        (
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            state,
+            "of another kind of optimizer than SGD: group 0 has .*betas.* and no .*momentum",
+        ),
+        (
+            optimizer,
+            torch.optim.SGD(model.parameters()).state_dict() | {"state": {}},
+            "of another kind of optimizer than AdamW: group 0 has .*momentum.* and no .*betas",
+        ),
+        (_optimizer(plain), state, r"tensors that the optimizer steps are no parameters of the compiled model"),
+        ("adamw", state, "optimizer is a str; wanted"),
+    ):
         with pytest.raises(RunError, match=said):
             model.load_optimizer_state_dict(made, wrong)
-    with pytest.raises(RunError, match=r"no parameters of the compiled model, .*make the optimizer of the compiled model's parameters\(\)"):
+    with pytest.raises(
+        RunError,
+        match=r"no parameters of the compiled model, .*make the optimizer of the compiled model's parameters\(\)",
+    ):
         model.optimizer_state_dict(_optimizer(plain))
     del state["param_groups"][0]["maximize"]  # as another version of torch, which has not all options, saved it
     fresh = _optimizer(model)
     model.load_optimizer_state_dict(fresh, state)
-    assert fresh.param_groups[0]["maximize"] is False and {name: torch.equal(value["exp_avg"].full_tensor(), before[name])
-                                                           for name, value in model.optimizer_state_dict(fresh)["state"].items()} == dict.fromkeys(before, True)
+    assert fresh.param_groups[0]["maximize"] is False and {
+        name: torch.equal(value["exp_avg"].full_tensor(), before[name])
+        for name, value in model.optimizer_state_dict(fresh)["state"].items()
+    } == dict.fromkeys(before, True)
     _step(model, fresh)
 
 
@@ -156,11 +177,18 @@ def _dampened():
         _step(model, optimizer)
         resumed.load_full(model.full_state_dict())
         for name, value in model.full_state_dict().items():
-            torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-12, atol=1e-12, msg=lambda text, name=name, step=step: f"{name}, step {step}: {text}")
+            torch.testing.assert_close(
+                value,
+                plain.state_dict()[name],
+                rtol=1e-12,
+                atol=1e-12,
+                msg=lambda text, name=name, step=step: f"{name}, step {step}: {text}",
+            )
 
 
 def test_momentum_that_dampens_begins_with_the_whole_gradient():
-    """A state from before the first step had momentum of zeros, with which what goes on from it takes a part of its first gradient."""
+    """A state from before the first step had momentum of zeros, with which what goes on from it takes a part of its
+    first gradient."""
     on_ranks(4, _dampened)
 
 
@@ -189,7 +217,9 @@ def _buckets(limit):
         MESH = Mesh((2, 2), ("x", "y"), "cpu")
         INPUTS = {"x": "S0,R"}  # noqa: RUF012
         OUTPUTS = (("loss", "loss"),)
-        PARAMS = {f"w{i}": Param((4, 4), "float64", "R,R", sync=(0,) if i % 2 else (0, 1), each=i > 3) for i in range(6)}  # noqa: RUF012
+        PARAMS = {  # noqa: RUF012
+            f"w{i}": Param((4, 4), "float64", "R,R", sync=(0,) if i % 2 else (0, 1), each=i > 3) for i in range(6)
+        }
 
         def forward(self, x):
             for i in range(5):  # w5 is not used
@@ -201,7 +231,8 @@ def _buckets(limit):
     x = torch.randn(4, 4, dtype=torch.float64)
     model = Two().load_full(state)
     model._sync = GradSync(list(model._held.values()), model.MESH, bucket_bytes=limit)
-    for bucket in model._sync.buckets:  # which begins with its last gradient: those of every microbatch wait for none of the end of a step
+    # which begins with its last gradient: those of every microbatch wait for none of the end of a step
+    for bucket in model._sync.buckets:
         assert len({held.info.each for held in bucket.members}) == 1
     for held in model._held.values():
         held.renew(model.MESH)
@@ -290,7 +321,9 @@ def _strides():
     for _ in range(2):
         (x @ whole["w"] @ whole["v"]).square().sum().backward()
         model.train_step(*model.shard_batch(x))
-        assert [p.grad.to_local().stride() for p in model.parameters()] == [p.to_local().stride() for p in model.parameters()]
+        assert [p.grad.to_local().stride() for p in model.parameters()] == [
+            p.to_local().stride() for p in model.parameters()
+        ]
         mine.step()
         theirs.step()
     for name, value in model.full_state_dict().items():

@@ -1,4 +1,5 @@
-"""Seeds of what is drawn at random: `torch.manual_seed` before a model is built, the same on all ranks, another one for each model; and a run that goes on where it was."""
+"""Seeds of what is drawn at random: `torch.manual_seed` before a model is built, the same on all ranks, another one for
+each model; and a run that goes on where it was."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ class Noisy(nn.Module):
 
 def made(folder: Path | None = None) -> autopar.Compiled:
     """The model on these ranks: planned, or as it was saved."""
-    return autopar.load(folder).load_full(Noisy().state_dict()) if folder else autopar.compile(Noisy(), "cpu:1x2", (torch.zeros(4, WIDTH),), recipe="ddp", time_limit_s=5.0)
+    return (
+        autopar.load(folder).load_full(Noisy().state_dict())
+        if folder
+        else autopar.compile(Noisy(), "cpu:1x2", (torch.zeros(4, WIDTH),), recipe="ddp", time_limit_s=5.0)
+    )
 
 
 def masks(model: autopar.Compiled, steps: int = 1) -> list[list[float]]:

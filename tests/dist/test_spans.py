@@ -1,4 +1,5 @@
-"""Models whose sizes have conditions, on ranks: at the planned length, at another one that they are for, and at one that they are not for."""
+"""Models whose sizes have conditions, on ranks: at the planned length, at another one that they are for, and at one
+that they are not for."""
 
 from __future__ import annotations
 
@@ -31,16 +32,27 @@ def case(how: str, length: int, ends: bool = False) -> Any:
     return case_of(who.captured, made, who.weights, chunked.inputs(4, length))
 
 
-@pytest.mark.parametrize(("how", "length", "ends"), [
-    ("1f1b", LENGTH, False),
-    *(pytest.param(how, length, ends, marks=pytest.mark.slow) for how in ("tp", "tp_sp", "zero3", "cp", "1f1b", "random 0", "random 1", "random 2")
-      for length in (LENGTH, OTHER) for ends in (False, True)),
-])
+@pytest.mark.parametrize(
+    ("how", "length", "ends"),
+    [
+        ("1f1b", LENGTH, False),
+        *(
+            pytest.param(how, length, ends, marks=pytest.mark.slow)
+            for how in ("tp", "tp_sp", "zero3", "cp", "1f1b", "random 0", "random 1", "random 2")
+            for length in (LENGTH, OTHER)
+            for ends in (False, True)
+        ),
+    ],
+)
 def test_equals_one_device(how: str, length: int, ends: bool) -> None:
     report = verify(case(how, length, ends), ranks=living(2))
     assert report.ok, (report.first, report.worst)
 
 
 def test_lengths_that_the_program_is_not_for_are_refused() -> None:
-    with pytest.raises(RunError, match=r"dim 1 has 20 entries on this rank, wanted a multiple of 8: with another s the model does something else"):
+    with pytest.raises(
+        RunError,
+        match=r"dim 1 has 20 entries on this rank, wanted a multiple of 8: with another s the model "
+        r"does something else",
+    ):
         verify(case("zero3", WRONG), ranks=living(2))

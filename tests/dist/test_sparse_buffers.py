@@ -1,4 +1,5 @@
-"""Buffers that are sparse where the model is made (Whisper's heads of alignment): ranks hold them dense, whether the graph reads them or not."""
+"""Buffers that are sparse where the model is made (Whisper's heads of alignment): ranks hold them dense, whether the
+graph reads them or not."""
 
 from __future__ import annotations
 
@@ -34,5 +35,8 @@ def test_ranks_hold_them_dense(how: str) -> None:
     assert torch.equal(captured.constants["heads"].to_dense(), torch.eye(8))
     who = Subject("sparse", "train", captured, model.state_dict())
     made = planned(who, (2,), how)
-    report = verify(case_of(captured, made, who.weights, {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(1))}), ranks=living(2))
+    report = verify(
+        case_of(captured, made, who.weights, {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(1))}),
+        ranks=living(2),
+    )
     assert report.ok, (report.first, report.worst)

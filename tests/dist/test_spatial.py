@@ -1,4 +1,5 @@
-"""A model whose images are cut evenly along height, or both ways: every byte that borders take is priced, and what they leave in memory."""
+"""A model whose images are cut evenly along height, or both ways: every byte that borders take is priced, and what they
+leave in memory."""
 
 from __future__ import annotations
 
@@ -48,7 +49,10 @@ class Scenes(Subject):
     def batch(self, batch: int = BATCH, seq: int = SEQ) -> dict[str, Tensor]:
         """Random scenes."""
         made = torch.Generator().manual_seed(0)
-        return {"images": torch.randn(batch, 4, SIDE, SIDE, generator=made), "labels": torch.randint(8, (batch,), generator=made)}
+        return {
+            "images": torch.randn(batch, 4, SIDE, SIDE, generator=made),
+            "labels": torch.randint(8, (batch,), generator=made),
+        }
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +74,15 @@ def test_every_byte_of_borders_is_priced(who: Scenes, sizes: Sizes) -> None:
 
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)])
 def test_the_images_with_borders_are_kept_for_the_backward(who: Scenes, sizes: Sizes) -> None:
-    """Beside them the images themselves are counted, which others mostly keep: not here those that only windows read."""
+    """Beside them the images themselves are counted, which others mostly keep: not here those that only windows
+    read."""
     made = planned(who, sizes, "spatial")
     model = planner_of(who, sizes).model(sizes, space(sizes), "spatial")
     bundle = Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
     ranks = math.prod(sizes)
     held = max(on_ranks(ranks, kept_on_rank, bundle, dict(who.weights), who.batch()))
-    only_windows = 4 * BATCH * (4 * SIDE**2 + 2 * 8 * (SIDE // 2) ** 2) // ranks  # the input, the sum, the pool's result; in float32
+    # the input, the sum, the pool's result; in float32
+    only_windows = 4 * BATCH * (4 * SIDE**2 + 2 * 8 * (SIDE // 2) ** 2) // ranks
     assert activations(model, choice_of(model, made)) == pytest.approx(held + only_windows, rel=0.01)
 
 
@@ -88,7 +94,11 @@ class Pooled(nn.Module):
         self.embedding, self.head = nn.Embedding(32, 4), nn.Linear(4, 4)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(F.avg_pool1d(self.embedding(tokens).transpose(1, 2), 2, 2, ceil_mode=True).transpose(1, 2)).square().mean()
+        return (
+            self.head(F.avg_pool1d(self.embedding(tokens).transpose(1, 2), 2, 2, ceil_mode=True).transpose(1, 2))
+            .square()
+            .mean()
+        )
 
 
 class Tokens(Subject):
@@ -103,7 +113,9 @@ class Tokens(Subject):
 def test_means_over_windows_are_those_of_one_device_at_other_lengths_than_planned(recipe: str) -> None:
     torch.manual_seed(0)
     model = Pooled()
-    pooled = Tokens("pooled", "train", capture(model, (torch.zeros(BATCH, SEQ, dtype=torch.long),), {}), model.state_dict())
+    pooled = Tokens(
+        "pooled", "train", capture(model, (torch.zeros(BATCH, SEQ, dtype=torch.long),), {}), model.state_dict()
+    )
     made = planned(pooled, (2,), recipe)
     for length in (SEQ, SEQ - 3):
         report = pooled.verified(made, seq=length)

@@ -1,4 +1,5 @@
-"""Gradients of weights that are gathered over one axis and summed over another one (HSDP): the sums begin while the backward goes on."""
+"""Gradients of weights that are gathered over one axis and summed over another one (HSDP): the sums begin while the
+backward goes on."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.helpers.verify import planned, subject
 
 
 def _summed(source: str, light: Light) -> tuple[list[int], dict[str, Tensor | None], dict[str, Tensor | None]]:
-    """One rank: how many buckets begin in a backward before it ends, in each of two steps, where no whole gradient waits behind another block; its gradients, and those of a step as it is."""
+    """One rank: how many buckets begin in a backward before it ends, in each of two steps, where no whole gradient
+    waits behind another block; its gradients, and those of a step as it is."""
     module, early = light.build(source), list[int]()
     batch = module.shard_batch(**light.batch)
     sync: GradSync = module._sync
@@ -41,7 +43,8 @@ def _summed(source: str, light: Light) -> tuple[list[int], dict[str, Tensor | No
 
 
 def test_sums_over_replicas_begin_in_the_backward() -> None:
-    """torch 2.13 tells of leaves whose gradients all went elsewhere, which was taken for a part of them: every sum waited for the end."""
+    """torch 2.13 tells of leaves whose gradients all went elsewhere, which was taken for a part of them: every sum
+    waited for the end."""
     who = subject("gpt")
     case = who.case(planned(who, (2, 2), "hsdp"))
     for (first, second, buckets), found, wanted in on_ranks(4, _summed, case.source(), case.light):

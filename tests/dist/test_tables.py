@@ -31,11 +31,18 @@ class Recommender(nn.Module):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.name, self.table, self.inner, self.out = name, TABLES[name](), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, 1)
+        self.name, self.table, self.inner, self.out = (
+            name,
+            TABLES[name](),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, 1),
+        )
 
     def forward(self, numbers: Tensor, gates: Tensor, starts: Tensor) -> Tensor:
         settings = {"per_sample_weights": gates} if self.name == "weighted" else {}
-        numbers, settings = (numbers.reshape(-1), {"offsets": starts}) if self.name == "several lengths" else (numbers, settings)
+        numbers, settings = (
+            (numbers.reshape(-1), {"offsets": starts}) if self.name == "several lengths" else (numbers, settings)
+        )
         found = self.table(numbers, **settings)
         return self.out(self.inner(found.sum(1) if self.name == "scaled" else found).relu()).square().mean()
 
@@ -43,7 +50,11 @@ class Recommender(nn.Module):
 def inputs() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     starts = torch.tensor([0, 1, 7, 7, 12, 20, 21, 30])
-    return {"numbers": torch.randint(0, ROWS // 4, (BATCH, 4), generator=generator), "gates": torch.rand(BATCH, 4, generator=generator), "starts": starts}
+    return {
+        "numbers": torch.randint(0, ROWS // 4, (BATCH, 4), generator=generator),
+        "gates": torch.rand(BATCH, 4, generator=generator),
+        "starts": starts,
+    }
 
 
 @cache
@@ -56,11 +67,20 @@ def subject(name: str) -> Subject:
     return Subject(name, "train", captured, model.state_dict())
 
 
-@pytest.mark.parametrize(("name", "how"), [
-    ("sums", "megatron"), ("weighted", "1f1b"), ("scaled", "zero3"),
-    *(pytest.param(name, how, marks=pytest.mark.slow) for name in TABLES for how in ("megatron", "tp", "zero3", "random 0", "random 1", "1f1b")
-      if how != "1f1b" or name not in ("several lengths", "scaled", "scaled bags")),
-])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("sums", "megatron"),
+        ("weighted", "1f1b"),
+        ("scaled", "zero3"),
+        *(
+            pytest.param(name, how, marks=pytest.mark.slow)
+            for name in TABLES
+            for how in ("megatron", "tp", "zero3", "random 0", "random 1", "1f1b")
+            if how != "1f1b" or name not in ("several lengths", "scaled", "scaled bags")
+        ),
+    ],
+)
 def test_equals_one_device(name: str, how: str) -> None:
     who = subject(name)
     made = by_stages(who, (1,), "single", 2, 4, how) if how == "1f1b" else planned(who, (2,), how)

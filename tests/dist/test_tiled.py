@@ -1,4 +1,5 @@
-"""Weights that are gathered in tiles, against one device in float64: the products on ranks with what they send, and whole plans."""
+"""Weights that are gathered in tiles, against one device in float64: the products on ranks with what they send, and
+whole plans."""
 
 from __future__ import annotations
 
@@ -39,9 +40,10 @@ from tests.helpers.remat import rematerialised
 from tests.helpers.tiled import in_tiles
 from tests.helpers.verify import Sizes, Subject, by_recipe, by_roles, by_stages, subject
 
+
 def _embeddings(sizes: tuple[int, ...], axis: int, tiles: int, padding: int) -> None:
     """Ids cut over all axes, the table over one of them."""
-    mesh = Mesh(sizes, ("x", "y")[:len(sizes)], "cpu")
+    mesh = Mesh(sizes, ("x", "y")[: len(sizes)], "cpu")
     rows, rests = tuple("S0" for _ in sizes), tuple("S0" if a == axis else "R" for a in range(len(sizes)))
     torch.manual_seed(0)
     table, ids, pull = _drawn(24, 5).requires_grad_(), torch.randint(0, 24, (8, 7)), _drawn(8, 7, 5)
@@ -49,7 +51,9 @@ def _embeddings(sizes: tuple[int, ...], axis: int, tiles: int, padding: int) -> 
     wanted.backward(pull)
     shard = own(table.detach(), rests, mesh.sizes, mesh.coord).clone().requires_grad_()
     with count() as seen:
-        got = tiled_embedding(own(ids, rows, mesh.sizes, mesh.coord), shard, padding, tiles=tiles, axes=(axis,), mesh=mesh)
+        got = tiled_embedding(
+            own(ids, rows, mesh.sizes, mesh.coord), shard, padding, tiles=tiles, axes=(axis,), mesh=mesh
+        )
         got.backward(own(pull, rows, mesh.sizes, mesh.coord))
     _close(got, own(wanted, rows, mesh.sizes, mesh.coord))
     total = shard.grad
@@ -58,15 +62,25 @@ def _embeddings(sizes: tuple[int, ...], axis: int, tiles: int, padding: int) -> 
             torch.distributed.all_reduce(total, group=mesh.group(other))
     _close(total, own(table.grad, rests, mesh.sizes, mesh.coord))
     tile = 24 * 5 * 8 // tiles
-    assert Counter((item.kind, item.axis, item.bytes) for item in seen) == {("all_gather", axis, tile): tiles, ("reduce_scatter", axis, tile): tiles}
+    assert Counter((item.kind, item.axis, item.bytes) for item in seen) == {
+        ("all_gather", axis, tile): tiles,
+        ("reduce_scatter", axis, tile): tiles,
+    }
 
 
-@pytest.mark.parametrize(("sizes", "axis", "tiles", "padding"), [((2,), 0, 3, -1), ((4,), 0, 2, 5), ((2, 2), 1, 2, -1), ((2, 2), 0, 4, 13)])
+@pytest.mark.parametrize(
+    ("sizes", "axis", "tiles", "padding"), [((2,), 0, 3, -1), ((4,), 0, 2, 5), ((2, 2), 1, 2, -1), ((2, 2), 0, 4, 13)]
+)
 def test_lookups_equal_one_device(sizes: tuple[int, ...], axis: int, tiles: int, padding: int) -> None:
     on_ranks(math.prod(sizes), _embeddings, sizes, axis, tiles, padding)
 
 
-PRODUCTS: dict[str, Callable[..., Tensor]] = {"linear": F.linear, "linear with bias": F.linear, "matmul": torch.matmul, "matmul with bias": ops.affine}
+PRODUCTS: dict[str, Callable[..., Tensor]] = {
+    "linear": F.linear,
+    "linear with bias": F.linear,
+    "matmul": torch.matmul,
+    "matmul with bias": ops.affine,
+}
 
 
 def _drawn(*shape: int) -> Tensor:
@@ -74,12 +88,16 @@ def _drawn(*shape: int) -> Tensor:
 
 
 def _products(sizes: tuple[int, ...], axis: int, tiles: int, kind: str, trained: tuple[bool, bool]) -> None:
-    """Rows of x cut over all axes, the weight over one of them: result and gradients of one device, in so many collectives."""
-    mesh = Mesh(sizes, ("x", "y")[:len(sizes)], "cpu")
+    """Rows of x cut over all axes, the weight over one of them: result and gradients of one device, in so many
+    collectives."""
+    mesh = Mesh(sizes, ("x", "y")[: len(sizes)], "cpu")
     rows, rests = tuple("S0" for _ in sizes), tuple("S0" if a == axis else "R" for a in range(len(sizes)))
     torch.manual_seed(0)
     x, weight, bias, pull = _drawn(8, 3, 24), _drawn(24, 24), _drawn(24) if "bias" in kind else None, _drawn(8, 3, 24)
-    whole = [t if t is None else t.clone().requires_grad_(on) for t, on in zip((x, weight, bias), (*trained, True), strict=True)]
+    whole = [
+        t if t is None else t.clone().requires_grad_(on)
+        for t, on in zip((x, weight, bias), (*trained, True), strict=True)
+    ]
     wanted = PRODUCTS[kind](*(t for t in whole if t is not None))
     part = own(x, rows, mesh.sizes, mesh.coord).clone().requires_grad_(trained[0])
     shard = own(weight, rests, mesh.sizes, mesh.coord).clone().requires_grad_(trained[1])
@@ -104,7 +122,16 @@ def _products(sizes: tuple[int, ...], axis: int, tiles: int, kind: str, trained:
             _close(total, own(theirs.grad, layout, mesh.sizes, mesh.coord))
     ran = Counter((item.kind, item.axis, item.bytes) for item in seen)
     tile = 24 * 24 * 8 // tiles
-    assert ran == Counter({("all_gather", axis, tile): tiles * (2 if trained[0] else 1), ("reduce_scatter", axis, tile): tiles * trained[1]}) + Counter()
+    assert (
+        ran
+        == Counter(
+            {
+                ("all_gather", axis, tile): tiles * (2 if trained[0] else 1),
+                ("reduce_scatter", axis, tile): tiles * trained[1],
+            }
+        )
+        + Counter()
+    )
 
 
 def _close(got: Tensor | None, wanted: Tensor | None) -> None:
@@ -112,7 +139,9 @@ def _close(got: Tensor | None, wanted: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)
-@pytest.mark.parametrize(("sizes", "axis", "tiles"), [((2,), 0, 1), ((2,), 0, 4), ((4,), 0, 3), ((2, 2), 1, 2), ((2, 2), 0, 2)])
+@pytest.mark.parametrize(
+    ("sizes", "axis", "tiles"), [((2,), 0, 1), ((2,), 0, 4), ((4,), 0, 3), ((2, 2), 1, 2), ((2, 2), 0, 2)]
+)
 def test_products_equal_one_device(kind: str, sizes: tuple[int, ...], axis: int, tiles: int) -> None:
     on_ranks(math.prod(sizes), _products, sizes, axis, tiles, kind, (True, True))
 
@@ -138,13 +167,24 @@ ROLES: dict[str, tuple[Sizes, tuple[roles.Role, ...]]] = {
     "zero3 x tp_sp": ((2, 2), (roles.zero3, roles.tensor_sequence)),
 }
 FAST = [("gpt", "zero1 x zero3")]
-REFUSED = [("mlp", "zero3 x tp_sp"), *((name, how) for name in ("hf-bert", "hf-vit", "mlp") for how in ("zero1 x zero3", "zero3 x zero3"))]  # uneven biases
-SLOW = [case for name in ("hf-gpt2", "hf-llama", "hf-t5", "hf-bert", "hf-vit", "gpt", "mlp") for how in ROLES
-        if (case := (name, how)) not in (*FAST, *REFUSED)]
+# uneven biases
+REFUSED = [
+    ("mlp", "zero3 x tp_sp"),
+    *((name, how) for name in ("hf-bert", "hf-vit", "mlp") for how in ("zero1 x zero3", "zero3 x zero3")),
+]
+SLOW = [
+    case
+    for name in ("hf-gpt2", "hf-llama", "hf-t5", "hf-bert", "hf-vit", "gpt", "mlp")
+    for how in ROLES
+    if (case := (name, how)) not in (*FAST, *REFUSED)
+]
 
-PIPES = [("hf-gpt2", "1f1b", 1),  # matmuls, and a head that is tied to the embedding of another stage
-         pytest.param("hf-llama", "zbv_zero_bubble", 2, marks=pytest.mark.slow),
-         pytest.param("hf-t5", "interleaved_1f1b", 2, marks=pytest.mark.slow), pytest.param("hf-llama", "interleaved_zero_bubble", 2, marks=pytest.mark.slow)]
+PIPES = [
+    ("hf-gpt2", "1f1b", 1),  # matmuls, and a head that is tied to the embedding of another stage
+    pytest.param("hf-llama", "zbv_zero_bubble", 2, marks=pytest.mark.slow),
+    pytest.param("hf-t5", "interleaved_1f1b", 2, marks=pytest.mark.slow),
+    pytest.param("hf-llama", "interleaved_zero_bubble", 2, marks=pytest.mark.slow),
+]
 
 
 def _right(report: Report, made: Plan) -> None:
@@ -188,10 +228,18 @@ def test_a_tied_table_is_looked_up_in_tiles() -> None:
     free = zero3(1e12)
     by_hand, found = in_tiles(captured, free, 4), zero3(0.8 * free.predicted.memory_bytes)
     lookup = next(name for name, runs in by_hand.runs.items() if runs[0] == "lookup_tiles4")
-    whole = replace(by_hand, nodes={**by_hand.nodes, **{name: free.nodes[name] for name in tiled(by_hand.runs) if name != lookup}})
-    assert not tiled(free.runs) and found.runs[lookup][0].startswith("lookup_tiles") and "words.weight in" in found.notes[0], found.notes
+    whole = replace(
+        by_hand, nodes={**by_hand.nodes, **{name: free.nodes[name] for name in tiled(by_hand.runs) if name != lookup}}
+    )
+    assert (
+        not tiled(free.runs)
+        and found.runs[lookup][0].startswith("lookup_tiles")
+        and "words.weight in" in found.notes[0]
+    ), found.notes
     for made in (found, by_hand, whole):
-        _right(verify(case_of(captured, made, model.state_dict(), {captured.input_names[0]: ids}), ranks=living(4)), made)
+        _right(
+            verify(case_of(captured, made, model.state_dict(), {captured.input_names[0]: ids}), ranks=living(4)), made
+        )
 
 
 @pytest.mark.parametrize(("name", "schedule", "virtual"), PIPES)
@@ -201,7 +249,9 @@ def test_pipelines_equal_one_device(name: str, schedule: str, virtual: int) -> N
     _right(who.verified(made), made)
 
 
-@pytest.mark.parametrize(("name", "level"), [("hf-llama", "selective"), pytest.param("hf-gpt2", "full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "level"), [("hf-llama", "selective"), pytest.param("hf-gpt2", "full", marks=pytest.mark.slow)]
+)
 def test_blocks_that_are_run_again_equal_one_device(name: str, level: str) -> None:
     who = subject(name)
     made = rematerialised(who, in_tiles(who.captured, by_recipe(who, (2,), "zero3"), 2), level)
@@ -214,7 +264,10 @@ def test_errors_are_found() -> None:
     made = in_tiles(who.captured, by_roles(who, (2, 2), (roles.data, roles.zero3), "hsdp"), 4)
     other = verify(replace(who.case(made), mutate=lambda text: text.replace("tiles=4", "tiles=2", 1)), ranks=living(4))
     assert {row.kind for row in other.rows if not row.ok} == {"collectives"}
-    wrong = verify(replace(who.case(made), mutate=lambda text: text.replace("tiles=4, axes=(1,)", "tiles=4, axes=(0,)", 1)), ranks=living(4))
+    wrong = verify(
+        replace(who.case(made), mutate=lambda text: text.replace("tiles=4, axes=(1,)", "tiles=4, axes=(0,)", 1)),
+        ranks=living(4),
+    )
     assert {row.kind for row in wrong.rows if not row.ok} >= {"loss", "gradient", "parameter"}
 
 
@@ -241,12 +294,14 @@ def _limited(limit_bytes: float, ranks: int = 2) -> Plan:
     """ZeRO-3 where a device has so many bytes."""
     who = wide()
     request = Request(Cluster.parse(f"cpu:1x{ranks}"), recipe="zero3", memory_bytes=limit_bytes)
-    return onestage.plan(who.captured.gm, {**who.captured.hints, "b": 16}, request, model="wide", graph_hash=who.captured.graph_hash)
+    return onestage.plan(
+        who.captured.gm, {**who.captured.hints, "b": 16}, request, model="wide", graph_hash=who.captured.graph_hash
+    )
 
 
 def test_the_peak_of_a_step_is_counted() -> None:
-    """Gloo holds copies of what it moves, here of the largest weights there are: less is counted with tiles as less is predicted, and where activations
-    are most the peak is as predicted."""
+    """Gloo holds copies of what it moves, here of the largest weights there are: less is counted with tiles as less is
+    predicted, and where activations are most the peak is as predicted."""
     who = wide()
     plain, tiles = _limited(1e12), in_tiles(who.captured, _limited(1e12), 8)
     predicted, counted = zip(*(_peaks(who, made, {"b": 16}) for made in (plain, tiles)), strict=True)
@@ -268,7 +323,10 @@ def test_zero3_takes_tiles_where_it_does_not_fit_otherwise() -> None:
     assert not tiled(free.runs)
     made = _limited(0.8 * free.predicted.memory_bytes)
     assert set(tiled(made.runs)) == {"layers_0/linear_default_1"} and "linear.weight in" in made.notes[0]
-    assert made.predicted.memory_bytes <= 0.8 * free.predicted.memory_bytes and made.predicted.step_s >= free.predicted.step_s
+    assert (
+        made.predicted.memory_bytes <= 0.8 * free.predicted.memory_bytes
+        and made.predicted.step_s >= free.predicted.step_s
+    )
     _right(wide().verified(made, 16, 0), made)
     with pytest.raises(InfeasibleError):
         _limited(0.3 * free.predicted.memory_bytes)  # less than what rests

@@ -1,4 +1,5 @@
-"""Layers of torch.nn that are more than one operator, or one that holds a whole network: cut by weights and samples, and in pipelines."""
+"""Layers of torch.nn that are more than one operator, or one that holds a whole network: cut by weights and samples,
+and in pipelines."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ class First(nn.Module):
 
 
 def _transformer(batch_first: bool) -> nn.Module:
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0, batch_first=batch_first, norm_first=True), 2, enable_nested_tensor=False)
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0, batch_first=batch_first, norm_first=True),
+        2,
+        enable_nested_tensor=False,
+    )
 
 
 class Product(nn.Module):
@@ -47,18 +52,31 @@ class Product(nn.Module):
 
 def _einsums(x: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """Of three operands, with sums before the products, and of a scalar."""
-    return torch.einsum("btd,dr,re->bte", x, u, v) + torch.einsum("btd,dr->br", x, u).unsqueeze(1).sum(-1, keepdim=True) * torch.einsum("btd,re->b", x, v)[:, None, None]
+    return (
+        torch.einsum("btd,dr,re->bte", x, u, v)
+        + torch.einsum("btd,dr->br", x, u).unsqueeze(1).sum(-1, keepdim=True)
+        * torch.einsum("btd,re->b", x, v)[:, None, None]
+    )
 
 
 def _products(x: Tensor, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """Of two dims at once, of a chain, and of rows with rows."""
-    return torch.nn.functional.bilinear(torch.tensordot(x.unflatten(-1, (4, -1)), w, 2), torch.inner(x, torch.linalg.multi_dot([v.T, u.T])), w.new_ones(WIDTH, WIDTH, WIDTH)) / WIDTH
+    return (
+        torch.nn.functional.bilinear(
+            torch.tensordot(x.unflatten(-1, (4, -1)), w, 2),
+            torch.inner(x, torch.linalg.multi_dot([v.T, u.T])),
+            w.new_ones(WIDTH, WIDTH, WIDTH),
+        )
+        / WIDTH
+    )
 
 
 def _quantized(layer: nn.Module, x: Tensor) -> Tensor:
     """Weights with a scale for each row, what comes in with one for all of a batch, what goes out with a fixed one."""
     scales, largest = layer.weight.detach().abs().amax(1) / 7, x.detach().abs().max() / 7
-    weight = torch.fake_quantize_per_channel_affine(layer.weight, scales, torch.zeros_like(scales, dtype=torch.int32), 0, -8, 7)
+    weight = torch.fake_quantize_per_channel_affine(
+        layer.weight, scales, torch.zeros_like(scales, dtype=torch.int32), 0, -8, 7
+    )
     taken = torch.fake_quantize_per_tensor_affine(x, largest, torch.zeros(1, dtype=torch.int32), -8, 7)
     return torch.fake_quantize_per_tensor_affine(torch.nn.functional.linear(taken, weight, layer.bias), 0.1, 3, 0, 15)
 
@@ -76,21 +94,38 @@ def _worded(layer: nn.Module, x: Tensor) -> Tensor:
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "encoder": lambda: First(_transformer(True), lambda layer, x: layer(x)),
     "positions first": lambda: First(_transformer(False), lambda layer, x: layer(x.transpose(0, 1)).transpose(0, 1)),
-    "encoder and decoder": lambda: First(nn.Transformer(WIDTH, 2, 1, 1, 32, dropout=0.0, batch_first=True), lambda layer, x: layer(x, x.flip(1))),
-    "attention with weights": lambda: First(nn.MultiheadAttention(WIDTH, 4, batch_first=True), lambda layer, x: layer(x, x, x)[0]),
+    "encoder and decoder": lambda: First(
+        nn.Transformer(WIDTH, 2, 1, 1, 32, dropout=0.0, batch_first=True), lambda layer, x: layer(x, x.flip(1))
+    ),
+    "attention with weights": lambda: First(
+        nn.MultiheadAttention(WIDTH, 4, batch_first=True), lambda layer, x: layer(x, x, x)[0]
+    ),
     "lstm": lambda: First(nn.LSTM(WIDTH, 8, 2, batch_first=True, bidirectional=True), lambda layer, x: layer(x)[0]),
     "gru": lambda: First(nn.GRU(WIDTH, 8), lambda layer, x: layer(x.transpose(0, 1))[0].transpose(0, 1), 8),
-    "gru both ways, no gradient of what comes in": lambda: First(nn.GRU(WIDTH, 8, batch_first=True, bidirectional=True), lambda layer, x: layer(x.detach())[0] + x),
+    "gru both ways, no gradient of what comes in": lambda: First(
+        nn.GRU(WIDTH, 8, batch_first=True, bidirectional=True), lambda layer, x: layer(x.detach())[0] + x
+    ),
     "rnn": lambda: First(nn.RNN(WIDTH, 8, batch_first=True), lambda layer, x: layer(x)[0], 8),
     "fourier": lambda: First(nn.Linear(WIDTH, WIDTH), lambda layer, x: torch.fft.fftn(layer(x), dim=(1, 2)).real),
-    "filter": lambda: First(nn.Linear(WIDTH, WIDTH), lambda layer, x: torch.fft.irfft(torch.fft.rfft(layer(x), dim=1) * torch.fft.rfft(x, dim=1).conj(), n=x.shape[1], dim=1)),
+    "filter": lambda: First(
+        nn.Linear(WIDTH, WIDTH),
+        lambda layer, x: torch.fft.irfft(
+            torch.fft.rfft(layer(x), dim=1) * torch.fft.rfft(x, dim=1).conj(), n=x.shape[1], dim=1
+        ),
+    ),
     "einsums": lambda: First(Product(_einsums, (WIDTH, 4), (4, WIDTH)), lambda layer, x: layer(x)),
     "products": lambda: First(Product(_products, (4, 4, WIDTH), (WIDTH, 4), (4, WIDTH)), lambda layer, x: layer(x)),
     "quantized": lambda: First(nn.Linear(WIDTH, WIDTH), _quantized),
     "mean of all batches": lambda: First(nn.BatchNorm1d(WIDTH, momentum=None), _averaged),
-    "mean of all batches, twice": lambda: First(nn.BatchNorm1d(WIDTH, momentum=None), lambda layer, x: _averaged(layer, _averaged(layer, x).tanh())),
-    "adaptive softmax": lambda: First(nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 30, [6, 10, 20], div_value=2.0, head_bias=True), _worded),
-    "spectral norm": lambda: First(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, 8)), lambda layer, x: layer(x), 8),
+    "mean of all batches, twice": lambda: First(
+        nn.BatchNorm1d(WIDTH, momentum=None), lambda layer, x: _averaged(layer, _averaged(layer, x).tanh())
+    ),
+    "adaptive softmax": lambda: First(
+        nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 30, [6, 10, 20], div_value=2.0, head_bias=True), _worded
+    ),
+    "spectral norm": lambda: First(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, 8)), lambda layer, x: layer(x), 8
+    ),
 }
 
 
@@ -108,12 +143,33 @@ def subject(name: str) -> Subject:
     return Subject(name, "train", captured, model.state_dict())
 
 
-@pytest.mark.parametrize(("name", "how"), [
-    ("encoder", "tp"), ("positions first", "1f1b"), ("attention with weights", "1f1b"), ("lstm", "1f1b"), ("gru", "zero3"), ("gru both ways, no gradient of what comes in", "zero3"), ("spectral norm", "random 2"), ("fourier", "1f1b"), ("einsums", "tp"), ("products", "tp"), ("quantized", "tp"),
-    ("mean of all batches", "random 1"), ("mean of all batches, twice", "zero3"), ("adaptive softmax", "tp"),
-    *(pytest.param(name, how, marks=pytest.mark.slow) for name in LAYERS for how in ("tp", "zero3", "random 0", "random 1", "1f1b", "zbv_zero_bubble")
-      if name not in ("quantized", "mean of all batches", "mean of all batches, twice") or not how.endswith(("1f1b", "bubble")) if (name, how) != ("spectral norm", "zbv_zero_bubble")),
-])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("encoder", "tp"),
+        ("positions first", "1f1b"),
+        ("attention with weights", "1f1b"),
+        ("lstm", "1f1b"),
+        ("gru", "zero3"),
+        ("gru both ways, no gradient of what comes in", "zero3"),
+        ("spectral norm", "random 2"),
+        ("fourier", "1f1b"),
+        ("einsums", "tp"),
+        ("products", "tp"),
+        ("quantized", "tp"),
+        ("mean of all batches", "random 1"),
+        ("mean of all batches, twice", "zero3"),
+        ("adaptive softmax", "tp"),
+        *(
+            pytest.param(name, how, marks=pytest.mark.slow)
+            for name in LAYERS
+            for how in ("tp", "zero3", "random 0", "random 1", "1f1b", "zbv_zero_bubble")
+            if name not in ("quantized", "mean of all batches", "mean of all batches, twice")
+            or not how.endswith(("1f1b", "bubble"))
+            if (name, how) != ("spectral norm", "zbv_zero_bubble")
+        ),
+    ],
+)
 def test_equals_one_device(name: str, how: str) -> None:
     who = subject(name)
     if how in ("1f1b", "zbv_zero_bubble"):

@@ -1,4 +1,5 @@
-"""Places where torch is silently wrong or refuses, that a sharded module comes near; docs/torch-traps.md lists them all."""
+"""Places where torch is silently wrong or refuses, that a sharded module comes near; docs/torch-traps.md lists them
+all."""
 
 from __future__ import annotations
 
@@ -18,8 +19,10 @@ from tests.helpers.emitted import Plain, batch, sharded
 from tests.helpers.ranks import on_new_ranks, on_ranks
 
 OPTIMIZERS = {
-    "loop": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False, fused=False), "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
-    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "loop": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False, fused=False),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
 }
 
 
@@ -33,20 +36,26 @@ def optimized(sizes: tuple[int, int]) -> None:
     for name, make in OPTIMIZERS.items():
         plain, model = plain_model(), sharded(sizes)().double().load_full(plain_model().state_dict())
         mine, theirs = make(model.parameters()), make(plain.parameters())
-        assert all(isinstance(p, DTensor) for p in model.parameters()), "a plain tensor among DTensors breaks foreach and fused"
+        assert all(isinstance(p, DTensor) for p in model.parameters()), (
+            "a plain tensor among DTensors breaks foreach and fused"
+        )
         for _ in range(2):
             plain(*batch())["loss"].backward()
             model.train_step(*model.shard_batch(*batch()))
             wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            torch.testing.assert_close(norm.full_tensor() if isinstance(norm, DTensor) else norm, wanted, rtol=1e-11, atol=0)
+            torch.testing.assert_close(
+                norm.full_tensor() if isinstance(norm, DTensor) else norm, wanted, rtol=1e-11, atol=0
+            )
             for optimizer in (mine, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
         got = model.full_state_dict()
         for key, value in plain.state_dict().items():
             if not key.endswith("qkv.bias"):  # its keys' part has gradient 0, whose rounding Adam scales up
-                torch.testing.assert_close(got[key], value, rtol=1e-9, atol=1e-9, msg=lambda m, n=f"{name} {key}": f"{n}: {m}")
+                torch.testing.assert_close(
+                    got[key], value, rtol=1e-9, atol=1e-9, msg=lambda m, n=f"{name} {key}": f"{n}: {m}"
+                )
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 4), marks=pytest.mark.slow)])
@@ -60,7 +69,11 @@ class Uneven(ShardedModule):
     MESH = Mesh((4,), ("x",), "cpu")
     INPUTS = {"x": "R"}  # noqa: RUF012
     OUTPUTS = (("loss", "loss"),)
-    PARAMS = {"ten": Param((10, 3), "float64", "S0"), "three": Param((3,), "float64", "S0"), "inner": Param((2, 257), "float64", "S1")}  # noqa: RUF012
+    PARAMS = {  # noqa: RUF012
+        "ten": Param((10, 3), "float64", "S0"),
+        "three": Param((3,), "float64", "S0"),
+        "inner": Param((2, 257), "float64", "S1"),
+    }
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         total = sum((w * w * (i + 1)).sum() for i, w in enumerate(self.w.values()))
@@ -122,7 +135,8 @@ def test_blocks_that_are_computed_again_in_the_backward_are_exact() -> None:
 
 
 class Twice(ShardedModule):
-    """One weight used inside and outside of a re-entrant checkpoint: its gradient arrives in two backward passes, one in the other."""
+    """One weight used inside and outside of a re-entrant checkpoint: its gradient arrives in two backward passes, one
+    in the other."""
 
     others = False
 
@@ -143,7 +157,9 @@ def reentrant(others: bool) -> None:
     state = {n: torch.randn(4, 4, dtype=torch.float64, generator=generator) for n in Twice.PARAMS}
     x = torch.randn(6, 4, dtype=torch.float64, generator=generator)
     whole = {n: t.clone().requires_grad_() for n, t in state.items()}
-    (x @ whole["w"] @ whole["w"] @ (whole["v"] if others else torch.eye(4, dtype=torch.float64))).square().sum().backward()
+    (
+        x @ whole["w"] @ whole["w"] @ (whole["v"] if others else torch.eye(4, dtype=torch.float64))
+    ).square().sum().backward()
     model = Twice().load_full(state)
     model.others = others
     model.train_step(*model.shard_batch(x))
@@ -153,7 +169,7 @@ def reentrant(others: bool) -> None:
 
 
 def test_a_reentrant_checkpoint_is_refused_where_its_gradient_may_have_been_summed_already() -> None:
-    with pytest.raises(RunError, match="the gradient of w arrived twice in one backward pass.*use_reentrant=False"):
+    with pytest.raises(RunError, match=r"the gradient of w arrived twice in one backward pass.*use_reentrant=False"):
         on_new_ranks(2, reentrant, True)
 
 
@@ -162,8 +178,9 @@ def test_a_reentrant_checkpoint_that_ends_before_any_other_gradient_is_exact() -
 
 
 def test_a_backward_in_two_parts_runs_a_checkpointed_block_again_for_each_group_of_weights() -> None:
-    """The gradients are right, but the block runs once for what was received and once more for each weight that has a group of its own; and
-    torch's way to have it run once refuses, because both parts ask for the operands of one product."""
+    """The gradients are right, but the block runs once for what was received and once more for each weight that has a
+    group of its own; and torch's way to have it run once refuses, because both parts ask for the operands of one
+    product."""
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).double()
     x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
@@ -178,7 +195,9 @@ def test_a_backward_in_two_parts_runs_a_checkpointed_block_again_for_each_group_
     wanted = torch.autograd.grad(block(x).square().sum(), [x, *layers.parameters()])
     runs.clear()
     weights = list(layers.parameters())
-    (found,), groups = stage_backward_input([checkpoint(block, x, use_reentrant=False).square().sum()], None, [x], iter(weights))
+    (found,), groups = stage_backward_input(
+        [checkpoint(block, x, use_reentrant=False).square().sum()], None, [x], iter(weights)
+    )
     assert len(runs) == 2, "forward, and again for what was received"
     stage_backward_weight(iter(weights), groups)
     assert len(runs) == 2 + len(layers), "and again for the weight and bias of each layer"
@@ -186,5 +205,7 @@ def test_a_backward_in_two_parts_runs_a_checkpointed_block_again_for_each_group_
 
     with pytest.raises(RuntimeError, match="already unpacked once"):  # noqa: SIM117
         with GraphExecGroup():
-            _, groups = stage_backward_input([checkpoint(block, x, use_reentrant=False).square().sum()], None, [x], iter(weights))
+            _, groups = stage_backward_input(
+                [checkpoint(block, x, use_reentrant=False).square().sum()], None, [x], iter(weights)
+            )
             stage_backward_weight(iter(weights), groups)

@@ -1,7 +1,9 @@
-"""What waits in the background goes on by bytes, which are others on each rank where shards are uneven: all ranks begin their collectives in one order."""
+"""What waits in the background goes on by bytes, which are others on each rank where shards are uneven: all ranks begin
+their collectives in one order."""
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from unittest import mock
 
@@ -24,7 +26,7 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in zip(WIDTHS, WIDTHS[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in itertools.pairwise(WIDTHS))
         self.back = nn.ModuleList(nn.Linear(o, WIDTHS[-1]) for o in WIDTHS[1:])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,5 +55,10 @@ def _with_limit(limit_bytes, source, light, wanted):
 @pytest.mark.parametrize("how", [f"random {seed}" for seed in range(2)])
 def test_ranks_begin_collectives_in_one_order(how: str, limit_bytes: int) -> None:
     who = subject()
-    case = case_of(who.captured, planned(who, (2, 2), how), who.weights, {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(1))})
+    case = case_of(
+        who.captured,
+        planned(who, (2, 2), how),
+        who.weights,
+        {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(1))},
+    )
     assert max(on_ranks(4, _with_limit, limit_bytes, case.source(), case.light, case.reference())) < 1e-9

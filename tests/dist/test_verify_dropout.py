@@ -46,7 +46,9 @@ def _subject() -> _Noisy:
     return _Noisy("noisy", "train", capture(model, (torch.zeros(8, WIDTH), torch.zeros(8, WIDTH))), model.state_dict())
 
 
-def _step(plan: Plan, source: str, weights: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def _step(
+    plan: Plan, source: str, weights: dict[str, Tensor], batch: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """One rank: a step of SGD; the whole masks, and this rank's own copies of what rests whole."""
     module = Bundle(plan, source).build(weights)
     loss, mask = module(*module.shard_batch(**batch))
@@ -101,12 +103,27 @@ class Paths(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.up(x) * (0.9 + torch.rand((x.shape[0], 1))).floor() + 0.1 * torch.randn(WIDTH)
-        h = h * torch.bernoulli(h.detach().sigmoid()) + torch.rand_like(h) * torch.bernoulli(h, 0.5) + 0.1 * torch.randn_like(h)
+        h = (
+            h * torch.bernoulli(h.detach().sigmoid())
+            + torch.rand_like(h) * torch.bernoulli(h, 0.5)
+            + 0.1 * torch.randn_like(h)
+        )
         h = h[:, torch.randperm(WIDTH)] * torch.randint(1, 3, (WIDTH,)) + torch.randint(3, (WIDTH,))
-        noise = torch.empty_like(h).exponential_() + torch.empty_like(h).uniform_() + torch.empty_like(h).log_normal_() + torch.empty_like(h).cauchy_()
+        noise = (
+            torch.empty_like(h).exponential_()
+            + torch.empty_like(h).uniform_()
+            + torch.empty_like(h).log_normal_()
+            + torch.empty_like(h).cauchy_()
+        )
         noise = noise + torch.empty_like(h).normal_()
         given = h.detach()
-        noise = noise + torch.normal(given, 2.0) + torch.normal(given, given.abs()) + torch.normal(1.0, given.abs()) + torch.poisson(given.exp())
+        noise = (
+            noise
+            + torch.normal(given, 2.0)
+            + torch.normal(given, given.abs())
+            + torch.normal(1.0, given.abs())
+            + torch.poisson(given.exp())
+        )
         h = h * torch.rand(WIDTH) + 0.1 * noise * torch.empty_like(h).geometric_(0.5)
         return (h - y).square().mean()
 
@@ -117,4 +134,5 @@ def test_the_comparison_draws_one_number_always() -> None:
     who = _Noisy("paths", "train", capture(model, (torch.zeros(8, WIDTH), torch.zeros(8, WIDTH))), model.state_dict())
     report = verify(who.case(by_chance(who, (2,), 1)))
     assert report.ok, (report.first, report.worst)
-    assert len([note for note in report.notes if "draws the same number always" in note]) == len(STILL) + 1  # paths are drawn like a tensor of samples
+    # paths are drawn like a tensor of samples
+    assert len([note for note in report.notes if "draws the same number always" in note]) == len(STILL) + 1

@@ -1,4 +1,5 @@
-"""ZeRO-1 and 2: parameters that rest cut and are gathered once per step, against one device in float64; a leaf is never stale."""
+"""ZeRO-1 and 2: parameters that rest cut and are gathered once per step, against one device in float64; a leaf is never
+stale."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from torch import Tensor
 from autopar import joint, onestage
 from autopar._torch import local_of
 from autopar.cluster import Cluster
-from autopar.problem.pairs import LayoutPair
 from autopar.errors import InfeasibleError, RunError
 from autopar.layout import most_elements
 from autopar.plan import Plan
+from autopar.problem.pairs import LayoutPair
 from autopar.problem.settings import Settings
 from autopar.recipes import roles
 from autopar.request import Request
@@ -40,34 +41,80 @@ ROLES: dict[str, tuple[Sizes, tuple[roles.Role, ...]]] = {
     "zero2 x tp_sp": ((2, 2), (roles.zero2, roles.tensor_sequence)),
     "zero1 x zero3": ((2, 2), (roles.zero1, roles.zero3)),
 }
-FAST = [("hf-gpt2", "zero1 on 4"), ("hf-llama", "zero1 x tp"), ("hf-t5", "zero2 on 4"), ("gpt", "ddp x zero1"), ("gpt", "zero1 x zero3"), ("gpt", "zero1 x zero1")]
+FAST = [
+    ("hf-gpt2", "zero1 on 4"),
+    ("hf-llama", "zero1 x tp"),
+    ("hf-t5", "zero2 on 4"),
+    ("gpt", "ddp x zero1"),
+    ("gpt", "zero1 x zero3"),
+    ("gpt", "zero1 x zero1"),
+]
 HOSTED = [  # model, roles, schedule, stages per place, what is on the host
     ("hf-gpt2", (roles.zero1,), "1f1b", 1, "optimizer"),
-    ("hf-gpt2", (roles.data,), "zbv_zero_bubble", 2, "parameters"),   # both copies of the tied weight on one place
-    ("hf-gpt2", (roles.zero2,), "interleaved_1f1b", 2, "parameters"),  # scattered after every microbatch; tied over both places
+    ("hf-gpt2", (roles.data,), "zbv_zero_bubble", 2, "parameters"),  # both copies of the tied weight on one place
+    # scattered after every microbatch; tied over both places
+    ("hf-gpt2", (roles.zero2,), "interleaved_1f1b", 2, "parameters"),
 ]
-SLOW_HOSTED = [case for name in ("hf-gpt2", "hf-llama") for used in ((roles.data,), (roles.zero1,), (roles.zero2,), (roles.zero3,))
-               for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2), ("zbv_zero_bubble", 2), ("dualpipev", 2))
-               for held in ("optimizer", "parameters") if (case := (name, used, schedule, virtual, held)) not in HOSTED]
-REFUSED = [("hf-resnet", "zero1 x zero1"), ("hf-resnet", "zero1 x zero3"), ("hf-vit", "zero1 x zero1"), ("hf-vit", "zero1 x zero3")]  # a bias of ten: not over two and two
-SLOW = [case for name in ("hf-gpt2", "hf-llama", "hf-t5", "hf-resnet", "hf-vit", "moe", "gpt") for how in ROLES if (case := (name, how)) not in (*FAST, *REFUSED)]
+SLOW_HOSTED = [
+    case
+    for name in ("hf-gpt2", "hf-llama")
+    for used in ((roles.data,), (roles.zero1,), (roles.zero2,), (roles.zero3,))
+    for schedule, virtual in (
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved_1f1b", 2),
+        ("interleaved_zero_bubble", 2),
+        ("zbv_zero_bubble", 2),
+        ("dualpipev", 2),
+    )
+    for held in ("optimizer", "parameters")
+    if (case := (name, used, schedule, virtual, held)) not in HOSTED
+]
+# a bias of ten: not over two and two
+REFUSED = [
+    ("hf-resnet", "zero1 x zero1"),
+    ("hf-resnet", "zero1 x zero3"),
+    ("hf-vit", "zero1 x zero1"),
+    ("hf-vit", "zero1 x zero3"),
+]
+SLOW = [
+    case
+    for name in ("hf-gpt2", "hf-llama", "hf-t5", "hf-resnet", "hf-vit", "moe", "gpt")
+    for how in ROLES
+    if (case := (name, how)) not in (*FAST, *REFUSED)
+]
 
 # model, mesh of a place, roles, places, microbatches, schedule, stages per place
 ZERO1, ZERO2, ZERO3 = (roles.zero1,), (roles.zero2,), (roles.zero3,)
 PIPES = [
-    ("hf-gpt2", (2,), ZERO1, 2, 4, "1f1b", 1),              # tied over both places
-    ("hf-gpt2", (2,), ZERO2, 2, 4, "zbv_zero_bubble", 2),   # gradients go after each part of a backward that is taken apart
+    ("hf-gpt2", (2,), ZERO1, 2, 4, "1f1b", 1),  # tied over both places
+    # gradients go after each part of a backward that is taken apart
+    ("hf-gpt2", (2,), ZERO2, 2, 4, "zbv_zero_bubble", 2),
     ("hf-llama", (2,), ZERO1, 2, 4, "interleaved_1f1b", 2),
     ("gpt", (2,), ZERO1, 2, 1, "naive", 1),
-    ("gpt", (2,), ZERO2, 1, 2, "gpipe", 1),                 # microbatches alone
+    ("gpt", (2,), ZERO2, 1, 2, "gpipe", 1),  # microbatches alone
     ("gpt", (2,), ZERO3, 1, 4, "gpipe", 1),
 ]
 SLOW_PIPES = [
     ("hf-resnet", (2,), ZERO1, 2, 1, "naive", 1),
-    *[(name, (2,), used, 2, 4, schedule, virtual) for name in ("hf-gpt2", "hf-llama", "hf-t5", "hf-vit") for used in (ZERO1, ZERO2)
-      for schedule, virtual in (("1f1b", 1), ("interleaved_1f1b", 2), ("gpipe", 1), ("interleaved_zero_bubble", 2), ("dualpipev", 2))],
-    *[(name, (2, 2), (used[0], roles.tensor), 2, 2, schedule, virtual) for name in ("hf-gpt2", "hf-llama") for used in (ZERO1, ZERO2, ZERO3)
-      for schedule, virtual in (("1f1b", 1), ("interleaved_1f1b", 2))],
+    *[
+        (name, (2,), used, 2, 4, schedule, virtual)
+        for name in ("hf-gpt2", "hf-llama", "hf-t5", "hf-vit")
+        for used in (ZERO1, ZERO2)
+        for schedule, virtual in (
+            ("1f1b", 1),
+            ("interleaved_1f1b", 2),
+            ("gpipe", 1),
+            ("interleaved_zero_bubble", 2),
+            ("dualpipev", 2),
+        )
+    ],
+    *[
+        (name, (2, 2), (used[0], roles.tensor), 2, 2, schedule, virtual)
+        for name in ("hf-gpt2", "hf-llama")
+        for used in (ZERO1, ZERO2, ZERO3)
+        for schedule, virtual in (("1f1b", 1), ("interleaved_1f1b", 2))
+    ],
 ]
 
 
@@ -87,25 +134,34 @@ def test_equals_one_device(name: str, how: str) -> None:
 
 @pytest.mark.parametrize(("name", "how"), REFUSED)
 def test_a_parameter_that_two_axes_cannot_cut_evenly_is_named(name: str, how: str) -> None:
-    with pytest.raises(InfeasibleError, match=r"classifier\w*_bias .* has no option left on a mesh of \(2, 2\): .*sizes \[\(10,\)\]"):
+    with pytest.raises(
+        InfeasibleError, match=r"classifier\w*_bias .* has no option left on a mesh of \(2, 2\): .*sizes \[\(10,\)\]"
+    ):
         by_roles(subject(name), *ROLES[how], how)
 
 
-@pytest.mark.parametrize(("name", "sizes", "used", "places", "microbatches", "schedule", "virtual"),
-                         [*PIPES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_PIPES)])
-def test_pipelines_equal_one_device(name: str, sizes: Sizes, used: tuple[roles.Role, ...], places: int, microbatches: int, schedule: str,
-                                    virtual: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes", "used", "places", "microbatches", "schedule", "virtual"),
+    [*PIPES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_PIPES)],
+)
+def test_pipelines_equal_one_device(
+    name: str, sizes: Sizes, used: tuple[roles.Role, ...], places: int, microbatches: int, schedule: str, virtual: int
+) -> None:
     who = subject(name)
     _right(who.verified(by_stages(who, sizes, used, places, microbatches, schedule, virtual)))
 
 
 def offloaded(who: Subject, sizes: Sizes, recipe: str = "zero_offload") -> Plan:
     """A plan on the host, as users ask for it."""
-    request = Request(Cluster.parse(f"cpu:1x{sizes[0]}"), Settings(who.mode), recipe=recipe, mesh=sizes, time_limit_s=20.0)
+    request = Request(
+        Cluster.parse(f"cpu:1x{sizes[0]}"), Settings(who.mode), recipe=recipe, mesh=sizes, time_limit_s=20.0
+    )
     return joint.plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("hf-gpt2", (4,)), ("gpt", (1,)), pytest.param("hf-llama", (2,), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("hf-gpt2", (4,)), ("gpt", (1,)), pytest.param("hf-llama", (2,), marks=pytest.mark.slow)]
+)
 def test_parameters_that_rest_on_the_host_equal_one_device(name: str, sizes: Sizes) -> None:
     who = subject(name)
     made = offloaded(who, sizes)
@@ -114,30 +170,57 @@ def test_parameters_that_rest_on_the_host_equal_one_device(name: str, sizes: Siz
     _right(who.verified(made))
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("hf-gpt2", (4,)), ("gpt", (1,)), pytest.param("hf-t5", (2,), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("hf-gpt2", (4,)), ("gpt", (1,)), pytest.param("hf-t5", (2,), marks=pytest.mark.slow)]
+)
 def test_optimizer_state_on_the_host_equals_one_device(name: str, sizes: Sizes) -> None:
     who = subject(name)
     made = offloaded(who, sizes, "optimizer_offload")
-    assert made.offload == "optimizer" and made.strategy == "optimizer_offload" and Plan.from_json(made.to_json()) == made
+    assert (
+        made.offload == "optimizer" and made.strategy == "optimizer_offload" and Plan.from_json(made.to_json()) == made
+    )
     assert "host_state=True" in who.case(made).source()
     _right(who.verified(made))
 
 
 @pytest.mark.parametrize("held", ["optimizer", "parameters"])
-@pytest.mark.parametrize(("name", "recipe", "sizes"), [
-    ("hf-gpt2", "zero3", (4,)), ("hf-gpt2", "tp_zero3", (2, 2)), pytest.param("hf-llama", "megatron", (4,), marks=pytest.mark.slow),
-    pytest.param("hf-llama", "ddp", (2,), marks=pytest.mark.slow), pytest.param("cnn", "zero3", (4,), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "recipe", "sizes"),
+    [
+        ("hf-gpt2", "zero3", (4,)),
+        ("hf-gpt2", "tp_zero3", (2, 2)),
+        pytest.param("hf-llama", "megatron", (4,), marks=pytest.mark.slow),
+        pytest.param("hf-llama", "ddp", (2,), marks=pytest.mark.slow),
+        pytest.param("cnn", "zero3", (4,), marks=pytest.mark.slow),
+    ],
+)
 def test_any_layout_may_rest_on_the_host(name: str, recipe: str, sizes: Sizes, held: str) -> None:
     """What the search may choose where devices are short of memory."""
     who = subject(name)
-    request = Request(Cluster.parse(f"cpu:1x{math.prod(sizes)}"), Settings(who.mode, offload=held), recipe=recipe, mesh=sizes, time_limit_s=20.0)
-    made = onestage.plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
-    assert made.offload == held and {"optimizer": "host_state=True", "parameters": "host=True"}[held] in who.case(made).source()
+    request = Request(
+        Cluster.parse(f"cpu:1x{math.prod(sizes)}"),
+        Settings(who.mode, offload=held),
+        recipe=recipe,
+        mesh=sizes,
+        time_limit_s=20.0,
+    )
+    made = onestage.plan(
+        who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash
+    )
+    assert (
+        made.offload == held
+        and {"optimizer": "host_state=True", "parameters": "host=True"}[held] in who.case(made).source()
+    )
     _right(who.verified(made))
 
 
-@pytest.mark.parametrize(("name", "used", "schedule", "virtual", "held"), [*HOSTED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_HOSTED)])
-def test_pipelines_on_the_host_equal_one_device(name: str, used: tuple[roles.Role, ...], schedule: str, virtual: int, held: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "used", "schedule", "virtual", "held"),
+    [*HOSTED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_HOSTED)],
+)
+def test_pipelines_on_the_host_equal_one_device(
+    name: str, used: tuple[roles.Role, ...], schedule: str, virtual: int, held: str
+) -> None:
     who = subject(name)
     _right(who.verified(replace(by_stages(who, (2,), used, 2, 4, schedule, virtual), offload=held)))
 
@@ -168,7 +251,8 @@ def test_gradients_go_to_the_host_once_in_a_step() -> None:
 
 @pytest.mark.slow
 def test_the_search_rests_on_the_host_what_does_not_fit() -> None:
-    """Found without being asked for, and right on ranks of the CPU: the optimizer's state leaves no room on a device for what blocks keep."""
+    """Found without being asked for, and right on ranks of the CPU: the optimizer's state leaves no room on a device
+    for what blocks keep."""
     who = subject("hf-gpt2")
     request = Request(Cluster.parse("h100:1x4"), Settings(who.mode), mesh=(4,), memory_bytes=1e6, time_limit_s=90.0)
     made = joint.plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
@@ -178,7 +262,8 @@ def test_the_search_rests_on_the_host_what_does_not_fit() -> None:
 
 @pytest.mark.slow
 def test_the_search_finds_pipelines_on_the_host() -> None:
-    """Between two nodes with a slow network, for devices that have no room for the optimizer's state; right on ranks of the CPU."""
+    """Between two nodes with a slow network, for devices that have no room for the optimizer's state; right on ranks of
+    the CPU."""
     who, cluster = subject("hf-gpt2"), Cluster.parse("h100:2x1")
     slow = replace(cluster, levels=(replace(cluster.levels[0], bandwidth_bytes_s=1e6), cluster.levels[1]))
     request = Request(slow, Settings(who.mode), memory_bytes=1.2e6, time_limit_s=90.0)
@@ -190,7 +275,9 @@ def test_the_search_finds_pipelines_on_the_host() -> None:
 def test_plans_say_when_gradients_are_scattered() -> None:
     for recipe, run in (("zero1", ""), ("zero2", "each")):
         made = by_recipe(subject("gpt"), (4,), recipe)
-        held = [node for node in made.nodes.values() if node.outs and not node.ins and LayoutPair.of(node.outs[0]).gathered]
+        held = [
+            node for node in made.nodes.values() if node.outs and not node.ins and LayoutPair.of(node.outs[0]).gathered
+        ]
         assert held and {node.runs for node in held} == {(run,)}
 
 
@@ -199,8 +286,11 @@ def test_plans_say_when_gradients_are_scattered() -> None:
 Act = Callable[[], float]
 
 
-def life(params: Mapping[str, Tensor], train: Act, evaluate: Act, clip: Callable[[], object], load: Callable[[float], object]) -> list[float]:
-    """What users do, in an order in which every leaf would be stale if anything were remembered; all losses on the way."""
+def life(
+    params: Mapping[str, Tensor], train: Act, evaluate: Act, clip: Callable[[], object], load: Callable[[float], object]
+) -> list[float]:
+    """What users do, in an order in which every leaf would be stale if anything were remembered; all losses on the
+    way."""
     optimizer = torch.optim.AdamW(params.values(), lr=1e-2)
     losses = []
 
@@ -249,7 +339,13 @@ def alone(name: str) -> tuple[list[float], dict[str, Tensor]]:
         for n, p in params.items():
             p.data.copy_(case.weights[n] * factor)
 
-    losses = life(params, train, lambda: float(loss().detach()), lambda: torch.nn.utils.clip_grad_norm_(params.values(), 1e-2), load)
+    losses = life(
+        params,
+        train,
+        lambda: float(loss().detach()),
+        lambda: torch.nn.utils.clip_grad_norm_(params.values(), 1e-2),
+        load,
+    )
     return losses, {n: p.detach() for n, p in params.items()}
 
 
@@ -263,9 +359,21 @@ def lived(source: str, light: Light) -> tuple[list[float], dict[str, Tensor]]:
             return float(module(*batch)["loss"])
 
     def load(factor: float) -> None:
-        module.load_state_dict({n: w * factor if w.is_floating_point() else w for n, w in light.weights.items() if n in module.state_dict()})
+        module.load_state_dict(
+            {
+                n: w * factor if w.is_floating_point() else w
+                for n, w in light.weights.items()
+                if n in module.state_dict()
+            }
+        )
 
-    losses = life(dict(module.named_parameters()), lambda: float(module.train_step(*batch)), evaluate, lambda: module.clip_grad_norm_(1e-2), load)
+    losses = life(
+        dict(module.named_parameters()),
+        lambda: float(module.train_step(*batch)),
+        evaluate,
+        lambda: module.clip_grad_norm_(1e-2),
+        load,
+    )
     return losses, {n: local for n, local in module.full_state_dict().items() if n in dict(module.named_parameters())}
 
 
@@ -274,18 +382,23 @@ LIVES: dict[str, Callable[[Subject], Plan]] = {
     "zero1 x tp": lambda who: by_roles(who, *ROLES["zero1 x tp"], "zero1 x tp"),
     "zero1 x zero1": lambda who: by_roles(who, *ROLES["zero1 x zero1"], "zero1 x zero1"),
     "zero3 x zero3": lambda who: by_roles(who, (2, 2), (roles.zero3, roles.zero3), "zero3 x zero3"),
-    "1f1b of zero3 x zero2": lambda who: by_stages(who, (2, 2), (roles.zero3, roles.zero2), 2, 2, "1f1b"),  # gathers and scatters over both axes, per microbatch
+    # gathers and scatters over both axes, per microbatch
+    "1f1b of zero3 x zero2": lambda who: by_stages(who, (2, 2), (roles.zero3, roles.zero2), 2, 2, "1f1b"),
     "1f1b": lambda who: by_stages(who, (2,), "zero1", 2, 4, "1f1b"),
     "zero_offload": lambda who: offloaded(who, (4,)),
     "optimizer_offload": lambda who: offloaded(who, (4,), "optimizer_offload"),
     "1f1b zero2": lambda who: by_stages(who, (2,), "zero2", 2, 4, "1f1b"),
     "1f1b zero2 on the host": lambda who: replace(by_stages(who, (2,), "zero2", 2, 4, "1f1b"), offload="parameters"),
-    "zbv with optimizer state on the host": lambda who: replace(by_stages(who, (2,), "zero1", 2, 4, "zbv_zero_bubble", 2), offload="optimizer"),
+    "zbv with optimizer state on the host": lambda who: replace(
+        by_stages(who, (2,), "zero1", 2, 4, "zbv_zero_bubble", 2), offload="optimizer"
+    ),
 }
 LONG = ("zero1 x tp", "zero3 x zero3", "1f1b of zero3 x zero2")  # their parts are in others
 
 
-@pytest.mark.parametrize("plan", [pytest.param(plan, marks=pytest.mark.slow) if plan in LONG else plan for plan in LIVES])
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=pytest.mark.slow) if plan in LONG else plan for plan in LIVES]
+)
 def test_a_leaf_is_never_stale(plan: str) -> None:
     who = subject("hf-gpt2")
     made = LIVES[plan](who)
@@ -301,7 +414,8 @@ def test_a_leaf_is_never_stale(plan: str) -> None:
 
 
 def _two_forwards(source: str, light: Light) -> tuple[float, str]:
-    """One rank: the gradient of two forwards at once against twice that of one, and what a backward says whose weights have changed."""
+    """One rank: the gradient of two forwards at once against twice that of one, and what a backward says whose weights
+    have changed."""
     module = light.build(source)
     batch = module.shard_batch(**light.batch)
     (module(*batch)["loss"] + module(*batch)["loss"]).backward()
@@ -310,7 +424,11 @@ def _two_forwards(source: str, light: Light) -> tuple[float, str]:
         p.grad = None
     old = module(*batch)["loss"]
     old.backward(retain_graph=True)
-    gap = max(float((both[n] - 2 * local_of(p.grad)).abs().max()) for n, p in module.named_parameters() if p.grad is not None and p.numel())
+    gap = max(
+        float((both[n] - 2 * local_of(p.grad)).abs().max())
+        for n, p in module.named_parameters()
+        if p.grad is not None and p.numel()
+    )
     torch.optim.AdamW(module.parameters(), lr=1e-2).step()
     module(*batch)
     try:
@@ -330,10 +448,20 @@ def test_graphs_of_unchanged_weights_stay_good_and_others_say_so() -> None:
 
 # -- bytes and collectives
 
+
 def _held(module: ShardedModule) -> int:
     """Bytes of parameters, leaves and gradients on this rank."""
-    own = [t for h in module._held.values() if isinstance(h.tensor, torch.nn.Parameter)
-           for t in (h.local, *([h.leaf] if h.info.apart else []), *([] if h.tensor.grad is None else [local_of(h.tensor.grad)]), h.leaf.grad)]
+    own = [
+        t
+        for h in module._held.values()
+        if isinstance(h.tensor, torch.nn.Parameter)
+        for t in (
+            h.local,
+            *([h.leaf] if h.info.apart else []),
+            *([] if h.tensor.grad is None else [local_of(h.tensor.grad)]),
+            h.leaf.grad,
+        )
+    ]
     return sum(t.nbytes for t in own if t is not None)
 
 
@@ -361,6 +489,7 @@ def test_what_a_rank_holds_and_how_often_it_talks() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_an_accelerator_what_rests_is_pinned_on_the_host() -> None:
     """One device: the leaf is there, the parameter and its gradient are not, and a step is that of the CPU."""
+
     class Model(ShardedModule):
         MESH = Mesh((1,), ("x",), "cuda")
         INPUTS: ClassVar = {"x": "R"}
@@ -377,7 +506,12 @@ def test_on_an_accelerator_what_rests_is_pinned_on_the_host() -> None:
     for _ in range(2):
         torch.nn.functional.linear(x, alone).square().sum().backward()
         model.train_step(x.cuda())
-        assert held.grad is not None and local_of(held).is_pinned() and local_of(held.grad).device.type == "cpu" and model.w["w"].is_cuda
+        assert (
+            held.grad is not None
+            and local_of(held).is_pinned()
+            and local_of(held.grad).device.type == "cpu"
+            and model.w["w"].is_cuda
+        )
         torch.testing.assert_close(local_of(held.grad), alone.grad, rtol=1e-4, atol=1e-4)
         for parameter in (held, alone):
             torch.optim.AdamW([parameter], lr=1e-2).step()

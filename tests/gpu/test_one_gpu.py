@@ -1,4 +1,5 @@
-"""Everything that the command line does with a GPU, on one: plan for `here`, run, profile, verify, calibrate; and what a step holds."""
+"""Everything that the command line does with a GPU, on one: plan for `here`, run, profile, verify, calibrate; and what
+a step holds."""
 
 from __future__ import annotations
 
@@ -37,7 +38,20 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A plan for one device of this machine."""
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     cluster = str(Cluster.parse("here").to_dict()["name"])
-    done("plan", MODEL, "--cluster", f"{cluster}:1x1", "--batch", "4", "--seq", "256", "--precision", "bf16", "-o", str(path))
+    done(
+        "plan",
+        MODEL,
+        "--cluster",
+        f"{cluster}:1x1",
+        "--batch",
+        "4",
+        "--seq",
+        "256",
+        "--precision",
+        "bf16",
+        "-o",
+        str(path),
+    )
     return str(path)
 
 
@@ -48,7 +62,9 @@ def test_it_runs(plan: str, tmp_path: Path) -> None:
 
 
 def test_it_is_verified_there(plan: str) -> None:
-    assert "all values are within the tolerance" in done("verify", plan, "--device", "cuda", "--batch", "2", "--seq", "16")
+    assert "all values are within the tolerance" in done(
+        "verify", plan, "--device", "cuda", "--batch", "2", "--seq", "16"
+    )
 
 
 def test_what_is_predicted_is_measured(plan: str, tmp_path: Path) -> None:
@@ -63,12 +79,16 @@ def test_a_calibration_is_near_the_preset() -> None:
     found = calibrate("cuda", 1, seconds=10.0)
     device, preset = found.cluster.device, Cluster.parse("here").device
     assert device.sources["achievable"].startswith("measured") and not found.fits.rejected
-    assert device.achievable_bandwidth * device.memory_bandwidth_bytes_s == pytest.approx(preset.achievable_bandwidth * preset.memory_bandwidth_bytes_s, rel=0.4)
+    assert device.achievable_bandwidth * device.memory_bandwidth_bytes_s == pytest.approx(
+        preset.achievable_bandwidth * preset.memory_bandwidth_bytes_s, rel=0.4
+    )
     assert device.best_share("bfloat16") == pytest.approx(preset.best_share("bfloat16"), rel=0.3)
     assert 1e-6 < device.launch_s < 3e-5
 
 
-def _peak(bundle: autopar.bundle.Bundle, weights: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> tuple[int, int]:
+def _peak(
+    bundle: autopar.bundle.Bundle, weights: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]
+) -> tuple[int, int]:
     """Bytes at the peak of a second step, and behind it."""
     module = bundle.build(weights)
     inputs, optimizer = module.shard_batch(**batch), torch.optim.AdamW(module.parameters())
@@ -88,7 +108,10 @@ def test_a_step_holds_what_is_predicted(precision: str) -> None:
     inputs = dict(zip(made.captured.input_names, batch, strict=True))
     place = made.memory().places[0]
     peak, rest = launch(_peak, 1, made.bundle, dict(model.state_dict()), inputs, device_type="cuda")[0]
-    assert 0.97 * place.rest_bytes < rest < 1.03 * place.rest_bytes + WORKSPACES and 0.95 * place.peak_bytes < peak < 1.05 * place.peak_bytes + WORKSPACES
+    assert (
+        0.97 * place.rest_bytes < rest < 1.03 * place.rest_bytes + WORKSPACES
+        and 0.95 * place.peak_bytes < peak < 1.05 * place.peak_bytes + WORKSPACES
+    )
 
 
 def _seen() -> tuple[str, str]:

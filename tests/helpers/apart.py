@@ -1,4 +1,5 @@
-"""Two places of two devices whose best layouts differ: the devices of one have little memory, the links of the other are slow."""
+"""Two places of two devices whose best layouts differ: the devices of one have little memory, the links of the other
+are slow."""
 
 from __future__ import annotations
 
@@ -61,17 +62,35 @@ def stack() -> Stacked:
     """Captured once per process."""
     torch.manual_seed(0)
     model = Stack()
-    return Stacked("stack", "train", capture(model, (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))), model.state_dict())
+    return Stacked(
+        "stack", "train", capture(model, (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))), model.state_dict()
+    )
 
 
 def small_and_slow(memory_bytes: float = 3.2e6, slow_bytes_s: float = 1e8) -> Cluster:
-    """Two cores with so much memory and links that cost nothing; two with much memory and links of so many bytes per second."""
+    """Two cores with so much memory and links that cost nothing; two with much memory and links of so many bytes per
+    second."""
     base = Cluster.parse("cpu:1x2")
-    device = replace(base.device, peak_flops=dict.fromkeys(base.device.peak_flops, 2e9), launch_s=1e-9, memory_bandwidth_bytes_s=1e12)
-    levels = {rate: tuple(replace(level, bandwidth_bytes_s=rate, protocols=tuple(
-        replace(p, start_s=1e-9, hop_s=1e-9, efficiency=1.0) for p in level.protocols)) for level in base.levels) for rate in (1e12, slow_bytes_s)}
-    return join([replace(base, name="small", device=replace(device, memory_bytes=int(memory_bytes)), levels=levels[1e12]),
-                 replace(base, name="slow", device=replace(device, memory_bytes=1 << 34), levels=levels[slow_bytes_s])])
+    device = replace(
+        base.device, peak_flops=dict.fromkeys(base.device.peak_flops, 2e9), launch_s=1e-9, memory_bandwidth_bytes_s=1e12
+    )
+    levels = {
+        rate: tuple(
+            replace(
+                level,
+                bandwidth_bytes_s=rate,
+                protocols=tuple(replace(p, start_s=1e-9, hop_s=1e-9, efficiency=1.0) for p in level.protocols),
+            )
+            for level in base.levels
+        )
+        for rate in (1e12, slow_bytes_s)
+    }
+    return join(
+        [
+            replace(base, name="small", device=replace(device, memory_bytes=int(memory_bytes)), levels=levels[1e12]),
+            replace(base, name="slow", device=replace(device, memory_bytes=1 << 34), levels=levels[slow_bytes_s]),
+        ]
+    )
 
 
 SHAPE = Shape(2, (2,), 8)
@@ -87,15 +106,33 @@ def found(cluster: Cluster, schedule: str = "1f1b") -> tuple[SearchContext, Foun
 
 
 def in_parts(made: Plan, parts: dict[str, dict[str, int]]) -> Plan:
-    """The same plan with runs of blocks in parts, which begin where stages do; all parts are laid out as the run was."""
+    """The same plan with runs of blocks in parts, which begin where stages do; all parts are laid out as the run
+    was."""
+
     def names(scope: str) -> list[str]:
         return [scope, *parts.get(scope, ())]
 
-    nodes = {f"{name}/{rest}" if scope else rest: node for key, node in made.nodes.items()
-             for scope, _, rest in [key.rpartition("/")] for name in names(scope)}
-    stages = tuple(replace(stage, blocks=dict(_part(parts, scope, *at) for scope, at in stage.blocks.items()),
-                           again={_part(parts, scope, *stage.blocks[scope])[0]: n for scope, n in stage.again.items()}) for stage in made.stages)
-    return replace(made, nodes=nodes, stages=stages, parted=parts, remat={name: kept for scope, kept in made.remat.items() for name in names(scope)})
+    nodes = {
+        f"{name}/{rest}" if scope else rest: node
+        for key, node in made.nodes.items()
+        for scope, _, rest in [key.rpartition("/")]
+        for name in names(scope)
+    }
+    stages = tuple(
+        replace(
+            stage,
+            blocks=dict(_part(parts, scope, *at) for scope, at in stage.blocks.items()),
+            again={_part(parts, scope, *stage.blocks[scope])[0]: n for scope, n in stage.again.items()},
+        )
+        for stage in made.stages
+    )
+    return replace(
+        made,
+        nodes=nodes,
+        stages=stages,
+        parted=parts,
+        remat={name: kept for scope, kept in made.remat.items() for name in names(scope)},
+    )
 
 
 def _part(parts: dict[str, dict[str, int]], scope: str, first: int, stop: int) -> tuple[str, tuple[int, int]]:

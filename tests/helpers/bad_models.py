@@ -67,7 +67,7 @@ def out_of_range():
 '''
 
 
-CLUSTER = '''name = "ours"
+CLUSTER = """name = "ours"
 [device]
 kind = "cpu"
-'''
+"""

@@ -14,7 +14,9 @@ _KEPT: dict[Hashable, Captured] = {}
 
 @contextmanager
 def captured_once(what: Hashable) -> Iterator[None]:
-    """`autopar.compile` inside takes the graph that the first one captured for `what`: one model, its inputs and its dtype."""
+    """`autopar.compile` inside takes the graph that the first one captured for `what`: one model, its inputs and its
+    dtype."""
+
     def kept(*args: Any, **kwargs: Any) -> Captured:
         if what not in _KEPT:
             _KEPT[what] = capture(*args, **kwargs)

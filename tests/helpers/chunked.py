@@ -30,7 +30,12 @@ class Model(nn.Module):
 
     def __init__(self, ends: bool = False) -> None:
         super().__init__()
-        self.table, self.layers, self.head, self.ends = nn.Embedding(VOCAB, WIDTH), nn.ModuleList(Layer() for _ in range(2)), nn.Linear(WIDTH, VOCAB), ends
+        self.table, self.layers, self.head, self.ends = (
+            nn.Embedding(VOCAB, WIDTH),
+            nn.ModuleList(Layer() for _ in range(2)),
+            nn.Linear(WIDTH, VOCAB),
+            ends,
+        )
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.table(ids)

@@ -1,4 +1,5 @@
-"""The command line as a process: a fresh one, or a fork of this one, which has torch in memory already (seconds less)."""
+"""The command line as a process: a fresh one, or a fork of this one, which has torch in memory already (seconds
+less)."""
 
 from __future__ import annotations
 
@@ -19,12 +20,21 @@ TIMEOUT_S = 120.0
 
 
 def autopar(*arguments: str, cwd: Path = ROOT, fresh: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run `autopar *arguments` in `cwd`, with what it wrote and its exit code. A `fresh` process has nothing imported."""
+    """Run `autopar *arguments` in `cwd`, with what it wrote and its exit code. A `fresh` process has nothing
+    imported."""
     if fresh:
-        return subprocess.run([sys.executable, "-m", "autopar", *arguments], cwd=cwd, capture_output=True, text=True,
-                              timeout=TIMEOUT_S, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+        return subprocess.run(
+            [sys.executable, "-m", "autopar", *arguments],
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        child = multiprocessing.get_context("fork").Process(target=_command, args=(arguments, cwd, out, err, os.getpid()))
+        child = multiprocessing.get_context("fork").Process(
+            target=_command, args=(arguments, cwd, out, err, os.getpid())
+        )
         child.start()
         child.join(TIMEOUT_S)
         late = child.is_alive()

@@ -1,8 +1,8 @@
 """An emitted file, written by hand: a small transformer on a mesh (dp, tp), and the plain model that it stands for.
 
-It has what real files have: data parallelism with bucketed gradients (dp), vocabulary-parallel embedding and loss over a tied
-table of 257 rows, a fused q, k, v projection cut by sections, column and row parallel products, a weight that is sharded on dp at rest
-and gathered again in the backward (ZeRO-3), norms with sequence-parallel gradients, a buffer.
+It has what real files have: data parallelism with bucketed gradients (dp), vocabulary-parallel embedding and loss over
+a tied table of 257 rows, a fused q, k, v projection cut by sections, column and row parallel products, a weight that is
+sharded on dp at rest and gathered again in the backward (ZeRO-3), norms with sequence-parallel gradients, a buffer.
 """
 
 # ruff: noqa: RUF012 -- emitted code states its tables as plain class attributes
@@ -73,15 +73,27 @@ def sharded(sizes: tuple[int, int] = (2, 2)) -> type[ShardedModule]:
         def forward(self, h, *, b, s):
             w = self.w
             shape = (b, s, WIDTH)
-            x = F.layer_norm(h, (WIDTH,), w["norm.weight"], w["norm.bias"])                      # S0,S1: sequence parallel
+            # S0,S1: sequence parallel
+            x = F.layer_norm(h, (WIDTH,), w["norm.weight"], w["norm.bias"])
             x = reshard(x, "S0,S1 -> S0,R", grad="S0,P -> S0,S1", shape=shape, mesh=MESH)
             qkv = F.linear(x, w["qkv.weight"], w["qkv.bias"])
-            q, k, v = (t.reshape(b // dp, s, heads, WIDTH // HEADS).transpose(1, 2) for t in qkv.split((WIDTH // tp,) * 3, -1))
+            q, k, v = (
+                t.reshape(b // dp, s, heads, WIDTH // HEADS).transpose(1, 2) for t in qkv.split((WIDTH // tp,) * 3, -1)
+            )
             x = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b // dp, s, WIDTH // tp)
             x = F.linear(x, w["out.weight"])
             h = h + reshard(x, "S0,P -> S0,S1", grad="S0,S1 -> S0,R", shape=shape, mesh=MESH)
-            up = gather(w["up.weight"], "S1,S0 -> R,S0", grad="P,S0 -> S1,S0", shape=(32, WIDTH), mesh=MESH, name="up.weight")
-            down = gather(w["down.weight"], "S0,S1 -> R,S1", grad="P,S1 -> S0,S1", shape=(WIDTH, 32), mesh=MESH, name="down.weight")
+            up = gather(
+                w["up.weight"], "S1,S0 -> R,S0", grad="P,S0 -> S1,S0", shape=(32, WIDTH), mesh=MESH, name="up.weight"
+            )
+            down = gather(
+                w["down.weight"],
+                "S0,S1 -> R,S1",
+                grad="P,S1 -> S0,S1",
+                shape=(WIDTH, 32),
+                mesh=MESH,
+                name="down.weight",
+            )
             x = reshard(h, "S0,S1 -> S0,R", grad="S0,P -> S0,S1", shape=shape, mesh=MESH)
             x = F.linear(F.gelu(F.linear(x, up)), down)
             return h + reshard(x, "S0,P -> S0,S1", grad="S0,S1 -> S0,R", shape=shape, mesh=MESH)

@@ -56,7 +56,8 @@ def _symbols(gm: fx.GraphModule, dims: Any, model: nn.Module) -> dict:
 
 
 def hf_graph(build: Any, *, train: bool = False, dtype: torch.dtype = torch.float64) -> fx.GraphModule:
-    """Graph of a Hugging Face language model built on meta, with input_ids and labels of symbolic batch and sequence."""
+    """Graph of a Hugging Face language model built on meta, with input_ids and labels of symbolic batch and
+    sequence."""
     with torch.device("meta"):
         model = build().to(dtype).train(train)
         ids = torch.zeros(4, 16, dtype=torch.long)
@@ -74,14 +75,18 @@ def gradients(outputs: Any, model: nn.Module, seed: int = 0) -> dict[str, torch.
     """Gradients of a fixed random combination of all float outputs, by parameter name."""
     torch.manual_seed(seed)
     total = sum(
-        (out * torch.randn(out.shape, dtype=out.dtype)).sum() for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad
+        (out * torch.randn(out.shape, dtype=out.dtype)).sum()
+        for out in outputs
+        if isinstance(out, torch.Tensor) and out.requires_grad
     )
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     grads = torch.autograd.grad(total, [model.get_parameter(name) for name in names], allow_unused=True)
     return {name: grad for name, grad in zip(names, grads, strict=True) if grad is not None}
 
 
-def assert_same(gm: fx.GraphModule, model: nn.Module, inputs: dict[str, torch.Tensor], tolerance: float = 1e-10) -> None:
+def assert_same(
+    gm: fx.GraphModule, model: nn.Module, inputs: dict[str, torch.Tensor], tolerance: float = 1e-10
+) -> None:
     """The graph and the model give the same outputs, gradients and buffer updates on real tensors."""
     twin = copy.deepcopy(model)
     torch.manual_seed(1)
@@ -97,7 +102,9 @@ def assert_same(gm: fx.GraphModule, model: nn.Module, inputs: dict[str, torch.Te
         mine, theirs = gradients(plain, model), gradients(wanted, twin)
         assert list(mine) == list(theirs)
         for name in mine:
-            torch.testing.assert_close(mine[name], theirs[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                mine[name], theirs[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
     buffers = dict(twin.named_buffers())
     for value, entry in zip(got, gm.meta["outputs"], strict=True):
         if entry["kind"] == "mutation":

@@ -22,20 +22,25 @@ class Block(nn.Module):
 
 
 class Fed(nn.Module):
-    """A stem, blocks that are given one weight, and a head. `how` says what else there is of words: "stem" and "head" have weights of their own, "read" is a stem
-    and "last" a head that read the shared weight too, and "normed" blocks are given what a norm makes of it."""
+    """A stem, blocks that are given one weight, and a head. `how` says what else there is of words: "stem" and "head"
+    have weights of their own, "read" is a stem and "last" a head that read the shared weight too, and "normed" blocks
+    are given what a norm makes of it."""
 
     def __init__(self, how: str, count: int) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.how, self.shared = how.split(), nn.Parameter(torch.randn(8, 8) / 4)
-        self.stem, self.head, self.norm = (nn.Linear(8, 8) if name in self.how else None for name in ("stem", "head", "normed"))
+        self.stem, self.head, self.norm = (
+            nn.Linear(8, 8) if name in self.how else None for name in ("stem", "head", "normed")
+        )
         self.layers = nn.ModuleList(Block() for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         h = x if self.stem is None else self.stem(x)
         h = h @ self.shared if "read" in self.how else h
-        shared = self.shared if self.norm is None else F.layer_norm(self.shared, (8,), self.norm.weight[0], self.norm.bias)
+        shared = (
+            self.shared if self.norm is None else F.layer_norm(self.shared, (8,), self.norm.weight[0], self.norm.bias)
+        )
         for layer in self.layers:
             h = layer(h, shared)
         h = h @ self.shared if "last" in self.how else h

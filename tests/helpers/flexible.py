@@ -1,4 +1,5 @@
-"""Models that call flex_attention as people do, by name: what is hidden, how scores are changed, where masks are made."""
+"""Models that call flex_attention as people do, by name: what is hidden, how scores are changed, where masks are
+made."""
 
 from __future__ import annotations
 
@@ -26,24 +27,35 @@ class Attention(nn.Module):
     def __init__(self, groups: int, attend: Callable[..., Tensor]) -> None:
         super().__init__()
         self.groups, self.attend = groups, attend
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH if i in (0, 3) else groups * WIDTH // HEADS) for i in range(4))
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(WIDTH, WIDTH if i in (0, 3) else groups * WIDTH // HEADS) for i in range(4)
+        )
         self.bias, self.sinks = nn.Parameter(torch.randn(HEADS, 2 * LENGTH)), nn.Parameter(torch.randn(HEADS))
         self.register_buffer("slopes", 0.5 ** torch.arange(1, HEADS + 1))
 
     def forward(self, x: Tensor, mask: BlockMask | None) -> Tensor:
         """[b, s, width] to the same."""
-        q, k, v = (layer(x).unflatten(-1, (heads, -1)).transpose(1, 2) for layer, heads in ((self.q, HEADS), (self.k, self.groups), (self.v, self.groups)))
+        q, k, v = (
+            layer(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for layer, heads in ((self.q, HEADS), (self.k, self.groups), (self.v, self.groups))
+        )
         return self.o(self.attend(self, q, k, v, mask).transpose(1, 2).flatten(2))
 
 
 class Reader(nn.Module):
-    """Two blocks that read tokens [b, s], as `mask` and `attend` say; the loss of the tokens given as targets [b, s]."""
+    """Two blocks that read tokens [b, s], as `mask` and `attend` say; the loss of the tokens given as targets [b,
+    s]."""
 
-    def __init__(self, mask: Callable[..., BlockMask | None], attend: Callable[..., Tensor], groups: int = HEADS) -> None:
+    def __init__(
+        self, mask: Callable[..., BlockMask | None], attend: Callable[..., Tensor], groups: int = HEADS
+    ) -> None:
         super().__init__()
         self.mask = mask
         self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-        self.norms, self.blocks = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2)), nn.ModuleList(Attention(groups, attend) for _ in range(2))
+        self.norms, self.blocks = (
+            nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2)),
+            nn.ModuleList(Attention(groups, attend) for _ in range(2)),
+        )
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         mask, x = self.mask(tokens), self.words(tokens)
@@ -52,7 +64,14 @@ class Reader(nn.Module):
         return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-def made(mod: Callable[..., Tensor], tokens: Tensor, b: int | None = None, h: int | None = None, make: Any = create_block_mask, **kwargs: Any) -> BlockMask:
+def made(
+    mod: Callable[..., Tensor],
+    tokens: Tensor,
+    b: int | None = None,
+    h: int | None = None,
+    make: Any = create_block_mask,
+    **kwargs: Any,
+) -> BlockMask:
     return make(mod, b, h, tokens.shape[1], tokens.shape[1], device=tokens.device, **kwargs)
 
 
@@ -97,10 +116,18 @@ def sinks(of: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
 ATTENTIONS: dict[str, Callable[..., Tensor]] = {
     "plain": plainly,
     "compiled": lambda of, q, k, v, mask: compiled(q, k, v, block_mask=mask, enable_gqa=of.groups != HEADS),
-    "slopes": lambda of, q, k, v, mask: plainly(of, q, k, v, mask, lambda score, b, h, i, j, slopes=of.slopes: score + slopes[h] * (j - i)),
-    "bias": lambda of, q, k, v, mask: plainly(of, q, k, v, mask, lambda score, b, h, i, j: score + of.bias[h, i - j + LENGTH]),
-    "softcap": lambda of, q, k, v, mask: plainly(of, q, k, v, mask, lambda score, b, h, i, j: 5 * torch.tanh(score / 5), scale=0.3),
-    "hidden by score": lambda of, q, k, v, mask: plainly(of, q, k, v, mask, lambda score, b, h, i, j: torch.where(i >= j, score, -float("inf"))),
+    "slopes": lambda of, q, k, v, mask: plainly(
+        of, q, k, v, mask, lambda score, b, h, i, j, slopes=of.slopes: score + slopes[h] * (j - i)
+    ),
+    "bias": lambda of, q, k, v, mask: plainly(
+        of, q, k, v, mask, lambda score, b, h, i, j: score + of.bias[h, i - j + LENGTH]
+    ),
+    "softcap": lambda of, q, k, v, mask: plainly(
+        of, q, k, v, mask, lambda score, b, h, i, j: 5 * torch.tanh(score / 5), scale=0.3
+    ),
+    "hidden by score": lambda of, q, k, v, mask: plainly(
+        of, q, k, v, mask, lambda score, b, h, i, j: torch.where(i >= j, score, -float("inf"))
+    ),
     "sinks": sinks,
 }
 

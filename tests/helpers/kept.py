@@ -59,12 +59,16 @@ def taped() -> list[Tensor]:
 
 @contextmanager
 def keeping(anyway: Iterable[Any]) -> Iterator[Kept]:
-    """Count what autograd saves inside, in the emitted module's own hooks too (the innermost hooks are the only ones that run)."""
+    """Count what autograd saves inside, in the emitted module's own hooks too (the innermost hooks are the only ones
+    that run)."""
     kept = Kept(tuple(t for t in anyway if isinstance(t, Tensor)))
     pack: Callable[[Tensor], Any] = regather._pack
     unpack: Callable[[Any], Tensor] = regather._unpack
     inner = {"_pack": lambda tensor: kept.pack(pack(tensor)), "_unpack": lambda held: unpack(held.value)}
-    with mock.patch.multiple(regather, **inner), torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda held: held.value):
+    with (
+        mock.patch.multiple(regather, **inner),
+        torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda held: held.value),
+    ):
         yield kept
 
 

@@ -16,7 +16,11 @@ class Gated(nn.Module):
 
     def __init__(self, hidden: int = HIDDEN, width: int = WIDTH) -> None:
         super().__init__()
-        self.up, self.gate, self.down = nn.Linear(hidden, width, bias=False), nn.Linear(hidden, width, bias=False), nn.Linear(width, hidden, bias=False)
+        self.up, self.gate, self.down = (
+            nn.Linear(hidden, width, bias=False),
+            nn.Linear(hidden, width, bias=False),
+            nn.Linear(width, hidden, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, hidden] -> [n, hidden]."""
@@ -126,7 +130,9 @@ def best(hidden: Tensor, gates: Tensor, chosen: Tensor, experts: nn.ModuleList) 
 
 
 LOOPS: dict[str, Callable[[Tensor, Tensor, Tensor, nn.ModuleList], Tensor]] = {
-    loop.__name__: loop for loop in (mixtral, litgpt, mistral, nonzero, columns, switch, masked, columns_of_all, by_rank, best)}
+    loop.__name__: loop
+    for loop in (mixtral, litgpt, mistral, nonzero, columns, switch, masked, columns_of_all, by_rank, best)
+}
 
 
 def any_(hidden: Tensor, gates: Tensor, chosen: Tensor, experts: nn.ModuleList) -> Tensor:
@@ -195,14 +201,21 @@ def unique(hidden: Tensor, gates: Tensor, chosen: Tensor, experts: nn.ModuleList
     return out
 
 
-ASKING: dict[str, Callable[[Tensor, Tensor, Tensor, nn.ModuleList], Tensor]] = {loop.__name__: loop for loop in (any_, none, length, counted, hit, unique)}
+ASKING: dict[str, Callable[[Tensor, Tensor, Tensor, nn.ModuleList], Tensor]] = {
+    loop.__name__: loop for loop in (any_, none, length, counted, hit, unique)
+}
 """Loops that leave out experts whom no token chose."""
 
 
 class Looped(nn.Module):
     """A router and a loop over experts: [b, s, hidden] -> [b, s, hidden]."""
 
-    def __init__(self, loop: Callable[[Tensor, Tensor, Tensor, nn.ModuleList], Tensor], expert: Callable[[], nn.Module] = Gated, hidden: int = HIDDEN) -> None:
+    def __init__(
+        self,
+        loop: Callable[[Tensor, Tensor, Tensor, nn.ModuleList], Tensor],
+        expert: Callable[[], nn.Module] = Gated,
+        hidden: int = HIDDEN,
+    ) -> None:
         super().__init__()
         self.loop, self.gate = loop, nn.Linear(hidden, EXPERTS, bias=False)
         self.experts = nn.ModuleList(expert() for _ in range(EXPERTS))

@@ -1,4 +1,5 @@
-"""Losses of pairs of rows that masks pick whose values follow from sizes: SimCLR's, and products of all pairs of features."""
+"""Losses of pairs of rows that masks pick whose values follow from sizes: SimCLR's, and products of all pairs of
+features."""
 
 from __future__ import annotations
 
@@ -49,7 +50,11 @@ def simclr_with_labels(rows: Tensor) -> Tensor:
     """As it is often written: masks of what masks have picked."""
     n = len(rows)
     labels = torch.cat([torch.arange(n // 2), torch.arange(n // 2)])
-    labels, mask, similarity = (labels[None] == labels[:, None]).float(), torch.eye(n, dtype=torch.bool), _similarity(rows)
+    labels, mask, similarity = (
+        (labels[None] == labels[:, None]).float(),
+        torch.eye(n, dtype=torch.bool),
+        _similarity(rows),
+    )
     labels, similarity = labels[~mask].view(n, -1), similarity[~mask].view(n, -1)
     logits = torch.cat([similarity[labels.bool()].view(n, -1), similarity[~labels.bool()].view(n, -1)], 1)
     return F.cross_entropy(logits / 0.1, torch.zeros(n, dtype=torch.long))
@@ -70,14 +75,20 @@ def upper_triangle(rows: Tensor) -> Tensor:
 
 
 def of_features(rows: Tensor) -> Tensor:
-    """All pairs of features of each sample, in front of other dims and behind them (DLRM): the mask is the same for any batch."""
+    """All pairs of features of each sample, in front of other dims and behind them (DLRM): the mask is the same for any
+    batch."""
     parts = rows.unflatten(1, (FEATURES, -1))
     pairs, mask = parts @ parts.mT, torch.triu(torch.ones(FEATURES, FEATURES), 1).bool()
-    return (pairs[:, mask].cumsum(1) * pairs[..., mask]).square().mean() + pairs.permute(1, 2, 0)[mask.T.T].T.cumsum(1).mean()
+    return (pairs[:, mask].cumsum(1) * pairs[..., mask]).square().mean() + pairs.permute(1, 2, 0)[mask.T.T].T.cumsum(
+        1
+    ).mean()
 
 
 LOSSES = {loss.__name__: loss for loss in (simclr, simclr_with_labels, changed_in_place, upper_triangle, of_features)}
-MODELS: dict[str, Callable[[], nn.Module]] = {**{name: partial(Pairs, loss) for name, loss in LOSSES.items()}, "kept by the model": KeepsMask}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{name: partial(Pairs, loss) for name, loss in LOSSES.items()},
+    "kept by the model": KeepsMask,
+}
 
 
 def batch(samples: int = 4) -> tuple[Tensor, Tensor]:

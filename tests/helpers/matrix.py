@@ -1,5 +1,5 @@
-"""The entries of the verification matrix: which model, on which mesh, under which plan, at which sizes; and those of pipelines: how many
-places, which schedule, what is run again in the backward."""
+"""The entries of the verification matrix: which model, on which mesh, under which plan, at which sizes; and those of
+pipelines: how many places, which schedule, what is run again in the backward."""
 
 from __future__ import annotations
 
@@ -39,24 +39,40 @@ class Entry:
     def run(self) -> Report:
         """Plan and verify."""
         who = subject(self.model)
-        return who.verified(planned(who, self.mesh, self.how), batch_for(self.how) if self.batch is None else self.batch, self.seq)
+        return who.verified(
+            planned(who, self.mesh, self.how), batch_for(self.how) if self.batch is None else self.batch, self.seq
+        )
 
 
 def entries(models: tuple[str, ...] = tuple(TINY), meshes: tuple[Sizes, ...] = MESHES) -> list[Entry]:
-    """The full matrix: every recipe that can be on the mesh and has what it needs in the model, and the EXTRA plans; searched, thrifty and random ones also at
-    OTHER sizes than planned."""
-    found = [Entry(model, mesh, how) for model in models for mesh in meshes
-             for how in (*(r.name for r in RECIPES.values() if r.roles_on(len(mesh)) and (not r.needs or model in EXPERTS)), *EXTRA)]
-    others = [replace(entry, batch=OTHER[0], seq=OTHER[1]) for entry in found if entry.how in ("searched", "thrifty", "random 0")]
+    """The full matrix: every recipe that can be on the mesh and has what it needs in the model, and the EXTRA plans;
+    searched, thrifty and random ones also at OTHER sizes than planned."""
+    found = [
+        Entry(model, mesh, how)
+        for model in models
+        for mesh in meshes
+        for how in (
+            *(r.name for r in RECIPES.values() if r.roles_on(len(mesh)) and (not r.needs or model in EXPERTS)),
+            *EXTRA,
+        )
+    ]
+    others = [
+        replace(entry, batch=OTHER[0], seq=OTHER[1])
+        for entry in found
+        if entry.how in ("searched", "thrifty", "random 0")
+    ]
     return found + others
 
 
 PIPED = ("hf-gpt2", "hf-llama-deep", "hf-t5", "hf-vit", "hf-resnet", f"hf-resnet{FROZEN}")
-"""Models of the matrix of pipelines. Statistics of a batch are no sum over microbatches: ResNet has one microbatch, or frozen batch norms."""
+"""Models of the matrix of pipelines. Statistics of a batch are no sum over microbatches: ResNet has one microbatch, or
+frozen batch norms."""
 
 PLACES: dict[str, tuple[int, Sizes, Sequence[roles.Role]]] = {
-    "pp2": (2, (1,), (roles.nothing,)), "pp4": (4, (1,), (roles.nothing,)),
-    "pp2 x dp2 x zero1": (2, (2,), (roles.zero1,)), "pp2 x tp2 x zero3": (2, (2, 2), (roles.zero3, roles.tensor)),
+    "pp2": (2, (1,), (roles.nothing,)),
+    "pp4": (4, (1,), (roles.nothing,)),
+    "pp2 x dp2 x zero1": (2, (2,), (roles.zero1,)),
+    "pp2 x tp2 x zero3": (2, (2, 2), (roles.zero3, roles.tensor)),
 }
 """What ranks are: number of places, mesh of each, and the role of its axes."""
 
@@ -81,13 +97,21 @@ class Piped:
         who, (places, mesh, used) = subject(self.model), PLACES[self.shape]
         virtual = SCHEDULES[self.schedule].virtual or 2
         count = 1 if self.schedule == "naive" else places * virtual
-        return who.verified(rematerialised(who, by_stages(who, mesh, used, places, count, self.schedule, virtual), self.level))
+        return who.verified(
+            rematerialised(who, by_stages(who, mesh, used, places, count, self.schedule, virtual), self.level)
+        )
 
 
 def pipelines(models: tuple[str, ...] = PIPED) -> list[Piped]:
-    """The matrix of pipelines: every schedule on 2 and 4 places, some where places have meshes; nothing, some or all run again."""
-    return [Piped(model, shape, schedule, level) for model in models for shape, (_, mesh, _) in PLACES.items() for schedule in _schedules(model, mesh)
-            for level in LEVELS]
+    """The matrix of pipelines: every schedule on 2 and 4 places, some where places have meshes; nothing, some or all
+    run again."""
+    return [
+        Piped(model, shape, schedule, level)
+        for model in models
+        for shape, (_, mesh, _) in PLACES.items()
+        for schedule in _schedules(model, mesh)
+        for level in LEVELS
+    ]
 
 
 def _schedules(model: str, mesh: Sizes) -> Sequence[str]:

@@ -38,7 +38,8 @@ class Reversed(Function):
 
 
 class Signed(Function):
-    """A product of signs with gradients of the product: contractions with two operands that have gradients, and changes in place."""
+    """A product of signs with gradients of the product: contractions with two operands that have gradients, and changes
+    in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -49,7 +50,9 @@ class Signed(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, w = ctx.saved_tensors
         grad = grad.mul_(w.abs().mean()) * 0.5
-        return grad @ w.mT if ctx.needs_input_grad[0] else None, (x.mT @ grad).sum(0) if ctx.needs_input_grad[1] else None
+        return grad @ w.mT if ctx.needs_input_grad[0] else None, (x.mT @ grad).sum(0) if ctx.needs_input_grad[
+            1
+        ] else None
 
 
 class Halves(Function):
@@ -169,7 +172,12 @@ class Layer(nn.Module):
 
     def __init__(self, body: Body) -> None:
         super().__init__()
-        self.up, self.down, self.w, self.body = nn.Linear(8, 16), nn.Linear(16, 8), nn.Parameter(torch.randn(16, 16) / 4), body
+        self.up, self.down, self.w, self.body = (
+            nn.Linear(8, 16),
+            nn.Linear(16, 8),
+            nn.Parameter(torch.randn(16, 16) / 4),
+            body,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.body(self.up(x), self.w))

@@ -16,12 +16,14 @@ from autopar._torch import local_of
 from autopar.bundle import Bundle
 
 STEPS = 3
-"""Steps of which the least is taken: threads of gloo let go of what they have sent when they are next scheduled, on a busy machine much later."""
+"""Steps of which the least is taken: threads of gloo let go of what they have sent when they are next scheduled, on a
+busy machine much later."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes on one rank beside what rests at the start of a step: the peak of forward and backward, and that of the update."""
+    """Bytes on one rank beside what rests at the start of a step: the peak of forward and backward, and that of the
+    update."""
 
     step_bytes: int
     update_bytes: int
@@ -32,11 +34,17 @@ def allocations(body: Callable[[], Any]) -> list[int]:
     """Bytes that are allocated after each allocation or release in `body`, counted from its start."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         body()
-    events = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(seen.profiler.kineto_results.events()) if e.name() == "[memory]")
+    events = sorted(
+        (e.start_ns(), i, e.nbytes())
+        for i, e in enumerate(seen.profiler.kineto_results.events())
+        if e.name() == "[memory]"
+    )
     return list(accumulate(nbytes for *_, nbytes in events))
 
 
-def counted_on_rank(bundle: Bundle, weights: dict[str, Tensor], batch: dict[str, Tensor], *, curve: bool = False) -> Counted:
+def counted_on_rank(
+    bundle: Bundle, weights: dict[str, Tensor], batch: dict[str, Tensor], *, curve: bool = False
+) -> Counted:
     """A step of training and its AdamW update, behind one that has made all state."""
     module = bundle.build(weights)
     inputs = module.shard_batch(**batch)
@@ -55,5 +63,6 @@ def counted_on_rank(bundle: Bundle, weights: dict[str, Tensor], batch: dict[str,
     first = min(curves, key=lambda curve: max(curve, default=0))
     second = allocations(optimizer.step)
     storages = [local_of(p.grad).untyped_storage() for p in module.parameters() if p.grad is not None]
-    gradients = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())  # those of a bucket share one
+    # those of a bucket share one
+    gradients = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     return Counted(max(first, default=0), gradients + max(second, default=0), tuple(first) if curve else ())

@@ -22,13 +22,16 @@ def by_marks(chosen, scores):
 
 
 class Split(nn.Module):
-    """Rows sorted by expert and split, a module for each piece, and each row added to its token; `twist` says what is different."""
+    """Rows sorted by expert and split, a module for each piece, and each row added to its token; `twist` says what is
+    different."""
 
     def __init__(self, **twist):
         super().__init__()
         self.sizes, self.twist = twist.pop("sizes", by_bincount), twist
         self.gate = nn.Linear(D, E, bias=False)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, WIDTH), nn.GELU(), nn.Linear(WIDTH, D)) for _ in range(E))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(D, WIDTH), nn.GELU(), nn.Linear(WIDTH, D)) for _ in range(E)
+        )
         if "other" in twist:
             self.experts[2][1] = nn.Tanh()
 
@@ -50,7 +53,9 @@ class Products(Split):
         super().__init__(**twist)
         del self.experts
         self.at_once = at_once
-        self.first, self.second, self.third = (nn.Parameter(torch.randn(E, *size)) for size in ((WIDTH, D), (WIDTH, D), (D, WIDTH)))
+        self.first, self.second, self.third = (
+            nn.Parameter(torch.randn(E, *size)) for size in ((WIDTH, D), (WIDTH, D), (D, WIDTH))
+        )
 
     def forward(self, x):
         hidden = x.view(-1, D)
@@ -58,15 +63,25 @@ class Products(Split):
         sizes, order = self.sizes(chosen, self.gate(hidden)), chosen.flatten().argsort(stable=True)
         rows = hidden[order // K]
         if self.at_once:
-            made = [F.silu(piece @ self.first[i].t()) * (piece @ self.second[i].t()) @ self.third[i].t() for i, piece in enumerate(rows.split(sizes))]
+            made = [
+                F.silu(piece @ self.first[i].t()) * (piece @ self.second[i].t()) @ self.third[i].t()
+                for i, piece in enumerate(rows.split(sizes))
+            ]
             rows = torch.cat(made)
         else:
             both = torch.cat((self.first, self.second), 1)
             inner = torch.cat([F.linear(piece, both[i]) for i, piece in enumerate(rows.split(sizes, dim=0))], dim=0)
             inner = F.silu(inner[:, :WIDTH]) * inner[:, WIDTH:]
-            rows = torch.cat([F.linear(piece, self.third[i]) for i, piece in enumerate(inner.split(sizes, dim=0))], dim=0)
+            rows = torch.cat(
+                [F.linear(piece, self.third[i]) for i, piece in enumerate(inner.split(sizes, dim=0))], dim=0
+            )
         return (torch.zeros_like(hidden).index_add(0, order // K, rows * gates.flatten()[order, None]) ** 2).mean()
 
 
-PIECES = {"modules": Split, "histogram": lambda: Split(sizes=by_histogram), "marks": lambda: Split(sizes=by_marks), "at once": lambda: Products(True),
-         "one by one": lambda: Products(False, sizes=by_marks)}
+PIECES = {
+    "modules": Split,
+    "histogram": lambda: Split(sizes=by_histogram),
+    "marks": lambda: Split(sizes=by_marks),
+    "at once": lambda: Products(True),
+    "one by one": lambda: Products(False, sizes=by_marks),
+}

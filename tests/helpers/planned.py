@@ -27,7 +27,11 @@ class Block(nn.Module):
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(hidden), nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 4 * hidden),
+            nn.Linear(4 * hidden, hidden),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -66,9 +70,13 @@ def graph(layers: int = 4) -> fx.GraphModule:
 
 
 @cache
-def planned(recipe: str | None = None, mesh: tuple[int, ...] | None = None, batch: int = BATCH, remat: str = "auto") -> Planned:
+def planned(
+    recipe: str | None = None, mesh: tuple[int, ...] | None = None, batch: int = BATCH, remat: str = "auto"
+) -> Planned:
     """The stack planned for `cpu:1x4`, searched or by a recipe."""
     request = Request(Cluster.parse("cpu:1x4"), recipe=recipe, mesh=mesh, time_limit_s=10.0, remat=remat)
     made = plan(graph(), {"b": batch}, request, model="stack", graph_hash="0" * 64)
     planner = Planner.of(graph(), made.hints, request)
-    return Planned(graph(), made, planner.program, planner.model(made.mesh, (roles.anything,) * len(made.mesh), "explain"))
+    return Planned(
+        graph(), made, planner.program, planner.model(made.mesh, (roles.anything,) * len(made.mesh), "explain")
+    )

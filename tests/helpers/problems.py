@@ -35,7 +35,9 @@ def _node(rng: np.random.Generator, v: int, choices: int, groups: int) -> Node:
         cost_s[rng.integers(choices)] = np.inf
     hide_s = rng.integers(0, 5, choices).astype(float)
     labels = tuple(f"choice{c}" for c in range(choices))
-    return Node(f"node{v}", labels, cost_s, rng.integers(0, 10, choices).astype(float), hide_s, int(rng.integers(-1, groups)))
+    return Node(
+        f"node{v}", labels, cost_s, rng.integers(0, 10, choices).astype(float), hide_s, int(rng.integers(-1, groups))
+    )
 
 
 def _lanes(rng: np.random.Generator, nodes: tuple[Node, ...]) -> tuple[tuple[Node, ...], tuple[int, ...]]:
@@ -43,8 +45,10 @@ def _lanes(rng: np.random.Generator, nodes: tuple[Node, ...]) -> tuple[tuple[Nod
     if rng.random() < 0.5:
         return nodes, ()
     lanes = (0,) * int(rng.integers(2, 4)) + (1,) * int(rng.integers(0, 3))
-    return tuple(replace(node, lane=rng.integers(-1, len(lanes), len(node.labels))) if rng.random() < 0.7 else node
-                 for node in nodes), lanes
+    return tuple(
+        replace(node, lane=rng.integers(-1, len(lanes), len(node.labels))) if rng.random() < 0.7 else node
+        for node in nodes
+    ), lanes
 
 
 def _net(rng: np.random.Generator, nodes: tuple[Node, ...], producer: int, groups: int) -> Net:
@@ -56,11 +60,24 @@ def _net(rng: np.random.Generator, nodes: tuple[Node, ...], producer: int, group
     memory = rng.integers(0, 3, (height, width)) * float(rng.random() < 0.6)
     uses = tuple(Use(int(r), rng.integers(0, width, len(nodes[r].labels))) for r in readers)
     row = rng.integers(0, height, len(nodes[producer].labels))
-    return Net(f"net{producer}", producer, row, uses, cost_s, memory, int(rng.integers(-1, groups)),
-               shown=(0.0, 0.25, 1.0)[producer % 3])
+    return Net(
+        f"net{producer}",
+        producer,
+        row,
+        uses,
+        cost_s,
+        memory,
+        int(rng.integers(-1, groups)),
+        shown=(0.0, 0.25, 1.0)[producer % 3],
+    )
 
 
 def problems(*, nodes: int = 5, choices: int = 4) -> st.SearchStrategy[Problem]:
     """As `random_problem`, from a drawn seed and drawn sizes."""
-    return st.builds(lambda seed, n, c, tight: random_problem(seed, nodes=n, choices=c, tight=tight),
-                     st.integers(0, 2**32 - 1), st.integers(2, nodes), st.integers(1, choices), st.booleans())
+    return st.builds(
+        lambda seed, n, c, tight: random_problem(seed, nodes=n, choices=c, tight=tight),
+        st.integers(0, 2**32 - 1),
+        st.integers(2, nodes),
+        st.integers(1, choices),
+        st.booleans(),
+    )

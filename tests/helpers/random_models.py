@@ -1,6 +1,7 @@
 """Small models drawn at random: any operators in any order, in repeated blocks and around them, some of them frozen.
 
-All dims have one of few sizes (batch, sequence and width are 8), so that whoever takes one dim for another finds the sizes right.
+All dims have one of few sizes (batch, sequence and width are 8), so that whoever takes one dim for another finds the
+sizes right.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _written(h: Tensor) -> Tensor:
 def _attention(h: Tensor, m: Block) -> Tensor:
     q, k, v = F.linear(h, m.qkv).unflatten(-1, (3, D)).unbind(-2)
     unseen = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).tril().logical_not()
-    return h + torch.softmax((q @ k.transpose(-1, -2) / D ** 0.5).masked_fill(unseen, float("-inf")), -1) @ v
+    return h + torch.softmax((q @ k.transpose(-1, -2) / D**0.5).masked_fill(unseen, float("-inf")), -1) @ v
 
 
 def _gated(h: Tensor, m: Block) -> Tensor:
@@ -42,8 +43,8 @@ def _gated(h: Tensor, m: Block) -> Tensor:
 
 
 def _rope(h: Tensor, m: Block) -> Tensor:
-    turned = torch.cat((-h[..., D // 2:], h[..., :D // 2]), -1)
-    return h * m.places[:h.shape[1]].cos() + turned * m.places[:h.shape[1]].sin()
+    turned = torch.cat((-h[..., D // 2 :], h[..., : D // 2]), -1)
+    return h * m.places[: h.shape[1]].cos() + turned * m.places[: h.shape[1]].sin()
 
 
 STEPS: dict[str, Callable[[Tensor, Block], Tensor]] = {
@@ -60,14 +61,24 @@ STEPS: dict[str, Callable[[Tensor, Block], Tensor]] = {
     "embedding": lambda h, m: h + F.embedding(h.argmax(-1), m.table),
     "expand": lambda h, m: h + m.v.expand(h.shape[0], h.shape[1], D),
     "flip": lambda h, m: h.flip(1) + h,
-    "fused attention": lambda h, m: h + _joined(F.scaled_dot_product_attention(*[_heads(x, 4) for x in F.linear(h, m.qkv).chunk(3, -1)], is_causal=True)),
+    "fused attention": lambda h, m: (
+        h
+        + _joined(
+            F.scaled_dot_product_attention(*[_heads(x, 4) for x in F.linear(h, m.qkv).chunk(3, -1)], is_causal=True)
+        )
+    ),
     "gated": _gated,
     "gather": lambda h, m: h.gather(1, h.argsort(1)),
-    "grouped heads": lambda h, m: _joined(F.scaled_dot_product_attention(
-        _heads(h @ m.a, 4), _heads(h @ m.kv[0], 2), _heads(h @ m.kv[1], 2), enable_gqa=True, is_causal=True)),
+    "grouped heads": lambda h, m: _joined(
+        F.scaled_dot_product_attention(
+            _heads(h @ m.a, 4), _heads(h @ m.kv[0], 2), _heads(h @ m.kv[1], 2), enable_gqa=True, is_causal=True
+        )
+    ),
     "heads": lambda h, m: F.linear(h.unflatten(-1, (2, 4)).transpose(2, 3).flatten(2), m.a),
     "index": lambda h, m: h + h[torch.arange(h.shape[0]), h.sum(-1).argmax(-1)].unsqueeze(1),
-    "index add": lambda h, m: h + torch.zeros_like(m.table).index_add(0, h.argmax(-1).flatten(), h.flatten(0, 1))[:D].sum(0) / 8,
+    "index add": lambda h, m: (
+        h + torch.zeros_like(m.table).index_add(0, h.argmax(-1).flatten(), h.flatten(0, 1))[:D].sum(0) / 8
+    ),
     "layer norm": lambda h, m: F.layer_norm(h, (D,), m.g, m.v),
     "linear": lambda h, m: F.linear(h, m.a, m.v),
     "log softmax": lambda h, m: F.log_softmax(h, -1),
@@ -122,8 +133,20 @@ class Block(nn.Module):
     def __init__(self, steps: list[str], residual: bool) -> None:
         super().__init__()
         self.steps, self.residual = steps, residual
-        shapes = {"a": (D, D), "b": (D, D), "v": (D,), "s": (1,), "up": (32, D), "down": (D, 32), "qkv": (3 * D, D), "kv": (2, D, D // 2),
-                  "table": (16, D), "square": (D, D), "conv": (D, D, 3), "depthwise": (D, 1, 3)}
+        shapes = {
+            "a": (D, D),
+            "b": (D, D),
+            "v": (D,),
+            "s": (1,),
+            "up": (32, D),
+            "down": (D, 32),
+            "qkv": (3 * D, D),
+            "kv": (2, D, D // 2),
+            "table": (16, D),
+            "square": (D, D),
+            "conv": (D, D, 3),
+            "depthwise": (D, 1, 3),
+        }
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(0.35 * torch.randn(shape)))
         self.g = nn.Parameter(1 + 0.1 * torch.randn(D))
@@ -137,8 +160,8 @@ class Block(nn.Module):
 
 
 class Drawn(nn.Module):
-    """A stem, one to three alike blocks, a head and a loss, as `seed` draws them; float64. In some the stem, the blocks or both are frozen.
-    `alone`: no sample meets another one but in the loss."""
+    """A stem, one to three alike blocks, a head and a loss, as `seed` draws them; float64. In some the stem, the blocks
+    or both are frozen. `alone`: no sample meets another one but in the loss."""
 
     def __init__(self, seed: int, *, alone: bool = False) -> None:
         super().__init__()
@@ -151,7 +174,10 @@ class Drawn(nn.Module):
 
         self.stem, body, residual = Block(["linear", *steps(0, 3)], False), steps(1, 4), draw.random() < 0.6
         self.blocks = nn.ModuleList([Block(body, residual) for _ in range(draw.randint(1, 3))])
-        self.head, self.loss = Block([*steps(0, 3), "linear"], False), draw.choice(LOSSES_ALONE if alone else sorted(LOSSES))
+        self.head, self.loss = (
+            Block([*steps(0, 3), "linear"], False),
+            draw.choice(LOSSES_ALONE if alone else sorted(LOSSES)),
+        )
         frozen: list[tuple[nn.Module, ...]] = [(self.stem,), (self.blocks,), (self.stem, self.blocks)]
         for part in draw.choice(frozen) if draw.random() < 0.3 else ():
             part.requires_grad_(False)
@@ -170,7 +196,9 @@ class Drawn(nn.Module):
 def batch(seed: int) -> tuple[Tensor, Tensor]:
     """Inputs [8, 8, D] and labels [8, 8] of a Drawn."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(D, D, D, dtype=torch.float64, generator=generator), torch.randint(0, D, (D, D), generator=generator)
+    return torch.randn(D, D, D, dtype=torch.float64, generator=generator), torch.randint(
+        0, D, (D, D), generator=generator
+    )
 
 
 def tame(model: nn.Module, x: Tensor, y: Tensor) -> bool:

@@ -16,19 +16,20 @@ from autopar.runtime.launch import Ranks, launch
 
 
 def on_ranks(nprocs: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """`body(*args)` on `nprocs` living ranks; its results in rank order. An assertion that fails on a rank fails the test with its
-    traceback. `body` stands at the top of its module."""
+    """`body(*args)` on `nprocs` living ranks; its results in rank order. An assertion that fails on a rank fails the
+    test with its traceback. `body` stands at the top of its module."""
     return living(nprocs).run(body, *args)
 
 
 def on_new_ranks(nprocs: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """The same on ranks of its own: for what is to fail there, for compilers that remember, and for bodies made inside a test."""
+    """The same on ranks of its own: for what is to fail there, for compilers that remember, and for bodies made inside
+    a test."""
     return launch(body, nprocs, *args, timeout_s=timeout_s)
 
 
 class Resting(Ranks):
-    """Ranks that are stopped between jobs. Gloo's threads, some for every group that a rank ever had, wake a hundred times in a second: without
-    this, ranks that wait for their next job take a tenth of a processor."""
+    """Ranks that are stopped between jobs. Gloo's threads, some for every group that a rank ever had, wake a hundred
+    times in a second: without this, ranks that wait for their next job take a tenth of a processor."""
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """As `Ranks.run`."""

@@ -83,7 +83,15 @@ def _op(target: Any, args: Any, kwargs: Any, made: Any) -> Op:
     args, kwargs = pytree.tree_map_only(Tensor, lambda _: next(queue), (tuple(args), dict(kwargs)))
     results = _leaves(made)
     call = Call(target, args, kwargs, tuple(map(_shape, results)))
-    return Op("it", "", node, "op", call, tuple((f"x{i}", 0) for i in range(len(shapes))), out_dtypes=tuple(result.dtype for result in results))
+    return Op(
+        "it",
+        "",
+        node,
+        "op",
+        call,
+        tuple((f"x{i}", 0) for i in range(len(shapes))),
+        out_dtypes=tuple(result.dtype for result in results),
+    )
 
 
 def _alike(tensor: Tensor) -> Tensor:
@@ -92,7 +100,12 @@ def _alike(tensor: Tensor) -> Tensor:
 
 
 def _shape(tensor: Tensor) -> Shape:
-    return Shape(tuple(tensor.shape), tensor.requires_grad, floating=tensor.is_floating_point() or tensor.is_complex(), itemsize=tensor.element_size())
+    return Shape(
+        tuple(tensor.shape),
+        tensor.requires_grad,
+        floating=tensor.is_floating_point() or tensor.is_complex(),
+        itemsize=tensor.element_size(),
+    )
 
 
 def _kept(body: Callable[[], Any], known: Sequence[Tensor]) -> float:
@@ -110,11 +123,13 @@ def _kept(body: Callable[[], Any], known: Sequence[Tensor]) -> float:
 
 
 def both_ways(target: Any, case: Case, graded: int, *, summed: bool = False) -> tuple[Both | None, Both | None]:
-    """Forward and backward of a call in float32 of whose operands the first `graded` of those have gradients that can; None of one that gives its operand, or has no gradient.
-    `summed`: the gradient of its results is that of a sum."""
+    """Forward and backward of a call in float32 of whose operands the first `graded` of those have gradients that can;
+    None of one that gives its operand, or has no gradient. `summed`: the gradient of its results is that of a sum."""
     args, kwargs = pytree.tree_map_only(Tensor, _narrow, fill((list(case.args), dict(case.kwargs))))
     wanted = {id(tensor) for tensor in [tensor for tensor in _leaves((args, kwargs)) if tensor.requires_grad][:graded]}
-    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor if id(tensor) in wanted else tensor.detach(), (args, kwargs))
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda tensor: tensor if id(tensor) in wanted else tensor.detach(), (args, kwargs)
+    )
     operands = _leaves((args, kwargs))
     extra = _kept(lambda: target(*args, **kwargs), operands)
     results: list[Any] = []
@@ -123,17 +138,30 @@ def both_ways(target: Any, case: Case, graded: int, *, summed: bool = False) -> 
     if not makes_view(op) and any(_place(result) in map(_place, operands) for result in made):
         return None, None
     local = Local(op, [*map(nbytes, operands)], [*map(nbytes, made)], extra, on_cpu=True)
-    new = sum({_place(result): nbytes(result) for result in made if _place(result) not in map(_place, operands)}.values())
+    new = sum(
+        {_place(result): nbytes(result) for result in made if _place(result) not in map(_place, operands)}.values()
+    )
     beside = sum(local.ins) + sum(local.outs) + extra
     forward = Both(counted, new + extra + forward_bytes(local, (), EMITTED), beside)
     ends = [result for result in made if result.requires_grad]
     if not ends or not wanted:
         return forward, None
-    loss, given, one = _Given.apply(summed, *ends), sum(result.element_size() if summed else nbytes(result) for result in ends), torch.ones(())
+    loss, given, one = (
+        _Given.apply(summed, *ends),
+        sum(result.element_size() if summed else nbytes(result) for result in ends),
+        torch.ones(()),
+    )
     del ends
     leaves = [tensor for tensor in operands if tensor.requires_grad]
-    counted = max(allocations(lambda: results.append(torch.autograd.grad(loss, leaves, one, allow_unused=True))), default=0)
+    counted = max(
+        allocations(lambda: results.append(torch.autograd.grad(loss, leaves, one, allow_unused=True))), default=0
+    )
     used = [gradient is not None for gradient in results.pop()]
-    gradients = sum(local.ins[i] for i, there in zip((i for i, tensor in enumerate(operands) if tensor.requires_grad), used, strict=True)
-                    if there and not hands_on(op, i, local))
-    return forward, Both(counted, given + gradients + backward_bytes(local, (), EMITTED) + made_whole(local, given), beside)
+    gradients = sum(
+        local.ins[i]
+        for i, there in zip((i for i, tensor in enumerate(operands) if tensor.requires_grad), used, strict=True)
+        if there and not hands_on(op, i, local)
+    )
+    return forward, Both(
+        counted, given + gradients + backward_bytes(local, (), EMITTED) + made_whole(local, given), beside
+    )

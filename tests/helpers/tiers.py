@@ -5,8 +5,8 @@
     # of a run with all of them: the list is made anew
     python -m tests.helpers.tiers took.xml --anew
 
-Of the cases of one test the quickest stays in the fast tier, unless it alone is too long, and further ones as long as all that stay are quick together, or they are by
-themselves. What is listed runs with the slow ones (`make test-all`).
+Of the cases of one test the quickest stays in the fast tier, unless it alone is too long, and further ones as long as
+all that stay are quick together, or they are by themselves. What is listed runs with the slow ones (`make test-all`).
 """
 
 from __future__ import annotations

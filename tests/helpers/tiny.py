@@ -5,7 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HF = ("gpt2", "llama", "llama-2kv", "bert", "t5", "vit", "resnet", "mixtral", "phi3", "neox", "bloom", "clip", "whisper", "gpt-oss", "llama4")
+HF = (
+    "gpt2",
+    "llama",
+    "llama-2kv",
+    "bert",
+    "t5",
+    "vit",
+    "resnet",
+    "mixtral",
+    "phi3",
+    "neox",
+    "bloom",
+    "clip",
+    "whisper",
+    "gpt-oss",
+    "llama4",
+)
 OWN = ("mlp", "gpt", "cnn", "recommender", "moe")
 
 TINY: dict[str, str] = {

@@ -1,10 +1,11 @@
 """The verification matrix: tiny models captured once, plans of every kind for them, and the comparison with one device.
 
-    recipe      a named strategy on the real `cpu` preset
-    searched    the free search on a cluster where splitting pays even for tiny models: slow cores, links that cost next to nothing
-    thrifty     the solution of least memory
-    spatial     images are cut along height on the first axis, along width on the second, wherever they can be
-    random      one seeded random option per cluster and axis: any solution of a Problem must compute the same numbers
+recipe      a named strategy on the real `cpu` preset
+searched    the free search on a cluster where splitting pays even for tiny models: slow cores, links that cost next
+            to nothing
+thrifty     the solution of least memory
+spatial     images are cut along height on the first axis, along width on the second, wherever they can be
+random      one seeded random option per cluster and axis: any solution of a Problem must compute the same numbers
 """
 
 from __future__ import annotations
@@ -61,8 +62,16 @@ class Subject:
 
     def batch(self, batch: int = BATCH, seq: int = SEQ) -> dict[str, Tensor]:
         """A global batch by input name."""
-        loaded = load(spec(self.name), batch=batch, seq=seq, device="cpu", train=self.mode == "train", labels=self.mode == "train")
-        return dict(zip(self.captured.input_names, [x for x in (*loaded.args, *loaded.kwargs.values()) if isinstance(x, Tensor)], strict=True))
+        loaded = load(
+            spec(self.name), batch=batch, seq=seq, device="cpu", train=self.mode == "train", labels=self.mode == "train"
+        )
+        return dict(
+            zip(
+                self.captured.input_names,
+                [x for x in (*loaded.args, *loaded.kwargs.values()) if isinstance(x, Tensor)],
+                strict=True,
+            )
+        )
 
     def case(self, made: Plan, batch: int = BATCH, seq: int = SEQ) -> Case:
         """What `verify` takes; all but the plan is made once per size of batch."""
@@ -86,7 +95,8 @@ def spec(name: str) -> str:
 
 @cache
 def subject(name: str, mode: str = "train", batch: int = BATCH) -> Subject:
-    """The tiny model of that name, for so many samples; captured once per process. A name that ends in FROZEN: its batch norms use the statistics that they have."""
+    """The tiny model of that name, for so many samples; captured once per process. A name that ends in FROZEN: its
+    batch norms use the statistics that they have."""
     loaded = load(spec(name), batch=batch, seq=SEQ, device="cpu", train=mode == "train", labels=mode == "train")
     if name.endswith(FROZEN):
         for module in loaded.model.modules():
@@ -99,20 +109,35 @@ def subject(name: str, mode: str = "train", batch: int = BATCH) -> Subject:
 def splitting(ranks: int) -> Cluster:
     """`cpu:1x<ranks>` with cores a thousand times slower and links that are nearly free: splitting work always pays."""
     base = Cluster.parse(f"cpu:1x{ranks}")
-    device = replace(base.device, peak_flops=dict.fromkeys(base.device.peak_flops, 1e8), launch_s=1e-12,
-                     memory_bandwidth_bytes_s=1e8, memory_bytes=1 << 40)
-    levels = tuple(replace(level, bandwidth_bytes_s=1e13, protocols=tuple(
-        replace(p, start_s=1e-9, hop_s=1e-9, efficiency=1.0) for p in level.protocols)) for level in base.levels)
+    device = replace(
+        base.device,
+        peak_flops=dict.fromkeys(base.device.peak_flops, 1e8),
+        launch_s=1e-12,
+        memory_bandwidth_bytes_s=1e8,
+        memory_bytes=1 << 40,
+    )
+    levels = tuple(
+        replace(
+            level,
+            bandwidth_bytes_s=1e13,
+            protocols=tuple(replace(p, start_s=1e-9, hop_s=1e-9, efficiency=1.0) for p in level.protocols),
+        )
+        for level in base.levels
+    )
     return Cluster(base.name, levels, device)
 
 
 def by_recipe(who: Subject, sizes: Sizes, recipe: str) -> Plan:
     """A named strategy, planned as users do."""
-    request = Request(Cluster.parse(f"cpu:1x{math.prod(sizes)}"), Settings(who.mode), recipe=recipe, mesh=sizes, time_limit_s=20.0)
+    request = Request(
+        Cluster.parse(f"cpu:1x{math.prod(sizes)}"), Settings(who.mode), recipe=recipe, mesh=sizes, time_limit_s=20.0
+    )
     return plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
 
 
-def by_search(who: Subject, sizes: Sizes, search: Search = SEARCHES["ilp"], *, batch: int = BATCH, limit_s: float = 10.0) -> Plan:
+def by_search(
+    who: Subject, sizes: Sizes, search: Search = SEARCHES["ilp"], *, batch: int = BATCH, limit_s: float = 10.0
+) -> Plan:
     """What `search` chooses for `batch` samples on a splitting cluster."""
     planner = planner_of(who, sizes, batch)
     found = planner.candidate(sizes, space(sizes), "search", lambda problem: search(problem, time_limit_s=limit_s))
@@ -124,22 +149,32 @@ def thrifty(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tupl
     return Solution(least_memory(problem, time_limit_s=time_limit_s), "thrifty")
 
 
-def at_random(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None) -> Solution:
+def at_random(
+    problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None
+) -> Solution:
     """A search: any choice."""
     rng = np.random.default_rng(seed)
     return Solution(tuple(int(rng.integers(len(node.labels))) for node in problem.nodes), "random")
 
 
 def by_chance(who: Subject, sizes: Sizes, seed: int, wanted: Mapping[Any, tuple[str, ...]] | None = None) -> Plan:
-    """A random solution of the Problem of this mesh: one option per cluster and axis, operator placements aside (they go by
-    whole branches). No Problem is built, so three axes are cheap. `wanted` names the factors, one per axis, of roots by their target."""
+    """A random solution of the Problem of this mesh: one option per cluster and axis, operator placements aside (they
+    go by whole branches). No Problem is built, so three axes are cheap. `wanted` names the factors, one per axis, of
+    roots by their target."""
     planner, rng = planner_of(who, sizes), np.random.default_rng(seed)
     decisions: Decisions = {}
     for cluster in planner.clusters:
         joints = [join(cluster, planner.table(n, placed=False), roles.anything(n)) for n in sizes]
         if factors := (wanted or {}).get(cluster.root.target):
-            joints = [[j for j in found if j.options[-1].factor == factor] for found, factor in zip(joints, factors, strict=True)]
-            assert any(fits_together(cluster, combo, sizes) for combo in itertools.product(*joints)), (cluster.name, factors, sizes)
+            joints = [
+                [j for j in found if j.options[-1].factor == factor]
+                for found, factor in zip(joints, factors, strict=True)
+            ]
+            assert any(fits_together(cluster, combo, sizes) for combo in itertools.product(*joints)), (
+                cluster.name,
+                factors,
+                sizes,
+            )
         combo = tuple(found[rng.integers(len(found))] for found in joints)
         while not fits_together(cluster, combo, sizes):
             combo = tuple(found[rng.integers(len(found))] for found in joints)
@@ -154,9 +189,17 @@ def by_place(who: Subject, sizes: Sizes) -> Plan:
     decisions: Decisions = {}
     for cluster in planner.clusters:
         joints = [join(cluster, planner.table(n, placed=False), roles.anything(n)) for n in sizes]
-        combo = tuple(max(found, key=lambda joint: sum(op.role == "op" and o.outs[0].value == f"S{2 + axis}" and len(op.call.outs[0].shape) == 4
-                                                       for op, o in zip(cluster.members, joint.options, strict=True) if o.outs))
-                      for axis, found in enumerate(joints))
+        combo = tuple(
+            max(
+                found,
+                key=lambda joint: sum(
+                    op.role == "op" and o.outs[0].value == f"S{2 + axis}" and len(op.call.outs[0].shape) == 4
+                    for op, o in zip(cluster.members, joint.options, strict=True)
+                    if o.outs
+                ),
+            )
+            for axis, found in enumerate(joints)
+        )
         assert fits_together(cluster, combo, sizes)
         for member, op in enumerate(cluster.members):
             decisions[op.name] = tuple(joint.options[member] for joint in combo)
@@ -176,14 +219,34 @@ def assemble(who: Subject, planner: Planner, sizes: Sizes, decisions: Decisions,
     cluster, settings = planner.request.cluster, planner.request.settings
     ops = planner.program.ops
     return Plan(
-        model=who.name, graph_hash=who.captured.graph_hash, mode=settings.mode, precision=settings.precision, optimizer=settings.optimizer,
-        hints=dict(planner.program.hints), cluster=cluster.to_dict(), axes=tuple(a.name for a in cluster.mesh(sizes).axes), mesh=sizes,
-        strategy=strategy, seed=0, nodes={name: node_plan(ops[name], decisions[name]) for name in ops}, predicted=Predicted(0, 0, 0, 0, 0))
+        model=who.name,
+        graph_hash=who.captured.graph_hash,
+        mode=settings.mode,
+        precision=settings.precision,
+        optimizer=settings.optimizer,
+        hints=dict(planner.program.hints),
+        cluster=cluster.to_dict(),
+        axes=tuple(a.name for a in cluster.mesh(sizes).axes),
+        mesh=sizes,
+        strategy=strategy,
+        seed=0,
+        nodes={name: node_plan(ops[name], decisions[name]) for name in ops},
+        predicted=Predicted(0, 0, 0, 0, 0),
+    )
 
 
-def by_stages(who: Subject, sizes: Sizes, recipe: str | Sequence[roles.Role], places: int, microbatches: int, schedule: str, virtual: int = 1,
-              bounds: Sequence[int] | None = None) -> Plan:
-    """`recipe` (or one role per axis) on the mesh of each place, cut into `places` x `virtual` stages of about equal numbers of pieces (or at `bounds`)."""
+def by_stages(
+    who: Subject,
+    sizes: Sizes,
+    recipe: str | Sequence[roles.Role],
+    places: int,
+    microbatches: int,
+    schedule: str,
+    virtual: int = 1,
+    bounds: Sequence[int] | None = None,
+) -> Plan:
+    """`recipe` (or one role per axis) on the mesh of each place, cut into `places` x `virtual` stages of about equal
+    numbers of pieces (or at `bounds`)."""
     planner, made = _whole(who, sizes, recipe if isinstance(recipe, str) else tuple(recipe))
     count = places * virtual
     total, forbidden = len(units(planner.program)), barred(planner.program)
@@ -205,8 +268,14 @@ def _whole(who: Subject, sizes: Sizes, recipe: str | tuple[roles.Role, ...]) -> 
 def _sharing(who: Subject, sizes: Sizes, microbatches: int) -> Any:
     """How so many microbatches share each value."""
     planner = planner_of(who, sizes)
-    return sharing(planner.program, planner.clusters, planner.table(microbatches, placed=False), microbatches, planner.request.cluster,
-                   planner.request.settings)
+    return sharing(
+        planner.program,
+        planner.clusters,
+        planner.table(microbatches, placed=False),
+        microbatches,
+        planner.request.cluster,
+        planner.request.settings,
+    )
 
 
 def kinds(made: Plan) -> dict[str, None]:
@@ -216,7 +285,8 @@ def kinds(made: Plan) -> dict[str, None]:
 
 
 def planned(who: Subject, sizes: Sizes, how: str) -> Plan:
-    """One entry of the matrix: a recipe's name, "searched", "few" (searched for two samples), "thrifty", "spatial" or "random <seed>"."""
+    """One entry of the matrix: a recipe's name, "searched", "few" (searched for two samples), "thrifty", "spatial" or
+    "random <seed>"."""
     if how.startswith("random"):
         return by_chance(who, sizes, int(how.removeprefix("random")))
     if how == "spatial":

@@ -34,8 +34,10 @@ def _(x, shift):
     return torch.empty_like(x)
 
 
-shifted_relu.register_autograd(lambda ctx, grad: (grad * (ctx.saved_tensors[0] > 0), None),
-                               setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]))
+shifted_relu.register_autograd(
+    lambda ctx, grad: (grad * (ctx.saved_tensors[0] > 0), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
 
 
 @torch.library.custom_op("autopar_test::over_all", mutates_args=())
@@ -73,7 +75,12 @@ def planned(whole=False, **options):
     torch.manual_seed(0)
     model, batch = Model(whole), (torch.randn(8, 8), torch.randn(8, 8))
     compiled = autopar.compile(model, "cpu:1x2", batch, **options)
-    case = case_of(compiled.captured, compiled.plan, model.state_dict(), dict(zip(compiled.captured.input_names, batch, strict=True)))
+    case = case_of(
+        compiled.captured,
+        compiled.plan,
+        model.state_dict(),
+        dict(zip(compiled.captured.input_names, batch, strict=True)),
+    )
     return compiled, verify(case)
 
 
@@ -102,7 +109,12 @@ def test_an_operator_without_a_rule_is_whole_and_exact_and_it_is_said_how_to_giv
     assert report.ok, report.worst
     assert set(node(compiled).kinds) == {"replicate"}
     (note,) = [note for note in compiled.plan.notes if "shifted_relu" in note]
-    assert "test_api.py:" in note and "rules={op: 'b d -> b d'}" in note and '"derive"' in note and "docs/writing-rules.md" in note
+    assert (
+        "test_api.py:" in note
+        and "rules={op: 'b d -> b d'}" in note
+        and '"derive"' in note
+        and "docs/writing-rules.md" in note
+    )
 
 
 def test_microbatches_of_an_operator_without_a_rule_are_refused_with_what_to_do():
@@ -113,8 +125,17 @@ def test_microbatches_of_an_operator_without_a_rule_are_refused_with_what_to_do(
 def test_what_calls_operators_that_are_not_registered_says_what_registers_them(tmp_path):
     compiled, _ = planned(recipe="ddp")
     assert f"registered({{'autopar_test.shifted_relu.default': {__name__!r}}})" in compiled.source
-    alone = subprocess.run([sys.executable, compiled.save(tmp_path / "plan") / "sharded.py"], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert "calls operator autopar_test.shifted_relu.default, which nothing has registered in this process: import tests.unit.test_api, which registers it" in alone.stderr
+    alone = subprocess.run(
+        [sys.executable, compiled.save(tmp_path / "plan") / "sharded.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        "calls operator autopar_test.shifted_relu.default, which nothing has registered in this process: import "
+        "tests.unit.test_api, which registers it" in alone.stderr
+    )
 
 
 def test_rules_may_name_all_overloads_or_the_function_and_unused_ones_are_said():
@@ -136,11 +157,21 @@ def test_an_operator_that_no_rule_fits_is_whole_and_exact_and_said_once():
 def test_verify_finds_a_wrong_rule_and_what_is_wrong():
     torch.manual_seed(0)
     batch = torch.randn(8, 8), torch.randn(8, 8)
-    right, wrong = (autopar.compile(Model(whole=True), "cpu:1x2", batch, recipe="ddp", rules={over_all: rule}) for rule in ("b! d! -> b d", "b d -> b d"))
+    right, wrong = (
+        autopar.compile(Model(whole=True), "cpu:1x2", batch, recipe="ddp", rules={over_all: rule})
+        for rule in ("b! d! -> b d", "b d -> b d")
+    )
     report = right.verify(*batch)
-    assert report.ok and str(report).startswith(f"all {len(report.rows)} values are within their tolerance on mesh (2,)")
+    assert report.ok and str(report).startswith(
+        f"all {len(report.rows)} values are within their tolerance on mesh (2,)"
+    )
     report = wrong.verify(batch[0], y=batch[1])
-    assert not report.ok and "over_all" in report.first and "values are wrong on mesh (2,)" in str(report) and f"first node that differs: {report.first}" in str(report)
+    assert (
+        not report.ok
+        and "over_all" in report.first
+        and "values are wrong on mesh (2,)" in str(report)
+        and f"first node that differs: {report.first}" in str(report)
+    )
 
 
 class Held(nn.Module):
@@ -174,7 +205,11 @@ class Spelled(nn.Module):
 def test_arguments_are_called_as_the_model_calls_them():
     batch = {"X": torch.randn(8, 8), "x": torch.randn(8, 8)}
     compiled = autopar.compile(Spelled(), "cpu:1x2", batch, recipe="ddp")
-    for report in (compiled.verify(**batch), compiled.verify(batch["X"], x=batch["x"]), compiled.verify(*batch.values())):
+    for report in (
+        compiled.verify(**batch),
+        compiled.verify(batch["X"], x=batch["x"]),
+        compiled.verify(*batch.values()),
+    ):
         assert report.ok, report
 
 
@@ -195,8 +230,13 @@ def test_inputs_may_have_any_name():
     compiled = autopar.compile(Named(), "cpu:1x2", (*batch, narrow), recipe="tp", loss_fn=nn.functional.mse_loss)
     report = compiled.verify(*batch, narrow)
     assert report.ok, report
-    assert all(f"'{name}': " in compiled.source for name in ("input", "add", "linear_default", "b", "reshard", "target"))
-    names = [list(laid_out(each.captured.gm, each.captured.hints, training=True)) for each in (copy.deepcopy(compiled), compiled)]
+    assert all(
+        f"'{name}': " in compiled.source for name in ("input", "add", "linear_default", "b", "reshard", "target")
+    )
+    names = [
+        list(laid_out(each.captured.gm, each.captured.hints, training=True))
+        for each in (copy.deepcopy(compiled), compiled)
+    ]
     assert names[0] == names[1] == list(compiled.plan.nodes)
 
 
@@ -205,9 +245,13 @@ def test_verify_says_what_it_lacks(tmp_path):
     compiled = autopar.compile(Model(), "cpu:1x2", batch, recipe="ddp")
     with pytest.raises(autopar.RunError, match="missing inputs y"):
         compiled.verify(batch[0])
-    with pytest.raises(autopar.RunError, match=r"input 'x' is of sizes \(8, 3\), wanted a tensor of sizes \(b, 8\), where b is 8"):
+    with pytest.raises(
+        autopar.RunError, match=r"input 'x' is of sizes \(8, 3\), wanted a tensor of sizes \(b, 8\), where b is 8"
+    ):
         compiled.verify(batch[0][:, :3], batch[1])
-    with pytest.raises(autopar.RunError, match=r"input 'y' is of sizes \(4, 8\), wanted a tensor of sizes \(b, 8\), where b is 8"):
+    with pytest.raises(
+        autopar.RunError, match=r"input 'y' is of sizes \(4, 8\), wanted a tensor of sizes \(b, 8\), where b is 8"
+    ):
         compiled.verify(batch[0], batch[1][:4])
     with pytest.raises(autopar.PlanError, match="without the graph that it was made for, which verify works on"):
         autopar.load(compiled.save(tmp_path / "plan")).verify(*batch)
@@ -248,7 +292,11 @@ def test_plans_made_in_inference_mode_are_those_made_outside():
 def test_a_compiled_model_is_copied_and_not_pickled(tmp_path):
     compiled = by_weights()
     for made in (copy.copy(compiled), copy.deepcopy(compiled)):
-        assert made is not compiled and made.plan == compiled.plan and made.memory().peak_bytes == compiled.memory().peak_bytes
+        assert (
+            made is not compiled
+            and made.plan == compiled.plan
+            and made.memory().peak_bytes == compiled.memory().peak_bytes
+        )
     for dump in (pickle.dumps, lambda each: torch.save(each, tmp_path / "model.pt")):
         with pytest.raises(autopar.PlanError, match=r"not pickled.*save\(folder\).*autopar.load\(folder\)"):
             dump(compiled)
@@ -260,7 +308,8 @@ def test_docstrings_name_every_argument_and_error(name: str) -> None:
     said = inspect.getdoc(function) or ""
     assert "Raises" in said
     if name == "compile":
-        rows = re.findall(r"^ +((?:\w+, )*\w+)  +\S", said, re.MULTILINE)  # of its tables: one argument or more, and what is said of them
+        # of its tables: one argument or more, and what is said of them
+        rows = re.findall(r"^ +((?:\w+, )*\w+)  +\S", said, re.MULTILINE)
         named = {name for row in rows for name in row.split(", ")} | set(re.findall(r"`(\w+)", said))
         assert [argument for argument in inspect.signature(function).parameters if argument not in named] == []
 
@@ -268,5 +317,18 @@ def test_docstrings_name_every_argument_and_error(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in autopar.__all__ if isinstance(getattr(autopar, name), type)])
 def test_public_classes_and_what_they_have_are_described(name: str) -> None:
     kind = getattr(autopar, name)
-    own = {name: getattr(kind, name) for name, member in vars(kind).items() if not name.startswith("_") and (callable(getattr(kind, name)) or hasattr(member, "__get__"))}
-    assert kind.__doc__ and [name for name, member in own.items() if isinstance(member, property | functools.cached_property) or callable(member) if not member.__doc__] == []
+    own = {
+        name: getattr(kind, name)
+        for name, member in vars(kind).items()
+        if not name.startswith("_") and (callable(getattr(kind, name)) or hasattr(member, "__get__"))
+    }
+    assert (
+        kind.__doc__
+        and [
+            name
+            for name, member in own.items()
+            if isinstance(member, property | functools.cached_property) or callable(member)
+            if not member.__doc__
+        ]
+        == []
+    )

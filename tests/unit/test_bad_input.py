@@ -25,25 +25,73 @@ WRONG = {
     "mode": ({"mode": "trian"}, PlanError, r"mode is 'trian', wanted train or inference"),
     "recipe": ({"recipe": "ttp"}, PlanError, r"unknown recipe 'ttp'; known are .*tp"),
     "search": ({"search": "ilpp"}, PlanError, r"unknown search 'ilpp'; known are .*ilp"),
-    "exhaustive": ({"search": "exhaustive", "mesh": (2, 2), "cluster": "cpu:1x4"}, PlanError, r"search on 2x2: exhaustive search over .* combinations of .*, at most 2,000,000 .* search='ilp'"),
+    "exhaustive": (
+        {"search": "exhaustive", "mesh": (2, 2), "cluster": "cpu:1x4"},
+        PlanError,
+        r"search on 2x2: exhaustive search over .* combinations of .*, at most 2,000,000 .* search='ilp'",
+    ),
     "mesh": ({"mesh": (3,)}, PlanError, r"mesh 3 has 3 ranks, cpu:1x2 has 2 devices; wanted axes that multiply to 2"),
-    "recipe of experts": ({"recipe": "ep"}, PlanError, r"recipe ep needs experts .*the graph of the model has none: use another recipe"),
-    "mesh of a recipe": ({"mesh": (2,), "recipe": "tp_zero3"}, PlanError, r"recipe tp_zero3 needs a mesh of 2 axes, got \(2,\)"),
+    "recipe of experts": (
+        {"recipe": "ep"},
+        PlanError,
+        r"recipe ep needs experts .*the graph of the model has none: use another recipe",
+    ),
+    "mesh of a recipe": (
+        {"mesh": (2,), "recipe": "tp_zero3"},
+        PlanError,
+        r"recipe tp_zero3 needs a mesh of 2 axes, got \(2,\)",
+    ),
     "cluster": ({"cluster": "cpu:1xtwo"}, ClusterError, r"cpu:1xtwo"),
     "device": ({"cluster": "gpu9000:1x2"}, ClusterError, r"gpu9000"),
     "near recipe": ({"recipe": "DPP"}, PlanError, r"unknown recipe 'DPP'; known are .* \(near: .*ddp"),
-    "recipe as a list": ({"recipe": ["tp"]}, PlanError, r"recipe is \['tp'\] \(list\); wanted the name of one strategy"),
-    "search as an object": ({"search": object()}, PlanError, r"search is <object .*; wanted one of exhaustive, .* or a function"),
-    "search that gives nothing": ({"search": lambda problem, **options: None}, PlanError, r"the search gave None for .*; wanted a Solution"),
-    "mesh of floats": ({"mesh": (2.0,)}, PlanError, r"mesh is \(2.0,\) \(tuple\); wanted the sizes of the mesh axes, whole numbers of at least 1"),
+    "recipe as a list": (
+        {"recipe": ["tp"]},
+        PlanError,
+        r"recipe is \['tp'\] \(list\); wanted the name of one strategy",
+    ),
+    "search as an object": (
+        {"search": object()},
+        PlanError,
+        r"search is <object .*; wanted one of exhaustive, .* or a function",
+    ),
+    "search that gives nothing": (
+        {"search": lambda problem, **options: None},
+        PlanError,
+        r"the search gave None for .*; wanted a Solution",
+    ),
+    "mesh of floats": (
+        {"mesh": (2.0,)},
+        PlanError,
+        r"mesh is \(2.0,\) \(tuple\); wanted the sizes of the mesh axes, whole numbers of at least 1",
+    ),
     "mesh as text": ({"mesh": "two"}, PlanError, r"mesh is 'two'; wanted the sizes"),
     "mesh below 1": ({"mesh": (-1, -2)}, PlanError, r"mesh is \(-1, -2\) \(tuple\); wanted the sizes"),
-    "precision": ({"precision": 16}, PlanError, r"precision is 16 \(int\); wanted 'bf16', 'fp16', or a floating dtype of torch"),
+    "precision": (
+        {"precision": 16},
+        PlanError,
+        r"precision is 16 \(int\); wanted 'bf16', 'fp16', or a floating dtype of torch",
+    ),
     "dtype": ({"precision": torch.int64}, PlanError, r"precision 'int64' is neither mixed precision"),
-    "cluster of devices": ({"cluster": ["cuda:0", "cuda:1"]}, ClusterError, r"cluster is \['cuda:0', 'cuda:1'\] \(list\); wanted a Cluster, or the name of one: .*'h100:1x2'"),
-    "a device": ({"cluster": torch.device("cpu")}, ClusterError, r"cluster is device\(type='cpu'\) \(device\); wanted a Cluster"),
-    "loss by name": ({"loss_fn": "mse"}, PlanError, r"loss_fn is 'mse'; wanted a function of outputs and targets, .*near: mse_loss"),
-    "class of a loss": ({"loss_fn": nn.MSELoss}, PlanError, r"loss_fn is the class MSELoss; wanted .*make one of it, MSELoss\(\)"),
+    "cluster of devices": (
+        {"cluster": ["cuda:0", "cuda:1"]},
+        ClusterError,
+        r"cluster is \['cuda:0', 'cuda:1'\] \(list\); wanted a Cluster, or the name of one: .*'h100:1x2'",
+    ),
+    "a device": (
+        {"cluster": torch.device("cpu")},
+        ClusterError,
+        r"cluster is device\(type='cpu'\) \(device\); wanted a Cluster",
+    ),
+    "loss by name": (
+        {"loss_fn": "mse"},
+        PlanError,
+        r"loss_fn is 'mse'; wanted a function of outputs and targets, .*near: mse_loss",
+    ),
+    "class of a loss": (
+        {"loss_fn": nn.MSELoss},
+        PlanError,
+        r"loss_fn is the class MSELoss; wanted .*make one of it, MSELoss\(\)",
+    ),
     "no time": ({"time_limit_s": 0}, PlanError, r"time_limit_s is 0 \(int\); wanted seconds, a number above 0"),
     "time that is no number": ({"time_limit_s": math.nan}, PlanError, r"time_limit_s is nan \(float\); wanted seconds"),
     "time as text": ({"time_limit_s": "5"}, PlanError, r"time_limit_s is '5'; wanted seconds"),
@@ -52,19 +100,48 @@ WRONG = {
     "batch as text": ({"batch": "4"}, PlanError, r"batch is '4'; wanted a whole number"),
     "seq": ({"seq": math.nan}, PlanError, r"seq is nan \(float\); wanted a whole number"),
     "seed": ({"seed": 1.5}, PlanError, r"seed is 1.5 \(float\); wanted a whole number of at least 0"),
-    "seed that no plan file may say": ({"seed": 1 << 70}, PlanError, r"seed is 1180591620717411303424 \(int\); wanted a whole number of at most"),
-    "optimizer": ({"optimizer": torch.optim.AdamW}, PlanError, r"optimizer is the class AdamW; wanted the name of one .*: sgd, sgd-momentum, adam, adamw; the optimizer itself is made of"),
+    "seed that no plan file may say": (
+        {"seed": 1 << 70},
+        PlanError,
+        r"seed is 1180591620717411303424 \(int\); wanted a whole number of at most",
+    ),
+    "optimizer": (
+        {"optimizer": torch.optim.AdamW},
+        PlanError,
+        r"optimizer is the class AdamW; wanted the name of one .*: sgd, sgd-momentum, adam, adamw; the optimizer "
+        r"itself is made of",
+    ),
     "no optimizer": ({"optimizer": None}, PlanError, r"optimizer is None; wanted the name of one"),
     "remat": ({"remat": True}, PlanError, r"remat is True \(bool\); wanted 'auto', 'none'"),
     "pareto": ({"pareto": "no"}, PlanError, r"pareto is 'no'; wanted True or False"),
     "prove": ({"prove": 0}, PlanError, r"prove is 0 \(int\); wanted True or False"),
     "progress": ({"progress": 3}, PlanError, r"progress is 3 \(int\); wanted a function of one text"),
     "source": ({"source": 3}, PlanError, r"source is 3 \(int\); wanted a dict"),
-    "source that no file can say": ({"source": {"model": object()}}, PlanError, r"source goes into plan.json, and Object of type object is not JSON serializable: wanted a dict of text"),
-    "source that JSON lacks": ({"source": {"loss": math.nan}}, PlanError, r"source goes into plan.json, and Out of range float values are not JSON compliant"),
-    "rules as a list": ({"rules": ["b d -> b d"]}, RuleError, r"rules is \['b d -> b d'\] \(list\); wanted a dict of operators and rule strings"),
-    "rule of a name": ({"rules": {"aten::gelu": "b d -> b d"}}, RuleError, r"rules= has the key 'aten::gelu', a str, wanted an operator: torch.ops.mylib.scale.default, "),
-    "rules": ({"rules": {torch.ops.aten.relu.default: 3}}, AutoparError, r"rule for aten.relu.default is int, wanted a rule string"),
+    "source that no file can say": (
+        {"source": {"model": object()}},
+        PlanError,
+        r"source goes into plan.json, and Object of type object is not JSON serializable: wanted a dict of text",
+    ),
+    "source that JSON lacks": (
+        {"source": {"loss": math.nan}},
+        PlanError,
+        r"source goes into plan.json, and Out of range float values are not JSON compliant",
+    ),
+    "rules as a list": (
+        {"rules": ["b d -> b d"]},
+        RuleError,
+        r"rules is \['b d -> b d'\] \(list\); wanted a dict of operators and rule strings",
+    ),
+    "rule of a name": (
+        {"rules": {"aten::gelu": "b d -> b d"}},
+        RuleError,
+        r"rules= has the key 'aten::gelu', a str, wanted an operator: torch.ops.mylib.scale.default, ",
+    ),
+    "rules": (
+        {"rules": {torch.ops.aten.relu.default: 3}},
+        AutoparError,
+        r"rule for aten.relu.default is int, wanted a rule string",
+    ),
 }
 
 
@@ -95,7 +172,9 @@ def test_inputs_that_are_none():
     for wrong in (5, "abc"):
         with pytest.raises(CaptureError, match=rf"example_inputs is {wrong!r}.*; wanted a tuple of positional inputs"):
             autopar.compile(model, "cpu:1x2", wrong)
-    with pytest.raises(CaptureError, match=r"example_inputs have no elements \(shapes \(0, .*give a batch of the size that a step has"):
+    with pytest.raises(
+        CaptureError, match=r"example_inputs have no elements \(shapes \(0, .*give a batch of the size that a step has"
+    ):
         autopar.compile(model, "cpu:1x2", tuple(value[:0] for value in batch))
     with pytest.raises(PlanError, match=r"folder is 3 \(int\); wanted the path of a folder"):
         autopar.load(3)
@@ -109,7 +188,11 @@ def test_a_size_and_a_dtype_are_what_their_names_are():
 def test_a_model_that_fits_nowhere_names_the_shortfall_and_the_largest_tensors():
     with torch.device("meta"):
         model, batch = mlp.build(1024, 65536, 12, 100, 64)
-    with pytest.raises(InfeasibleError, match=r"(?s)no plan fits .*over the limit.*five largest tensors: layers.0.linear.weight ... layers.11.linear.weight \(12 alike, 16 GiB each\) 192 GiB.*use more or larger devices"):
+    with pytest.raises(
+        InfeasibleError,
+        match=r"(?s)no plan fits .*over the limit.*five largest tensors: layers.0.linear.weight ... "
+        r"layers.11.linear.weight \(12 alike, 16 GiB each\) 192 GiB.*use more or larger devices",
+    ):
         autopar.compile(model, "l4:1x2", batch, recipe="tp")
 
 
@@ -126,7 +209,10 @@ def compiled():
 def test_a_plan_for_another_model(compiled):
     plan = compiled.plan
     plan.check(plan.graph_hash, plan.nodes)
-    with pytest.raises(PlanError, match=r"plan for MLP is for another graph.*1 now.*gone: .*new: other.*hash .* planned, 123 now.*again"):
+    with pytest.raises(
+        PlanError,
+        match=r"plan for MLP is for another graph.*1 now.*gone: .*new: other.*hash .* planned, 123 now.*again",
+    ):
         plan.check("123", ["other"])
     with pytest.raises(PlanError, match="the same nodes with other sizes or arguments"):
         plan.check("123", plan.nodes)
@@ -134,8 +220,12 @@ def test_a_plan_for_another_model(compiled):
 
 def test_another_schema_and_files_that_are_no_plan(compiled, tmp_path):
     later = dataclasses.replace(compiled.plan, schema=99).to_json()
-    for text, wanted in [(later, "schema 99, this version of autopar reads"), ("nonsense", "no JSON"), ("[]", "schema 'list'"),
-                         (compiled.plan.to_json().replace('"mesh"', '"mash"', 1), r"lacks \['mesh'\] and has unknown \['mash'\]")]:
+    for text, wanted in [
+        (later, "schema 99, this version of autopar reads"),
+        ("nonsense", "no JSON"),
+        ("[]", "schema 'list'"),
+        (compiled.plan.to_json().replace('"mesh"', '"mash"', 1), r"lacks \['mesh'\] and has unknown \['mash'\]"),
+    ]:
         with pytest.raises(PlanError, match=wanted):
             Plan.from_json(text)
     with pytest.raises(PlanError, match=r"cannot read plan .*none.json"):
@@ -144,13 +234,16 @@ def test_another_schema_and_files_that_are_no_plan(compiled, tmp_path):
         autopar.load(tmp_path)
 
 
-@pytest.mark.parametrize(("ask", "said"), [
-    (lambda plan: autopar.diff(plan, "plan.json"), r"new is a str; wanted a Plan"),
-    (lambda plan: autopar.diff(None, plan), r"old is a NoneType; wanted a Plan"),
-    (lambda plan: Plan.load(3), r"path is 3 \(int\); wanted the name of a plan file"),
-    (lambda plan: plan.save(None), r"path is None \(NoneType\); wanted the name of a plan file"),
-    (lambda plan: Plan.from_json({"model": "x"}), r"not a plan: wanted the text of one, got a dict"),
-])
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda plan: autopar.diff(plan, "plan.json"), r"new is a str; wanted a Plan"),
+        (lambda plan: autopar.diff(None, plan), r"old is a NoneType; wanted a Plan"),
+        (lambda plan: Plan.load(3), r"path is 3 \(int\); wanted the name of a plan file"),
+        (lambda plan: plan.save(None), r"path is None \(NoneType\); wanted the name of a plan file"),
+        (lambda plan: Plan.from_json({"model": "x"}), r"not a plan: wanted the text of one, got a dict"),
+    ],
+)
 def test_what_is_no_plan_and_no_path_is_said(compiled, ask, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         ask(compiled.plan)
@@ -174,7 +267,6 @@ def test_nothing_half_written_is_left(compiled, tmp_path):
         broken.save(tmp_path / "plan")
     assert Plan.load(tmp_path / "plan" / "plan.json") == compiled.plan
     assert [p.name for p in tmp_path.iterdir()] == ["plan"]
-
 
 
 def test_saved_twice_is_the_same_bytes(compiled, tmp_path):

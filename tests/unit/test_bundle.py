@@ -1,4 +1,5 @@
-"""Saved folders: whole or not there, over an old one too; a folder that lacks something or does not fit is refused by name."""
+"""Saved folders: whole or not there, over an old one too; a folder that lacks something or does not fit is refused by
+name."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
 
 
-def test_saving_over_an_older_plan_replaces_its_files_and_nothing_else(bundles: dict[str, Bundle], tmp_path: Path) -> None:
+def test_saving_over_an_older_plan_replaces_its_files_and_nothing_else(
+    bundles: dict[str, Bundle], tmp_path: Path
+) -> None:
     folder = bundles["ddp"].save(tmp_path / "plan")
     (folder / "results.csv").write_text("mine")
     (folder / "ckpt").mkdir()
@@ -63,26 +66,38 @@ def test_a_plan_file_among_other_files_gets_the_rest_of_its_bundle(bundles: dict
 
 
 @pytest.mark.parametrize("name", ["README.md", "sharded.py", "constants.pt"])
-def test_files_of_a_bundles_names_that_are_of_none_are_kept(bundles: dict[str, Bundle], tmp_path: Path, name: str) -> None:
+def test_files_of_a_bundles_names_that_are_of_none_are_kept(
+    bundles: dict[str, Bundle], tmp_path: Path, name: str
+) -> None:
     bundles["ddp"].plan.save(tmp_path / "plan.json")
     (tmp_path / name).write_text("mine")
-    with pytest.raises(PlanError, match=rf"has {name} that is of no saved plan and would be replaced; name another folder"):
+    with pytest.raises(
+        PlanError, match=rf"has {name} that is of no saved plan and would be replaced; name another folder"
+    ):
         bundles["ddp"].save(tmp_path)
     assert (tmp_path / name).read_text() == "mine" and names(tmp_path) == sorted(["plan.json", name])
 
 
 @pytest.mark.parametrize("done", [1, 2, 3])
-def test_a_save_that_was_killed_leaves_nothing_that_is_taken_for_a_plan(bundles: dict[str, Bundle], tmp_path: Path, done: int) -> None:
+def test_a_save_that_was_killed_leaves_nothing_that_is_taken_for_a_plan(
+    bundles: dict[str, Bundle], tmp_path: Path, done: int
+) -> None:
     """Every mixture that a reader can meet while the files are replaced one by one."""
     folder, newer = bundles["ddp"].save(tmp_path / "plan"), bundles["tp"].save(tmp_path / "newer")
     for name in bundle.FILES[:done]:
         os.replace(newer / name, folder / name)
-    with pytest.raises(PlanError, match=rf"was emitted for plan {bundles['tp'].plan.digest}, but plan.json beside it is plan {bundles['ddp'].plan.digest}"):
+    with pytest.raises(
+        PlanError,
+        match=rf"was emitted for plan {bundles['tp'].plan.digest}, but plan.json beside it is plan "
+        rf"{bundles['ddp'].plan.digest}",
+    ):
         autopar.load(folder)
     assert Bundle.load(bundles["tp"].save(folder)).plan == bundles["tp"].plan
 
 
-def test_a_folder_that_another_process_made_meanwhile_is_filled(bundles: dict[str, Bundle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_another_process_made_meanwhile_is_filled(
+    bundles: dict[str, Bundle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writes = Bundle._write
 
     def slow(self: Bundle, folder: Path, name: str) -> None:
@@ -91,7 +106,9 @@ def test_a_folder_that_another_process_made_meanwhile_is_filled(bundles: dict[st
         writes(self, folder, name)
 
     monkeypatch.setattr(Bundle, "_write", slow)
-    assert Bundle.load(bundles["ddp"].save(tmp_path / "plan")).plan == bundles["ddp"].plan and names(tmp_path) == ["plan"]
+    assert Bundle.load(bundles["ddp"].save(tmp_path / "plan")).plan == bundles["ddp"].plan and names(tmp_path) == [
+        "plan"
+    ]
 
 
 def test_constants_of_an_older_version_are_read(bundles: dict[str, Bundle], tmp_path: Path) -> None:
@@ -101,7 +118,9 @@ def test_constants_of_an_older_version_are_read(bundles: dict[str, Bundle], tmp_
 
 
 def test_a_folder_that_cannot_be_written_is_named(bundles: dict[str, Bundle]) -> None:
-    with pytest.raises(PlanError, match=r"^/proc/plan cannot be written: No such file or directory; name another folder$"):
+    with pytest.raises(
+        PlanError, match=r"^/proc/plan cannot be written: No such file or directory; name another folder$"
+    ):
         bundles["ddp"].save(Path("/proc/plan"))
 
 
@@ -118,7 +137,9 @@ def test_a_file_in_the_way_is_named_and_kept(bundles: dict[str, Bundle], tmp_pat
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
-def test_a_move_that_fails_leaves_the_older_plan(bundles: dict[str, Bundle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+def test_a_move_that_fails_leaves_the_older_plan(
+    bundles: dict[str, Bundle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
     folder = bundles["ddp"].save(tmp_path / "plan")
     real, calls = os.replace, []
 
@@ -169,7 +190,10 @@ class Evil:
 def test_a_plan_that_is_not_the_sources_is_refused(bundles: dict[str, Bundle], tmp_path: Path) -> None:
     folder = bundles["ddp"].save(tmp_path / "plan")
     bundles["tp"].plan.save(folder / "plan.json")
-    wanted = rf"sharded.py was emitted for plan {bundles['ddp'].plan.digest}, but plan.json beside it is plan {bundles['tp'].plan.digest}"
+    wanted = (
+        rf"sharded.py was emitted for plan {bundles['ddp'].plan.digest}, but plan.json beside it is plan "
+        rf"{bundles['tp'].plan.digest}"
+    )
     with pytest.raises(PlanError, match=wanted):
         autopar.load(folder)
 
@@ -205,15 +229,29 @@ def test_the_emitted_program_refuses_constants_of_another_plan(tmp_path: Path, m
     folder = one.save(tmp_path / "one")
     assert main(emitted(folder, monkeypatch).Model, []) > 0
     os.replace(other.save(tmp_path / "other") / "constants.pt", folder / "constants.pt")
-    with pytest.raises(RunError, match=rf"constants.pt was emitted for plan {other.plan.digest}, but sharded.py beside it is plan {one.plan.digest}"):
+    with pytest.raises(
+        RunError,
+        match=rf"constants.pt was emitted for plan {other.plan.digest}, but sharded.py beside it is plan "
+        rf"{one.plan.digest}",
+    ):
         main(emitted(folder, monkeypatch).Model, [])
 
 
-def test_a_plan_for_inference_says_and_runs_a_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_inference_says_and_runs_a_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     body, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU()), torch.zeros(4, 8)
     for mode, said in (("inference", "one forward on random data"), ("train", "one training step on random data")):
-        made = autopar.compile(body, "cpu:1x1", (x,) if mode == "inference" else (x, torch.zeros(4, 16)), mode=mode, loss_fn=None if mode == "inference" else F.mse_loss)
+        made = autopar.compile(
+            body,
+            "cpu:1x1",
+            (x,) if mode == "inference" else (x, torch.zeros(4, 16)),
+            mode=mode,
+            loss_fn=None if mode == "inference" else F.mse_loss,
+        )
         folder = made.save(tmp_path / mode)
         assert said in (folder / "README.md").read_text()
         main(emitted(folder, monkeypatch).Model, ["--steps", "2"])
-        assert [line.split(",")[0].rstrip("0123456789.") for line in capsys.readouterr().out.splitlines()] == [f"step {n}: {'forward' if mode == 'inference' else 'loss '}" for n in range(2)]
+        assert [line.split(",")[0].rstrip("0123456789.") for line in capsys.readouterr().out.splitlines()] == [
+            f"step {n}: {'forward' if mode == 'inference' else 'loss '}" for n in range(2)
+        ]

@@ -27,7 +27,20 @@ from tests.helpers.command import ROOT, autopar
 def test_help_lists_every_command() -> None:
     done = autopar("--help", fresh=True)
     assert done.returncode == 0
-    for name in ("plan", "emit", "run", "verify", "explain", "diff", "simulate", "memory", "profile", "calibrate", "recipes", "clusters"):
+    for name in (
+        "plan",
+        "emit",
+        "run",
+        "verify",
+        "explain",
+        "diff",
+        "simulate",
+        "memory",
+        "profile",
+        "calibrate",
+        "recipes",
+        "clusters",
+    ):
         assert f"\n  {name} " in done.stdout
 
 
@@ -52,7 +65,11 @@ def test_a_calibration_that_would_not_end_is_refused_before_it_begins(tmp_path: 
 def test_a_calibration_on_more_ranks_than_memory_holds_is_refused_before_it_begins(tmp_path: Path) -> None:
     """Each rank loads torch: they were all started, and the machine swapped or ended some."""
     done = autopar("calibrate", "-o", str(tmp_path / "c.toml"), "--device", "cpu", "--ranks", "100000")
-    assert done.returncode == 1 and "a calibration on 100000 ranks takes 43945 GiB of memory" in done.stderr and "wanted at most" in done.stderr
+    assert (
+        done.returncode == 1
+        and "a calibration on 100000 ranks takes 43945 GiB of memory" in done.stderr
+        and "wanted at most" in done.stderr
+    )
     assert not any(tmp_path.iterdir())
 
 
@@ -70,43 +87,74 @@ def test_lists(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", ["recipes", "recipes --json -"])
 def test_a_stdout_that_takes_no_more_is_said(arguments: str) -> None:
-    done = subprocess.run(f"{sys.executable} -m autopar {arguments} > /dev/full", shell=True, capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stderr.partition(";")[0]) == (1, "error: cannot write to stdout: No space left on device")
+    done = subprocess.run(
+        f"{sys.executable} -m autopar {arguments} > /dev/full", shell=True, capture_output=True, text=True, cwd=ROOT
+    )
+    assert (done.returncode, done.stderr.partition(";")[0]) == (
+        1,
+        "error: cannot write to stdout: No space left on device",
+    )
 
 
 def test_streams_that_are_closed_end_no_command(tmp_path: Path) -> None:
-    done = subprocess.run(f"{sys.executable} -m autopar recipes --json {tmp_path}/out.json >&- 2>&- <&-", shell=True, cwd=ROOT)
+    done = subprocess.run(
+        f"{sys.executable} -m autopar recipes --json {tmp_path}/out.json >&- 2>&- <&-", shell=True, cwd=ROOT
+    )
     assert done.returncode == 0 and json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
 
 
 def test_what_needs_no_torch_does_not_wait_for_it() -> None:
-    look = "import sys; from typer.testing import CliRunner; from autopar.cli.app import app; CliRunner().invoke(app, sys.argv[1:]); print('torch' in sys.modules)"
+    look = (
+        "import sys; from typer.testing import CliRunner; from autopar.cli.app import app; CliRunner().invoke(app, "
+        "sys.argv[1:]); print('torch' in sys.modules)"
+    )
     for command in ("--help", "clusters"):
         done = subprocess.run([sys.executable, "-c", look, command], capture_output=True, text=True, check=True)
         assert done.stdout == "False\n", command
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (("plan", "hf:nowhere.json", "--cluster", "cpu:1x4"), "no Hugging Face config file nowhere.json"),
-    (("plan", "models/mlp.py:nothing", "--cluster", "cpu:1x4"), "has no 'nothing'"),
-    (("plan", "models/mlp.py:tiny", "--cluster", "abacus:1x4"), "there is no preset 'abacus'"),
-    (("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--mesh", "two"), "mesh 'two': wanted sizes joined by x"),
-    (("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--precision", "int3"), "precision 'int3': wanted one of auto, float32"),
-    (("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--precision", "bf17"), "(near: bf16)"),
-    (("plan", "models/mlp.py:tiny", "--cluster", "A100:1x8"), "there is no preset 'A100'; known: a100-40, "),
-    (("explain", "nowhere.json"), "cannot read plan nowhere.json"),
-    (("emit", "README.md", "-o", "out"), "not a plan: the text is no JSON"),
-    (("memory", "nowhere.json"), "cannot read plan nowhere.json"),
-    (("memory", "README.md"), "README.md: not a plan: the text is no JSON"),
-    (("memory", "plan.json", "--batch", "8", "--cluster", "cpu:1x4", "--shown", "3"), "--cluster, --batch: plan.json is a plan, which has its own cluster, sizes"),
-    (("memory", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "fast"), "unknown recipe 'fast'; known are single, ddp"),
-    (("simulate", "README.md"), "not a plan: the text is no JSON"),
-    (("simulate", "README.md"), "error: README.md: not a plan"),
-    (("recipes", "--json", "/proc/out.json"), "cannot write /proc/out.json: No such file or directory; name another file"),
-    (("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "-o", "-", "--json", "-"), "--output and --json are both -, stdout"),
-    (("emit", "nowhere.json", "-o", "README.md"), "README.md is a file: name another folder"),
-    (("simulate", "nowhere.json", "--trace", "docs"), "cannot write the trace to docs: it is a folder"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("plan", "hf:nowhere.json", "--cluster", "cpu:1x4"), "no Hugging Face config file nowhere.json"),
+        (("plan", "models/mlp.py:nothing", "--cluster", "cpu:1x4"), "has no 'nothing'"),
+        (("plan", "models/mlp.py:tiny", "--cluster", "abacus:1x4"), "there is no preset 'abacus'"),
+        (
+            ("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--mesh", "two"),
+            "mesh 'two': wanted sizes joined by x",
+        ),
+        (
+            ("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--precision", "int3"),
+            "precision 'int3': wanted one of auto, float32",
+        ),
+        (("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x4", "--precision", "bf17"), "(near: bf16)"),
+        (("plan", "models/mlp.py:tiny", "--cluster", "A100:1x8"), "there is no preset 'A100'; known: a100-40, "),
+        (("explain", "nowhere.json"), "cannot read plan nowhere.json"),
+        (("emit", "README.md", "-o", "out"), "not a plan: the text is no JSON"),
+        (("memory", "nowhere.json"), "cannot read plan nowhere.json"),
+        (("memory", "README.md"), "README.md: not a plan: the text is no JSON"),
+        (
+            ("memory", "plan.json", "--batch", "8", "--cluster", "cpu:1x4", "--shown", "3"),
+            "--cluster, --batch: plan.json is a plan, which has its own cluster, sizes",
+        ),
+        (
+            ("memory", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "fast"),
+            "unknown recipe 'fast'; known are single, ddp",
+        ),
+        (("simulate", "README.md"), "not a plan: the text is no JSON"),
+        (("simulate", "README.md"), "error: README.md: not a plan"),
+        (
+            ("recipes", "--json", "/proc/out.json"),
+            "cannot write /proc/out.json: No such file or directory; name another file",
+        ),
+        (
+            ("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "-o", "-", "--json", "-"),
+            "--output and --json are both -, stdout",
+        ),
+        (("emit", "nowhere.json", "-o", "README.md"), "README.md is a file: name another folder"),
+        (("simulate", "nowhere.json", "--trace", "docs"), "cannot write the trace to docs: it is a folder"),
+    ],
+)
 def test_errors_are_one_message(arguments: tuple[str, ...], said: str) -> None:
     done = autopar(*arguments)
     assert done.returncode == 1, done.stderr
@@ -116,7 +164,9 @@ def test_errors_are_one_message(arguments: tuple[str, ...], said: str) -> None:
 
 def test_a_fresh_process_says_the_same() -> None:
     """Here with what is imported already, there without."""
-    here, there = (autopar("plan", "models/mlp.py:nothing", "--cluster", "cpu:1x4", fresh=fresh) for fresh in (False, True))
+    here, there = (
+        autopar("plan", "models/mlp.py:nothing", "--cluster", "cpu:1x4", fresh=fresh) for fresh in (False, True)
+    )
     assert (here.returncode, here.stdout, here.stderr) == (there.returncode, there.stdout, there.stderr)
 
 
@@ -126,13 +176,25 @@ def test_debug_shows_the_traceback_wherever_it_stands() -> None:
         assert done.returncode == 1 and "Traceback" in done.stderr and "PlanError" in done.stderr
 
 
-def _interrupted(arguments: tuple[str, ...], folder: Path, begun: Callable[[Path], bool]) -> subprocess.CompletedProcess[str]:
-    """A command whose whole group of processes has Ctrl-C as soon as it has `begun`, which looks at what it writes. It hears Ctrl-C as under a terminal: what a shell starts
-    in the background ignores it, and so do its children."""
+def _interrupted(
+    arguments: tuple[str, ...], folder: Path, begun: Callable[[Path], bool]
+) -> subprocess.CompletedProcess[str]:
+    """A command whose whole group of processes has Ctrl-C as soon as it has `begun`, which looks at what it writes. It
+    hears Ctrl-C as under a terminal: what a shell starts in the background ignores it, and so do its children."""
     out = folder / "out"
-    with out.open("w") as file, subprocess.Popen([sys.executable, "-m", "autopar", *arguments], cwd=ROOT, stdout=file, stderr=subprocess.PIPE, text=True, start_new_session=True,
-                                                 env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                                                 preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL)) as child:
+    with (
+        out.open("w") as file,
+        subprocess.Popen(
+            [sys.executable, "-m", "autopar", *arguments],
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        ) as child,
+    ):
         try:
             deadline = time.monotonic() + 120
             while not begun(out) and child.poll() is None and time.monotonic() < deadline:
@@ -147,14 +209,28 @@ def _interrupted(arguments: tuple[str, ...], folder: Path, begun: Callable[[Path
 
 def test_ctrl_c_is_one_line_and_leaves_no_file(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    assert autopar("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "ddp", "-o", str(plan)).returncode == 0
-    done = _interrupted(("run", str(plan), "--steps", "1000000", "--json", str(tmp_path / "run.json")), tmp_path, lambda out: "step 2:" in out.read_text())
-    assert (done.returncode, done.stderr) == (130, "interrupted; no file is half-written\n") and "step 2:" in done.stdout
+    assert (
+        autopar("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "ddp", "-o", str(plan)).returncode
+        == 0
+    )
+    done = _interrupted(
+        ("run", str(plan), "--steps", "1000000", "--json", str(tmp_path / "run.json")),
+        tmp_path,
+        lambda out: "step 2:" in out.read_text(),
+    )
+    assert (done.returncode, done.stderr) == (
+        130,
+        "interrupted; no file is half-written\n",
+    ) and "step 2:" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plan.json"]
 
 
-@pytest.mark.parametrize("where", ["autopar.cli.app.main", "autopar.cli.app.writable", "autopar.cli.lists.recipes_command"])
-def test_an_interrupt_anywhere_in_a_command_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str) -> None:
+@pytest.mark.parametrize(
+    "where", ["autopar.cli.app.main", "autopar.cli.app.writable", "autopar.cli.lists.recipes_command"]
+)
+def test_an_interrupt_anywhere_in_a_command_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -166,19 +242,35 @@ def test_an_interrupt_anywhere_in_a_command_is_said(monkeypatch: pytest.MonkeyPa
 
 
 def test_ctrl_c_is_heard_where_an_import_takes_any_error_for_a_missing_module(tmp_path: Path) -> None:
-    (tmp_path / "lenient.py").write_text("import time\nprint('begun', flush=True)\ntry:\n    time.sleep(60)\nexcept BaseException:\n    pass\n")
-    code = "import tempfile\nfrom autopar.cli.signals import exits\nwith exits():\n    kept = tempfile.TemporaryDirectory(dir='.')\n    import lenient\nprint('went on')"
-    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": f"{ROOT}:."},
-                          preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL)) as running:
+    (tmp_path / "lenient.py").write_text(
+        "import time\nprint('begun', flush=True)\ntry:\n    time.sleep(60)\nexcept BaseException:\n    pass\n"
+    )
+    code = (
+        "import tempfile\nfrom autopar.cli.signals import exits\nwith exits():\n    kept = "
+        "tempfile.TemporaryDirectory(dir='.')\n    import lenient\nprint('went on')"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:."},
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    ) as running:
         assert running.stdout is not None and running.stdout.readline() == "begun\n"
         running.send_signal(signal.SIGINT)
         assert running.communicate(timeout=30) == ("", "interrupted; no file is half-written\n")
-    assert running.returncode == 130 and [path.name for path in tmp_path.iterdir() if not path.name.startswith("__")] == ["lenient.py"]
+    assert running.returncode == 130 and [
+        path.name for path in tmp_path.iterdir() if not path.name.startswith("__")
+    ] == ["lenient.py"]
 
 
 def test_what_the_encoding_of_the_output_lacks_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
-    monkeypatch.setattr("autopar.cli.lists.recipes_command", lambda *_: show("gr\u00f6\u00dfe.weight \u2588 \udcff 1 s"))
+    monkeypatch.setattr(
+        "autopar.cli.lists.recipes_command", lambda *_: show("gr\u00f6\u00dfe.weight \u2588 \udcff 1 s")
+    )
     monkeypatch.setattr("sys.argv", ["autopar", "recipes"])
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
     with pytest.raises(SystemExit) as ended:
@@ -210,7 +302,9 @@ def test_a_plan_goes_to_stdout(tmp_path: Path) -> None:
 def test_bytes_that_are_no_text_are_no_plan(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(b'{"model": "\xe9"}')
     done = autopar("simulate", str(tmp_path / "plan.json"))
-    assert done.returncode == 1 and "plan.json: byte 11 is no UTF-8 text" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 1 and "plan.json: byte 11 is no UTF-8 text" in done.stderr and "Traceback" not in done.stderr
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without CUDA")
@@ -221,11 +315,22 @@ def test_devices_that_are_not_there_are_said_before_anything_is_made() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_command_that_is_ended_leaves_no_temporary_folder(tmp_path: Path, number: signal.Signals) -> None:
-    assert autopar("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "ddp", "-o", str(tmp_path / "plan.json")).returncode == 0
+    assert (
+        autopar(
+            "plan", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "ddp", "-o", str(tmp_path / "plan.json")
+        ).returncode
+        == 0
+    )
     (tmp_path / "tmp").mkdir()
     command = [sys.executable, "-m", "autopar", "run", str(tmp_path / "plan.json"), "--steps", "1000000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
-                          preexec_fn=partial(signal.signal, number, signal.SIG_DFL)) as running:  # what nohup starts ignores SIGHUP
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        # what nohup starts ignores SIGHUP
+        preexec_fn=partial(signal.signal, number, signal.SIG_DFL),
+    ) as running:
         assert running.stdout is not None
         assert "step 0" in running.stdout.readline() and list((tmp_path / "tmp").glob("autopar-*"))
         running.send_signal(number)

@@ -61,28 +61,67 @@ def net(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("rules", "kind"), [("net.py", "attribute"), ("own.py:ROWS", "replicate")])
 def test_rules_of_a_file(net: Path, rules: str, kind: str) -> None:
     """The model's own file or another one; what asks for options later has the same rules."""
-    done = autopar("plan", "net.py:net", "--cluster", "cpu:1x2", "--recipe", "tp", "--rules", rules, "-o", "plan.json", cwd=net)
-    assert done.returncode == 0 and "no sharding rule" not in done.stdout and "were not used" not in done.stdout, done.stderr
+    done = autopar(
+        "plan", "net.py:net", "--cluster", "cpu:1x2", "--recipe", "tp", "--rules", rules, "-o", "plan.json", cwd=net
+    )
+    assert done.returncode == 0 and "no sharding rule" not in done.stdout and "were not used" not in done.stdout, (
+        done.stderr
+    )
     plan = json.loads((net / "plan.json").read_text())
     assert plan["source"]["rules"] == rules and plan["nodes"]["doubled"]["kinds"] == [kind]
-    why = json.loads(autopar("explain", "plan.json", "--node", "doubled", "--json", "-", cwd=net).stdout)["alternatives"]
-    assert any(row["result"].startswith("S1") for row in why) == (kind == "attribute") and any(row["result"].startswith("S0") for row in why)
+    why = json.loads(autopar("explain", "plan.json", "--node", "doubled", "--json", "-", cwd=net).stdout)[
+        "alternatives"
+    ]
+    assert any(row["result"].startswith("S1") for row in why) == (kind == "attribute") and any(
+        row["result"].startswith("S0") for row in why
+    )
     assert autopar("verify", "plan.json", cwd=net).returncode == 0
-    assert autopar("emit", "plan.json", "-o", "out", cwd=net).returncode == 0 and "doubled.default': 'net'})" in (net / "out" / "sharded.py").read_text()
+    assert (
+        autopar("emit", "plan.json", "-o", "out", cwd=net).returncode == 0
+        and "doubled.default': 'net'})" in (net / "out" / "sharded.py").read_text()
+    )
 
 
-@pytest.mark.parametrize(("rules", "said"), [
-    ("nowhere.py", "rules 'nowhere.py': no Python file nowhere.py"), ("net", "wanted path/to/file.py, which has a dict RULES"),
-    ("own.py", "own.py has no RULES; wanted a dict"), ("own.py:LIST", "own.py has LIST, but it is list; wanted a dict"), ("own.py:WRONG", "rule 'b d => b d' must have exactly one '->'"),
-])
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ("nowhere.py", "rules 'nowhere.py': no Python file nowhere.py"),
+        ("net", "wanted path/to/file.py, which has a dict RULES"),
+        ("own.py", "own.py has no RULES; wanted a dict"),
+        ("own.py:LIST", "own.py has LIST, but it is list; wanted a dict"),
+        ("own.py:WRONG", "rule 'b d => b d' must have exactly one '->'"),
+    ],
+)
 def test_what_is_no_file_of_rules_is_refused(net: Path, rules: str, said: str) -> None:
     done = autopar("plan", "net.py:net", "--cluster", "cpu:1x2", "--rules", rules, "-o", "plan.json", cwd=net)
-    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr and not (net / "plan.json").exists()
+    assert (
+        done.returncode == 1
+        and said in done.stderr
+        and "Traceback" not in done.stderr
+        and not (net / "plan.json").exists()
+    )
 
 
 def test_memory_takes_rules(net: Path) -> None:
-    whole, cut = (json.loads(autopar("memory", "net.py:net", "--cluster", "cpu:1x2", "--recipe", "ddp", "--batch", "512", *more, "--json", "-", cwd=net).stdout)["rows"][-1]["prediction"]["peak_bytes"]
-                  for more in ((), ("--rules", "net.py")))
+    whole, cut = (
+        json.loads(
+            autopar(
+                "memory",
+                "net.py:net",
+                "--cluster",
+                "cpu:1x2",
+                "--recipe",
+                "ddp",
+                "--batch",
+                "512",
+                *more,
+                "--json",
+                "-",
+                cwd=net,
+            ).stdout
+        )["rows"][-1]["prediction"]["peak_bytes"]
+        for more in ((), ("--rules", "net.py"))
+    )
     assert cut < whole
 
 
@@ -123,7 +162,12 @@ def between(batch=8):
 def test_arguments_that_hold_several_inputs_or_none(tmp_path: Path, model: str) -> None:
     """Tensors in a dict ended in a KeyError; behind a number the next input was taken to be that number."""
     (tmp_path / "given.py").write_text(GIVEN)
-    assert autopar("plan", f"given.py:{model}", "--cluster", "cpu:1x2", "--recipe", "ddp", "-o", "plan.json", cwd=tmp_path).returncode == 0
+    assert (
+        autopar(
+            "plan", f"given.py:{model}", "--cluster", "cpu:1x2", "--recipe", "ddp", "-o", "plan.json", cwd=tmp_path
+        ).returncode
+        == 0
+    )
     done = autopar("verify", "plan.json", "--batch", "6", cwd=tmp_path)
     assert done.returncode == 0 and "\nmodel " in done.stdout, done.stdout + done.stderr
     ran = autopar("run", "plan.json", "--steps", "1", "--json", "-", cwd=tmp_path)

@@ -16,8 +16,34 @@ from autopar.cluster.check import RANGES
 from autopar.cluster.this_machine import here, match
 from autopar.errors import ClusterError
 
-PRESETS = ("a100-40", "a100-80", "a100-80-pcie", "a10g", "a800", "b200", "b300", "cpu", "gb200", "gb300", "gh200", "h100", "h100-96", "h100-pcie", "h200", "h800", "l4", "l40s",
-           "mi300x", "mi325x", "mi355x", "rtx-a6000", "rtx4090", "v100", "v100-16", "v100-quad")
+PRESETS = (
+    "a100-40",
+    "a100-80",
+    "a100-80-pcie",
+    "a10g",
+    "a800",
+    "b200",
+    "b300",
+    "cpu",
+    "gb200",
+    "gb300",
+    "gh200",
+    "h100",
+    "h100-96",
+    "h100-pcie",
+    "h200",
+    "h800",
+    "l4",
+    "l40s",
+    "mi300x",
+    "mi325x",
+    "mi355x",
+    "rtx-a6000",
+    "rtx4090",
+    "v100",
+    "v100-16",
+    "v100-quad",
+)
 
 
 def test_the_presets_are_there() -> None:
@@ -27,7 +53,11 @@ def test_the_presets_are_there() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_number_of_a_preset_has_a_source(name: str) -> None:
     cluster = Cluster.parse(name)
-    numbers = {f.name for f in dataclasses.fields(cluster.device) if f.name in RANGES and getattr(cluster.device, f.name) != f.default}
+    numbers = {
+        f.name
+        for f in dataclasses.fields(cluster.device)
+        if f.name in RANGES and getattr(cluster.device, f.name) != f.default
+    }
     numbers = {name for name in numbers if getattr(cluster.device, name) != {}}
     numbers |= {name for name in ("best_shape", "attention") if getattr(cluster.device, name) is not None}
     numbers |= {"unaligned"} if cluster.device.unaligned != Device.unaligned else set()
@@ -39,7 +69,8 @@ def test_every_number_of_a_preset_has_a_source(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_accelerator_has_a_host_that_takes_time(name: str) -> None:
-    """A third of them had none: small layers in eager mode took what their kernels take, on MI355X an eighth of the time that they take on H100."""
+    """A third of them had none: small layers in eager mode took what their kernels take, on MI355X an eighth of the
+    time that they take on H100."""
     device = Cluster.parse(name).device
     assert (device.dispatch_s > 0) is (device.kind == "cuda")
 
@@ -53,7 +84,10 @@ def test_round_trip_is_exact_and_json(text: str) -> None:
     assert again == cluster and again.to_dict() == data and hash(again) == hash(cluster)
 
 
-@pytest.mark.parametrize("text, sizes", [("h100:8x8", (8, 8)), ("a100-80:16", (1, 16)), ("cpu:1x4", (1, 4)), ("l4", (1, 8)), ("gh200:32", (1, 32))])
+@pytest.mark.parametrize(
+    "text, sizes",
+    [("h100:8x8", (8, 8)), ("a100-80:16", (1, 16)), ("cpu:1x4", (1, 4)), ("l4", (1, 8)), ("gh200:32", (1, 32))],
+)
 def test_parse_sizes(text: str, sizes: tuple[int, ...]) -> None:
     cluster = Cluster.parse(text)
     assert tuple(level.size for level in cluster.levels) == sizes
@@ -66,7 +100,10 @@ def test_nothing_of_a_cluster_imports_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys; from autopar.cluster import Cluster; Cluster.parse('h100:2x8').meshes(); print('torch' in sys.modules)"
+    code = (
+        "import sys; from autopar.cluster import Cluster; Cluster.parse('h100:2x8').meshes(); print('torch' in "
+        "sys.modules)"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
 
@@ -81,17 +118,39 @@ def test_here_is_a_cluster_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> N
         here()
 
 
-@pytest.mark.parametrize("name, gib, preset", [
-    ("NVIDIA H100 80GB HBM3", 79.1, "h100"), ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40"), ("NVIDIA L4", 22.0, "l4"),
-    ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80"), ("NVIDIA H200", 139.8, "h200"), ("AMD Instinct MI300X", 191.7, "mi300x"), ("NVIDIA H100 PCIe", 79.6, "h100-pcie"),
-    ("NVIDIA A100 80GB PCIe", 79.3, "a100-80-pcie"), ("NVIDIA GH200 480GB", 95.0, "gh200"), ("NVIDIA GB200", 184.0, "gb200"), ("NVIDIA B200", 178.4, "b200"),
-    ("Tesla V100-SXM2-16GB", 15.8, "v100-16"), ("NVIDIA L40S", 44.5, "l40s"), ("NVIDIA GeForce RTX 4090", 23.6, "rtx4090"), ("NVIDIA A800-SXM4-80GB", 79.3, "a800"),
-])
+@pytest.mark.parametrize(
+    "name, gib, preset",
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40"),
+        ("NVIDIA L4", 22.0, "l4"),
+        ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80"),
+        ("NVIDIA H200", 139.8, "h200"),
+        ("AMD Instinct MI300X", 191.7, "mi300x"),
+        ("NVIDIA H100 PCIe", 79.6, "h100-pcie"),
+        ("NVIDIA A100 80GB PCIe", 79.3, "a100-80-pcie"),
+        ("NVIDIA GH200 480GB", 95.0, "gh200"),
+        ("NVIDIA GB200", 184.0, "gb200"),
+        ("NVIDIA B200", 178.4, "b200"),
+        ("Tesla V100-SXM2-16GB", 15.8, "v100-16"),
+        ("NVIDIA L40S", 44.5, "l40s"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "rtx4090"),
+        ("NVIDIA A800-SXM4-80GB", 79.3, "a800"),
+    ],
+)
 def test_devices_are_known_by_name_and_memory(name: str, gib: float, preset: str) -> None:
     assert match(name, int(gib * 2**30)) == preset
 
 
-@pytest.mark.parametrize("name, gib", [("NVIDIA GeForce RTX 3060", 12), ("NVIDIA H100 NVL", 93.6), ("NVIDIA A100-PCIE-40GB", 39.4), ("NVIDIA GH200 144G HBM3e", 141.0)])
+@pytest.mark.parametrize(
+    "name, gib",
+    [
+        ("NVIDIA GeForce RTX 3060", 12),
+        ("NVIDIA H100 NVL", 93.6),
+        ("NVIDIA A100-PCIE-40GB", 39.4),
+        ("NVIDIA GH200 144G HBM3e", 141.0),
+    ],
+)
 def test_an_unknown_device_says_what_to_do(name: str, gib: float) -> None:
     """Also one whose links are not those of the preset of like name."""
     with pytest.raises(ClusterError, match=r"no preset for device .*base = "):
@@ -105,8 +164,11 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_a_file_over_a_base_changes_only_what_it_names(tmp_path: Path) -> None:
-    path = write(tmp_path, 'name = "mine"\nbase = "h100:4x8"\n[device]\nusable_memory = 0.8\npeak_flops = {float16 = 5e14}\n'
-                           '[[levels]]\nname = "node"\nbandwidth_bytes_s = 12.5e9\n')
+    path = write(
+        tmp_path,
+        'name = "mine"\nbase = "h100:4x8"\n[device]\nusable_memory = 0.8\npeak_flops = {float16 = 5e14}\n'
+        '[[levels]]\nname = "node"\nbandwidth_bytes_s = 12.5e9\n',
+    )
     mine, base = Cluster.parse(str(path)), Cluster.parse("h100:4x8")
     assert mine.label == "mine:4x8" and mine.levels[1] == base.levels[1]
     assert mine.levels[0] == dataclasses.replace(base.levels[0], bandwidth_bytes_s=12.5e9)
@@ -116,7 +178,10 @@ def test_a_file_over_a_base_changes_only_what_it_names(tmp_path: Path) -> None:
 
 def test_a_file_takes_away_what_its_device_has_not(tmp_path: Path) -> None:
     """Ampere's tensor cores have no float8: presets listed it at the rate of bfloat16."""
-    path = write(tmp_path, 'name = "mine"\nbase = "h100:4x8"\n[device]\npeak_flops = {float8 = false}\nachievable_of = {float8 = false}\n')
+    path = write(
+        tmp_path,
+        'name = "mine"\nbase = "h100:4x8"\n[device]\npeak_flops = {float8 = false}\nachievable_of = {float8 = false}\n',
+    )
     mine = Cluster.parse(str(path)).device
     assert mine.flops("float8") == mine.flops("float32") and mine.best_share("float8") == mine.achievable
     assert all("float8" not in Cluster.parse(name).device.peak_flops for name in ("a100-80", "a10g", "rtx-a6000"))
@@ -161,7 +226,11 @@ BAD_VALUES = [
     ("extra", 5, "cluster: unknown key 'extra'; known: name, device, levels"),
     ("levels/0/speed", 5, "level 'node': unknown key 'speed'"),
     ("levels/0/protocols/0/speed", 5, "level 'node', protocol: unknown key 'speed'"),
-    ("levels/0/bandwidth_bytes_s", 50, "bandwidth_bytes_s is 50; wanted 1e.06 to 1e.14 .bytes per second: 50 GB/s is 50e9"),
+    (
+        "levels/0/bandwidth_bytes_s",
+        50,
+        "bandwidth_bytes_s is 50; wanted 1e.06 to 1e.14 .bytes per second: 50 GB/s is 50e9",
+    ),
     ("levels/0/bandwidth_bytes_s", -50e9, "bandwidth_bytes_s is -50000000000.0"),
     ("levels/0/bandwidth_bytes_s", float("nan"), "bandwidth_bytes_s is nan"),
     ("levels/0/bandwidth_bytes_s", "50 GB/s", "bandwidth_bytes_s is '50 GB/s'; wanted a number"),
@@ -217,23 +286,44 @@ def test_a_missing_key_is_named() -> None:
         Cluster.from_dict(data)
 
 
-@pytest.mark.parametrize("text, message", [
-    ("name = ", "mine.toml: is not TOML: "),
-    ('name = "m"\n', "mine.toml: cluster: missing key 'device', 'levels'"),
-    ('name = "m"\nbase = "h900"\n', "mine.toml: cluster 'h900': there is no preset"),
-    ('name = "m"\nbase = "other.toml"\n', "base is 'other.toml'; wanted a preset"),
-    ('name = "m"\nbase = "h100"\n[[levels]]\nname = "rack"\n', "name is 'rack'; wanted a level of h100: node, gpu"),
-    ('name = "m"\nbase = "h100"\n[device]\nwatts = 700\n', "device: unknown key 'watts'; known: [^(]*$"),
-    ('name = "m"\nbase = "h100"\n[device]\nusable_memry = 0.8\n', r"device: unknown key 'usable_memry'; known: .* \(near: usable_memory.*\)$"),
-    ('name = "m"\nbase = "h100"\n[[level]]\nname = "node"\n', r"the file: unknown key 'level'; known: base, name, device, levels \(near: levels\)$"),
-    ('name = "m"\nbase = "h10:4x8"\n', r"cluster 'h10:4x8': there is no preset 'h10'; .* \(near: h100, .*\)$"),
-    ('name = "m"\nbase = "h100"\nsize = 3\n', "the file: unknown key 'size'"),
-    ('name = "m"\nbase = "h100"\nlevels = 3\n', r"levels is 3; wanted a list of levels; in a file each begins with \[\[levels\]\]"),
-    ('name = "m"\nbase = "h100"\n[levels]\nname = "gpu"\n', r"levels is {'name': 'gpu'}; wanted a list of levels; in a file each begins with \[\[levels\]\]"),
-    ('name = "m"\nbase = "h100"\n[[levels]]\nname = ["gpu"]\n', r"levels: name is \['gpu'\]; wanted a level of h100: node, gpu"),
-    ('name = "m"\nbase = "h100"\ndevice = 3\n', "device: it is 3; wanted a table$"),
-    ('name = "m"\nbase = "h100"\n[device.memory_bytes]\ngib = 80\n', "memory_bytes is {'gib': 80}; wanted a whole number"),
-])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("name = ", "mine.toml: is not TOML: "),
+        ('name = "m"\n', "mine.toml: cluster: missing key 'device', 'levels'"),
+        ('name = "m"\nbase = "h900"\n', "mine.toml: cluster 'h900': there is no preset"),
+        ('name = "m"\nbase = "other.toml"\n', "base is 'other.toml'; wanted a preset"),
+        ('name = "m"\nbase = "h100"\n[[levels]]\nname = "rack"\n', "name is 'rack'; wanted a level of h100: node, gpu"),
+        ('name = "m"\nbase = "h100"\n[device]\nwatts = 700\n', "device: unknown key 'watts'; known: [^(]*$"),
+        (
+            'name = "m"\nbase = "h100"\n[device]\nusable_memry = 0.8\n',
+            r"device: unknown key 'usable_memry'; known: .* \(near: usable_memory.*\)$",
+        ),
+        (
+            'name = "m"\nbase = "h100"\n[[level]]\nname = "node"\n',
+            r"the file: unknown key 'level'; known: base, name, device, levels \(near: levels\)$",
+        ),
+        ('name = "m"\nbase = "h10:4x8"\n', r"cluster 'h10:4x8': there is no preset 'h10'; .* \(near: h100, .*\)$"),
+        ('name = "m"\nbase = "h100"\nsize = 3\n', "the file: unknown key 'size'"),
+        (
+            'name = "m"\nbase = "h100"\nlevels = 3\n',
+            r"levels is 3; wanted a list of levels; in a file each begins with \[\[levels\]\]",
+        ),
+        (
+            'name = "m"\nbase = "h100"\n[levels]\nname = "gpu"\n',
+            r"levels is {'name': 'gpu'}; wanted a list of levels; in a file each begins with \[\[levels\]\]",
+        ),
+        (
+            'name = "m"\nbase = "h100"\n[[levels]]\nname = ["gpu"]\n',
+            r"levels: name is \['gpu'\]; wanted a level of h100: node, gpu",
+        ),
+        ('name = "m"\nbase = "h100"\ndevice = 3\n', "device: it is 3; wanted a table$"),
+        (
+            'name = "m"\nbase = "h100"\n[device.memory_bytes]\ngib = 80\n',
+            "memory_bytes is {'gib': 80}; wanted a whole number",
+        ),
+    ],
+)
 def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         Cluster.parse(write(tmp_path, text))
@@ -245,7 +335,9 @@ def test_rates_of_devices_that_differ_from_what_they_are_based_on() -> None:
     assert mi355x.flops("bfloat16") * mi355x.best_share("bfloat16") == pytest.approx(1565e12, rel=1e-3)
     for name in ("b300", "gb300"):
         device = Cluster.parse(name).device
-        assert device.flops("float64") == 10e12 / 8 < b200.flops("float64") / 20 and device.flops("float32") == b200.flops("float32")
+        assert device.flops("float64") == 10e12 / 8 < b200.flops("float64") / 20 and device.flops(
+            "float32"
+        ) == b200.flops("float32")
 
 
 def test_protocols_for_a_number_of_members_serve_the_nearest_too() -> None:

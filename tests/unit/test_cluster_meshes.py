@@ -23,9 +23,15 @@ def test_meshes_of_8x8() -> None:
     assert Cluster.parse("cpu:1").meshes() == [(1,)]
 
 
-@pytest.mark.parametrize("sizes, names", [
-    ((64,), ("a0",)), ((8, 8), ("node", "gpu")), ((8, 2, 4), ("node", "a1", "a2")), ((4, 2, 8), ("a0", "a1", "gpu")),
-])
+@pytest.mark.parametrize(
+    "sizes, names",
+    [
+        ((64,), ("a0",)),
+        ((8, 8), ("node", "gpu")),
+        ((8, 2, 4), ("node", "a1", "a2")),
+        ((4, 2, 8), ("a0", "a1", "gpu")),
+    ],
+)
 def test_axis_names(sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
     assert Cluster.parse("h100:8x8").mesh(sizes).names == names
 
@@ -41,10 +47,15 @@ def test_axes_know_their_levels() -> None:
     assert single.spans == () and single.bandwidth_bytes_s == math.inf and single.latency_s == 0.0
 
 
-@pytest.mark.parametrize("sizes, message", [
-    ((3, 2), r"mesh \(3, 2\) does not multiply to its 12 devices"), ((), "does not multiply"), ((-3, -4), "does not multiply"),
-    ((3, 4), r"an axis of mesh \(3, 4\) straddles a level.*node x gpu; possible: \(12,\), \(2, 6\)"),
-])
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ((3, 2), r"mesh \(3, 2\) does not multiply to its 12 devices"),
+        ((), "does not multiply"),
+        ((-3, -4), "does not multiply"),
+        ((3, 4), r"an axis of mesh \(3, 4\) straddles a level.*node x gpu; possible: \(12,\), \(2, 6\)"),
+    ],
+)
 def test_a_mesh_that_cannot_be(sizes: tuple[int, ...], message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         Cluster.parse("h100:2x6").mesh(sizes)
@@ -64,15 +75,17 @@ def test_meshes_agree_with_brute_force(levels: list[int], max_axes: int) -> None
         assert mesh.sizes == sizes and mesh.devices == cluster.devices and len(set(mesh.names)) == len(sizes)
         for index, axis in enumerate(mesh.axes):
             assert math.prod(span.size for span in axis.spans) == axis.size
-            stride = math.prod(sizes[index + 1:])
-            assert _members_per_level([k * stride for k in range(axis.size)], levels) == _spans_by_level(axis.spans, levels)
+            stride = math.prod(sizes[index + 1 :])
+            assert _members_per_level([k * stride for k in range(axis.size)], levels) == _spans_by_level(
+                axis.spans, levels
+            )
 
 
 def _members_per_level(group: list[int], levels: list[int]) -> list[int]:
     """How many parts of each level a group of device numbers touches inside one part of the next outer level."""
     out, outer = [], 1
     for index in range(len(levels)):
-        below = math.prod(levels[index + 1:])
+        below = math.prod(levels[index + 1 :])
         touched = len({device // below for device in group})
         out.append(touched // outer)
         outer = touched

@@ -54,7 +54,8 @@ def test_what_has_more_parts_waits_with_the_later_block() -> None:
 
 
 def test_next_parts_of_small_blocks_begin_when_a_block_is_behind_them() -> None:
-    """All second collectives of a model whose blocks are 38 MB together ran when the backward was over, one by one. What has no other part waits as long as it may."""
+    """All second collectives of a model whose blocks are 38 MB together ran when the backward was over, one by one.
+    What has no other part waits as long as it may."""
     log: list[str] = []
     queue = Queue(limit_bytes=100)
     queue.add(_Part("a1", log, parts=2), "a")
@@ -70,7 +71,8 @@ def test_next_parts_of_small_blocks_begin_when_a_block_is_behind_them() -> None:
 
 
 def test_next_parts_wait_for_what_is_large_in_front_of_them() -> None:
-    """The gradient of a norm behind that of a head: its second collective begins when its first one has come, behind the head's."""
+    """The gradient of a norm behind that of a head: its second collective begins when its first one has come, behind
+    the head's."""
     log: list[str] = []
     queue = Queue(limit_bytes=100)
     queue.add(_Part("head", log, parts=2, nbytes=60.0), "head")

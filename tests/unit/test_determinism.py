@@ -1,5 +1,5 @@
-"""Every process plans and emits the same, whatever the order in which it keeps unordered sets of strings: ranks that plan or read on
-their own must run the same collectives in the same order."""
+"""Every process plans and emits the same, whatever the order in which it keeps unordered sets of strings: ranks that
+plan or read on their own must run the same collectives in the same order."""
 
 from __future__ import annotations
 
@@ -27,8 +27,16 @@ print(list({{"first", "second", "third", "fourth"}}))
 
 @pytest.mark.parametrize("model", MODELS)
 def test_plans_and_text_do_not_depend_on_the_order_of_sets(model: str) -> None:
-    runs = [subprocess.Popen([sys.executable, "-c", PROGRAM.format(model=model)], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": str(seed)}, stdout=subprocess.PIPE,
-                             text=True) for seed in (1, 2)]
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM.format(model=model)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in (1, 2)
+    ]
     said = [run.communicate(timeout=300)[0].split("\n") for run in runs]
     assert [run.returncode for run in runs] == [0, 0]
     assert said[0][2] != said[1][2], "sets have the same order in both: choose other seeds"

@@ -1,4 +1,5 @@
-"""Layouts: their text, their pieces, and that the steps really lead where they say, by moving arrays between simulated ranks."""
+"""Layouts: their text, their pieces, and that the steps really lead where they say, by moving arrays between simulated
+ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def take(whole: np.ndarray, layout: tuple[str, ...], sizes: tuple[int, ...], coo
     return whole
 
 
-def lay(whole: np.ndarray, layout: tuple[str, ...], sizes: tuple[int, ...], seed: int = 0) -> dict[tuple[int, ...], np.ndarray]:
+def lay(
+    whole: np.ndarray, layout: tuple[str, ...], sizes: tuple[int, ...], seed: int = 0
+) -> dict[tuple[int, ...], np.ndarray]:
     """Every rank's array; along a partial axis the parts are random and sum to the value."""
     rng = np.random.default_rng(seed)
     coords = list(itertools.product(*map(range, sizes)))
@@ -54,7 +57,7 @@ def lay(whole: np.ndarray, layout: tuple[str, ...], sizes: tuple[int, ...], seed
     for axis, entry in enumerate(layout):
         if entry == "P":
             for coord in [c for c in coords if c[axis] == 0]:
-                line = [(*coord[:axis], i, *coord[axis + 1:]) for i in range(sizes[axis])]
+                line = [(*coord[:axis], i, *coord[axis + 1 :]) for i in range(sizes[axis])]
                 noise = [rng.standard_normal(whole.shape) for _ in line[1:]]
                 rest = parts[coord] - sum(noise) if noise else parts[coord]
                 parts.update(zip(line, [rest, *noise], strict=True))
@@ -63,8 +66,9 @@ def lay(whole: np.ndarray, layout: tuple[str, ...], sizes: tuple[int, ...], seed
     return {c: take(parts[tuple(0 if a in plain else i for a, i in enumerate(c))], layout, sizes, c) for c in coords}
 
 
-def gather(parts: dict[tuple[int, ...], np.ndarray], layout: tuple[str, ...], sizes: tuple[int, ...],
-           shape: tuple[int, ...]) -> np.ndarray:
+def gather(
+    parts: dict[tuple[int, ...], np.ndarray], layout: tuple[str, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
+) -> np.ndarray:
     """The whole value of laid out parts; checks that replicas agree."""
     whole = np.zeros(shape)
     for coord, part in parts.items():
@@ -75,7 +79,10 @@ def gather(parts: dict[tuple[int, ...], np.ndarray], layout: tuple[str, ...], si
         if absent(layout, coord):
             assert part.shape == local_shape(shape, layout, sizes, coord) and part.size == 0
             continue
-        index = [np.concatenate([np.arange(lo, hi) for lo, hi in pieces(n, layout, d, sizes, coord)]) for d, n in enumerate(shape)]
+        index = [
+            np.concatenate([np.arange(lo, hi) for lo, hi in pieces(n, layout, d, sizes, coord)])
+            for d, n in enumerate(shape)
+        ]
         whole[np.ix_(*index)] += part
     return whole
 
@@ -84,7 +91,7 @@ def run(step, parts, sizes, shape):
     """One step on all ranks: only what the group along the step's axis holds may be used."""
     after = {}
     for coord in parts:
-        line = [(*coord[:step.axis], i, *coord[step.axis + 1:]) for i in range(sizes[step.axis])]
+        line = [(*coord[: step.axis], i, *coord[step.axis + 1 :]) for i in range(sizes[step.axis])]
         sub = {c: parts[c] for c in line}
         after[coord] = move(step, sub, coord, sizes, shape)
     return after
@@ -94,14 +101,14 @@ def move(step, line, coord, sizes, shape):
     """What `coord` holds after the step, from the parts of its group."""
     axis, n = step.axis, sizes[step.axis]
     src, dst = step.before[axis], step.after[axis]
-    zero = (*coord[:axis], 0, *coord[axis + 1:])
+    zero = (*coord[:axis], 0, *coord[axis + 1 :])
     if step.kind == "mask":
         source = int(src[1:]) if src[0] == "O" else 0
         return line[coord] if coord[axis] == source else np.zeros(local_shape(shape, step.after, sizes, coord))
     if dst[0] == "O":
         return line[coord] if coord[axis] == int(dst[1:]) else np.zeros(local_shape(shape, step.after, sizes, coord))
     if step.kind == "broadcast":
-        return line[(*coord[:axis], int(src[1:]), *coord[axis + 1:])]
+        return line[(*coord[:axis], int(src[1:]), *coord[axis + 1 :])]
     others = tuple("R" if a == axis else e for a, e in enumerate(step.before))
     if src == "P":
         group = sum(line.values())
@@ -116,7 +123,9 @@ def move(step, line, coord, sizes, shape):
         template[dim_index] = len(positions)
         group = np.zeros(template)
         for c, part in line.items():
-            own = itertools.chain.from_iterable(range(lo, hi) for lo, hi in pieces(shape[dim_index], step.before, dim_index, sizes, c))
+            own = itertools.chain.from_iterable(
+                range(lo, hi) for lo, hi in pieces(shape[dim_index], step.before, dim_index, sizes, c)
+            )
             index = [np.arange(m) for m in template]
             index[dim_index] = np.array([positions[p] for p in own], dtype=int)
             group[np.ix_(*index)] = part
@@ -126,7 +135,9 @@ def move(step, line, coord, sizes, shape):
     dim_index = int(dst[1:].split("/")[0])
     outer = pieces(shape[dim_index], others, dim_index, sizes, coord)
     positions = {p: k for k, p in enumerate(itertools.chain.from_iterable(range(lo, hi) for lo, hi in outer))}
-    own = itertools.chain.from_iterable(range(lo, hi) for lo, hi in pieces(shape[dim_index], step.after, dim_index, sizes, coord))
+    own = itertools.chain.from_iterable(
+        range(lo, hi) for lo, hi in pieces(shape[dim_index], step.after, dim_index, sizes, coord)
+    )
     assert n > 1
     return np.take(group, [positions[p] for p in own], axis=dim_index)
 
@@ -161,20 +172,23 @@ def _even(layout, sizes):
     return fits(shape, layout, sizes, even_dims=range(3))
 
 
-@pytest.mark.parametrize("src, dst, kinds", [
-    ("R,S1", "S1,S1", ["all_gather", "slice", "slice"]),
-    ("S1,S1", "R,S1", ["all_gather", "all_gather", "slice"]),
-    ("S0,S1", "S0,S2", ["all_to_all"]),
-    ("P,P", "S0,S0", ["reduce_scatter", "reduce_scatter"]),
-    ("R,P", "R,S0", ["reduce_scatter"]),
-    ("R,R", "P,R", ["mask"]),
-    ("S0,R", "S0,R", []),
-    ("R,O3", "R,R", ["broadcast"]),
-    ("O1,R", "P,R", ["mask"]),
-    ("P,R", "O1,R", ["all_reduce", "slice"]),
-    ("R,S1", "O1,S1", ["slice"]),
-    ("O0,R", "O1,R", ["broadcast", "slice"]),
-])
+@pytest.mark.parametrize(
+    "src, dst, kinds",
+    [
+        ("R,S1", "S1,S1", ["all_gather", "slice", "slice"]),
+        ("S1,S1", "R,S1", ["all_gather", "all_gather", "slice"]),
+        ("S0,S1", "S0,S2", ["all_to_all"]),
+        ("P,P", "S0,S0", ["reduce_scatter", "reduce_scatter"]),
+        ("R,P", "R,S0", ["reduce_scatter"]),
+        ("R,R", "P,R", ["mask"]),
+        ("S0,R", "S0,R", []),
+        ("R,O3", "R,R", ["broadcast"]),
+        ("O1,R", "P,R", ["mask"]),
+        ("P,R", "O1,R", ["all_reduce", "slice"]),
+        ("R,S1", "O1,S1", ["slice"]),
+        ("O0,R", "O1,R", ["broadcast", "slice"]),
+    ],
+)
 def test_known_paths(src, dst, kinds):
     assert [s.kind for s in steps(parse(src), parse(dst), (4, 8))] == kinds
 
@@ -206,7 +220,12 @@ def test_nonsense_is_refused(text):
 @given(st.integers(1, 40), st.sampled_from(MESHES))
 def test_chunks_cover_every_dim_once(size, sizes):
     layout = ("S0",) * len(sizes)
-    got = [i for c in itertools.product(*map(range, sizes)) for lo, hi in pieces(size, layout, 0, sizes, c) for i in range(lo, hi)]
+    got = [
+        i
+        for c in itertools.product(*map(range, sizes))
+        for lo, hi in pieces(size, layout, 0, sizes, c)
+        for i in range(lo, hi)
+    ]
     assert got == list(range(size))
 
 
@@ -229,9 +248,14 @@ def test_sections():
         pieces(7, ("S0/2",), 0, (2,), (0,))
 
 
-@given(st.tuples(st.integers(0, 24), st.integers(0, 24)), st.lists(st.sampled_from(("R", "S0", "S1", "S0/4", "S1/1:2")), min_size=2, max_size=2),
-       st.sampled_from(((2, 2), (2, 3), (4, 2))))
-def test_a_cut_is_even_where_all_ranks_have_as_much(shape: tuple[int, int], entries: list[str], sizes: tuple[int, ...]) -> None:
+@given(
+    st.tuples(st.integers(0, 24), st.integers(0, 24)),
+    st.lists(st.sampled_from(("R", "S0", "S1", "S0/4", "S1/1:2")), min_size=2, max_size=2),
+    st.sampled_from(((2, 2), (2, 3), (4, 2))),
+)
+def test_a_cut_is_even_where_all_ranks_have_as_much(
+    shape: tuple[int, int], entries: list[str], sizes: tuple[int, ...]
+) -> None:
     layout = tuple(entries)
     if not consistent(layout) or shape[0] % 4 or shape[1] % 3:
         return  # no such sections
@@ -241,11 +265,19 @@ def test_a_cut_is_even_where_all_ranks_have_as_much(shape: tuple[int, int], entr
 
 def received(path, sizes):
     """Shares of the tensor that a rank receives on the way, by the textbook: rings, and equal parts."""
+
     def held(layout):
         return math.prod(1 / n for e, n in zip(layout, sizes, strict=True) if e[0] == "S")
 
-    of_kind = {"all_gather": lambda a, b, n: b - a, "reduce_scatter": lambda a, b, n: a - b, "all_reduce": lambda a, b, n: 2 * a * (n - 1) / n,
-               "all_to_all": lambda a, b, n: a - a / n, "broadcast": lambda a, b, n: a - a / n, "slice": lambda a, b, n: 0, "mask": lambda a, b, n: 0}
+    of_kind = {
+        "all_gather": lambda a, b, n: b - a,
+        "reduce_scatter": lambda a, b, n: a - b,
+        "all_reduce": lambda a, b, n: 2 * a * (n - 1) / n,
+        "all_to_all": lambda a, b, n: a - a / n,
+        "broadcast": lambda a, b, n: a - a / n,
+        "slice": lambda a, b, n: 0,
+        "mask": lambda a, b, n: 0,
+    }
     return sum(of_kind[s.kind](held(s.before), held(s.after), sizes[s.axis]) for s in path if sizes[s.axis] > 1)
 
 
@@ -260,14 +292,21 @@ def test_no_way_round_receives_less(change, rng):
         assert received(steps(src, dst, sizes), sizes) <= received(round_about, sizes) + 2e-4 * len(round_about)
 
 
-@given(st.tuples(st.integers(1, 13), st.integers(1, 13)), st.lists(st.sampled_from(("R", "S0", "S1", "S2", "S0/2", "S1/1:2")), min_size=2, max_size=2),
-       st.sampled_from(((2, 2), (2, 3), (4, 1))), st.sampled_from(((), (0,), (0, 1))))
+@given(
+    st.tuples(st.integers(1, 13), st.integers(1, 13)),
+    st.lists(st.sampled_from(("R", "S0", "S1", "S2", "S0/2", "S1/1:2")), min_size=2, max_size=2),
+    st.sampled_from(((2, 2), (2, 3), (4, 1))),
+    st.sampled_from(((), (0,), (0, 1))),
+)
 def test_a_layout_fits_where_sections_and_even_dims_are_cut_equally(shape, entries, sizes, even_dims):
     layout = tuple(entries)
 
     def cut(dim):
         """What each rank has of each section."""
-        return {tuple(hi - lo for lo, hi in pieces(shape[dim], layout, dim, sizes, coord)) for coord in itertools.product(*map(range, sizes))}
+        return {
+            tuple(hi - lo for lo, hi in pieces(shape[dim], layout, dim, sizes, coord))
+            for coord in itertools.product(*map(range, sizes))
+        }
 
     def fine(dim):
         axes = cutters(layout, dim)
@@ -285,10 +324,16 @@ def test_a_layout_fits_where_sections_and_even_dims_are_cut_equally(shape, entri
     assert fits(shape, layout, sizes, even_dims) == (there and all(map(fine, range(2))))
 
 
-@given(st.tuples(st.integers(1, 20), st.integers(1, 20)), st.lists(st.sampled_from(("R", "S0", "S1", "P", "O1")), min_size=2, max_size=2), st.sampled_from(MESHES[2:4]))
+@given(
+    st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    st.lists(st.sampled_from(("R", "S0", "S1", "P", "O1")), min_size=2, max_size=2),
+    st.sampled_from(MESHES[2:4]),
+)
 def test_the_most_elements_are_those_of_the_fullest_rank(shape, entries, sizes):
     layout = tuple(entries)
-    assert most_elements(shape, layout, sizes) == max(math.prod(local_shape(shape, layout, sizes, coord)) for coord in itertools.product(*map(range, sizes)))
+    assert most_elements(shape, layout, sizes) == max(
+        math.prod(local_shape(shape, layout, sizes, coord)) for coord in itertools.product(*map(range, sizes))
+    )
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any))
@@ -309,7 +354,14 @@ def test_crowded_dims_are_those_of_several_axes():
     assert [crowded(parse(text)) for text in ("R,P", "S0,S1", "S1,R,S1", "S1,S0,S1,S0,S2")] == [(), (), (1,), (0, 1)]
 
 
-@pytest.mark.parametrize("src, dst, message", [("R", "R,R", "do not belong to a mesh of 2 axes"), ("S0/2,S0", "R,R", "different sections"), ("R,R", "S0/2,S0", "different sections")])
+@pytest.mark.parametrize(
+    "src, dst, message",
+    [
+        ("R", "R,R", "do not belong to a mesh of 2 axes"),
+        ("S0/2,S0", "R,R", "different sections"),
+        ("R,R", "S0/2,S0", "different sections"),
+    ],
+)
 def test_no_steps_between_layouts_that_are_none_of_the_mesh(src, dst, message):
     with pytest.raises(LayoutError, match=message):
         steps(parse(src), parse(dst), (2, 2))

@@ -24,7 +24,8 @@ from autopar.search import ilp
 from autopar.simulate.stages import Stages
 from tests.helpers.planned import graph
 
-HINTS, LAYERS, SCOPE = {"b": 8192}, 6, "layers_0"  # blocks keep more than all gradients take, which are there when the first block runs again
+# blocks keep more than all gradients take, which are there when the first block runs again
+HINTS, LAYERS, SCOPE = {"b": 8192}, 6, "layers_0"
 
 
 @cache
@@ -70,32 +71,56 @@ def test_the_more_memory_there_is_the_less_time_it_takes(recipe: str) -> None:
 @pytest.mark.parametrize(("recipe", "share"), [("zero3", 0.5), pytest.param("ddp", 0.75, marks=pytest.mark.slow)])
 def test_no_corner_with_any_number_of_blocks_is_faster(recipe: str, share: float) -> None:
     """Against all that there are, counted and walked one by one."""
-    limit_bytes, = limits(recipe, (share,))
+    (limit_bytes,) = limits(recipe, (share,))
     planner = planner_of().anew(replace(planner_of().request, memory_bytes=limit_bytes))
     full = candidate(planner, recipe, "full")
-    made, plain, forward, choice = filled(planner, full), full.model.plainly.with_limit(float("inf")), planner.forward(full.mesh), full.solution.choice
+    made, plain, forward, choice = (
+        filled(planner, full),
+        full.model.plainly.with_limit(float("inf")),
+        planner.forward(full.mesh),
+        full.solution.choice,
+    )
     none = step_cost(plain, choice, forward)
     fit_s = []
     for corner in choices(plain, forward, choice, SCOPE).corners:
         again = step_cost(rematerialised(plain, forward, {SCOPE: corner.kept}), choice, forward)
         for n in range(1, LAYERS + 1):
             way = replace(full, remat={SCOPE: corner.kept}, again={SCOPE: n}, peak_bytes=None)
-            if max(none.memory_bytes + n / LAYERS * (again.memory_bytes - none.memory_bytes), planner.counted(way).peak) <= limit_bytes:
+            if (
+                max(
+                    none.memory_bytes + n / LAYERS * (again.memory_bytes - none.memory_bytes), planner.counted(way).peak
+                )
+                <= limit_bytes
+            ):
                 fit_s.append(none.time_s + n / LAYERS * (again.time_s - none.time_s))
     assert made.cost.time_s == pytest.approx(min(fit_s), rel=1e-6)
     assert made.again and made.cost.time_s < full.cost.time_s
 
 
 def test_a_plan_that_runs_some_blocks_again_takes_what_is_said() -> None:
-    """What is planned where memory is short, as it is walked and simulated; a recipe that is priced along the way takes no less."""
-    limit_bytes, = limits("zero3", (0.5,))
-    made = plan(graph(LAYERS), HINTS, Request(Cluster.parse("cpu:1x4"), recipe="zero3", memory_bytes=limit_bytes), model="stack", graph_hash="0" * 64)
+    """What is planned where memory is short, as it is walked and simulated; a recipe that is priced along the way takes
+    no less."""
+    (limit_bytes,) = limits("zero3", (0.5,))
+    made = plan(
+        graph(LAYERS),
+        HINTS,
+        Request(Cluster.parse("cpu:1x4"), recipe="zero3", memory_bytes=limit_bytes),
+        model="stack",
+        graph_hash="0" * 64,
+    )
     (count,) = made.stages[0].again.values()
     assert 0 < count < LAYERS and f"layers_0 (the first {count})" in made.run_again
     assert made.predicted.memory_bytes == predict(planner_of().program, made).peak_bytes <= limit_bytes
-    lengths = [Stages.of(graph(LAYERS), replace(made, stages=(replace(made.stages[0], again={SCOPE: n}),))).whole().length_s for n in range(LAYERS + 1)]
-    assert [b - a for a, b in itertools.pairwise(lengths)] == pytest.approx([(lengths[-1] - lengths[0]) / LAYERS] * LAYERS)
-    assert made.predicted.step_s - between("zero3")[0].cost.time_s == pytest.approx(lengths[count] - lengths[0], rel=0.02)
+    lengths = [
+        Stages.of(graph(LAYERS), replace(made, stages=(replace(made.stages[0], again={SCOPE: n}),))).whole().length_s
+        for n in range(LAYERS + 1)
+    ]
+    assert [b - a for a, b in itertools.pairwise(lengths)] == pytest.approx(
+        [(lengths[-1] - lengths[0]) / LAYERS] * LAYERS
+    )
+    assert made.predicted.step_s - between("zero3")[0].cost.time_s == pytest.approx(
+        lengths[count] - lengths[0], rel=0.02
+    )
     assert all(row.step_s is None or row.step_s >= made.predicted.step_s * (1 - 1e-9) for row in made.alternatives)
 
 
@@ -103,8 +128,19 @@ def test_a_plan_that_runs_some_blocks_again_takes_what_is_said() -> None:
 @pytest.mark.parametrize("level", ["full", "selective"])
 def test_each_block_that_is_run_again_keeps_as_much_less_as_the_next(recipe: str, level: str) -> None:
     """From none of six to all, as walked: also where the last one is the only one that is not."""
-    made = plan(graph(LAYERS), HINTS, Request(Cluster.parse("cpu:1x4"), recipe=recipe, remat=level), model="stack", graph_hash="0" * 64)
-    kept = [predict(planner_of().program, replace(made, stages=(replace(made.stages[0], again={SCOPE: n}),))).fullest.kept_bytes[0] for n in range(LAYERS + 1)]
+    made = plan(
+        graph(LAYERS),
+        HINTS,
+        Request(Cluster.parse("cpu:1x4"), recipe=recipe, remat=level),
+        model="stack",
+        graph_hash="0" * 64,
+    )
+    kept = [
+        predict(
+            planner_of().program, replace(made, stages=(replace(made.stages[0], again={SCOPE: n}),))
+        ).fullest.kept_bytes[0]
+        for n in range(LAYERS + 1)
+    ]
     freed = [a - b for a, b in itertools.pairwise(kept)]
     assert freed == pytest.approx([freed[0]] * LAYERS) and freed[0] > 0
 
@@ -117,7 +153,7 @@ def test_all_blocks_are_run_again_where_that_was_asked_for() -> None:
 
 def test_what_was_too_late_to_be_run_again_is_not_proven_to_be_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices are short of memory, and time is up when plans with nothing run again have been looked at."""
-    limit_bytes, = limits("zero3", (0.6,))
+    (limit_bytes,) = limits("zero3", (0.6,))
     request = Request(Cluster.parse("cpu:1x4"), mesh=(4,), memory_bytes=2 * limit_bytes)
 
     def bound_s(request: Request) -> float:

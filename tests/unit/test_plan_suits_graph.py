@@ -1,4 +1,5 @@
-"""Plans that were edited: each edit of a plan file is refused with a message, or gives another plan of the same model that simulates and emits."""
+"""Plans that were edited: each edit of a plan file is refused with a message, or gives another plan of the same model
+that simulates and emits."""
 
 from __future__ import annotations
 
@@ -34,13 +35,16 @@ PLANS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "two axes": (TINY["hf-llama"], "cpu:1x4", {"recipe": "tp_zero3", "mesh": (2, 2)}),
 }
 EDITS = 60
-TOLD = ("predicted", "notes", "strategy", "alternatives", "seed", "model", "source")  # what is told of a plan and decides nothing
+# what is told of a plan and decides nothing
+TOLD = ("predicted", "notes", "strategy", "alternatives", "seed", "model", "source")
 
 
 @cache
 def _captured(model: str, mode: str, precision: str, batch: int, seq: int, seed: int) -> Captured:
     training = mode == "train"
-    loaded = frontend.load(model, batch=batch, seq=seq, dtype=resting(precision, mode), train=training, labels=training, seed=seed)
+    loaded = frontend.load(
+        model, batch=batch, seq=seq, dtype=resting(precision, mode), train=training, labels=training, seed=seed
+    )
     return capture_in(loaded.model, loaded.args, loaded.kwargs, precision=precision, mode=mode)[0]
 
 
@@ -48,15 +52,26 @@ def _captured(model: str, mode: str, precision: str, batch: int, seq: int, seed:
 def planned(name: str) -> str:
     """The text of one of PLANS."""
     model, cluster, options = PLANS[name]
-    loaded = frontend.load(model, batch=8, seq=32, train=True, labels=True, dtype=resting(options.get("precision", "float32"), "train"))
-    return autopar.compile(loaded.model, cluster, (loaded.args, loaded.kwargs), time_limit_s=10, source=as_source(Source(model, 8, 32)), **options).plan.to_json()
+    loaded = frontend.load(
+        model, batch=8, seq=32, train=True, labels=True, dtype=resting(options.get("precision", "float32"), "train")
+    )
+    return autopar.compile(
+        loaded.model,
+        cluster,
+        (loaded.args, loaded.kwargs),
+        time_limit_s=10,
+        source=as_source(Source(model, 8, 32)),
+        **options,
+    ).plan.to_json()
 
 
 def used(text: str) -> tuple[Plan, str]:
     """A plan file as the commands use it: the plan and what it emits."""
     plan = Plan.from_json(text)
     source = Source.of(plan, Path("plan.json"))
-    captured = met(plan, source, _captured(source.model, plan.mode, plan.precision, source.batch, source.seq, source.seed))
+    captured = met(
+        plan, source, _captured(source.model, plan.mode, plan.precision, source.batch, source.seq, source.seed)
+    )
     simulate(captured.gm, plan)
     memory_of(captured.gm, plan)
     return plan, emit(captured.gm, plan, Names.of(captured)).partition("import torch")[2]
@@ -72,11 +87,32 @@ def paths(data: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def bent(value: Any, like: list[Any], dice: random.Random) -> Any:
     """Another value in its place."""
-    others: list[Any] = [None, "zzz", "", [], {}, -1, 0, 3, 99, float("nan"), 10**12, True, "4", *dice.sample(like, min(4, len(like)))]
+    others: list[Any] = [
+        None,
+        "zzz",
+        "",
+        [],
+        {},
+        -1,
+        0,
+        3,
+        99,
+        float("nan"),
+        10**12,
+        True,
+        "4",
+        *dice.sample(like, min(4, len(like))),
+    ]
     if isinstance(value, (int, float)):
         others += [value + 1, value - 1, value * 2, -value, str(value)]
     if isinstance(value, str):
-        others += [value + "0", value.replace("|", ""), value.replace("S0", "S9"), value.replace("R", "S0/999999999999"), value.replace("S0", "S\u00b2")]
+        others += [
+            value + "0",
+            value.replace("|", ""),
+            value.replace("S0", "S9"),
+            value.replace("R", "S0/999999999999"),
+            value.replace("S0", "S\u00b2"),
+        ]
     if isinstance(value, list):
         others += [value[::-1], value[1:], [*value, *value], [*value, *value[:1]]]
     if isinstance(value, dict):
@@ -122,9 +158,29 @@ def test_an_edited_plan_is_refused_or_is_another_plan_of_the_model(name: str) ->
     assert refused > EDITS / 3
 
 
-SIMPLE = ("microbatches", 0), ("microbatches", None), ("microbatches", "4"), ("microbatches", float("nan")), ("microbatches", 16), ("microbatches", 7), \
-    ("stages", []), ("schedule", "interleaved"), ("schedule", "none"), ("schedule", "1F1B"), ("precision", "zzz"), ("graph_hash", None), ("hints", None), ("hints", {}), \
-    ("hints", {"b": -8, "s": 32}), ("hints", {"b": 16, "s": 32}), ("source", None), ("optimizer", "lion"), ("mode", "zzz"), ("axes", ["a", "a"]), ("microbatches", 1)
+SIMPLE = (
+    ("microbatches", 0),
+    ("microbatches", None),
+    ("microbatches", "4"),
+    ("microbatches", float("nan")),
+    ("microbatches", 16),
+    ("microbatches", 7),
+    ("stages", []),
+    ("schedule", "interleaved"),
+    ("schedule", "none"),
+    ("schedule", "1F1B"),
+    ("precision", "zzz"),
+    ("graph_hash", None),
+    ("hints", None),
+    ("hints", {}),
+    ("hints", {"b": -8, "s": 32}),
+    ("hints", {"b": 16, "s": 32}),
+    ("source", None),
+    ("optimizer", "lion"),
+    ("mode", "zzz"),
+    ("axes", ["a", "a"]),
+    ("microbatches", 1),
+)
 
 
 @pytest.mark.parametrize(("field", "value"), SIMPLE)
@@ -135,13 +191,38 @@ def test_a_field_that_is_wrong_is_named(field: str, value: Any) -> None:
 
 
 NESTED = [
-    ("pipeline", ("stages", 0, "place"), None), ("pipeline", ("stages", 1, "place"), 7), ("pipeline", ("stages", 0, "place"), -1), ("pipeline", ("stages", 1, "nodes", 0), "nobody"),
-    ("pipeline", ("stages", 0, "blocks", "blocks_0"), [0, 99]), ("pipeline", ("stages", 0, "again"), {"blocks_0": 99}), ("pipeline", ("predicted", "step_s"), float("nan")),
-    ("pipeline", ("nodes", "count_valid", "micro", 0), "S0"), ("pipeline", ("nodes", "count_valid", "micro", 0), "P"),  # a total
-    ("one stage", ("stages", 0, "place"), 1), ("one stage", ("microbatches",), 2), ("remat", ("remat", "blocks_0", 0), "nobody"), ("remat", ("remat",), {"nobody": []}),
-    *(("one stage", ("nodes", "linear_default_4", what, 0), value) for what, value in (
-        ("ins", "S9"), ("ins", "zz"), ("ins", "S7|S7"), ("ins", "R,R|R,R"), ("ins", "S0/999999999999|S0"), ("ins", "S\u00b2|R"), ("kinds", "zz"), ("kinds", "sample"), ("factors", "zz"),
-        ("runs", "zz"), ("runs", "tiles0"), ("runs", "tiles-1"), ("runs", "tiles3"))),
+    ("pipeline", ("stages", 0, "place"), None),
+    ("pipeline", ("stages", 1, "place"), 7),
+    ("pipeline", ("stages", 0, "place"), -1),
+    ("pipeline", ("stages", 1, "nodes", 0), "nobody"),
+    ("pipeline", ("stages", 0, "blocks", "blocks_0"), [0, 99]),
+    ("pipeline", ("stages", 0, "again"), {"blocks_0": 99}),
+    ("pipeline", ("predicted", "step_s"), float("nan")),
+    # a total
+    ("pipeline", ("nodes", "count_valid", "micro", 0), "S0"),
+    ("pipeline", ("nodes", "count_valid", "micro", 0), "P"),
+    ("one stage", ("stages", 0, "place"), 1),
+    ("one stage", ("microbatches",), 2),
+    ("remat", ("remat", "blocks_0", 0), "nobody"),
+    ("remat", ("remat",), {"nobody": []}),
+    *(
+        ("one stage", ("nodes", "linear_default_4", what, 0), value)
+        for what, value in (
+            ("ins", "S9"),
+            ("ins", "zz"),
+            ("ins", "S7|S7"),
+            ("ins", "R,R|R,R"),
+            ("ins", "S0/999999999999|S0"),
+            ("ins", "S\u00b2|R"),
+            ("kinds", "zz"),
+            ("kinds", "sample"),
+            ("factors", "zz"),
+            ("runs", "zz"),
+            ("runs", "tiles0"),
+            ("runs", "tiles-1"),
+            ("runs", "tiles3"),
+        )
+    ),
 ]
 
 
@@ -149,14 +230,25 @@ NESTED = [
 def test_what_is_wrong_inside_is_named(name: str, path: tuple[Any, ...], value: Any) -> None:
     data = json.loads(planned(name))
     if path[1:2] == ("linear_default_4",):
-        path = (path[0], next(name for name, node in data["nodes"].items() if node["ins"] and "/" not in name), *path[2:])
+        path = (
+            path[0],
+            next(name for name, node in data["nodes"].items() if node["ins"] and "/" not in name),
+            *path[2:],
+        )
     at(data, path[:-1])[path[-1]] = value
     with pytest.raises(PlanError, match=path[0]):
         used(json.dumps(data))
 
 
-@pytest.mark.parametrize("change", [lambda stages: stages * 2, lambda stages: stages[::-1], lambda stages: stages[:1],
-                                    lambda stages: [{**stages[0], "nodes": stages[1]["nodes"]}, {**stages[1], "nodes": stages[0]["nodes"]}]])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda stages: stages * 2,
+        lambda stages: stages[::-1],
+        lambda stages: stages[:1],
+        lambda stages: [{**stages[0], "nodes": stages[1]["nodes"]}, {**stages[1], "nodes": stages[0]["nodes"]}],
+    ],
+)
 def test_stages_are_the_pieces_of_the_graph_in_order(change: Any) -> None:
     data = json.loads(planned("pipeline"))
     with pytest.raises(PlanError, match=r"stages|places"):
@@ -166,7 +258,14 @@ def test_stages_are_the_pieces_of_the_graph_in_order(change: Any) -> None:
 def test_microbatches_for_the_schedule_and_a_device_with_room() -> None:
     data = json.loads(planned("pipeline"))
     with pytest.raises(InfeasibleError, match=r"place 0 needs .* usable"):
-        used(json.dumps({**data, "cluster": {**data["cluster"], "device": {**data["cluster"]["device"], "memory_bytes": 1 << 20}}}))
+        used(
+            json.dumps(
+                {
+                    **data,
+                    "cluster": {**data["cluster"], "device": {**data["cluster"]["device"], "memory_bytes": 1 << 20}},
+                }
+            )
+        )
     again = used(json.dumps({**data, "microbatches": 4}))[0]
     assert again.microbatches == 4  # another plan of the same model: it has the same values in every microbatch
 

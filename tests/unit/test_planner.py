@@ -36,12 +36,15 @@ def candidate(name: str, time_s: float) -> Candidate:
     return Candidate(name, nothing, nothing, Solution((), "ilp"), Cost(time_s, 0.0, time_s, 0.0, 0.0))
 
 
-@pytest.mark.parametrize(("searched_s", "chosen", "notes"), [
-    (1.0 - SIMPLER / 2, "ddp", 1),  # inside the error of the prices: the recipe, and both times are said
-    (1.0 - 2 * SIMPLER, "search", 0),
-    (1.0, "ddp", 0),
-    (1.1, "ddp", 0),  # a search out of time may be behind a recipe
-])
+@pytest.mark.parametrize(
+    ("searched_s", "chosen", "notes"),
+    [
+        (1.0 - SIMPLER / 2, "ddp", 1),  # inside the error of the prices: the recipe, and both times are said
+        (1.0 - 2 * SIMPLER, "search", 0),
+        (1.0, "ddp", 0),
+        (1.1, "ddp", 0),  # a search out of time may be behind a recipe
+    ],
+)
 def test_a_recipe_is_preferred_where_prices_cannot_tell(searched_s: float, chosen: str, notes: int) -> None:
     found, said = _simplest(candidate("search", searched_s), candidate("ddp", 1.0))
     assert found is not None and found.name == chosen
@@ -60,26 +63,46 @@ def test_the_outermost_of_three_axes_has_no_more_ranks_than_samples(samples: int
     assert {m[0] for m in three} == ({outermost} if outermost else set())
 
 
-@pytest.mark.parametrize(("cluster", "sizes", "wanted"), [("h100:128x8", (64, 16), (64, 2, 8)), ("h100:8x8", (64,), (8, 8)), ("h100:8x8", (8, 8), None), ("h100:8x8", (16, 4), (8, 2, 4)),
-                                                          ("h100:8x8", (2, 16, 2), None), ("cpu:1x4", (4,), None)])
+@pytest.mark.parametrize(
+    ("cluster", "sizes", "wanted"),
+    [
+        ("h100:128x8", (64, 16), (64, 2, 8)),
+        ("h100:8x8", (64,), (8, 8)),
+        ("h100:8x8", (8, 8), None),
+        ("h100:8x8", (16, 4), (8, 2, 4)),
+        ("h100:8x8", (2, 16, 2), None),
+        ("cpu:1x4", (4,), None),
+    ],
+)
 def test_an_axis_for_each_level(cluster: str, sizes: tuple[int, ...], wanted: tuple[int, ...] | None) -> None:
     assert unfolded(Cluster.parse(cluster).mesh(sizes)) == wanted
 
 
 def test_only_what_is_near_the_best_is_unfolded_and_nothing_twice() -> None:
     cluster = Cluster.parse("h100:8x8")
-    seen = [replace(candidate("search", time_s), mesh=cluster.mesh(sizes)) for time_s, sizes in ((1.0, (8, 8)), (1.05, (4, 16)), (1.08, (16, 4)), (2.0, (2, 32)))]
+    seen = [
+        replace(candidate("search", time_s), mesh=cluster.mesh(sizes))
+        for time_s, sizes in ((1.0, (8, 8)), (1.05, (4, 16)), (1.08, (16, 4)), (2.0, (2, 32)))
+    ]
     assert _unfolded(seen, 1.0, [(8, 2, 4)]) == [(4, 2, 8)]
     assert _unfolded(seen, 0.5, []) == []
 
 
 def test_what_may_not_fit_is_no_step_that_others_have_to_beat() -> None:
-    """Prices prove nothing below 1.0 on the first mesh; as it runs its answer takes 0.9, and nobody has looked at its memory."""
+    """Prices prove nothing below 1.0 on the first mesh; as it runs its answer takes 0.9, and nobody has looked at its
+    memory."""
     cluster = Cluster.parse("h100:2x4")
-    made = {(8,): replace(candidate("search", 0.9), peak_bytes=None), (2, 4): replace(candidate("search", 0.95), peak_bytes=1.0)}
+    made = {
+        (8,): replace(candidate("search", 0.9), peak_bytes=None),
+        (2, 4): replace(candidate("search", 0.95), peak_bytes=1.0),
+    }
     planner: Any = SimpleNamespace(
-        open_levels=("none",), work=lambda level: SimpleNamespace(step_s=lambda *shape: 0.5), wary=lambda found, below_s, time_limit_s: found,
-        request=SimpleNamespace(cluster=cluster, mesh=(8,), say=lambda text: None), candidate=lambda sizes, used, name, solve, cutoff_s: made[sizes])
+        open_levels=("none",),
+        work=lambda level: SimpleNamespace(step_s=lambda *shape: 0.5),
+        wary=lambda found, below_s, time_limit_s: found,
+        request=SimpleNamespace(cluster=cluster, mesh=(8,), say=lambda text: None),
+        candidate=lambda sizes, used, name, solve, cutoff_s: made[sizes],
+    )
     look = first_look(planner, list(made), Timer(60.0), 0.98, nowhere())
     assert look.best is made[2, 4] and look.known_s == 0.95
 
@@ -91,30 +114,51 @@ def test_a_glance_does_not_end_at_what_honing_may_make_the_fastest() -> None:
         cutoffs.extend([cutoff_s, solve.keywords["cutoff_s"]])
         return replace(candidate("search", 1.0), mesh=cluster.mesh(sizes), peak_bytes=1.0)
 
-    planner: Any = SimpleNamespace(open_levels=("none",), work=lambda level: SimpleNamespace(step_s=lambda *shape: 0.5), wary=lambda found, below_s, time_limit_s: found,
-                                   request=SimpleNamespace(cluster=cluster, mesh=(8,), say=lambda text: None), candidate=made)
+    planner: Any = SimpleNamespace(
+        open_levels=("none",),
+        work=lambda level: SimpleNamespace(step_s=lambda *shape: 0.5),
+        wary=lambda found, below_s, time_limit_s: found,
+        request=SimpleNamespace(cluster=cluster, mesh=(8,), say=lambda text: None),
+        candidate=made,
+    )
     first_look(planner, [(8,), (2, 4)], Timer(60.0), math.inf, nowhere())
     assert cutoffs == [math.inf, math.inf, HONED, HONED]
 
 
-def test_what_is_near_the_fastest_is_so_by_glances_not_by_what_honing_made_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found at 1.0 s and honed to 0.9 s elsewhere, where this glance is 1.05 s: it is asked whether honing leads below 0.9."""
+def test_what_is_near_the_fastest_is_so_by_glances_not_by_what_honing_made_of_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found at 1.0 s and honed to 0.9 s elsewhere, where this glance is 1.05 s: it is asked whether honing leads below
+    0.9."""
     asked: list[float] = []
-    planner: Any = SimpleNamespace(request=SimpleNamespace(cluster=Cluster.parse("h100:2x4"), say=lambda text: None, mesh=(2, 4)),
-                                   promises=lambda found, below_s: asked.append(below_s))
-    look = Look(planner, Timer(60.0), nowhere(), 1.0, [replace(candidate("search", 1.05), mesh=Cluster.parse("h100:2x4").mesh((2, 4)), peak_bytes=1.0)], glanced_s=1.0)
+    planner: Any = SimpleNamespace(
+        request=SimpleNamespace(cluster=Cluster.parse("h100:2x4"), say=lambda text: None, mesh=(2, 4)),
+        promises=lambda found, below_s: asked.append(below_s),
+    )
+    look = Look(
+        planner,
+        Timer(60.0),
+        nowhere(),
+        1.0,
+        [replace(candidate("search", 1.05), mesh=Cluster.parse("h100:2x4").mesh((2, 4)), peak_bytes=1.0)],
+        glanced_s=1.0,
+    )
     look.alone_s = 0.9  # what is proven of it is below: close to that is enough
     look.hone(math.inf)
     assert asked == [pytest.approx(0.9 * (1 + CLOSE))]
 
 
 def test_what_does_not_fit_as_it_runs_may_with_other_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mesh on which no answer was found that fits is no mesh on which nothing does: what is proven of it is proven of the search."""
+    """A mesh on which no answer was found that fits is no mesh on which nothing does: what is proven of it is proven of
+    the search."""
     who = subject("hf-gpt2")
     planner = Planner.of(who.captured.gm, who.captured.hints, Request(Cluster.parse("h100:2x2")))
 
     meshes = [(4,), (2, 2)]
-    bounds = {sizes: ilp.glance(planner.model(sizes, space(sizes), "search").problem, time_limit_s=2.0).bound_s for sizes in meshes}
+    bounds = {
+        sizes: ilp.glance(planner.model(sizes, space(sizes), "search").problem, time_limit_s=2.0).bound_s
+        for sizes in meshes
+    }
     promising = min(meshes, key=lambda sizes: bounds[sizes])
     assert bounds[promising] < max(bounds.values())
     counted = planner.counted
@@ -132,7 +176,9 @@ def test_what_does_not_fit_as_it_runs_may_with_other_choices(monkeypatch: pytest
 @pytest.mark.parametrize("counted", [True, False])
 def test_the_memory_of_what_is_faster_as_it_runs_is_counted_whatever_its_problem_proves(counted: bool) -> None:
     who = subject("hf-gpt2")
-    planner = Planner.of(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train")))
+    planner = Planner.of(
+        who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"))
+    )
 
     def solve(problem: Problem) -> Solution:
         return replace(ilp.glance(problem, time_limit_s=10), bound_s=1.0)
@@ -142,25 +188,35 @@ def test_the_memory_of_what_is_faster_as_it_runs_is_counted_whatever_its_problem
 
 
 @pytest.mark.parametrize(("room", "short"), [(1000.0, False), (1.0, True)])
-def test_a_plan_far_from_the_best_of_its_problem_is_only_short_of_memory_where_there_is_little(room: float, short: bool) -> None:
+def test_a_plan_far_from_the_best_of_its_problem_is_only_short_of_memory_where_there_is_little(
+    room: float, short: bool
+) -> None:
     """What is honed by the step as it runs may be slower by its Problem: that says nothing of memory."""
     who = subject("hf-gpt2")
-    planner = Planner.of(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse("h100:1x4"), Settings("train")))
+    planner = Planner.of(
+        who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse("h100:1x4"), Settings("train"))
+    )
     found = planner.candidate((4,), space((4,)), "search", partial(ilp.glance, time_limit_s=10))
     problem = replace(found.model.problem, memory_limit_bytes=math.inf)
     smallest = ilp.search(in_bytes(problem), time_limit_s=10).choice
     slow, fast = problem.price(smallest), problem.price(found.solution.choice)
     assert slow.time_s > 1.05 * fast.time_s and slow.memory_bytes < fast.memory_bytes
-    best = replace(found, model=found.model.with_limit(room * slow.memory_bytes), solution=replace(found.solution, choice=smallest))
+    best = replace(
+        found, model=found.model.with_limit(room * slow.memory_bytes), solution=replace(found.solution, choice=smallest)
+    )
     planner.missing_bytes.append(1.0)  # of another mesh
     assert _short_of_memory(planner, best) == short
 
 
 def test_what_does_not_fit_as_it_runs_is_short_of_memory_though_its_problem_has_room() -> None:
-    """On four ranks the fastest answer of two blocks is 58 MiB for its Problem and 75 as it runs, of which there are 74: ZeRO-3 fits, and blocks that are run again are faster."""
+    """On four ranks the fastest answer of two blocks is 58 MiB for its Problem and 75 as it runs, of which there are
+    74: ZeRO-3 fits, and blocks that are run again are faster."""
     request = Request(Cluster.parse("l4:2x2"), mesh=(4,), memory_bytes=74 * 2**20)
     planner = Planner.of(graph(2), {"b": 4096}, request)
-    made, again = (plan_with(planner.anew(replace(request, remat=remat)), model="stack", graph_hash="0" * 64) for remat in ("auto", "full"))
+    made, again = (
+        plan_with(planner.anew(replace(request, remat=remat)), model="stack", graph_hash="0" * 64)
+        for remat in ("auto", "full")
+    )
     zero3 = next(row.step_s for row in made.alternatives if row.name == "zero3")
     assert made.remat and zero3 is not None
     assert made.predicted.step_s <= min(again.predicted.step_s, 0.9 * zero3) * (1 + SIMPLER)
@@ -168,7 +224,8 @@ def test_what_does_not_fit_as_it_runs_is_short_of_memory_though_its_problem_has_
 
 @pytest.mark.parametrize("recipe", ["auto", "tp", "zero3"])
 def test_one_rank_cuts_nothing(recipe: str) -> None:
-    """A mesh of one rank has no vocabulary to look up in parts: whatever the role of its axis is, all that it does is the plain operator."""
+    """A mesh of one rank has no vocabulary to look up in parts: whatever the role of its axis is, all that it does is
+    the plain operator."""
     who = subject("hf-gpt2")
     planner = Planner.of(who.captured.gm, who.captured.hints, Request(Cluster.parse("cpu:1x1"), Settings()))
     used = space((1,)) if recipe == "auto" else RECIPES[recipe].roles_on(1)
@@ -181,9 +238,14 @@ def test_one_rank_cuts_nothing(recipe: str) -> None:
 
 @pytest.mark.parametrize(("few", "many"), [("h100:1x2", "h100:1x6"), ("h100:1x4", "h100:2x4")])
 def test_more_devices_are_no_slower_than_as_many_of_them_that_repeat_each_other(few: str, many: str) -> None:
-    """Layers of very unlike widths: by linear prices sums of their gradients hide that in a step show, and the optimum of those prices leads to no better one."""
+    """Layers of very unlike widths: by linear prices sums of their gradients hide that in a step show, and the optimum
+    of those prices leads to no better one."""
     widths = (256, 4096, 128, 8192, 64, 2048, 512, 512)
-    model = nn.Sequential(*(layer for here, there in itertools.pairwise(widths) for layer in (nn.Linear(here, there), nn.GELU())))
+    model = nn.Sequential(
+        *(layer for here, there in itertools.pairwise(widths) for layer in (nn.Linear(here, there), nn.GELU()))
+    )
     made = capture(model, (torch.zeros(256, widths[0]), torch.zeros(256, widths[-1])), loss_fn=nn.functional.mse_loss)
-    one, other = (plan(made.gm, made.hints, Request(Cluster.parse(cluster))).predicted.step_s for cluster in (few, many))
+    one, other = (
+        plan(made.gm, made.hints, Request(Cluster.parse(cluster))).predicted.step_s for cluster in (few, many)
+    )
     assert other <= one * (1 + SIMPLER)

@@ -18,7 +18,9 @@ from autopar.routing import parts_of_run, parts_of_token, rows_sent
 def test_mean_over_all_choices(parts: int, each: int, data: st.DataObject) -> None:
     experts = parts * each
     copies = data.draw(st.integers(1, experts))
-    wanted = mean(len({expert // each for expert in chosen}) for chosen in itertools.combinations(range(experts), copies))
+    wanted = mean(
+        len({expert // each for expert in chosen}) for chosen in itertools.combinations(range(experts), copies)
+    )
     assert parts_of_token(experts, copies, parts) == pytest.approx(wanted)
 
 
@@ -27,7 +29,9 @@ def test_mean_over_all_tokens_that_a_gate_of_benchmarks_deals(parts: int, each: 
     experts = parts * each
     copies = data.draw(st.integers(1, experts))
     dealt = torch.arange(experts * copies).view(-1, copies) % experts
-    assert parts_of_run(experts, copies, parts) == pytest.approx(mean(len(set(chosen)) for chosen in (dealt // each).tolist()))
+    assert parts_of_run(experts, copies, parts) == pytest.approx(
+        mean(len(set(chosen)) for chosen in (dealt // each).tolist())
+    )
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.data())
@@ -35,7 +39,10 @@ def test_rows_along_two_axes(own: int, major: int, minor: int, each: int, data: 
     """This rank sends to part 0 of `own`: of each choice the coordinates with experts, then all ranks with experts."""
     experts = own * major * minor * each
     copies = data.draw(st.integers(1, min(3, experts)))
-    ours = [[expert for expert in chosen if expert < experts // own] for chosen in itertools.combinations(range(experts), copies)]
+    ours = [
+        [expert for expert in chosen if expert < experts // own]
+        for chosen in itertools.combinations(range(experts), copies)
+    ]
     wanted = [mean(len({expert // per for expert in chosen}) for chosen in ours) for per in (minor * each, each)]
     assert rows_sent(1, experts, copies, [major, minor], own) == pytest.approx(wanted)
 

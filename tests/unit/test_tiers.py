@@ -16,20 +16,26 @@ IDS = st.builds("tests/test_x.py::test_{}[{}]".format, st.sampled_from("abc"), s
 
 
 @given(st.dictionaries(IDS, st.floats(0, 20)))
-def test_what_stays_is_quick_and_every_test_has_a_case_that_stays_unless_none_is_quick(took_s: dict[str, float]) -> None:
+def test_what_stays_is_quick_and_every_test_has_a_case_that_stays_unless_none_is_quick(
+    took_s: dict[str, float],
+) -> None:
     long = tiers.too_long(took_s)
     for name in {one.split("[")[0] for one in took_s}:
         cases = {one: s for one, s in took_s.items() if one.startswith(f"{name}[")}
         stay = {one: s for one, s in cases.items() if one not in long}
         assert bool(stay) == (min(cases.values()) <= tiers.ALONE_S)
-        assert all(s <= min([t for one, t in cases.items() if one in long], default=s) for s in stay.values())  # the quicker ones
+        # the quicker ones
+        assert all(s <= min([t for one, t in cases.items() if one in long], default=s) for s in stay.values())
         slower = sorted(s for s in stay.values() if s > tiers.QUICK_S)
         assert sum(slower) <= max(tiers.TOGETHER_S, min(cases.values())) + tiers.QUICK_S * len(cases)
 
 
 def test_files_of_pytest_are_read_and_the_list_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     took = tmp_path / "took.xml"
-    took.write_text('<testsuites><testsuite><testcase classname="tests.unit.test_x" name="test_a[1]" time="11.5"/><testcase classname="tests.unit.test_x" name="test_b"/></testsuite></testsuites>')
+    took.write_text(
+        '<testsuites><testsuite><testcase classname="tests.unit.test_x" name="test_a[1]" time="11.5"/><testcase '
+        'classname="tests.unit.test_x" name="test_b"/></testsuite></testsuites>'
+    )
     assert tiers.durations(took) == {"tests/unit/test_x.py::test_a[1]": 11.5, "tests/unit/test_x.py::test_b": 0.0}
     monkeypatch.setattr(tiers, "LONG", tmp_path / "long.txt")
     tiers.write(tiers.too_long(tiers.durations(took)))

@@ -66,7 +66,9 @@ def test_a_strategy_fits_where_compile_finds_that_it_does(name: str) -> None:
         here = survey(memory_bytes)
         here.hints = {**here.hints, "b": 64}
         row = next(row for row in here.rows([name]) if row.name == name)
-        assert row.fits == _compiles(replace(here.request, recipe=name, time_limit_s=5.0), who, here.hints), memory_bytes
+        assert row.fits == _compiles(replace(here.request, recipe=name, time_limit_s=5.0), who, here.hints), (
+            memory_bytes
+        )
         seen.add((row.fits, bool(row.plan.remat)))
         plain = Survey(here.gm, here.hints, replace(here.request, remat="none"))
         assert not any(row.plan.remat for row in plain.rows([name]))
@@ -98,8 +100,12 @@ def test_the_largest_sizes_of_a_pipeline_have_as_many_microbatches_as_they_want(
     assert peak(s=size) <= row.limit_bytes < here.predicted(plan, s=size).peak_bytes
     assert peak(s=size + step) > row.limit_bytes
     step, size = here._microbatch_step(plan), row.largest["b"]
-    if name == "gpipe":  # keeps all microbatches; the others have room for any number, until the inputs of the batch fill the memory
-        assert peak(b=size) <= row.limit_bytes < here.predicted(plan, b=size).peak_bytes and peak(b=size + step) > row.limit_bytes
+    # keeps all microbatches; the others have room for any number, until the inputs of the batch fill the memory
+    if name == "gpipe":
+        assert (
+            peak(b=size) <= row.limit_bytes < here.predicted(plan, b=size).peak_bytes
+            and peak(b=size + step) > row.limit_bytes
+        )
     else:
         assert size >= 2 * ROUNDS
 
@@ -111,7 +117,10 @@ def test_what_fits_when_it_is_planned_is_no_larger_than_the_largest(name: str) -
         for size in sizes:
             here = survey()
             here.hints = {**here.hints, symbol: size}
-            assert size <= largest[symbol] or not any(row.fits for row in here.rows([name]) if row.name == name), (symbol, size)
+            assert size <= largest[symbol] or not any(row.fits for row in here.rows([name]) if row.name == name), (
+                symbol,
+                size,
+            )
 
 
 def test_what_does_not_fit_is_shown_as_its_plan_of_least_memory() -> None:
@@ -121,7 +130,8 @@ def test_what_does_not_fit_is_shown_as_its_plan_of_least_memory() -> None:
 
 
 def test_each_place_has_its_own_memory() -> None:
-    """On two kinds of devices: with as much as its plan takes on the fuller one there, a pipeline fits, with less it does not."""
+    """On two kinds of devices: with as much as its plan takes on the fuller one there, a pipeline fits, with less it
+    does not."""
     who = subject("gpt")
 
     def row(small: float) -> Row:
@@ -132,7 +142,9 @@ def test_each_place_has_its_own_memory() -> None:
     assert roomy.fits and roomy.plan is not None and roomy.place is not None and roomy.prediction is not None
     tight = row(2.5e-4)  # the least that a cluster may say
     assert tight.place is not None and tight.limit_bytes < roomy.limit_bytes
-    assert tight.fits == all(place.peak_bytes <= limit for place, limit in zip(tight.prediction.places, _limits(tight), strict=True))
+    assert tight.fits == all(
+        place.peak_bytes <= limit for place, limit in zip(tight.prediction.places, _limits(tight), strict=True)
+    )
 
 
 def _limits(row: Row) -> list[int]:
@@ -145,13 +157,18 @@ def test_recipes_of_the_host_have_rows_where_hosts_are_known() -> None:
     who = subject("gpt")
 
     def rows(cluster: Cluster, *names: str) -> dict[str, Row]:
-        return {row.name: row for row in Survey(who.captured.gm, who.captured.hints, Request(cluster), {"s": 64}).rows(names)}
+        return {
+            row.name: row
+            for row in Survey(who.captured.gm, who.captured.hints, Request(cluster), {"s": 64}).rows(names)
+        }
 
     gpus = Cluster.parse("h100:1x2")
     found = rows(gpus, "zero1", "optimizer_offload", "zero_offload")
     peaks = [found[name].prediction.peak_bytes for name in ("zero1", "optimizer_offload", "zero_offload")]
     assert peaks[0] > peaks[1] > peaks[2] and all(row.fits for row in found.values())
-    assert 0 == found["zero1"].host_bytes < found["optimizer_offload"].host_bytes == found["zero_offload"].host_bytes / 2
+    assert (
+        0 == found["zero1"].host_bytes < found["optimizer_offload"].host_bytes == found["zero_offload"].host_bytes / 2
+    )
     small = replace(gpus, device=replace(gpus.device, host_memory_bytes=1000))
     assert not rows(small, "zero_offload")["zero_offload"].fits
     unknown = replace(gpus, device=replace(gpus.device, host_memory_bytes=0))
@@ -161,7 +178,11 @@ def test_recipes_of_the_host_have_rows_where_hosts_are_known() -> None:
 
 
 def test_sizes_that_are_not_looked_at_are_no_largest_ones() -> None:
-    assert LOOKED_AT < LARGEST and _size(LARGEST, None) == "over 4000000" and _size(LARGEST, LARGEST) == f"{LARGEST} (all positions)"
+    assert (
+        LOOKED_AT < LARGEST
+        and _size(LARGEST, None) == "over 4000000"
+        and _size(LARGEST, LARGEST) == f"{LARGEST} (all positions)"
+    )
     assert (_size(2838597, None), _size(0, None)) == ("2838597", "none")
 
 

@@ -18,5 +18,21 @@ from autopar.runtime.algorithms.vocab_cross_entropy import vocab_cross_entropy_s
 from autopar.runtime.algorithms.vocab_embedding import vocab_embedding
 from autopar.runtime.rng import in_training
 
-__all__ = ["causal_rows", "dropout", "experts_on_ranks", "halo", "in_training", "own_groups", "own_heads", "placed", "ring_attention", "seeded", "tiled_embedding", "tiled_linear",
-           "tiled_matmul", "vocab_bag", "vocab_cross_entropy_sum", "vocab_embedding"]
+__all__ = [
+    "causal_rows",
+    "dropout",
+    "experts_on_ranks",
+    "halo",
+    "in_training",
+    "own_groups",
+    "own_heads",
+    "placed",
+    "ring_attention",
+    "seeded",
+    "tiled_embedding",
+    "tiled_linear",
+    "tiled_matmul",
+    "vocab_bag",
+    "vocab_cross_entropy_sum",
+    "vocab_embedding",
+]

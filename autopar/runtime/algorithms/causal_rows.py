@@ -12,21 +12,47 @@ from autopar.runtime.algorithms.partial_attention import repeat_heads
 from autopar.runtime.mesh import Mesh
 
 
-def causal_rows(q: Tensor, k: Tensor, v: Tensor, *, axes: Sequence[int], mesh: Mesh, rows: int | None = None,
-                scale: float | None = None, enable_gqa: bool = False, dropout_p: float = 0.0) -> Tensor:
-    """`q [..., h, t_local, d]`, this rank's rows of `rows` (default: as many as keys); whole `k, v [..., s, d]` -> `[..., h, t_local, d]`.
+def causal_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    axes: Sequence[int],
+    mesh: Mesh,
+    rows: int | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """`q [..., h, t_local, d]`, this rank's rows of `rows` (default: as many as keys); whole `k, v [..., s, d]` ->
+    `[..., h, t_local, d]`.
 
-    Row i of the whole sees keys 0 ... i, as is_causal of scaled_dot_product_attention. The gradients of k and v are partial
-    sums over `axes`. No communication; rank r of n does (2r + 1) / n^2 of the work of the whole, so the last one sets the pace.
+    Row i of the whole sees keys 0 ... i, as is_causal of scaled_dot_product_attention. The gradients of k and v are
+    partial sums over `axes`. No communication; rank r of n does (2r + 1) / n^2 of the work of the whole, so the last
+    one sets the pace.
     """
     start, stop = mesh.span(k.shape[-2] if rows is None else rows, axes)
     seen = min(max(stop, 1), k.shape[-2])
     if start == 0:
-        return F.scaled_dot_product_attention(q, k[..., :seen, :], v[..., :seen, :], dropout_p=dropout_p, is_causal=True,
-                                              scale=scale, enable_gqa=enable_gqa)
+        return F.scaled_dot_product_attention(
+            q,
+            k[..., :seen, :],
+            v[..., :seen, :],
+            dropout_p=dropout_p,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
     if enable_gqa and q.device.type == "cuda":  # no fused kernel there takes both groups and a mask
         k, v = repeat_heads(k, q), repeat_heads(v, q)
     row = torch.arange(start, stop, device=q.device).unsqueeze(-1)
     visible = torch.arange(seen, device=q.device) <= row
-    return F.scaled_dot_product_attention(q, k[..., :seen, :], v[..., :seen, :], attn_mask=visible, dropout_p=dropout_p, scale=scale,
-                                          enable_gqa=enable_gqa)
+    return F.scaled_dot_product_attention(
+        q,
+        k[..., :seen, :],
+        v[..., :seen, :],
+        attn_mask=visible,
+        dropout_p=dropout_p,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )

@@ -12,12 +12,12 @@ from autopar.runtime.rng import current, generator
 
 
 def dropout(x: Tensor, p: float, layout: str, *, key: str, mesh: Mesh, once: bool = False) -> Tensor:
-    """`x` with each element zeroed with probability `p` and the rest scaled by 1 / (1 - p): same shape. As it is where the module
-    evaluates.
+    """`x` with each element zeroed with probability `p` and the rest scaled by 1 / (1 - p): same shape. As it is where
+    the module evaluates.
 
-    `layout` says which ranks hold the same shard (they draw the same mask); `key` names the operator. Reproducible by seed, and new at
-    every step, in every block and microbatch (in all the same with `once`) and at every call (autopar.runtime.rng). The mask is one draw
-    per element, as on one device, but other numbers.
+    `layout` says which ranks hold the same shard (they draw the same mask); `key` names the operator. Reproducible by
+    seed, and new at every step, in every block and microbatch (in all the same with `once`) and at every call
+    (autopar.runtime.rng). The mask is one draw per element, as on one device, but other numbers.
     """
     if p == 0.0 or not current().training:
         return x
@@ -44,9 +44,9 @@ class _Masked(torch.autograd.Function):
 
 
 def _scaled(x: Tensor, kept: Tensor, scale: float) -> Tensor:
-    """`x * kept * scale`, with no tensor of that size but the result. torch has one kernel for it (that of the backward of dropout), but on
-    a CPU three operators, of which two results are there beside the last one; here they are one after the other in the same memory, with
-    the same numbers."""
+    """`x * kept * scale`, with no tensor of that size but the result. torch has one kernel for it (that of the backward
+    of dropout), but on a CPU three operators, of which two results are there beside the last one; here they are one
+    after the other in the same memory, with the same numbers."""
     if x.device.type == "cpu":
         return torch.empty_like(x).copy_(kept).mul_(x).mul_(scale)
     scaled: Tensor = torch.ops.aten.native_dropout_backward(x, kept, scale)

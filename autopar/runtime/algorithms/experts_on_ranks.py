@@ -1,17 +1,17 @@
 """Layers of experts on ranks that each have some of the experts: tokens go to their experts, and results come back.
 
-Along an axis of *owners* all ranks have the same tokens, and each computes those of its own experts: its result is a part of a sum. Along
-an axis of *dispatch* each rank has tokens of its own:
+Along an axis of *owners* all ranks have the same tokens, and each computes those of its own experts: its result is a
+part of a sum. Along an axis of *dispatch* each rank has tokens of its own:
 
     all to all   how many tokens go where
     all to all   the tokens, each with the numbers of its experts and their gates
     compute      what the experts there make of them, summed up by token
     all to all   the sums, back to where the tokens are
 
-and in the backward the last two go the other way (GShard, https://arxiv.org/abs/2006.16668). Along each axis a token goes once to a
-coordinate, however many of its experts are there, and one result comes back: with nodes on the first axis, once to each node, and from
-there to its ranks (as DeepEP does, https://github.com/deepseek-ai/DeepEP). Who goes where is data, so sizes differ from rank to rank and
-from step to step; no token is dropped and none is padded.
+and in the backward the last two go the other way (GShard, https://arxiv.org/abs/2006.16668). Along each axis a token
+goes once to a coordinate, however many of its experts are there, and one result comes back: with nodes on the first
+axis, once to each node, and from there to its ranks (as DeepEP does, https://github.com/deepseek-ai/DeepEP). Who goes
+where is data, so sizes differ from rank to rank and from step to step; no token is dropped and none is padded.
 """
 
 from __future__ import annotations
@@ -33,22 +33,37 @@ NAME = "experts_on_ranks"
 Compute = Callable[[Tensor, Tensor], Tensor]
 
 
-def experts_on_ranks(compute: Compute, hidden: Tensor, chosen: Tensor, gates: Tensor, *, experts: int,
-                     axes: Sequence[int], dispatch: Sequence[int], mesh: Mesh) -> Tensor:
-    """`hidden [..., d]`, `chosen [..., k]` in `range(experts)`, `gates [..., k]` -> `[..., o]`, of the dtype that tokens and gates promote
-    to.
+def experts_on_ranks(
+    compute: Compute,
+    hidden: Tensor,
+    chosen: Tensor,
+    gates: Tensor,
+    *,
+    experts: int,
+    axes: Sequence[int],
+    dispatch: Sequence[int],
+    mesh: Mesh,
+) -> Tensor:
+    """`hidden [..., d]`, `chosen [..., k]` in `range(experts)`, `gates [..., k]` -> `[..., o]`, of the dtype that
+    tokens and gates promote to.
 
-    `axes` cut the experts, major first; those of them in `dispatch` cut the tokens too, on the others the tokens are whole and the result
-    is a partial sum. `compute(rows [n, d], ends [e_local]) -> [n, o]` is this rank's experts on rows sorted by expert; those of expert i
-    end before `ends[i]`. Any number of rows, none included, may come to a rank. Sums are of float32 at least; they travel in the dtype of
-    the tokens.
+    `axes` cut the experts, major first; those of them in `dispatch` cut the tokens too, on the others the tokens are
+    whole and the result is a partial sum. `compute(rows [n, d], ends [e_local]) -> [n, o]` is this rank's experts on
+    rows sorted by expert; those of expert i end before `ends[i]`. Any number of rows, none included, may come to a
+    rank. Sums are of float32 at least; they travel in the dtype of the tokens.
     """
     flat, numbers, weights = (tensor.flatten(0, -2) for tensor in (hidden, chosen, gates))
     layer = _Layer(compute, experts, mesh, mesh.span(experts, axes), _places(experts, axes, mesh, chosen.device))
     owners = [axis for axis in axes if axis not in dispatch]
     for axis in owners:
         numbers = layer.here(numbers, axis)
-    nominal = rows_sent(len(flat), experts, chosen.shape[-1], [mesh.sizes[a] for a in dispatch], math.prod(mesh.sizes[a] for a in owners))
+    nominal = rows_sent(
+        len(flat),
+        experts,
+        chosen.shape[-1],
+        [mesh.sizes[a] for a in dispatch],
+        math.prod(mesh.sizes[a] for a in owners),
+    )
     out = layer.reach(flat, numbers, weights, list(zip(dispatch, nominal, strict=True)))
     return out.to(torch.promote_types(hidden.dtype, gates.dtype)).view(*chosen.shape[:-1], out.shape[1])
 
@@ -68,7 +83,8 @@ def _places(experts: int, axes: Sequence[int], mesh: Mesh, device: torch.device)
 
 @dataclass(frozen=True)
 class _Layer:
-    """The experts of this rank, numbers `span[0]` to `span[1]` of `experts`, and where all are. Numbers from `experts` on are of none."""
+    """The experts of this rank, numbers `span[0]` to `span[1]` of `experts`, and where all are. Numbers from `experts`
+    on are of none."""
 
     compute: Compute
     experts: int
@@ -84,8 +100,8 @@ class _Layer:
         return self.places[axis][numbers.clamp(max=self.experts)]
 
     def reach(self, hidden: Tensor, numbers: Tensor, gates: Tensor, trips: Sequence[tuple[int, float]]) -> Tensor:
-        """The sum over the experts of each token; `trips` are the axes still to go along, with the rows that a rank sends there
-        where routing is balanced."""
+        """The sum over the experts of each token; `trips` are the axes still to go along, with the rows that a rank
+        sends there where routing is balanced."""
         if not trips:
             return self._computed(hidden, numbers, gates)
         (axis, nominal), *further = trips
@@ -99,7 +115,8 @@ class _Layer:
     def _wanted(self, numbers: Tensor, axis: int) -> Tensor:
         """Whether some expert of each token is at each coordinate: `[ways, tokens]`."""
         found = numbers.new_zeros(self.mesh.sizes[axis] + 1, len(numbers), dtype=torch.bool)
-        return found.scatter_(0, self._at(numbers, axis).remainder(len(found)).t(), True)[:-1]  # -1: behind the last coordinate
+        # -1: behind the last coordinate
+        return found.scatter_(0, self._at(numbers, axis).remainder(len(found)).t(), True)[:-1]
 
     def _computed(self, hidden: Tensor, numbers: Tensor, gates: Tensor) -> Tensor:
         """The pairs of a token and an expert of this rank, sorted by expert, through their experts."""
@@ -120,8 +137,8 @@ def _summed(rows: Tensor, token: Tensor, tokens: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Trip:
-    """`leave[i]` rows go to coordinate i of the axis, `arrive[i]` come from it. Counted with the rows of balanced routing, as it is
-    priced."""
+    """`leave[i]` rows go to coordinate i of the axis, `arrive[i]` come from it. Counted with the rows of balanced
+    routing, as it is priced."""
 
     leave: list[int]
     arrive: list[int]
@@ -144,13 +161,18 @@ class _Trip:
         return replace(self, leave=self.arrive, arrive=self.leave)
 
     def go(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The rows that come where these leave: side by side as bytes, in one exchange. Copied out of it, because a view of another dtype
-        needs a place of its own even where there are no rows."""
+        """The rows that come where these leave: side by side as bytes, in one exchange. Copied out of it, because a
+        view of another dtype needs a place of its own even where there are no rows."""
         rows = torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors], 1)
         record("all_to_all", self.axis, round(self.mesh.sizes[self.axis] * self.nominal * rows.shape[1]), NAME)
-        came = torch.cat(all_to_all(list(rows.split(self.leave)), [(n, rows.shape[1]) for n in self.arrive], self.axis, self.mesh))
+        came = torch.cat(
+            all_to_all(list(rows.split(self.leave)), [(n, rows.shape[1]) for n in self.arrive], self.axis, self.mesh)
+        )
         parts = came.split([tensor.shape[1] * tensor.element_size() for tensor in tensors], 1)
-        return tuple(part.clone(memory_format=torch.contiguous_format).view(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True))
+        return tuple(
+            part.clone(memory_format=torch.contiguous_format).view(tensor.dtype)
+            for part, tensor in zip(parts, tensors, strict=True)
+        )
 
 
 class _Travel(torch.autograd.Function):

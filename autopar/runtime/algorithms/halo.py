@@ -1,8 +1,9 @@
-"""Halo exchange: the rows of an image that is cut along one dim, with the rows of other ranks that a convolution or pool reads.
+"""Halo exchange: the rows of an image that is cut along one dim, with the rows of other ranks that a convolution or
+pool reads.
 
-The operator itself then runs on what `halo` gives, without padding along that dim: ranks at the ends of the image pad by hand. The
-backward sends the gradients of borders back and adds them to those of the rows they came from. Images cut along two dims take two
-calls; the second sends the corners that the first brought.
+The operator itself then runs on what `halo` gives, without padding along that dim: ranks at the ends of the image pad
+by hand. The backward sends the gradients of borders back and adds them to those of the rows they came from. Images cut
+along two dims take two calls; the second sends the corners that the first brought.
 """
 
 from __future__ import annotations
@@ -22,24 +23,39 @@ from autopar.runtime.neighbours import Parcel, start_transfers
 from autopar.window_rows import Window
 
 
-def halo(x: Tensor, *, dim: int, axis: int, size: int, outs: int, reach: int, mesh: Mesh, stride: int = 1, padding: int = 0,
-         fill: float = 0.0) -> Tensor:
-    """This rank's rows `x` of an image with `size` rows along `dim`, cut on mesh axis `axis` as torch.chunk cuts -> the rows that its
-    chunk of `outs` outputs reads; those outside of the image are `fill`.
+def halo(
+    x: Tensor,
+    *,
+    dim: int,
+    axis: int,
+    size: int,
+    outs: int,
+    reach: int,
+    mesh: Mesh,
+    stride: int = 1,
+    padding: int = 0,
+    fill: float = 0.0,
+) -> Tensor:
+    """This rank's rows `x` of an image with `size` rows along `dim`, cut on mesh axis `axis` as torch.chunk cuts -> the
+    rows that its chunk of `outs` outputs reads; those outside of the image are `fill`.
 
-    One output reads `reach` rows (dilation x (kernel - 1) + 1), the next one those `stride` further; `padding` rows are in front of the
-    image. Exact for uneven chunks and for any distance between ranks. Raises RunError where `x` does not have this rank's rows, or
-    the rank would have no output.
+    One output reads `reach` rows (dilation x (kernel - 1) + 1), the next one those `stride` further; `padding` rows are
+    in front of the image. Exact for uneven chunks and for any distance between ranks. Raises RunError where `x` does
+    not have this rank's rows, or the rank would have no output.
     """
     ways, rank, window = mesh.sizes[axis], mesh.coord[axis], Window(size, outs, reach, stride, padding)
     start, stop = chunk(size, ways, rank)
     if x.shape[dim] != stop - start:
-        raise RunError(f"halo: the image has {x.shape[dim]} rows along dim {dim}, wanted {stop - start}: chunk {rank} of {ways} of {size}")
+        raise RunError(
+            f"halo: the image has {x.shape[dim]} rows along dim {dim}, wanted {stop - start}: chunk {rank} of {ways} "
+            f"of {size}"
+        )
     first, last = chunk(outs, ways, rank)
     if first == last:
-        raise RunError(f"halo: rank {rank} of {ways} has none of {outs} outputs along dim {dim} of an image of {size}, and convolutions "
-                       "and pools "
-                       f"of nothing are refused; cut another dim, or use larger images")
+        raise RunError(
+            f"halo: rank {rank} of {ways} has none of {outs} outputs along dim {dim} of an image of {size}, and "
+            "convolutions and pools of nothing are refused; cut another dim, or use larger images"
+        )
     if window.most_sent(ways):
         x = _Borders.apply(x, dim, axis, window, mesh)
     else:
@@ -97,7 +113,7 @@ def _exchange(sends: list[Parcel], receives: list[Parcel], nbytes: int, axis: in
 
 
 def _resized(shape: torch.Size, dim: int, length: int) -> tuple[int, ...]:
-    return (*shape[:dim], length, *shape[dim + 1:])
+    return (*shape[:dim], length, *shape[dim + 1 :])
 
 
 def _row_bytes(x: Tensor, dim: int) -> int:

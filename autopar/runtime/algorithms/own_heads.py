@@ -1,5 +1,5 @@
-"""Grouped-query attention with more ranks than key heads: the query heads are cut, and each rank takes the key and value heads of its own
-queries."""
+"""Grouped-query attention with more ranks than key heads: the query heads are cut, and each rank takes the key and
+value heads of its own queries."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autopar.runtime.mesh import Mesh
 def own_heads(x: Tensor, *, heads: int, groups: int, axes: Sequence[int], within: Sequence[int], mesh: Mesh) -> Tensor:
     """`x [..., g, s, d]`, keys or values -> the heads of them that this rank's query heads attend to, `[..., h, s, d]`.
 
-    `heads` query heads are cut by `axes`, major first; each of `groups` key heads serves heads / groups of them in a row. `x` has the
-    chunk of the groups that the axes in `within` cut (all, where there are none). Where a chunk of queries is in one group, or is whole
-    groups, `h` is their number and the result a view; else it has one head for each query head. No communication; the gradient of
-    `x` is a part of a sum over `axes` without `within`.
+    `heads` query heads are cut by `axes`, major first; each of `groups` key heads serves heads / groups of them in a
+    row. `x` has the chunk of the groups that the axes in `within` cut (all, where there are none). Where a chunk of
+    queries is in one group, or is whole groups, `h` is their number and the result a view; else it has one head for
+    each query head. No communication; the gradient of `x` is a part of a sum over `axes` without `within`.
     """
     start, stop = mesh.span(heads, axes)
     first, _ = mesh.span(groups, within)

@@ -3,10 +3,12 @@
     out_i = sum over j of p_ij v_j / sum over j of p_ij,     p_ij = exp(scale q_i . k_j + mask_ij)
     lse_i = log(sum over j of p_ij)
 
-Over two parts of the keys lse = log(exp(lse_1) + exp(lse_2)) and out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2. In the
-backward each part needs only the whole `out` and `lse` (FlashAttention, https://arxiv.org/abs/2205.14135, appendix B).
+Over two parts of the keys lse = log(exp(lse_1) + exp(lse_2)) and out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2.
+In the backward each part needs only the whole `out` and `lse` (FlashAttention, https://arxiv.org/abs/2205.14135,
+appendix B).
 
-Fused kernels run where the device has them, matmuls over all pairs elsewhere (masks, values of another width than keys).
+Fused kernels run where the device has them, matmuls over all pairs elsewhere (masks, values of another width than
+keys).
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """`q [..., h, l, d]`, `k [..., g, s, d]`, `v [..., g, s, e]` with g dividing h -> the attention `[..., h, l, e]` and its
-    log-sum-exp `[..., h, l]`, -inf for rows that see nothing, whose result is 0. Neither l nor s may be 0. No autograd.
+    """`q [..., h, l, d]`, `k [..., g, s, d]`, `v [..., g, s, e]` with g dividing h -> the attention `[..., h, l, e]`
+    and its log-sum-exp `[..., h, l]`, -inf for rows that see nothing, whose result is 0. Neither l nor s may be 0. No
+    autograd.
 
     `mask` is boolean (True: seen) or added; `causal` hides key j from row i < j and wants l = s.
     """
@@ -39,14 +42,36 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
     return _weights(scores, lse) @ v.to(lse.dtype), lse
 
 
-def attend_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, causal: bool,
-                    scale: float) -> Grads:
+def attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Grads:
     """Gradients of q, k, v and a floating mask that come from this part; `out` and `lse` are those over all keys."""
     groups, k, v = k.shape[-3] if k.dim() > 2 else 1, repeat_heads(k, q), repeat_heads(v, q)
     if mask is None and flash_takes(q, k, v, causal):
-        dq, dk, dv = flash_attention_backward(_batched(grad), _batched(q), _batched(k), _batched(v), _batched(out),
-                                              _batched(lse.unsqueeze(-1)).squeeze(-1), causal, scale)
-        return dq.reshape(q.shape), _sum_groups(dk.reshape(k.shape), groups), _sum_groups(dv.reshape(v.shape), groups), None
+        dq, dk, dv = flash_attention_backward(
+            _batched(grad),
+            _batched(q),
+            _batched(k),
+            _batched(v),
+            _batched(out),
+            _batched(lse.unsqueeze(-1)).squeeze(-1),
+            causal,
+            scale,
+        )
+        return (
+            dq.reshape(q.shape),
+            _sum_groups(dk.reshape(k.shape), groups),
+            _sum_groups(dv.reshape(v.shape), groups),
+            None,
+        )
     weights = _weights(_scores(q, k, mask, causal, scale), lse)
     grad = grad.to(weights.dtype)
     delta = (grad * out.to(weights.dtype)).sum(-1, keepdim=True)
@@ -74,7 +99,11 @@ def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
 
 def _sum_groups(grad: Tensor, groups: int) -> Tensor:
     """The gradient of what `repeat_heads` repeated."""
-    return grad if grad.dim() < 3 or grad.shape[-3] == groups else grad.unflatten(-3, (groups, -1)).sum(-3, dtype=wide(grad.dtype))
+    return (
+        grad
+        if grad.dim() < 3 or grad.shape[-3] == groups
+        else grad.unflatten(-3, (groups, -1)).sum(-3, dtype=wide(grad.dtype))
+    )
 
 
 def _batched(x: Tensor) -> Tensor:
@@ -85,7 +114,9 @@ def _batched(x: Tensor) -> Tensor:
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     scores = (q.to(wide(q.dtype)) @ k.to(wide(q.dtype)).mT) * scale
     if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+        scores = scores.masked_fill(
+            torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -torch.inf
+        )
     if mask is None:
         return scores
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

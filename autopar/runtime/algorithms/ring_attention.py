@@ -1,9 +1,10 @@
 """Attention with queries, keys and values all cut along the sequence: keys and values go round the ring of ranks.
 
-Each rank attends its rows to the keys at hand while the next ones are on their way, and merges what it gets (partial_attention).
-The backward sends keys and values round once more, with the sums of their gradients behind them (Ring Attention,
-https://arxiv.org/abs/2310.01889). On n ranks: n - 1 sends of (k, v) forward; n - 1 of (k, v) and n of (dk, dv) backward; where causal,
-one exchange of halves on each way in and out (ring_order). Nothing is kept for the backward but what the rank holds.
+Each rank attends its rows to the keys at hand while the next ones are on their way, and merges what it gets
+(partial_attention). The backward sends keys and values round once more, with the sums of their gradients behind them
+(Ring Attention, https://arxiv.org/abs/2310.01889). On n ranks: n - 1 sends of (k, v) forward; n - 1 of (k, v) and n of
+(dk, dv) backward; where causal, one exchange of halves on each way in and out (ring_order). Nothing is kept for the
+backward but what the rank holds.
 """
 
 from __future__ import annotations
@@ -22,22 +23,35 @@ from autopar.runtime.mesh import Mesh
 from autopar.runtime.neighbours import pack, start_shift, unpack
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *, rows: int, axes: Sequence[int], mesh: Mesh,
-                   is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
-    """This rank's rows of scaled_dot_product_attention over a sequence of `rows`: `q [..., h, l, d]`, `k [..., g, l, d]`,
-    `v [..., g, l, e]`, all cut along l as torch.chunk cuts on the one mesh axis in `axes` -> `[..., h, l, e]`.
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    rows: int,
+    axes: Sequence[int],
+    mesh: Mesh,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """This rank's rows of scaled_dot_product_attention over a sequence of `rows`: `q [..., h, l, d]`, `k [..., g, l,
+    d]`, `v [..., g, l, e]`, all cut along l as torch.chunk cuts on the one mesh axis in `axes` -> `[..., h, l, e]`.
 
-    `attn_mask` has this rank's rows (or 1) and all columns (or 1). g is h, or divides it (`enable_gqa`). Uneven and empty shards
-    are exact. Raises RunError where `q`, `k` and `v` do not have this rank's rows, or are split by more than one axis.
+    `attn_mask` has this rank's rows (or 1) and all columns (or 1). g is h, or divides it (`enable_gqa`). Uneven and
+    empty shards are exact. Raises RunError where `q`, `k` and `v` do not have this rank's rows, or are split by more
+    than one axis.
     """
     if len(axes) != 1:
         raise RunError(f"ring attention goes round one mesh axis, got {tuple(axes)} of {mesh}; plan it for one axis")
     order = Order(rows, axes[0], mesh, is_causal)
     local = order.length(order.rank)
     if {q.shape[-2], k.shape[-2], v.shape[-2]} != {local}:
-        raise RunError(f"ring attention: q, k, v have {q.shape[-2]}, {k.shape[-2]}, {v.shape[-2]} rows, wanted {local}: chunk {order.rank} "
-                       "of "
-                       f"{order.ways} of a sequence of {rows}")
+        raise RunError(
+            f"ring attention: q, k, v have {q.shape[-2]}, {k.shape[-2]}, {v.shape[-2]} rows, wanted {local}: chunk "
+            f"{order.rank} of {order.ways} of a sequence of {rows}"
+        )
     out: Tensor = _Ring.apply(q, k, v, attn_mask, order, 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
     return out
 
@@ -50,7 +64,14 @@ class _Ring(torch.autograd.Function):
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=total.dtype)
         for source, (key, value) in _round(order, [k, v]):
             for rows, keys, causal in order.tiles(source):
-                part = attend(q[..., rows, :], key[..., keys, :], value[..., keys, :], _columns(mask, order, source), causal, scale)
+                part = attend(
+                    q[..., rows, :],
+                    key[..., keys, :],
+                    value[..., keys, :],
+                    _columns(mask, order, source),
+                    causal,
+                    scale,
+                )
                 merge(total[..., rows, :], lse[..., rows], *part)
         (out,) = order.leave([total.to(q.dtype)])
         ctx.save_for_backward(q, k, v, out, lse, *(() if mask is None else (mask,)))
@@ -69,8 +90,17 @@ class _Ring(torch.autograd.Function):
         for source, (key, value) in _round(order, [k, v]):
             dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (key, value))
             for rows, keys, causal in order.tiles(source):
-                parts = attend_backward(grad[..., rows, :], q[..., rows, :], key[..., keys, :], value[..., keys, :], out[..., rows, :],
-                                        lse[..., rows], _columns(mask, order, source), causal, ctx.scale)
+                parts = attend_backward(
+                    grad[..., rows, :],
+                    q[..., rows, :],
+                    key[..., keys, :],
+                    value[..., keys, :],
+                    out[..., rows, :],
+                    lse[..., rows],
+                    _columns(mask, order, source),
+                    causal,
+                    ctx.scale,
+                )
                 for whole, part, at in ((dq, parts[0], rows), (dk, parts[1], keys), (dv, parts[2], keys)):
                     whole[..., at, :] += part
                 if dmask is not None and parts[3] is not None:
@@ -79,7 +109,9 @@ class _Ring(torch.autograd.Function):
                 for whole, part in zip((dk, dv), unpack(passed(), [dk.shape, dv.shape]), strict=True):
                     whole += part
             if order.ways > 1:
-                passed = start_shift(pack([dk, dv]), _numel([k, v], order, (source - 1) % order.ways), order.axis, order.mesh, order.name)
+                passed = start_shift(
+                    pack([dk, dv]), _numel([k, v], order, (source - 1) % order.ways), order.axis, order.mesh, order.name
+                )
         if passed is not None:
             dk, dv = unpack(passed(), [k.shape, v.shape])
         dq, dk, dv = order.leave([x.to(q.dtype) for x in (dq, dk, dv)])
@@ -87,11 +119,16 @@ class _Ring(torch.autograd.Function):
 
 
 def _round(order: Order, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-    """Every rank's `tensors` with that rank, the own ones first, then those of the ranks before; the next are under way meanwhile."""
+    """Every rank's `tensors` with that rank, the own ones first, then those of the ranks before; the next are under way
+    meanwhile."""
     held, source = pack(tensors), order.rank
     for step in range(order.ways):
         before = (source - 1) % order.ways
-        arrive = start_shift(held, _numel(tensors, order, before), order.axis, order.mesh, order.name) if step < order.ways - 1 else None
+        arrive = (
+            start_shift(held, _numel(tensors, order, before), order.axis, order.mesh, order.name)
+            if step < order.ways - 1
+            else None
+        )
         yield source, unpack(held, _shapes(tensors, order, source))
         if arrive is not None:
             held, source = arrive(), before

@@ -1,8 +1,9 @@
 """Which rows each rank of a ring works on, and which pairs of (own queries, keys of another rank) there are to compute.
 
-Contiguous chunks balance an attention in which every row sees every key. Where row i sees keys 0 ... i the last rank would do
-almost twice its share, so each rank works on two halves of chunks instead, one from the front and one from the back ("zigzag"):
-of 2n halves, rank r takes r and 2n - 1 - r. The halves are exchanged on the way in and out; the graph around sees contiguous chunks.
+Contiguous chunks balance an attention in which every row sees every key. Where row i sees keys 0 ... i the last rank
+would do almost twice its share, so each rank works on two halves of chunks instead, one from the front and one from the
+back ("zigzag"): of 2n halves, rank r takes r and 2n - 1 - r. The halves are exchanged on the way in and out; the graph
+around sees contiguous chunks.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Order:
 
     @cached_property
     def zigzag(self) -> bool:
-        """Whether ranks work on two halves each: causal, and 2n halves of one length (autopar.rules.algorithms prices the same)."""
+        """Whether ranks work on two halves each: causal, and 2n halves of one length (autopar.rules.algorithms prices
+        the same)."""
         return self.causal and self.ways > 1 and self.rows % (2 * self.ways) == 0
 
     def span(self, rank: int) -> tuple[int, int]:
@@ -79,7 +81,9 @@ class Order:
     @property
     def _workers(self) -> tuple[int, int]:
         """Who works on the two halves of this rank's chunk."""
-        first, second = (half if half < self.ways else 2 * self.ways - 1 - half for half in (2 * self.rank, 2 * self.rank + 1))
+        first, second = (
+            half if half < self.ways else 2 * self.ways - 1 - half for half in (2 * self.rank, 2 * self.rank + 1)
+        )
         return first, second
 
     @property
@@ -88,8 +92,8 @@ class Order:
         return self.rank // 2, (2 * self.ways - 1 - self.rank) // 2
 
     def _exchange(self, tensors: Sequence[Tensor], to: tuple[int, int], origin: tuple[int, int]) -> list[Tensor]:
-        """Send the halves of each tensor to the two ranks `to`, get two from the ranks `origin`; between two ranks the earlier half
-        goes first."""
+        """Send the halves of each tensor to the two ranks `to`, get two from the ranks `origin`; between two ranks the
+        earlier half goes first."""
         sends: list[Parcel] = []
         receives: list[Parcel] = []
         for x in tensors:
@@ -99,4 +103,4 @@ class Order:
         record("send", self.axis, sum(x.numel() * x.element_size() for x in tensors), self.name)
         start_transfers(sends, receives, self.axis, self.mesh)()
         got = [x for _, x in receives]
-        return [torch.cat(got[i:i + 2], -2) for i in range(0, len(got), 2)]
+        return [torch.cat(got[i : i + 2], -2) for i in range(0, len(got), 2)]

@@ -1,11 +1,11 @@
-"""Products with a weight, and lookups in a table, that is too large to gather whole: it is gathered, used and let go in tiles, forward and
-backward.
+"""Products with a weight, and lookups in a table, that is too large to gather whole: it is gathered, used and let go in
+tiles, forward and backward.
 
-On n ranks that have o/n rows of `weight [o, i]` each, tile j of t is rows j o/(n t) ... (j + 1) o/(n t) of every rank's shard: an
-all-gather of contiguous memory, and every n t-th run of rows of the whole. The next tile is on its way while one is used. The backward
-gathers each again where the gradient of x needs it, and scatters the gradient of each, while that of the next is made. At most two tiles
-and the whole gradient of one are there at once. (Memory-centric tiling: https://arxiv.org/abs/2104.07857, section 5.1.3; there tiles are
-modules of their own.)
+On n ranks that have o/n rows of `weight [o, i]` each, tile j of t is rows j o/(n t) ... (j + 1) o/(n t) of every rank's
+shard: an all-gather of contiguous memory, and every n t-th run of rows of the whole. The next tile is on its way while
+one is used. The backward gathers each again where the gradient of x needs it, and scatters the gradient of each, while
+that of the next is made. At most two tiles and the whole gradient of one are there at once. (Memory-centric tiling:
+https://arxiv.org/abs/2104.07857, section 5.1.3; there tiles are modules of their own.)
 """
 
 from __future__ import annotations
@@ -25,26 +25,33 @@ from autopar.runtime.count import record
 from autopar.runtime.mesh import Mesh
 
 
-def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tiles: int, axes: Sequence[int], mesh: Mesh) -> Tensor:
-    """F.linear: `x [..., i]` this rank's rows, `weight [o/n, i]` its part of the weight, `bias [o]` whole -> `[..., o]`.
+def tiled_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tiles: int, axes: Sequence[int], mesh: Mesh
+) -> Tensor:
+    """F.linear: `x [..., i]` this rank's rows, `weight [o/n, i]` its part of the weight, `bias [o]` whole -> `[...,
+    o]`.
 
-    The gradient of `weight` comes back summed over the n ranks of the one axis in `axes`, this rank's part; that of `bias` partial.
-    Raises RunError where `weight` does not divide into `tiles` or several axes cut it.
+    The gradient of `weight` comes back summed over the n ranks of the one axis in `axes`, this rank's part; that of
+    `bias` partial. Raises RunError where `weight` does not divide into `tiles` or several axes cut it.
     """
     out: Tensor = _Linear.apply(x, weight, bias, _tiling(weight, tiles, axes, mesh, "tiled_linear"))
     return out
 
 
-def tiled_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tiles: int, axes: Sequence[int], mesh: Mesh) -> Tensor:
-    """torch.matmul, and a bias: `x [..., i]` this rank's rows, `weight [i/n, o]` its part of the weight, `bias [o]` whole -> `[..., o]`. As
-    `tiled_linear` else."""
+def tiled_matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tiles: int, axes: Sequence[int], mesh: Mesh
+) -> Tensor:
+    """torch.matmul, and a bias: `x [..., i]` this rank's rows, `weight [i/n, o]` its part of the weight, `bias [o]`
+    whole -> `[..., o]`. As `tiled_linear` else."""
     out: Tensor = _Matmul.apply(x, weight, bias, _tiling(weight, tiles, axes, mesh, "tiled_matmul"))
     return out
 
 
-def tiled_embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1, *, tiles: int, axes: Sequence[int], mesh: Mesh) -> Tensor:
-    """F.embedding: `ids [...]` this rank's, of all v rows, `weight [v/n, h]` its part of the table -> `[..., h]`. Row `padding_idx` (-1:
-    none) gets no gradient. As `tiled_linear` else."""
+def tiled_embedding(
+    ids: Tensor, weight: Tensor, padding_idx: int = -1, *, tiles: int, axes: Sequence[int], mesh: Mesh
+) -> Tensor:
+    """F.embedding: `ids [...]` this rank's, of all v rows, `weight [v/n, h]` its part of the table -> `[..., h]`. Row
+    `padding_idx` (-1: none) gets no gradient. As `tiled_linear` else."""
     out: Tensor = _Embedding.apply(ids, weight, padding_idx, _tiling(weight, tiles, axes, mesh, "tiled_embedding"))
     return out
 
@@ -88,8 +95,10 @@ def _tiling(weight: Tensor, tiles: int, axes: Sequence[int], mesh: Mesh, name: s
     if len(axes) != 1:
         raise RunError(f"{name} gathers along one mesh axis, got {tuple(axes)} of {mesh}; plan it for one axis")
     if tiles < 1 or weight.shape[0] % tiles:
-        raise RunError(f"{name}: {tiles} tiles do not divide the {weight.shape[0]} rows that a rank has of the weight "
-                       f"{tuple(weight.shape)}")
+        raise RunError(
+            f"{name}: {tiles} tiles do not divide the {weight.shape[0]} rows that a rank has of the weight "
+            f"{tuple(weight.shape)}"
+        )
     sums = weight.grad_dtype if weight.is_leaf and weight.requires_grad else None
     return _Tiling(tiles, axes[0], mesh, name, sums or weight.dtype)
 

@@ -5,9 +5,10 @@ For one row with logits x, label y, smoothing e and V classes:
     loss = lse(x) - (1 - e) x[y] - e / V * sum of x,     lse(x) = m + log(sum of exp(x - m)),   m = max of x
     d loss / d x = softmax(x) - (1 - e) onehot(y) - e / V
 
-Two collectives per axis, on one number per row: the maximum m, and the sum of exponentials. The rest is linear, so each rank
-returns its part of it, and coordinate 0 adds the lse: a partial sum. (Megatron-LM, core/tensor_parallel/cross_entropy.py, with
-the target's logit summed by the caller's reduction instead of a third collective.)
+Two collectives per axis, on one number per row: the maximum m, and the sum of exponentials. The rest is linear, so each
+rank returns its part of it, and coordinate 0 adds the lse: a partial sum. (Megatron-LM,
+core/tensor_parallel/cross_entropy.py, with the target's logit summed by the caller's reduction instead of a third
+collective.)
 """
 
 from __future__ import annotations
@@ -25,17 +26,26 @@ from autopar.runtime.count import record
 from autopar.runtime.mesh import Mesh
 
 
-def vocab_cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, *,
-                            vocab: int, axes: Sequence[int], mesh: Mesh) -> Tensor:
-    """`logits [..., v_local]`, `labels [...]` in `range(vocab)` or `ignore_index` -> `[]`, a partial sum over `axes`; nan where a label is
-    neither, for which one device has an error.
+def vocab_cross_entropy_sum(
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    *,
+    vocab: int,
+    axes: Sequence[int],
+    mesh: Mesh,
+) -> Tensor:
+    """`logits [..., v_local]`, `labels [...]` in `range(vocab)` or `ignore_index` -> `[]`, a partial sum over `axes`;
+    nan where a label is neither, for which one device has an error.
 
-    Its gradient must come back whole on `axes`. Uneven and empty shards are exact. As F.cross_entropy(reduction="sum"), whose dtype rules
-    it follows: the result has the dtype of the logits. The backward keeps the logits, not their exponentials, which are wider than 16-bit
-    ones.
+    Its gradient must come back whole on `axes`. Uneven and empty shards are exact. As F.cross_entropy(reduction="sum"),
+    whose dtype rules it follows: the result has the dtype of the logits. The backward keeps the logits, not their
+    exponentials, which are wider than 16-bit ones.
     """
-    out: Tensor = _CrossEntropy.apply(logits, labels, ignore_index, float(label_smoothing), mesh.span(vocab, axes)[0], vocab,
-                                      tuple(axes), mesh)
+    out: Tensor = _CrossEntropy.apply(
+        logits, labels, ignore_index, float(label_smoothing), mesh.span(vocab, axes)[0], vocab, tuple(axes), mesh
+    )
     return out
 
 
@@ -58,8 +68,17 @@ def _below(wide: Tensor, top: Tensor, logits: Tensor) -> Tensor:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float, start: int, vocab: int,
-                axes: tuple[int, ...], mesh: Mesh) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        ignore_index: int,
+        smoothing: float,
+        start: int,
+        vocab: int,
+        axes: tuple[int, ...],
+        mesh: Mesh,
+    ) -> Tensor:
         wide = _wide(logits)
         valid = labels != ignore_index
         width = logits.shape[-1]

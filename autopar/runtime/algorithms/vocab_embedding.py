@@ -11,12 +11,14 @@ from torch.nn import functional as F
 from autopar.runtime.mesh import Mesh
 
 
-def vocab_embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1, *, vocab: int, axes: Sequence[int], mesh: Mesh) -> Tensor:
-    """`ids [...]` of all `vocab` rows, `weight [v_local, h]` this rank's rows -> `[..., h]`, a partial sum over `axes`; nan for ids of no
-    row, for which one device has an error.
+def vocab_embedding(
+    ids: Tensor, weight: Tensor, padding_idx: int = -1, *, vocab: int, axes: Sequence[int], mesh: Mesh
+) -> Tensor:
+    """`ids [...]` of all `vocab` rows, `weight [v_local, h]` this rank's rows -> `[..., h]`, a partial sum over `axes`;
+    nan for ids of no row, for which one device has an error.
 
-    Row `padding_idx` (-1: none) gets no gradient. The gradient that comes back must be whole on `axes`. Uneven and empty shards
-    are exact. No communication.
+    Row `padding_idx` (-1: none) gets no gradient. The gradient that comes back must be whole on `axes`. Uneven and
+    empty shards are exact. No communication.
     """
     start, stop = mesh.span(vocab, axes)
     if start == stop:
@@ -24,5 +26,6 @@ def vocab_embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1, *, vocab
     here = (ids >= start) & (ids < stop)
     padding = padding_idx - start if start <= padding_idx < stop else None
     rows = F.embedding((ids - start).where(here, 0), weight, padding_idx=padding)
-    counted = here.to(weight.dtype).masked_fill((ids < 0) | (ids >= vocab), math.nan)  # to raise an error would be to wait for the device
+    # to raise an error would be to wait for the device
+    counted = here.to(weight.dtype).masked_fill((ids < 0) | (ids >= vocab), math.nan)
     return rows * counted.unsqueeze(-1)

@@ -23,12 +23,22 @@ def test_pairs_in_the_right_order() -> None:
 def test_a_plan_without_a_price_is_left_out_of_the_priced(capsys: pytest.CaptureFixture[str]) -> None:
     show([row(1.0, 1.1), row(2.0, None), row(3.0, 3.9)])
     said = capsys.readouterr().out
-    assert "priced: mean error 20.0 %, worst 30.0 %, 1 of 2 within 15 %; 100.0 % of pairs" in said and "of 3 within" in said
+    assert (
+        "priced: mean error 20.0 %, worst 30.0 %, 1 of 2 within 15 %; 100.0 % of pairs" in said
+        and "of 3 within" in said
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_twelve_plans_of_all_kinds(ranks: int) -> None:
     plans = twelve(ranks)
     assert len(plans) == len(set(plans)) == 12 and {case.model for case in plans} == set(MODELS)
-    assert {case.recipe for case in plans} >= {"ddp", "zero3", "tp", "1f1b", "gpipe", "tp_zero3" if ranks == 4 else "tp_sp"}
+    assert {case.recipe for case in plans} >= {
+        "ddp",
+        "zero3",
+        "tp",
+        "1f1b",
+        "gpipe",
+        "tp_zero3" if ranks == 4 else "tp_sp",
+    }
     assert all(math.prod(case.mesh) == ranks for case in plans if case.mesh)

@@ -18,7 +18,10 @@ numbers = st.lists(st.integers(1, 30), min_size=2, max_size=8)
 def test_kendall_counts_pairs(values: list[int], random: object) -> None:
     other = sorted(values, key=lambda _: random.random())  # type: ignore[attr-defined]
     pairs = list(itertools.combinations(range(len(values)), 2))
-    signs = [((values[i] > values[j]) - (values[i] < values[j]), (other[i] > other[j]) - (other[i] < other[j])) for i, j in pairs]
+    signs = [
+        ((values[i] > values[j]) - (values[i] < values[j]), (other[i] > other[j]) - (other[i] < other[j]))
+        for i, j in pairs
+    ]
     here, there = sum(a != 0 for a, _ in signs), sum(b != 0 for _, b in signs)
     got = kendall(values, other)
     if not here or not there:
@@ -35,7 +38,7 @@ def test_the_same_order_is_one_and_the_reverse_minus_one(values: list[int]) -> N
 
 @given(numbers, numbers)
 def test_regret_is_never_negative_and_zero_for_the_truth(values: list[int], guesses: list[int]) -> None:
-    guesses = (guesses * len(values))[:len(values)]
+    guesses = (guesses * len(values))[: len(values)]
     assert regret(guesses, values) >= 0
     assert regret(values, values) == 0
 

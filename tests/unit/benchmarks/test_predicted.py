@@ -11,15 +11,29 @@ from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.rows import Loaded, Peak, Row
 
 SIZES = Config(vocab=1024, positions=64, layers=4, heads=4, kv_heads=4, head_dim=16, hidden=64, ffn=256)
-ROW = Row("one", "somebody", SIZES, Setup(1, 2, 64, pp=2), Cluster.parse("h100:1x2"), "bfloat16", 1.0, (Peak(1e6, "allocated"),))
+ROW = Row(
+    "one",
+    "somebody",
+    SIZES,
+    Setup(1, 2, 64, pp=2),
+    Cluster.parse("h100:1x2"),
+    "bfloat16",
+    1.0,
+    (Peak(1e6, "allocated"),),
+)
 
 
 def test_a_row_whose_memory_cannot_be_told_keeps_its_step() -> None:
-    loaded = Loaded([ROW, replace(ROW, name="two", setup=replace(ROW.setup, blocks=(0, SIZES.layers)))])  # the first stage has the embedding alone
+    # the first stage has the embedding alone
+    loaded = Loaded([ROW, replace(ROW, name="two", setup=replace(ROW.setup, blocks=(0, SIZES.layers)))])
     one, two = predicted(loaded, memory=True)
     assert one.held is not None and len(one.held.places) == 2 and one.peaks[0][1] > 0
     assert two.held is None and two.prediction.step_s > 0 and not two.peaks
-    assert len(loaded.refused) == 1 and loaded.refused[0].startswith("two: PlanError") and "every stage needs one" in loaded.refused[0]
+    assert (
+        len(loaded.refused) == 1
+        and loaded.refused[0].startswith("two: PlanError")
+        and "every stage needs one" in loaded.refused[0]
+    )
 
 
 def test_memory_is_told_where_it_is_asked_for() -> None:

@@ -25,7 +25,9 @@ from benchmarks.costmodel.results import (
 )
 from benchmarks.costmodel.rows import Peak, Row
 
-ROW = Row("one", "somebody", Config(), Setup(1, 4, 128), Cluster.parse("l4:1x1"), "float16", 1.0, group=(1,), remarks=("odd",))
+ROW = Row(
+    "one", "somebody", Config(), Setup(1, 4, 128), Cluster.parse("l4:1x1"), "float16", 1.0, group=(1,), remarks=("odd",)
+)
 
 
 def result(predicted_s: float, measured_s: float | None, name: str = "one", group: tuple[object, ...] = (1,)) -> Result:
@@ -47,15 +49,24 @@ def test_unknown_columns_are_left_out_and_unknown_cells_marked() -> None:
 
 
 def test_peaks_are_compared_like_with_like() -> None:
-    places = tuple(Held(n, "", (Entry("weights", "w", "", nbytes),), {}, (), (), {}) for n, nbytes in enumerate((80.0, 120.0)))
+    places = tuple(
+        Held(n, "", (Entry("weights", "w", "", nbytes),), {}, (), (), {}) for n, nbytes in enumerate((80.0, 120.0))
+    )
     peaks = (Peak(100.0, "allocated"), Peak(100.0, "allocated", 0), Peak(150.0, "reserved", -1))
     one = result(1.0, 1.0)
     found = [replace(one, row=replace(one.row, peaks=peaks), held=Prediction_(places)), result(1.0, 1.0, "without")]
     lines = {(line["counted"], line["source"]): line for line in memory_summary(found)}
-    assert lines["allocated", "somebody"]["MAE %"] == pytest.approx(20.0) and lines["allocated", "all"]["bias %"] == pytest.approx(0.0)
+    assert lines["allocated", "somebody"]["MAE %"] == pytest.approx(20.0) and lines["allocated", "all"][
+        "bias %"
+    ] == pytest.approx(0.0)
     assert lines["reserved", "all"]["peaks"] == 1 and lines["reserved", "all"]["worst %"] == pytest.approx(-20.0)
     assert "allocated" in memory_text(found) and "measured 0.00 GiB" in explained(found[0])
-    assert as_json(found, [])["rows"][0]["peaks"][2] == {"place": -1, "kind": "reserved", "measured_bytes": 150.0, "predicted_bytes": 120.0}
+    assert as_json(found, [])["rows"][0]["peaks"][2] == {
+        "place": -1,
+        "kind": "reserved",
+        "measured_bytes": 150.0,
+        "predicted_bytes": 120.0,
+    }
 
 
 def test_rows_beyond_are_all_listed() -> None:

@@ -20,12 +20,42 @@ def machine(ranks: int = 4) -> Cluster:
     """A CPU with numbers of its own."""
     base = Cluster.parse(f"cpu:1x{ranks}")
     protocols = tuple(
-        Protocol(f"{kind}{n}", "direct" if kind in ALGORITHMS["direct"] else "ring", 1e-4 * n, 0.0, 0.5, "known", (kind,), n, 4e6, 2.0)
-        for kind in KINDS for n in range(2, ranks + 1) if ranks % n == 0)
-    device = dataclasses.replace(base.device, peak_flops={"float32": 50e9, "float64": 25e9}, tile=6, launch_s=7e-6, memory_bandwidth_bytes_s=5e9,
-                                 cache_bytes=2 << 20, cache_bandwidth_bytes_s=20e9, vector_flops=4e9, update_s=3e-4, update=0.3, alone=2.0, contention=0.6,
-                                 action_s=4e-4)
-    return Cluster("known", (base.levels[0], dataclasses.replace(base.levels[1], bandwidth_bytes_s=2e9, protocols=protocols)), device)
+        Protocol(
+            f"{kind}{n}",
+            "direct" if kind in ALGORITHMS["direct"] else "ring",
+            1e-4 * n,
+            0.0,
+            0.5,
+            "known",
+            (kind,),
+            n,
+            4e6,
+            2.0,
+        )
+        for kind in KINDS
+        for n in range(2, ranks + 1)
+        if ranks % n == 0
+    )
+    device = dataclasses.replace(
+        base.device,
+        peak_flops={"float32": 50e9, "float64": 25e9},
+        tile=6,
+        launch_s=7e-6,
+        memory_bandwidth_bytes_s=5e9,
+        cache_bytes=2 << 20,
+        cache_bandwidth_bytes_s=20e9,
+        vector_flops=4e9,
+        update_s=3e-4,
+        update=0.3,
+        alone=2.0,
+        contention=0.6,
+        action_s=4e-4,
+    )
+    return Cluster(
+        "known",
+        (base.levels[0], dataclasses.replace(base.levels[1], bandwidth_bytes_s=2e9, protocols=protocols)),
+        device,
+    )
 
 
 def samples(cluster: Cluster, noise: float, seed: int) -> list[tuple[int, Sample]]:
@@ -45,7 +75,12 @@ def samples(cluster: Cluster, noise: float, seed: int) -> list[tuple[int, Sample
         add(-1, "gelu", (flops,), device.launch_s + flops / device.vector_flops)
     add(-1, "launch", (8,), device.launch_s)
     for elements in (1 << 10, 1 << 17, 1 << 20):
-        add(-1, "update", (elements,), device.update_s + 28 * elements / (device.memory_bandwidth_bytes_s * device.update))
+        add(
+            -1,
+            "update",
+            (elements,),
+            device.update_s + 28 * elements / (device.memory_bandwidth_bytes_s * device.update),
+        )
     for count in (8, 16, 32):
         add(-1, "schedule", (count,), 1e-3 + count * 2 * device.action_s)
     add(-1, "matmul beside others", (256,) * 3, 2e-3)

@@ -1,4 +1,5 @@
-"""Operands that come in turn: never those of the run before, all of one size valid, and results that are kept for a while."""
+"""Operands that come in turn: never those of the run before, all of one size valid, and results that are kept for a
+while."""
 
 from __future__ import annotations
 

@@ -20,7 +20,10 @@ from .made import machine
 def test_every_preset_reads_back(name: str, tmp_path: Path) -> None:
     cluster = Cluster.parse(f"{name}:2x4")
     write(cluster, tmp_path / "c.toml", "about it")
-    assert Cluster.parse(tmp_path / "c.toml") == cluster and Cluster.parse(tmp_path / "c.toml").to_dict() == cluster.to_dict()
+    assert (
+        Cluster.parse(tmp_path / "c.toml") == cluster
+        and Cluster.parse(tmp_path / "c.toml").to_dict() == cluster.to_dict()
+    )
     assert (tmp_path / "c.toml").read_text().startswith("# about it\n")
 
 
@@ -33,7 +36,11 @@ def test_a_measured_one_reads_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["\U0001f680 \u00e9", 'a "b" \\ c', "a\nb\t\x7f\x00", "\u2028"])
 def test_names_of_any_characters_read_back(name: str, tmp_path: Path) -> None:
     known = machine()
-    named = replace(known, name=name, device=replace(known.device, sources={name: name, "peak_flops": "a", "peak_flops.float32": "b", "": "c"}))
+    named = replace(
+        known,
+        name=name,
+        device=replace(known.device, sources={name: name, "peak_flops": "a", "peak_flops.float32": "b", "": "c"}),
+    )
     write(named, tmp_path / "c.toml")
     assert Cluster.parse(tmp_path / "c.toml").to_dict() == named.to_dict()
 
@@ -52,10 +59,17 @@ def test_interrupted_the_old_file_stays(tmp_path: Path, monkeypatch: pytest.Monk
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("name, device, message", [("c.json", "cpu", "ends in .toml"), ("c.toml", "tpu", "wanted cpu or cuda"),
-                                                   ("file/c.toml", "cpu", "cannot be written to")])
-def test_what_cannot_work_is_said_before_anything_is_measured(name: str, device: str, message: str, tmp_path: Path,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name, device, message",
+    [
+        ("c.json", "cpu", "ends in .toml"),
+        ("c.toml", "tpu", "wanted cpu or cuda"),
+        ("file/c.toml", "cpu", "cannot be written to"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_measured(
+    name: str, device: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(calibrating, "calibrate", lambda *_, **__: pytest.fail("measured"))
     (tmp_path / "file").write_text("")
     with pytest.raises(ClusterError, match=message):

@@ -51,13 +51,16 @@ class Masks(Mapping):
 class Results(Mapping):
     def mapped(self, h: Tensor) -> Tensor:
         """Several results, one along another dim; an argument by name."""
-        found = torch.vmap(lambda one, by: {"sum": one.sum(0) * by, "row": one[0]}, out_dims={"sum": 1, "row": 0})(h, by=self.w[0])
+        found = torch.vmap(lambda one, by: {"sum": one.sum(0) * by, "row": one[0]}, out_dims={"sum": 1, "row": 0})(
+            h, by=self.w[0]
+        )
         return found["sum"].T + found["row"]
 
 
 class Scaled(Mapping):
     def mapped(self, h: Tensor) -> Tensor:
         """By what no gradient is asked of."""
+
         def one(row: Tensor) -> Tensor:
             with torch.no_grad():
                 scale = (row @ self.w).abs().sum()
@@ -77,10 +80,21 @@ def test_what_is_mapped_over_samples(kind: type[Mapping]) -> None:
         assert not notes and max(row.error for row in rows) < 1e-5, rows
 
 
-@pytest.mark.parametrize("derivative", [torch.func.grad, torch.func.hessian, torch.func.jacrev, torch.func.jacfwd,
-                                        lambda function: torch.func.jacrev(torch.func.jacrev(function))])
-def test_derivatives_of_single_samples(derivative: Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]) -> None:
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        torch.func.grad,
+        torch.func.hessian,
+        torch.func.jacrev,
+        torch.func.jacfwd,
+        lambda function: torch.func.jacrev(torch.func.jacrev(function)),
+    ],
+)
+def test_derivatives_of_single_samples(
+    derivative: Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]],
+) -> None:
     """As of what solves a differential equation; second ones write the diagonals of unit matrices."""
+
     class Solves(Mapping):
         def mapped(self, h: Tensor) -> Tensor:
             return torch.vmap(derivative(lambda one: self.linear(one.tanh()).tanh().square().sum()))(h)

@@ -1,4 +1,5 @@
-"""What capture promises beside the graph: nothing of the model is touched, sizes are symbolic, names and structure survive."""
+"""What capture promises beside the graph: nothing of the model is touched, sizes are symbolic, names and structure
+survive."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ class Net(nn.Module):
 
     def forward(self, ids, *, temperature=None):
         logits = self.head(self.embed(ids) * self.frozen + self.shift + torch.tensor([0.5]))
-        return {"logits": logits if temperature is None else logits / temperature, "extra": (logits.sum(), [logits.mean()])}
+        return {
+            "logits": logits if temperature is None else logits / temperature,
+            "extra": (logits.sum(), [logits.mean()]),
+        }
 
 
 def loss_fn(outputs, labels):
@@ -40,7 +44,9 @@ def loss_fn(outputs, labels):
 
 def ids(rows=4, length=6):
     generator = torch.Generator().manual_seed(rows * 100 + length)
-    return torch.randint(11, (rows, length), generator=generator), torch.randint(11, (rows, length), generator=generator)
+    return torch.randint(11, (rows, length), generator=generator), torch.randint(
+        11, (rows, length), generator=generator
+    )
 
 
 def weights(model, captured):
@@ -60,7 +66,9 @@ def test_a_loss_outside_the_model_at_any_size(sizes):
         if sizes[1] == 1 and at[1] != 1:
             continue  # a sequence of one token is captured as such
         tokens, labels = ids(*at)
-        got = Interpret(captured.gm, weights(model, captured)).run_named(dict(zip(captured.input_names, (tokens, labels), strict=True)))
+        got = Interpret(captured.gm, weights(model, captured)).run_named(
+            dict(zip(captured.input_names, (tokens, labels), strict=True))
+        )
         torch.testing.assert_close(got[0], loss_fn(model(tokens), labels), rtol=1e-12, atol=1e-12)
 
 
@@ -79,8 +87,11 @@ def test_an_example_batch_of_one_stays_a_symbol_that_any_batch_fits():
     held = {**dict(net.named_parameters(remove_duplicate=False)), **captured.constants}
     for rows in (1, 4):
         given = dict(zip(captured.input_names, ids(rows, 6), strict=True))
-        (loss,) = [v for v, about in zip(Interpret(captured.gm, held).run_named(given), captured.gm.meta["outputs"], strict=True)
-                   if about["kind"] == "loss"]
+        (loss,) = [
+            v
+            for v, about in zip(Interpret(captured.gm, held).run_named(given), captured.gm.meta["outputs"], strict=True)
+            if about["kind"] == "loss"
+        ]
         torch.testing.assert_close(loss, loss_fn(net(ids(rows, 6)[0]), ids(rows, 6)[1]))
 
 
@@ -144,6 +155,7 @@ def test_a_dim_that_the_model_fixes_is_static_and_said():
 
 def test_inputs_of_one_batch_have_one_size_where_nothing_compares_them():
     """Two views of the same samples, one behind the other, as contrastive losses have them."""
+
     class Views(nn.Module):
         def __init__(self):
             super().__init__()
@@ -154,7 +166,13 @@ def test_inputs_of_one_batch_have_one_size_where_nothing_compares_them():
             return (found @ found.T).exp().sum().log()
 
     captured = capture(Views(), (torch.randn(4, 8), torch.randn(4, 8)))
-    assert {str(size) for node in captured.gm.graph.nodes if facts.is_tensor(node) for size in facts.shape(node) if not isinstance(size, int)} == {"b", "2*b"}
+    assert {
+        str(size)
+        for node in captured.gm.graph.nodes
+        if facts.is_tensor(node)
+        for size in facts.shape(node)
+        if not isinstance(size, int)
+    } == {"b", "2*b"}
 
 
 def test_nothing_of_the_model_is_touched():
@@ -181,7 +199,9 @@ def test_forward_hooks_are_part_of_the_model():
     model.layers[1].register_forward_hook(lambda module, args, result: result * 3)
     captured = capture(model, tuple(t.double() for t in batch()))
     x, y = (t.double() for t in batch(5))
-    got = Interpret(captured.gm, weights(model, captured)).run_named(dict(zip(captured.input_names, (x, y), strict=True)))
+    got = Interpret(captured.gm, weights(model, captured)).run_named(
+        dict(zip(captured.input_names, (x, y), strict=True))
+    )
     torch.testing.assert_close(got[0], model(x, y)["loss"], rtol=1e-12, atol=1e-12)
 
 
@@ -212,7 +232,11 @@ def test_the_hash_is_of_what_is_computed():
 def test_a_graph_is_the_same_with_torchs_cache_of_fake_tensors_and_without_it(monkeypatch):
     def made():
         gm = capture(Net(), ids(), loss_fn=loss_fn).gm
-        return [(str(n.target), len(n.all_input_nodes), [(t.shape, t.dtype) for t in facts.tensors(n)]) for n in gm.graph.nodes if n.op == "call_function"]
+        return [
+            (str(n.target), len(n.all_input_nodes), [(t.shape, t.dtype) for t in facts.tensors(n)])
+            for n in gm.graph.nodes
+            if n.op == "call_function"
+        ]
 
     without = made()
     monkeypatch.setattr(exporting, "MANY", 0)
@@ -224,7 +248,9 @@ def test_code_of_a_graph_is_there_when_it_is_asked_for():
 
 
 def test_no_loss_in_train_mode():
-    with pytest.raises(CaptureError, match=r"Logits gives no scalar loss in train mode, got outputs .*logits.*loss_fn="):
+    with pytest.raises(
+        CaptureError, match=r"Logits gives no scalar loss in train mode, got outputs .*logits.*loss_fn="
+    ):
         capture(Logits(), ids()[:1])
 
 
@@ -249,7 +275,9 @@ class Branches(nn.Module):
 
 
 def test_a_model_that_cannot_be_exported_names_the_line():
-    with pytest.raises(CaptureError, match=r"(?s)Branches cannot be exported: .*test_behaviour.py:\d+: if x.sum\(\) > 0.*rewrite"):
+    with pytest.raises(
+        CaptureError, match=r"(?s)Branches cannot be exported: .*test_behaviour.py:\d+: if x.sum\(\) > 0.*rewrite"
+    ):
         capture(Branches(), (torch.zeros(3, 4),))
 
 
@@ -259,13 +287,20 @@ class Wrong(nn.Module):
 
 
 def test_an_error_of_the_model_itself_names_its_line():
-    with pytest.raises(CaptureError, match=r"(?s)Wrong does not run on these inputs.*test_behaviour.py:\d+: return \(x @"):
+    with pytest.raises(
+        CaptureError, match=r"(?s)Wrong does not run on these inputs.*test_behaviour.py:\d+: return \(x @"
+    ):
         capture(Wrong(), (torch.zeros(3, 4),))
 
 
-@pytest.mark.parametrize(("args", "kwargs", "text"), [
-    ((), {}, "'ids'"), ((torch.zeros(2, 2),) * 3, {}, "too many positional"), ((), {"tokens": torch.zeros(2, 2)}, "'ids'.* got 0 .*tokens"),
-])
+@pytest.mark.parametrize(
+    ("args", "kwargs", "text"),
+    [
+        ((), {}, "'ids'"),
+        ((torch.zeros(2, 2),) * 3, {}, "too many positional"),
+        ((), {"tokens": torch.zeros(2, 2)}, "'ids'.* got 0 .*tokens"),
+    ],
+)
 def test_inputs_that_forward_does_not_take(args, kwargs, text):
     with pytest.raises(CaptureError, match=rf"Net does not take these inputs.*{text}.*forward\(ids, \*, temperature"):
         capture(Net(), args, kwargs, mode="inference")
@@ -283,11 +318,23 @@ class Scaled(nn.Module):
 
 
 def test_names_of_inputs_and_weights_are_the_users_where_the_loss_is_outside():
-    captured = capture(Scaled(), (torch.zeros(6, 4), 2.0, torch.zeros(6, 4)), {"deep": True}, loss_fn=lambda out, wanted: ((out - wanted) ** 2).mean())
+    captured = capture(
+        Scaled(),
+        (torch.zeros(6, 4), 2.0, torch.zeros(6, 4)),
+        {"deep": True},
+        loss_fn=lambda out, wanted: ((out - wanted) ** 2).mean(),
+    )
     assert captured.input_names == ("images", "wanted")
-    assert [n.name for n in captured.gm.graph.nodes if n.op == "placeholder"] == ["p_linear_weight", "p_linear_bias", "images", "wanted"]
+    assert [n.name for n in captured.gm.graph.nodes if n.op == "placeholder"] == [
+        "p_linear_weight",
+        "p_linear_bias",
+        "images",
+        "wanted",
+    ]
     assert captured.fixed == {"scale": (1, 2.0), "deep": (3, True)}
-    same = capture(Scaled(), (torch.zeros(6, 4), torch.zeros(6, 4)), loss_fn=lambda out, images: ((out - images) ** 2).mean())
+    same = capture(
+        Scaled(), (torch.zeros(6, 4), torch.zeros(6, 4)), loss_fn=lambda out, images: ((out - images) ** 2).mean()
+    )
     assert same.input_names == ("images", "images_target") and same.fixed == {}
 
 

@@ -1,4 +1,5 @@
-"""Buffers that forward changes, however that is spelled, hold afterwards what the model's hold; what changes behind autograd's back is refused."""
+"""Buffers that forward changes, however that is spelled, hold afterwards what the model's hold; what changes behind
+autograd's back is refused."""
 
 from __future__ import annotations
 
@@ -47,7 +48,11 @@ class Blocks(nn.Module):
 
 def made(kind: type[Centred], count: int) -> nn.Module:
     """So many blocks; with none the block is the model."""
-    return Blocks(kind, count) if count else type(kind.__name__, (kind,), {"forward": lambda self, x: kind.forward(self, x).square().mean()})()
+    return (
+        Blocks(kind, count)
+        if count
+        else type(kind.__name__, (kind,), {"forward": lambda self, x: kind.forward(self, x).square().mean()})()
+    )
 
 
 def same(model: nn.Module) -> None:
@@ -61,9 +66,21 @@ def same(model: nn.Module) -> None:
         loss = model(x)
         loss.backward()
         torch.testing.assert_close(got["output"]["loss"], loss.detach())
-        for kind, wanted in (("gradient", {name: p.grad for name, p in model.named_parameters() if p.requires_grad}), ("buffer", {name: value for name, value in (*model.named_parameters(), *model.named_buffers()) if not value.requires_grad})):
+        for kind, wanted in (
+            ("gradient", {name: p.grad for name, p in model.named_parameters() if p.requires_grad}),
+            (
+                "buffer",
+                {
+                    name: value
+                    for name, value in (*model.named_parameters(), *model.named_buffers())
+                    if not value.requires_grad
+                },
+            ),
+        ):
             for name, value in wanted.items():
-                torch.testing.assert_close(got[kind].get(name, before[name]), value, msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(
+                    got[kind].get(name, before[name]), value, msg=lambda text, name=name: f"{name}: {text}"
+                )
 
 
 class CopiesWhatChangesLater(Centred):
@@ -138,7 +155,10 @@ ASSIGNING = [Assigns, AssignsUnread, AssignsAndReadsBefore, AssignsWhatHasGradie
 
 
 @pytest.mark.parametrize("count", [0, 1, 4])
-@pytest.mark.parametrize("kind", [CopiesWhatChangesLater, CopiesWhatWasBefore, AddsWithoutGradients, AssignsData, AssignsDataUnread, *ASSIGNING])
+@pytest.mark.parametrize(
+    "kind",
+    [CopiesWhatChangesLater, CopiesWhatWasBefore, AddsWithoutGradients, AssignsData, AssignsDataUnread, *ASSIGNING],
+)
 def test_what_is_changed_holds_what_it_does_in_the_model(kind: type[Centred], count: int) -> None:
     same(made(kind, count))
 
@@ -197,7 +217,9 @@ def refused(kind: type[Centred], why: str) -> None:
         capture(Blocks(kind, 1), (torch.randn(8, WIDTH),))
 
 
-@pytest.mark.parametrize("kind", [ScalesBehindAutograd, ClampsPartBehindAutograd, ScalesDetached, ScalesData, AssignsDataOfValues])
+@pytest.mark.parametrize(
+    "kind", [ScalesBehindAutograd, ClampsPartBehindAutograd, ScalesDetached, ScalesData, AssignsDataOfValues]
+)
 def test_values_that_change_without_their_gradients_are_refused(kind: type[Centred]) -> None:
     refused(kind, "holds, without gradients, and gradients of it flow later")
 
@@ -242,14 +264,23 @@ def test_weights_that_do_not_train_are_changed_as_buffers_are(kind: type[Centred
 
 def test_it_is_said_that_changed_weights_are_buffers() -> None:
     notes = capture(Blocks(Momentum, 4), (torch.randn(8, WIDTH),)).notes
-    assert any(note.startswith("blocks.0.follower.weight, blocks.0.follower.bias, blocks.1.follower.weight, ... do not train, and forward changes them: buffers") for note in notes), notes
+    assert any(
+        note.startswith(
+            "blocks.0.follower.weight, blocks.0.follower.bias, blocks.1.follower.weight, ... do not train, and "
+            "forward changes them: buffers"
+        )
+        for note in notes
+    ), notes
 
 
 def test_changed_weights_keep_their_dtype_under_mixed_precision() -> None:
     captured, _ = capture_in(Blocks(Momentum, 4), (torch.randn(8, WIDTH),), {}, precision="bf16", mode="train")
     (body,) = (module for module in captured.gm.children() if isinstance(module, fx.GraphModule))
-    assert {node.meta["fqn"]: facts.dtype(node) for node in body.graph.nodes if node.meta.get("role") == "buffer" and "follower" in node.meta["fqn"]} == {
-        "follower.weight": torch.float32, "follower.bias": torch.float32}
+    assert {
+        node.meta["fqn"]: facts.dtype(node)
+        for node in body.graph.nodes
+        if node.meta.get("role") == "buffer" and "follower" in node.meta["fqn"]
+    } == {"follower.weight": torch.float32, "follower.bias": torch.float32}
 
 
 class AssignsTrained(Momentum):
@@ -300,9 +331,15 @@ class AssignsLonger(Centred):
         return y
 
 
-@pytest.mark.parametrize(("kind", "unlike"), [(AssignsOfAnotherDtype, r"float64\[4\]"), (AssignsLonger, r"float32\[8\]")])
+@pytest.mark.parametrize(
+    ("kind", "unlike"), [(AssignsOfAnotherDtype, r"float64\[4\]"), (AssignsLonger, r"float32\[8\]")]
+)
 def test_buffers_that_are_assigned_another_size_or_dtype_are_refused(kind: type[Centred], unlike: str) -> None:
-    with pytest.raises(CaptureError, match=rf"assign the buffer blocks.0.centre a tensor that is {unlike} instead of float32\[4\].*self.centre.copy_"):
+    with pytest.raises(
+        CaptureError,
+        match=rf"assign the buffer blocks.0.centre a tensor that is {unlike} instead of float32\[4\].*"
+        r"self.centre.copy_",
+    ):
         capture(Blocks(kind, 1), (torch.randn(8, WIDTH),))
 
 
@@ -341,8 +378,16 @@ class AddsToDataInTraining(Centred):
 FOLLOWER = ("blocks.0.follower.weight", "blocks.0.follower.bias")
 
 
-@pytest.mark.parametrize(("kind", "changing"), [(AssignsInTraining, ()), (AddsToDataInTraining, ()), (FollowsInTraining, ()), (Momentum, FOLLOWER),
-                                                *((kind, ("blocks.0.centre",)) for kind in (AssignsUnread, AddsToPart, AddsToView, AddsToData))])
+@pytest.mark.parametrize(
+    ("kind", "changing"),
+    [
+        (AssignsInTraining, ()),
+        (AddsToDataInTraining, ()),
+        (FollowsInTraining, ()),
+        (Momentum, FOLLOWER),
+        *((kind, ("blocks.0.centre",)) for kind in (AssignsUnread, AddsToPart, AddsToView, AddsToData)),
+    ],
+)
 def test_evaluation_changes_what_it_assigns(kind: type[Centred], changing: tuple[str, ...]) -> None:
     evaluation = capture(Blocks(kind, 1), (torch.randn(8, WIDTH),)).evaluation
     assert evaluation.why == "" and evaluation.changing == changing and evaluation.differs == (not changing)
@@ -360,4 +405,7 @@ class Observes(Centred):
 
 
 def test_operators_that_change_others_beside_their_result_are_refused() -> None:
-    refused(Observes, r"\S+ changes running_min, running_max, scale, zero_point beside what it gives, .*copy these into buffers")
+    refused(
+        Observes,
+        r"\S+ changes running_min, running_max, scale, zero_point beside what it gives, .*copy these into buffers",
+    )

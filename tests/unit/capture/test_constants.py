@@ -105,7 +105,11 @@ def model_of(make, layers, dtype, device):
 
 @pytest.mark.parametrize("layers", [2, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("make", [partial(Kept, WIDTH, 10.0), partial(ByReset, 2.0), partial(PlainTensor, WIDTH)], ids=["kept", "reset", "plain"])
+@pytest.mark.parametrize(
+    "make",
+    [partial(Kept, WIDTH, 10.0), partial(ByReset, 2.0), partial(PlainTensor, WIDTH)],
+    ids=["kept", "reset", "plain"],
+)
 def test_constants_of_a_model_on_meta_are_those_of_a_real_one(make, dtype, layers):
     x, y = (t.to(dtype) for t in batch())
     real, meta = (capture(model_of(make, layers, dtype, device), (x, y)) for device in ("cpu", "meta"))
@@ -116,9 +120,14 @@ def test_constants_of_a_model_on_meta_are_those_of_a_real_one(make, dtype, layer
     assert not meta.valueless and not any("no values" in note for note in meta.notes)
 
 
-@pytest.mark.parametrize(("make", "why"), [
-    (partial(Closed, WIDTH), "Closed does not keep the argument secret"), (partial(AtRandom, WIDTH), "its constructor does not make it"),
-    (partial(Disagrees, WIDTH), "reset_parameters and its constructor give different values")])
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (partial(Closed, WIDTH), "Closed does not keep the argument secret"),
+        (partial(AtRandom, WIDTH), "its constructor does not make it"),
+        (partial(Disagrees, WIDTH), "reset_parameters and its constructor give different values"),
+    ],
+)
 def test_what_cannot_be_recomputed_is_named(make, why):
     captured = capture(model_of(make, 1, torch.float32, "meta"), batch())
     assert captured.valueless == ("layers.0.table",) and "layers.0.table" not in captured.constants
@@ -142,7 +151,13 @@ def test_weights_are_not_made():
     assert found["table"].tolist() == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("name", ["hf-bert", *(pytest.param(n, marks=pytest.mark.slow) for n in ("hf-llama", "hf-gpt2", "hf-t5", "hf-vit", "hf-neox"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hf-bert",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("hf-llama", "hf-gpt2", "hf-t5", "hf-vit", "hf-neox")),
+    ],
+)
 def test_hugging_face_models(name):
     real, meta = (frontend.load(TINY[name], batch=4, seq=16, device=device) for device in ("cpu", "meta"))
     a, b = (capture(one.model, one.args, one.kwargs) for one in (real, meta))

@@ -1,4 +1,5 @@
-"""Derivatives that forward takes by torch.func: of each sample they are operators as any, of a whole batch torch.export takes what they are of for a constant."""
+"""Derivatives that forward takes by torch.func: of each sample they are operators as any, of a whole batch torch.export
+takes what they are of for a constant."""
 
 from __future__ import annotations
 
@@ -39,6 +40,10 @@ class MapsDerivatives(Net):
 
 def test_derivatives_of_a_whole_batch_are_refused_and_those_of_samples_are_not() -> None:
     for kind in (TakesDerivatives, TakesThemOfProducts):
-        with pytest.raises(CaptureError, match=r"derivatives of a whole batch are taken in forward by torch.func \(grad, vjp\).* torch.func.vmap\(torch.func.grad\(f\)\)"):
+        with pytest.raises(
+            CaptureError,
+            match=r"derivatives of a whole batch are taken in forward by torch.func \(grad, vjp\).* "
+            r"torch.func.vmap\(torch.func.grad\(f\)\)",
+        ):
             capture(kind(), (torch.randn(8, 4),))
     assert capture(MapsDerivatives(), (torch.randn(8, 4),)).hints == {"b": 8}

@@ -95,13 +95,20 @@ def test_control_flow_on_values_is_named_with_its_line(kind, outside):
         else:
             capture(kind(), batch())
     said = str(caught.value)
-    assert f"{'Sequential' if outside else kind.__name__} cannot be exported" in said and "depends on the values of a tensor" in said
+    assert (
+        f"{'Sequential' if outside else kind.__name__} cannot be exported" in said
+        and "depends on the values of a tensor" in said
+    )
     assert "at test_failures.py:" in said and "# the line" in said and "torch.where" in said
 
 
 def test_sizes_that_values_make_are_named_with_their_line():
     line = Net.forward.__code__.co_firstlineno + 1
-    with pytest.raises(CaptureError, match=rf"Picked cannot be captured: the top module \(test_failures.py:{line}\): nonzero has a size that depends on the values .*torch.where"):
+    with pytest.raises(
+        CaptureError,
+        match=rf"Picked cannot be captured: the top module \(test_failures.py:{line}\): nonzero has a size that "
+        r"depends on the values .*torch.where",
+    ):
         capture(Picked(), batch())
 
 
@@ -116,19 +123,40 @@ class Outer(nn.Module):
         return self.inner.change(x)
 
 
-@pytest.mark.parametrize(("kind", "span", "notes"), [
-    (Even, (4, 131072, 2), ["b may be 4 to 131072, multiples of 2: the model works only where (4*b) == (8*(b // 2))"]), (AtLeast, (6, 131072, 1), [])])
+@pytest.mark.parametrize(
+    ("kind", "span", "notes"),
+    [
+        (
+            Even,
+            (4, 131072, 2),
+            ["b may be 4 to 131072, multiples of 2: the model works only where (4*b) == (8*(b // 2))"],
+        ),
+        (AtLeast, (6, 131072, 1), []),
+    ],
+)
 def test_a_batch_that_the_model_has_conditions_of(kind, span, notes):
     captured = capture(kind(), batch())
     assert captured.hints == {"b": 8} and list(captured.notes) == notes and facts.spans(captured.gm) == {"b": span}
 
 
-@pytest.mark.parametrize(("kind", "why"), [(Eight, "must match the size of tensor b (8)"), (EightTraced, "must match the size of tensor b (8)"),
-                                           (EightAsserted, "must match the size of tensor b (8)"), (SixOr, "b is static: ")])
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Eight, "must match the size of tensor b (8)"),
+        (EightTraced, "must match the size of tensor b (8)"),
+        (EightAsserted, "must match the size of tensor b (8)"),
+        (SixOr, "b is static: "),
+    ],
+)
 def test_a_size_that_the_model_fixes(kind, why):
     captured = capture(kind(), batch())
     (note,) = captured.notes
-    assert why in note and "capture of its own, with example inputs of that size" in note and "TORCH_LOGS" not in note and "L[" not in note
+    assert (
+        why in note
+        and "capture of its own, with example inputs of that size" in note
+        and "TORCH_LOGS" not in note
+        and "L[" not in note
+    )
     assert captured.hints == {}
     assert kind is not Eight or ("at test_failures.py:" in note and "# the line" in note)
 
@@ -181,17 +209,48 @@ class WrongBehind(Net):
         return x * torch.ones(x.shape[1] + 1)  # the line
 
 
-@pytest.mark.parametrize(("model", "text"), [
-    (Clamps, r"changes param linear.weight in place .*use a changed copy.* behind the optimizer's step"),
-    (MasksUnlessCompiled, r"(?s)'NoneType' object is not subscriptable.*at test_failures.py:\d+: .*# the line; the model's own code fails there .*pass it as an input"),
-    (Missing, r"(?s)Missing does not run on these inputs: .*has no attribute 'scale'.*at test_failures.py:\d+: .*# the line; it was called as it is, not traced"),
-    (WrongBehind, r"(?s)WrongBehind does not run on these inputs: .*broadcast.*at test_failures.py:\d+: .*# the line; it was called as it is, not traced"),
-    (WrongSize, r"(?s)WrongSize does not run on these inputs: .*broadcast.*at test_failures.py:\d+: .*# the line; .*input 0 float32\[8, 4\], input 1 float32\[8, 4\]"),
-    (ChangesWindows, r"ChangesWindows cannot be captured: .*test_failures.py:\d+\) changes a view in place .*work on a copy of the view"),
-    (Directional, r"Directional cannot be captured: .*transform of torch.func .*operators on batches"),
-    (Repeats, r"Repeats cannot be captured: .*test_failures.py:\d+\): repeat_interleave\w* has a size that depends on the values .*output_size=number"),
-    (PicksRows, r"PicksRows cannot be captured: .*test_failures.py:\d+\): the size u0 depends on what tensors hold.*compute with a mask"),
-])
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Clamps, r"changes param linear.weight in place .*use a changed copy.* behind the optimizer's step"),
+        (
+            MasksUnlessCompiled,
+            r"(?s)'NoneType' object is not subscriptable.*at test_failures.py:\d+: .*# the line; the model's own code "
+            r"fails there .*pass it as an input",
+        ),
+        (
+            Missing,
+            r"(?s)Missing does not run on these inputs: .*has no attribute 'scale'.*at test_failures.py:\d+: .*# the "
+            r"line; it was called as it is, not traced",
+        ),
+        (
+            WrongBehind,
+            r"(?s)WrongBehind does not run on these inputs: .*broadcast.*at test_failures.py:\d+: .*# the line; it was "
+            r"called as it is, not traced",
+        ),
+        (
+            WrongSize,
+            r"(?s)WrongSize does not run on these inputs: .*broadcast.*at test_failures.py:\d+: .*# the line; .*input "
+            r"0 float32\[8, 4\], input 1 float32\[8, 4\]",
+        ),
+        (
+            ChangesWindows,
+            r"ChangesWindows cannot be captured: .*test_failures.py:\d+\) changes a view in place .*work on a copy of "
+            r"the view",
+        ),
+        (Directional, r"Directional cannot be captured: .*transform of torch.func .*operators on batches"),
+        (
+            Repeats,
+            r"Repeats cannot be captured: .*test_failures.py:\d+\): repeat_interleave\w* has a size that depends on "
+            r"the values .*output_size=number",
+        ),
+        (
+            PicksRows,
+            r"PicksRows cannot be captured: .*test_failures.py:\d+\): the size u0 depends on what tensors "
+            r"hold.*compute with a mask",
+        ),
+    ],
+)
 def test_what_passes_refuse_names_the_line_and_what_to_do(model: type[nn.Module], text: str) -> None:
     with pytest.raises(CaptureError, match=text):
         capture(model(), (torch.randn(8, 4), torch.randn(8, 4)))
@@ -202,12 +261,17 @@ def test_objects_among_inputs_are_told_by_name():
         def forward(self, x, how):
             return x.square().mean()
 
-    with pytest.raises(CaptureError, match=r"^Reads cannot be exported: of its inputs how is a device, and a graph takes tensors and numbers; make it in forward"):
+    with pytest.raises(
+        CaptureError,
+        match=r"^Reads cannot be exported: of its inputs how is a device, and a graph takes tensors and numbers; make "
+        r"it in forward",
+    ):
         capture(Reads(), (batch()[0], torch.device("cpu")))
 
 
 def test_torch_says_nothing_beside(capfd, caplog):
     """torch.export prints the graph so far of each attempt, hundreds of lines of it."""
+
     class Asks(nn.Module):
         def forward(self, x):
             return (x if x.sum() > 0 else -x).mean()
@@ -229,7 +293,7 @@ class Points(Net):
         self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
 
     def change(self, x):
-        return x[int(self.pointer):]  # the line
+        return x[int(self.pointer) :]  # the line
 
 
 class Packs(Net):
@@ -238,7 +302,10 @@ class Packs(Net):
         self.lstm = nn.LSTM(1, 4)
 
     def change(self, x):
-        return self.lstm(nn.utils.rnn.pack_padded_sequence(x[..., None], (x > 0).sum(1).clamp(min=1), True, False))[1][0][0]  # the line
+        # the line
+        return self.lstm(nn.utils.rnn.pack_padded_sequence(x[..., None], (x > 0).sum(1).clamp(min=1), True, False))[1][
+            0
+        ][0]
 
 
 class Nests(Net):
@@ -246,12 +313,27 @@ class Nests(Net):
         return torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 3, 8])).values()  # the line
 
 
-@pytest.mark.parametrize(("model", "text"), [
-    (Packs, r"at test_failures.py:\d+: .*# the line; packed sequences have .* padded sequences .* reversed within their lengths"),
-    (Nests, r"at test_failures.py:\d+: .*# the line; nested tensors have .* padded tensors and a mask"),
-    (Fits, r"at test_failures.py:\d+: .*# the line; torch has no rule for what sizes aten.linalg_lstsq.default gives without the values of its operands.*custom_op"),
-    (Points, r"at test_failures.py:\d+: .*# the line; a number that is read off a tensor .* keep it as a tensor .*index_copy_"),
-])
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (
+            Packs,
+            r"at test_failures.py:\d+: .*# the line; packed sequences have .* padded sequences .* reversed within "
+            r"their lengths",
+        ),
+        (Nests, r"at test_failures.py:\d+: .*# the line; nested tensors have .* padded tensors and a mask"),
+        (
+            Fits,
+            r"at test_failures.py:\d+: .*# the line; torch has no rule for what sizes aten.linalg_lstsq.default gives "
+            r"without the values of its operands.*custom_op",
+        ),
+        (
+            Points,
+            r"at test_failures.py:\d+: .*# the line; a number that is read off a tensor .* keep it as a tensor "
+            r".*index_copy_",
+        ),
+    ],
+)
 def test_what_depends_on_values_says_what_to_do(model: type[nn.Module], text: str) -> None:
     with pytest.raises(CaptureError, match=text):
         capture(model(), batch())
@@ -272,9 +354,17 @@ def test_inputs_without_a_common_batch_say_so() -> None:
     inputs = (torch.zeros(20, dtype=torch.long), torch.arange(0, 16, 2), torch.zeros(8, dtype=torch.long))
     captured = capture(Pooled(), inputs)
     assert captured.hints == {} and len(captured.notes) == 1
-    assert "first sizes of the inputs differ (20, 8, 8)" in captured.notes[0] and "name the batch in dynamic_shapes" in captured.notes[0] and "on the command line" in captured.notes[0]
+    assert (
+        "first sizes of the inputs differ (20, 8, 8)" in captured.notes[0]
+        and "name the batch in dynamic_shapes" in captured.notes[0]
+        and "on the command line" in captured.notes[0]
+    )
     assert not capture(Pooled(), inputs, dynamic_shapes=((None, {0: "b"}, {0: "b"}), {})).notes
-    with pytest.raises(InfeasibleError, match=r"no size of the inputs is the batch: .* name it in dynamic_shapes.*\(on the command line: let the factory"):
+    with pytest.raises(
+        InfeasibleError,
+        match=r"no size of the inputs is the batch: .* name it in dynamic_shapes.*\(on the command line: let the "
+        r"factory",
+    ):
         autopar.compile(Pooled(), "cpu:1x2", inputs, recipe="1f1b")
 
 
@@ -298,7 +388,10 @@ def test_dims_of_a_registered_dataclass_stay_symbolic():
 
 
 def test_what_torch_says_of_no_sizes_is_said_in_words():
-    said = says(RuntimeError("Cannot create Dim with inconsistent min=0, max=-oo"), dims.explicit([], ((), {}), (), {}, inspect.signature(lambda: None)))
+    said = says(
+        RuntimeError("Cannot create Dim with inconsistent min=0, max=-oo"),
+        dims.explicit([], ((), {}), (), {}, inspect.signature(lambda: None)),
+    )
     assert said.startswith("the model works only for some sizes") and "oo" not in said
 
 
@@ -317,5 +410,7 @@ def test_a_model_may_hold_modules_of_python():
 
 
 def test_what_has_no_copies_is_named():
-    with pytest.raises(CaptureError, match=r"Holds cannot be copied: cannot pickle '_thread.lock' object\. .* outside of the model"):
+    with pytest.raises(
+        CaptureError, match=r"Holds cannot be copied: cannot pickle '_thread.lock' object\. .* outside of the model"
+    ):
         capture(Holds(threading.Lock()), (torch.zeros(8, 4), torch.zeros(8, 4)))

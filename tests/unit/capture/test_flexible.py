@@ -23,8 +23,16 @@ LENGTH = 16
 
 def blocks(*, full: bool = False, mask_mod: Any = causal) -> flex.BlockMask:
     """Of two blocks of queries by two of keys, the first of keys alone."""
-    there = {"kv_num_blocks": torch.tensor([[[1, 1]]], dtype=torch.int32), "kv_indices": torch.tensor([[[[0, 1], [0, 1]]]], dtype=torch.int32)}
-    return flex.BlockMask.from_kv_blocks(**there, **({f"full_{name}": x for name, x in there.items()} if full else {}), BLOCK_SIZE=LENGTH // 2, mask_mod=mask_mod)
+    there = {
+        "kv_num_blocks": torch.tensor([[[1, 1]]], dtype=torch.int32),
+        "kv_indices": torch.tensor([[[[0, 1], [0, 1]]]], dtype=torch.int32),
+    }
+    return flex.BlockMask.from_kv_blocks(
+        **there,
+        **({f"full_{name}": x for name, x in there.items()} if full else {}),
+        BLOCK_SIZE=LENGTH // 2,
+        mask_mod=mask_mod,
+    )
 
 
 MODS: dict[str, Any] = {
@@ -50,12 +58,35 @@ def formula(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, mask_mod: Any, scal
     return shares / some @ v, (some.log() + most).squeeze(-1)
 
 
-@given(st.sampled_from([1, 2]), st.sampled_from([1, 3]), st.integers(1, 5), st.integers(1, 5), st.sampled_from([(4, 4), (4, 2), (3, 1)]), st.sampled_from(sorted(MODS)),
-       st.sampled_from(["", "b", "h", "bh"]), st.integers(0, 2**20), st.booleans(), st.sampled_from([None, 0.7]))
-def test_gives_what_torch_gives(b: int, of: int, queries: int, keys: int, heads: tuple[int, int], mod: str, by: str, seed: int, whole: bool, scale: float | None) -> None:
+@given(
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 3]),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+    st.sampled_from(sorted(MODS)),
+    st.sampled_from(["", "b", "h", "bh"]),
+    st.integers(0, 2**20),
+    st.booleans(),
+    st.sampled_from([None, 0.7]),
+)
+def test_gives_what_torch_gives(
+    b: int,
+    of: int,
+    queries: int,
+    keys: int,
+    heads: tuple[int, int],
+    mod: str,
+    by: str,
+    seed: int,
+    whole: bool,
+    scale: float | None,
+) -> None:
     random = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(b, n, length, dim, generator=random, dtype=torch.float64, requires_grad=True)
-               for n, length, dim in ((heads[0], queries, 4), (heads[1], keys, 4), (heads[1], keys, of)))
+    q, k, v = (
+        torch.randn(b, n, length, dim, generator=random, dtype=torch.float64, requires_grad=True)
+        for n, length, dim in ((heads[0], queries, 4), (heads[1], keys, 4), (heads[1], keys, of))
+    )
     shown = torch.rand(b, heads[0], queries, keys, generator=random) < 0.6
     at = {"b": lambda i: i if "b" in by else 0, "h": lambda i: i if "h" in by else 0}
 
@@ -63,7 +94,13 @@ def test_gives_what_torch_gives(b: int, of: int, queries: int, keys: int, heads:
         return shown[at["b"](b), at["h"](h), i, j]
 
     with plain_flex_attention():
-        mask = None if whole else flex.create_block_mask(mask_mod, b if "b" in by else None, heads[0] if "h" in by else None, queries, keys, device="cpu")
+        mask = (
+            None
+            if whole
+            else flex.create_block_mask(
+                mask_mod, b if "b" in by else None, heads[0] if "h" in by else None, queries, keys, device="cpu"
+            )
+        )
         out, lse = flex.flex_attention(q, k, v, MODS[mod], mask, scale, heads[0] != heads[1], return_lse=True)
         alone = flex.flex_attention(q, k, v, MODS[mod], mask, scale, heads[0] != heads[1])
     wanted, lse_wanted = formula(q, k, v, MODS[mod], None if whole else mask_mod, 0.5 if scale is None else scale)
@@ -77,10 +114,20 @@ def test_gives_what_torch_gives(b: int, of: int, queries: int, keys: int, heads:
         assert all(torch.allclose(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize(("mask", "attention"), [
-    ("compiled by flag", "compiled"), ("documents", "plain"), ("kept", "softcap"),
-    *(pytest.param(mask, attention, marks=pytest.mark.slow) for mask in MASKS for attention in ATTENTIONS if mask == "causal" or attention == "plain"),
-])
+@pytest.mark.parametrize(
+    ("mask", "attention"),
+    [
+        ("compiled by flag", "compiled"),
+        ("documents", "plain"),
+        ("kept", "softcap"),
+        *(
+            pytest.param(mask, attention, marks=pytest.mark.slow)
+            for mask in MASKS
+            for attention in ATTENTIONS
+            if mask == "causal" or attention == "plain"
+        ),
+    ],
+)
 def test_models_are_captured(mask: str, attention: str) -> None:
     model, inputs = reader(mask, attention)
     captured = capture(model, inputs)
@@ -94,38 +141,62 @@ def test_models_are_captured(mask: str, attention: str) -> None:
 
 def test_a_mask_says_nothing_of_what_it_does_not_look_at() -> None:
     with plain_flex_attention():
-        out = torch.fx.experimental.proxy_tensor.make_fx(lambda q: flex.flex_attention(q, q, q, block_mask=flex.create_block_mask(causal, 2, 4, 6, 6, device="cpu")))(
-            torch.randn(2, 4, 6, 8))
-    masks = [node.meta["val"] for node in out.graph.nodes if "val" in node.meta and getattr(node.meta["val"], "dtype", None) == torch.bool]
+        out = torch.fx.experimental.proxy_tensor.make_fx(
+            lambda q: flex.flex_attention(q, q, q, block_mask=flex.create_block_mask(causal, 2, 4, 6, 6, device="cpu"))
+        )(torch.randn(2, 4, 6, 8))
+    masks = [
+        node.meta["val"]
+        for node in out.graph.nodes
+        if "val" in node.meta and getattr(node.meta["val"], "dtype", None) == torch.bool
+    ]
     assert masks and all(mask.numel() <= 36 for mask in masks)
 
 
 def test_masks_that_were_made_before() -> None:
-    for there in (flex.create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu"),
-                  flex.create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=4, separate_full_blocks=False)):
+    for there in (
+        flex.create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu"),
+        flex.create_block_mask(
+            causal, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=4, separate_full_blocks=False
+        ),
+    ):
         captured = capture(Reader(lambda _, there=there: there, plainly), reader("none", "plain")[1])
         assert any("block_mask was created for" in note for note in captured.notes)  # it has one length
 
 
-@pytest.mark.parametrize(("made", "says"), [
-    (blocks(), "whose blocks say more than its mask_mod"),
-    (blocks(full=True), "whose blocks say more than its mask_mod"),
-    (blocks(mask_mod=None), "whose blocks say more than its mask_mod"),
-    (None, "whose blocks have no values"),
-])
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (blocks(), "whose blocks say more than its mask_mod"),
+        (blocks(full=True), "whose blocks say more than its mask_mod"),
+        (blocks(mask_mod=None), "whose blocks say more than its mask_mod"),
+        (None, "whose blocks have no values"),
+    ],
+)
 def test_blocks_by_hand_are_refused(made: Any, says: str) -> None:
     model = Reader(lambda tokens: made or blocks(), plainly)
-    with pytest.raises(CaptureError, match=rf"flexible.py:\d+ gives flex_attention a block mask {says}.*let create_block_mask make it"):
+    with pytest.raises(
+        CaptureError, match=rf"flexible.py:\d+ gives flex_attention a block mask {says}.*let create_block_mask make it"
+    ):
         capture(model, reader("none", "plain")[1])
 
 
 def test_torchs_own_is_back_afterwards() -> None:
-    own = flex.flex_attention.__code__, flex.create_block_mask.__code__, flex.flex_attention.__defaults__, flex.flex_attention.__kwdefaults__
+    own = (
+        flex.flex_attention.__code__,
+        flex.create_block_mask.__code__,
+        flex.flex_attention.__defaults__,
+        flex.flex_attention.__kwdefaults__,
+    )
     names = set(vars(flex))
     with pytest.raises(ZeroDivisionError), plain_flex_attention(), plain_flex_attention():
         assert flex.flex_attention.__code__ is not own[0]
         raise ZeroDivisionError
-    assert own == (flex.flex_attention.__code__, flex.create_block_mask.__code__, flex.flex_attention.__defaults__, flex.flex_attention.__kwdefaults__)
+    assert own == (
+        flex.flex_attention.__code__,
+        flex.create_block_mask.__code__,
+        flex.flex_attention.__defaults__,
+        flex.flex_attention.__kwdefaults__,
+    )
     assert set(vars(flex)) == names
 
 

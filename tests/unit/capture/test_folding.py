@@ -1,4 +1,5 @@
-"""Runs of alike blocks are shortened where that is proven to change nothing, and captured one by one where it is not."""
+"""Runs of alike blocks are shortened where that is proven to change nothing, and captured one by one where it is
+not."""
 
 from __future__ import annotations
 
@@ -84,7 +85,9 @@ def assert_same(captured, model):
         wanted = model(x, y)
         torch.testing.assert_close(out, wanted["out"], rtol=1e-12, atol=1e-12)
         parameters = list(model.parameters())
-        for got, right in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(wanted["loss"], parameters), strict=True):
+        for got, right in zip(
+            torch.autograd.grad(loss, parameters), torch.autograd.grad(wanted["loss"], parameters), strict=True
+        ):
             torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
 
 
@@ -94,9 +97,16 @@ def test_weights_that_nothing_reads_are_weights_of_their_blocks():
     for number, layer in enumerate(model.layers):
         layer.register_parameter("spare", torch.nn.Parameter(torch.full((2,), float(number))))
     gm = capture(model, batch()).gm
-    held = [node.meta.get("fqns", [node.meta["fqn"]]) for part in (gm, *gm.children()) for node in part.graph.find_nodes(op="placeholder") if "fqn" in node.meta]
+    held = [
+        node.meta.get("fqns", [node.meta["fqn"]])
+        for part in (gm, *gm.children())
+        for node in part.graph.find_nodes(op="placeholder")
+        if "fqn" in node.meta
+    ]
     assert sorted(name for names in held for name in names) == sorted(dict(model.named_parameters()))
-    assert all("layers.0." not in name for node in gm.graph.find_nodes(op="placeholder") for name in [node.meta.get("fqn", "")])
+    assert all(
+        "layers.0." not in name for node in gm.graph.find_nodes(op="placeholder") for name in [node.meta.get("fqn", "")]
+    )
 
 
 def test_the_graph_does_not_grow_with_depth():
@@ -125,15 +135,19 @@ def test_kept_children_have_the_numbers_under_which_they_are_shown():
     assert [run.shown_as(n) for n in (2, 3, 4, 5, 6, 21)] == [2, 3, 4, 5, 4, 5]
 
 
-@pytest.mark.parametrize("change", [
-    lambda blocks: setattr(blocks[3], "scale", 0.5),
-    lambda blocks: setattr(blocks[3], "options", {"scale": 0.5}),
-    lambda blocks: blocks[3].linear.bias.requires_grad_(False),
-    lambda blocks: blocks[3].register_forward_hook(lambda module, args, result: result * 2),
-    lambda blocks: blocks[3].eval(),
-    lambda blocks: setattr(blocks[3], "linear", torch.nn.Linear(8, 8, bias=False)),
-    lambda blocks: setattr(blocks[5].linear, "weight", blocks[1].linear.weight),
-], ids=["attribute", "dict", "frozen", "hook", "mode", "shape", "tied"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda blocks: setattr(blocks[3], "scale", 0.5),
+        lambda blocks: setattr(blocks[3], "options", {"scale": 0.5}),
+        lambda blocks: blocks[3].linear.bias.requires_grad_(False),
+        lambda blocks: blocks[3].register_forward_hook(lambda module, args, result: result * 2),
+        lambda blocks: blocks[3].eval(),
+        lambda blocks: setattr(blocks[3], "linear", torch.nn.Linear(8, 8, bias=False)),
+        lambda blocks: setattr(blocks[5].linear, "weight", blocks[1].linear.weight),
+    ],
+    ids=["attribute", "dict", "frozen", "hook", "mode", "shape", "tied"],
+)
 def test_one_block_that_differs_ends_the_run(change):
     made = blocks("r" * 8)
     change(made)
@@ -145,17 +159,26 @@ def test_one_block_that_differs_ends_the_run(change):
     loss = Interpret(captured.gm, weights).run_named(dict(zip(captured.input_names, (x, y), strict=True)))[0]
     torch.testing.assert_close(loss, model(x, y)["loss"], rtol=1e-12, atol=1e-12)
     graphs = [captured.gm, *(child for _, child in captured.gm.named_children())]
-    trained = {name: node.meta["requires_grad"] for gm in graphs for node in gm.graph.find_nodes(op="placeholder") if node.meta.get("role") == "param"
-               for name in node.meta.get("fqns", [node.meta["fqn"]])}
+    trained = {
+        name: node.meta["requires_grad"]
+        for gm in graphs
+        for node in gm.graph.find_nodes(op="placeholder")
+        if node.meta.get("role") == "param"
+        for name in node.meta.get("fqns", [node.meta["fqn"]])
+    }
     assert trained == {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("given", "other", "found"), [
-    (lambda block: partial(gelu, approximate="tanh"), lambda block: partial(gelu, approximate="none"), [8]),
-    (lambda block: partial(gelu, approximate="tanh"), lambda block: partial(sum, approximate="tanh"), [8]),
-    (lambda block: block.forward, lambda block: block.linear.forward, [8]),
-    (lambda block: object(), lambda block: object(), []),
-], ids=["what a partial is given", "what it is of", "own method", "objects"])
+@pytest.mark.parametrize(
+    ("given", "other", "found"),
+    [
+        (lambda block: partial(gelu, approximate="tanh"), lambda block: partial(gelu, approximate="none"), [8]),
+        (lambda block: partial(gelu, approximate="tanh"), lambda block: partial(sum, approximate="tanh"), [8]),
+        (lambda block: block.forward, lambda block: block.linear.forward, [8]),
+        (lambda block: object(), lambda block: object(), []),
+    ],
+    ids=["what a partial is given", "what it is of", "own method", "objects"],
+)
 def test_what_blocks_hold_is_compared_by_what_it_does(given, other, found):
     made = blocks("r" * 8)
     for block in made:

@@ -1,4 +1,5 @@
-"""What model code does on the way: caches that forward keeps, regions without autocast, results of classes of its own, conditions on the batch."""
+"""What model code does on the way: caches that forward keeps, regions without autocast, results of classes of its own,
+conditions on the batch."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Map(nn.Module):
 
 
 class Keeping(Map):
-    """Makes a bias for as many positions as there are, once, and keeps it; loops over the positions, so that their number is fixed at the second attempt."""
+    """Makes a bias for as many positions as there are, once, and keeps it; loops over the positions, so that their
+    number is fixed at the second attempt."""
 
     def __init__(self, how):
         super().__init__()
@@ -52,7 +54,7 @@ class Keeping(Map):
                 self.register_buffer("bias", bias, persistent=False)
             else:
                 self.bias = bias
-        x = x + self.bias[:x.shape[1]]
+        x = x + self.bias[: x.shape[1]]
         return torch.stack([self.linear(x[:, number]) for number in range(x.shape[1])]).square().mean()
 
 
@@ -88,8 +90,15 @@ class Caching(Map):
 
 def test_results_of_other_classes_are_left_out():
     captured = capture(Caching(), (torch.randn(4, WIDTH),))
-    assert output_names(captured) == ("loss", "others.0") and captured.structure == {"loss": 0, "cache": None, "others": (1, None)}
-    assert [note for note in captured.notes if "Cache" in note] == ["output cache is a Cache: it is None in the sharded module", "output others.1 is a Cache: it is None in the sharded module"]
+    assert output_names(captured) == ("loss", "others.0") and captured.structure == {
+        "loss": 0,
+        "cache": None,
+        "others": (1, None),
+    }
+    assert [note for note in captured.notes if "Cache" in note] == [
+        "output cache is a Cache: it is None in the sharded module",
+        "output others.1 is a Cache: it is None in the sharded module",
+    ]
 
 
 class Large(Map):
@@ -104,8 +113,12 @@ class Large(Map):
 def test_batches_with_conditions(batch, least, most):
     captured = same(Large(), torch.randn(batch, WIDTH))
     assert dict(captured.hints) == {"b": batch}
-    assert [note[:len("b may be 2 to 63:")] for note in captured.notes] == (["b may be 2 to 63:"] if most < 2**17 else [])
-    assert {name: (span[0], min(span[1], 2**17)) for name, span in facts.spans(captured.gm).items()} == {"b": (least, most)}
+    assert [note[: len("b may be 2 to 63:")] for note in captured.notes] == (
+        ["b may be 2 to 63:"] if most < 2**17 else []
+    )
+    assert {name: (span[0], min(span[1], 2**17)) for name, span in facts.spans(captured.gm).items()} == {
+        "b": (least, most)
+    }
     same(Large(), torch.randn(batch + 3, WIDTH), torch.randn(batch, WIDTH))
 
 
@@ -124,7 +137,9 @@ def test_empty_vectors_among_tensors_of_any_rank():
 
 
 def test_a_model_in_evaluation_is_planned_as_it_trains():
-    dropping, plain = (nn.Sequential(nn.Linear(WIDTH, WIDTH), *more).eval() for more in ([nn.Dropout(0.5)], [nn.ReLU()]))
+    dropping, plain = (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), *more).eval() for more in ([nn.Dropout(0.5)], [nn.ReLU()])
+    )
     loss = {"loss_fn": lambda out: out.square().mean()}
     x = torch.randn(4, WIDTH)
     (note,) = capture(dropping, (x,), **loss).notes
@@ -140,18 +155,32 @@ def _as_fsdp(model):
 
 def test_a_model_whose_weights_have_no_size_yet_is_refused() -> None:
     model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d())
-    with pytest.raises(CaptureError, match=r"0.weight, 0.bias, 1.weight, ... of Sequential have no size yet \(a lazy module\): call the model once on a batch"):
+    with pytest.raises(
+        CaptureError,
+        match=r"0.weight, 0.bias, 1.weight, ... of Sequential have no size yet \(a lazy module\): call the model once "
+        r"on a batch",
+    ):
         autopar.compile(model, "cpu:1x2", (torch.zeros(4, 8),), mode="inference")
     model(torch.randn(4, 8))
     assert autopar.compile(model, "cpu:1x2", (torch.zeros(4, 8),), mode="inference").plan.ranks == 2
 
 
-@pytest.mark.parametrize(("wrap", "why"), [(torch.jit.script, "ScriptModule; give autopar the Python module"), (_as_fsdp, "FSDPModule; give autopar the model before fully_shard")])
+@pytest.mark.parametrize(
+    ("wrap", "why"),
+    [
+        (torch.jit.script, "ScriptModule; give autopar the Python module"),
+        (_as_fsdp, "FSDPModule; give autopar the model before fully_shard"),
+    ],
+)
 @pytest.mark.parametrize("inside", [False, True])
 def test_models_that_are_made_for_ranks_already_are_refused(wrap, why, inside):
     wrapped = wrap(nn.Linear(WIDTH, WIDTH))
     with pytest.raises(CaptureError) as caught:
-        capture(nn.Sequential(wrapped) if inside else wrapped, (torch.randn(4, WIDTH),), loss_fn=lambda out: out.square().mean())
+        capture(
+            nn.Sequential(wrapped) if inside else wrapped,
+            (torch.randn(4, WIDTH),),
+            loss_fn=lambda out: out.square().mean(),
+        )
     assert why in str(caught.value) and ("module 0 is" in str(caught.value)) == inside
 
 
@@ -186,7 +215,9 @@ class Recording(Map):
 def test_dataclasses_are_read_by_their_fields(kind):
     captured = capture(Recording(kind), (torch.randn(4, WIDTH),))
     assert output_names(captured) == ("loss", "all.others.0", "all.others.1.loss") and not captured.notes
-    assert captured.structure == {"all": {"loss": 0, "others": (1, {"loss": 2, "others": (), "cache": None}), "cache": None}}
+    assert captured.structure == {
+        "all": {"loss": 0, "others": (1, {"loss": 2, "others": (), "cache": None}), "cache": None}
+    }
     model = Recording(kind)
     same(model, torch.randn(4, WIDTH))
 
@@ -209,13 +240,35 @@ class Pair(NamedTuple):
 class Fed(Map):
     def forward(self, first, *others, scale=1.0, **kwargs):
         first = first["x"] if isinstance(first, dict) else first[0] if isinstance(first, tuple) else first
-        return self.linear(first * scale + sum(other[0] if isinstance(other, list) else other for other in others)).square().mean()
+        return (
+            self.linear(first * scale + sum(other[0] if isinstance(other, list) else other for other in others))
+            .square()
+            .mean()
+        )
 
 
-@pytest.mark.parametrize(("args", "kwargs", "wanted"), [
-    (({"x": X, "more": {"y": X}}, [X]), {"scale": 2.0}, {"first": {"x": "first_x", "more": {"y": "first_more_y"}}, "others_0": ("others_0_0",), "scale": "scale"}),
-    ((Pair(X, X),), {"scale": 2.0, "also": (), "further": [{}, None, {}]}, {"first": {"x": "first_x", "more": "first_more"}, "scale": "scale", "also": (), "further": ((), "further_1")}),
-    ((X, X), {"scale": 2.0}, {}), (({"x": X, torch.float32: X},), {}, {})])
+@pytest.mark.parametrize(
+    ("args", "kwargs", "wanted"),
+    [
+        (
+            ({"x": X, "more": {"y": X}}, [X]),
+            {"scale": 2.0},
+            {"first": {"x": "first_x", "more": {"y": "first_more_y"}}, "others_0": ("others_0_0",), "scale": "scale"},
+        ),
+        (
+            (Pair(X, X),),
+            {"scale": 2.0, "also": (), "further": [{}, None, {}]},
+            {
+                "first": {"x": "first_x", "more": "first_more"},
+                "scale": "scale",
+                "also": (),
+                "further": ((), "further_1"),
+            },
+        ),
+        ((X, X), {"scale": 2.0}, {}),
+        (({"x": X, torch.float32: X},), {}, {}),
+    ],
+)
 def test_arguments_that_hold_several_inputs_are_told(args, kwargs, wanted):
     assert dict(capture(Fed(), args, kwargs).nested) == wanted
     if wanted:
@@ -231,7 +284,9 @@ class Naming(Map):
 def test_named_tuples_are_plain_ones_and_that_is_told():
     captured = capture(Naming(), (X,))
     assert captured.structure == {"loss": 0, "pairs": ((1, (2, None)),)}
-    assert captured.notes == ("the model returns a Pair: it is a plain tuple in the sharded module (x, more, in this order)",)
+    assert captured.notes == (
+        "the model returns a Pair: it is a plain tuple in the sharded module (x, more, in this order)",
+    )
 
 
 class Opaque(Map):
@@ -246,5 +301,8 @@ class Opaque(Map):
 def test_what_no_program_can_make_again_is_refused_by_name():
     with pytest.raises(CaptureError, match="returns a deque, which torch flattens"):
         capture(Opaque(deque), (torch.randn(4, WIDTH),))
-    with pytest.raises(CaptureError, match=r"no scalar loss in train mode, got outputs \[\]; output is a Cache, into which nobody looks"):
+    with pytest.raises(
+        CaptureError,
+        match=r"no scalar loss in train mode, got outputs \[\]; output is a Cache, into which nobody looks",
+    ):
         capture(Opaque(Cache), (torch.randn(4, WIDTH),))

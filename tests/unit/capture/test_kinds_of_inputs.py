@@ -28,7 +28,11 @@ class Forwards(nn.Module):
         return (out if mask is None else out * mask[:, None]).square().mean()
 
 
-@pytest.mark.parametrize("kwargs", [{"scale": 2.0}, {"mask": torch.rand(6)}, {"mask": torch.rand(6), "scale": 0.5}], ids=["number", "tensor", "both"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"scale": 2.0}, {"mask": torch.rand(6)}, {"mask": torch.rand(6), "scale": 0.5}],
+    ids=["number", "tensor", "both"],
+)
 def test_inputs_that_go_into_kwargs(kwargs: dict[str, Any]) -> None:
     model, x = Forwards(), torch.randn(6, 8)
     captured = capture(model, (x,), kwargs)
@@ -46,7 +50,9 @@ class Scenes(nn.Module):
         self.down, self.out = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 5, 1)
 
     def forward(self, images: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(F.interpolate(self.out(F.relu(self.down(images))), size=images.shape[2:], mode="bilinear"), classes)
+        return F.cross_entropy(
+            F.interpolate(self.out(F.relu(self.down(images))), size=images.shape[2:], mode="bilinear"), classes
+        )
 
 
 def test_classes_of_the_places_of_images_are_no_sequences():

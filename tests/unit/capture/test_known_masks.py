@@ -19,19 +19,29 @@ def test_the_graph_is_the_model(name: str) -> None:
     rows, notes = graph_rows(model, captured, batch(), {}, training=True)
     assert not notes and all(row.ok for row in rows), rows
     assert not captured.evaluation.why and not captured.evaluation.differs
-    assert captured.hints == ({"b": 4} if name == "of_features" else {}) and any("b is static" in note for note in captured.notes) != bool(captured.hints)
-
+    assert captured.hints == ({"b": 4} if name == "of_features" else {}) and any(
+        "b is static" in note for note in captured.notes
+    ) != bool(captured.hints)
 
 
 def test_the_batch_stays_symbolic_where_all_rows_can_be_computed() -> None:
-    captured = capture(Pairs(lambda rows: (rows @ rows.T)[torch.ones(rows.shape[0], rows.shape[0]).triu(1).bool()].mean()), batch())
+    captured = capture(
+        Pairs(lambda rows: (rows @ rows.T)[torch.ones(rows.shape[0], rows.shape[0]).triu(1).bool()].mean()), batch()
+    )
     assert captured.hints == {"b": 4} and not captured.notes
 
 
-@pytest.mark.parametrize("loss", [lambda rows: rows[rows[:, 0] > 0].view(-1, 2, 2).var(), lambda rows: rows[torch.rand(8) > 0.5].view(-1, 2, 2).var(),
-                                  lambda rows: (rows @ rows.T)[torch.nn.functional.dropout(torch.ones(8, 8)) > 0.5].view(2, -1).var(),
-                                  lambda rows: (rows @ rows.T)[torch.ones(8, 8).normal_() > 0.5].view(2, -1).var(), lambda rows: rows[torch.empty(8) > 0.5].view(-1, 2).var(),
-                                  lambda rows: (rows @ rows.T)[torch.eye(len(rows)).add_(rows.detach().mean()).bool()].view(2, -1).var()])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda rows: rows[rows[:, 0] > 0].view(-1, 2, 2).var(),
+        lambda rows: rows[torch.rand(8) > 0.5].view(-1, 2, 2).var(),
+        lambda rows: (rows @ rows.T)[torch.nn.functional.dropout(torch.ones(8, 8)) > 0.5].view(2, -1).var(),
+        lambda rows: (rows @ rows.T)[torch.ones(8, 8).normal_() > 0.5].view(2, -1).var(),
+        lambda rows: rows[torch.empty(8) > 0.5].view(-1, 2).var(),
+        lambda rows: (rows @ rows.T)[torch.eye(len(rows)).add_(rows.detach().mean()).bool()].view(2, -1).var(),
+    ],
+)
 def test_masks_of_anything_else_are_refused(loss) -> None:
     with pytest.raises(CaptureError, match=r"depends on (the values of a tensor|what tensors hold)"):
         capture(Pairs(loss), batch())

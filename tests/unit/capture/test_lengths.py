@@ -70,11 +70,18 @@ class Lists(nn.Module):
         return self.use(rows).square().sum() if isinstance(rows, list) and list(range(2)) == [0, 1] else x.sum()
 
 
-@pytest.mark.parametrize(("use", "shape"), [
-    (lambda rows: torch.cat(rows, dim=0), (24, 3)), (lambda rows: torch.cat(rows), (24, 3)), (lambda rows: torch.cat(rows, axis=0), (24, 3)), (lambda rows: torch.cat(tensors=rows), (24, 3)),
-    (lambda rows: torch.stack(rows), (6, 4, 3)),
-    (lambda rows: torch.cat([torch.cat(rows), torch.cat(rows)], axis=1), (24, 6)), (lambda rows: torch.stack((torch.cat(rows),), -1), (24, 3, 1)),
-])
+@pytest.mark.parametrize(
+    ("use", "shape"),
+    [
+        (lambda rows: torch.cat(rows, dim=0), (24, 3)),
+        (lambda rows: torch.cat(rows), (24, 3)),
+        (lambda rows: torch.cat(rows, axis=0), (24, 3)),
+        (lambda rows: torch.cat(tensors=rows), (24, 3)),
+        (lambda rows: torch.stack(rows), (6, 4, 3)),
+        (lambda rows: torch.cat([torch.cat(rows), torch.cat(rows)], axis=1), (24, 6)),
+        (lambda rows: torch.stack((torch.cat(rows),), -1), (24, 3, 1)),
+    ],
+)
 def test_rows_that_are_put_together_again_stay_symbolic(use, shape) -> None:
     found: list[Tensor] = []
     model = Lists(lambda rows: found.append(use(rows)) or found[-1])
@@ -82,10 +89,19 @@ def test_rows_that_are_put_together_again_stay_symbolic(use, shape) -> None:
     assert captured.hints == {"b": 6} and not captured.notes
     rows, notes = graph_rows(model, captured, (torch.randn(5, 4, 3),), {}, training=True)
     assert not notes and len(rows) == 3 and all(row.ok for row in rows)
-    assert model(torch.randn(6, 4, 3)) is not None and found[-1].shape == shape  # outside of a capture it is torch's own
+    # outside of a capture it is torch's own
+    assert model(torch.randn(6, 4, 3)) is not None and found[-1].shape == shape
 
 
-@pytest.mark.parametrize("use", [lambda rows: rows[0] * rows[-1], lambda rows: sum(rows), lambda rows: torch.cat(rows, dim=1), lambda rows: torch.cat([*rows, rows[0]])])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda rows: rows[0] * rows[-1],
+        lambda rows: sum(rows),
+        lambda rows: torch.cat(rows, dim=1),
+        lambda rows: torch.cat([*rows, rows[0]]),
+    ],
+)
 def test_rows_that_are_used_otherwise_fix_the_batch(use) -> None:
     model = Lists(use)
     captured = capture(model, (torch.randn(6, 4, 3),))
@@ -105,12 +121,22 @@ class Numbers(nn.Module):
         return self.use(self.map(x), x)
 
 
-@pytest.mark.parametrize("use", [
-    lambda y, x: y.square().sum() / int(x.shape[0]), lambda y, x: y.square().sum() / float(int(x.size(0) * x.size(1))), lambda y, x: y.reshape(*map(int, (x.shape[0], 12))).square().mean(),
-    lambda y, x: y.flatten(1).square().sum(1).topk(int(x.shape[0] * 0.7)).values.mean(), lambda y, x: y[int(-0.4 * x.shape[0]):].square().mean(),
-    lambda y, x: y.square().mean() if isinstance(int(x.shape[0]), int) and isinstance(float(x.shape[0]), float) and not isinstance(1.5, int) else y.mean(),
-    lambda y, x: y[:, :int("2")].square().mean() * float("1.5") * int(2.7),
-])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y, x: y.square().sum() / int(x.shape[0]),
+        lambda y, x: y.square().sum() / float(int(x.size(0) * x.size(1))),
+        lambda y, x: y.reshape(*map(int, (x.shape[0], 12))).square().mean(),
+        lambda y, x: y.flatten(1).square().sum(1).topk(int(x.shape[0] * 0.7)).values.mean(),
+        lambda y, x: y[int(-0.4 * x.shape[0]) :].square().mean(),
+        lambda y, x: (
+            y.square().mean()
+            if isinstance(int(x.shape[0]), int) and isinstance(float(x.shape[0]), float) and not isinstance(1.5, int)
+            else y.mean()
+        ),
+        lambda y, x: y[:, : int("2")].square().mean() * float("1.5") * int(2.7),
+    ],
+)
 def test_ints_and_floats_of_sizes_stay_symbolic(use) -> None:
     model = Numbers(use)
     captured = capture(model, (torch.randn(6, 4, 3),))
@@ -120,14 +146,29 @@ def test_ints_and_floats_of_sizes_stay_symbolic(use) -> None:
         assert not notes and len(rows) == 3 and all(row.ok for row in rows)
 
 
-@pytest.mark.parametrize(("text", "kept"), [
-    ("n: int = int(x.shape[0])\ndef f(a: tuple[int, float]) -> int: return isinstance(a, (int, float)) or list(map(int, a))", set()),
-    ("torch.zeros(3, dtype=float)\nint(n)", {"float"}), ("x.to(int)", {"int"}), ("type(x) is int or float(n)", {"int"}), ("float('inf'), int.from_bytes(b'')", {"int"}), ("dict(kind=int)", {"int"}),
-])
-def test_files_that_hand_int_or_float_on_keep_them(text: str, kept: set[str], tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (
+            "n: int = int(x.shape[0])\ndef f(a: tuple[int, float]) -> int: return isinstance(a, (int, float)) or "
+            "list(map(int, a))",
+            set(),
+        ),
+        ("torch.zeros(3, dtype=float)\nint(n)", {"float"}),
+        ("x.to(int)", {"int"}),
+        ("type(x) is int or float(n)", {"int"}),
+        ("float('inf'), int.from_bytes(b'')", {"int"}),
+        ("dict(kind=int)", {"int"}),
+    ],
+)
+def test_files_that_hand_int_or_float_on_keep_them(
+    text: str, kept: set[str], tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch takes `dtype=float` of Python's own float alone."""
     name = f"handing_{abs(hash(text))}"
-    (tmp_path / f"{name}.py").write_text("if False:\n" + "".join(f"    {line}\n" for line in text.splitlines()) + "class Model: ...\n")
+    (tmp_path / f"{name}.py").write_text(
+        "if False:\n" + "".join(f"    {line}\n" for line in text.splitlines()) + "class Model: ...\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module(name)
     model = nn.Identity()

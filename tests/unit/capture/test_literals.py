@@ -33,7 +33,10 @@ class Literal(nn.Module):
 def test_a_model_on_meta_has_the_literals_of_a_real_one(name: str) -> None:
     with torch.device("meta"):
         model = Literal(LITERALS[name])
-    planned, real = capture(model, (torch.zeros(4, 4, device="meta"),)), capture(Literal(LITERALS[name]), (torch.zeros(4, 4),))
+    planned, real = (
+        capture(model, (torch.zeros(4, 4, device="meta"),)),
+        capture(Literal(LITERALS[name]), (torch.zeros(4, 4),)),
+    )
     assert not planned.notes
     assert planned.constants.keys() == real.constants.keys()
     assert all(torch.equal(value, real.constants[key]) for key, value in planned.constants.items())
@@ -51,13 +54,17 @@ class Weighted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x).flatten(0, 1)
-        return (h * ELSEWHERE).sum() + nn.functional.binary_cross_entropy_with_logits(h, x.flatten(0, 1), pos_weight=ELSEWHERE + ELSEWHERE.mean())
+        return (h * ELSEWHERE).sum() + nn.functional.binary_cross_entropy_with_logits(
+            h, x.flatten(0, 1), pos_weight=ELSEWHERE + ELSEWHERE.mean()
+        )
 
 
 def test_tensors_from_elsewhere_are_where_all_others_are() -> None:
     captured = capture(Weighted(), (torch.zeros(4, 3, 4),))
     assert next(iter(captured.constants.values())).equal(ELSEWHERE) and captured.hints == {"b": 4}
-    assert {value.device.type for node in captured.gm.graph.nodes if "val" in node.meta for value in facts.tensors(node)} == {"meta"}
+    assert {
+        value.device.type for node in captured.gm.graph.nodes if "val" in node.meta for value in facts.tensors(node)
+    } == {"meta"}
 
 
 class Factories(nn.Module):
@@ -89,6 +96,7 @@ def test_what_is_lifted_has_the_dtypes_that_it_says() -> None:
 
 def test_what_is_lifted_lies_in_memory_as_it_did() -> None:
     """Whether a reshape copies, and so whether its result can be kept, is read off the order of what it reads."""
+
     class Repeats(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -99,6 +107,12 @@ def test_what_is_lifted_lies_in_memory_as_it_did() -> None:
             return h[:, None].expand(-1, 3, -1).reshape(-1, 4).square().mean() + h.T.exp().mean()
 
     captured = capture(Repeats(), (torch.zeros(4, 4),)).gm
-    nodes = [(one, other) for one, other in zip(captured.graph.nodes, lift(captured).graph.nodes, strict=True) if one.op != "output"]
+    nodes = [
+        (one, other)
+        for one, other in zip(captured.graph.nodes, lift(captured).graph.nodes, strict=True)
+        if one.op != "output"
+    ]
     pairs = [(a, b) for one, other in nodes for a, b in zip(facts.tensors(one), facts.tensors(other), strict=True)]
-    assert all(str(a.stride()) == str(b.stride()) and a.requires_grad == b.requires_grad for a, b in pairs) and any(0 in a.stride() for a, _ in pairs)
+    assert all(str(a.stride()) == str(b.stride()) and a.requires_grad == b.requires_grad for a, b in pairs) and any(
+        0 in a.stride() for a, _ in pairs
+    )

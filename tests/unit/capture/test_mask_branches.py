@@ -1,4 +1,5 @@
-"""Branches on whether a mask picks anything: taken where the other one is the same with no rows, refused where it is not."""
+"""Branches on whether a mask picks anything: taken where the other one is the same with no rows, refused where it is
+not."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class Scored(Looped):
 
 def inputs(batch=4, alike=False):
     """Tokens that are all the same choose the same experts, so that others have none."""
-    x = torch.randn(batch, 1 if alike else 6, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
+    x = torch.randn(
+        batch, 1 if alike else 6, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(batch)
+    )
     return x.expand(batch, 6, HIDDEN).contiguous()
 
 
@@ -47,14 +50,19 @@ def test_a_loop_that_leaves_out_who_has_nothing_is_one_op(loop, expert):
     for x in (inputs(3), inputs(2, alike=True)):
         wanted, (got, *_) = model(x), run_graph(captured.gm, model, {"x": x})
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
-        theirs, mine = (torch.autograd.grad(loss, list(model.parameters()), allow_unused=True) for loss in (wanted, got))
+        theirs, mine = (
+            torch.autograd.grad(loss, list(model.parameters()), allow_unused=True) for loss in (wanted, got)
+        )
         assert None not in mine and (None in theirs) == (x[0, 0] == x[0, 1]).all()
         for mine_, theirs_ in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(mine_, torch.zeros_like(mine_) if theirs_ is None else theirs_, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(
+                mine_, torch.zeros_like(mine_) if theirs_ is None else theirs_, rtol=1e-10, atol=1e-10
+            )
 
 
 def asking(ask, otherwise=lambda out, number: out, mask_of=lambda chosen, number: chosen == number):
     """A loop with a condition of its own, of a mask and of all of them."""
+
     def loop(hidden, gates, chosen, experts):
         out = torch.zeros_like(hidden)
         masks = [mask_of(chosen, number) for number in range(EXPERTS)]
@@ -65,6 +73,7 @@ def asking(ask, otherwise=lambda out, number: out, mask_of=lambda chosen, number
             else:
                 out = otherwise(out, number)
         return out
+
     return loop
 
 
@@ -95,10 +104,14 @@ REFUSED = {
     "few by their sum": asking(lambda masks, number, token: masks[number].sum() > 3),
     "another expert's": asking(lambda masks, number, token: masks[number - 1].any()),
     "all of one": asking(lambda masks, number, token: masks[0].any()),
-    "something else": asking(lambda masks, number, token: masks[number].any(), otherwise=lambda out, number: out + number),
+    "something else": asking(
+        lambda masks, number, token: masks[number].any(), otherwise=lambda out, number: out + number
+    ),
     "all are asked": asking(lambda masks, number, token: masks[number].all()),
     "of their values": asking(lambda masks, number, token: token[0] > 0),
-    "changed through a view": asking(lambda masks, number, token: masks[number].view(-1).logical_not_().numel() and masks[number].any()),
+    "changed through a view": asking(
+        lambda masks, number, token: masks[number].view(-1).logical_not_().numel() and masks[number].any()
+    ),
     "changed since": asking(lambda masks, number, token: masks[number].logical_not_().any()),
     "their number": used,
 }
@@ -112,7 +125,8 @@ def test_other_branches_are_refused_with_the_line(what):
 
 def test_what_they_are_varied_from_is_taken():
     capture(made(asking(lambda masks, number, token: masks[number].any() and len(token))), (inputs(),))
-    nothing = capture(made(asking(lambda masks, number, token: not masks[number].any())), (inputs(),))  # who has no tokens adds nothing, and nobody else does
+    # who has no tokens adds nothing, and nobody else does
+    nothing = capture(made(asking(lambda masks, number, token: not masks[number].any())), (inputs(),))
     assert not any(node.target is ops.experts for node in nothing.gm.graph.nodes)
 
 
@@ -131,11 +145,12 @@ class Masked(nn.Module):
                 x[mask] = 0.0
             else:
                 x = torch.where(mask[..., None], 0.0, x)
-        return (x ** 2).mean()
+        return (x**2).mean()
 
 
 def test_masks_without_experts():
-    """What is proven is that nothing is written; that a choice by an empty mask chooses nothing is not known, and it is refused."""
+    """What is proven is that nothing is written; that a choice by an empty mask chooses nothing is not known, and it is
+    refused."""
     model, x, mask = Masked(written=True), torch.randn(4, 6, HIDDEN), torch.rand(4, 6) > 0.5
     captured = capture(model, (x, mask))
     for given_ in (mask, torch.zeros_like(mask)):
@@ -158,7 +173,9 @@ class Many(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate = nn.Linear(HIDDEN, 40, bias=False)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(HIDDEN, 4), nn.GELU(), nn.Linear(4, HIDDEN)) for _ in range(40))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(HIDDEN, 4), nn.GELU(), nn.Linear(4, HIDDEN)) for _ in range(40)
+        )
 
     def forward(self, x):
         hidden = x.view(-1, HIDDEN)

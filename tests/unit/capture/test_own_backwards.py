@@ -1,4 +1,5 @@
-"""Backwards that people write themselves, and hooks of gradients: what is captured has the model's gradients, or nothing is."""
+"""Backwards that people write themselves, and hooks of gradients: what is captured has the model's gradients, or
+nothing is."""
 
 from __future__ import annotations
 
@@ -25,14 +26,22 @@ def calling(body: Callable[[Tensor, Tensor], Tensor]) -> Calling:
 
 
 def detached(gm: nn.Module) -> list[torch.fx.Node]:
-    return [n for part in gm.modules() if isinstance(part, torch.fx.GraphModule) for n in part.graph.nodes if n.target is detach]
+    return [
+        n
+        for part in gm.modules()
+        if isinstance(part, torch.fx.GraphModule)
+        for n in part.graph.nodes
+        if n.target is detach
+    ]
 
 
 @pytest.mark.parametrize("name", [*KEPT, *AS_AUTOGRAD])
 def test_gradients_of_the_graph_are_those_of_the_model(name: str) -> None:
     model = calling((KEPT | AS_AUTOGRAD)[name])
     captured = capture(model, batch())
-    assert any("keeps its own backward (own_functions.py:" in note for note in captured.notes) is (name in KEPT), captured.notes
+    assert any("keeps its own backward (own_functions.py:" in note for note in captured.notes) is (name in KEPT), (
+        captured.notes
+    )
     assert bool(detached(captured.gm)) is (name in KEPT), "what autograd does right costs nothing"
     for samples in (8, 6):
         rows, notes = graph_rows(model, captured, batch(samples), {}, training=True)
@@ -77,13 +86,23 @@ class Quiet(Function):
         return grad * ctx.scale, None
 
 
-@pytest.mark.parametrize("body", [
-    lambda h, w: Quiet.apply(h @ w),
-    lambda h, w: h + Quiet.apply(w.detach().abs(), 0.1).mean() * (h @ w),
-    lambda h, w: h + checkpoint(lambda x: (x @ w).tanh(), h, use_reentrant=True),
-    lambda h, w: h + checkpoint(lambda x: (x @ w).tanh(), h.detach(), use_reentrant=True),
-    lambda h, w: h + checkpoint(lambda x: (x @ w).tanh(), h, use_reentrant=False),
-], ids=["a scale", "a scale of what has no gradient", "re-entrant checkpoint", "that nobody asks gradients of", "checkpoint"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda h, w: Quiet.apply(h @ w),
+        lambda h, w: h + Quiet.apply(w.detach().abs(), 0.1).mean() * (h @ w),
+        lambda h, w: h + checkpoint(lambda x: (x @ w).tanh(), h, use_reentrant=True),
+        lambda h, w: h + checkpoint(lambda x: (x @ w).tanh(), h.detach(), use_reentrant=True),
+        lambda h, w: h + checkpoint(lambda x: (x @ w).tanh(), h, use_reentrant=False),
+    ],
+    ids=[
+        "a scale",
+        "a scale of what has no gradient",
+        "re-entrant checkpoint",
+        "that nobody asks gradients of",
+        "checkpoint",
+    ],
+)
 def test_what_comes_behind_a_function_has_gradients(body: Callable[[Tensor, Tensor], Tensor]) -> None:
     model = calling(body)
     rows, notes = graph_rows(model, capture(model, batch()), batch(), {}, training=True)
@@ -120,11 +139,19 @@ def _behind_accumulation(model: nn.Module) -> None:
     model.layers[1].w.register_post_accumulate_grad_hook(lambda weight: None)  # type: ignore[operator, union-attr]
 
 
-@pytest.mark.parametrize(("kind", "register", "where"), [
-    (Hooked, lambda model: None, "test_own_backwards.py:"), (Calling, _on_module, "module layers.1"),
-    (Calling, _on_parameter, "parameter layers.1.w"), (Calling, _behind_accumulation, "parameter layers.1.w"),
-], ids=["in forward", "module", "parameter", "accumulated"])
-def test_a_hook_of_the_backward_is_refused(kind: type[Calling], register: Callable[[nn.Module], None], where: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "register", "where"),
+    [
+        (Hooked, lambda model: None, "test_own_backwards.py:"),
+        (Calling, _on_module, "module layers.1"),
+        (Calling, _on_parameter, "parameter layers.1.w"),
+        (Calling, _behind_accumulation, "parameter layers.1.w"),
+    ],
+    ids=["in forward", "module", "parameter", "accumulated"],
+)
+def test_a_hook_of_the_backward_is_refused(
+    kind: type[Calling], register: Callable[[nn.Module], None], where: str
+) -> None:
     model = kind(AS_AUTOGRAD["lean"])
     register(model)
     with pytest.raises(CaptureError, match=f"{where}.*backward hook"):

@@ -15,7 +15,9 @@ from tests.helpers.tiny import TINY
 def test_precision_plans_the_cast_model_and_leaves_the_model_alone(name: str) -> None:
     loaded = autopar.frontend.load(TINY[name], batch=4, seq=8, device="cpu")
     before = {n: t.clone() for n, t in loaded.model.state_dict().items()}
-    compiled = autopar.compile(loaded.model, "cpu:1x2", (loaded.args, loaded.kwargs), recipe="ddp", precision="bfloat16")
+    compiled = autopar.compile(
+        loaded.model, "cpu:1x2", (loaded.args, loaded.kwargs), recipe="ddp", precision="bfloat16"
+    )
     cast = autopar.frontend.load(TINY[name], batch=4, seq=8, device="cpu", dtype=torch.bfloat16)
     plain = autopar.compile(cast.model, "cpu:1x2", (cast.args, cast.kwargs), recipe="ddp")
     assert compiled.plan.precision == plain.plan.precision == "bfloat16"

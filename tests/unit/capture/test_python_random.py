@@ -1,4 +1,5 @@
-"""Random numbers of Python and numpy: models that draw them are refused with the line that does, and both generators stay where they were."""
+"""Random numbers of Python and numpy: models that draw them are refused with the line that does, and both generators
+stay where they were."""
 
 from __future__ import annotations
 
@@ -55,6 +56,9 @@ class ScalesByPython(Net):
 @pytest.mark.parametrize("kind", [DropsByPython, MasksByNumpy, ScalesByPython])
 def test_draws_that_a_graph_would_repeat_are_refused_and_not_kept(kind, mode):
     before = random.getstate(), np.random.get_state()[1].tolist()
-    with pytest.raises(CaptureError, match=r"the same ones in every step\nat test_python_random.py:\d+: .*# the line; draw them with torch"):
+    with pytest.raises(
+        CaptureError,
+        match=r"the same ones in every step\nat test_python_random.py:\d+: .*# the line; draw them with torch",
+    ):
         capture(kind(), (torch.randn(8, 4), torch.randn(8, 4)), mode=mode)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before

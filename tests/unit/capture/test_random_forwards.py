@@ -19,7 +19,9 @@ class LeftOut(Net):
 
 
 def test_blocks_that_are_left_out_at_random_are_told_what_to_set():
-    with pytest.raises(CaptureError, match=r"(?s)LeftOut cannot be exported.*self.layerdrop.*leaves blocks out at random.*set it to 0"):
+    with pytest.raises(
+        CaptureError, match=r"(?s)LeftOut cannot be exported.*self.layerdrop.*leaves blocks out at random.*set it to 0"
+    ):
         capture(LeftOut(), batch())
 
 
@@ -38,7 +40,9 @@ class SeedsByTime(Net):
 
 @pytest.mark.parametrize("kind", [Seeds, SeedsByTime])
 def test_seeds_in_forward_are_refused(kind):
-    with pytest.raises(CaptureError, match=r"^test_random_forwards.py:\d+ seeds torch's generator in forward.*keep them as a buffer"):
+    with pytest.raises(
+        CaptureError, match=r"^test_random_forwards.py:\d+ seeds torch's generator in forward.*keep them as a buffer"
+    ):
         capture(kind(), batch())
     torch.manual_seed(1)
 
@@ -50,7 +54,11 @@ class TakesGradients(Net):
 
 
 def test_gradients_in_forward_are_refused():
-    with pytest.raises(CaptureError, match=r"gradients are taken in forward .*\nat test_random_forwards.py:\d+; they are not operators of a graph: take them of a function by torch.func.grad"):
+    with pytest.raises(
+        CaptureError,
+        match=r"gradients are taken in forward .*\nat test_random_forwards.py:\d+; they are not operators of a graph: "
+        r"take them of a function by torch.func.grad",
+    ):
         capture(TakesGradients(), batch())
 
 
@@ -60,7 +68,8 @@ class Likely(Net):
 
 
 def test_distributions_are_asked_without_looking_at_values_and_look_again_afterwards():
-    torch.distributions.Distribution.set_default_validate_args(True)  # torch.compile, wherever it was called, turns it off
+    # torch.compile, wherever it was called, turns it off
+    torch.distributions.Distribution.set_default_validate_args(True)
     assert capture(Likely(), batch()).hints == {"b": 8}
     with pytest.raises(ValueError, match="scale"):
         torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
@@ -86,5 +95,9 @@ class DrawsByItsOwn(Net):
 
 
 def test_a_generator_of_ones_own_is_refused():
-    with pytest.raises(CaptureError, match=r"aten.rand.generator in forward reads a .*Generator, which is neither a tensor nor a plain value .*torch.Generator is left out"):
+    with pytest.raises(
+        CaptureError,
+        match=r"aten.rand.generator in forward reads a .*Generator, which is neither a tensor nor a plain value "
+        r".*torch.Generator is left out",
+    ):
         capture(DrawsByItsOwn(), batch())

@@ -28,16 +28,34 @@ def test_a_span_has_the_size_and_only_sizes_that_were_found(sizes, size):
     assert span.step > 1 or not {span.least - 1, span.most + 1} & sizes
 
 
-@pytest.mark.parametrize(("text", "holds"), [
-    ("min(32, s) <= s", lambda s: True), ("(s + (8 - s % 8) % 8) // 8 == 2", lambda s: 8 < s <= 16), ("s > 5 and (s < 9 or not (s != 20))", lambda s: 5 < s < 9 or s == 20),
-    ("b * s != 12", lambda s: 3 * s != 12), ("max(1, s // 4, b) == 3", lambda s: s < 16), ("b == 3", lambda s: True), ("b == 4", lambda s: False),
-    ("1 // (s - s) == 0", lambda s: False), ("unknown(s)", lambda s: False), ("s", lambda s: False), ("s.bit_length() > 2", lambda s: False)])
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("min(32, s) <= s", lambda s: True),
+        ("(s + (8 - s % 8) % 8) // 8 == 2", lambda s: 8 < s <= 16),
+        ("s > 5 and (s < 9 or not (s != 20))", lambda s: 5 < s < 9 or s == 20),
+        ("b * s != 12", lambda s: 3 * s != 12),
+        ("max(1, s // 4, b) == 3", lambda s: s < 16),
+        ("b == 3", lambda s: True),
+        ("b == 4", lambda s: False),
+        ("1 // (s - s) == 0", lambda s: False),
+        ("unknown(s)", lambda s: False),
+        ("s", lambda s: False),
+        ("s.bit_length() > 2", lambda s: False),
+    ],
+)
 def test_conditions_are_tried_of_all_sizes(text, holds):
     sizes = np.arange(2, 40)
     assert _holding(text, "s", sizes, {"b": 3}).tolist() == [size for size in range(2, 40) if holds(size)]
 
 
-@pytest.mark.parametrize(("length", "span"), [(12, (9, 15, 1)), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((5, (0, 7, 1)), (24, (16, TRIED, 8))))])
+@pytest.mark.parametrize(
+    ("length", "span"),
+    [
+        (12, (9, 15, 1)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((5, (0, 7, 1)), (24, (16, TRIED, 8)))),
+    ],
+)
 def test_a_sequence_in_chunks_stays_symbolic_for_the_lengths_that_are_cut_alike(length, span):
     """One chunk, some with the last one padded, and some whole ones are three programs."""
     torch.manual_seed(0)
@@ -83,10 +101,18 @@ def test_a_loop_over_positions_is_static():
             return state.square().mean()
 
     lengths = []
-    with mock.patch.object(nn.Embedding, "forward", lambda self, ids: (lengths.append(ids.shape[1].node.hint if isinstance(ids.shape[1], torch.SymInt) else ids.shape[1]), self.weight[ids])[1]):
+    with mock.patch.object(
+        nn.Embedding,
+        "forward",
+        lambda self, ids: (
+            lengths.append(ids.shape[1].node.hint if isinstance(ids.shape[1], torch.SymInt) else ids.shape[1]),
+            self.weight[ids],
+        )[1],
+    ):
         captured = capture(Loop(), (), chunked.inputs(4, 12))
     assert dict(captured.hints) == {"b": 4} and captured.notes[0].startswith("s is static")
-    # traced at a short length, called at it; traced with the batch alone at the user's own length, which may be long, once; twice for whether the second step is the first one, and once for what evaluation changes
+    # traced at a short length, called at it; traced with the batch alone at the user's own length, which may be long,
+    # once; twice for whether the second step is the first one, and once for what evaluation changes
     assert lengths[:3] == [10, 10, 12] and len(lengths) == 3 + 2 + 1
 
 
@@ -103,16 +129,31 @@ class Capped(nn.Module):
         return (rows.cumsum(0).clamp(max=count) * (torch.arange(rows.shape[0]) < count)[:, None]).square().mean()
 
 
-@pytest.mark.parametrize("count", [lambda n: (1.5 * n / 4).__int__(), lambda n: (n ** 0.5).__int__(), lambda n: 3 if n > 20 else n])
+@pytest.mark.parametrize(
+    "count", [lambda n: (1.5 * n / 4).__int__(), lambda n: (n**0.5).__int__(), lambda n: 3 if n > 20 else n]
+)
 def test_conditions_of_batch_and_sequence_at_once_are_kept(count):
-    """torch checks conditions of one size, and forgets those of several: a capacity of experts was that of the sizes that the model was traced with."""
+    """torch checks conditions of one size, and forgets those of several: a capacity of experts was that of the sizes
+    that the model was traced with."""
     model, ids = Capped(count), torch.randint(chunked.VOCAB, (12, 6))
     captured = capture(model, (ids,))
     spans = facts.spans(captured.gm)
-    for sizes in ((12, 6), *((b, s) for b in (2, 11, 13) for s in (2, 7) if {"b", "s"} <= {*spans} and spans["b"][0] <= b and spans["s"][0] <= s)):
+    for sizes in (
+        (12, 6),
+        *(
+            (b, s)
+            for b in (2, 11, 13)
+            for s in (2, 7)
+            if {"b", "s"} <= {*spans} and spans["b"][0] <= b and spans["s"][0] <= s
+        ),
+    ):
         rows, notes = graph_rows(model, captured, (torch.randint(chunked.VOCAB, sizes),), {}, training=True)
         assert not notes and all(row.ok for row in rows), (sizes, rows)
-    assert "b" in spans or captured.notes[0].startswith("b, s are static: the model works only where ") or captured.notes[-1].startswith("s is static: the model works only where ")
+    assert (
+        "b" in spans
+        or captured.notes[0].startswith("b, s are static: the model works only where ")
+        or captured.notes[-1].startswith("s is static: the model works only where ")
+    )
 
 
 class Causal(nn.Module):
@@ -150,7 +191,11 @@ class Nearest(nn.Module):
 
     def forward(self, x):
         rows = self.linear(x)
-        return torch.cdist(rows, self.table).min(1).values.mean() + torch.cdist(rows, rows.detach() + 1).mean() + torch.cdist(rows, self.table, p=1.0).mean()
+        return (
+            torch.cdist(rows, self.table).min(1).values.mean()
+            + torch.cdist(rows, rows.detach() + 1).mean()
+            + torch.cdist(rows, self.table, p=1.0).mean()
+        )
 
 
 def test_how_distances_are_computed_is_no_condition():

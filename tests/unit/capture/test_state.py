@@ -26,10 +26,16 @@ class Scaled(Fused):
 def test_weights_have_their_own_names_whatever_the_state_dict_says():
     model = Scaled()
     assert list(model.state_dict()) == ["scale", "first.weight", "second.weight"]
-    assert list(own_state(model)) == ["scale", "both.weight"] and own_state(model)["both.weight"].data_ptr() == model.both.weight.data_ptr()
+    assert (
+        list(own_state(model)) == ["scale", "both.weight"]
+        and own_state(model)["both.weight"].data_ptr() == model.both.weight.data_ptr()
+    )
     captured = capture(model, (torch.randn(4, 4),))
     assert captured.order == ("scale", "both.weight") and list(captured.constants) == ["made"]
-    assert any("first.weight, second.weight of the state dict are no parameters of that name" in note for note in captured.notes)
+    assert any(
+        "first.weight, second.weight of the state dict are no parameters of that name" in note
+        for note in captured.notes
+    )
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -37,4 +43,6 @@ def test_without_hooks_it_is_the_state_dict(name):
     model = load(TINY[name], batch=4, seq=8, device="cpu").model
     said = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     own = own_state(model)
-    assert list(own) == list(said) and all(own[key].data_ptr() == said[key].data_ptr() and not own[key].requires_grad for key in own)
+    assert list(own) == list(said) and all(
+        own[key].data_ptr() == said[key].data_ptr() and not own[key].requires_grad for key in own
+    )

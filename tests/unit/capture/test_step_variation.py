@@ -100,10 +100,16 @@ class BeginsOtherwise(Keeping):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("kind", [WarmsUp, Lists, Decays, Maps, CutsAnother, CountsElsewhere, Clocks, DrawsByItself, Remembers, BeginsOtherwise])
+@pytest.mark.parametrize(
+    "kind",
+    [WarmsUp, Lists, Decays, Maps, CutsAnother, CountsElsewhere, Clocks, DrawsByItself, Remembers, BeginsOtherwise],
+)
 def test_steps_that_differ_are_refused_with_the_line(kind: type[Keeping], mode: str) -> None:
     model = kind()
-    with pytest.raises(CaptureError, match=rf"{kind.__name__} cannot be captured: its second step .* from \w+ \(test_step_variation.py:(\d+)\) on") as caught:
+    with pytest.raises(
+        CaptureError,
+        match=rf"{kind.__name__} cannot be captured: its second step .* from \w+ \(test_step_variation.py:(\d+)\) on",
+    ) as caught:
         capture(model, (torch.randn(8, 4),), mode=mode)
     number = int(str(caught.value).split("test_step_variation.py:")[1].split(")")[0])
     with open(__file__) as file:
@@ -148,13 +154,15 @@ class CutsALongerMask(Keeping):
         rows, columns = x.shape[-2] + 2, x.shape[-1]
         if "mask" not in self.kept:
             self.kept["mask"] = torch.arange(rows * columns, device=x.device).view(rows, columns)
-            return x + self.kept["mask"][:x.shape[-2]]
-        return x + self.kept["mask"][..., -rows:, -columns:].expand(rows, columns)[:x.shape[-2]]
+            return x + self.kept["mask"][: x.shape[-2]]
+        return x + self.kept["mask"][..., -rows:, -columns:].expand(rows, columns)[: x.shape[-2]]
 
 
 class MasksBySamples(Keeping):
     def keep(self, x):
-        shown = torch.vmap(torch.vmap(lambda row, i: row.sum() + i >= 0, (None, 0)), (0, None))(x, torch.arange(4, device=x.device))
+        shown = torch.vmap(torch.vmap(lambda row, i: row.sum() + i >= 0, (None, 0)), (0, None))(
+            x, torch.arange(4, device=x.device)
+        )
         return x * shown
 
 
@@ -170,7 +178,9 @@ class Drops(Keeping):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("kind", [Tells, MasksOnce, MasksBySize, CutsALongerMask, MasksBySamples, LongestSoFar, Averages, Drops])
+@pytest.mark.parametrize(
+    "kind", [Tells, MasksOnce, MasksBySize, CutsALongerMask, MasksBySamples, LongestSoFar, Averages, Drops]
+)
 def test_what_is_kept_and_changes_no_step_is_captured(kind: type[Keeping], mode: str) -> None:
     assert capture(kind(), (torch.randn(8, 4),), mode=mode).hints == {"b": 8}
 

@@ -42,17 +42,39 @@ def keyword(out, y, *, scale=1.0):
     return out
 
 
-@pytest.mark.parametrize(("loss", "model", "given", "kwargs", "wanted"), [
-    (None, nn.Linear(1, 1), 1, {}, 0), (lambda out: out, nn.Linear(1, 1), 1, {}, 0), (one, nn.Linear(1, 1), 2, {}, 1), (keyword, nn.Linear(1, 1), 2, {}, 1),
-    (some, nn.Linear(1, 1), 2, {}, 1), (some, nn.Linear(1, 1), 3, {}, 2), (some, nn.Linear(1, 1), 4, {}, 2), (some, Masked(), 2, {}, 1), (some, Masked(), 3, {"mask": 0}, 2),
-    (some, Any(), 3, {}, 1), (rest, nn.Linear(1, 1), 3, {}, 2), (rest, nn.Linear(1, 1), 1, {}, 0), (F.cross_entropy, nn.Linear(1, 1), 2, {}, 1),
-    (F.cross_entropy, Masked(), 2, {}, 1), (nn.MSELoss(), nn.Linear(1, 1), 2, {}, 1), (functools.partial(some, weight=1), nn.Linear(1, 1), 2, {}, 1),
-])
+@pytest.mark.parametrize(
+    ("loss", "model", "given", "kwargs", "wanted"),
+    [
+        (None, nn.Linear(1, 1), 1, {}, 0),
+        (lambda out: out, nn.Linear(1, 1), 1, {}, 0),
+        (one, nn.Linear(1, 1), 2, {}, 1),
+        (keyword, nn.Linear(1, 1), 2, {}, 1),
+        (some, nn.Linear(1, 1), 2, {}, 1),
+        (some, nn.Linear(1, 1), 3, {}, 2),
+        (some, nn.Linear(1, 1), 4, {}, 2),
+        (some, Masked(), 2, {}, 1),
+        (some, Masked(), 3, {"mask": 0}, 2),
+        (some, Any(), 3, {}, 1),
+        (rest, nn.Linear(1, 1), 3, {}, 2),
+        (rest, nn.Linear(1, 1), 1, {}, 0),
+        (F.cross_entropy, nn.Linear(1, 1), 2, {}, 1),
+        (F.cross_entropy, Masked(), 2, {}, 1),
+        (nn.MSELoss(), nn.Linear(1, 1), 2, {}, 1),
+        (functools.partial(some, weight=1), nn.Linear(1, 1), 2, {}, 1),
+    ],
+)
 def test_targets_are_what_the_loss_takes_and_the_model_does_not(loss, model, given, kwargs, wanted):
     assert count_targets(loss, model, given, kwargs) == wanted
 
 
-@pytest.mark.parametrize(("loss", "name"), [(nn.MSELoss(), "target"), (lambda out, wanted: F.mse_loss(out, wanted), "wanted"), (lambda out, *wanted: F.mse_loss(out, *wanted), "wanted")])
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (nn.MSELoss(), "target"),
+        (lambda out, wanted: F.mse_loss(out, wanted), "wanted"),
+        (lambda out, *wanted: F.mse_loss(out, *wanted), "wanted"),
+    ],
+)
 def test_inputs_have_the_names_of_the_loss(loss, name):
     captured = capture(nn.Linear(WIDTH, WIDTH), (torch.zeros(2, WIDTH), torch.zeros(2, WIDTH)), loss_fn=loss)
     assert captured.input_names == ("input", name)
@@ -76,10 +98,14 @@ class Centre(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize(("how", "why"), [
-    ("trains", r"loss_fn Centre has parameters that train \(scale\).*make it a part of the model"), ("assigns", "loss_fn Centre changes its buffer centre.*make it a part of the model"),
-    ("in place", "changes constant .* in place .*a buffer of loss_fn"),
-])
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("trains", r"loss_fn Centre has parameters that train \(scale\).*make it a part of the model"),
+        ("assigns", "loss_fn Centre changes its buffer centre.*make it a part of the model"),
+        ("in place", "changes constant .* in place .*a buffer of loss_fn"),
+    ],
+)
 def test_a_loss_has_nothing_that_changes(how, why):
     loss = Centre(how)
     with pytest.raises(CaptureError, match=why):
@@ -89,4 +115,7 @@ def test_a_loss_has_nothing_that_changes(how, why):
 
 def test_a_loss_that_does_not_change_may_have_buffers_and_frozen_weights():
     captured = capture(nn.Linear(WIDTH, WIDTH), (torch.zeros(2, WIDTH),), loss_fn=Centre("stays"))
-    assert all(torch.equal(value, torch.ones(WIDTH)) for value in captured.constants.values()) and len(captured.constants) == 2
+    assert (
+        all(torch.equal(value, torch.ones(WIDTH)) for value in captured.constants.values())
+        and len(captured.constants) == 2
+    )

@@ -14,14 +14,19 @@ from passes.interpret import Interpret
 from tests.helpers.tiny import TINY
 
 QUICK = ("hf-gpt2", "hf-llama-2kv", "hf-vit", "hf-resnet", "mlp", "recommender")
-CASES = [pytest.param(name, mode, marks=() if name in QUICK and (mode == "train" or name == "hf-gpt2") else pytest.mark.slow)
-         for name in TINY for mode in ("train", "inference")]
+CASES = [
+    pytest.param(name, mode, marks=() if name in QUICK and (mode == "train" or name == "hf-gpt2") else pytest.mark.slow)
+    for name in TINY
+    for mode in ("train", "inference")
+]
 
 
 def load(name, mode, batch, seq):
-    dtype = torch.float32 if name in ("hf-mixtral", "hf-gpt-oss") else torch.float64  # their grouped matmul has no float64 kernel outside of export
-    return frontend.load(TINY[name], batch=batch, seq=seq, device="cpu", dtype=dtype, train=mode == "train",
-                         labels=mode == "train")
+    # their grouped matmul has no float64 kernel outside of export
+    dtype = torch.float32 if name in ("hf-mixtral", "hf-gpt-oss") else torch.float64
+    return frontend.load(
+        TINY[name], batch=batch, seq=seq, device="cpu", dtype=dtype, train=mode == "train", labels=mode == "train"
+    )
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
@@ -40,7 +45,9 @@ def compare(captured, loaded, mode):
     given = {**dict(zip(captured.input_names, loaded.args, strict=False)), **loaded.kwargs}
     before = {name: tensor.detach().clone() for name, tensor in held.items()}
     torch.manual_seed(3)
-    wanted = [x for x in pytree.tree_leaves(as_plain(model(*loaded.args, **loaded.kwargs))) if isinstance(x, torch.Tensor)]
+    wanted = [
+        x for x in pytree.tree_leaves(as_plain(model(*loaded.args, **loaded.kwargs))) if isinstance(x, torch.Tensor)
+    ]
     changed = {name: tensor.detach().clone() for name, tensor in held.items()}
     for name, tensor in before.items():
         held[name].data.copy_(tensor)
@@ -50,16 +57,25 @@ def compare(captured, loaded, mode):
     assert sorted(runner.changed) == sorted(n for n, t in before.items() if not torch.equal(t, changed[n]))
     for name, value in runner.changed.items():
         close(value, changed[name], name)
-    plain = [(value, about) for value, about in zip(values, captured.gm.meta["outputs"], strict=True) if about["kind"] != "mutation"]
+    plain = [
+        (value, about)
+        for value, about in zip(values, captured.gm.meta["outputs"], strict=True)
+        if about["kind"] != "mutation"
+    ]
     for (value, about), right in zip(plain, wanted, strict=True):
         close(value, right, about["name"])
     if mode == "train":
         at = [about["kind"] for _, about in plain].index("loss")
-        parameters = {name: held for name, held in model.named_parameters() if held.requires_grad}  # Whisper's positions have none
+        # Whisper's positions have none
+        parameters = {name: held for name, held in model.named_parameters() if held.requires_grad}
         mine = torch.autograd.grad(plain[at][0], list(parameters.values()), retain_graph=True, allow_unused=True)
         theirs = torch.autograd.grad(wanted[at], list(parameters.values()), allow_unused=True)
         for name, a, b in zip(parameters, mine, theirs, strict=True):
-            close(torch.zeros_like(parameters[name]) if a is None else a, torch.zeros_like(parameters[name]) if b is None else b, name)
+            close(
+                torch.zeros_like(parameters[name]) if a is None else a,
+                torch.zeros_like(parameters[name]) if b is None else b,
+                name,
+            )
 
 
 def as_plain(outputs):

@@ -14,7 +14,8 @@ from autopar.errors import CaptureError
 from autopar.verify import graph_rows
 
 NORMS: dict[str, Callable[[], nn.Module]] = {
-    "one dim": lambda: nn.BatchNorm1d(4, momentum=None), "no affine": lambda: nn.BatchNorm1d(4, affine=False, momentum=None),
+    "one dim": lambda: nn.BatchNorm1d(4, momentum=None),
+    "no affine": lambda: nn.BatchNorm1d(4, affine=False, momentum=None),
     "no statistics": lambda: nn.BatchNorm1d(4, track_running_stats=False, momentum=None),
 }
 
@@ -39,7 +40,11 @@ def test_norms_without_a_momentum_train_and_evaluate(name: str) -> None:
     captured = capture(model, inputs)
     rows, notes = graph_rows(model, captured, inputs, {}, training=True)
     assert not notes and all(row.ok for row in rows), rows
-    assert ("new norm.running_var" in {row.name for row in rows}) == any("in evaluation" in row.name for row in rows) == (name != "no statistics")
+    assert (
+        ("new norm.running_var" in {row.name for row in rows})
+        == any("in evaluation" in row.name for row in rows)
+        == (name != "no statistics")
+    )
 
 
 class Own(nn.BatchNorm1d):

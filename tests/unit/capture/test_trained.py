@@ -37,12 +37,22 @@ class Weightless(nn.Module):
         return (x * y).mean()
 
 
-@pytest.mark.parametrize(("model", "why"), [
-    (Detached(), r"it is computed of none of those that want one \(linear.weight, linear.bias\), or through detach\(\)"),
-    (Frozen(), r"none wants one \(requires_grad\); thaw what is to be trained before"), (Weightless(), "it has none"),
-], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (
+            Detached(),
+            r"it is computed of none of those that want one \(linear.weight, linear.bias\), or through detach\(\)",
+        ),
+        (Frozen(), r"none wants one \(requires_grad\); thaw what is to be trained before"),
+        (Weightless(), "it has none"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_a_loss_that_trains_nothing_is_refused(model: nn.Module, why: str) -> None:
     x = torch.zeros(8, 4)
-    with pytest.raises(CaptureError, match=f"no weight of {type(model).__name__} has a gradient of its loss: {why}.*mode='inference'"):
+    with pytest.raises(
+        CaptureError, match=f"no weight of {type(model).__name__} has a gradient of its loss: {why}.*mode='inference'"
+    ):
         autopar.compile(model, "cpu:1x2", (x, x))
     assert autopar.compile(model, "cpu:1x2", (x, x), mode="inference", recipe="single").plan.ranks == 2

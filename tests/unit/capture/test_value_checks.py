@@ -1,4 +1,5 @@
-"""Checks of values that only raise: the graph is the model without them, and a note says so; whether values are finite is answered; other branches on values are refused."""
+"""Checks of values that only raise: the graph is the model without them, and a note says so; whether values are finite
+is answered; other branches on values are refused."""
 
 from __future__ import annotations
 
@@ -22,8 +23,7 @@ def bounded(x):
 
 
 def negated(x):
-    if not (torch.all(x < 9) and
-            torch.all(x > -9)):
+    if not (torch.all(x < 9) and torch.all(x > -9)):
         raise ValueError
     return 2 * x
 
@@ -118,18 +118,33 @@ class Net(nn.Module):
 
 def computed(captured, model, x, y):
     """The loss, by the graph."""
-    (loss,) = lift(captured.gm)(*(model.get_parameter(node.meta["fqn"]) if node.meta["role"] == "param" else {"x": x, "y": y}[node.meta["input"]]
-                                  for node in captured.gm.graph.find_nodes(op="placeholder")))
+    (loss,) = lift(captured.gm)(
+        *(
+            model.get_parameter(node.meta["fqn"])
+            if node.meta["role"] == "param"
+            else {"x": x, "y": y}[node.meta["input"]]
+            for node in captured.gm.graph.find_nodes(op="placeholder")
+        )
+    )
     return loss
 
 
-@pytest.mark.parametrize(("change", "lines"), [
-    (bounded, ["if x.min() < -9:", "elif (x > 9).any() or x.isnan().any():"]), (negated, ["if not (torch.all(x < 9) and"]), (asserted, ['assert (x < 9).all(), "too large"']),
-    (otherwise, ["if bool((x < 9).all()):"]), (raised_anew, ['assert (x < 9).all(), "too large"'])])
+@pytest.mark.parametrize(
+    ("change", "lines"),
+    [
+        (bounded, ["if x.min() < -9:", "elif (x > 9).any() or x.isnan().any():"]),
+        (negated, ["if not (torch.all(x < 9) and"]),
+        (asserted, ['assert (x < 9).all(), "too large"']),
+        (otherwise, ["if bool((x < 9).all()):"]),
+        (raised_anew, ['assert (x < 9).all(), "too large"']),
+    ],
+)
 def test_a_check_is_left_out_and_named(change, lines):
     model, x, y = Net(change), torch.rand(4, 3), torch.rand(4, 3)
     captured = capture(model, (x, y))
-    assert [note.split("before ")[1].split(": ", 1)[1].rstrip(")") for note in captured.notes] == [line.rstrip(")") for line in lines]
+    assert [note.split("before ")[1].split(": ", 1)[1].rstrip(")") for note in captured.notes] == [
+        line.rstrip(")") for line in lines
+    ]
     assert all("check of values is no part of the emitted program" in note for note in captured.notes)
     assert list(captured.gm.meta["symbols"]) == ["b"]
     torch.testing.assert_close(computed(captured, model, x, y), model(x, y))
@@ -139,7 +154,9 @@ def test_a_check_is_left_out_and_named(change, lines):
 def test_values_are_taken_to_be_finite(change, questions):
     model, x, y = Net(change), torch.rand(4, 3), torch.rand(4, 3)
     captured = capture(model, (x, y))
-    assert len(captured.notes) == questions and all("taken to be finite" in note and "test_value_checks.py" in note for note in captured.notes)
+    assert len(captured.notes) == questions and all(
+        "taken to be finite" in note and "test_value_checks.py" in note for note in captured.notes
+    )
     assert not any("isfinite" in str(node.target) or "clamp" in str(node.target) for node in captured.gm.graph.nodes)
     torch.testing.assert_close(computed(captured, model, x, y), model(x, y))
 
@@ -156,7 +173,11 @@ def test_other_branches_are_refused(change):
 
 
 def test_a_loss_of_torch_that_checks():
-    captured = capture(nn.Linear(3, 3), (torch.rand(4, 3), torch.rand(4, 3), torch.rand(4, 3)), loss_fn=lambda out, wanted, var: F.gaussian_nll_loss(out, wanted, var))
+    captured = capture(
+        nn.Linear(3, 3),
+        (torch.rand(4, 3), torch.rand(4, 3), torch.rand(4, 3)),
+        loss_fn=lambda out, wanted, var: F.gaussian_nll_loss(out, wanted, var),
+    )
     assert list(captured.gm.meta["symbols"]) == ["b"] and "torch.any(var < 0)" in captured.notes[0]
 
 
@@ -183,4 +204,6 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize("change", [asserted, clamped])
 def test_blocks_with_checks_are_folded(change):
     captured = capture(Blocks(change), (torch.rand(4, 3), torch.rand(4, 3)), loss_fn=F.mse_loss)
-    assert [node.meta.get("repeat") for node in captured.gm.graph.nodes if node.op == "call_module"] == [6] and len(captured.notes) == 1
+    assert [node.meta.get("repeat") for node in captured.gm.graph.nodes if node.op == "call_module"] == [6] and len(
+        captured.notes
+    ) == 1

@@ -11,9 +11,22 @@ import torch
 from autopar.capture.watched_number import ReadError, Watched
 
 READS = {
-    "add": lambda x: x + 1, "radd": lambda x: 1 + x, "mod": lambda x: x % 2, "compare": lambda x: x < 3, "equal": lambda x: x == 3,
-    "index": lambda x: [0, 1, 2, 3][x], "float": float, "int": int, "bool": bool, "hash": lambda x: {x: 1}, "text": lambda x: f"{x}",
-    "repr": repr, "range": range, "floor": math.floor, "tensor": lambda x: torch.ones(2) * x, "slice": lambda x: torch.ones(5)[:x],
+    "add": lambda x: x + 1,
+    "radd": lambda x: 1 + x,
+    "mod": lambda x: x % 2,
+    "compare": lambda x: x < 3,
+    "equal": lambda x: x == 3,
+    "index": lambda x: [0, 1, 2, 3][x],
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "hash": lambda x: {x: 1},
+    "text": lambda x: f"{x}",
+    "repr": repr,
+    "range": range,
+    "floor": math.floor,
+    "tensor": lambda x: torch.ones(2) * x,
+    "slice": lambda x: torch.ones(5)[:x],
     "power": lambda x: 2**x,
 }
 

@@ -49,12 +49,19 @@ def _joined(scores: Tensor, ids: Tensor, other: Tensor) -> Tensor:
 
 def _data(batch: int, seq: int, numbers: int | None = None) -> tuple[Tensor, Tensor]:
     drawn = torch.Generator().manual_seed(1)
-    return torch.randint(0, VOCAB, (batch, seq), generator=drawn), torch.rand(batch, seq if numbers is None else numbers, generator=drawn)
+    return torch.randint(0, VOCAB, (batch, seq), generator=drawn), torch.rand(
+        batch, seq if numbers is None else numbers, generator=drawn
+    )
 
 
-@pytest.mark.parametrize(("loss", "numbers", "spans", "sizes"), [
-    (_masked, None, {"s": 3}, (3, 11)), (_joined, 8, {"s": 0}, (3, 11)),
-    pytest.param(_preferred, None, {"b": 4, "s": 4}, (6, 11), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("loss", "numbers", "spans", "sizes"),
+    [
+        (_masked, None, {"s": 3}, (3, 11)),
+        (_joined, 8, {"s": 0}, (3, 11)),
+        pytest.param(_preferred, None, {"b": 4, "s": 4}, (6, 11), marks=pytest.mark.slow),
+    ],
+)
 def test_positions_stay_symbolic(loss, numbers, spans, sizes):
     torch.manual_seed(0)
     model = Tokens(loss)

@@ -1,4 +1,5 @@
-"""Emitted files: golden text of a small one, what they import, a class per distinct block, a reason at every reshard."""
+"""Emitted files: golden text of a small one, what they import, a class per distinct block, a reason at every
+reshard."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ CASES = [("mlp", "tp"), ("mlp", "zero3"), ("stack", "ddp"), ("stack", "tp")]
 
 
 def test_the_file_is_as_written_down():
-    """To renew after a change that is meant: write `compiled("mlp", "tp").source` to the golden file and read the difference."""
+    """To renew after a change that is meant: write `compiled("mlp", "tp").source` to the golden file and read the
+    difference."""
     assert priceless(compiled("mlp", "tp").source) == GOLDEN.read_text()
 
 
@@ -80,8 +82,15 @@ def test_weights_may_have_any_name():
     space = {"__name__": "emitted"}
     exec(source, space)
     assert {f"parts.{name}.0.weight" for name in NAMES} <= {*space["Model"].PARAMS, *space["Model"].ORDER}
-    assert {text for name in NAMES for text in (f"parts.{name}.0.weight", f"parts.{name}.0.bias")} >= {
-        node.slice.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "self.w"} != set()
+    assert (
+        {text for name in NAMES for text in (f"parts.{name}.0.weight", f"parts.{name}.0.bias")}
+        >= {
+            node.slice.value
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "self.w"
+        }
+        != set()
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
@@ -101,16 +110,31 @@ def test_every_reshard_says_why(case):
         assert re.search(r"# .*(all-gather|all-reduce|reduce-scatter|all-to-all|slice|mask)", said), lines[i]
 
 
-@pytest.mark.parametrize(("model", "recipe", "readers"), [("hf-llama", "tp_sp", 3), pytest.param("hf-t5", "tp_sp", 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("model", "recipe", "readers"),
+    [("hf-llama", "tp_sp", 3), pytest.param("hf-t5", "tp_sp", 3, marks=pytest.mark.slow)],
+)
 def test_readers_that_ask_for_the_same_share_one_seam(model, recipe, readers):
     who = subject(model)
     plan = by_recipe(who, (2,), recipe)
     program = read(who.captured.gm, plan.hints, training=True)
     source = emit(who.captured.gm, plan, Names.of(who.captured))
-    asked = [(op.scope, ref, out_pair(plan, ref), in_pair(plan, op.name, i)) for op in program.ops.values() for i, ref in enumerate(op.operands)]
+    asked = [
+        (op.scope, ref, out_pair(plan, ref), in_pair(plan, op.name, i))
+        for op in program.ops.values()
+        for i, ref in enumerate(op.operands)
+    ]
     moved = [entry for entry in asked if needed(entry[2], entry[3]) and program.ops[entry[1][0]].role != "param"]
-    fed = [(out_pair(plan, feed), in_pair(plan, port, 0)) for run in program.runs.values() for port, feed in zip(run.ports, run.feeds, strict=True)]
-    carried = [(out_pair(plan, ref), in_pair(plan, port, 0)) for run in program.runs.values() for port, ref in zip(run.ports, run.carried, strict=False)]
+    fed = [
+        (out_pair(plan, feed), in_pair(plan, port, 0))
+        for run in program.runs.values()
+        for port, feed in zip(run.ports, run.feeds, strict=True)
+    ]
+    carried = [
+        (out_pair(plan, ref), in_pair(plan, port, 0))
+        for run in program.runs.values()
+        for port, ref in zip(run.ports, run.carried, strict=False)
+    ]
     written = re.findall(r"= reshard\((?!self\.w)", source)
     assert len(written) == len(dict.fromkeys(moved)) + sum(needed(*pair) for pair in (*fed, *carried))
     shared = [entry for entry in dict.fromkeys(moved) if moved.count(entry) > 1]
@@ -130,17 +154,32 @@ def test_the_same_plan_gives_the_same_text():
 
 
 def test_stages_that_do_the_same_are_written_once() -> None:
-    """A stage with other blocks than an earlier one, and nothing else that is different, is a subclass of that with its blocks only."""
+    """A stage with other blocks than an earlier one, and nothing else that is different, is a subclass of that with its
+    blocks only."""
     source = autopar.compile(Stack(blocks("t" * 16)), "cpu:1x2", batch(8), recipe="interleaved").source
-    stages = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name.startswith("Stage")}
+    stages = {
+        node.name: node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name.startswith("Stage")
+    }
     bases = {name: ast.unparse(node.bases[0]) for name, node in stages.items()}
     alike = {name: base for name, base in bases.items() if base != "Stage"}
     assert len(stages) == 4 and alike, "some stages have the same number of blocks"
     for name, base in alike.items():
         assert bases[base] == "Stage"
-        about, (blocks_of, blocks_of_base) = stages[name].body[0], [[ast.unparse(line) for line in stages[each].body if "RUNS =" in ast.unparse(line)] for each in (name, base)]
+        about, (blocks_of, blocks_of_base) = (
+            stages[name].body[0],
+            [
+                [ast.unparse(line) for line in stages[each].body if "RUNS =" in ast.unparse(line)]
+                for each in (name, base)
+            ],
+        )
         assert len(stages[name].body) == 2 and isinstance(about, ast.Expr) and blocks_of != blocks_of_base
-    bodies = ["".join(ast.unparse(line) for line in node.body[1:] if "RUNS =" not in ast.unparse(line)) for name, node in stages.items() if name not in alike]
+    bodies = [
+        "".join(ast.unparse(line) for line in node.body[1:] if "RUNS =" not in ast.unparse(line))
+        for name, node in stages.items()
+        if name not in alike
+    ]
     assert len(set(bodies)) == len(bodies)
 
 
@@ -193,4 +232,7 @@ def test_no_block_has_a_name_that_the_file_uses_otherwise(name, monkeypatch):
     monkeypatch.setattr(module, "_module_class", lambda *_: name)
     found = list(module._class_names(program, replace(plan, stages=plan.stages * 4)).values())
     assert len(found) == len(program.runs) > 1 and all(text.startswith(name) for text in found)
-    assert len({*found, *module.RESERVED, *module.USED_IN_SCOPES, *(f"Stage{i}" for i in range(4))}) == len(found) + len({*module.RESERVED, *module.USED_IN_SCOPES}) + 4
+    assert (
+        len({*found, *module.RESERVED, *module.USED_IN_SCOPES, *(f"Stage{i}" for i in range(4))})
+        == len(found) + len({*module.RESERVED, *module.USED_IN_SCOPES}) + 4
+    )

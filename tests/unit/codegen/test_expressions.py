@@ -1,4 +1,5 @@
-"""Every writer of expressions against the operator: the text, evaluated, gives what the operator gives, and its gradients."""
+"""Every writer of expressions against the operator: the text, evaluated, gives what the operator gives, and its
+gradients."""
 
 from __future__ import annotations
 
@@ -25,27 +26,57 @@ X, Y = rand(2, 4, 6), rand(2, 4, 6)
 IDS = torch.tensor([[0, 3], [2, 3]])
 CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     aten.cat.default: [(([X, Y],), {}), (([X, Y], 1), {}), (([X, Y], -1), {})],
-    aten.contiguous.default: [((X.transpose(0, 1),), {})], aten.detach.default: [((X,), {})], aten.neg.default: [((X,), {})],
-    aten.embedding.default: [((rand(4, 3), IDS), {}), ((rand(4, 3), IDS, 0), {}), ((rand(4, 3), IDS, -1), {}), ((rand(4, 3), IDS, 2, True), {}), ((rand(4, 3), IDS, -1, True), {}),
-                             ((rand(4, 3), IDS), {"padding_idx": 3, "scale_grad_by_freq": True})],
-    aten.expand.default: [((rand(1, 4, 1), [2, 4, 6]), {})], aten.reshape.default: [((X, [2, 24]), {}), ((X, [8, -1]), {}), ((rand(1), []), {})],
+    aten.contiguous.default: [((X.transpose(0, 1),), {})],
+    aten.detach.default: [((X,), {})],
+    aten.neg.default: [((X,), {})],
+    aten.embedding.default: [
+        ((rand(4, 3), IDS), {}),
+        ((rand(4, 3), IDS, 0), {}),
+        ((rand(4, 3), IDS, -1), {}),
+        ((rand(4, 3), IDS, 2, True), {}),
+        ((rand(4, 3), IDS, -1, True), {}),
+        ((rand(4, 3), IDS), {"padding_idx": 3, "scale_grad_by_freq": True}),
+    ],
+    aten.expand.default: [((rand(1, 4, 1), [2, 4, 6]), {})],
+    aten.reshape.default: [((X, [2, 24]), {}), ((X, [8, -1]), {}), ((rand(1), []), {})],
     aten.gelu.default: [((X,), {}), ((X,), {"approximate": "tanh"})],
-    aten.layer_norm.default: [((X, [6]), {}), ((X, [6], rand(6), rand(6), 1e-3), {}), ((X, [4, 6], None, None, 1e-3), {})],
+    aten.layer_norm.default: [
+        ((X, [6]), {}),
+        ((X, [6], rand(6), rand(6), 1e-3), {}),
+        ((X, [4, 6], None, None, 1e-3), {}),
+    ],
     aten.linear.default: [((X, rand(3, 6)), {}), ((X, rand(3, 6), rand(3)), {})],
     ops.affine: [((X, rand(6, 3), rand(3)), {})],
-    aten.log_softmax.int: [((X, -1), {}), ((X, 1, torch.float32), {})], aten.softmax.int: [((X, -1), {}), ((X, 1, torch.float32), {})],
-    aten.matmul.default: [((X, rand(6, 3)), {})], aten.mm.default: [((rand(2, 3), rand(3, 4)), {})], aten.permute.default: [((X, [2, 0, 1]), {})],
-    aten.relu.default: [((X - 1,), {})], aten.rsqrt.default: [((X,), {})], aten.silu.default: [((X,), {})], aten.tanh.default: [((X,), {})],
+    aten.log_softmax.int: [((X, -1), {}), ((X, 1, torch.float32), {})],
+    aten.softmax.int: [((X, -1), {}), ((X, 1, torch.float32), {})],
+    aten.matmul.default: [((X, rand(6, 3)), {})],
+    aten.mm.default: [((rand(2, 3), rand(3, 4)), {})],
+    aten.permute.default: [((X, [2, 0, 1]), {})],
+    aten.relu.default: [((X - 1,), {})],
+    aten.rsqrt.default: [((X,), {})],
+    aten.silu.default: [((X,), {})],
+    aten.tanh.default: [((X,), {})],
     aten.scaled_dot_product_attention.default: [
-        ((rand(1, 2, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8)), {}), ((rand(1, 2, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8), None, 0.0, True), {}),
+        ((rand(1, 2, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8)), {}),
+        ((rand(1, 2, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8), None, 0.0, True), {}),
         ((rand(1, 2, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8), rand(4, 4)), {"scale": 0.3}),
-        ((rand(1, 4, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8)), {"is_causal": True, "enable_gqa": True})],
+        ((rand(1, 4, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8)), {"is_causal": True, "enable_gqa": True}),
+    ],
     aten.rms_norm.default: [((X, [6], None, 1e-6), {}), ((X, [6], rand(6), 1e-6), {})],
     aten.select.int: [((X, 1, 2), {}), ((X, -1, -1), {})],
-    aten.slice.Tensor: [((X,), {}), ((X, 1, 1, 3), {}), ((X, 0, 1, 2**63 - 1), {}), ((X, -1, 0, 6, 2), {}), ((X, 2, -2), {}), ((X, 1, None, 2), {})],
+    aten.slice.Tensor: [
+        ((X,), {}),
+        ((X, 1, 1, 3), {}),
+        ((X, 0, 1, 2**63 - 1), {}),
+        ((X, -1, 0, 6, 2), {}),
+        ((X, 2, -2), {}),
+        ((X, 1, None, 2), {}),
+    ],
     aten.split_with_sizes.default: [((X, [1, 3], 1), {}), ((X, [1, 1]), {})],
     aten.sum.dim_IntList: [((X, [1]), {}), ((X, [0, 2], True), {}), ((X, [-1]), {"dtype": torch.float32})],
-    aten.to.dtype: [((X, torch.float32), {})], aten.transpose.int: [((X, 0, 2), {})], aten.unsqueeze.default: [((X, 1), {})],
+    aten.to.dtype: [((X, torch.float32), {})],
+    aten.transpose.int: [((X, 0, 2), {})],
+    aten.unsqueeze.default: [((X, 1), {})],
 }
 UNDERIVED = (aten.floor_divide.default, aten.floor_divide.Scalar)
 """Operators whose gradient torch does not have."""
@@ -82,11 +113,16 @@ def test_the_text_computes_what_the_operator_does(target: Any) -> None:
         texts([args, list(kwargs.values())], names)  # they learn
         wanted, names = target(*args, **kwargs), {}
         outs = tuple(tuple(map(str, w.shape)) for w in (wanted if isinstance(wanted, (tuple, list)) else [wanted]))
-        written = Written(tuple(texts(a, names) for a in args), {k: texts(v, names) for k, v in kwargs.items()}, args, outs)
+        written = Written(
+            tuple(texts(a, names) for a in args), {k: texts(v, names) for k, v in kwargs.items()}, args, outs
+        )
         text = write(target, written)
         got = eval(text, {"torch": torch, "F": F, **names})
         both = [list(one) if isinstance(one, (tuple, list)) else [one] for one in (got, wanted)]
-        for mine, theirs in (both, *([] if target in UNDERIVED else [[gradients(one, list(names.values())) for one in both]])):
+        for mine, theirs in (
+            both,
+            *([] if target in UNDERIVED else [[gradients(one, list(names.values())) for one in both]]),
+        ):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0, msg=lambda m, t=text: f"{t}: {m}")
 
 
@@ -101,7 +137,10 @@ def gradients(results: list[Tensor], operands: list[Tensor]) -> list[Tensor | No
 def test_names_of_targets() -> None:
     assert qualified(aten.cumsum.default) == "torch.ops.aten.cumsum.default"
     assert qualified(ops.count_valid) == "count_valid"
-    assert write(aten.cumsum.default, Written(("x", "1"), {"dtype": "torch.int64"}, (), ())) == "torch.ops.aten.cumsum.default(x, 1, dtype=torch.int64)"
+    assert (
+        write(aten.cumsum.default, Written(("x", "1"), {"dtype": "torch.int64"}, (), ()))
+        == "torch.ops.aten.cumsum.default(x, 1, dtype=torch.int64)"
+    )
 
 
 def test_an_infix_operator_with_more_arguments_is_written_as_a_call() -> None:
@@ -110,7 +149,17 @@ def test_an_infix_operator_with_more_arguments_is_written_as_a_call() -> None:
     assert write(aten.add.Tensor, Written(("x", "y"), {}, (), ())) == "x + y"
 
 
-@given(st.one_of(st.floats(), st.complex_numbers(), st.integers(), st.booleans(), st.none(), st.text(), st.sampled_from([torch.float32, torch.strided])))
+@given(
+    st.one_of(
+        st.floats(),
+        st.complex_numbers(),
+        st.integers(),
+        st.booleans(),
+        st.none(),
+        st.text(),
+        st.sampled_from([torch.float32, torch.strided]),
+    )
+)
 @example(complex(0.0, -0.0))
 @example(complex(-0.0, 0.0))
 def test_the_text_of_a_literal_is_read_as_what_it_was(item: Any) -> None:

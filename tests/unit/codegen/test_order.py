@@ -23,7 +23,9 @@ FAST = ("hf-gpt2", "hf-resnet", "mlp")
 def same_order(name: str) -> None:
     who = subject(name)
     plan = by_recipe(who, (1,), "single")
-    module = Bundle(plan, emit(who.captured.gm, plan, Names.of(who.captured)), who.captured.constants).build(who.weights)
+    module = Bundle(plan, emit(who.captured.gm, plan, Names.of(who.captured)), who.captured.constants).build(
+        who.weights
+    )
     assert list(module.state_dict()) == list(who.weights) == list(module.full_state_dict())
     for key, value in module.state_dict().items():
         assert torch.equal(value, who.weights[key])
@@ -41,7 +43,8 @@ def test_the_state_dict_is_the_models_for_all(name: str) -> None:
 
 
 class Odd(nn.Module):
-    """Buffers before parameters, a head that is registered first and used last, a tie whose alias comes first, blocks in between."""
+    """Buffers before parameters, a head that is registered first and used last, a tie whose alias comes first, blocks
+    in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +67,10 @@ def test_odd_orders() -> None:
     model = Odd()
     compiled = autopar.compile(model, "cpu:1x1", (torch.zeros(4, 8), torch.zeros(4, 8)))
     assert list(compiled.state_dict()) == list(model.state_dict())
-    assert "*(f'blocks.{i}' for i in range(0, 6))" in compiled.source or '*(f"blocks.{i}" for i in range(0, 6))' in compiled.source
+    assert (
+        "*(f'blocks.{i}' for i in range(0, 6))" in compiled.source
+        or '*(f"blocks.{i}" for i in range(0, 6))' in compiled.source
+    )
     assert compiled.module.get_parameter("head.weight") is compiled.module.get_parameter("first.weight")
 
 
@@ -80,8 +86,16 @@ def test_paths_that_count_up_are_one_expression() -> None:
 PAIRS: list[Naming] = [{"0": f"h.{i}", "1": f"h.{i + 1}.x"} for i in range(2, 8, 2)]
 
 
-@pytest.mark.parametrize("namings", [PAIRS, [f"h.{i}" for i in range(7)], [*PAIRS, {"0": "h.8", "1": "other"}], ["a{0}", "a{1}", "a{2}"],
-                                     [{"0": "h.0", "a": "x.1"}, {"0": "h.1", "a": "x.3"}, {"0": "h.2", "a": "x.5"}]])
+@pytest.mark.parametrize(
+    "namings",
+    [
+        PAIRS,
+        [f"h.{i}" for i in range(7)],
+        [*PAIRS, {"0": "h.8", "1": "other"}],
+        ["a{0}", "a{1}", "a{2}"],
+        [{"0": "h.0", "a": "x.1"}, {"0": "h.1", "a": "x.3"}, {"0": "h.2", "a": "x.5"}],
+    ],
+)
 def test_what_is_compact_is_the_same(namings: list[Naming]) -> None:
     assert eval(compact(namings)) == namings
 

@@ -25,8 +25,21 @@ class _Mesh:
         return local_shape((size,), layout, self.sizes, self.coord)[0]
 
 
-@pytest.mark.parametrize(("size", "layout"), [(S, "S0,R"), (S, "S0,S0"), (B, "S0,R"), (B, "R,S0"), (4 * S, "S0,S0"), (B * S, "S0,R"),
-                                              (B + 1, "S0,R"), (257, "R,S0"), (12, "S0,S0"), (2 * S, "R,S0")])
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (S, "S0,R"),
+        (S, "S0,S0"),
+        (B, "S0,R"),
+        (B, "R,S0"),
+        (4 * S, "S0,S0"),
+        (B * S, "S0,R"),
+        (B + 1, "S0,R"),
+        (257, "R,S0"),
+        (12, "S0,S0"),
+        (2 * S, "R,S0"),
+    ],
+)
 def test_the_text_is_the_local_size(size: sympy.Expr | int, layout: str) -> None:
     sizes = (2, 3)
     code = local(size, parse(layout), 0, sizes, exact=(0,))
@@ -40,8 +53,22 @@ def test_the_text_is_the_local_size(size: sympy.Expr | int, layout: str) -> None
 PADDED = S + size_functions.PythonMod(8 - size_functions.PythonMod(S, 8), 8)
 
 
-@pytest.mark.parametrize("size", [PADDED, size_functions.FloorDiv(PADDED, 8), 2 * size_functions.FloorDiv(PADDED, 8), size_functions.FloorDiv(PADDED, size_functions.FloorDiv(PADDED, 8)), B * size_functions.FloorDiv(S + 3, 2), size_functions.Mod(S + 1, 4), 9 - size_functions.Mod(S, 8) * 2,
-                                  size_functions.Min(S, 5), size_functions.Max(3, S) - S // 2, size_functions.FloorDiv(S * S - 1, S), 7 * size_functions.FloorDiv(S, 3) - PADDED])
+@pytest.mark.parametrize(
+    "size",
+    [
+        PADDED,
+        size_functions.FloorDiv(PADDED, 8),
+        2 * size_functions.FloorDiv(PADDED, 8),
+        size_functions.FloorDiv(PADDED, size_functions.FloorDiv(PADDED, 8)),
+        B * size_functions.FloorDiv(S + 3, 2),
+        size_functions.Mod(S + 1, 4),
+        9 - size_functions.Mod(S, 8) * 2,
+        size_functions.Min(S, 5),
+        size_functions.Max(3, S) - S // 2,
+        size_functions.FloorDiv(S * S - 1, S),
+        7 * size_functions.FloorDiv(S, 3) - PADDED,
+    ],
+)
 def test_the_text_of_divisions_and_remainders_is_of_whole_numbers(size: sympy.Expr) -> None:
     """As torch writes them: `s + (8 - s % 8) % 8` of a padded sequence."""
     plain = facts._plain(size)
@@ -50,9 +77,21 @@ def test_the_text_of_divisions_and_remainders_is_of_whole_numbers(size: sympy.Ex
         assert got == int(size.subs({B: b, S: s})) and isinstance(got, int), (text(plain), b, s)
 
 
-@pytest.mark.parametrize("number", [0.5 * size_functions.ToFloat(S), size_functions.FloatTrueDiv(1.0, size_functions.ToFloat(B)), size_functions.FloatPow(size_functions.ToFloat(S), 0.5), size_functions.OpaqueUnaryFn_sqrt(size_functions.ToFloat(S)), size_functions.FloatPow(size_functions.IntTrueDiv(S, 2), 2.0),
-                                    size_functions.IntTrueDiv(B, 3), 0.91893853320467274178 * size_functions.ToFloat(S), size_functions.FloorToInt(0.3 * size_functions.ToFloat(S)), size_functions.CeilToInt(size_functions.FloatPow(size_functions.ToFloat(S), 0.5)),
-                                    1e-30 * size_functions.ToFloat(size_functions.Mod(S, 3))])
+@pytest.mark.parametrize(
+    "number",
+    [
+        0.5 * size_functions.ToFloat(S),
+        size_functions.FloatTrueDiv(1.0, size_functions.ToFloat(B)),
+        size_functions.FloatPow(size_functions.ToFloat(S), 0.5),
+        size_functions.OpaqueUnaryFn_sqrt(size_functions.ToFloat(S)),
+        size_functions.FloatPow(size_functions.IntTrueDiv(S, 2), 2.0),
+        size_functions.IntTrueDiv(B, 3),
+        0.91893853320467274178 * size_functions.ToFloat(S),
+        size_functions.FloorToInt(0.3 * size_functions.ToFloat(S)),
+        size_functions.CeilToInt(size_functions.FloatPow(size_functions.ToFloat(S), 0.5)),
+        1e-30 * size_functions.ToFloat(size_functions.Mod(S, 3)),
+    ],
+)
 def test_the_text_of_numbers_made_of_sizes_has_every_digit(number: sympy.Expr) -> None:
     """Without a module; whole numbers stay such."""
     plain = facts._plain(number)
@@ -67,19 +106,38 @@ def test_the_text_of_numbers_made_of_sizes_has_every_digit(number: sympy.Expr) -
 def test_whole_numbers_of_floats_are_those_of_the_model(share: float, by: int) -> None:
     """The capacity of an expert: floats are multiplied and divided in the order of the model."""
     tokens = share * size_functions.ToFloat(B * S)
-    cases = {size_functions.CeilToInt(size_functions.FloatTrueDiv(tokens, float(by))): lambda n: math.ceil(share * n / by), size_functions.FloorToInt(tokens): lambda n: math.floor(share * n),
-             size_functions.FloorToInt(size_functions.FloatTrueDiv(size_functions.ToFloat(B * S), share)): lambda n: math.floor(n / share)}
+    cases = {
+        size_functions.CeilToInt(size_functions.FloatTrueDiv(tokens, float(by))): lambda n: math.ceil(share * n / by),
+        size_functions.FloorToInt(tokens): lambda n: math.floor(share * n),
+        size_functions.FloorToInt(size_functions.FloatTrueDiv(size_functions.ToFloat(B * S), share)): lambda n: (
+            math.floor(n / share)
+        ),
+    }
     for size, wanted in cases.items():
         plain = facts._plain(size)
         code = compile(text(plain), text(plain), "eval")
         for b, s in itertools.product((1, 2, 3, 5, 6, 9, 10, 13, 22, 34, 44), (6, 10, 50, 1000, 1024)):
             got = eval(code, {"b": b, "s": s})
-            assert isinstance(got, int) and got == wanted(b * s) == int(plain.xreplace({B: sympy.Integer(b), S: sympy.Integer(s)})), (text(plain), b, s)
+            assert isinstance(got, int) and got == wanted(b * s) == int(
+                plain.xreplace({B: sympy.Integer(b), S: sympy.Integer(s)})
+            ), (text(plain), b, s)
 
 
-@pytest.mark.parametrize(("sizes", "layout", "micro"), [((B, S, 8), "S0,R", "S0"), ((B, S, 8), "S0,S1", "S0"), ((B, S, 8), "R,S0", "S0"), ((B, S, 8), "S0,S2", "R"),
-                                                        ((B * S, 12), "S0,S1", "S0"), ((6, B), "R,S0", "S1"), ((24, B), "S0,S0", "S0")])
-def test_microbatches_have_equal_parts_of_the_local_shape(sizes: tuple[sympy.Expr | int, ...], layout: str, micro: str) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "layout", "micro"),
+    [
+        ((B, S, 8), "S0,R", "S0"),
+        ((B, S, 8), "S0,S1", "S0"),
+        ((B, S, 8), "R,S0", "S0"),
+        ((B, S, 8), "S0,S2", "R"),
+        ((B * S, 12), "S0,S1", "S0"),
+        ((6, B), "R,S0", "S1"),
+        ((24, B), "S0,S0", "S0"),
+    ],
+)
+def test_microbatches_have_equal_parts_of_the_local_shape(
+    sizes: tuple[sympy.Expr | int, ...], layout: str, micro: str
+) -> None:
     mesh, parts = (2, 3), 4
     codes = shape(sizes, parse(layout), mesh, (0, 1), micro, parts)
     for s, coord in itertools.product((2, 5, 11), itertools.product(*map(range, mesh))):
@@ -87,7 +145,11 @@ def test_microbatches_have_equal_parts_of_the_local_shape(sizes: tuple[sympy.Exp
         whole = [n if isinstance(n, int) else int(n.subs({B: 48, S: s})) for n in sizes]
         if micro != "R":
             whole[int(micro[1:])] //= parts
-        assert tuple(eval(code, space) for code in codes) == local_shape(tuple(whole), parse(layout), mesh, coord), (codes, s, coord)
+        assert tuple(eval(code, space) for code in codes) == local_shape(tuple(whole), parse(layout), mesh, coord), (
+            codes,
+            s,
+            coord,
+        )
 
 
 def test_comments_are_short() -> None:
@@ -106,7 +168,8 @@ def test_sizes_that_a_reshape_of_cut_dims_needs_to_be_even():
     b, s = B, S
     assert must_divide((b, 4, s), ("S0",), (b * 4, s), ("S0",), (2,)) == [(b, (0,))]
     assert must_divide((b * 4, s), ("S0",), (b, 4, s), ("S0",), (2,)) == [(b, (0,))]
-    assert must_divide((b, 4, s), ("S0",), (b * 4, s), ("S0",), (2,), exact=(0,)) == []  # the inputs are cut so: checked there
+    # the inputs are cut so: checked there
+    assert must_divide((b, 4, s), ("S0",), (b * 4, s), ("S0",), (2,), exact=(0,)) == []
     assert must_divide((b, s), ("S1",), (b * s,), ("R",), (2,)) == []
     assert must_divide((b, s, 8), ("S1",), (b, s, 2, 4), ("S1",), (2,)) == []
     assert must_divide((b, s, 8), ("S2",), (b, s, 2, 4), ("S2",), (2,)) == []  # plain sizes are checked when planning

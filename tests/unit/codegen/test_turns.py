@@ -39,7 +39,12 @@ def test_they_are_those_of_the_graph(name: str) -> None:
     wanted = turn(model.w)
     captured = capture(model, (torch.ones(1, dtype=wanted.dtype),), mode="train")
     program = read(captured.gm, captured.hints, training=True)
-    (reader,) = [(op, i) for ref, readers in program.readers.items() for op, i in readers if op.name not in program.following and program.is_weight(ref)]
+    (reader,) = [
+        (op, i)
+        for ref, readers in program.readers.items()
+        for op, i in readers
+        if op.name not in program.following and program.is_weight(ref)
+    ]
     ops = program.turn(reader[0].operands[reader[1]])
     assert turn_text(ops).removeprefix(", ") == text
     made = Turn(*turned(ops))

@@ -54,12 +54,16 @@ sizes = st.floats(1.0, 1e11)
 
 
 @given(axes(), st.sampled_from(GATHERING), sizes)
-def test_a_collective_takes_shares_of_links_and_a_large_one_all_of_the_slowest(axis: MeshAxis, kind: str, nbytes: float) -> None:
+def test_a_collective_takes_shares_of_links_and_a_large_one_all_of_the_slowest(
+    axis: MeshAxis, kind: str, nbytes: float
+) -> None:
     if axis.size == 1:
         assert not link_shares(kind, nbytes, axis)
     else:
         found = link_shares(kind, nbytes, axis)
-        assert set(found) <= {span.level.name for span in axis.spans} and all(0.0 <= share <= 1.0 for share in found.values())
+        assert set(found) <= {span.level.name for span in axis.spans} and all(
+            0.0 <= share <= 1.0 for share in found.values()
+        )
         assert max(link_shares(kind, 1e13, axis).values()) > 0.5
 
 
@@ -114,7 +118,8 @@ def test_crossing_levels_is_never_cheaper_than_the_outer_level_alone(axis: MeshA
 
 
 def test_the_node_link_is_shared_by_the_devices_of_the_node() -> None:
-    """8 groups across 2 nodes, side by side, move 8 tensors in the time in which one group of 16 moves one of 8 times the size."""
+    """8 groups across 2 nodes, side by side, move 8 tensors in the time in which one group of 16 moves one of 8 times
+    the size."""
     across = Cluster.parse("h100:2x8").mesh((2, 8)).axes[0]
     slope = affine("all_gather", across)[-1].slope_s
     assert slope == pytest.approx(0.5 / (50e9 * 0.92))
@@ -139,25 +144,39 @@ def test_a_link_carries_in_its_share_of_the_time_what_a_ring_sends(size: int, nb
     assert any(carried * efficiency == pytest.approx(nbytes * (size - 1) / size) for efficiency in efficiencies)
 
 
-@given(st.sampled_from(COLLECTIVES), sizes, st.floats(1.0, 5.0), st.sampled_from((0.0, 1e6, 1e9)), st.lists(st.booleans(), min_size=12, max_size=12))
-def test_a_price_is_that_of_the_fastest_of_all_ways(kind: str, nbytes: float, spill: float, spill_bytes: float, spilling: list[bool]) -> None:
+@given(
+    st.sampled_from(COLLECTIVES),
+    sizes,
+    st.floats(1.0, 5.0),
+    st.sampled_from((0.0, 1e6, 1e9)),
+    st.lists(st.booleans(), min_size=12, max_size=12),
+)
+def test_a_price_is_that_of_the_fastest_of_all_ways(
+    kind: str, nbytes: float, spill: float, spill_bytes: float, spilling: list[bool]
+) -> None:
     """Whichever of the protocols of a level take `spill` times as long for each byte above some."""
     axis = axis_of("h100:8", 8)
     (span,) = axis.spans
-    protocols = tuple(dataclasses.replace(protocol, spill=spill, spill_bytes=spill_bytes) if slow else protocol
-                      for protocol, slow in zip(span.level.protocols, itertools.cycle(spilling)))
+    protocols = tuple(
+        dataclasses.replace(protocol, spill=spill, spill_bytes=spill_bytes) if slow else protocol
+        for protocol, slow in zip(span.level.protocols, itertools.cycle(spilling))
+    )
     made = dataclasses.replace(axis, spans=(Span(dataclasses.replace(span.level, protocols=protocols), span.size),))
 
     def seconds(part: Part) -> float:
         protocol, above = part.protocol, max(0.0, nbytes - part.protocol.spill_bytes)
-        return protocol.start_s + part.hops * protocol.hop_s + part.slope_s * ((nbytes - above) + protocol.spill * above)
+        return (
+            protocol.start_s + part.hops * protocol.hop_s + part.slope_s * ((nbytes - above) + protocol.spill * above)
+        )
 
     assert collective_s(kind, nbytes, made) == pytest.approx(min(seconds(part) for (part,) in ways(kind, made)))
 
 
 def test_a_copy_reads_and_writes() -> None:
     device = Cluster.parse("v100").device
-    assert copy_s(1e9, device) == pytest.approx(device.launch_s + 2e9 / (device.memory_bandwidth_bytes_s * device.achievable_bandwidth))
+    assert copy_s(1e9, device) == pytest.approx(
+        device.launch_s + 2e9 / (device.memory_bandwidth_bytes_s * device.achievable_bandwidth)
+    )
 
 
 def test_small_messages_do_not_reach_the_bandwidth() -> None:
@@ -180,14 +199,17 @@ def test_an_unknown_collective_is_named() -> None:
 MESH = Cluster.parse("h100:2x4").mesh((2, 4))
 
 
-@pytest.mark.parametrize("kind, axis, before, after, nbytes", [
-    ("all_gather", 1, "S0,S1", "S0,R", 400),  # the gathered output of a group: half of the tensor
-    ("all_reduce", 1, "S0,P", "S0,R", 400),
-    ("reduce_scatter", 0, "P,S1", "S0,S1", 200),
-    ("all_to_all", 1, "S0,S1", "S0,S2", 400),  # 8 local parts of 100, 4 of them in a group
-    ("slice", 1, "S0,R", "S0,S1", 100),
-    ("mask", 1, "R,R", "R,P", 800),
-])
+@pytest.mark.parametrize(
+    "kind, axis, before, after, nbytes",
+    [
+        ("all_gather", 1, "S0,S1", "S0,R", 400),  # the gathered output of a group: half of the tensor
+        ("all_reduce", 1, "S0,P", "S0,R", 400),
+        ("reduce_scatter", 0, "P,S1", "S0,S1", 200),
+        ("all_to_all", 1, "S0,S1", "S0,S2", 400),  # 8 local parts of 100, 4 of them in a group
+        ("slice", 1, "S0,R", "S0,S1", 100),
+        ("mask", 1, "R,R", "R,P", 800),
+    ],
+)
 def test_bytes_of_a_step(kind: str, axis: int, before: str, after: str, nbytes: float) -> None:
     step = Step(kind, axis, parse(before), parse(after))
     assert group_bytes(step, 800, MESH.sizes) == nbytes
@@ -201,12 +223,26 @@ def test_chunks_of_dim_0_need_no_copy_and_others_do() -> None:
     assert step_s(copied, 1e8, MESH) == step_s(split, 1e8, MESH) == pytest.approx(gather + copy_s(1e8, MESH.device))
 
 
-@pytest.mark.parametrize("kind, axis, before, after, copied", [
-    ("all_gather", 1, "R,S1", "R,R", [800]), ("all_gather", 1, "S0,S1", "S0,R", [400]), ("reduce_scatter", 1, "S0,P", "S0,S1", [400]), ("reduce_scatter", 1, "R,P", "R,S0", []),
-    ("all_to_all", 1, "S0,S1", "S0,S2", [100, 100]), ("all_to_all", 1, "R,S0", "R,S1", [200]), ("all_to_all", 1, "R,S0/3", "R,S1", [200, 200]),
-    ("all_reduce", 1, "R,P", "R,R", []), ("slice", 1, "R,R", "R,S1", []), ("slice", 1, "R,R", "R,O1", []), ("broadcast", 1, "S1,O1", "S1,R", []), ("mask", 1, "R,R", "R,P", []),
-])
-def test_each_end_that_is_not_in_order_of_dim_0_takes_a_copy(kind: str, axis: int, before: str, after: str, copied: list[float]) -> None:
+@pytest.mark.parametrize(
+    "kind, axis, before, after, copied",
+    [
+        ("all_gather", 1, "R,S1", "R,R", [800]),
+        ("all_gather", 1, "S0,S1", "S0,R", [400]),
+        ("reduce_scatter", 1, "S0,P", "S0,S1", [400]),
+        ("reduce_scatter", 1, "R,P", "R,S0", []),
+        ("all_to_all", 1, "S0,S1", "S0,S2", [100, 100]),
+        ("all_to_all", 1, "R,S0", "R,S1", [200]),
+        ("all_to_all", 1, "R,S0/3", "R,S1", [200, 200]),
+        ("all_reduce", 1, "R,P", "R,R", []),
+        ("slice", 1, "R,R", "R,S1", []),
+        ("slice", 1, "R,R", "R,O1", []),
+        ("broadcast", 1, "S1,O1", "S1,R", []),
+        ("mask", 1, "R,R", "R,P", []),
+    ],
+)
+def test_each_end_that_is_not_in_order_of_dim_0_takes_a_copy(
+    kind: str, axis: int, before: str, after: str, copied: list[float]
+) -> None:
     """Of what the rank has whole on the axis. One that takes or leaves all copies nothing."""
     step = Step(kind, axis, parse(before), parse(after))
     moved = collective_s(kind, 0.0 if after == "R,O1" else group_bytes(step, 8e8, MESH.sizes), MESH.axes[axis])
@@ -216,7 +252,10 @@ def test_each_end_that_is_not_in_order_of_dim_0_takes_a_copy(kind: str, axis: in
 
 def test_steps_on_an_axis_of_one_device_cost_nothing() -> None:
     mesh = Cluster.parse("h100:4").mesh((1, 4))
-    assert [step_s(step, 1e8, mesh) for step in (Step("all_gather", 0, parse("S1,R"), parse("R,R")), Step("slice", 0, parse("R,R"), parse("S1,R")))] == [0.0, 0.0]
+    assert [
+        step_s(step, 1e8, mesh)
+        for step in (Step("all_gather", 0, parse("S1,R"), parse("R,R")), Step("slice", 0, parse("R,R"), parse("S1,R")))
+    ] == [0.0, 0.0]
 
 
 def test_steps_add_up() -> None:
@@ -241,14 +280,21 @@ def test_what_is_sent_once_to_each_part_is_counted_over_all_choices_of_experts(c
 
 
 @given(st.lists(st.integers(2, 6), min_size=1, max_size=4), st.data())
-def test_each_level_but_the_innermost_carries_a_row_once_for_each_part_that_it_is_for(sizes: list[int], data: st.DataObject) -> None:
-    """Of 12 ranks in 2 parts of 3 nodes of 2, a row for r(12) ranks goes over the outermost level r(2) times and over the next one r(6) times."""
+def test_each_level_but_the_innermost_carries_a_row_once_for_each_part_that_it_is_for(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    """Of 12 ranks in 2 parts of 3 nodes of 2, a row for r(12) ranks goes over the outermost level r(2) times and over
+    the next one r(6) times."""
     span = axis_of("h100:1x8", 8).spans[0]
-    axis = dataclasses.replace(axis_of("h100:1x8", 8), size=math.prod(sizes), spans=tuple(dataclasses.replace(span, size=size) for size in sizes))
+    axis = dataclasses.replace(
+        axis_of("h100:1x8", 8),
+        size=math.prod(sizes),
+        spans=tuple(dataclasses.replace(span, size=size) for size in sizes),
+    )
     readers = {count: data.draw(st.floats(1, count)) for count in itertools.accumulate(sizes, operator.mul)}
     once = sent_once(axis, readers.__getitem__)
     assert [part.size for part in once.spans] == sizes
     for level, part in enumerate(once.spans[:-1]):
-        times = readers[math.prod(sizes)] / readers[math.prod(sizes[:level + 1])]
+        times = readers[math.prod(sizes)] / readers[math.prod(sizes[: level + 1])]
         assert part.bandwidth_bytes_s == pytest.approx(axis.spans[level].bandwidth_bytes_s * times)
     assert once.spans[-1] == axis.spans[-1]

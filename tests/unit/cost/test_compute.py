@@ -40,7 +40,9 @@ def test_matmuls_on_one_core(size: int, gflops: float) -> None:
 
 
 @given(devices, dims, dims, dims, st.integers(0, 2), st.integers(1, 64))
-def test_larger_matmuls_are_more_efficient_but_never_faster(device: Device, m: int, n: int, k: int, grow: int, by: int) -> None:
+def test_larger_matmuls_are_more_efficient_but_never_faster(
+    device: Device, m: int, n: int, k: int, grow: int, by: int
+) -> None:
     small = (m, n, k)
     large = tuple(size * by if index == grow else size for index, size in enumerate(small))
     least, most = (matmul_efficiency(2.0 * a * b * c, (a, b, c), device) for a, b, c in (small, large))

@@ -34,8 +34,11 @@ def test_torch_allocates_what_is_priced(optimizer: str, dtype: str) -> None:
     assert parameter.grad is not None
     used = MAKE[optimizer]([parameter])
     used.step()
-    state = sum(value.nbytes for value in used.state[parameter].values()
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape)
+    state = sum(
+        value.nbytes
+        for value in used.state[parameter].values()
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    )
     expected = ParameterBytes(parameter.nbytes, parameter.grad.nbytes, state)
     assert parameter_bytes(300, dtype, dtype, optimizer) == expected
 
@@ -44,7 +47,8 @@ def test_mixed_precision_adam_is_18_bytes_per_element() -> None:
     """2 + 12 as the ZeRO paper counts, and gradients that add up in float32."""
     assert parameter_bytes(1, "bfloat16", "bf16", "adam") == ParameterBytes(2, 4, 8, 4)
     assert parameter_bytes(1, "bfloat16", "bf16", "sgd").total == 10
-    assert parameter_bytes(1, "float32", "bf16", "adam") == parameter_bytes(1, "float32", "float32", "adam")  # lifted: nothing to cast
+    # lifted: nothing to cast
+    assert parameter_bytes(1, "float32", "bf16", "adam") == parameter_bytes(1, "float32", "float32", "adam")
     assert (computes_in("bf16"), computes_in("float32")) == ("bfloat16", "float32")
     assert (rests_in("torch.bfloat16", "bf16"), rests_in("bfloat16", "bfloat16")) == ("float32", "bfloat16")
 
@@ -70,19 +74,29 @@ def test_they_add_up() -> None:
 @pytest.mark.parametrize("dtype, precision", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "bf16")])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_what_is_offloaded_is_on_the_host(optimizer: str, dtype: str, precision: str) -> None:
-    """The optimizer's state, or the weight that rests and its gradient too, of which the device has what it computes with."""
+    """The optimizer's state, or the weight that rests and its gradient too, of which the device has what it computes
+    with."""
     whole = parameter_bytes(10, dtype, precision, optimizer)
     rests = 10 * itemsize(rests_in(dtype, precision))
     assert host_bytes(10, dtype, precision, optimizer, "") == 0.0
     assert host_bytes(10, dtype, precision, optimizer, "optimizer") == whole.optimizer
-    assert parameter_bytes(10, dtype, precision, optimizer, offload="optimizer") == ParameterBytes(whole.weights, whole.gradients, 0.0, whole.master)
+    assert parameter_bytes(10, dtype, precision, optimizer, offload="optimizer") == ParameterBytes(
+        whole.weights, whole.gradients, 0.0, whole.master
+    )
     assert host_bytes(10, dtype, precision, optimizer, "parameters") == whole.optimizer + 2 * rests
-    assert parameter_bytes(10, dtype, precision, optimizer, offload="parameters") == ParameterBytes(whole.weights, whole.gradients)
+    assert parameter_bytes(10, dtype, precision, optimizer, offload="parameters") == ParameterBytes(
+        whole.weights, whole.gradients
+    )
     assert host_bytes(10, "int64", precision, optimizer, "parameters") == 0.0
 
 
 def test_only_gradients_in_float16_are_scaled() -> None:
-    assert [scales_loss(precision) for precision in ("fp16", "bf16", "float16", "float32")] == [True, False, False, False]
+    assert [scales_loss(precision) for precision in ("fp16", "bf16", "float16", "float32")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [*ITEMSIZES, "float8_e4m3fn"])

@@ -12,8 +12,19 @@ from autopar.cost.compute import aligned_share, attention_share, straight_share,
 
 def test_rows_at_odd_elements_are_slower_than_those_at_even_ones() -> None:
     h100, cpu = Cluster.parse("h100").device, Cluster.parse("cpu").device
-    assert aligned_share((768, 50257), 2, h100) == h100.unaligned[0] < aligned_share((768, 30522), 2, h100) == h100.unaligned[1] < 1
-    assert aligned_share((768, 50304), 2, h100) == aligned_share((768, 50260), 4, h100) == aligned_share((767, 50257), 2, cpu) == 1
+    assert (
+        aligned_share((768, 50257), 2, h100)
+        == h100.unaligned[0]
+        < aligned_share((768, 30522), 2, h100)
+        == h100.unaligned[1]
+        < 1
+    )
+    assert (
+        aligned_share((768, 50304), 2, h100)
+        == aligned_share((768, 50260), 4, h100)
+        == aligned_share((767, 50257), 2, cpu)
+        == 1
+    )
     assert aligned_share((768, 50257), 4, h100) == h100.unaligned[1]
 
 

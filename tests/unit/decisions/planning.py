@@ -23,10 +23,15 @@ from tests.helpers.tiny import TINY
 from tests.helpers.verify import subject
 
 MODELS = Path(__file__).resolve().parents[3] / "models"
-SPECS = {**TINY, "gpt2": f"hf:{MODELS}/hf/gpt2.json", "llama3-8b": f"hf:{MODELS}/hf/llama3-8b.json",
-         "mixtral-8x7b": f"hf:{MODELS}/hf/mixtral-8x7b.json",
-         "llama3.1-8b": f"hf:{MODELS}/hf/llama3.1-8b.json",
-         "alexnet": f"{MODELS}/cnn.py:alexnet", "wide-mlp": f"{MODELS}/mlp.py:wide"}
+SPECS = {
+    **TINY,
+    "gpt2": f"hf:{MODELS}/hf/gpt2.json",
+    "llama3-8b": f"hf:{MODELS}/hf/llama3-8b.json",
+    "mixtral-8x7b": f"hf:{MODELS}/hf/mixtral-8x7b.json",
+    "llama3.1-8b": f"hf:{MODELS}/hf/llama3.1-8b.json",
+    "alexnet": f"{MODELS}/cnn.py:alexnet",
+    "wide-mlp": f"{MODELS}/mlp.py:wide",
+}
 
 
 @dataclass(frozen=True)
@@ -68,10 +73,14 @@ class Planned:
 
     def __str__(self) -> str:
         predicted = self.plan.predicted
-        steps = ", ".join(f"{name} {ms:.3f} ms" for name, ms in sorted(self.recipes_ms.items(), key=lambda item: item[1]))
+        steps = ", ".join(
+            f"{name} {ms:.3f} ms" for name, ms in sorted(self.recipes_ms.items(), key=lambda item: item[1])
+        )
         rests = ", ".join(f"{name} {w.layout} {'/'.join(w.uses)}" for name, w in self.weights.items())
-        return (f"{self.plan.model} on {self.plan.cluster['name']}: {self.plan.strategy} {self.plan.mesh} {self.step_ms:.3f} ms, "
-                f"{predicted.memory_bytes / 2**30:.2f} GiB; {steps}; {rests}")
+        return (
+            f"{self.plan.model} on {self.plan.cluster['name']}: {self.plan.strategy} {self.plan.mesh} "
+            f"{self.step_ms:.3f} ms, {predicted.memory_bytes / 2**30:.2f} GiB; {steps}; {rests}"
+        )
 
 
 @cache
@@ -97,11 +106,19 @@ def _captured(model: str, dtype: torch.dtype) -> Captured:
 
 
 @cache
-def planned(work: Work, cluster: str, recipe: str | None = None, mesh: tuple[int, ...] | None = None,
-            optimizer: str = "adamw", remat: str = "auto") -> Planned:
+def planned(
+    work: Work,
+    cluster: str,
+    recipe: str | None = None,
+    mesh: tuple[int, ...] | None = None,
+    optimizer: str = "adamw",
+    remat: str = "auto",
+) -> Planned:
     """The plan of `work`, searched or by a recipe."""
     graph = captured(work)
-    request = Request(Cluster.parse(cluster), Settings(optimizer=optimizer), recipe=recipe, mesh=mesh, time_limit_s=20.0, remat=remat)
+    request = Request(
+        Cluster.parse(cluster), Settings(optimizer=optimizer), recipe=recipe, mesh=mesh, time_limit_s=20.0, remat=remat
+    )
     made = plan(graph.gm, graph.hints, request, model=work.model, graph_hash=graph.graph_hash)
     program = read(graph.gm, graph.hints, training=True)
     names = {op.fqn: _first(op.node.meta.get("fqns"), op.fqn) for op in program.ops.values() if op.role == "param"}

@@ -20,12 +20,21 @@ from tests.unit.decisions.planning import Work, planned
 
 WORKS = [Work("mlp", 16), Work("hf-gpt2", 8, 32), Work("hf-llama", 8, 32), Work("cnn", 16), Work("recommender", 32)]
 CLUSTERS = ["cpu:1x4", "h100:2x2", "l4:1x4", "a100-80:1x2"]
-FAST = [(WORKS[0], "cpu:1x4"), (WORKS[2], "cpu:1x4"), (WORKS[4], "a100-80:1x2"), (WORKS[0], "h100:2x2"),
-        (WORKS[4], "cpu:1x4")]
+FAST = [
+    (WORKS[0], "cpu:1x4"),
+    (WORKS[2], "cpu:1x4"),
+    (WORKS[4], "a100-80:1x2"),
+    (WORKS[0], "h100:2x2"),
+    (WORKS[4], "cpu:1x4"),
+]
 SLOW = [case for work in WORKS for cluster in CLUSTERS if (case := (work, cluster)) not in FAST]
 
 
-@pytest.mark.parametrize(("work", "cluster"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=lambda of: getattr(of, "model", of))
+@pytest.mark.parametrize(
+    ("work", "cluster"),
+    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=lambda of: getattr(of, "model", of),
+)
 def test_never_worse_than_a_recipe(work: Work, cluster: str) -> None:
     made = planned(work, cluster)
     predicted = made.plan.predicted

@@ -46,7 +46,10 @@ def test_a_recipe_of_ones_own_is_an_entry(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(RECIPES, "own", Recipe("own", (_out_of_matrices,), "data parallel, matrices rest cut"))
     model, batch = mlp.tiny()
     named, free = (autopar.compile(model, "cpu:1x2", batch, recipe=recipe).plan for recipe in ("own", None))
-    assert named.strategy == "own" and (named.nodes["p_head_weight"].outs, named.nodes["p_head_bias"].outs) == (("S0|S0",), ("R|R",))
+    assert named.strategy == "own" and (named.nodes["p_head_weight"].outs, named.nodes["p_head_bias"].outs) == (
+        ("S0|S0",),
+        ("R|R",),
+    )
     assert [row.step_s for row in free.alternatives if row.name == "own"] == [pytest.approx(named.predicted.step_s)]
 
 
@@ -81,8 +84,11 @@ def test_hybrid_sharding_cuts_on_the_inner_axis_only(work: Work, cluster: str) -
 
 
 @pytest.mark.parametrize("recipe", ["tp", "tp_sp", "megatron"])
-@pytest.mark.parametrize(("work", "cluster"), [(Work("llama3-8b", 1, 4096, torch.bfloat16), "h100:1x8"), *CASES[1:]],
-                         ids=["llama-h100", "gpt2-h100", "gpt2-cpu"])
+@pytest.mark.parametrize(
+    ("work", "cluster"),
+    [(Work("llama3-8b", 1, 4096, torch.bfloat16), "h100:1x8"), *CASES[1:]],
+    ids=["llama-h100", "gpt2-h100", "gpt2-cpu"],
+)
 def test_tensor_parallel(work: Work, cluster: str, recipe: str) -> None:
     made = planned(work, cluster, recipe)
     assert SAMPLE not in kinds(made) and PARAMETER in kinds(made)
@@ -112,13 +118,29 @@ def test_two_dimensional(work: Work, cluster: str) -> None:
     assert SAMPLE not in kinds(made, 1) and {PARAMETER, ATTRIBUTE} <= kinds(made, 1)
     assert all(w.uses[0] == "gathered" for w in made.weights.values()), str(made)
     matrices = {name: w.uses[1] for name, w in made.weights.items() if len(w.shape) == 2 and w.scope}
-    # one that is small may rest whole inside, though it is cut in use: what its gradient takes more hides, and its gather takes no copies
+    # one that is small may rest whole inside, though it is cut in use: what its gradient takes more hides, and its
+    # gather takes no copies
     assert len([use for use in matrices.values() if use in ("column", "row")]) >= len(matrices) - 1, str(made)
     assert set(matrices.values()) <= {"column", "row", "sliced"}, str(made)
     assert all(largest(made).values())
 
 
 def test_every_recipe_is_tested_here() -> None:
-    """one_weird_trick is in test_strategies, ep in test_experts, cp and ulysses in test_sequence: they need convolutions, experts, long
-    sequences."""
-    assert set(RECIPES) == {"single", "ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "tp_sp", "megatron", "tp_zero3", "ep", "cp", "ulysses", "one_weird_trick"}
+    """one_weird_trick is in test_strategies, ep in test_experts, cp and ulysses in test_sequence: they need
+    convolutions, experts, long sequences."""
+    assert set(RECIPES) == {
+        "single",
+        "ddp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "hsdp",
+        "tp",
+        "tp_sp",
+        "megatron",
+        "tp_zero3",
+        "ep",
+        "cp",
+        "ulysses",
+        "one_weird_trick",
+    }

@@ -48,9 +48,17 @@ def test_the_sequence_is_cut_everywhere_and_weights_are_whole(recipe: str) -> No
         assert not whole, whole
     else:
         assert here.runs == ("",) and {text.split("|")[0] for text in (*here.ins, *here.outs)} == {"S1"}
-        names = {made.program.ops[name].target.__name__ for name in whole}  # the attention and what leads to it: rope, views
-        assert "scaled_dot_product_attention.default" in names and not names & {"linear.default", "matmul.default", "mean.dim", "silu.default"}, names
-        assert all("S" in made.plan.nodes[name].outs[0].split("|")[0] for name in whole), {n: made.plan.nodes[n] for n in whole}
+        # the attention and what leads to it: rope, views
+        names = {made.program.ops[name].target.__name__ for name in whole}
+        assert "scaled_dot_product_attention.default" in names and not names & {
+            "linear.default",
+            "matmul.default",
+            "mean.dim",
+            "silu.default",
+        }, names
+        assert all("S" in made.plan.nodes[name].outs[0].split("|")[0] for name in whole), {
+            n: made.plan.nodes[n] for n in whole
+        }
 
 
 @torch.library.custom_op("autopar_test_sequence::doubled", mutates_args=())
@@ -72,14 +80,23 @@ class Doubling(nn.Module):
         self.embedding, self.qkv = nn.Embedding(32, 16), nn.Linear(16, 48)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(doubled(self.embedding(ids))).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(doubled(self.embedding(ids))).chunk(3, -1)
+        )
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
 @pytest.mark.parametrize("recipe", ["cp", "ulysses"])
 def test_the_sequence_is_cut_in_operators_with_a_rule_of_the_user(recipe: str) -> None:
-    made = autopar.compile(Doubling(), "cpu:1x4", (torch.zeros(2, 32, dtype=torch.long),), mode="inference", recipe=recipe, dynamic_shapes={"ids": {0: "b", 1: "s"}},
-                           rules={torch.ops.autopar_test_sequence.doubled: "b s d -> b s d"})
+    made = autopar.compile(
+        Doubling(),
+        "cpu:1x4",
+        (torch.zeros(2, 32, dtype=torch.long),),
+        mode="inference",
+        recipe=recipe,
+        dynamic_shapes={"ids": {0: "b", 1: "s"}},
+        rules={torch.ops.autopar_test_sequence.doubled: "b s d -> b s d"},
+    )
     assert made.plan.nodes["doubled"].kinds == (ATTRIBUTE,) and made.plan.nodes["doubled"].outs == ("S1|-",)
 
 
@@ -93,8 +110,8 @@ def test_ulysses_cuts_the_heads_of_every_attention(model: str) -> None:
 
 @pytest.mark.slow
 def test_131072_tokens_of_one_sample_cut_the_sequence_in_attention() -> None:
-    """8 nodes of 8 devices and 8 key heads: heads across nodes (2 all-to-alls), rows round the ring inside; 1.1 s against 6.9 s of a ring
-    over all 64. No recipe but those that cut the sequence fits."""
+    """8 nodes of 8 devices and 8 key heads: heads across nodes (2 all-to-alls), rows round the ring inside; 1.1 s
+    against 6.9 s of a ring over all 64. No recipe but those that cut the sequence fits."""
     made = planned(Work("llama3.1-8b", 1, 131072, torch.bfloat16), "h100:8x8")
     assert set(made.recipes_ms) == {"cp", "ulysses"}, str(made)
     assert made.step_ms <= min(made.recipes_ms.values())

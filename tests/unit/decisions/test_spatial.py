@@ -48,7 +48,9 @@ def planned(batch: int) -> tuple[Plan, Program]:
     graph = captured()
     hints = {**graph.hints, "b": batch}
     request = Request(Cluster.parse("h100:1x4"), mesh=(4,), time_limit_s=20.0)
-    return plan(graph.gm, hints, request, model="scene", graph_hash=graph.graph_hash), read(graph.gm, hints, training=True)
+    return plan(graph.gm, hints, request, model="scene", graph_hash=graph.graph_hash), read(
+        graph.gm, hints, training=True
+    )
 
 
 def windows(made: Plan, program: Program) -> dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]]:
@@ -70,7 +72,9 @@ def test_one_large_image_is_cut_along_its_height_or_width() -> None:
         layout, kinds, runs = found[name]
         assert layout in ("S2", "S3") and kinds == (ATTRIBUTE,) and runs == ("halo",), (name, found)
     others = {other.name: other.step_s for other in made.alternatives}
-    assert made.predicted.step_s < 0.5 * others["single"] and all(made.predicted.step_s < seconds for seconds in others.values()), (made.predicted, others)
+    assert made.predicted.step_s < 0.5 * others["single"] and all(
+        made.predicted.step_s < seconds for seconds in others.values()
+    ), (made.predicted, others)
 
 
 def test_samples_are_cut_where_there_are_enough() -> None:

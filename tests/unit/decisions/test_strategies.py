@@ -16,19 +16,26 @@ def test_a_small_model_on_fast_links_is_data_parallel() -> None:
     assert kinds <= {SAMPLE, REPLICATE, PARTIAL}, str(made)
     whole = [name for name, w in made.weights.items() if w.scope and not {*w.uses} <= {"replicated", "once"}]
     assert whole == [], str(made)
-    # what is left to the search is worth less than 4 %: large weights rest cut, so that their optimizer step is short, small ones whole
+    # what is left to the search is worth less than 4 %: large weights rest cut, so that their optimizer step is short,
+    # small ones whole
     recipes = made.recipes_ms
-    assert min(recipes, key=lambda name: recipes[name]) in ("ddp", "zero1") and recipes["zero1"] == pytest.approx(recipes["ddp"], rel=0.03) and made.step_ms > 0.96 * recipes["ddp"], str(made)
+    assert (
+        min(recipes, key=lambda name: recipes[name]) in ("ddp", "zero1")
+        and recipes["zero1"] == pytest.approx(recipes["ddp"], rel=0.03)
+        and made.step_ms > 0.96 * recipes["ddp"]
+    ), str(made)
     assert recipes["tp"] > 2 * recipes["ddp"], str(made)
 
 
 def test_what_does_not_fit_is_sharded() -> None:
-    made = planned(Work("llama3-8b", 16, 2048, torch.bfloat16), "h100:1x8")  # two samples per rank: replicas of all weights leave no room
+    # two samples per rank: replicas of all weights leave no room
+    made = planned(Work("llama3-8b", 16, 2048, torch.bfloat16), "h100:1x8")
     assert not {"single", "ddp"} & set(made.recipes_ms), str(made)
     large = {name: w for name, w in made.weights.items() if len(w.shape) == 2}
     assert all(w.layout.startswith("S") for w in large.values()), str(made)
     gathered = [name for name, w in large.items() if w.uses in (("gathered",), ("once",))]
-    assert len(gathered) >= 7, str(made)  # all of the block: ZeRO-1 saves ZeRO-3's second gather, but no more than two buckets of a block hide
+    # all of the block: ZeRO-1 saves ZeRO-3's second gather, but no more than two buckets of a block hide
+    assert len(gathered) >= 7, str(made)
     assert made.step_ms <= made.recipes_ms["zero3"] < made.recipes_ms["zero1"] < made.recipes_ms["tp_sp"], str(made)
 
 
@@ -46,10 +53,18 @@ def test_alexnet_gets_one_weird_trick() -> None:
     for cluster in ("l4:1x4", "v100:1x4", "cpu:1x4"):
         made = planned(Work("alexnet", 128), cluster, mesh=(4,))
         for name, op in made.program.ops.items():
-            if op.role == "op" and any(weight and len(t.shape) > 1 for weight, t in zip(op.weight, op.call.ins, strict=True)):
+            if op.role == "op" and any(
+                weight and len(t.shape) > 1 for weight, t in zip(op.weight, op.call.ins, strict=True)
+            ):
                 convolution = len(op.call.outs[0].shape) == 4
-                assert made.kinds[name] == ((SAMPLE,) if convolution else (PARAMETER,)), (name, made.kinds[name], str(made))
+                assert made.kinds[name] == ((SAMPLE,) if convolution else (PARAMETER,)), (
+                    name,
+                    made.kinds[name],
+                    str(made),
+                )
         dense = [w for name, w in made.weights.items() if len(w.shape) == 2]
         assert len(dense) == 3 and all(w.uses[0] in ("row", "column") for w in dense), str(made)
         recipes = made.recipes_ms
-        assert made.step_ms <= recipes["one_weird_trick"] < min(recipes["ddp"], recipes["zero3"], recipes["tp"]), str(made)
+        assert made.step_ms <= recipes["one_weird_trick"] < min(recipes["ddp"], recipes["zero3"], recipes["tp"]), str(
+            made
+        )

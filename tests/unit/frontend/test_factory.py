@@ -76,13 +76,23 @@ def test_batch_seq_and_kwargs(folder):
     assert loaded.model(*loaded.args, **loaded.kwargs).isfinite()
 
 
-@pytest.mark.parametrize(("name", "asked", "sizes"), [
-    ("triple", (None, None), (2, 3)), ("triple", (7, None), (7, 3)), ("sized", (None, None), (3, 128)), ("sized", (None, 5), (3, 5)), ("pair", (None, None), (8, 128)),
-])
+@pytest.mark.parametrize(
+    ("name", "asked", "sizes"),
+    [
+        ("triple", (None, None), (2, 3)),
+        ("triple", (7, None), (7, 3)),
+        ("sized", (None, None), (3, 128)),
+        ("sized", (None, 5), (3, 5)),
+        ("pair", (None, None), (8, 128)),
+    ],
+)
 def test_sizes_that_nobody_asks_for_are_the_factorys_own(folder, name, asked, sizes):
     """They were 8 and 128 whatever it says: a plan for sizes that the model's author did not mean."""
     loaded = load(f"net.py:{name}", batch=asked[0], seq=asked[1])
-    assert (loaded.batch, loaded.seq) == sizes and tuple(loaded.args[0].shape) == (sizes[0], 5 if name == "pair" else sizes[1])
+    assert (loaded.batch, loaded.seq) == sizes and tuple(loaded.args[0].shape) == (
+        sizes[0],
+        5 if name == "pair" else sizes[1],
+    )
 
 
 def test_file_in_a_package_imports_from_that_package(tmp_path):

@@ -34,7 +34,9 @@ PUBLISHED = {
 
 def test_every_config_has_a_published_size():
     assert sorted(PUBLISHED) == sorted(path.stem for path in CONFIGS.glob("*.json"))
-    assert {f"hf-{path.stem}" for path in (CONFIGS / "tiny").glob("*.json")} == {name for name in (*TINY, *DEEP) if name.startswith("hf-")}
+    assert {f"hf-{path.stem}" for path in (CONFIGS / "tiny").glob("*.json")} == {
+        name for name in (*TINY, *DEEP) if name.startswith("hf-")
+    }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

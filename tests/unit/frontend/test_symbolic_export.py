@@ -24,9 +24,15 @@ def test_exports_with_symbolic_sizes(name, train):
     batch, seq = Dim("b"), Dim("s", max=max_positions(loaded.model) or 64)
     dims = [{0: batch, 1: seq} if t.shape[1:] == (SEQ,) else {0: batch} for t in inputs]
     queue = iter(dims)
-    shapes = {name: next(queue) if isinstance(x, torch.Tensor) else None for name, x in loaded.kwargs.items()} or tuple(dims)
+    shapes = {name: next(queue) if isinstance(x, torch.Tensor) else None for name, x in loaded.kwargs.items()} or tuple(
+        dims
+    )
     with symbolic_lengths(loaded.model):
         program = export(loaded.model, loaded.args, loaded.kwargs, strict=False, dynamic_shapes=shapes)
-    nodes = [node for node in program.graph.find_nodes(op="placeholder") if node.name in program.graph_signature.user_inputs]
-    free = {str(size) for node in nodes for size in getattr(node.meta["val"], "shape", ()) if isinstance(size, torch.SymInt)}
+    nodes = [
+        node for node in program.graph.find_nodes(op="placeholder") if node.name in program.graph_signature.user_inputs
+    ]
+    free = {
+        str(size) for node in nodes for size in getattr(node.meta["val"], "shape", ()) if isinstance(size, torch.SymInt)
+    }
     assert len(free) == len({dim for d in dims for dim in d.values()})

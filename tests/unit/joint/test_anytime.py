@@ -1,4 +1,5 @@
-"""What a search has found when its time is up: everything is looked at before anything is solved, and more time is never for a worse plan."""
+"""What a search has found when its time is up: everything is looked at before anything is solved, and more time is
+never for a worse plan."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], tuple[Plan, li
         clock = Clock()
         monkeypatch.setattr(timer, "time", clock)
         asked = Request(request.cluster, memory_bytes=SHORT_BYTES, progress=clock.said.append)
-        return plan_with(planner.anew(asked), Elsewhere(clock.ask), timer.Timer(limit_s), model="stack", graph_hash="0" * 64), clock.said
+        return plan_with(
+            planner.anew(asked), Elsewhere(clock.ask), timer.Timer(limit_s), model="stack", graph_hash="0" * 64
+        ), clock.said
 
     return within
 

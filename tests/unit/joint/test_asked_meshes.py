@@ -1,4 +1,5 @@
-"""Named pipelines with the mesh of a place that was asked for: axes of size 1 have nothing to do, and what cannot be says what can."""
+"""Named pipelines with the mesh of a place that was asked for: axes of size 1 have nothing to do, and what cannot be
+says what can."""
 
 from __future__ import annotations
 
@@ -38,7 +39,12 @@ def test_axes_of_size_one_are_left_out_with_their_roles(case: str) -> None:
 
 
 REFUSED = {
-    "one place": ("1f1b", (4,), "recipe 1f1b cannot have mesh 4 in each place on cpu:1x4: that leaves one place of 4 devices, and stages take two or more; wanted 1, 2$"),
+    "one place": (
+        "1f1b",
+        (4,),
+        "recipe 1f1b cannot have mesh 4 in each place on cpu:1x4: that leaves one place of 4 devices, and stages take "
+        "two or more; wanted 1, 2$",
+    ),
     "a size that does not divide": ("1f1b", (3,), "places of 3 do not fill 4 devices; wanted 1, 2$"),
     "too many axes": ("1f1b", (2, 2), "its places have 1 axis at most; wanted 1, 2$"),
     "a role that cannot be told": ("3d", (2, 1, 1), "its places have 2 axes at most; wanted "),
@@ -50,7 +56,13 @@ REFUSED = {
 def test_what_cannot_be_says_which_meshes_can(case: str) -> None:
     name, mesh, message = REFUSED[case]
     with pytest.raises(PlanError, match=message):
-        plan(graph(), {"b": 2048}, Request(Cluster.parse("cpu:1x4"), recipe=name, mesh=mesh), model="stack", graph_hash="0" * 64)
+        plan(
+            graph(),
+            {"b": 2048},
+            Request(Cluster.parse("cpu:1x4"), recipe=name, mesh=mesh),
+            model="stack",
+            graph_hash="0" * 64,
+        )
 
 
 @pytest.mark.parametrize(("name", "stages"), [("zero_bubble", ", of 2 stages each,"), ("1f1b", "")])
@@ -61,18 +73,47 @@ def test_places_of_several_stages_need_as_many_pieces(name: str, stages: str) ->
     if not stages:
         assert asked(PIPELINES[name], context).mesh == (1,)
         context = _inner(name, (1,), "cpu:1x16")
-    with pytest.raises(PlanError, match=rf"its {context.request.cluster.devices} places{stages} do not lie so on the devices, or are more than the {context.pieces} pieces .* wanted 2, 4"):
+    with pytest.raises(
+        PlanError,
+        match=rf"its {context.request.cluster.devices} places{stages} do not lie so on the devices, or are more than "
+        rf"the {context.pieces} pieces .* wanted 2, 4",
+    ):
         asked(PIPELINES[name], context)
 
 
 def test_an_axis_of_size_one_changes_nothing() -> None:
-    made, plain = (plan(graph(), {"b": 2048}, Request(Cluster.parse("cpu:1x4"), recipe="3d", mesh=mesh), model="stack", graph_hash="0" * 64) for mesh in ((1, 2), (2,)))
+    made, plain = (
+        plan(
+            graph(),
+            {"b": 2048},
+            Request(Cluster.parse("cpu:1x4"), recipe="3d", mesh=mesh),
+            model="stack",
+            graph_hash="0" * 64,
+        )
+        for mesh in ((1, 2), (2,))
+    )
     assert made.predicted == plain.predicted and made.mesh == plain.mesh == (2,) and made.places == 2
 
 
-@pytest.mark.parametrize(("batch", "memory_bytes", "message"), [(2048, 1e6, r"weights, gradients and optimizer state alone take .* per device, .* 977 KiB are there: use more or larger devices"),
-                                                                (1, None, r"no way to lay \d+ pieces and a batch of 1 on 4 devices \(a batch of one sample has no microbatches\)$")])
-def test_no_shape_at_all_is_said_to_be_for_memory_only_where_it_is(batch: int, memory_bytes: float | None, message: str) -> None:
+@pytest.mark.parametrize(
+    ("batch", "memory_bytes", "message"),
+    [
+        (
+            2048,
+            1e6,
+            r"weights, gradients and optimizer state alone take .* per device, .* 977 KiB are there: use more or "
+            r"larger devices",
+        ),
+        (
+            1,
+            None,
+            r"no way to lay \d+ pieces and a batch of 1 on 4 devices \(a batch of one sample has no microbatches\)$",
+        ),
+    ],
+)
+def test_no_shape_at_all_is_said_to_be_for_memory_only_where_it_is(
+    batch: int, memory_bytes: float | None, message: str
+) -> None:
     request = Request(Cluster.parse("cpu:1x4"), recipe="1f1b", memory_bytes=memory_bytes)
     with pytest.raises(InfeasibleError, match=message):
         plan(graph(), {"b": batch}, request, model="stack", graph_hash="0" * 64)

@@ -35,7 +35,11 @@ def _able(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def inner_of(prove: bool = False) -> SearchContext:
     who = subject("hf-gpt2")
-    return SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"), prove=prove))
+    return SearchContext(
+        who.captured.gm,
+        {**who.captured.hints, "b": 8},
+        Request(Cluster.parse("h100:1x4"), Settings("train"), prove=prove),
+    )
 
 
 @cache
@@ -52,7 +56,11 @@ def test_two_processes_prove_what_one_does() -> None:
         proof.know(step_s())
         proof.know(2 * step_s())  # slower ones are not news
         (child,) = multiprocessing.active_children()
-        assert child.daemon and proof.proven_s(step_s(), None, math.inf) == pytest.approx(alone_s, rel=1e-9) and proof.looked
+        assert (
+            child.daemon
+            and proof.proven_s(step_s(), None, math.inf) == pytest.approx(alone_s, rel=1e-9)
+            and proof.looked
+        )
         assert proof.proven_s(step_s(), None, -math.inf) == pytest.approx(alone_s, rel=1e-9)
 
 
@@ -74,7 +82,9 @@ def test_where_the_other_process_dies_this_one_goes_on() -> None:
         assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
         proof.prover.board.take(background_proof.THEIRS, step_s())  # as if that was in the middle of something
-        assert proof.proven_s(step_s(), None, math.inf) == pytest.approx(proven_s(inner_of(), step_s(), closely=False), rel=1e-9)
+        assert proof.proven_s(step_s(), None, math.inf) == pytest.approx(
+            proven_s(inner_of(), step_s(), closely=False), rel=1e-9
+        )
 
 
 def test_without_room_for_another_process_this_one_proves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +94,9 @@ def test_without_room_for_another_process_this_one_proves_alone(monkeypatch: pyt
     monkeypatch.setattr(multiprocessing.context.ForkProcess, "start", full)
     with BackgroundProof(inner_of()) as proof:
         proof.know(step_s())
-        assert not proof.looked and proof.proven_s(step_s(), None, math.inf) == pytest.approx(proven_s(inner_of(), step_s(), closely=False), rel=1e-9)
+        assert not proof.looked and proof.proven_s(step_s(), None, math.inf) == pytest.approx(
+            proven_s(inner_of(), step_s(), closely=False), rel=1e-9
+        )
 
 
 @pytest.mark.parametrize("left_s", [9.0, -1.0])
@@ -96,7 +108,9 @@ def test_a_search_that_took_most_of_its_time_leaves_the_rest_to_a_proof(left_s: 
     context.timer.ends_at = time.monotonic() + left_s
     proven = _proven(context, made, BackgroundProof(context))
     floor_s = min(map(Prover(context, closely=False).floor_s, Prover(context, closely=False).shapes()))
-    assert (proven.predicted.bound_s > floor_s, UNPROVEN in proven.notes) == ((True, False) if left_s > 0 else (False, True))
+    assert (proven.predicted.bound_s > floor_s, UNPROVEN in proven.notes) == (
+        (True, False) if left_s > 0 else (False, True)
+    )
 
 
 def test_where_there_is_nothing_to_look_at_in_time_no_longer_limit_is_advised() -> None:
@@ -110,12 +124,19 @@ def test_where_there_is_nothing_to_look_at_in_time_no_longer_limit_is_advised() 
 def test_the_mesh_of_the_answer_is_looked_at_too() -> None:
     who = subject("hf-gpt2")
     own = Shape(1, (2, 2, 2), 1)
-    with BackgroundProof(SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:4x2"), Settings("train")))) as proof:
+    with BackgroundProof(
+        SearchContext(
+            who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:4x2"), Settings("train"))
+        )
+    ) as proof:
         assert proof._others((2, 2, 2)) == [own] and proof._others((4, 2)) == [] == proof._others(None)
         known_s = 1.3 * proof.prover.floor_s(own)
         proof.know(known_s)
         least_s = proven_s(proof.context, known_s, closely=False, only=[own])
-        assert proof.proven_s(known_s, (2, 2, 2), math.inf) <= least_s and proof.proven_s(known_s, (2, 2, 2), -math.inf) <= proof.prover.floor_s(own) < least_s
+        assert (
+            proof.proven_s(known_s, (2, 2, 2), math.inf) <= least_s
+            and proof.proven_s(known_s, (2, 2, 2), -math.inf) <= proof.prover.floor_s(own) < least_s
+        )
 
 
 def test_an_interrupt_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,13 +164,21 @@ def test_a_search_forks_once_and_a_proof_of_all_shapes_or_a_recipe_not_at_all(mo
     process = forks.Process
     monkeypatch.setattr(forks, "Process", lambda **given: (begun.append(given), process(**given))[1])
     who, request = subject("hf-gpt2"), Request(Cluster.parse("h100:1x4"), Settings("train"))
-    made = plan(who.captured.gm, {**who.captured.hints, "b": 8}, request, model=who.name, graph_hash=who.captured.graph_hash)
+    made = plan(
+        who.captured.gm, {**who.captured.hints, "b": 8}, request, model=who.name, graph_hash=who.captured.graph_hash
+    )
     assert len(begun) == 1 and 0 <= made.predicted.gap < 0.5
     with BackgroundProof(inner_of(prove=True)) as proof:
         proof.know(step_s())
         proof.know(math.inf)
-    asked = replace(request, cluster=Cluster.parse("cpu:1x4"), recipe="1f1b", mesh=(2,))  # the mesh is that of a place, on which nothing of one stage can be proven
-    assert plan(who.captured.gm, {**who.captured.hints, "b": 8}, asked, model=who.name, graph_hash=who.captured.graph_hash).places == 2
+    # the mesh is that of a place, on which nothing of one stage can be proven
+    asked = replace(request, cluster=Cluster.parse("cpu:1x4"), recipe="1f1b", mesh=(2,))
+    assert (
+        plan(
+            who.captured.gm, {**who.captured.hints, "b": 8}, asked, model=who.name, graph_hash=who.captured.graph_hash
+        ).places
+        == 2
+    )
     assert len(begun) == 1
 
 

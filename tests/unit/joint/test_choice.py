@@ -41,16 +41,25 @@ class All(Explorer):
                         here = self.pricing.price(shape, [table], level, exact=True)
                     except InfeasibleError:
                         continue
-                    assert here.step_s >= self.pricing.floor_s(shape, "none"), f"{shape} is said not to be faster than it is"
+                    assert here.step_s >= self.pricing.floor_s(shape, "none"), (
+                        f"{shape} is said not to be faster than it is"
+                    )
                     assert here.step_s >= bound_s * (1 - 1e-9), f"{shape} is proven not to be faster than it is"
                     before = self.found.get(shape)
                     self.found[shape] = here if before is None or here.step_s < before.step_s else before
         return min((f for f in self.found.values() if f is not None), key=lambda f: f.step_s, default=None)
 
 
-@pytest.mark.parametrize(("cluster", "room"), [
-    ("l4:1x2", 1.3e-4), *(pytest.param(name, room, marks=pytest.mark.slow) for name, room in (
-        ("l4:1x4", 1.3e-4), ("cpu:1x4", 1.0), ("h100:2x2", 1.0), ("h100:2x4", 1.0)))])
+@pytest.mark.parametrize(
+    ("cluster", "room"),
+    [
+        ("l4:1x2", 1.3e-4),
+        *(
+            pytest.param(name, room, marks=pytest.mark.slow)
+            for name, room in (("l4:1x4", 1.3e-4), ("cpu:1x4", 1.0), ("h100:2x2", 1.0), ("h100:2x4", 1.0))
+        ),
+    ],
+)
 def test_the_walk_finds_what_there_is(cluster: str, room: float, monkeypatch: pytest.MonkeyPatch) -> None:
     where = Cluster.parse(cluster)
     device = dataclasses.replace(where.device, memory_bytes=int(where.device.memory_bytes * room))
@@ -64,18 +73,28 @@ def test_the_walk_finds_what_there_is(cluster: str, room: float, monkeypatch: py
     assert best is None or walked is None or walked.step_s <= best.step_s * (1 + 2 * CLOSE)
 
 
-@pytest.mark.parametrize(("polished_s", "open_again"), [({"slow": 1.15}, False), ({"fast": 1.02}, False), ({"fast": 1.2}, True)])
-def test_what_was_beaten_is_only_looked_at_again_where_the_fastest_has_become_slower(polished_s: dict[str, float], *, open_again: bool) -> None:
-    """A shape of which 1.1 is proven, where what takes more than 1.05 times the fastest step, 1.0, was not looked at further."""
+@pytest.mark.parametrize(
+    ("polished_s", "open_again"), [({"slow": 1.15}, False), ({"fast": 1.02}, False), ({"fast": 1.2}, True)]
+)
+def test_what_was_beaten_is_only_looked_at_again_where_the_fastest_has_become_slower(
+    polished_s: dict[str, float], *, open_again: bool
+) -> None:
+    """A shape of which 1.1 is proven, where what takes more than 1.05 times the fastest step, 1.0, was not looked at
+    further."""
     context: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None))
     shapes = {"fast": Shape(1, (8,), 2), "slow": Shape(2, (4,), 2), "beaten": Shape(4, (2,), 4)}
     walk = Explorer(context, SEARCH, math.inf, math.inf)
     proven = {shapes["beaten"]: 1.1}
-    found: Any = {shapes[name]: SimpleNamespace(shape=shapes[name], step_s=step_s) for name, step_s in (("fast", 1.0), ("slow", 1.1))}
+    found: Any = {
+        shapes[name]: SimpleNamespace(shape=shapes[name], step_s=step_s)
+        for name, step_s in (("fast", 1.0), ("slow", 1.1))
+    }
     walk.found = {**found, shapes["beaten"]: None}
     walk.beaten = {shapes["beaten"]: (explore.NEARER, 1.0)}
-    (name, step_s), = polished_s.items()
-    vars(walk)["pricing"] = SimpleNamespace(proven=proven, exact=lambda before: SimpleNamespace(shape=before.shape, step_s=step_s))
+    ((name, step_s),) = polished_s.items()
+    vars(walk)["pricing"] = SimpleNamespace(
+        proven=proven, exact=lambda before: SimpleNamespace(shape=before.shape, step_s=step_s)
+    )
     walk._polish(found[shapes[name]])
     assert (shapes["beaten"] not in walk.found) == (shapes["beaten"] not in walk.beaten) == open_again
 
@@ -84,20 +103,36 @@ def test_what_was_beaten_is_only_looked_at_again_where_the_fastest_has_become_sl
 def test_it_is_said_where_a_pipeline_is_faster_by_less_than_prices_tell(step_s: float, *, said: bool) -> None:
     made = by_recipe(subject("hf-gpt2"), (2,), "ddp")
     made = dataclasses.replace(made, predicted=dataclasses.replace(made.predicted, step_s=step_s))
-    walk: Any = SimpleNamespace(settled=[SimpleNamespace(step_s=slower_s, plan=dataclasses.replace(made, microbatches=4)) for slower_s in (0.995, 0.998)])
+    walk: Any = SimpleNamespace(
+        settled=[
+            SimpleNamespace(step_s=slower_s, plan=dataclasses.replace(made, microbatches=4))
+            for slower_s in (0.995, 0.998)
+        ]
+    )
     notes = list(_rather(made, [walk, cast("Any", SimpleNamespace(settled=[]))]))
-    assert notes == (["2 (1 s) rather than 2, 4 microbatches (995 ms): prices do not tell 0.50 % apart"] if said else [])
+    assert notes == (
+        ["2 (1 s) rather than 2, 4 microbatches (995 ms): prices do not tell 0.50 % apart"] if said else []
+    )
     assert not list(_rather(made, []))
 
 
 @pytest.mark.parametrize(("proven_s", "solved"), [(0.8, ["near"]), (0.995, [])])
-def test_what_is_near_the_best_is_solved_where_only_that_may_be_faster_than_what_others_have(proven_s: float, solved: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others have 1.0. Of the best shape, 1.0 at a glance, 0.995 is proven, so that it gains nothing; a near one is 0.9 when it is solved."""
+def test_what_is_near_the_best_is_solved_where_only_that_may_be_faster_than_what_others_have(
+    proven_s: float, solved: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have 1.0. Of the best shape, 1.0 at a glance, 0.995 is proven, so that it gains nothing; a near one is 0.9
+    when it is solved."""
     context: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None))
     shapes = {"best": Shape(1, (8,), 2), "near": Shape(2, (4,), 2)}
     walk, said = Explorer(context, SEARCH, 1.0, math.inf), list[str]()
-    found: Any = {shapes[name]: SimpleNamespace(shape=shapes[name], step_s=step_s, table=SimpleNamespace(places=shapes[name].places, stages=1, microbatches=2))
-                  for name, step_s in (("best", 1.0), ("near", 1.03))}
+    found: Any = {
+        shapes[name]: SimpleNamespace(
+            shape=shapes[name],
+            step_s=step_s,
+            table=SimpleNamespace(places=shapes[name].places, stages=1, microbatches=2),
+        )
+        for name, step_s in (("best", 1.0), ("near", 1.03))
+    }
 
     def exact(before: Any) -> Any:
         said.append(next(name for name, shape in shapes.items() if shape == before.shape))
@@ -111,19 +146,31 @@ def test_what_is_near_the_best_is_solved_where_only_that_may_be_faster_than_what
     assert said == solved and made is not None and made.step_s == (0.9 if solved else 1.0)
 
 
-@pytest.mark.parametrize(("steps_s", "visited"), [
-    ((1.0, 1.3, 1.5, 1.7, 1.9, 2.1), [1, 2, 4]),
-    ((1.0, 1.3, 1.2, 1.4, 1.6, 0.5), [1, 2, 4, 8, 16]),  # the third is faster than the second
-    ((1.0, 1.05, 1.08, 1.09, 1.5, 1.4), [1, 2, 4, 8, 16, 32]),  # near the best, which is no reason to end
-    ((2.0, 1.5, 1.2, 1.0, 1.1, 1.05), [1, 2, 4, 8, 16, 32])])
-def test_more_places_are_not_begun_with_where_steps_get_longer_and_longer(steps_s: tuple[float, ...], visited: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("steps_s", "visited"),
+    [
+        ((1.0, 1.3, 1.5, 1.7, 1.9, 2.1), [1, 2, 4]),
+        ((1.0, 1.3, 1.2, 1.4, 1.6, 0.5), [1, 2, 4, 8, 16]),  # the third is faster than the second
+        ((1.0, 1.05, 1.08, 1.09, 1.5, 1.4), [1, 2, 4, 8, 16, 32]),  # near the best, which is no reason to end
+        ((2.0, 1.5, 1.2, 1.0, 1.1, 1.05), [1, 2, 4, 8, 16, 32]),
+    ],
+)
+def test_more_places_are_not_begun_with_where_steps_get_longer_and_longer(
+    steps_s: tuple[float, ...], visited: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 1, 2, ... 32 places on 32 devices, by the seconds that each takes."""
-    shapes = [Shape(2**n, (2**(5 - n),), 32) for n in range(6)]
+    shapes = [Shape(2**n, (2 ** (5 - n),), 32) for n in range(6)]
     took_s = dict(zip(shapes, steps_s, strict=True))
-    context: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None, cluster=SimpleNamespace(levels=[SimpleNamespace(size=8)])), batch=32, timer=None)
+    context: Any = SimpleNamespace(
+        request=SimpleNamespace(say=lambda text: None, cluster=SimpleNamespace(levels=[SimpleNamespace(size=8)])),
+        batch=32,
+        timer=None,
+    )
     walk = Explorer(context, SEARCH, math.inf, math.inf)
     walk.floors = dict.fromkeys(shapes, 0.1)
-    vars(walk)["pricing"] = SimpleNamespace(proven={}, glance=lambda shape, cutoff_s: SimpleNamespace(shape=shape, step_s=took_s[shape]))
+    vars(walk)["pricing"] = SimpleNamespace(
+        proven={}, glance=lambda shape, cutoff_s: SimpleNamespace(shape=shape, step_s=took_s[shape])
+    )
     monkeypatch.setattr(explore, "FEW", 4)
     monkeypatch.setattr(explore, "neighbours", lambda shape, among: [])
     walk._walk(shapes)
@@ -132,11 +179,17 @@ def test_more_places_are_not_begun_with_where_steps_get_longer_and_longer(steps_
 
 def test_neighbours_of_the_best_are_visited_between_starts() -> None:
     """Of one place there is a mesh beside the one that is begun with: it is visited before two places are."""
-    shapes = [Shape(1, (4, 8), 4), Shape(1, (8, 4), 4), *(Shape(2**n, (2**(5 - n),), 32) for n in range(1, 6))]
-    context: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None, cluster=SimpleNamespace(levels=[SimpleNamespace(size=8)])), batch=32, timer=None)
+    shapes = [Shape(1, (4, 8), 4), Shape(1, (8, 4), 4), *(Shape(2**n, (2 ** (5 - n),), 32) for n in range(1, 6))]
+    context: Any = SimpleNamespace(
+        request=SimpleNamespace(say=lambda text: None, cluster=SimpleNamespace(levels=[SimpleNamespace(size=8)])),
+        batch=32,
+        timer=None,
+    )
     walk = Explorer(context, SEARCH, math.inf, math.inf)
     walk.floors = dict.fromkeys(shapes, 0.1)
-    vars(walk)["pricing"] = SimpleNamespace(proven={}, glance=lambda shape, cutoff_s: SimpleNamespace(shape=shape, step_s=1.0 + 0.001 * shape.places))
+    vars(walk)["pricing"] = SimpleNamespace(
+        proven={}, glance=lambda shape, cutoff_s: SimpleNamespace(shape=shape, step_s=1.0 + 0.001 * shape.places)
+    )
     walk.wider = {Shape(64, (1,), 64): 1.0}  # a walk inside of another one begins with starts, however few there are
     walk._walk(shapes)
     assert [*walk.found][:3] == [Shape(1, (4, 8), 4), Shape(1, (8, 4), 4), Shape(2, (16,), 32)]

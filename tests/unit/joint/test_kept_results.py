@@ -1,4 +1,5 @@
-"""What blocks that are run again keep in pipelines and with several microbatches: anything that memory has room for, and what it is is what the plan says."""
+"""What blocks that are run again keep in pipelines and with several microbatches: anything that memory has room for,
+and what it is is what the plan says."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ SHAPES = [Shape(1, (2,), 4), Shape(2, (1,), 4), pytest.param(Shape(2, (2,), 8), 
 def roomy(shape: Shape) -> tuple[SearchContext, float]:
     """A small GPT-2 with all the memory there is, and what the fastest plan of a shape takes of it."""
     who = subject("hf-gpt2")
-    request = replace(Request(Cluster.parse(f"h100:1x{shape.places * math.prod(shape.mesh)}"), Settings("train")), memory_bytes=float("inf"))
+    request = replace(
+        Request(Cluster.parse(f"h100:1x{shape.places * math.prod(shape.mesh)}"), Settings("train")),
+        memory_bytes=float("inf"),
+    )
     context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 256}, request)
     pricing = Pricing(context, SEARCH)
     return context, pricing.price(shape, pricing.tables(shape), "none", exact=True).memory_bytes
@@ -75,14 +79,18 @@ class Levels(Pricing):
 
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_a_shape_short_of_memory_keeps_what_makes_it_fastest(shape: Shape) -> None:
-    """A glance is no slower than with what levels say, and for some room it is faster; what comes of it as it runs fits and is no slower."""
+    """A glance is no slower than with what levels say, and for some room it is faster; what comes of it as it runs fits
+    and is no slower."""
     gained = []
     for share in (0.9, 0.65):
         pricing = short(shape, share)
         plain = Levels(pricing.context, SEARCH)
         best, level = (each.glance(shape, math.inf) for each in (pricing, plain))
         gained.append(level.step_s / best.step_s - 1)
-        assert best.plan.remat in ({}, {scope: tuple(names) for scope, names in best.chosen.levels(pricing.context.whole).items()})
+        assert best.plan.remat in (
+            {},
+            {scope: tuple(names) for scope, names in best.chosen.levels(pricing.context.whole).items()},
+        )
         whole, other = pricing.exact(best), plain.exact(level)
         assert whole is None or max(whole.places_bytes) <= pricing.context.limit_bytes
         assert other is None or (whole is not None and whole.step_s <= other.step_s * 1.01)
@@ -90,7 +98,8 @@ def test_a_shape_short_of_memory_keeps_what_makes_it_fastest(shape: Shape) -> No
 
 
 def test_each_place_keeps_what_its_own_memory_has_room_for() -> None:
-    """The first place of 1F1B has more microbatches than the last one: with as much memory it runs more again, or keeps less."""
+    """The first place of 1F1B has more microbatches than the last one: with as much memory it runs more again, or keeps
+    less."""
     shape = Shape(2, (1,), 4)
     pricing = short(shape, 0.7)
     tables = [table for table in pricing.tables(shape) if table.kind.schedule == "1f1b"]

@@ -1,4 +1,5 @@
-"""Places that are each laid out in their own way: when that is found, what it costs, and that parts alone change nothing."""
+"""Places that are each laid out in their own way: when that is found, what it costs, and that parts alone change
+nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def linears(made: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def test_places_are_laid_out_as_each_wants_it() -> None:
-    """One place has no memory for whole weights, the other no links for sums of what is computed: products are cut on one, rows on the other."""
+    """One place has no memory for whole weights, the other no links for sums of what is computed: products are cut on
+    one, rows on the other."""
     context, alike = found(small_and_slow())
     apart = each_apart(context, alike)
     assert not alike.plan.parted and len(linears(alike.plan)) == 1
@@ -65,7 +67,9 @@ def test_what_is_best_for_all_stays() -> None:
 
 
 def test_one_place_stays() -> None:
-    context = SearchContext(stack().captured.gm, {"b": ROWS}, Request(Cluster.parse("cpu:1x4"), Settings("train"), time_limit_s=20.0))
+    context = SearchContext(
+        stack().captured.gm, {"b": ROWS}, Request(Cluster.parse("cpu:1x4"), Settings("train"), time_limit_s=20.0)
+    )
     pricing, shape = Pricing(context, SEARCH), Shape(1, (4,), 2)
     alone = pricing.price(shape, pricing.tables(shape), "none", exact=True)
     assert each_apart(context, alone) is alone
@@ -74,9 +78,20 @@ def test_one_place_stays() -> None:
 def test_the_same_choice_for_each_place_costs_the_same() -> None:
     context, alike = found(small_and_slow())
     chosen = alike.chosen
-    apart = Apart(chosen.models, chosen.model, chosen.solution, chosen.level, chosen.apart, chosen.all_again, chosen.bound_s, each=(chosen, chosen))
+    apart = Apart(
+        chosen.models,
+        chosen.model,
+        chosen.solution,
+        chosen.level,
+        chosen.apart,
+        chosen.all_again,
+        chosen.bound_s,
+        each=(chosen, chosen),
+    )
     again = lay(context, "again", alike.shape, alike.table, alike.ground, apart, whole=True)
-    assert again.step_s == pytest.approx(alike.step_s, rel=1e-9) and again.places_bytes == pytest.approx(alike.places_bytes)
+    assert again.step_s == pytest.approx(alike.step_s, rel=1e-9) and again.places_bytes == pytest.approx(
+        alike.places_bytes
+    )
     assert not again.plan.parted and replace(again.plan, strategy=alike.plan.strategy) == alike.plan
 
 
@@ -121,18 +136,31 @@ def test_parts_alone_change_nothing(begins: tuple[int, ...]) -> None:
     assert set(parted.nodes) == set(there.whole.program.ops)
     one, other = simulate(context.gm, made), simulate(there.gm, parted)
     assert other.step_s == pytest.approx(one.step_s, rel=1e-3)
-    bytes_of = [[place.peak_bytes for place in predict(who.whole.program, plan).places] for who, plan in ((context, made), (there, parted))]
+    bytes_of = [
+        [place.peak_bytes for place in predict(who.whole.program, plan).places]
+        for who, plan in ((context, made), (there, parted))
+    ]
     assert bytes_of[0] == pytest.approx(bytes_of[1], rel=1e-6)
 
 
 @pytest.mark.slow
 def test_a_model_that_fills_devices_of_two_kinds() -> None:
-    """Llama-3-70B on 16 H100 and 32 A100 of 40 GB, from compile() to the emitted source: stages of many blocks on the one, of few on the other, and a price that holds."""
+    """Llama-3-70B on 16 H100 and 32 A100 of 40 GB, from compile() to the emitted source: stages of many blocks on the
+    one, of few on the other, and a price that holds."""
     loaded = load(f"hf:{ROOT}/models/hf/llama3-70b.json", batch=128, seq=4096, dtype=torch.bfloat16)
-    compiled = autopar.compile(loaded.model, "h100:2x8+a100-40:4x8", (loaded.args, loaded.kwargs), precision="bf16", time_limit_s=90.0)
+    compiled = autopar.compile(
+        loaded.model, "h100:2x8+a100-40:4x8", (loaded.args, loaded.kwargs), precision="bf16", time_limit_s=90.0
+    )
     plan = compiled.plan
-    blocks = [sum(stop - first for stage, at in zip(plan.stages, range(len(plan.stages)), strict=True) if at % plan.places == place for first, stop in stage.blocks.values())
-              for place in range(plan.places)]
+    blocks = [
+        sum(
+            stop - first
+            for stage, at in zip(plan.stages, range(len(plan.stages)), strict=True)
+            if at % plan.places == place
+            for first, stop in stage.blocks.values()
+        )
+        for place in range(plan.places)
+    ]
     assert plan.places > 1 and sum(blocks) == 80 and max(blocks) > 1.5 * min(blocks)
     assert compiled.source.count("(Block):") == 1 + sum(len(parts) for parts in plan.parted.values())
     assert compiled.simulate().step_s == pytest.approx(plan.predicted.step_s, rel=0.03)

@@ -17,18 +17,30 @@ from tests.helpers.kinds import two_kinds
 from tests.helpers.verify import subject
 
 
-@pytest.mark.parametrize("cluster", [Cluster.parse("cpu:1x2"), *(pytest.param(c, marks=pytest.mark.slow) for c in (Cluster.parse("cpu:1x4"), two_kinds("cpu:1x2", 2.0)))], ids=lambda c: c.label)
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        Cluster.parse("cpu:1x2"),
+        *(pytest.param(c, marks=pytest.mark.slow) for c in (Cluster.parse("cpu:1x4"), two_kinds("cpu:1x2", 2.0))),
+    ],
+    ids=lambda c: c.label,
+)
 def test_less_memory_takes_longer(cluster: Cluster) -> None:
     who = subject("hf-gpt2")
     request = Request(cluster, Settings("train"), time_limit_s=1.0)
-    plans = frontier(who.captured.gm, {**who.captured.hints, "b": 8}, request, model=who.name, graph_hash=who.captured.graph_hash)
+    plans = frontier(
+        who.captured.gm, {**who.captured.hints, "b": 8}, request, model=who.name, graph_hash=who.captured.graph_hash
+    )
     assert len(plans) > 2
     for fast, small in itertools.pairwise(plans):
         assert fast.predicted.step_s <= small.predicted.step_s
         assert fast.predicted.memory_bytes > small.predicted.memory_bytes
     for row in plans[0].alternatives:  # recipes that were priced along the way
         if row.step_s is not None and row.memory_bytes is not None and row.name in RECIPES:
-            assert any(plan.predicted.step_s <= row.step_s and plan.predicted.memory_bytes <= row.memory_bytes for plan in plans), row
+            assert any(
+                plan.predicted.step_s <= row.step_s and plan.predicted.memory_bytes <= row.memory_bytes
+                for plan in plans
+            ), row
     assert all(Plan.from_json(plan.to_json()) == plan for plan in plans)
     assert all(plan.cluster == cluster.to_dict() for plan in plans if not cluster.parts)
     report = who.verified(plans[-1])

@@ -24,11 +24,15 @@ SHAPE = Shape(2, (2,), 4)
 
 def _inner(cluster: str = "h100:2x2") -> SearchContext:
     who = subject("hf-gpt2")
-    return SearchContext(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse(cluster), Settings("train")))
+    return SearchContext(
+        who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse(cluster), Settings("train"))
+    )
 
 
 def _found(context: SearchContext) -> Found:
-    return Pricing(context, SEARCH).price(SHAPE, [Timetable(Kind("1f1b"), SHAPE.places, SHAPE.microbatches)], "none", exact=True)
+    return Pricing(context, SEARCH).price(
+        SHAPE, [Timetable(Kind("1f1b"), SHAPE.places, SHAPE.microbatches)], "none", exact=True
+    )
 
 
 def _worse(context: SearchContext, found: Found) -> Found:
@@ -36,7 +40,7 @@ def _worse(context: SearchContext, found: Found) -> Found:
     problem, chosen = found.chosen.model.problem, found.chosen
     for v, node in enumerate(problem.nodes):
         for c in range(len(node.labels)):
-            choice = (*chosen.solution.choice[:v], c, *chosen.solution.choice[v + 1:])
+            choice = (*chosen.solution.choice[:v], c, *chosen.solution.choice[v + 1 :])
             if fits(problem, choice):
                 other = dataclasses.replace(chosen, solution=dataclasses.replace(chosen.solution, choice=choice))
                 laid = lay(context, "search", SHAPE, found.table, found.ground, other, whole=True)
@@ -58,7 +62,8 @@ def test_what_is_slower_becomes_as_fast_again() -> None:
 
 
 def test_the_state_is_near_the_step() -> None:
-    """Seconds of passes add up to those of the Problem but for what hides; memory and what is forbidden are the Problem's."""
+    """Seconds of passes add up to those of the Problem but for what hides; memory and what is forbidden are the
+    Problem's."""
     found = _found(_inner())
     state, problem, choice = _state(found), found.chosen.model.problem, found.chosen.solution.choice
     price = problem.price(choice)

@@ -1,4 +1,5 @@
-"""Two kinds of devices: faster places do more, smaller ones hold less, all at once they are as slow as the slowest; and the search finds what there is."""
+"""Two kinds of devices: faster places do more, smaller ones hold less, all at once they are as slow as the slowest; and
+the search finds what there is."""
 
 from __future__ import annotations
 
@@ -39,15 +40,26 @@ from tests.unit.joint.test_choice import All
 
 
 def _planned(cluster: Cluster, recipe: str | None, mesh: tuple[int, ...] | None = None) -> Plan:
-    return joint.plan(graph(), {"b": BATCH}, Request(cluster, recipe=recipe, mesh=mesh, time_limit_s=20.0), model="stack", graph_hash="0" * 64)
+    return joint.plan(
+        graph(),
+        {"b": BATCH},
+        Request(cluster, recipe=recipe, mesh=mesh, time_limit_s=20.0),
+        model="stack",
+        graph_hash="0" * 64,
+    )
 
 
 def _blocks(made: Plan) -> list[int]:
     """How many blocks each place has."""
-    return [sum(stop - first for stage in made.stages if stage.place == place for first, stop in stage.blocks.values()) for place in range(made.places)]
+    return [
+        sum(stop - first for stage in made.stages if stage.place == place for first, stop in stage.blocks.values())
+        for place in range(made.places)
+    ]
 
 
-@pytest.mark.parametrize("recipe", ["1f1b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved", "zero_bubble"))])
+@pytest.mark.parametrize(
+    "recipe", ["1f1b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved", "zero_bubble"))]
+)
 def test_the_faster_device_has_more_blocks(recipe: str) -> None:
     """On both orders of the parts: the one that is asked for first does not matter."""
     cluster = two_kinds("cpu:1x2", 2.0)
@@ -65,14 +77,18 @@ def test_the_faster_device_has_more_blocks(recipe: str) -> None:
 
 
 def test_uneven_stages_are_faster_than_even_ones() -> None:
-    """Than the same pipeline on four of the slow devices by more than their half, because the fast ones are not held up."""
+    """Than the same pipeline on four of the slow devices by more than their half, because the fast ones are not held
+    up."""
     slow = slower(Cluster.parse("cpu:1x4"), 2.0)
-    mixed, alone, fast = (_planned(c, "1f1b").predicted.step_s for c in (two_kinds("cpu:1x2", 2.0), slow, Cluster.parse("cpu:1x4")))
+    mixed, alone, fast = (
+        _planned(c, "1f1b").predicted.step_s for c in (two_kinds("cpu:1x2", 2.0), slow, Cluster.parse("cpu:1x4"))
+    )
     assert fast < mixed < 0.9 * alone
 
 
 def test_a_place_with_less_memory_holds_less() -> None:
-    """Alike in speed: what fits evenly is even; with a part that has half of what its place took then, that one takes no more than it has."""
+    """Alike in speed: what fits evenly is even; with a part that has half of what its place took then, that one takes
+    no more than it has."""
     base = Cluster.parse("cpu:1x2")
     even = _planned(two_kinds("cpu:1x2", 1.0), "1f1b", (2,))
     small = 0.6 * min(even.predicted.places_bytes) / base.device.usable_memory_bytes
@@ -109,7 +125,9 @@ def test_the_walk_finds_what_there_is(times: float, memory: float, monkeypatch: 
     """As tests/unit/joint/test_choice.py has it, of all shapes, timetables and orders of the parts."""
     monkeypatch.setattr(explore, "FEW", 4)
     who = subject("hf-gpt2")
-    context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, Request(two_kinds("cpu:1x2", times, memory), Settings("train")))
+    context = SearchContext(
+        who.captured.gm, {**who.captured.hints, "b": 8}, Request(two_kinds("cpu:1x2", times, memory), Settings("train"))
+    )
     walked = Explorer(context, SEARCH, math.inf, time.monotonic() + 600).run()
     best = All(context, SEARCH, math.inf, time.monotonic() + 600).run()
     assert walked is not None and best is not None
@@ -138,10 +156,13 @@ def test_no_cut_and_no_order_is_faster(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_places_weigh() -> None:
-    """Two places of pace 3 and one of pace 1: shares 3/7 and 1/7; where each takes 1 / pace, the mean weighs to the balanced time on three."""
+    """Two places of pace 3 and one of pace 1: shares 3/7 and 1/7; where each takes 1 / pace, the mean weighs to the
+    balanced time on three."""
     weights = Weights.of((2, 1), (3.0, 1.0))
     assert weights.places == 3 and weights.shares == pytest.approx((3 / 7, 1 / 7))
-    assert 3 * sum(n * share**2 / pace for n, share, pace in zip((2, 1), weights.shares, (3.0, 1.0), strict=True)) == pytest.approx(3 / 7)
+    assert 3 * sum(
+        n * share**2 / pace for n, share, pace in zip((2, 1), weights.shares, (3.0, 1.0), strict=True)
+    ) == pytest.approx(3 / 7)
     assert weights.even(2.0, 8) == 1.0 and weights.even(2.0, 4) == pytest.approx(4 / 3 / 2)
 
 
@@ -166,7 +187,9 @@ def test_more_of_the_same_is_one_kind() -> None:
 
 @pytest.mark.parametrize("part", ["cpu:1x1", pytest.param("cpu:1x2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("times", "better"), [(100.0, True), pytest.param(1.2, False, marks=pytest.mark.slow)])
-def test_a_part_that_is_in_the_way_is_named(part: str, times: float, better: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_is_in_the_way_is_named(
+    part: str, times: float, better: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tenth of a percent in the way is enough here."""
     monkeypatch.setattr(one_part, "CLOSE", 0.001)
     made = _planned(two_kinds(part, times), None)

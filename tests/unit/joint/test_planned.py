@@ -28,8 +28,13 @@ from tests.helpers.verify import Subject, subject
 
 
 def _planned(who: Subject, cluster: Cluster, recipe: str | None, batch: int = 8) -> Plan:
-    return joint.plan(who.captured.gm, {**who.captured.hints, "b": batch}, Request(cluster, Settings("train"), recipe=recipe, time_limit_s=60.0),
-                          model=who.name, graph_hash=who.captured.graph_hash)
+    return joint.plan(
+        who.captured.gm,
+        {**who.captured.hints, "b": batch},
+        Request(cluster, Settings("train"), recipe=recipe, time_limit_s=60.0),
+        model=who.name,
+        graph_hash=who.captured.graph_hash,
+    )
 
 
 @pytest.mark.parametrize("recipe", PIPELINES)
@@ -46,10 +51,14 @@ def test_every_pipeline_recipe_is_right_on_ranks(recipe: str) -> None:
 
 @pytest.mark.slow  # the search goes on to its limit; test_best.py has cases that are short of memory in the fast tier
 def test_stages_where_nothing_else_fits() -> None:
-    """With an eighth more memory than the thriftiest named pipeline keeps the plan is a pipeline, and right; with far less there is none."""
+    """With an eighth more memory than the thriftiest named pipeline keeps the plan is a pipeline, and right; with far
+    less there is none."""
     who, base = subject("hf-gpt2"), Cluster.parse("cpu:1x4")
     context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 64}, Request(base, Settings("train")))
-    walks = [Explorer(context, of_recipe(PIPELINES[name]), math.inf, time.monotonic() + 60) for name in ("1f1b", "3d", "pp_zero3")]
+    walks = [
+        Explorer(context, of_recipe(PIPELINES[name]), math.inf, time.monotonic() + 60)
+        for name in ("1f1b", "3d", "pp_zero3")
+    ]
     needed = min(found.memory_bytes for walk in walks if walk.run() for found in walk.fit.values())
     made = _planned(who, _with_memory(base, 1.12 * needed), None, 64)
     assert made.pipelined and made.predicted.memory_bytes <= 1.12 * needed
@@ -71,7 +80,9 @@ ALONE = dataclasses.replace(SEARCH, kinds=(Kind("1f1b"),), axes=0)
 def test_microbatches_on_one_place_are_right_on_ranks(model: str, mesh: tuple[int, ...]) -> None:
     """Gradients add up over the microbatches of a step, whatever a place does with each of them."""
     who = subject(model)
-    context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("cpu:1x4"), Settings("train"), mesh=mesh))
+    context = SearchContext(
+        who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("cpu:1x4"), Settings("train"), mesh=mesh)
+    )
     made = staged(context, [ALONE], None, {"model": who.name, "graph_hash": who.captured.graph_hash})
     assert made.places == 1 and made.microbatches > 1 and made.mesh == mesh
     report = who.verified(made)
@@ -81,12 +92,15 @@ def test_microbatches_on_one_place_are_right_on_ranks(model: str, mesh: tuple[in
 def test_a_search_that_ran_out_of_time_says_so() -> None:
     who = subject("gpt")
     request = Request(Cluster.parse("h100:1x2"), Settings("train"), time_limit_s=1e-3)
-    made = joint.plan(who.captured.gm, {**who.captured.hints, "b": 8}, request, model=who.name, graph_hash=who.captured.graph_hash)
+    made = joint.plan(
+        who.captured.gm, {**who.captured.hints, "b": 8}, request, model=who.name, graph_hash=who.captured.graph_hash
+    )
     assert [note for note in made.notes if note.startswith("time was up (0.001 s)")]
 
 
 class _Sampled(nn.Module):
-    """A small variational autoencoder: a chain of operators without parameters ends in its loss. `stem` alone has parameters where it is `bare`."""
+    """A small variational autoencoder: a chain of operators without parameters ends in its loss. `stem` alone has
+    parameters where it is `bare`."""
 
     def __init__(self, *, bare: bool = False) -> None:
         super().__init__()
@@ -95,12 +109,19 @@ class _Sampled(nn.Module):
     def forward(self, x: Tensor, noise: Tensor) -> Tensor:
         mean, log_variance = self.stem(x).chunk(2, -1)
         made = self.up(mean + noise * (log_variance / 2).exp())
-        return (made - x[:, :made.shape[1]]).square().sum(-1).mean() - (1 + log_variance - mean.square() - log_variance.exp()).sum(-1).mean() / 2
+        return (made - x[:, : made.shape[1]]).square().sum(-1).mean() - (
+            1 + log_variance - mean.square() - log_variance.exp()
+        ).sum(-1).mean() / 2
 
 
 def test_places_without_parameters_are_no_cuts() -> None:
-    found = autopar.compile(_Sampled(), "cpu:1x2", (torch.zeros(8, 16), torch.zeros(8, 8)), recipe="1f1b", mesh=(1,)).plan
-    assert found.places == 2 and [sum(name.startswith("linear") for name in stage.nodes) for stage in found.stages] == [1, 1]
+    found = autopar.compile(
+        _Sampled(), "cpu:1x2", (torch.zeros(8, 16), torch.zeros(8, 8)), recipe="1f1b", mesh=(1,)
+    ).plan
+    assert found.places == 2 and [sum(name.startswith("linear") for name in stage.nodes) for stage in found.stages] == [
+        1,
+        1,
+    ]
 
 
 class _Ended(nn.Module):
@@ -121,18 +142,28 @@ class _Ended(nn.Module):
 @pytest.mark.parametrize("recipe", ["interleaved", "zero_bubble"])
 def test_places_of_several_stages_have_parameters_in_some(recipe: str) -> None:
     found = autopar.compile(_Ended(), "cpu:1x4", (torch.zeros(8, 8),), recipe=recipe, mesh=(2,), time_limit_s=10.0).plan
-    assert {stage.place for stage in found.stages if any(name.startswith("linear") for name in stage.nodes) or stage.blocks} == {0, 1}
+    assert {
+        stage.place for stage in found.stages if any(name.startswith("linear") for name in stage.nodes) or stage.blocks
+    } == {0, 1}
 
 
 def test_too_few_pieces_with_parameters_say_so() -> None:
-    with pytest.raises(InfeasibleError, match=r"would hold no parameter: 1 of the \d+ pieces that stages are made of .* have any; use fewer places, or a recipe without a pipeline"):
-        autopar.compile(_Sampled(bare=True), "cpu:1x2", (torch.zeros(8, 16), torch.zeros(8, 8)), recipe="1f1b", mesh=(1,))
+    with pytest.raises(
+        InfeasibleError,
+        match=r"would hold no parameter: 1 of the \d+ pieces that stages are made of .* have any; use fewer places, or "
+        r"a recipe without a pipeline",
+    ):
+        autopar.compile(
+            _Sampled(bare=True), "cpu:1x2", (torch.zeros(8, 16), torch.zeros(8, 8)), recipe="1f1b", mesh=(1,)
+        )
 
 
 @pytest.mark.parametrize(("batch", "near"), [(7, "4 or 8"), (3, "4"), (6, ""), (8, "")])
 def test_a_batch_that_no_axis_divides_is_noted(batch: int, near: str) -> None:
     request = Request(Cluster.parse("cpu:1x4"), Settings(), time_limit_s=20.0)
     made = joint.plan(graph(), {"b": batch}, request, model="stack", graph_hash="0" * 64)
-    notes = [note for note in made.notes if note.startswith(f"a batch of {batch} has no divisor in common with 4 devices")]
+    notes = [
+        note for note in made.notes if note.startswith(f"a batch of {batch} has no divisor in common with 4 devices")
+    ]
     assert [note.endswith(f"use a batch of {near}") for note in notes] == [True] * bool(near)
     assert any(SearchContext(graph(), {"b": batch}, request).whole.cuts_samples(ways) for ways in (2, 4)) == (not near)

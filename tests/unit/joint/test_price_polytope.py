@@ -1,4 +1,5 @@
-"""One pass as prices against how long it takes: no mixture of what computes, waits and moves in the background is said to take longer than it does."""
+"""One pass as prices against how long it takes: no mixture of what computes, waits and moves in the background is said
+to take longer than it does."""
 
 from __future__ import annotations
 
@@ -28,13 +29,15 @@ shares = st.one_of(st.just(1.0), st.floats(0.1, 1.0))
 loads = st.lists(st.tuples(seconds, shares, seconds, shares), min_size=3, max_size=3)
 
 
-def pass_of(here: Alone, compute_s: float, each: list[tuple[float, float, float, float]]) -> tuple[Relaxed, Sums, float]:
-    """A pass that computes for so long and has by axis (seconds of waits, their share of the link, and the same of the background): what is relaxed, its sums, and
-    the seconds that it takes."""
+def pass_of(
+    here: Alone, compute_s: float, each: list[tuple[float, float, float, float]]
+) -> tuple[Relaxed, Sums, float]:
+    """A pass that computes for so long and has by axis (seconds of waits, their share of the link, and the same of the
+    background): what is relaxed, its sums, and the seconds that it takes."""
     tables, waited, behind = here.passing, list[Load](), list[Load]()
     sums = np.zeros(tables.width + 1)
     sums[tables.width], sums[COMPUTE] = 1.0, compute_s
-    for axis, (waits_s, takes, behind_s, wants) in enumerate(each[:tables.axes]):
+    for axis, (waits_s, takes, behind_s, wants) in enumerate(each[: tables.axes]):
         level = tables.link[axis]
         sums[WAITED] += waits_s
         sums[tables.waits(axis)], sums[tables.links_waited(axis)] = waits_s, takes * waits_s
@@ -43,7 +46,11 @@ def pass_of(here: Alone, compute_s: float, each: list[tuple[float, float, float,
         behind += [Load(axis, behind_s, {level: wants})] * (behind_s > 0)
     sums[SHOWN] = compute_s + sums[WAITED]
     relaxed = replace(alone(tables, here.plain, np.inf), times={KEY: 1.0})
-    return relaxed, Sums({KEY: sums}, 0.0, np.zeros(0)), together_s(compute_s, waited, behind, tables.model.prices.contention)
+    return (
+        relaxed,
+        Sums({KEY: sums}, 0.0, np.zeros(0)),
+        together_s(compute_s, waited, behind, tables.model.prices.contention),
+    )
 
 
 def least_s(relaxed: Relaxed, sums: Sums) -> float:
@@ -53,7 +60,9 @@ def least_s(relaxed: Relaxed, sums: Sums) -> float:
 
 @pytest.mark.parametrize(("cluster", "mesh"), MESHES)
 @given(compute_s=st.floats(0.1, 4.0), each=loads, wide=st.sampled_from([1.001, 1.3, 4.0]))
-def test_no_pass_is_said_to_take_longer(cluster: str, mesh: tuple[int, ...], compute_s: float, each: list[tuple[float, float, float, float]], wide: float) -> None:
+def test_no_pass_is_said_to_take_longer(
+    cluster: str, mesh: tuple[int, ...], compute_s: float, each: list[tuple[float, float, float, float]], wide: float
+) -> None:
     relaxed, sums, took_s = pass_of(alone_on("hf-llama", cluster, mesh)[0], compute_s, each)
     plain_s = least_s(relaxed, sums)
     case_s = least_s(replace(relaxed, spans=own_spans(relaxed, sums, wide)), sums)

@@ -1,5 +1,5 @@
-"""The price of a shape: what becomes of it where its fastest answer, as the glance has it, does not fit when its memory is walked; and what timetables get that take the
-backward apart."""
+"""The price of a shape: what becomes of it where its fastest answer, as the glance has it, does not fit when its memory
+is walked; and what timetables get that take the backward apart."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ KINDS = (Kind("1f1b"), Kind("interleaved_1f1b", 2), Kind("zbv_zero_bubble", 2))
 
 def glanced() -> tuple[Pricing, Found]:
     who = subject("hf-gpt2")
-    context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse("h100:1x2"), Settings("train")))
+    context = SearchContext(
+        who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse("h100:1x2"), Settings("train"))
+    )
     pricing = Pricing(context, replace(SEARCH, kinds=KINDS))
     return pricing, pricing.glance(SHAPE, math.inf)
 
@@ -56,7 +58,9 @@ def test_the_next_best_of_the_glance_is_laid_out(monkeypatch: pytest.MonkeyPatch
     second = min(others, key=lambda way: way.step_s)
     assert exact is not None and exact.table == second.table
     assert tried[0] == found.table.kind.schedule and second.step_s >= found.step_s
-    assert all(exact.step_s <= way.step_s * 1.05 for way in others if way.table != exact.table), "what was not tried promised no more"
+    assert all(exact.step_s <= way.step_s * 1.05 for way in others if way.table != exact.table), (
+        "what was not tried promised no more"
+    )
 
 
 def test_nothing_else_is_laid_out_where_the_fastest_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,9 +78,15 @@ def test_nothing_else_is_laid_out_where_the_fastest_fits(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("full", [0, 1])
-def test_room_for_what_the_walk_finds_on_one_place_is_reserved_on_that_place(monkeypatch: pytest.MonkeyPatch, full: int) -> None:
-    """Of two places of six blocks each that run some of these again, one has as much as a block keeps beyond the sum of its pieces: it runs more of them again, the other as few as before."""
-    shape, whole = Shape(2, (1,), 4), SearchContext(graph(12), {"b": 4096}, Request(Cluster.parse("h100:1x2"), Settings("train")))
+def test_room_for_what_the_walk_finds_on_one_place_is_reserved_on_that_place(
+    monkeypatch: pytest.MonkeyPatch, full: int
+) -> None:
+    """Of two places of six blocks each that run some of these again, one has as much as a block keeps beyond the sum of
+    its pieces: it runs more of them again, the other as few as before."""
+    shape, whole = (
+        Shape(2, (1,), 4),
+        SearchContext(graph(12), {"b": 4096}, Request(Cluster.parse("h100:1x2"), Settings("train"))),
+    )
     roomy = Pricing(whole, replace(SEARCH, kinds=(Kind("1f1b"),))).glance(shape, math.inf)
     pricing = Pricing(whole.limited(0.9 * roomy.memory_bytes), replace(SEARCH, kinds=(Kind("1f1b"),)))
     glanced = pricing.glance(shape, math.inf)
@@ -86,31 +96,44 @@ def test_room_for_what_the_walk_finds_on_one_place_is_reserved_on_that_place(mon
     def walked(more: tuple[float, float]) -> Found:
         def predicted(program: Any, plan: Any) -> Prediction:
             seen = predict(program, plan)
-            return replace(seen, places=tuple(replace(place, entries=(*place.entries, Entry("temporaries", "", "", more[place.number]))) for place in seen.places))
+            return replace(
+                seen,
+                places=tuple(
+                    replace(place, entries=(*place.entries, Entry("temporaries", "", "", more[place.number])))
+                    for place in seen.places
+                ),
+            )
 
         monkeypatch.setattr(staging, "predict", predicted)
         return lay(*arguments, whole=True)
 
     plain, fuller = walked((0.0, 0.0)), walked((block * (full == 0), block * (full == 1)))
     assert max(fuller.places_bytes) <= pricing.context.limit_bytes
-    assert fuller.cuts.again[full] > plain.cuts.again[full] and fuller.cuts.again[1 - full] <= plain.cuts.again[1 - full]
+    assert (
+        fuller.cuts.again[full] > plain.cuts.again[full] and fuller.cuts.again[1 - full] <= plain.cuts.again[1 - full]
+    )
 
 
 def taken_apart(found: Found) -> set[bool]:
-    """Whether the backwards of its stages with blocks can be taken apart, but for the first one's, which has no part for what was received."""
+    """Whether the backwards of its stages with blocks can be taken apart, but for the first one's, which has no part
+    for what was received."""
     return {view.separable for view in views(found.program, found.plan) if view.blocks and view.receives}
 
 
 @pytest.mark.parametrize("cluster", ["l4:2x4", "h100:2x4"])
 @pytest.mark.parametrize("shape", [Shape(2, (4,), 4), Shape(4, (2,), 4), Shape(2, (2, 2), 2)], ids=str)
 def test_zero_bubble_schedules_get_stages_that_can_be_taken_apart(cluster: str, shape: Shape) -> None:
-    """On slow links weights are best gathered for each use, in the background. Stages that do so run their backward as one, and the schedule gains nothing."""
+    """On slow links weights are best gathered for each use, in the background. Stages that do so run their backward as
+    one, and the schedule gains nothing."""
     context = SearchContext(graph(8), {"b": 4096}, Request(Cluster.parse(cluster), Settings("train")))
     pricing, wins = Pricing(context, SEARCH), []
     for table in pricing.tables(shape):
         if not table.schedule.splits_backward:
             continue
-        all_there_are, separable = (pricing.price(shape, [table], "none", exact=True, models=models) for models in (pricing.models(shape), pricing.models(shape).separable))
+        all_there_are, separable = (
+            pricing.price(shape, [table], "none", exact=True, models=models)
+            for models in (pricing.models(shape), pricing.models(shape).separable)
+        )
         assert taken_apart(separable) == {True}
         assert taken_apart(all_there_are) == {all_there_are.chosen.separable}
         assert pricing.price(shape, [table], "none", exact=True).step_s == min(all_there_are.step_s, separable.step_s)

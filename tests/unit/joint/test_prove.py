@@ -1,4 +1,5 @@
-"""Bounds that hold for all plans: of a whole search against its floor and its answer, of pipelines with memory so short that blocks are run again."""
+"""Bounds that hold for all plans: of a whole search against its floor and its answer, of pipelines with memory so short
+that blocks are run again."""
 
 from __future__ import annotations
 
@@ -27,25 +28,47 @@ from tests.helpers.verify import Subject, subject
 
 def _planned(who: Subject, prove: bool) -> Plan:
     request = Request(Cluster.parse("h100:1x2"), Settings("train"), prove=prove)
-    return plan(who.captured.gm, {**who.captured.hints, "b": 64}, request, model=who.name, graph_hash=who.captured.graph_hash)
+    return plan(
+        who.captured.gm, {**who.captured.hints, "b": 64}, request, model=who.name, graph_hash=who.captured.graph_hash
+    )
 
 
 def test_a_plan_is_proven_where_memory_is_not_short() -> None:
     who = subject("gpt")
     glanced, proven = _planned(who, prove=False), _planned(who, prove=True)
     assert proven.predicted.step_s == glanced.predicted.step_s
-    prover = Prover(SearchContext(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse("h100:1x2"), Settings("train"))))
+    prover = Prover(
+        SearchContext(
+            who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse("h100:1x2"), Settings("train"))
+        )
+    )
     floor_s = min(claim.bound_s for claim in prover.claims())
     assert floor_s < 0.8 * glanced.predicted.bound_s
     assert 0 <= proven.predicted.gap <= min(0.1, glanced.predicted.gap)
 
 
-@pytest.mark.parametrize(("name", "batch", "cluster"), [("gpt", 8, "h100:1x2"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-    ("hf-gpt2", 8, "h100:1x4"), ("hf-gpt2", 64, "cpu:1x4"), ("hf-t5", 16, "a100-80:2x2"), ("hf-llama", 16, "h100:2x2"), ("hf-vit", 32, "cpu:1x4")))])
+@pytest.mark.parametrize(
+    ("name", "batch", "cluster"),
+    [
+        ("gpt", 8, "h100:1x2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("hf-gpt2", 8, "h100:1x4"),
+                ("hf-gpt2", 64, "cpu:1x4"),
+                ("hf-t5", 16, "a100-80:2x2"),
+                ("hf-llama", 16, "h100:2x2"),
+                ("hf-vit", 32, "cpu:1x4"),
+            )
+        ),
+    ],
+)
 def test_shapes_that_are_looked_at_together_are_all_bounded(name: str, batch: int, cluster: str) -> None:
     """Every shape under every timetable, solved to the end."""
     who, priced = subject(name), 0
-    context = SearchContext(who.captured.gm, {**who.captured.hints, "b": batch}, Request(Cluster.parse(cluster), Settings("train")))
+    context = SearchContext(
+        who.captured.gm, {**who.captured.hints, "b": batch}, Request(Cluster.parse(cluster), Settings("train"))
+    )
     prover, pricing = Prover(context), Pricing(context, SEARCH)
     claims = prover.claims()
     assert any(len(claim.shapes) > 1 for claim in claims)
@@ -61,7 +84,9 @@ def test_shapes_that_are_looked_at_together_are_all_bounded(name: str, batch: in
 
 def test_a_proof_covers_the_mesh_of_the_answer() -> None:
     who = subject("gpt")
-    context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse("h100:8x2"), Settings("train")))
+    context = SearchContext(
+        who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse("h100:8x2"), Settings("train"))
+    )
     always, own = set(Prover(context).shapes()), (4, 2, 2)
     assert set(Prover(context, mesh=own).shapes()) - always == {Shape(1, own, 1)}
     assert len(Prover(context, mesh=(8, 2)).shapes()) == len(Prover(context).shapes())
@@ -69,12 +94,20 @@ def test_a_proof_covers_the_mesh_of_the_answer() -> None:
 
 def test_shapes_are_looked_at_closer_one_by_one_the_others_together_from_the_beginning() -> None:
     who = subject("hf-gpt2")
-    prover = Prover(SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"))))
+    prover = Prover(
+        SearchContext(
+            who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"))
+        )
+    )
     claim = max(prover.claims(), key=lambda claim: len(claim.shapes))
     for _ in range(GLANCE):
         (claim,) = prover.closer(claim, math.inf)
     first, others = prover.closer(claim, math.inf)
-    assert first.shapes + others.shapes == claim.shapes and len(first.shapes) == 1 and (first.looks, others.looks) == (GLANCE + 1, 0)
+    assert (
+        first.shapes + others.shapes == claim.shapes
+        and len(first.shapes) == 1
+        and (first.looks, others.looks) == (GLANCE + 1, 0)
+    )
     assert first.bound_s >= claim.bound_s == others.bound_s
     (closer,) = prover.closer(first, math.inf)
     (others,) = prover.closer(others, math.inf)
@@ -84,7 +117,12 @@ def test_shapes_are_looked_at_closer_one_by_one_the_others_together_from_the_beg
 
 def test_of_many_claims_none_is_looked_at_closer_in_the_time_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     who = subject("hf-gpt2")
-    prover = Prover(SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"))), closely=False)
+    prover = Prover(
+        SearchContext(
+            who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"))
+        ),
+        closely=False,
+    )
     monkeypatch.setattr("autopar.joint.prove.SMALL", len(prover.all_claims) - 1)
     assert prover.most_looks == GLANCE and replace(prover, closely=True).most_looks == CLOSE
 
@@ -92,16 +130,31 @@ def test_of_many_claims_none_is_looked_at_closer_in_the_time_of_a_search(monkeyp
 def test_where_little_stays_in_a_cache_no_shapes_are_looked_at_together() -> None:
     who, cluster = subject("hf-gpt2"), Cluster.parse("cpu:1x4")
     device = replace(cluster.device, cache_bytes=1 << 20, cache_bandwidth_bytes_s=1e12)
-    spilling = [replace(level, protocols=tuple(replace(protocol, spill_bytes=1e6, spill=2.0) for protocol in level.protocols)) for level in cluster.levels]
+    spilling = [
+        replace(level, protocols=tuple(replace(protocol, spill_bytes=1e6, spill=2.0) for protocol in level.protocols))
+        for level in cluster.levels
+    ]
     for each in (replace(cluster, device=device), replace(cluster, levels=tuple(spilling))):
-        claims = Prover(SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, Request(each, Settings("train")))).claims()
-        assert len({claim.shapes for claim in claims}) == len(claims) and all(len(set(claim.shapes)) == 1 for claim in claims)
+        claims = Prover(
+            SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, Request(each, Settings("train")))
+        ).claims()
+        assert len({claim.shapes for claim in claims}) == len(claims) and all(
+            len(set(claim.shapes)) == 1 for claim in claims
+        )
 
 
 def test_a_plan_whose_search_took_most_of_its_time_says_that_its_gap_is_to_the_least_work() -> None:
     who = subject("hf-gpt2")
-    made = [plan(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("cpu:1x2"), time_limit_s=limit_s), model=who.name, graph_hash=who.captured.graph_hash)
-            for limit_s in (0.01, 60.0)]
+    made = [
+        plan(
+            who.captured.gm,
+            {**who.captured.hints, "b": 8},
+            Request(Cluster.parse("cpu:1x2"), time_limit_s=limit_s),
+            model=who.name,
+            graph_hash=who.captured.graph_hash,
+        )
+        for limit_s in (0.01, 60.0)
+    ]
     assert [any("longer time limit, or a proof" in note for note in each.notes) for each in made] == [True, False]
     assert made[0].predicted.gap > made[1].predicted.gap
 
@@ -110,24 +163,43 @@ def test_a_plan_whose_search_took_most_of_its_time_says_that_its_gap_is_to_the_l
 def test_no_recipe_is_faster_than_a_glance_proves(mode: str) -> None:
     who = subject("hf-llama")
     request = Request(Cluster.parse("h100:1x4"), Settings(mode))
-    made = plan(who.captured.gm, {**who.captured.hints, "b": 8}, request, model=who.name, graph_hash=who.captured.graph_hash)
+    made = plan(
+        who.captured.gm, {**who.captured.hints, "b": 8}, request, model=who.name, graph_hash=who.captured.graph_hash
+    )
     bound_s = proven_s(SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, request), math.inf, closely=False)
-    assert 0.5 * made.predicted.step_s < bound_s <= min(made.predicted.step_s, *(other.step_s for other in made.alternatives if other.step_s))
+    assert (
+        0.5 * made.predicted.step_s
+        < bound_s
+        <= min(made.predicted.step_s, *(other.step_s for other in made.alternatives if other.step_s))
+    )
 
 
 def test_shapes_are_bound_above_their_work() -> None:
     who = subject("gpt")
-    prover = Prover(SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("cpu:1x4"), Settings("train"))))
+    prover = Prover(
+        SearchContext(
+            who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("cpu:1x4"), Settings("train"))
+        )
+    )
     for shape in prover.shapes()[::3]:
         assert prover.bound_s(shape) >= prover.floor_s(shape) * (1 - 1e-6)
 
 
-@pytest.mark.parametrize(("places", "mesh"), [(2, (1,)), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((1, (2,)), (1, (4,)), (2, (2,))))])
+@pytest.mark.parametrize(
+    ("places", "mesh"),
+    [(2, (1,)), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((1, (2,)), (1, (4,)), (2, (2,))))],
+)
 def test_several_microbatches_short_of_memory_are_no_faster_than_is_proven(places: int, mesh: tuple[int, ...]) -> None:
     """Every level and timetable, solved to the end with less memory than the fastest plan takes."""
     who = subject("hf-gpt2")
-    request = replace(Request(Cluster.parse(f"h100:1x{places * mesh[0]}"), Settings("train")), memory_bytes=float("inf"))
-    context, shape, priced = SearchContext(who.captured.gm, {**who.captured.hints, "b": 256}, request), Shape(places, mesh, 4), 0
+    request = replace(
+        Request(Cluster.parse(f"h100:1x{places * mesh[0]}"), Settings("train")), memory_bytes=float("inf")
+    )
+    context, shape, priced = (
+        SearchContext(who.captured.gm, {**who.captured.hints, "b": 256}, request),
+        Shape(places, mesh, 4),
+        0,
+    )
     pricing = Pricing(context, SEARCH)
     roomy = pricing.price(shape, pricing.tables(shape), "none", exact=True)
     assert Prover(context).bound_s(shape) <= roomy.step_s
@@ -141,25 +213,43 @@ def test_several_microbatches_short_of_memory_are_no_faster_than_is_proven(place
     assert priced
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("hf-gpt2", (2,)), pytest.param("hf-llama", (2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("hf-gpt2", (2,)), pytest.param("hf-llama", (2, 2), marks=pytest.mark.slow)]
+)
 def test_places_have_whole_blocks(name: str, mesh: tuple[int, ...]) -> None:
-    """Two blocks and a head on two places: one place has both blocks, or each has one and the head one of them. Here that is about as much as the mean of both places, and holds."""
+    """Two blocks and a head on two places: one place has both blocks, or each has one and the head one of them. Here
+    that is about as much as the mean of both places, and holds."""
     who, shape = subject(name), Shape(2, mesh, 4)
-    context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 256}, Request(Cluster.parse(f"h100:2x{math.prod(mesh)}"), Settings("train")))
+    context = SearchContext(
+        who.captured.gm,
+        {**who.captured.hints, "b": 256},
+        Request(Cluster.parse(f"h100:2x{math.prod(mesh)}"), Settings("train")),
+    )
     pricing = Pricing(context, SEARCH)
     here = Timed(context, pricing, shape)
     whole_s, mean_s = here.whole_s(math.inf), cut_s([here.mean(hosted=False)], math.inf, CLOSEST, [])
-    assert min(pricing.price(shape, [table], "none", exact=True).step_s for table in pricing.tables(shape)) >= max(whole_s, mean_s) and whole_s > 0.9 * mean_s
+    assert (
+        min(pricing.price(shape, [table], "none", exact=True).step_s for table in pricing.tables(shape))
+        >= max(whole_s, mean_s)
+        and whole_s > 0.9 * mean_s
+    )
 
 
 @pytest.mark.parametrize(("places", "mesh", "microbatches"), [(2, (1,), 4), (1, (2,), 4)])
-def test_what_is_on_the_host_is_no_faster_than_is_proven_and_activations_count(places: int, mesh: tuple[int, ...], microbatches: int) -> None:
+def test_what_is_on_the_host_is_no_faster_than_is_proven_and_activations_count(
+    places: int, mesh: tuple[int, ...], microbatches: int
+) -> None:
     """With less and less memory until nothing fits, weights, gradients and optimizer state on the host."""
     who, shape = subject("hf-gpt2"), Shape(places, mesh, microbatches)
-    request = replace(Request(Cluster.parse(f"h100:1x{places * math.prod(mesh)}"), Settings("train")), memory_bytes=float("inf"))
+    request = replace(
+        Request(Cluster.parse(f"h100:1x{places * math.prod(mesh)}"), Settings("train")), memory_bytes=float("inf")
+    )
     context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 256}, request)
     there = context.hosted("parameters")
-    roomy, bounds = Pricing(there, SEARCH).price(shape, list(Pricing(there, SEARCH).tables(shape)), "none", exact=True), list[float]()
+    roomy, bounds = (
+        Pricing(there, SEARCH).price(shape, list(Pricing(there, SEARCH).tables(shape)), "none", exact=True),
+        list[float](),
+    )
     for share in (1.0, 0.5, 0.2):
         short = context.limited(share * roomy.memory_bytes)
         bounds.append(Timed(short, Pricing(short, SEARCH), shape).bound_s(math.inf, hosted=True))
@@ -167,5 +257,8 @@ def test_what_is_on_the_host_is_no_faster_than_is_proven_and_activations_count(p
         for table in pricing.tables(shape):
             for level in LEVELS:
                 with suppress(InfeasibleError):
-                    assert pricing.price(shape, [table], level, exact=True).step_s >= bounds[-1] + pricing.context.late_s - 1e-9 * bounds[-1]
+                    assert (
+                        pricing.price(shape, [table], level, exact=True).step_s
+                        >= bounds[-1] + pricing.context.late_s - 1e-9 * bounds[-1]
+                    )
     assert bounds[0] < bounds[-1]

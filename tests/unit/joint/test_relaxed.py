@@ -1,4 +1,5 @@
-"""Steps as prices of what passes take: no solution is said to take longer than it does, whatever is run again and kept."""
+"""Steps as prices of what passes take: no solution is said to take longer than it does, whatever is run again and
+kept."""
 
 from __future__ import annotations
 
@@ -35,16 +36,28 @@ from autopar.request import Request
 from autopar.search import ilp
 from tests.helpers.verify import subject
 
-ONE_MICROBATCH = [("gpt", "h100:1x4", (4,)), ("hf-gpt2", "h100:2x2", (2, 2)), ("hf-llama", "h100:2x4", (2, 4)), ("hf-llama", "cpu:1x4", (2, 2)),
-                  ("hf-mixtral", "l4:1x4", (4,)), ("hf-llama", "h100:2x4", (2, 2, 2))]
-SEVERAL = [("hf-gpt2", "h100:2x2", Shape(2, (2,), 4)), ("hf-llama", "h100:2x4", Shape(2, (2, 2), 4)), ("hf-llama", "l4:1x4", Shape(1, (4,), 2))]
+ONE_MICROBATCH = [
+    ("gpt", "h100:1x4", (4,)),
+    ("hf-gpt2", "h100:2x2", (2, 2)),
+    ("hf-llama", "h100:2x4", (2, 4)),
+    ("hf-llama", "cpu:1x4", (2, 2)),
+    ("hf-mixtral", "l4:1x4", (4,)),
+    ("hf-llama", "h100:2x4", (2, 2, 2)),
+]
+SEVERAL = [
+    ("hf-gpt2", "h100:2x2", Shape(2, (2,), 4)),
+    ("hf-llama", "h100:2x4", Shape(2, (2, 2), 4)),
+    ("hf-llama", "l4:1x4", Shape(1, (4,), 2)),
+]
 
 
 @cache
 def inner_of(name: str, cluster: str) -> SearchContext:
     """A tiny model with so many samples, that collectives matter."""
     who = subject(name)
-    return SearchContext(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse(cluster), Settings("train")))
+    return SearchContext(
+        who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse(cluster), Settings("train"))
+    )
 
 
 @cache
@@ -59,9 +72,17 @@ def solutions(problem: Problem, count: int = 4) -> list[tuple[int, ...]]:
     found = []
     for seed in range(count):
         rng = np.random.default_rng(seed)
-        nodes = tuple(replace(node, cost_s=np.where(np.isinf(node.cost_s), np.inf, rng.random(len(node.cost_s)))) for node in problem.nodes)
-        nets = tuple(replace(net, cost_s=np.where(np.isinf(net.cost_s), np.inf, rng.random(net.cost_s.shape)), group=-1) for net in problem.nets)
-        found.append(ilp.glance(replace(problem, nodes=nodes, nets=nets, memory_limit_bytes=math.inf), time_limit_s=5.0).choice)
+        nodes = tuple(
+            replace(node, cost_s=np.where(np.isinf(node.cost_s), np.inf, rng.random(len(node.cost_s))))
+            for node in problem.nodes
+        )
+        nets = tuple(
+            replace(net, cost_s=np.where(np.isinf(net.cost_s), np.inf, rng.random(net.cost_s.shape)), group=-1)
+            for net in problem.nets
+        )
+        found.append(
+            ilp.glance(replace(problem, nodes=nodes, nets=nets, memory_limit_bytes=math.inf), time_limit_s=5.0).choice
+        )
     return [*found, ilp.glance(problem.with_limit(math.inf), time_limit_s=5.0).choice]
 
 
@@ -75,7 +96,10 @@ def test_a_step_of_one_stage_takes_as_long_at_least(name: str, cluster: str, mes
     here, found = alone_on(name, cluster, mesh)
     relaxed, tight = alone(here.passing, here.plain, math.inf), 0.0
     for choice in found:
-        took_s, proven_s = step_cost(here.plain.with_limit(math.inf), choice, here.forward).time_s, least_s(relaxed, choice)
+        took_s, proven_s = (
+            step_cost(here.plain.with_limit(math.inf), choice, here.forward).time_s,
+            least_s(relaxed, choice),
+        )
         assert proven_s <= took_s * (1 + 1e-6)
         tight = max(tight, proven_s / took_s)
     assert tight > 0.8
@@ -86,8 +110,12 @@ def test_passes_of_a_microbatch_take_as_long_at_least(name: str, cluster: str, s
     context = inner_of(name, cluster)
     here = Timed(context, Pricing(context, SEARCH), shape)
     micro, program = here.models.micro, context.planner(shape.microbatches).program
-    passes = replace(here.mean(hosted=True), times=dict.fromkeys(here.mean(hosted=True).times, 1.0), node_s=[np.zeros(len(n.cost_s)) for n in micro.problem.nodes],
-                     net_s=[np.zeros(n.cost_s.shape) for n in micro.problem.nets])
+    passes = replace(
+        here.mean(hosted=True),
+        times=dict.fromkeys(here.mean(hosted=True).times, 1.0),
+        node_s=[np.zeros(len(n.cost_s)) for n in micro.problem.nodes],
+        net_s=[np.zeros(n.cost_s.shape) for n in micro.problem.nets],
+    )
     for choice in solutions(micro.problem):
         took = costs(program, micro, here.models.once, choice, here.models.forward, apart=shape.places > 1)
         assert least_s(passes, choice) <= sum(each.micro_s for each in took) * (1 + 1e-6)
@@ -100,10 +128,15 @@ def test_tables_are_what_passes_find(name: str, cluster: str, mesh: tuple[int, .
     relaxed = alone(here.passing, here.plain, math.inf)
     for choice in solutions(here.plain.problem):
         sums = relaxed.sums(choice).passes
-        did = Passes(context.whole.program, here.plain, choice, here.forward, apart=False, sums_at_end=False).did.values()
+        did = Passes(
+            context.whole.program, here.plain, choice, here.forward, apart=False, sums_at_end=False
+        ).did.values()
         for way in PASSES:
             whole = sum(each.passes[way].work_s + each.passes[way].background_s for each in did)
-            counted = sum(float(sums[scope, way][SHOWN]) + here.passing.background_s(sums[scope, way]) for scope in here.passing.scopes)
+            counted = sum(
+                float(sums[scope, way][SHOWN]) + here.passing.background_s(sums[scope, way])
+                for scope in here.passing.scopes
+            )
             assert counted <= whole * (1 + 1e-6)
             assert counted > 0.5 * whole
 
@@ -111,37 +144,62 @@ def test_tables_are_what_passes_find(name: str, cluster: str, mesh: tuple[int, .
 def thrifty(problem: Problem) -> tuple[int, ...]:
     """A choice of little memory."""
     unit = max(float(node.memory_bytes.max()) for node in problem.nodes)
-    nodes = tuple(replace(node, cost_s=np.where(np.isinf(node.cost_s), np.inf, node.memory_bytes / unit)) for node in problem.nodes)
-    nets = tuple(replace(net, cost_s=np.where(np.isinf(net.cost_s), np.inf, net.memory_bytes / unit), group=-1) for net in problem.nets)
-    return ilp.search(replace(problem, nodes=nodes, nets=nets, memory_limit_bytes=math.inf), time_limit_s=5.0, gap=0.01).choice
+    nodes = tuple(
+        replace(node, cost_s=np.where(np.isinf(node.cost_s), np.inf, node.memory_bytes / unit))
+        for node in problem.nodes
+    )
+    nets = tuple(
+        replace(net, cost_s=np.where(np.isinf(net.cost_s), np.inf, net.memory_bytes / unit), group=-1)
+        for net in problem.nets
+    )
+    return ilp.search(
+        replace(problem, nodes=nodes, nets=nets, memory_limit_bytes=math.inf), time_limit_s=5.0, gap=0.01
+    ).choice
 
 
 def in_part(here: Alone, way: Model, choice: tuple[int, ...], limit_bytes: float) -> Iterator[float]:
     """Seconds of `choice` with some of the blocks run again that `way` runs again, where that fits."""
     plain, again = (model.problem.price(choice) for model in (here.plain, way))
-    plain_s, again_s = (step_cost(model.with_limit(math.inf), choice, here.forward).time_s for model in (here.plain, way))
+    plain_s, again_s = (
+        step_cost(model.with_limit(math.inf), choice, here.forward).time_s for model in (here.plain, way)
+    )
     count = next(iter(here.whole.program.runs.values())).count
     for share in (n / count for n in range(1, count)):
         if plain.memory_bytes + share * (again.memory_bytes - plain.memory_bytes) <= limit_bytes:
             yield plain_s + share * (again_s - plain_s)
 
 
-@pytest.mark.parametrize(("name", "cluster", "mesh"), [
-    ("hf-gpt2", "h100:1x4", (4,)), pytest.param("hf-llama", "h100:2x2", (2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "cluster", "mesh"),
+    [("hf-gpt2", "h100:1x4", (4,)), pytest.param("hf-llama", "h100:2x2", (2, 2), marks=pytest.mark.slow)],
+)
 def test_whatever_is_run_again_and_kept(name: str, cluster: str, mesh: tuple[int, ...]) -> None:
-    """With less memory than anything takes without running blocks again: each solution that fits, with any results kept and as many blocks run again, takes as long at least."""
+    """With less memory than anything takes without running blocks again: each solution that fits, with any results kept
+    and as many blocks run again, takes as long at least."""
     context = inner_of(name, cluster)
     here = Alone(context, Shape(1, mesh, 1))
     program, rng = context.whole.program, random.Random(0)
     named = [op.name for op in program.ops.values() if keepable(op)]
-    kept = [{scope: [n for n in named if program.ops[n].scope == scope and rng.random() < share] for scope in program.runs} for share in (0.0, 0.1, 0.5, 1.0)]
+    kept = [
+        {scope: [n for n in named if program.ops[n].scope == scope and rng.random() < share] for scope in program.runs}
+        for share in (0.0, 0.1, 0.5, 1.0)
+    ]
     ways = [rematerialised(here.plain, here.forward, each) for each in kept]
     least = [way.problem.price(thrifty(way.problem)).memory_bytes for way in (here.plain, ways[0])]
     assert least[1] < 0.9 * least[0]
     short = Alone(context.limited(sum(least) / 2), Shape(1, mesh, 1))
-    fit_s = [step_cost(way.with_limit(math.inf), choice, here.forward).time_s for way in ways for choice in [thrifty(way.problem), *solutions(way.problem)]
-             if way.problem.price(choice).memory_bytes <= sum(least) / 2]
-    fit_s += [step_s for way in ways for choice in [thrifty(way.problem), *solutions(way.problem)] for step_s in in_part(here, way, choice, sum(least) / 2)]
+    fit_s = [
+        step_cost(way.with_limit(math.inf), choice, here.forward).time_s
+        for way in ways
+        for choice in [thrifty(way.problem), *solutions(way.problem)]
+        if way.problem.price(choice).memory_bytes <= sum(least) / 2
+    ]
+    fit_s += [
+        step_s
+        for way in ways
+        for choice in [thrifty(way.problem), *solutions(way.problem)]
+        for step_s in in_part(here, way, choice, sum(least) / 2)
+    ]
     bound_s = short.bound_s(1.1 * min(fit_s))  # no case is split that is proven to take longer
     assert bound_s <= min(fit_s) * (1 + 1e-9)
     assert bound_s > here.bound_s(bound_s)

@@ -1,4 +1,5 @@
-"""Seconds and bytes of blocks that are run again: no choice, and nothing that is kept, takes less of both than is said."""
+"""Seconds and bytes of blocks that are run again: no choice, and nothing that is kept, takes less of both than is
+said."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from autopar.problem.remat import rematerialised
 from autopar.problem.rerun import keepable
 from tests.unit.joint.test_relaxed import alone_on, solutions, thrifty
 
-ON = [("hf-gpt2", "h100:1x4", (4,)), pytest.param("hf-llama", "h100:2x4", (2, 4), marks=pytest.mark.slow), ("hf-mixtral", "l4:1x4", (4,)), pytest.param("hf-t5", "h100:1x4", (2, 2), marks=pytest.mark.slow), ("hf-bert", "h100:1x2", (2,))]
+ON = [
+    ("hf-gpt2", "h100:1x4", (4,)),
+    pytest.param("hf-llama", "h100:2x4", (2, 4), marks=pytest.mark.slow),
+    ("hf-mixtral", "l4:1x4", (4,)),
+    pytest.param("hf-t5", "h100:1x4", (2, 2), marks=pytest.mark.slow),
+    ("hf-bert", "h100:1x2", (2,)),
+]
 
 
 def kept_sets(here: Alone, count: int) -> list[dict[str, list[str]]]:
@@ -21,7 +28,10 @@ def kept_sets(here: Alone, count: int) -> list[dict[str, list[str]]]:
     program, rng = here.whole.program, random.Random(0)
     named = [op.name for op in program.ops.values() if keepable(op)]
     shares = [0.0, 1.0, *(rng.random() for _ in range(count))]
-    return [{scope: [n for n in named if program.ops[n].scope == scope and rng.random() < share] for scope in program.runs} for share in shares]
+    return [
+        {scope: [n for n in named if program.ops[n].scope == scope and rng.random() < share] for scope in program.runs}
+        for share in shares
+    ]
 
 
 def least(each: Again, price: float) -> float:
@@ -53,7 +63,8 @@ def test_nothing_that_is_kept_takes_less(name: str, cluster: str, mesh: tuple[in
 
 
 def test_operators_with_algorithms_are_told_apart() -> None:
-    """Attention in a ring is run again whatever is kept: choices with it keep its results for nothing, the others do not."""
+    """Attention in a ring is run again whatever is kept: choices with it keep its results for nothing, the others do
+    not."""
     here = alone_on("hf-llama", "h100:2x4", (2, 4))[0]
     told = list(agains(here.plain, here.forward))
     assert len(told) > 1

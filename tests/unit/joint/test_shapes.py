@@ -33,7 +33,9 @@ def test_neighbours_are_one_move_away() -> None:
     here = Shape(2, (2, 4), 6)
     found = neighbours(here, shapes)
     assert Shape(2, (2, 4), 4) in found and Shape(2, (2, 4), 8) in found
-    assert {s.key for s in found} - {here.key} == {(4, 1, 1, 4), (4, 1, 2, 2), (2, 1, 1, 8), (2, 1, 4, 2)} & {s.key for s in shapes}
+    assert {s.key for s in found} - {here.key} == {(4, 1, 1, 4), (4, 1, 2, 2), (2, 1, 1, 8), (2, 1, 4, 2)} & {
+        s.key for s in shapes
+    }
     for other in found:
         assert other.key == here.key or here.key in {s.key for s in neighbours(other, shapes)}
 

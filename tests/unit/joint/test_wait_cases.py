@@ -34,7 +34,12 @@ from autopar.search import ilp
 from tests.helpers.verify import subject
 from tests.unit.joint.test_relaxed import alone_on, least_s, solutions
 
-ON = [("hf-gpt2", "h100:2x2", (2, 2)), ("hf-llama", "h100:2x4", (2, 4)), ("hf-llama", "h100:2x4", (2, 2, 2)), ("hf-mixtral", "l4:1x4", (4,))]
+ON = [
+    ("hf-gpt2", "h100:2x2", (2, 2)),
+    ("hf-llama", "h100:2x4", (2, 4)),
+    ("hf-llama", "h100:2x4", (2, 2, 2)),
+    ("hf-mixtral", "l4:1x4", (4,)),
+]
 
 
 def own_case(relaxed: Relaxed, choice: tuple[int, ...]) -> Relaxed:
@@ -48,11 +53,16 @@ def own_spans(relaxed: Relaxed, sums: Sums, wide: float) -> dict[tuple[Key, str]
 
 
 def ratios(relaxed: Relaxed, sums: Sums) -> dict[tuple[Key, str], float]:
-    """How many times as long as each pass computes it waits for collectives: all of them, and by what they take of each level's link."""
+    """How many times as long as each pass computes it waits for collectives: all of them, and by what they take of each
+    level's link."""
     found, tables = {}, relaxed.passing
     for key, of in sums.passes.items():
         for level in dict.fromkeys(("", *tables.link)):
-            waits_s = sum(of[tables.links_waited(a)] for a in range(tables.axes) if tables.link[a] == level) if level else of[WAITED]
+            waits_s = (
+                sum(of[tables.links_waited(a)] for a in range(tables.axes) if tables.link[a] == level)
+                if level
+                else of[WAITED]
+            )
             if of[COMPUTE] > 0:
                 found[key, level] = float(waits_s / of[COMPUTE])
     return found
@@ -63,7 +73,11 @@ def test_in_its_own_case_a_solution_takes_as_long_at_least(name: str, cluster: s
     here, found = alone_on(name, cluster, mesh)
     relaxed, more = alone(here.passing, here.plain, math.inf), 0
     for choice in found:
-        took_s, plain_s, case_s = step_cost(here.plain.with_limit(math.inf), choice, here.forward).time_s, least_s(relaxed, choice), least_s(own_case(relaxed, choice), choice)
+        took_s, plain_s, case_s = (
+            step_cost(here.plain.with_limit(math.inf), choice, here.forward).time_s,
+            least_s(relaxed, choice),
+            least_s(own_case(relaxed, choice), choice),
+        )
         assert plain_s * (1 - 1e-6) <= case_s <= took_s * (1 + 1e-6)
         more += case_s > plain_s * (1 + 1e-4)
     assert more or len(mesh) == 1
@@ -73,7 +87,9 @@ def test_in_its_own_case_a_solution_takes_as_long_at_least(name: str, cluster: s
 def test_all_cases_together_hold_for_the_best_plan_there_is(name: str, cluster: str, mesh: tuple[int, ...]) -> None:
     effort = Effort(ROUNDS, 6)
     who = subject(name)
-    context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse(cluster), Settings("train")))
+    context = SearchContext(
+        who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse(cluster), Settings("train"))
+    )
     here = Alone(context, Shape(1, mesh, 1))
     best = context.whole.candidate(mesh, space(mesh), "search", partial(ilp.search, time_limit_s=10, gap=0.01))
     best_s = context.whole.honed(best, lambda: False).cost.time_s
@@ -84,7 +100,10 @@ def test_all_cases_together_hold_for_the_best_plan_there_is(name: str, cluster: 
 
     plain_s, cases_s = cutting().bound_s(math.inf), bound_s(cutting(), relaxed.keys, math.inf, effort)
     assert 0 < plain_s * (1 - 1e-9) <= cases_s <= best_s
-    assert all(step_cost(here.plain.with_limit(math.inf), choice, here.forward).time_s >= cases_s * (1 - 1e-9) for choice in solutions(here.plain.problem))
+    assert all(
+        step_cost(here.plain.with_limit(math.inf), choice, here.forward).time_s >= cases_s * (1 - 1e-9)
+        for choice in solutions(here.plain.problem)
+    )
     assert shape_bounds.cut_s([relaxed], math.inf, effort, [], relaxed.keys) == pytest.approx(cases_s, rel=2e-3)
     assert bound_s(cutting(), relaxed.keys, math.inf, Effort(ROUNDS, 1)) == pytest.approx(plain_s)
 
@@ -114,14 +133,19 @@ def test_no_more_leaves_are_late_than_are(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(module, "BUCKET_BYTES", 1500)
     name, cluster, mesh = ON[1]
     here, found = alone_on(name, cluster, mesh)
-    tables, program, seen, less = PassTables(here.plain, here.forward, sums_at_end=False, linked=True), here.whole.program, 0, 0
+    tables, program, seen, less = (
+        PassTables(here.plain, here.forward, sums_at_end=False, linked=True),
+        here.whole.program,
+        0,
+        0,
+    )
     relaxed = alone(tables, here.plain, math.inf)
     for choice in [*found, *leaves(here, 12)]:
         filled = Passes(program, here.plain, choice, here.forward, apart=False, sums_at_end=False).buckets.share_ahead
         for scope, share in filled.items():
             sums = relaxed.sums(choice).passes[scope, FORWARD]
-            late_s = (1 - share) * sums[tables.leaf(0):tables.leaf(0) + tables.axes]
-            said_s = sums[tables.late_leaf(0):tables.late_leaf(0) + tables.axes] - tables.leaves_s[scope]
+            late_s = (1 - share) * sums[tables.leaf(0) : tables.leaf(0) + tables.axes]
+            said_s = sums[tables.late_leaf(0) : tables.late_leaf(0) + tables.axes] - tables.leaves_s[scope]
             assert (said_s <= late_s * (1 + 1e-9) + 1e-15).all()
             seen += bool((said_s > 0).any())
             less += share < 0.9
@@ -133,9 +157,26 @@ def leaves(here: Alone, count: int) -> list[tuple[int, ...]]:
     problem, found = here.plain.problem, []
     for seed in range(count):
         rng = np.random.default_rng(seed)
-        nets = tuple(replace(net, cost_s=np.where(np.isinf(net.cost_s), np.inf, rng.random() * ~np.array([made.value != made.back for made in link.rows])[:, None]
-                                                  + np.zeros(net.cost_s.shape)) if link.weight else net.cost_s, group=-1)
-                     for link, net in zip(here.plain.links, problem.nets, strict=True))
-        nodes = tuple(replace(node, cost_s=np.where(np.isinf(node.cost_s), np.inf, 0.01 * rng.random(len(node.cost_s)))) for node in problem.nodes)
-        found.append(ilp.glance(replace(problem, nodes=nodes, nets=nets, memory_limit_bytes=math.inf), time_limit_s=5.0).choice)
+        nets = tuple(
+            replace(
+                net,
+                cost_s=np.where(
+                    np.isinf(net.cost_s),
+                    np.inf,
+                    rng.random() * ~np.array([made.value != made.back for made in link.rows])[:, None]
+                    + np.zeros(net.cost_s.shape),
+                )
+                if link.weight
+                else net.cost_s,
+                group=-1,
+            )
+            for link, net in zip(here.plain.links, problem.nets, strict=True)
+        )
+        nodes = tuple(
+            replace(node, cost_s=np.where(np.isinf(node.cost_s), np.inf, 0.01 * rng.random(len(node.cost_s))))
+            for node in problem.nodes
+        )
+        found.append(
+            ilp.glance(replace(problem, nodes=nodes, nets=nets, memory_limit_bytes=math.inf), time_limit_s=5.0).choice
+        )
     return found

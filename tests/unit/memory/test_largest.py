@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 
 from autopar.memory.largest import largest
 
-PIECES = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 400)), min_size=1, max_size=4)  # bytes per size, and beside it
+# bytes per size, and beside it
+PIECES = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 400)), min_size=1, max_size=4)
 
 
 @given(PIECES, st.integers(0, 3000), st.integers(1, 7), st.integers(0, 300), st.integers(0, 2))
 def test_it_is_the_last_that_fits(pieces: list[tuple[int, int]], limit: int, step: int, most: int, power: int) -> None:
     """Peaks are the highest of several lines; sometimes they grow with the square."""
+
     def peak(size: int) -> float:
         return max(slope * size * (size if power == 2 else 1) + rest for slope, rest in pieces)
 

@@ -24,12 +24,17 @@ from autopar.search import ilp
 from tests.helpers.planned import graph
 from tests.helpers.verify import by_recipe, subject
 
-CASES = [(name, recipe) for name in ("gpt", "hf-gpt2", "mlp", "cnn", "moe", "recommender") for recipe in ("ddp", "zero1", "zero3", "megatron")]
+CASES = [
+    (name, recipe)
+    for name in ("gpt", "hf-gpt2", "mlp", "cnn", "moe", "recommender")
+    for recipe in ("ddp", "zero1", "zero3", "megatron")
+]
 
 
 @pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_the_two_counts_are_within_a_factor_of_two(name: str, recipe: str) -> None:
-    """What lives for a moment is at most as much again as what the Problem counts; and what it counts is not all there at once."""
+    """What lives for a moment is at most as much again as what the Problem counts; and what it counts is not all there
+    at once."""
     who, made = subject(name), by_recipe(subject(name), (2,), recipe)
     planner = Planner.of(who.captured.gm, who.captured.hints, Request(Cluster.parse("cpu:1x2"), mesh=(2,)))
     model = planner.model((2,), RECIPES[recipe].roles, recipe)
@@ -43,10 +48,22 @@ def test_the_two_counts_are_within_a_factor_of_two(name: str, recipe: str) -> No
 def test_plans_fit_by_both_counts(room: float) -> None:
     """On devices with less memory than the fastest plan takes."""
     who, cluster = subject("gpt"), Cluster.parse("cpu:1x4")
-    free = plan(who.captured.gm, who.captured.hints, Request(cluster, time_limit_s=5.0), model="gpt", graph_hash=who.captured.graph_hash)
+    free = plan(
+        who.captured.gm,
+        who.captured.hints,
+        Request(cluster, time_limit_s=5.0),
+        model="gpt",
+        graph_hash=who.captured.graph_hash,
+    )
     limit = room * free.predicted.memory_bytes
     small = replace(cluster, device=replace(cluster.device, memory_bytes=int(limit / cluster.device.usable_memory)))
-    made = plan(who.captured.gm, who.captured.hints, Request(small, time_limit_s=5.0), model="gpt", graph_hash=who.captured.graph_hash)
+    made = plan(
+        who.captured.gm,
+        who.captured.hints,
+        Request(small, time_limit_s=5.0),
+        model="gpt",
+        graph_hash=who.captured.graph_hash,
+    )
     assert made.predicted.memory_bytes <= limit
     assert all(other.memory_bytes is None or other.memory_bytes <= limit for other in made.alternatives)
     assert made.predicted.bound_s <= made.predicted.step_s
@@ -72,7 +89,9 @@ def test_room_shrinks_until_the_peak_fits() -> None:
 
 
 def test_an_answer_that_comes_in_wholes_is_left() -> None:
-    """Of 40, 80 or 120, with a fifth more for a moment: a little less room than 100 still gives 80, whose peak is 96."""
+    """Of 40, 80 or 120, with a fifth more for a moment: a little less room than 100 still gives 80, whose peak is
+    96."""
+
     def solve(room: float) -> float:
         return max(n for n in (40.0, 80.0, 120.0) if n <= room)
 
@@ -80,7 +99,8 @@ def test_an_answer_that_comes_in_wholes_is_left() -> None:
 
 
 def test_between_too_much_room_and_too_little() -> None:
-    """Of 120, whose peak is half as much again, and 70 and 68, which fit; what is above the limit of 120 leaves 59 for the next try, and nothing is that small."""
+    """Of 120, whose peak is half as much again, and 70 and 68, which fit; what is above the limit of 120 leaves 59 for
+    the next try, and nothing is that small."""
     asked: list[float] = []
 
     def solve(room: float) -> float:
@@ -95,6 +115,7 @@ def test_between_too_much_room_and_too_little() -> None:
 
 def test_what_is_missing_may_be_said_too_large() -> None:
     """Nothing is below 50, which is told as 300 too few."""
+
     def solve(room: float) -> float:
         if room < 50:
             raise InfeasibleError("nothing is that small", missing_bytes=300.0)
@@ -110,6 +131,7 @@ def test_where_a_step_would_leave_nothing_less_is_tried() -> None:
 
 def test_what_was_passed_by_is_tried() -> None:
     """From 82 on 64, and 74 on 46, of which less is kept and more lives for a moment: what fits is between."""
+
     def solve(room: float) -> float:
         if room < 45:
             raise InfeasibleError("nothing is that small", missing_bytes=45 - room)
@@ -121,7 +143,8 @@ def test_what_was_passed_by_is_tried() -> None:
 
 
 def test_an_answer_that_fills_little_of_its_room_is_not_asked_for_again() -> None:
-    """Of 40, whatever room there is, and 30, with 65 more for a moment: what is above the limit of 100 is what 40 has too many, and not 100."""
+    """Of 40, whatever room there is, and 30, with 65 more for a moment: what is above the limit of 100 is what 40 has
+    too many, and not 100."""
     asked: list[float] = []
 
     def solve(room: float) -> float:
@@ -149,10 +172,14 @@ def test_what_fits_is_between_answers_whose_peak_rises_as_room_falls() -> None:
 
 def test_more_room_is_tried_where_what_fits_had_far_less() -> None:
     """Of 90, 60 and 40, with 20 more for a moment and 60 more for the first: 40 fits, and so does 60."""
+
     def solve(room: float) -> float:
         return max(n for n in (40.0, 60.0, 90.0) if n <= room)
 
-    assert within(100.0, solve, lambda answer: answer + (60 if answer > 80 else 20), counted_bytes=lambda answer: answer) == 60.0
+    assert (
+        within(100.0, solve, lambda answer: answer + (60 if answer > 80 else 20), counted_bytes=lambda answer: answer)
+        == 60.0
+    )
 
 
 def test_where_nothing_has_so_little_room_nothing_else_is_asked_for() -> None:
@@ -173,15 +200,30 @@ def _answers(planner: Planner, mesh: tuple[int, ...]) -> list[float]:
     with suppress(InfeasibleError):
         while True:
             solution = ilp.glance(model.with_limit(room).problem, time_limit_s=2.0)
-            found = planner.counted(Candidate("search", planner.request.cluster.mesh(mesh), model, solution, model.problem.evaluate(solution.choice)))
+            found = planner.counted(
+                Candidate(
+                    "search",
+                    planner.request.cluster.mesh(mesh),
+                    model,
+                    solution,
+                    model.problem.evaluate(solution.choice),
+                )
+            )
             peaks.append(found.peak)
             room = 0.97 * min(room, found.counted_bytes)
     return peaks
 
 
-@pytest.mark.parametrize(("layers", "batch", "cluster", "mesh"), [
-    (1, 2048, "l4:1x4", (2, 2)), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (1, 4096, "h100:2x4", (2, 4)), (1, 4096, "l4:2x4", (4, 2)), (2, 4096, "l4:2x2", (2, 2))))])
+@pytest.mark.parametrize(
+    ("layers", "batch", "cluster", "mesh"),
+    [
+        (1, 2048, "l4:1x4", (2, 2)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, 4096, "h100:2x4", (2, 4)), (1, 4096, "l4:2x4", (4, 2)), (2, 4096, "l4:2x2", (2, 2)))
+        ),
+    ],
+)
 def test_whatever_fits_with_some_room_is_found(layers: int, batch: int, cluster: str, mesh: tuple[int, ...]) -> None:
     """Where that has a peak of just the memory there is, something is found that fits."""
     request = Request(Cluster.parse(cluster))
@@ -189,5 +231,7 @@ def test_whatever_fits_with_some_room_is_found(layers: int, batch: int, cluster:
     peaks = sorted(set(_answers(planner, mesh)))
     assert len(peaks) > 3
     for peak in peaks:
-        there = planner.anew(replace(request, memory_bytes=1.001 * peak)).candidate(mesh, space(mesh), "search", partial(ilp.glance, time_limit_s=2.0))
+        there = planner.anew(replace(request, memory_bytes=1.001 * peak)).candidate(
+            mesh, space(mesh), "search", partial(ilp.glance, time_limit_s=2.0)
+        )
         assert there.peak <= 1.001 * peak

@@ -25,7 +25,14 @@ from tests.helpers.remat import rematerialised
 from tests.helpers.verify import by_recipe, by_stages, planned, subject
 from tests.unit.decisions.test_memory import activations, at_rest
 
-CASES = [("gpt", "ddp"), ("gpt", "zero3"), ("gpt", "megatron"), ("hf-gpt2", "tp_sp"), ("mlp", "zero3"), ("hf-t5", "ddp")]
+CASES = [
+    ("gpt", "ddp"),
+    ("gpt", "zero3"),
+    ("gpt", "megatron"),
+    ("hf-gpt2", "tp_sp"),
+    ("mlp", "zero3"),
+    ("hf-t5", "ddp"),
+]
 SOME = st.sampled_from(CASES)
 
 
@@ -39,7 +46,12 @@ def made(name: str, recipe: str) -> Plan:
 def program(name: str, batch: int = 8, seq: int = 16) -> Program:
     """The graph at some sizes."""
     hints = subject(name).captured.hints
-    return read(subject(name).captured.gm, {**hints, **{k: n for k, n in (("b", batch), ("s", seq)) if k in hints}}, training=True, device="cpu")
+    return read(
+        subject(name).captured.gm,
+        {**hints, **{k: n for k, n in (("b", batch), ("s", seq)) if k in hints}},
+        training=True,
+        device="cpu",
+    )
 
 
 def predicted(case: tuple[str, str], batch: int = 8, seq: int = 16) -> Prediction:
@@ -54,7 +66,9 @@ def test_a_peak_is_the_sum_of_its_parts_and_at_least_what_rests(case: tuple[str,
     assert place.peak_bytes == pytest.approx(sum(place.by_kind().values()))
     assert place.peak_bytes >= place.rest_bytes
     assert all(entry.nbytes > 0 and entry.count > 0 for entry in place.entries)
-    assert place.phases["forward"] >= place.activations_bytes + sum(place.rest.get(k, 0) for k in ("weights", "optimizer", "inputs"))
+    assert place.phases["forward"] >= place.activations_bytes + sum(
+        place.rest.get(k, 0) for k in ("weights", "optimizer", "inputs")
+    )
 
 
 @settings(max_examples=12)
@@ -91,11 +105,21 @@ def test_on_an_axis_of_one_device_it_does_not_matter_how_values_lie(draw: random
     """Changes of layout give there what they are given."""
     plan = planned(subject("gpt"), (1,), "single")
     names = [op.name for op in program("gpt").ops.values() if op.role == "op"]
-    drawn = {name: replace(plan.nodes[name], outs=tuple("P|S0" if pair == "R|R" else pair for pair in plan.nodes[name].outs)) for name in names if draw.random() < 0.3}
-    assert predict(program("gpt"), replace(plan, nodes={**plan.nodes, **drawn})).peak_bytes == predict(program("gpt"), plan).peak_bytes
+    drawn = {
+        name: replace(plan.nodes[name], outs=tuple("P|S0" if pair == "R|R" else pair for pair in plan.nodes[name].outs))
+        for name in names
+        if draw.random() < 0.3
+    }
+    assert (
+        predict(program("gpt"), replace(plan, nodes={**plan.nodes, **drawn})).peak_bytes
+        == predict(program("gpt"), plan).peak_bytes
+    )
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2), ("zbv_zero_bubble", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2), ("zbv_zero_bubble", 2)],
+)
 def test_stages_keep_as_many_microbatches_as_their_schedule_says(schedule: str, virtual: int) -> None:
     plan = by_stages(subject("gpt"), (1,), "single", 2, 4, schedule, virtual)
     found, lines = predict(program("gpt"), plan), orders(schedule, 2, 2 * virtual, 4)
@@ -104,7 +128,13 @@ def test_stages_keep_as_many_microbatches_as_their_schedule_says(schedule: str, 
         line = lines[place.number]
         later = {(a.stage, a.microbatch) for a in line if a.kind == "W"}
         ends = [a.kind == "W" or (a.kind == "B" and (a.stage, a.microbatch) not in later) for a in line]
-        flying = [[sum((a.kind == "F") - end for a, end in zip(line[:n + 1], ends, strict=False) if a.stage == i) for i in mine] for n in range(len(line))]
+        flying = [
+            [
+                sum((a.kind == "F") - end for a, end in zip(line[: n + 1], ends, strict=False) if a.stage == i)
+                for i in mine
+            ]
+            for n in range(len(line))
+        ]
         kept = [sum(n * nbytes for n, nbytes in zip(each, place.kept_bytes, strict=True)) for each in flying]
         assert list(place.in_flight) in flying
         assert place.activations_bytes == max(kept)
@@ -119,10 +149,12 @@ def test_more_microbatches_keep_less() -> None:
 
 def test_running_blocks_again_keeps_less() -> None:
     plan = made("gpt", "ddp")
-    none, selective, full = (predict(program("gpt"), rematerialised(subject("gpt"), plan, level)).fullest for level in ("none", "selective", "full"))
+    none, selective, full = (
+        predict(program("gpt"), rematerialised(subject("gpt"), plan, level)).fullest
+        for level in ("none", "selective", "full")
+    )
     assert full.kept_bytes[0] < selective.kept_bytes[0] < none.kept_bytes[0]
     assert full.rest == none.rest
-
 
 
 @pytest.mark.parametrize(("recipe", "level"), [("ddp", "full"), ("zero3", "selective")])
@@ -133,7 +165,10 @@ def test_the_more_blocks_are_run_again_the_less_is_held(recipe: str, level: str)
     again = rematerialised(who, plain, level)
     graph = program("hf-llama", 64, 64)
     count = next(iter(graph.runs.values())).count
-    parts = [replace(again, stages=(replace(again.stages[0], again=dict.fromkeys(again.remat, n)),)) for n in range(count + 1)]
+    parts = [
+        replace(again, stages=(replace(again.stages[0], again=dict.fromkeys(again.remat, n)),))
+        for n in range(count + 1)
+    ]
     peaks = [predict(graph, part).peak_bytes for part in parts]
     assert peaks[0] == predict(graph, plain).peak_bytes and peaks[-1] == predict(graph, again).peak_bytes
     assert peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0]

@@ -21,7 +21,11 @@ class Heard(nn.Module):
 
     def __init__(self, form: str = "rows", reduction: str = "mean", zero_infinity: bool = False) -> None:
         super().__init__()
-        self.form, self.options, self.map = form, {"reduction": reduction, "zero_infinity": zero_infinity}, nn.Linear(4, C, dtype=torch.float64)
+        self.form, self.options, self.map = (
+            form,
+            {"reduction": reduction, "zero_infinity": zero_infinity},
+            nn.Linear(4, C, dtype=torch.float64),
+        )
 
     def forward(self, x, labels):
         scores, there = self.map(x).log_softmax(-1).transpose(0, 1), labels != 0
@@ -37,12 +41,25 @@ class Elsewhere(Heard):
 
     def forward(self, x, labels, lengths):
         scores = self.map(x).log_softmax(-1).transpose(0, 1)
-        return F.ctc_loss(scores, labels.masked_select(labels != 0), torch.full((x.shape[0],), T, dtype=torch.long), lengths, blank=C - 1)
+        return F.ctc_loss(
+            scores,
+            labels.masked_select(labels != 0),
+            torch.full((x.shape[0],), T, dtype=torch.long),
+            lengths,
+            blank=C - 1,
+        )
 
 
 def inputs(*, scattered: bool = False):
-    labels = torch.tensor([[1, 2, 3], [2, 2, 0], [4, 0, 0], [0, 0, 0]]) if not scattered else torch.tensor([[1, 2, 3], [2, 0, 2], [0, 0, 4], [0, 1, 1]])
-    return {"x": torch.randn(4, T, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), "labels": labels}
+    labels = (
+        torch.tensor([[1, 2, 3], [2, 2, 0], [4, 0, 0], [0, 0, 0]])
+        if not scattered
+        else torch.tensor([[1, 2, 3], [2, 0, 2], [0, 0, 4], [0, 1, 1]])
+    )
+    return {
+        "x": torch.randn(4, T, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+        "labels": labels,
+    }
 
 
 @pytest.mark.parametrize("zero_infinity", [False, True])
@@ -54,7 +71,10 @@ def test_there_is_a_loss_for_each_sample(form, reduction, zero_infinity):
     gm = run(export_graph(model, (), given, {"x": {0: B}, "labels": {0: B}}), NORMALIZE)
     check_values(gm)
     assert_same(gm, model, given, 1e-10)
-    assert len(gm.graph.find_nodes(op="call_function", target=ops.ctc_each)) == 1 and not {"aten.ctc_loss.Tensor", "aten.masked_select.default"} & set(targets(gm))
+    assert len(gm.graph.find_nodes(op="call_function", target=ops.ctc_each)) == 1 and not {
+        "aten.ctc_loss.Tensor",
+        "aten.masked_select.default",
+    } & set(targets(gm))
 
 
 def test_targets_whose_lengths_say_otherwise_are_refused():

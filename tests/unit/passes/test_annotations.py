@@ -13,8 +13,15 @@ from passes import ANNOTATE, NORMALIZE, edit, facts, run
 from tests.helpers.export import B, S, export_graph
 
 aten = torch.ops.aten
-MATMULS = (aten.linear.default, aten.matmul.default, aten.bmm.default, aten.scaled_dot_product_attention.default,
-           aten.conv1d.default, aten.conv2d.default, aten.einsum.default)  # fmt: skip
+MATMULS = (
+    aten.linear.default,
+    aten.matmul.default,
+    aten.bmm.default,
+    aten.scaled_dot_product_attention.default,
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.einsum.default,
+)
 
 
 class Attention(nn.Module):
@@ -78,8 +85,15 @@ class Adapted(nn.Module):
     def __init__(self, first: int) -> None:
         super().__init__()
         self.words = nn.Embedding(16, 8)
-        self.blocks = nn.ModuleList(nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name, sizes in (("wide", (8, 8)), ("down", (8, 2)), ("up", (2, 8)))})
-                                    for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    name: nn.Linear(*sizes, bias=False)
+                    for name, sizes in (("wide", (8, 8)), ("down", (8, 2)), ("up", (2, 8)))
+                }
+            )
+            for _ in range(4)
+        )
         for name, weight in self.named_parameters():
             number = name.split(".")[1]
             weight.requires_grad_(("up" in name or "down" in name) and int(number) >= first)
@@ -93,15 +107,20 @@ class Adapted(nn.Module):
 
 @pytest.mark.parametrize("first", [0, 3])
 def test_backwards_of_frozen_weights_in_folded_blocks(first):
-    """What follows blocks has a backward where anything trains inside of them, though nothing outside does. (Of the first of folded blocks a program leaves out what it
-    does not need; a graph has one body for all.)"""
+    """What follows blocks has a backward where anything trains inside of them, though nothing outside does. (Of the
+    first of folded blocks a program leaves out what it does not need; a graph has one body for all.)"""
     model, x = Adapted(first), torch.arange(6).reshape(2, 3)
     gm = export_graph(model, (x,))
     for node in gm.graph.nodes:
         if node.meta.get("role") == "param":
             node.meta["requires_grad"] = model.get_parameter(node.meta["fqn"]).requires_grad
     gm = run(gm, (*NORMALIZE, *ANNOTATE))
-    found = sum(times * facts.backward_flops(node) for graph, times in runs(gm) for node in edit.calls(graph) if node.target in MATMULS)
+    found = sum(
+        times * facts.backward_flops(node)
+        for graph, times in runs(gm)
+        for node in edit.calls(graph)
+        if node.target in MATMULS
+    )
     loss = model(x)
     with FlopCounterMode(display=False) as counter:
         loss.backward()

@@ -53,20 +53,37 @@ def captured(call, with_starts=False, **settings):
     return found
 
 
-@pytest.mark.parametrize(("call", "settings"), [
-    (plain, {"mode": "sum"}), (plain, {}), (plain, {"mode": "max"}), (plain, {"mode": "sum", "padding_idx": 3}), (plain, {"mode": "sum", "sparse": True}),
-    (weighted, {"mode": "sum"}), (weighted, {"mode": "sum", "padding_idx": 0}),
-])
+@pytest.mark.parametrize(
+    ("call", "settings"),
+    [
+        (plain, {"mode": "sum"}),
+        (plain, {}),
+        (plain, {"mode": "max"}),
+        (plain, {"mode": "sum", "padding_idx": 3}),
+        (plain, {"mode": "sum", "sparse": True}),
+        (weighted, {"mode": "sum"}),
+        (weighted, {"mode": "sum", "padding_idx": 0}),
+    ],
+)
 def test_bags_of_one_length_are_rows_of_samples(call, settings):
     found = captured(call, **settings)
     assert list(found.hints) == ["b", "s"]
     (bag,) = [node for node in found.gm.graph.nodes if node.target is ops.bag]
-    assert not {"aten.embedding_bag.padding_idx", "aten.reshape.default", "aten.arange.default"} & set(targets(found.gm))
+    assert not {"aten.embedding_bag.padding_idx", "aten.reshape.default", "aten.arange.default"} & set(
+        targets(found.gm)
+    )
     assert bag.args[ops.MODE] == settings.get("mode", "mean")
 
 
-@pytest.mark.parametrize(("call", "settings"), [(behind, {"mode": "sum"}), (behind, {}), (behind_weighted, {"mode": "sum"}),
-                                                (behind, {"mode": "sum", "include_last_offset": True})])
+@pytest.mark.parametrize(
+    ("call", "settings"),
+    [
+        (behind, {"mode": "sum"}),
+        (behind, {}),
+        (behind_weighted, {"mode": "sum"}),
+        (behind, {"mode": "sum", "include_last_offset": True}),
+    ],
+)
 def test_bags_of_several_lengths_are_one_op(call, settings):
     found = captured(call, with_starts=True, **settings)
     assert sum(node.target is ops.ragged_bags for node in found.gm.graph.nodes) == 1

@@ -11,10 +11,14 @@ from passes import NORMALIZE, facts, run
 from passes.edit import results
 from tests.helpers.export import B, assert_same, check_values, export_graph, run_graph, targets
 
-SIZES = {nn.BatchNorm1d: (3, 5), nn.BatchNorm2d: (3, 5, 4), nn.BatchNorm3d: (3, 5, 4, 2)}  # behind the samples: channels, then what a layer takes two of
+# behind the samples: channels, then what a layer takes two of
+SIZES = {nn.BatchNorm1d: (3, 5), nn.BatchNorm2d: (3, 5, 4), nn.BatchNorm3d: (3, 5, 4, 2)}
 INSTANCES = {nn.InstanceNorm1d: (3, 5), nn.InstanceNorm2d: (3, 5, 4), nn.InstanceNorm3d: (3, 5, 4, 2)}
 OPTIONS: dict[str, dict[str, bool | float]] = {
-    "plain": {}, "without weights": {"affine": False}, "of each batch": {"track_running_stats": False}, "slow": {"momentum": 0.9, "eps": 1e-2},
+    "plain": {},
+    "without weights": {"affine": False},
+    "of each batch": {"track_running_stats": False},
+    "slow": {"momentum": 0.9, "eps": 1e-2},
 }
 
 
@@ -58,7 +62,10 @@ def test_running_statistics_of_instance_norms_are_those_of_torch(kind: type[nn.I
     inputs = {"input": torch.randn(4, *INSTANCES[kind], dtype=torch.float64) + 1}
     gm = run(export_graph(model, (), inputs, {"input": {0: B}}), NORMALIZE)
     check_values(gm)
-    assert [about["target"] for about in gm.meta["outputs"] if about["kind"] == "mutation"] == ["running_mean", "running_var"]
+    assert [about["target"] for about in gm.meta["outputs"] if about["kind"] == "mutation"] == [
+        "running_mean",
+        "running_var",
+    ]
     assert_same(gm, model, inputs, 1e-9)
 
 
@@ -74,25 +81,39 @@ class Domains(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.batch_norm(self.first(x), self.means[1], self.variances[1], training=self.training, momentum=0.3)
         one_row = y.reshape(1, -1, 1).expand(-1, -1, 2) * torch.arange(2)
-        return y + F.batch_norm(one_row, self.means[0].repeat(x.shape[0]), self.variances[0].repeat(x.shape[0]), training=True).sum(-1).view(x.shape) + self.means.sum()
+        return (
+            y
+            + F.batch_norm(
+                one_row, self.means[0].repeat(x.shape[0]), self.variances[0].repeat(x.shape[0]), training=True
+            )
+            .sum(-1)
+            .view(x.shape)
+            + self.means.sum()
+        )
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_running_statistics_need_not_be_buffers_of_their_own(training: bool) -> None:
-    """Views of one are written back to it, what was made in forward is not kept: as norms of several domains and adaptive instance norms have them."""
+    """Views of one are written back to it, what was made in forward is not kept: as norms of several domains and
+    adaptive instance norms have them."""
     torch.manual_seed(0)
     model = Domains().double().train(training)
     inputs = {"x": torch.randn(4, 3, dtype=torch.float64)}
     gm = run(export_graph(model, (), inputs, {"x": {0: B}}), NORMALIZE)
     check_values(gm)
-    assert [about["target"] for about in gm.meta["outputs"] if about["kind"] == "mutation"] == ["means", "variances"] * training
+    assert [about["target"] for about in gm.meta["outputs"] if about["kind"] == "mutation"] == [
+        "means",
+        "variances",
+    ] * training
     assert_same(gm, model, inputs, 1e-9)
 
 
 def test_two_norms_with_one_part_of_a_buffer_are_refused() -> None:
     class Twice(Domains):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return sum(F.batch_norm(y, self.means[1], self.variances[1], training=self.training) for y in (x, self.first(x)))
+            return sum(
+                F.batch_norm(y, self.means[1], self.variances[1], training=self.training) for y in (x, self.first(x))
+            )
 
     with pytest.raises(ValueError, match=r"second norm whose running statistics are this part of a buffer \(select"):
         run(export_graph(Twice(), (), {"x": torch.randn(4, 3)}, {"x": {0: B}}), NORMALIZE)
@@ -109,5 +130,9 @@ def test_what_is_far_from_its_mean_has_a_variance_in_float16() -> None:
     model = nn.BatchNorm1d(3)
     inputs = {"input": (torch.randn(64, 3) * 1000).half()}
     gm = run(export_graph(model.half(), (), inputs, {"input": {0: B}}), NORMALIZE)
-    found = next(value for value, about in zip(run_graph(gm, model, inputs), gm.meta["outputs"], strict=True) if about["kind"] == "output")
+    found = next(
+        value
+        for value, about in zip(run_graph(gm, model, inputs), gm.meta["outputs"], strict=True)
+        if about["kind"] == "output"
+    )
     torch.testing.assert_close(found.float(), nn.BatchNorm1d(3)(inputs["input"].float()), rtol=4e-3, atol=4e-3)

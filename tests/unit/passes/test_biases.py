@@ -17,7 +17,12 @@ aten = torch.ops.aten
 
 @pytest.mark.parametrize("name", MATMULS)
 def test_matmuls_lose_bias_before_they_are_looked_at(name):
-    gm = normalized(MATMULS[name], data(4, 5, 6), dims={"x": {0: B, 1: S}} if name != "baddbmm" else None, passes=NORMALIZE[:NORMALIZE.index(biases)])
+    gm = normalized(
+        MATMULS[name],
+        data(4, 5, 6),
+        dims={"x": {0: B, 1: S}} if name != "baddbmm" else None,
+        passes=NORMALIZE[: NORMALIZE.index(biases)],
+    )
     assert not [node for node in gm.graph.nodes if node.target is aten.linear.default and len(node.args) > 2]
 
 

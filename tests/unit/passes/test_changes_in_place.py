@@ -89,10 +89,25 @@ def test_what_is_written_to_a_given_tensor_is_its_new_value():
     assert not [name for name in targets(gm) if "out" in name]
 
 
-@pytest.mark.parametrize("change", [
-    lambda x, y: x.pow_(2), lambda x, y: x.pow_(y), lambda x, y: x.float_power_(2), lambda x, y: x.floor_divide_(y), lambda x, y: x.ldexp_(y), lambda x, y: x.mul_(2), lambda x, y: x.__ipow__(2)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, y: x.pow_(2),
+        lambda x, y: x.pow_(y),
+        lambda x, y: x.float_power_(2),
+        lambda x, y: x.floor_divide_(y),
+        lambda x, y: x.ldexp_(y),
+        lambda x, y: x.mul_(2),
+        lambda x, y: x.__ipow__(2),
+    ],
+)
 def test_what_changes_in_place_has_its_twin_by_what_it_takes(change):
-    gm = normalized(lambda m, x, y: change((x @ m.w).detach().abs() + 1, y.abs() + 1) * (x @ m.w), data(4, 6), data(4, 6), dims={"x": {0: B}, "y": {0: B}})
+    gm = normalized(
+        lambda m, x, y: change((x @ m.w).detach().abs() + 1, y.abs() + 1) * (x @ m.w),
+        data(4, 6),
+        data(4, 6),
+        dims={"x": {0: B}, "y": {0: B}},
+    )
     assert not [name for name in targets(gm) if name.split(".")[1].endswith("_")]
 
 

@@ -64,14 +64,17 @@ def test_products_of_pairs(equation):
     assert [node.args[0] for node in edit.calls(normalized(made(equation)), aten.einsum.default)] == CASES[equation]
 
 
-@pytest.mark.parametrize(("equation", "sizes"), [
-    ("...td,dr,...re->...te", [(4, 3, 5, 6), (6, 2), (3, 2, 7)]),  # one has fewer of the dims that are not named
-    ("...t,...t,t->t", [(4, 3, 5), (3, 5), (5,)]),  # which are summed here
-    ("...t,td->td", [(4, 3, 5), (5, 6)]),
-    ("btd,bde,bed->bte", [(4, 1, 6), (1, 6, 7), (4, 7, 1)]),
-    ("bd,bd->b", [(4, 1), (4, 6)]),
-    ("b...,d...->...bd", [(4, 1, 3), (5, 2, 1)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("equation", "sizes"),
+    [
+        ("...td,dr,...re->...te", [(4, 3, 5, 6), (6, 2), (3, 2, 7)]),  # one has fewer of the dims that are not named
+        ("...t,...t,t->t", [(4, 3, 5), (3, 5), (5,)]),  # which are summed here
+        ("...t,td->td", [(4, 3, 5), (5, 6)]),
+        ("btd,bde,bed->bte", [(4, 1, 6), (1, 6, 7), (4, 7, 1)]),
+        ("bd,bd->b", [(4, 1), (4, 6)]),
+        ("b...,d...->...bd", [(4, 1, 3), (5, 2, 1)]),
+    ],
+)
 def test_broadcast_dims(equation, sizes):
     normalized(made(equation, *sizes))
 

@@ -44,14 +44,21 @@ def test_a_loop_over_experts_is_one_op_on_tokens_that_stay_apart(loop, expert):
     assert not {"aten.where.default", "aten.nonzero.default", "aten.index.Tensor"} & set(targets(gm))
 
 
-def looped(number=int, gates=lambda gates, token, rank: gates[token, rank, None], chosen=lambda chosen: chosen, into=lambda out, token, rows: out.index_add(0, token, rows)):
+def looped(
+    number=int,
+    gates=lambda gates, token, rank: gates[token, rank, None],
+    chosen=lambda chosen: chosen,
+    into=lambda out, token, rows: out.index_add(0, token, rows),
+):
     """A loop that is not quite one over experts, by what is different."""
+
     def loop(hidden, weights, choice, experts):
         out, choice = torch.zeros_like(hidden), chosen(choice)
         for at, expert in enumerate(experts):
             token, rank = torch.where(choice == number(at))
             out = into(out, token, gates(weights, token, rank) * expert(hidden[token]))
         return out
+
     return loop
 
 
@@ -70,8 +77,14 @@ def others(hidden, gates, chosen, experts):
     return out
 
 
-def over(gate=lambda gates, here, number: (gates * here).sum(-1), chosen=lambda chosen: chosen, into=lambda out, mask, rows: out.index_put((mask,), out[mask] + rows), start=torch.zeros_like):
+def over(
+    gate=lambda gates, here, number: (gates * here).sum(-1),
+    chosen=lambda chosen: chosen,
+    into=lambda out, mask, rows: out.index_put((mask,), out[mask] + rows),
+    start=torch.zeros_like,
+):
     """A loop by masks of tokens that is not quite one over experts, by what is different."""
+
     def loop(hidden, gates, choice, experts):
         out, choice = start(hidden), chosen(choice)
         for number, expert in enumerate(experts):
@@ -79,6 +92,7 @@ def over(gate=lambda gates, here, number: (gates * here).sum(-1), chosen=lambda 
             mask = here.any(-1)
             out = into(out, mask, expert(hidden[mask]) * gate(gates, here, number)[mask].unsqueeze(-1))
         return out
+
     return loop
 
 
@@ -95,11 +109,13 @@ def of_another(gates, here, number):
 
 def best_written(start):
     """One expert for each token, rows written into something."""
+
     def loop(hidden, gates, chosen, experts):
         out, first = start(hidden), chosen[:, 0]
         for number, expert in enumerate(experts):
             out = written(out, first == number, expert(hidden[first == number]))
         return out
+
     return loop
 
 
@@ -107,7 +123,7 @@ def unequal_ranks(hidden, gates, chosen, experts):
     """The last expert is called by first choices only."""
     out = torch.zeros_like(hidden)
     for rank in range(TOP):
-        for number, expert in enumerate(experts[:EXPERTS - rank]):
+        for number, expert in enumerate(experts[: EXPERTS - rank]):
             mask = chosen[:, rank] == number
             out[mask] += gates[mask, rank].unsqueeze(-1) * expert(hidden[mask])
     return out
@@ -154,11 +170,14 @@ OTHERS = {
 @pytest.mark.parametrize("twist", OTHERS)
 def test_anything_else_stays(twist):
     gm, _ = normalized(Looped(*OTHERS[twist]))
-    # what writes rows back to the places of its own mask is computed for all rows (passes.written_back): a choice by the mask
+    # what writes rows back to the places of its own mask is computed for all rows (passes.written_back): a choice by
+    # the mask
     assert not layers(gm) and {"aten.where.default", "aten.where.self", "aten.index_put.default"} & set(targets(gm))
 
 
-@pytest.mark.parametrize("loop", [over(), best_written(torch.zeros_like), unequal_ranks], ids=["masks", "written", "unequal ranks"])
+@pytest.mark.parametrize(
+    "loop", [over(), best_written(torch.zeros_like), unequal_ranks], ids=["masks", "written", "unequal ranks"]
+)
 def test_what_is_one_after_all(loop):
     """What the cases above are varied from; numbers that no expert of a rank has add nothing."""
     model = Looped(loop)
@@ -174,7 +193,9 @@ class Sliced(nn.Module):
         super().__init__()
         self.gate, self.linear = nn.Linear(HIDDEN, EXPERTS, bias=False), linear
         sizes = ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
-        self.first, self.second = (nn.Parameter(torch.randn(EXPERTS, *(size if linear else size[::-1]))) for size in sizes)
+        self.first, self.second = (
+            nn.Parameter(torch.randn(EXPERTS, *(size if linear else size[::-1]))) for size in sizes
+        )
 
     def forward(self, x):
         hidden = x.view(-1, HIDDEN)

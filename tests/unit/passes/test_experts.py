@@ -15,26 +15,38 @@ E, D, WIDTH, K = 4, 6, 3, 2
 
 GATES = {
     "": (lambda x: F.silu(x[:, :WIDTH]) * x[:, WIDTH:], "halves(lambda first, second: F.silu(first) * second)"),
-    "gelu": (lambda x: F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1], "halves(lambda first, second: F.gelu(first, approximate='tanh') * second)"),
+    "gelu": (
+        lambda x: F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1],
+        "halves(lambda first, second: F.gelu(first, approximate='tanh') * second)",
+    ),
     "swapped": (lambda x: F.silu(x[:, WIDTH:]) * x[:, :WIDTH], "halves(lambda first, second: F.silu(second) * first)"),
     "all columns": (lambda x: F.relu(x), "lambda x: F.relu(x)"),
-    "one minus": (lambda x: 1 - x[:, ::2] * x[:, 1::2], "pairs(lambda even, odd: torch.ops.aten.rsub.Scalar(even * odd, 1))"),
-    "clamped": (lambda x: (lambda gate: (x[:, 1::2].clamp(-1, 1) + 1) * (gate * torch.sigmoid(gate * 1.7)))(x[:, ::2].clamp(max=0.5)),
-                "pairs(lambda even, odd: (torch.clamp(odd, -1, 1) + 1) * ((y0 := torch.clamp(even, None, 0.5)) * torch.sigmoid(y0 * 1.7)))"),
+    "one minus": (
+        lambda x: 1 - x[:, ::2] * x[:, 1::2],
+        "pairs(lambda even, odd: torch.ops.aten.rsub.Scalar(even * odd, 1))",
+    ),
+    "clamped": (
+        lambda x: (lambda gate: (x[:, 1::2].clamp(-1, 1) + 1) * (gate * torch.sigmoid(gate * 1.7)))(
+            x[:, ::2].clamp(max=0.5)
+        ),
+        "pairs(lambda even, odd: (torch.clamp(odd, -1, 1) + 1) * ((y0 := torch.clamp(even, None, 0.5)) * "
+        "torch.sigmoid(y0 * 1.7)))",
+    ),
 }
 """What is between the layers, and how it is written."""
 
 OTHERS = {
     "normed": lambda x: F.layer_norm(x[:, :WIDTH], [WIDTH]) * x[:, WIDTH:],  # not column by column
     "mixed": lambda x: x[:, ::2] * x[:, :WIDTH],
-    "part": lambda x: x[:, 1:1 + WIDTH] * x[:, :WIDTH],
+    "part": lambda x: x[:, 1 : 1 + WIDTH] * x[:, :WIDTH],
     "dropped": lambda x: F.dropout(x[:, :WIDTH], 0.5) * x[:, WIDTH:],
 }
 """What cannot be cut by columns, or draws random numbers."""
 
 
 class Experts(nn.Module):
-    """Routed, sorted, through two grouped matmuls, and back, as Hugging Face writes it; `twist` names what is different."""
+    """Routed, sorted, through two grouped matmuls, and back, as Hugging Face writes it; `twist` names what is
+    different."""
 
     def __init__(self, twist: str, biased: bool = False) -> None:
         super().__init__()
@@ -91,7 +103,10 @@ def test_a_layer_of_experts_is_one_op_on_tokens_that_stay_apart(twist, biased):
     assert sum(node.target is ops.bag for node in gm.graph.nodes) == biased
 
 
-@pytest.mark.parametrize(("twist", "biased"), [(twist, False) for twist in (*OTHERS, "sorted down", "other ends", "not back")] + [("other bias", True)])
+@pytest.mark.parametrize(
+    ("twist", "biased"),
+    [(twist, False) for twist in (*OTHERS, "sorted down", "other ends", "not back")] + [("other bias", True)],
+)
 def test_anything_else_stays(twist, biased):
     gm, _, _ = normalized(twist, biased)
     assert not any(node.target is ops.experts for node in gm.graph.nodes)
@@ -136,15 +151,37 @@ def ungated(hidden, rows, order, gates):
 
 
 SORTED = {
-    "scattered": ({}, False), "added": ({"sum": added}, False), "put": ({"sum": put}, False), "unsorted": ({"sum": unsorted}, False), "ungated": ({"sum": ungated}, False),
-    "sorted back": ({"sum": sorted_back}, False), "histogram": ({"counts": histogram}, False), "sorted": ({"order": lambda flat: flat.sort(stable=True)[1]}, False),
+    "scattered": ({}, False),
+    "added": ({"sum": added}, False),
+    "put": ({"sum": put}, False),
+    "unsorted": ({"sum": unsorted}, False),
+    "ungated": ({"sum": ungated}, False),
+    "sorted back": ({"sum": sorted_back}, False),
+    "histogram": ({"counts": histogram}, False),
+    "sorted": ({"order": lambda flat: flat.sort(stable=True)[1]}, False),
     "added to tokens": ({"sum": lambda hidden, rows, order, gates: hidden.index_add(0, order // K, rows)}, True),
-    "another order's gates": ({"sum": lambda hidden, rows, order, gates: ungated(hidden, rows * gates.reshape(-1)[order.flip(0)].unsqueeze(-1), order, gates)}, True),
+    "another order's gates": (
+        {
+            "sum": lambda hidden, rows, order, gates: ungated(
+                hidden, rows * gates.reshape(-1)[order.flip(0)].unsqueeze(-1), order, gates
+            )
+        },
+        True,
+    ),
     "another token": ({"sum": lambda hidden, rows, order, gates: ungated(hidden, rows, order.flip(0), gates)}, True),
-    "marks of others": ({"counts": lambda scores, chosen, numbers: marks(scores, scores.topk(K, largest=False)[1], numbers)}, True),
+    "marks of others": (
+        {"counts": lambda scores, chosen, numbers: marks(scores, scores.topk(K, largest=False)[1], numbers)},
+        True,
+    ),
     "choices that may be the same": ({"choose": lambda chosen: chosen // 2}, True),
     "sorted down": ({"order": lambda flat: flat.argsort(descending=True)}, True),
-    "gates in front": ({"take": lambda hidden, order, gates: hidden[order // K] * gates.reshape(-1)[order].unsqueeze(-1), "sum": ungated}, True),
+    "gates in front": (
+        {
+            "take": lambda hidden, order, gates: hidden[order // K] * gates.reshape(-1)[order].unsqueeze(-1),
+            "sum": ungated,
+        },
+        True,
+    ),
     "not back": ({"sum": lambda hidden, rows, order, gates: (rows * gates.reshape(-1, 1)).view(-1, K, D).sum(1)}, True),
 }
 """Layers as torchtitan writes them, and others: what is different, and whether that is no layer any more."""
@@ -155,10 +192,17 @@ class Sorted(nn.Module):
 
     def __init__(self, twist):
         super().__init__()
-        self.twist = {"counts": marks, "sum": scattered, "order": lambda flat: flat.argsort(stable=True), "take": lambda hidden, order, gates: hidden[order // K],
-                      "choose": lambda chosen: chosen} | twist
+        self.twist = {
+            "counts": marks,
+            "sum": scattered,
+            "order": lambda flat: flat.argsort(stable=True),
+            "take": lambda hidden, order, gates: hidden[order // K],
+            "choose": lambda chosen: chosen,
+        } | twist
         self.gate = nn.Linear(D, E, bias=False, dtype=torch.float64)
-        self.w1, self.w3, self.w2 = (nn.Parameter(torch.randn(E, *size, dtype=torch.float64)) for size in ((WIDTH, D), (WIDTH, D), (D, WIDTH)))
+        self.w1, self.w3, self.w2 = (
+            nn.Parameter(torch.randn(E, *size, dtype=torch.float64)) for size in ((WIDTH, D), (WIDTH, D), (D, WIDTH))
+        )
 
     def forward(self, x):
         twist, scores = self.twist, self.gate(x).softmax(-1)
@@ -190,7 +234,8 @@ def test_rows_that_are_added_to_their_tokens(case):
 
 
 class Biased(Sorted):
-    """With biases repeated for the rows of each expert, one more for rows behind the last, and every other column a gate."""
+    """With biases repeated for the rows of each expert, one more for rows behind the last, and every other column a
+    gate."""
 
     def __init__(self, slack, counted=True):
         super().__init__({})
@@ -200,16 +245,26 @@ class Biased(Sorted):
 
     def repeated(self, bias, counts, count):
         if self.slack:
-            bias, counts = torch.cat([bias, bias.new_zeros(1, bias.shape[-1])]), torch.cat([counts, (count - counts.sum()).unsqueeze(0)])
+            bias, counts = (
+                torch.cat([bias, bias.new_zeros(1, bias.shape[-1])]),
+                torch.cat([counts, (count - counts.sum()).unsqueeze(0)]),
+            )
         return bias.repeat_interleave(counts if self.counted else counts.flip(0), dim=0, output_size=count)
 
     def forward(self, x):
         scores = self.gate(x).softmax(-1)
         gates, chosen = scores.topk(K, dim=-1)
         counts = marks(scores, chosen, E)
-        ends, hidden, gates, order = counts.cumsum(0, dtype=torch.int32), x.view(-1, D), gates.view(-1, K), chosen.view(-1, K).view(-1).argsort(stable=True)
+        ends, hidden, gates, order = (
+            counts.cumsum(0, dtype=torch.int32),
+            x.view(-1, D),
+            gates.view(-1, K),
+            chosen.view(-1, K).view(-1).argsort(stable=True),
+        )
         matmul = torch.ops.transformers.grouped_mm_fallback
-        inner = matmul(hidden[order // K], self.w1.transpose(-2, -1), ends) + self.repeated(self.b1, counts, order.shape[0])
+        inner = matmul(hidden[order // K], self.w1.transpose(-2, -1), ends) + self.repeated(
+            self.b1, counts, order.shape[0]
+        )
         even, odd = inner[..., ::2].clamp(max=1.0), inner[..., 1::2].clamp(-1.0, 1.0)
         inner = torch.addcmul(even * torch.sigmoid(even), even, odd)
         rows = matmul(inner, self.w2.transpose(-2, -1), ends) + self.repeated(self.b2, counts, order.shape[0])

@@ -14,6 +14,7 @@ from tests.helpers.export import B, S, assert_same, check_values, export_graph
 N, D, TOKEN = 3, 4, 7
 aten = torch.ops.aten
 
+
 def _written(x, marks, rows):
     x[marks] = rows
     return x
@@ -42,7 +43,11 @@ class Filled(nn.Module):
 
     def __init__(self, form: str) -> None:
         super().__init__()
-        self.form, self.table, self.map = form, nn.Embedding(9, D, dtype=torch.float64), nn.Linear(2, D, dtype=torch.float64)
+        self.form, self.table, self.map = (
+            form,
+            nn.Embedding(9, D, dtype=torch.float64),
+            nn.Linear(2, D, dtype=torch.float64),
+        )
 
     def forward(self, ids, features):
         return ({**FORMS, **OTHERS}[self.form](self.table(ids), ids == TOKEN, self.map(features))).square().sum()
@@ -51,7 +56,7 @@ class Filled(nn.Module):
 def normalized(form):
     torch.manual_seed(0)
     model, ids = Filled(form), torch.zeros(4, 8, dtype=torch.long)
-    ids[:, 1:1 + N] = TOKEN
+    ids[:, 1 : 1 + N] = TOKEN
     inputs = {"ids": ids, "features": torch.randn(4, N, 2, dtype=torch.float64)}
     gm = run(export_graph(model, (), inputs, {"ids": {0: B, 1: S}, "features": {0: B}}), NORMALIZE)
     check_values(gm)
@@ -63,7 +68,9 @@ def test_rows_of_features_are_one_op_on_samples_that_stay_apart(form):
     gm, model, inputs = normalized(form)
     assert_same(gm, model, inputs, 1e-10)
     (fill,) = [node for node in gm.graph.nodes if node.target is ops.fill_rows]
-    assert [tuple(n.meta["val"].shape[1:]) for n in fill.args][2] == (N, D) and not gm.graph.find_nodes(op="call_function", target=aten.reshape.default)
+    assert [tuple(n.meta["val"].shape[1:]) for n in fill.args][2] == (N, D) and not gm.graph.find_nodes(
+        op="call_function", target=aten.reshape.default
+    )
 
 
 @pytest.mark.parametrize("form", OTHERS)
@@ -75,7 +82,8 @@ def test_anything_else_stays(form):
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(0, 2**16))
 def test_places_are_filled_in_order_and_must_be_as_many(counts, seed):
-    """Samples that differ in their places are no error for who has them all: the features are taken one after the other."""
+    """Samples that differ in their places are no error for who has them all: the features are taken one after the
+    other."""
     generator = torch.Generator().manual_seed(seed)
     places = torch.stack([torch.randperm(5, generator=generator) < count for count in counts])
     x, total = torch.zeros(len(counts), 5, 2), sum(counts)

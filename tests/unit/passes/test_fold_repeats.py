@@ -104,7 +104,11 @@ def test_a_weight_that_all_blocks_share_is_invariant():
         layer.up.weight = model.layers[0].up.weight
     gm = folded(model)
     (call,) = calls(gm)
-    assert [n.meta["fqn"] for n in body_of(call).graph.nodes if "fqns" in n.meta] == ["up.bias", "down.weight", "down.bias"]
+    assert [n.meta["fqn"] for n in body_of(call).graph.nodes if "fqns" in n.meta] == [
+        "up.bias",
+        "down.weight",
+        "down.bias",
+    ]
     assert_same(gm, model, {"x": torch.randn(3, 4)}, 1e-6)
 
 
@@ -136,7 +140,9 @@ def test_new_values_of_buffers_leave_the_body_per_instance():
     names = ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var", "seen"]
     assert sorted(entry["target"] for entry in body.meta["outputs"] if entry["kind"] == "mutation") == names
     assert sorted(map(tuple, targets(body))) == [tuple(f"layers.{i}.{name}" for i in range(1, 5)) for name in names]
-    assert sorted(e["target"] for e in gm.meta["outputs"] if e["kind"] == "mutation") == [f"layers.0.{name}" for name in names]
+    assert sorted(e["target"] for e in gm.meta["outputs"] if e["kind"] == "mutation") == [
+        f"layers.0.{name}" for name in names
+    ]
     x = torch.randn(5, 4)
     weights = {name: t.detach().clone() for name, t in model.state_dict().items()}
     runner = Interpret(gm, weights)
@@ -152,7 +158,9 @@ def test_a_buffer_that_all_blocks_change_is_not_folded_away():
     shared = torch.zeros(4)
     model = counting([Counts(shared) for _ in range(4)])
     gm = folded(model)
-    weights = {name: t.detach().clone() for name, t in model.named_buffers(remove_duplicate=False)} | dict(model.named_parameters())
+    weights = {name: t.detach().clone() for name, t in model.named_buffers(remove_duplicate=False)} | dict(
+        model.named_parameters()
+    )
     x = torch.randn(5, 4)
     runner = Interpret(gm, weights)
     out = runner.run_named({"x": x})[0]

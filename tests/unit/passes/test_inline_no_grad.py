@@ -13,18 +13,32 @@ from passes import NORMALIZE
 from tests.helpers.small_graphs import Fn, data, normalized
 
 ITSELF: dict[str, Callable[[Tensor], Tensor]] = {
-    "to its dtype": lambda h: h.to(torch.float64), "type_as": lambda h: h.type_as(h), "double": lambda h: h.double(), "contiguous": lambda h: h.contiguous(),
-    "dropout": lambda h: F.dropout(h, 0.0), "twice": lambda h: h.double().contiguous(),
-    "two dims": torch.atleast_2d, "real part": torch.real, "conjugate": torch.conj_physical, "resolved": torch.resolve_conj, "one dim of one": lambda h: h.flatten(0, 0),
+    "to its dtype": lambda h: h.to(torch.float64),
+    "type_as": lambda h: h.type_as(h),
+    "double": lambda h: h.double(),
+    "contiguous": lambda h: h.contiguous(),
+    "dropout": lambda h: F.dropout(h, 0.0),
+    "twice": lambda h: h.double().contiguous(),
+    "two dims": torch.atleast_2d,
+    "real part": torch.real,
+    "conjugate": torch.conj_physical,
+    "resolved": torch.resolve_conj,
+    "one dim of one": lambda h: h.flatten(0, 0),
 }
 OTHER: dict[str, Callable[[Tensor], Tensor]] = {
-    "cast": lambda h: h.float(), "copy": lambda h: h.to(h.dtype, copy=True), "view": lambda h: h.view(-1, 6), "of columns": lambda h: h.t().contiguous().t(), "half": lambda h: h * 0.5,
+    "cast": lambda h: h.float(),
+    "copy": lambda h: h.to(h.dtype, copy=True),
+    "view": lambda h: h.view(-1, 6),
+    "of columns": lambda h: h.t().contiguous().t(),
+    "half": lambda h: h * 0.5,
 }
 
 
 @pytest.mark.parametrize("name", [*ITSELF, *OTHER])
 def test_a_tensor_that_is_looked_at_without_gradients_keeps_its_own(name: str) -> None:
-    """`logits.float()` of float32 logits gives `logits`: a region that counts right answers so took the gradient of all that comes behind it."""
+    """`logits.float()` of float32 logits gives `logits`: a region that counts right answers so took the gradient of all
+    that comes behind it."""
+
     def function(m: Fn, x: Tensor, y: None) -> Tensor:
         h = x @ m.w
         with torch.no_grad():
@@ -68,7 +82,9 @@ def _read_as_detached(m: Fn, h: Tensor) -> Tensor:
     return rows + view.square()
 
 
-@pytest.mark.parametrize("write", [_into_a_part, _into_a_turned_one, _into_all, _into_what_is_detached, _read_as_detached])
+@pytest.mark.parametrize(
+    "write", [_into_a_part, _into_a_turned_one, _into_all, _into_what_is_detached, _read_as_detached]
+)
 def test_what_is_written_without_gradients_has_none(write: Callable[[Fn, Tensor], Tensor]) -> None:
     def function(m: Fn, x: Tensor, y: None) -> Tensor:
         h = x @ m.w

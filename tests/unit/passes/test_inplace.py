@@ -85,21 +85,39 @@ def test_what_is_cast_is_a_copy_where_its_dtype_changes(function: Callable[[Fn, 
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "first": lambda v: v[0], "last of rows": lambda v: v[..., -1], "but one": lambda v: v[1:], "turned": lambda v: v.transpose(0, -1),
-    "in front": lambda v: v.unsqueeze(0), "line": lambda v: v.view(-1) if v.is_contiguous() else v, "as it is": lambda v: v.to(v.dtype),
-    "part": lambda v: v.narrow(-1, 1, v.shape[-1] - 1), "end": lambda v: v.narrow(0, -1, 1), "permuted": lambda v: v.permute(*reversed(range(v.dim()))), "moved": lambda v: v.movedim(0, -1),
-    "in two": lambda v: v.unflatten(-1, (-1, 1)), "no ones": lambda v: v.squeeze(), "flat": lambda v: v.flatten(), "reshaped": lambda v: v.reshape(-1, v.shape[0]), "packed": lambda v: v.contiguous(),
+    "first": lambda v: v[0],
+    "last of rows": lambda v: v[..., -1],
+    "but one": lambda v: v[1:],
+    "turned": lambda v: v.transpose(0, -1),
+    "in front": lambda v: v.unsqueeze(0),
+    "line": lambda v: v.view(-1) if v.is_contiguous() else v,
+    "as it is": lambda v: v.to(v.dtype),
+    "part": lambda v: v.narrow(-1, 1, v.shape[-1] - 1),
+    "end": lambda v: v.narrow(0, -1, 1),
+    "permuted": lambda v: v.permute(*reversed(range(v.dim()))),
+    "moved": lambda v: v.movedim(0, -1),
+    "in two": lambda v: v.unflatten(-1, (-1, 1)),
+    "no ones": lambda v: v.squeeze(),
+    "flat": lambda v: v.flatten(),
+    "reshaped": lambda v: v.reshape(-1, v.shape[0]),
+    "packed": lambda v: v.contiguous(),
     "swapped": lambda v: v.swapaxes(0, -1),
 }
 CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "mul_": lambda v, x: v.mul_(2), "add_": lambda v, x: v.add_(x.sum()), "clamp_": lambda v, x: v.clamp_(min=0.1), "fill": lambda v, x: v.fill_(0.5),
+    "mul_": lambda v, x: v.mul_(2),
+    "add_": lambda v, x: v.add_(x.sum()),
+    "clamp_": lambda v, x: v.clamp_(min=0.1),
+    "fill": lambda v, x: v.fill_(0.5),
     "both": lambda v, x: v.sub_(1).div_(3),
 }
-STEPS = st.lists(st.tuples(st.sampled_from([*sorted(VIEWS), *sorted(CHANGES)]), st.integers(0, 3)), min_size=2, max_size=7)
+STEPS = st.lists(
+    st.tuples(st.sampled_from([*sorted(VIEWS), *sorted(CHANGES)]), st.integers(0, 3)), min_size=2, max_size=7
+)
 
 
 def _written(steps: list[tuple[str, int]], kept: int) -> Callable[[Fn, Tensor, None], Tensor]:
     """Each step sees or changes one of the newest views; the first tensor and one view are read behind the last."""
+
     def function(m: Fn, x: Tensor, y: None) -> Tensor:
         seen = [x @ m.w]
         for name, number in steps:
@@ -109,6 +127,7 @@ def _written(steps: list[tuple[str, int]], kept: int) -> Callable[[Fn, Tensor, N
             elif one.dim():
                 seen.append(VIEWS[name](one))
         return seen[0] * x + (seen[kept % len(seen)] * 2).sum() + m.w.sum()
+
     return function
 
 
@@ -125,6 +144,7 @@ def test_what_is_seen_after_any_writes_is_what_torch_has(steps: list[tuple[str, 
 @pytest.mark.parametrize("name", VIEWS)
 def test_every_view_is_written_back_and_no_copy_is(name: str) -> None:
     """Of rows and of columns: what is a view of the ones may be a copy of the others."""
+
     def function(m: Fn, x: Tensor, y: None) -> Tensor:
         h, g = x @ m.w, (x @ m.w).transpose(0, 1)
         for whole in (h, g):
@@ -144,12 +164,17 @@ def test_a_view_that_is_changed_twice_is_written_back_twice() -> None:
         return h * m.seen
 
     gm = normalized(function, data(4, 6))
-    assert targets(gm).count("aten.select_scatter.default") == 2 and targets(gm).count("aten.slice_scatter.default") == 4
+    assert (
+        targets(gm).count("aten.select_scatter.default") == 2 and targets(gm).count("aten.slice_scatter.default") == 4
+    )
 
 
 DROPS_NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
-    "all kept": lambda h: F.dropout(h, 0.0), "evaluated": lambda h: F.dropout(h, 0.5, training=False), "features": lambda h: F.dropout1d(h, 0.5, training=False),
-    "alpha": lambda h: F.alpha_dropout(h, 0.5, training=False), "alpha of features": lambda h: F.feature_alpha_dropout(h, 0.5, training=False),
+    "all kept": lambda h: F.dropout(h, 0.0),
+    "evaluated": lambda h: F.dropout(h, 0.5, training=False),
+    "features": lambda h: F.dropout1d(h, 0.5, training=False),
+    "alpha": lambda h: F.alpha_dropout(h, 0.5, training=False),
+    "alpha of features": lambda h: F.feature_alpha_dropout(h, 0.5, training=False),
 }
 
 
@@ -164,8 +189,11 @@ def test_what_a_dropout_gives_that_drops_nothing_is_what_it_got(name: str) -> No
 
 
 UNSAID: dict[str, Callable[[Tensor], Tensor]] = {
-    "three dims": torch.atleast_3d, "einsum": lambda h: torch.einsum("ij->ji", h), "grid": lambda h: torch.meshgrid(h[0], h[1], indexing="ij")[0][:, 0],
-    "chunk": lambda h: torch.unsafe_chunk(h, 2)[0], "product": lambda h: torch.cartesian_prod(h[0]),
+    "three dims": torch.atleast_3d,
+    "einsum": lambda h: torch.einsum("ij->ji", h),
+    "grid": lambda h: torch.meshgrid(h[0], h[1], indexing="ij")[0][:, 0],
+    "chunk": lambda h: torch.unsafe_chunk(h, 2)[0],
+    "product": lambda h: torch.cartesian_prod(h[0]),
 }
 
 

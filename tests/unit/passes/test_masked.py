@@ -1,4 +1,5 @@
-"""Sums, means and losses over the rows that a mask picks, and such rows that go back to their places: all rows are computed, with the values and the gradients of the picked ones."""
+"""Sums, means and losses over the rows that a mask picks, and such rows that go back to their places: all rows are
+computed, with the values and the gradients of the picked ones."""
 
 from __future__ import annotations
 
@@ -42,17 +43,24 @@ def _written_back(net: Picks, h: Tensor, y: Tensor, m: Tensor) -> object:
     h[h > 0] *= 2
     h[m] = net.norm(F.gelu(net.linear(h[m]))) + h[m].exp()
     rows, low = m.nonzero(as_tuple=True), h < 1
-    return h.cos().index_put(rows, h.sin()[rows].exp(), accumulate=True), h.masked_scatter(low, torch.masked_select(h, low).tanh() * 3)
+    return h.cos().index_put(rows, h.sin()[rows].exp(), accumulate=True), h.masked_scatter(
+        low, torch.masked_select(h, low).tanh() * 3
+    )
 
 
 LOSSES: dict[str, Callable[..., object]] = {
     "classes": lambda net, h, y, m: F.cross_entropy(h[m], y[m]),
     "sum over classes": lambda net, h, y, m: F.cross_entropy(h[m], y[m], reduction="sum", ignore_index=2),
-    "weights of classes": lambda net, h, y, m: F.cross_entropy(h[m], y[m], net.norm.weight.detach() + y.new_tensor(range(D))),
+    "weights of classes": lambda net, h, y, m: F.cross_entropy(
+        h[m], y[m], net.norm.weight.detach() + y.new_tensor(range(D))
+    ),
     "likelihoods": lambda net, h, y, m: F.nll_loss(F.log_softmax(h, -1)[m], y[m]),
     "squares": lambda net, h, y, m: F.mse_loss(h[m], h.detach().flip(-1)[m]),
     "squares of each": lambda net, h, y, m: ((h[m] - h.detach().cos()[m]) ** 2).mean(),
-    "elements": lambda net, h, y, m: (torch.masked_select(h.square().sum(-1), m).mean(), torch.masked_select(y, m).sum()),
+    "elements": lambda net, h, y, m: (
+        torch.masked_select(h.square().sum(-1), m).mean(),
+        torch.masked_select(y, m).sum(),
+    ),
     "columns": lambda net, h, y, m: (h[m].mean(0), h[m].sum(0), h[m].sum(-1).mean()),
     "a head of picked rows": _head_of_some,
     "a mask computed twice": lambda net, h, y, m: F.cross_entropy(h[(y > 1) & m], y[(y > 1) & m]),
@@ -64,21 +72,30 @@ LOSSES: dict[str, Callable[..., object]] = {
 
 
 def graph(loss: str, wide: bool):
-    """The graph of a loss in which no size depends on what tensors hold, compared with its model; and which operators it has."""
+    """The graph of a loss in which no size depends on what tensors hold, compared with its model; and which operators
+    it has."""
     torch.manual_seed(0)
     lead, net = (4, 3) if wide else (6,), Picks(LOSSES[loss])
     given = {"x": torch.randn(*lead, D, dtype=torch.float64), "y": torch.randint(D, lead), "m": torch.rand(lead) < 0.6}
     dims = {name: {0: B, 1: S} if wide else {0: B} for name in given}
     gm = run(export_graph(net, (), given, dims), NORMALIZE)
     check_values(gm)
-    assert not [node for node in edit.calls(gm) for held in facts.tensors(node) if free_unbacked_symbols(list(held.shape))]
+    assert not [
+        node for node in edit.calls(gm) for held in facts.tensors(node) if free_unbacked_symbols(list(held.shape))
+    ]
     assert_same(gm, net, given)
     return gm, net, given
 
 
-@pytest.mark.parametrize(("loss", "wide"), [
-    *((loss, False) for loss in LOSSES), ("classes", True), ("columns", True),
-    *(pytest.param(loss, True, marks=pytest.mark.slow) for loss in LOSSES if loss not in ("classes", "columns"))])
+@pytest.mark.parametrize(
+    ("loss", "wide"),
+    [
+        *((loss, False) for loss in LOSSES),
+        ("classes", True),
+        ("columns", True),
+        *(pytest.param(loss, True, marks=pytest.mark.slow) for loss in LOSSES if loss not in ("classes", "columns")),
+    ],
+)
 def test_of_picked_rows(loss: str, wide: bool) -> None:
     graph(loss, wide)
 
@@ -93,8 +110,21 @@ def test_what_is_not_picked_has_no_part_in_it() -> None:
     assert_same(gm, net, {**given, "x": given["x"].masked_fill(out[:, None], float("inf"))})
 
 
-@pytest.mark.parametrize("loss", [lambda net, h, y, m: h[m].square().log().mean(), lambda net, h, y, m: (h[m] / h.exp()[m]).sum(), lambda net, h, y, m: h[m].abs().sqrt().mean()])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda net, h, y, m: h[m].square().log().mean(),
+        lambda net, h, y, m: (h[m] / h.exp()[m]).sum(),
+        lambda net, h, y, m: h[m].abs().sqrt().mean(),
+    ],
+)
 def test_gradients_that_may_be_infinite_are_left_alone(loss: Callable[..., object]) -> None:
-    given = {"x": torch.randn(6, D, dtype=torch.float64), "y": torch.zeros(6, dtype=torch.long), "m": torch.rand(6) < 0.6}
+    given = {
+        "x": torch.randn(6, D, dtype=torch.float64),
+        "y": torch.zeros(6, dtype=torch.long),
+        "m": torch.rand(6) < 0.6,
+    }
     gm = run(export_graph(Picks(loss), (), given, {name: {0: B} for name in given}), NORMALIZE)
-    assert "aten.index.Tensor" in targets(gm) and [node for node in edit.calls(gm) for held in facts.tensors(node) if free_unbacked_symbols(list(held.shape))]
+    assert "aten.index.Tensor" in targets(gm) and [
+        node for node in edit.calls(gm) for held in facts.tensors(node) if free_unbacked_symbols(list(held.shape))
+    ]

@@ -14,8 +14,21 @@ SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "
 
 
 def gpt2():
-    return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=32, n_head=4, n_layer=3, vocab_size=61, use_cache=False, n_positions=32,
-                                            resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0))  # fmt: skip
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            n_embd=32,
+            n_head=4,
+            n_layer=3,
+            vocab_size=61,
+            use_cache=False,
+            n_positions=32,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
 
 
 def llama():
@@ -23,32 +36,59 @@ def llama():
 
 
 def phi3():
-    return hf.Phi3ForCausalLM(hf.Phi3Config(**SMALL, num_key_value_heads=2, num_hidden_layers=2, use_cache=False, pad_token_id=0,
-                                            bos_token_id=0, eos_token_id=0))  # fmt: skip
+    return hf.Phi3ForCausalLM(
+        hf.Phi3Config(
+            **SMALL,
+            num_key_value_heads=2,
+            num_hidden_layers=2,
+            use_cache=False,
+            pad_token_id=0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
 
 
 def bert():
-    return hf.BertForMaskedLM(hf.BertConfig(**SMALL, num_hidden_layers=2, hidden_dropout_prob=0, attention_probs_dropout_prob=0))
+    return hf.BertForMaskedLM(
+        hf.BertConfig(**SMALL, num_hidden_layers=2, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+    )
 
 
 def t5():
-    return hf.T5ForConditionalGeneration(hf.T5Config(d_model=32, d_ff=64, num_heads=4, d_kv=8, num_layers=3, vocab_size=61,
-                                                     use_cache=False, dropout_rate=0, decoder_start_token_id=0))  # fmt: skip
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(
+            d_model=32,
+            d_ff=64,
+            num_heads=4,
+            d_kv=8,
+            num_layers=3,
+            vocab_size=61,
+            use_cache=False,
+            dropout_rate=0,
+            decoder_start_token_id=0,
+        )
+    )
 
 
 def vit():
-    return hf.ViTForImageClassification(hf.ViTConfig(**{k: v for k, v in SMALL.items() if k != "vocab_size"}, num_hidden_layers=2,
-                                                     image_size=16, patch_size=8))  # fmt: skip
+    return hf.ViTForImageClassification(
+        hf.ViTConfig(
+            **{k: v for k, v in SMALL.items() if k != "vocab_size"}, num_hidden_layers=2, image_size=16, patch_size=8
+        )
+    )
 
 
 def resnet():
-    return hf.ResNetForImageClassification(hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2],
-                                                           layer_type="basic", num_labels=5))  # fmt: skip
+    return hf.ResNetForImageClassification(
+        hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic", num_labels=5)
+    )
 
 
 def mixtral():
-    return hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, num_key_value_heads=2, num_hidden_layers=2, num_local_experts=4,
-                                                  use_cache=False))  # fmt: skip
+    return hf.MixtralForCausalLM(
+        hf.MixtralConfig(**SMALL, num_key_value_heads=2, num_hidden_layers=2, num_local_experts=4, use_cache=False)
+    )
 
 
 FOLDS = {gpt2: [3], llama: [3], phi3: [2], bert: [2], t5: [2, 2], vit: [2], resnet: [2], mixtral: [2]}
@@ -74,7 +114,11 @@ def graph_of(build, *, train: bool = True):
     return export_graph(model, (), inputs, dims)
 
 
-@pytest.mark.parametrize("build", [pytest.param(build, marks=[pytest.mark.slow] * (build in (phi3, mixtral, t5))) for build in FOLDS], ids=lambda build: build.__name__)
+@pytest.mark.parametrize(
+    "build",
+    [pytest.param(build, marks=[pytest.mark.slow] * (build in (phi3, mixtral, t5))) for build in FOLDS],
+    ids=lambda build: build.__name__,
+)
 def test_model_is_unchanged_by_the_passes(build):
     gm = run(graph_of(build), NORMALIZE)
     check_values(gm)

@@ -51,7 +51,9 @@ OTHERS = {
     "another root": lambda m, x, y: x * (mean(x) + EPS) ** -0.25,
     "multiplied by the root": lambda m, x, y: x * torch.sqrt(mean(x) + EPS),
     "divided by one over it": lambda m, x, y: x / torch.rsqrt(mean(x) + EPS),
-    "a mean that broadcasts": lambda m, x, y: (lambda h: h * torch.rsqrt(mean(h, keep=False) + EPS))((x @ m.w[:, :5])[0]),
+    "a mean that broadcasts": lambda m, x, y: (lambda h: h * torch.rsqrt(mean(h, keep=False) + EPS))(
+        (x @ m.w[:, :5])[0]
+    ),
 }
 
 
@@ -64,7 +66,11 @@ def test_every_spelling_is_the_operator(name):
     gm = normalized(SPELLED[name], data(4, 5, 6))
     (norm,) = found(gm)
     assert norm.args[2:] == (None, EPS) and norm.meta["module"] is not None
-    assert not [node for node in gm.graph.nodes if node.target in (aten.rsqrt.default, aten.sqrt.default, aten.pow.Tensor_Scalar, aten.sum.dim_IntList)]
+    assert not [
+        node
+        for node in gm.graph.nodes
+        if node.target in (aten.rsqrt.default, aten.sqrt.default, aten.pow.Tensor_Scalar, aten.sum.dim_IntList)
+    ]
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -218,5 +224,7 @@ def test_on_a_cpu_it_keeps_what_its_plain_operators_keep(dtype, rows, weight):
         model[-1](given)
     weights = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
     assert (given.untyped_storage().data_ptr() in kept) is (0 in said.positions)
-    beside = sum(size for place, size in kept.items() if place not in weights and place != given.untyped_storage().data_ptr())
+    beside = sum(
+        size for place, size in kept.items() if place not in weights and place != given.untyped_storage().data_ptr()
+    )
     assert said.extra_bytes == beside and said.copies == ()

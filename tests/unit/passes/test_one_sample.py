@@ -18,28 +18,49 @@ def packed(x):
     count, length = x.shape[:2]
     places = torch.arange(length).unsqueeze(0).expand(count, -1)
     number = (torch.diff(places, dim=-1, prepend=places[:, :1] - 1) != 1).cumsum(-1)
-    samples, rows, columns = torch.arange(count)[:, None, None], torch.arange(length)[None, :, None], torch.arange(length)[None, None, :]
+    samples, rows, columns = (
+        torch.arange(count)[:, None, None],
+        torch.arange(length)[None, :, None],
+        torch.arange(length)[None, None, :],
+    )
     return (number[samples, rows] == number[samples, columns]) & (places[samples, columns] <= places[samples, rows])
 
 
 SAME = {
     "packed mask": packed,
-    "counted positions": lambda x: (torch.ones(x.shape[:2], dtype=torch.long).cumsum(1) - 1).unsqueeze(-1).expand(-1, -1, x.shape[1]),
+    "counted positions": lambda x: (
+        (torch.ones(x.shape[:2], dtype=torch.long).cumsum(1) - 1).unsqueeze(-1).expand(-1, -1, x.shape[1])
+    ),
     "sized by values": lambda x: x.new_ones(x.shape[0], x.shape[1], x.shape[1]).tril(),
-    "flat and back": lambda x: torch.ones(x.shape[0] * x.shape[1], dtype=torch.long).view(x.shape[0], x.shape[1], 1).expand(-1, -1, x.shape[1]),
+    "flat and back": lambda x: (
+        torch.ones(x.shape[0] * x.shape[1], dtype=torch.long).view(x.shape[0], x.shape[1], 1).expand(-1, -1, x.shape[1])
+    ),
 }
 OTHER = {
     "numbers of samples": lambda x: torch.arange(x.shape[0])[:, None, None].expand(-1, x.shape[1], x.shape[1]),
     "all but the first": lambda x: (torch.arange(x.shape[0]) > 0)[:, None, None].expand(-1, x.shape[1], x.shape[1]),
-    "a number of a tensor": lambda x: torch.ones(x.shape[0], x.shape[1], x.shape[1], dtype=x.dtype) * torch.arange(x.shape[1]).sum().item(),
-    "the size of the batch": lambda x: torch.full((x.shape[0], x.shape[1], x.shape[1]), 1.0, dtype=x.dtype) * x.shape[0],
+    "a number of a tensor": lambda x: (
+        torch.ones(x.shape[0], x.shape[1], x.shape[1], dtype=x.dtype) * torch.arange(x.shape[1]).sum().item()
+    ),
+    "the size of the batch": lambda x: (
+        torch.full((x.shape[0], x.shape[1], x.shape[1]), 1.0, dtype=x.dtype) * x.shape[0]
+    ),
 }
 PER_HEAD = {
     "zeros for each head": lambda q: torch.zeros(q.shape[0], q.shape[1], q.shape[1], dtype=q.dtype),
-    "slopes for each head": lambda q: (torch.arange(2 * 1.0).repeat(q.shape[0] // 2)[:, None, None] * torch.arange(q.shape[1])).to(q.dtype).expand(-1, q.shape[1], -1),
+    "slopes for each head": lambda q: (
+        (torch.arange(2 * 1.0).repeat(q.shape[0] // 2)[:, None, None] * torch.arange(q.shape[1]))
+        .to(q.dtype)
+        .expand(-1, q.shape[1], -1)
+    ),
 }
 PER_HEAD_OTHER = {
-    "samples inside": lambda q: torch.arange(2 * 1.0).repeat_interleave(q.shape[0] // 2)[:, None, None].to(q.dtype).expand(-1, q.shape[1], q.shape[1]),
+    "samples inside": lambda q: (
+        torch.arange(2 * 1.0)
+        .repeat_interleave(q.shape[0] // 2)[:, None, None]
+        .to(q.dtype)
+        .expand(-1, q.shape[1], q.shape[1])
+    ),
 }
 
 
@@ -115,7 +136,9 @@ def test_random_numbers_of_a_batch_are_drawn_like_a_tensor_of_its_sizes():
     model = Masked(lambda x: torch.rand(x.shape[0], 1, 1, dtype=x.dtype))
     gm = graph_of(model)
     drawn = [node for node in gm.graph.nodes if node.target in LIKE]
-    assert [facts.shape(node)[1:] for node in drawn] == [(1, 1)] and not [node for node in gm.graph.nodes if node.target in DRAWN]
+    assert [facts.shape(node)[1:] for node in drawn] == [(1, 1)] and not [
+        node for node in gm.graph.nodes if node.target in DRAWN
+    ]
     assert_same(gm, model, {"x": torch.randn(5, 7, 4, dtype=torch.float64)})
 
 
@@ -123,4 +146,6 @@ def test_values_lie_where_all_others_do():
     with torch.device("meta"):
         model = Masked(lambda x: SAME["counted positions"](x) * torch.arange(x.shape[1]))
         gm = run(export_graph(model, (torch.randn(3, 6, 4, dtype=torch.float64),), dims=({0: B, 1: S},)), NORMALIZE)
-    assert {value.device.type for node in gm.graph.nodes if node.op != "output" for value in facts.tensors(node)} == {"meta"}
+    assert {value.device.type for node in gm.graph.nodes if node.op != "output" for value in facts.tensors(node)} == {
+        "meta"
+    }

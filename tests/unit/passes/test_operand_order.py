@@ -51,7 +51,9 @@ CASES: list[tuple[Make, Tensor, tuple[int, ...], tuple[int, ...]]] = [
 
 
 @pytest.mark.parametrize(("make", "x", "weight", "copies"), CASES)
-def test_operands_in_another_order_are_kept_as_copies(make: Make, x: Tensor, weight: tuple[int, ...], copies: tuple[int, ...]) -> None:
+def test_operands_in_another_order_are_kept_as_copies(
+    make: Make, x: Tensor, weight: tuple[int, ...], copies: tuple[int, ...]
+) -> None:
     model = Product(make, torch.randn(weight), x)
     *_, product = (node for node in edit.calls(run(export_graph(model, (x,)), (*NORMALIZE, *ANNOTATE)), *ORDERED))
     assert product.meta["saved"].copies == copies

@@ -1,4 +1,5 @@
-"""Buffers keep their dtypes in mixed precision, with all that is computed of them alone or changes them; activations have the dtype of the computation."""
+"""Buffers keep their dtypes in mixed precision, with all that is computed of them alone or changes them; activations
+have the dtype of the computation."""
 
 from __future__ import annotations
 
@@ -64,15 +65,17 @@ class Tables(Small):
         self.register_buffer("weight", torch.randn(WIDTH, WIDTH))
 
     def use(self, h):
-        return F.linear(h + self.places[:h.shape[1]], self.weight) * self.scale
+        return F.linear(h + self.places[: h.shape[1]], self.weight) * self.scale
 
 
 class Complex(Small):
     def build(self):
-        self.register_buffer("turns", torch.polar(torch.ones(LONG, WIDTH // 2), torch.rand(LONG, WIDTH // 2)), persistent=False)
+        self.register_buffer(
+            "turns", torch.polar(torch.ones(LONG, WIDTH // 2), torch.rand(LONG, WIDTH // 2)), persistent=False
+        )
 
     def use(self, h):
-        turned = torch.view_as_complex(h.float().unflatten(-1, (-1, 2))) * self.turns[:h.shape[1]]
+        turned = torch.view_as_complex(h.float().unflatten(-1, (-1, 2))) * self.turns[: h.shape[1]]
         return torch.view_as_real(turned).flatten(-2).type_as(h)
 
 
@@ -173,7 +176,21 @@ class Deep(PositionsOfItsDtype):
         return h
 
 
-MODELS = [Angles, PositionsOfItsDtype, PositionsOfItsType, Tables, Complex, Average, Assigned, Norm, Codes, Queue, State, Spectral, Deep]
+MODELS = [
+    Angles,
+    PositionsOfItsDtype,
+    PositionsOfItsType,
+    Tables,
+    Complex,
+    Average,
+    Assigned,
+    Norm,
+    Codes,
+    Queue,
+    State,
+    Spectral,
+    Deep,
+]
 
 
 def mixed(model: nn.Module, x: torch.Tensor, precision: str = "bf16") -> Captured:
@@ -184,7 +201,9 @@ def state(model: nn.Module, captured: Captured) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in {**model.state_dict(), **captured.constants}.items()}
 
 
-def once(model: nn.Module, captured: Captured, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def once(
+    model: nn.Module, captured: Captured, x: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The output and the new buffers of one step with parameters and inputs in `dtype`, and buffers as they are."""
     trained = dict(model.named_parameters())
     held = {name: value.to(dtype) if name in trained else value for name, value in state(model, captured).items()}
@@ -202,12 +221,16 @@ def test_buffers_rest_and_change_in_their_own_dtypes(kind: type[Small], precisio
     got, changed = once(model, captured, x, dtype)
     assert got.dtype == dtype
     assert {name: value.dtype for name, value in changed.items()} == {name: own[name] for name in changed}
-    assert {name: value.dtype for name, value in captured.constants.items()} == {name: own[name] for name in captured.constants}
+    assert {name: value.dtype for name, value in captured.constants.items()} == {
+        name: own[name] for name in captured.constants
+    }
     if kind is not Codes:  # rows near two codes take the other one
         real = copy.deepcopy(model)
         torch.testing.assert_close(got.float(), real(x)[1], rtol=0.05, atol=0.1)
         for name, value in real.named_buffers():
-            torch.testing.assert_close(changed.get(name, value), value, rtol=1e-2, atol=1e-2, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                changed.get(name, value), value, rtol=1e-2, atol=1e-2, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -216,10 +239,14 @@ def test_in_float64_nothing_is_rounded(kind: type[Small]) -> None:
     model, x = kind(), torch.randn(4, 40, WIDTH)
     captured = mixed(model, x)
     wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-    ran = Interpret(lift(captured.gm), {name: value.to(wide.get(value.dtype, value.dtype)) for name, value in state(model, captured).items()})
+    ran = Interpret(
+        lift(captured.gm),
+        {name: value.to(wide.get(value.dtype, value.dtype)) for name, value in state(model, captured).items()},
+    )
     got = ran.run_named({captured.input_names[0]: x.double()})[1]
     real = in_dtype(copy.deepcopy(model), torch.float64)
-    torch.testing.assert_close(got, real(x.double())[1], rtol=1e-6, atol=1e-6)  # what the model itself casts to float32 is not lifted there
+    # what the model itself casts to float32 is not lifted there
+    torch.testing.assert_close(got, real(x.double())[1], rtol=1e-6, atol=1e-6)
     for name, value in real.named_buffers():
         torch.testing.assert_close(ran.changed.get(name, value), value, rtol=1e-6, atol=1e-6)
 
@@ -257,7 +284,9 @@ def test_tables_of_hugging_face_are_those_of_float32() -> None:
     x = torch.zeros(1, 2048, 16)
     captured = mixed(model, x)
     assert torch.equal(captured.constants["rotary.inv_freq"], model.rotary.inv_freq)
-    held = {name: value.bfloat16() if name.startswith("linear") else value for name, value in state(model, captured).items()}
+    held = {
+        name: value.bfloat16() if name.startswith("linear") else value for name, value in state(model, captured).items()
+    }
     outputs = Interpret(captured.gm, held).run_named({captured.input_names[0]: x.bfloat16()})
     for got, real in zip(outputs[1:], model.rotary(x.bfloat16(), torch.arange(2048)[None]), strict=False):
         assert got.dtype == torch.bfloat16 and torch.equal(got, real)

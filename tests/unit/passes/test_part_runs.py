@@ -58,7 +58,8 @@ def test_parts_compute_what_the_run_computes(captured, begins):
     assert names == {f"layers_{begin}": begin for begin in begins}
     edges = [0, *begins, DEPTH]
     assert [(str(call.target), call.meta["repeat"]) for call in calls(parted)] == [
-        (name, stop - first) for name, first, stop in zip([RUN, *names], edges, edges[1:], strict=False)]
+        (name, stop - first) for name, first, stop in zip([RUN, *names], edges, edges[1:], strict=False)
+    ]
     weights = dict(model.state_dict())
     batch = {whole.input_names[0]: torch.randn(8, 4)}
     for each in (whole.gm, parted):
@@ -69,20 +70,28 @@ def test_parts_compute_what_the_run_computes(captured, begins):
 def test_each_part_has_the_weights_and_buffers_of_its_instances(captured):
     parted = part_runs(captured[1].gm, {RUN: {"tail": 2}})
     head, tail = (body_of(call) for call in calls(parted))
-    held = [[node.meta["fqns"] for node in body.graph.nodes if node.meta.get("fqn") == "map.weight"] for body in (head, tail)]
+    held = [
+        [node.meta["fqns"] for node in body.graph.nodes if node.meta.get("fqn") == "map.weight"]
+        for body in (head, tail)
+    ]
     assert held == [[["layers.0.map.weight", "layers.1.map.weight"]], [[f"layers.{i}.map.weight" for i in (2, 3, 4)]]]
-    assert all(name.startswith(("layers.2.", "layers.3.", "layers.4.")) for names in targets(tail) for name in names) and targets(tail)
+    assert all(
+        name.startswith(("layers.2.", "layers.3.", "layers.4.")) for names in targets(tail) for name in names
+    ) and targets(tail)
     (call,) = calls(captured[1].gm)
     assert call.meta["repeat"] == DEPTH, "the graph that was parted stays as it is"
 
 
-@pytest.mark.parametrize(("parts", "wanted"), [
-    ({"layers": {"x": 1}}, "there is no run 'layers' to be parted; the graph has layers_0"),
-    ({RUN: {"x": 0}}, r"has 5 instances and cannot be parted in front of \[0\]"),
-    ({RUN: {"x": 3, "y": 3}}, r"cannot be parted in front of \[3, 3\]"),
-    ({RUN: {"x": 5}}, r"cannot be parted in front of \[5\]"),
-    ({RUN: {RUN: 2}}, "cannot be called 'layers_0'"),
-])
+@pytest.mark.parametrize(
+    ("parts", "wanted"),
+    [
+        ({"layers": {"x": 1}}, "there is no run 'layers' to be parted; the graph has layers_0"),
+        ({RUN: {"x": 0}}, r"has 5 instances and cannot be parted in front of \[0\]"),
+        ({RUN: {"x": 3, "y": 3}}, r"cannot be parted in front of \[3, 3\]"),
+        ({RUN: {"x": 5}}, r"cannot be parted in front of \[5\]"),
+        ({RUN: {RUN: 2}}, "cannot be called 'layers_0'"),
+    ],
+)
 def test_what_cannot_be_parted_is_refused(captured, parts, wanted):
     with pytest.raises(ValueError, match=wanted):
         part_runs(captured[1].gm, parts)

@@ -54,7 +54,9 @@ def annotated(model: nn.Module, x: Tensor):
     gm = run(export_graph(model, (x,)), (*NORMALIZE, *ANNOTATE))
     check_values(gm)
     assert_same(gm, model, {"x": x})
-    assert not unknown(node.target for node in edit.calls(gm)) and not any(node.target in PRODUCTS for node in edit.calls(gm))
+    assert not unknown(node.target for node in edit.calls(gm)) and not any(
+        node.target in PRODUCTS for node in edit.calls(gm)
+    )
     return gm
 
 
@@ -73,24 +75,35 @@ def test_products_are_matmuls(name):
     with FlopCounterMode(display=False) as backward:
         result.sum().backward()
     if forward.get_total_flops():  # torch counts none of vectors, nor of what it multiplies element by element
-        assert (flops(gm, facts.flops), flops(gm, facts.backward_flops)) == (forward.get_total_flops(), backward.get_total_flops())
+        assert (flops(gm, facts.flops), flops(gm, facts.backward_flops)) == (
+            forward.get_total_flops(),
+            backward.get_total_flops(),
+        )
 
 
 class Bilinear(nn.Module):
     def __init__(self, rows: int, columns: int, bias: bool) -> None:
         super().__init__()
-        self.layer, self.up = nn.Bilinear(rows, columns, 5, bias, dtype=torch.float64), nn.Linear(rows, columns, dtype=torch.float64)
+        self.layer, self.up = (
+            nn.Bilinear(rows, columns, 5, bias, dtype=torch.float64),
+            nn.Linear(rows, columns, dtype=torch.float64),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x, self.up(x))
 
 
-@pytest.mark.parametrize(("rows", "columns", "bias", "wide", "narrow"), [(6, 3, True, 1, 2), (3, 6, False, 2, 1), (4, 4, True, 1, 2)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "bias", "wide", "narrow"), [(6, 3, True, 1, 2), (3, 6, False, 2, 1), (4, 4, True, 1, 2)]
+)
 def test_bilinear_layers_are_einsums(rows, columns, bias, wide, narrow):
-    """The rows that come in, which have no gradient, are multiplied first where they are longer; then the rows of the linear layer are."""
+    """The rows that come in, which have no gradient, are multiplied first where they are longer; then the rows of the
+    linear layer are."""
     gm = annotated(Bilinear(rows, columns, bias), torch.randn(2, 7, rows, dtype=torch.float64))
     assert flops(gm, facts.flops) == 2 * 14 * (rows * columns + 5 * rows * columns + 5 * min(rows, columns))
-    assert flops(gm, facts.backward_flops) == 2 * 14 * (rows * columns + wide * 5 * rows * columns + narrow * 5 * min(rows, columns))
+    assert flops(gm, facts.backward_flops) == 2 * 14 * (
+        rows * columns + wide * 5 * rows * columns + narrow * 5 * min(rows, columns)
+    )
 
 
 def test_transposed_convolutions_of_volumes_have_flops():
@@ -100,7 +113,10 @@ def test_transposed_convolutions_of_volumes_have_flops():
         result = model(x)
     with FlopCounterMode(display=False) as backward:
         result.sum().backward()
-    assert (flops(gm, facts.flops), flops(gm, facts.backward_flops)) == (forward.get_total_flops(), backward.get_total_flops())
+    assert (flops(gm, facts.flops), flops(gm, facts.backward_flops)) == (
+        forward.get_total_flops(),
+        backward.get_total_flops(),
+    )
 
 
 def test_the_order_of_a_chain_is_that_of_least_work():

@@ -32,12 +32,16 @@ FORMS = {
     "all, turned": lambda x, last: x[rows(x)[None, :], columns(x)[:, None]],
     "first dim by number": lambda x, last: x[(last % 2)[:, None], columns(x)[None, :]],
     "behind a dim": lambda x, last: x.permute(2, 0, 1)[:, rows(x), last],
-    "between dims": lambda x, last: x[:, :, None].expand(-1, -1, 4, -1)[:, :, torch.arange(4), torch.tensor([2, 0, 1, 1])],
+    "between dims": lambda x, last: x[:, :, None].expand(-1, -1, 4, -1)[
+        :, :, torch.arange(4), torch.tensor([2, 0, 1, 1])
+    ],
     "a range alone": lambda x, last: x[rows(x)],
     "from the end": lambda x, last: x[rows(x), last - 4],
     "from the end of all": lambda x, last: x[rows(x)[:, None], torch.tensor([-1, 0, -2, 1])],
     "from the end of several": lambda x, last: x[rows(x)[:, None], last[:, None] - torch.tensor([1, 2, 3])],
-    "the largest": lambda x, last: x[rows(x), x.sum(-1).argmax(-1)] + x[rows(x)[:, None], x.sum(-1).topk(2).indices].sum(1),
+    "the largest": lambda x, last: (
+        x[rows(x), x.sum(-1).argmax(-1)] + x[rows(x)[:, None], x.sum(-1).topk(2).indices].sum(1)
+    ),
 }
 OTHERS = {
     "range over a part": lambda x, last: x[:, torch.arange(2), torch.tensor([2, 0])],
@@ -45,7 +49,9 @@ OTHERS = {
     "backwards": lambda x, last: x[rows(x).flip(0), last],
     "not neighbours": lambda x, last: x[rows(x), :, last % 2],
     "two others": lambda x, last: x[rows(x), last, last % 2],
-    "two dims": lambda x, last: x[rows(x)[:, None, None], (last[:, None, None] * 0 + torch.arange(2)[:, None] + torch.tensor([0, 1]))],
+    "two dims": lambda x, last: x[
+        rows(x)[:, None, None], (last[:, None, None] * 0 + torch.arange(2)[:, None] + torch.tensor([0, 1]))
+    ],
 }
 
 
@@ -72,7 +78,10 @@ def test_ranges_are_gone(form):
     assert not normalized(form).graph.find_nodes(op="call_function", target=aten.index.Tensor)
 
 
-@pytest.mark.parametrize(("form", "wrapped"), [("from the end", 1), ("last of each, by its size", 1), ("first dim by number", 0), ("the largest", 0)])
+@pytest.mark.parametrize(
+    ("form", "wrapped"),
+    [("from the end", 1), ("last of each, by its size", 1), ("first dim by number", 0), ("the largest", 0)],
+)
 def test_numbers_that_may_be_below_0_count_from_the_end(form, wrapped):
     assert len(normalized(form).graph.find_nodes(op="call_function", target=aten.where.self)) == wrapped
 

@@ -67,7 +67,10 @@ def flops_agree(model: nn.Module, x: Tensor) -> None:
 @pytest.mark.parametrize("trained", [False, True], ids=["data", "trained"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_flops_are_those_of_torch(name, trained):
-    flops_agree(First(made(name, torch.float64), nn.Linear(WIDE, WIDE, dtype=torch.float64) if trained else None), torch.randn(SAMPLES, STEPS, WIDE, dtype=torch.float64))
+    flops_agree(
+        First(made(name, torch.float64), nn.Linear(WIDE, WIDE, dtype=torch.float64) if trained else None),
+        torch.randn(SAMPLES, STEPS, WIDE, dtype=torch.float64),
+    )
 
 
 def test_frozen_layers_have_no_backward():
@@ -106,12 +109,23 @@ class One(nn.Module):
 
     def __init__(self, kind: type[nn.Module], states: int, *, trained: bool, first: bool) -> None:
         super().__init__()
-        self.cell, self.up = kind(WIDE, HIDDEN, dtype=torch.float64), nn.Linear(WIDE, WIDE, dtype=torch.float64) if trained else None
-        self.states = nn.ParameterList(torch.randn(SAMPLES, HIDDEN, dtype=torch.float64) for _ in range(states)) if first else None
+        self.cell, self.up = (
+            kind(WIDE, HIDDEN, dtype=torch.float64),
+            nn.Linear(WIDE, WIDE, dtype=torch.float64) if trained else None,
+        )
+        self.states = (
+            nn.ParameterList(torch.randn(SAMPLES, HIDDEN, dtype=torch.float64) for _ in range(states))
+            if first
+            else None
+        )
         self.count = states
 
     def given(self, x: Tensor) -> tuple[Tensor, Any]:
-        states = tuple(self.states) if self.states is not None else tuple(torch.zeros(SAMPLES, HIDDEN, dtype=torch.float64) for _ in range(self.count))
+        states = (
+            tuple(self.states)
+            if self.states is not None
+            else tuple(torch.zeros(SAMPLES, HIDDEN, dtype=torch.float64) for _ in range(self.count))
+        )
         return (x if self.up is None else self.up(x)), states if self.count > 1 else states[0]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,14 +141,19 @@ def test_what_cells_keep(kind, states, trained, first):
     (node,) = edit.calls(annotated(model, x), *CELLS)
     inward, before = model.given(x)
     before = tuple(state.detach().requires_grad_(first) for state in (before if states > 1 else (before,)))
-    assert said(node) == held(lambda inward: model.cell(inward, before if states > 1 else before[0]), inward.detach().requires_grad_(trained))
+    assert said(node) == held(
+        lambda inward: model.cell(inward, before if states > 1 else before[0]), inward.detach().requires_grad_(trained)
+    )
 
 
 def said(node) -> float:
     """Bytes that a call keeps on a CPU, by its annotation."""
     kept = node.meta.get("saved_on_cpu", node.meta["saved"])
     operands = edit.tensor_operands(node)
-    own = [facts.nbytes(operands[place]) if place < len(operands) else facts.tensors(node)[place - len(operands)].nbytes for place in (*kept.positions, *kept.copies)]
+    own = [
+        facts.nbytes(operands[place]) if place < len(operands) else facts.tensors(node)[place - len(operands)].nbytes
+        for place in (*kept.positions, *kept.copies)
+    ]
     return sum(own) + kept.extra_bytes
 
 

@@ -18,15 +18,19 @@ def together(tokens: torch.Tensor, gates: torch.Tensor, twist: str) -> torch.Ten
     if twist == "rows turned":
         return (tokens.repeat(E, 1) * gates.t().reshape(-1, 1)).reshape(count, E, D).transpose(0, 1)
     if twist == "columns repeated":
-        return (tokens[:, :D // 2].repeat(E, 2) * gates.reshape(-1, 1)).reshape(E, -1, D)
+        return (tokens[:, : D // 2].repeat(E, 2) * gates.reshape(-1, 1)).reshape(E, -1, D)
     if twist == "rows one by one":
         return (tokens.repeat_interleave(E, 0) * gates.reshape(-1, 1)).reshape(E, -1, D)
     if twist == "other columns":
         return (tokens.repeat(E, 1) * gates.reshape(-1, 1)).reshape(E, -1, 2, D // 2).flatten(2)
     if twist == "more ops":
-        return torch.tanh(2.0 * (tokens.repeat(E, 1) * torch.sigmoid(gates.reshape(-1, 1)) + tokens[0])).reshape(E, -1, D)
+        return torch.tanh(2.0 * (tokens.repeat(E, 1) * torch.sigmoid(gates.reshape(-1, 1)) + tokens[0])).reshape(
+            E, -1, D
+        )
     if twist == "reshaped":
-        return (torch.relu(gates.reshape(E, -1, 1).expand(-1, -1, D).reshape(-1, D)) * tokens.repeat(E, 1)).view(E, count, D)
+        return (torch.relu(gates.reshape(E, -1, 1).expand(-1, -1, D).reshape(-1, D)) * tokens.repeat(E, 1)).view(
+            E, count, D
+        )
     return (tokens.repeat(E, 1) * gates.reshape(-1, 1)).reshape(E, -1, D)
 
 

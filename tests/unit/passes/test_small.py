@@ -88,13 +88,21 @@ def test_slices_that_leave_something_out_stay():
 
 
 def test_all_dims_turned_are_a_permutation():
-    assert targets(normalized(lambda m, x, y: (x @ m.w).T, data(4, 6))) == ["aten.matmul.default", "aten.permute.default"]
+    assert targets(normalized(lambda m, x, y: (x @ m.w).T, data(4, 6))) == [
+        "aten.matmul.default",
+        "aten.permute.default",
+    ]
 
 
 def test_broadcasts_are_expands_of_what_is_smaller():
     loss = normalized(lambda m, x, y: F.mse_loss(x @ m.w, y), data(4, 6), data(4, 6), dims={"x": {0: B}, "y": {0: B}})
     assert not {"aten.broadcast_tensors.default", "aten.expand.default"} & set(targets(loss))
-    smaller = normalized(lambda m, x, y: torch.cat(torch.broadcast_tensors(x @ m.w, y)), data(1, 6), data(4, 6), dims={"x": {}, "y": {0: B}})
+    smaller = normalized(
+        lambda m, x, y: torch.cat(torch.broadcast_tensors(x @ m.w, y)),
+        data(1, 6),
+        data(4, 6),
+        dims={"x": {}, "y": {0: B}},
+    )
     assert targets(smaller).count("aten.expand.default") == 1
 
 
@@ -129,7 +137,12 @@ def test_cross_entropy(name):
     def function(m, x, y):
         return F.cross_entropy((x @ m.w).view(-1, 6), y.view(-1), **options)
 
-    gm = normalized(function, data(4, 3, 6), labels, dims={"x": {0: B, 1: S}, "y": {0: B, 1: S}} if name in ("mean", "ignore") else None)
+    gm = normalized(
+        function,
+        data(4, 3, 6),
+        labels,
+        dims={"x": {0: B, 1: S}, "y": {0: B, 1: S}} if name in ("mean", "ignore") else None,
+    )
     if name != "none":
         assert "aten.reshape.default" not in targets(gm)
     assert "aten.cross_entropy_loss.default" not in targets(gm)
@@ -156,8 +169,12 @@ def test_cross_entropy_with_class_weights_is_over_their_sum():
 def attends(repeated=(True, True), each=3, **named):
     def function(m, x, y):
         q, k = x, x[:, ::each]
-        k, v = (t[:, :, None].expand(2, 2, each, 5, 6).reshape(2, 2 * each, 5, 6) if wide else x for t, wide in zip((k, k @ m.w), repeated, strict=True))
+        k, v = (
+            t[:, :, None].expand(2, 2, each, 5, 6).reshape(2, 2 * each, 5, 6) if wide else x
+            for t, wide in zip((k, k @ m.w), repeated, strict=True)
+        )
         return F.scaled_dot_product_attention(q @ m.w, k, v, **named)
+
     return function
 
 
@@ -174,9 +191,14 @@ def test_repeated_key_heads_become_groups(function):
     assert node.kwargs["enable_gqa"] and node.args[1].meta["val"].shape[1] == node.args[2].meta["val"].shape[1] == 2
 
 
-@pytest.mark.parametrize("function", [
-    attends(repeated=(True, False)), attends(attn_mask=torch.randn(5, 5, dtype=torch.float64)),
-], ids=["values of their own", "a mask"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        attends(repeated=(True, False)),
+        attends(attn_mask=torch.randn(5, 5, dtype=torch.float64)),
+    ],
+    ids=["values of their own", "a mask"],
+)
 def test_repeated_heads_stay_where_groups_would_not_do_or_no_fused_kernel_takes_them(function):
     gm = normalized(function, data(2, 6, 5, 6))
     (node,) = [n for n in gm.graph.nodes if n.op == "call_function" and "scaled_dot" in str(n.target)]
@@ -184,15 +206,27 @@ def test_repeated_heads_stay_where_groups_would_not_do_or_no_fused_kernel_takes_
 
 
 def test_copies_of_a_dim_of_size_one_are_expanded():
-    gm = normalized(lambda m, x, y: m.w[:1].unsqueeze(0).repeat(x.shape[0], 2, 1) * x.repeat(1, 2, 1), data(4, 1, 6), dims={"x": {0: B}})
+    gm = normalized(
+        lambda m, x, y: m.w[:1].unsqueeze(0).repeat(x.shape[0], 2, 1) * x.repeat(1, 2, 1),
+        data(4, 1, 6),
+        dims={"x": {0: B}},
+    )
     assert targets(gm).count("aten.repeat.default") == 0
     assert targets(normalized(lambda m, x, y: x.repeat(2, 1) @ m.w, data(4, 6))).count("aten.repeat.default") == 1
 
 
-@pytest.mark.parametrize("function", [
-    lambda m, x, y: F.linear(x.unflatten(-1, (3, 2)).permute(1, 0, 2, 3).reshape(-1, 6), m.w).reshape(x.shape[1], x.shape[0], 6),
-    lambda m, x, y: F.linear(x.unflatten(-1, (3, 2)).transpose(1, 2).flatten(0, 1).transpose(0, 1).reshape(-1, 6), m.w).reshape(x.shape[1], x.shape[0], 6),
-], ids=["heads", "samples by heads"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x, y: F.linear(x.unflatten(-1, (3, 2)).permute(1, 0, 2, 3).reshape(-1, 6), m.w).reshape(
+            x.shape[1], x.shape[0], 6
+        ),
+        lambda m, x, y: F.linear(
+            x.unflatten(-1, (3, 2)).transpose(1, 2).flatten(0, 1).transpose(0, 1).reshape(-1, 6), m.w
+        ).reshape(x.shape[1], x.shape[0], 6),
+    ],
+    ids=["heads", "samples by heads"],
+)
 def test_heads_and_samples_that_are_flattened_in_one_step(function):
     """As torch.nn.MultiheadAttention does before its last map."""
     gm = normalized(function, data(4, 5, 6), dims={"x": {0: B, 1: S}})
@@ -200,51 +234,72 @@ def test_heads_and_samples_that_are_flattened_in_one_step(function):
     assert len(product.meta["val"].shape) == 3
 
 
-@pytest.mark.parametrize("function", [
-    lambda m, x, y: m.w.repeat_interleave(2, 0)[:5] @ x.mT,
-    lambda m, x, y: x.repeat_interleave(2, -2, output_size=2 * x.shape[1]) @ m.w,
-    lambda m, x, y: x.repeat_interleave(3, 0) @ m.w,
-    lambda m, x, y: x.repeat_interleave(2) * m.w.sum(),
-], ids=["rows", "given size", "samples", "flat"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x, y: m.w.repeat_interleave(2, 0)[:5] @ x.mT,
+        lambda m, x, y: x.repeat_interleave(2, -2, output_size=2 * x.shape[1]) @ m.w,
+        lambda m, x, y: x.repeat_interleave(3, 0) @ m.w,
+        lambda m, x, y: x.repeat_interleave(2) * m.w.sum(),
+    ],
+    ids=["rows", "given size", "samples", "flat"],
+)
 def test_repeated_indices_are_expanded(function):
     gm = normalized(function, data(4, 5, 6), dims={"x": {0: B, 1: S}})
     assert not [name for name in targets(gm) if "repeat" in name] and targets(gm).count("aten.expand.default") == 1
 
 
 def test_sizes_of_another_tensor_are_an_expansion():
-    gm = normalized(lambda m, x, y: (x @ m.w).sum(-1, keepdim=True).expand_as(x) * x, data(4, 5, 6), dims={"x": {0: B, 1: S}})
+    gm = normalized(
+        lambda m, x, y: (x @ m.w).sum(-1, keepdim=True).expand_as(x) * x, data(4, 5, 6), dims={"x": {0: B, 1: S}}
+    )
     assert "aten.expand_as.default" not in targets(gm)
 
 
-@pytest.mark.parametrize("back", [
-    lambda flat, x: flat.unflatten(0, (x.shape[0], x.shape[1])),
-    lambda flat, x: flat.unflatten(0, (x.shape[0], -1)),
-    lambda flat, x: flat.unflatten(0, (-1, x.shape[1])),
-    lambda flat, x: flat.mT.unflatten(-1, x.shape[:2]).permute(1, 2, 0),
-    lambda flat, x: flat.reshape_as(x),
-    lambda flat, x: flat.view_as(x),
-], ids=["all sizes", "samples", "positions", "last", "reshape as", "view as"])
+@pytest.mark.parametrize(
+    "back",
+    [
+        lambda flat, x: flat.unflatten(0, (x.shape[0], x.shape[1])),
+        lambda flat, x: flat.unflatten(0, (x.shape[0], -1)),
+        lambda flat, x: flat.unflatten(0, (-1, x.shape[1])),
+        lambda flat, x: flat.mT.unflatten(-1, x.shape[:2]).permute(1, 2, 0),
+        lambda flat, x: flat.reshape_as(x),
+        lambda flat, x: flat.view_as(x),
+    ],
+    ids=["all sizes", "samples", "positions", "last", "reshape as", "view as"],
+)
 def test_samples_and_positions_are_one_dim_and_two_again(back):
     gm = normalized(lambda m, x, y: back(x.flatten(0, 1) @ m.w, x) * x, data(4, 5, 6), dims={"x": {0: B, 1: S}})
     assert not {"aten.unflatten.int", "aten.reshape_as.default", "aten.view_as.default"} & set(targets(gm))
 
 
 def test_copies_for_each_sample_are_expanded():
-    gm = normalized(lambda m, x, y: (m.w.reshape(2, 3, 6).repeat(x.size(0), 1, 1).reshape(-1, 6, 6) @ x.mT).sum(), data(4, 5, 6), dims={"x": {0: B, 1: S}})
+    gm = normalized(
+        lambda m, x, y: (m.w.reshape(2, 3, 6).repeat(x.size(0), 1, 1).reshape(-1, 6, 6) @ x.mT).sum(),
+        data(4, 5, 6),
+        dims={"x": {0: B, 1: S}},
+    )
     assert "aten.repeat.default" not in targets(gm) and targets(gm).count("aten.expand.default") == 1
 
 
 def test_every_concatenation_is_a_cat():
-    gm = normalized(lambda m, x, y: torch.concat((x @ m.w, x), -1) + torch.concatenate((x, x), -1), data(4, 6), dims={"x": {0: B}})
+    gm = normalized(
+        lambda m, x, y: torch.concat((x @ m.w, x), -1) + torch.concatenate((x, x), -1), data(4, 6), dims={"x": {0: B}}
+    )
     assert targets(gm).count("aten.cat.default") == 2
 
 
-@pytest.mark.parametrize(("function", "wanted"), [
-    (lambda m, x, y: x.unsqueeze(1).squeeze() @ m.w, ["aten.squeeze.dims"]),
-    (lambda m, x, y: (x @ m.w).squeeze(0), []),
-    (lambda m, x, y: (x @ m.w)[:, None].cumsum(1).squeeze(1), ["aten.squeeze.dim"]), (lambda m, x, y: (x @ m.w)[:, None].squeeze(1), []),
-    (lambda m, x, y: (x @ m.w)[:, None].squeeze((0, 1)), ["aten.squeeze.dims"]),
-], ids=["all", "of samples", "one", "put there", "samples too"])
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (lambda m, x, y: x.unsqueeze(1).squeeze() @ m.w, ["aten.squeeze.dims"]),
+        (lambda m, x, y: (x @ m.w).squeeze(0), []),
+        (lambda m, x, y: (x @ m.w)[:, None].cumsum(1).squeeze(1), ["aten.squeeze.dim"]),
+        (lambda m, x, y: (x @ m.w)[:, None].squeeze(1), []),
+        (lambda m, x, y: (x @ m.w)[:, None].squeeze((0, 1)), ["aten.squeeze.dims"]),
+    ],
+    ids=["all", "of samples", "one", "put there", "samples too"],
+)
 def test_dims_that_go_are_named(function, wanted):
     """A rank that has one sample must not lose the dim of samples."""
     gm = normalized(function, data(4, 6), dims={"x": {0: B}})

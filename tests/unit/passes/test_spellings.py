@@ -20,73 +20,166 @@ def test_numbers_become_matrices():
     assert targets(gm).count("aten.reshape.default") == 2
 
 
-@pytest.mark.parametrize("function", [
-    lambda m, x, y: x.tile(2, 1) @ m.w, lambda m, x, y: x[:, :1].tile((1, 1, 3)), lambda m, x, y: x.tile(2, 1, 1, 1),
-    lambda m, x, y: torch.hstack([x, m.w[None].expand(x.shape[0], 6, 6)]), lambda m, x, y: torch.hstack([x.sum((1, 2)), m.w[0]]), lambda m, x, y: torch.vstack([m.w[0], x[0]]),
-    lambda m, x, y: torch.dstack([x, x @ m.w]), lambda m, x, y: torch.dstack([m.w[0], m.w[1]]), lambda m, x, y: torch.dstack([x[0], 2 * x[0]]),
-    lambda m, x, y: torch.column_stack([x[:, 0], x[:, 1, 1]]), lambda m, x, y: torch.row_stack([x.sum(), m.w[0, :1]]),
-    lambda m, x, y: x.fliplr() @ m.w.mH, lambda m, x, y: x.adjoint() @ m.w[:5].H.flipud().mT, lambda m, x, y: torch.fft.fft(x, dim=1).mH.real @ +x,
-    lambda m, x, y: torch.cross(m.w[:3], m.w[3:]).sum() + torch.cross(x[..., :3], x[..., 3:], dim=-1).sum(),
-    lambda m, x, y: torch.ger(m.w[0], m.w[1]) * torch.vdot(x[0, 0], m.w[0]),
-])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x, y: x.tile(2, 1) @ m.w,
+        lambda m, x, y: x[:, :1].tile((1, 1, 3)),
+        lambda m, x, y: x.tile(2, 1, 1, 1),
+        lambda m, x, y: torch.hstack([x, m.w[None].expand(x.shape[0], 6, 6)]),
+        lambda m, x, y: torch.hstack([x.sum((1, 2)), m.w[0]]),
+        lambda m, x, y: torch.vstack([m.w[0], x[0]]),
+        lambda m, x, y: torch.dstack([x, x @ m.w]),
+        lambda m, x, y: torch.dstack([m.w[0], m.w[1]]),
+        lambda m, x, y: torch.dstack([x[0], 2 * x[0]]),
+        lambda m, x, y: torch.column_stack([x[:, 0], x[:, 1, 1]]),
+        lambda m, x, y: torch.row_stack([x.sum(), m.w[0, :1]]),
+        lambda m, x, y: x.fliplr() @ m.w.mH,
+        lambda m, x, y: x.adjoint() @ m.w[:5].H.flipud().mT,
+        lambda m, x, y: torch.fft.fft(x, dim=1).mH.real @ +x,
+        lambda m, x, y: torch.cross(m.w[:3], m.w[3:]).sum() + torch.cross(x[..., :3], x[..., 3:], dim=-1).sum(),
+        lambda m, x, y: torch.ger(m.w[0], m.w[1]) * torch.vdot(x[0, 0], m.w[0]),
+    ],
+)
 def test_rare_names_of_common_operators(function):
     gm = normalized(function, data(4, 5, 6), dims={"x": {0: B}})
-    assert not {"tile", "hstack", "vstack", "dstack", "column_stack", "row_stack", "cross", "fliplr", "flipud", "mH", "adjoint", "matrix_H", "positive", "ger", "vdot"} & {
-        name.split(".")[1] for name in targets(gm) if name.startswith("aten.")}
+    assert not {
+        "tile",
+        "hstack",
+        "vstack",
+        "dstack",
+        "column_stack",
+        "row_stack",
+        "cross",
+        "fliplr",
+        "flipud",
+        "mH",
+        "adjoint",
+        "matrix_H",
+        "positive",
+        "ger",
+        "vdot",
+    } & {name.split(".")[1] for name in targets(gm) if name.startswith("aten.")}
 
 
-@pytest.mark.parametrize("function", [
-    lambda m, x, y: torch.multiply(torch.subtract(x, torch.divide(x @ m.w, 3.0), alpha=2), torch.negative(x)).absolute().arctan2(m.w[0]),
-    lambda m, x, y: torch.clip(x, -1, 1) + x.clip(m.w[0] - 1, m.w[0] + 1),
-    lambda m, x, y: x * torch.greater(x, 0) + x * torch.less_equal(x, m.w[0]) + x * torch.not_equal(x, 0).logical_not(),
-    lambda m, x, y: torch.special.softmax(x @ m.w, 1) + torch.special.erf(x) + torch.special.sinc(x),
-    lambda m, x, y: x * (torch.arange(6) << 1) + x * (torch.arange(6) >> torch.arange(6)),
-    lambda m, x, y: torch.moveaxis(x, 1, 2) @ m.w[:5] + torch.trapz(x, dx=0.5)[..., None].mean(), lambda m, x, y: x.ravel() * m.w.ravel()[0],
-    lambda m, x, y: torch.atleast_2d(m.w[0]) * x + torch.atleast_3d(m.w[0, :5]) * torch.atleast_3d(x) + (torch.atleast_3d(m.w) * torch.atleast_1d(m.w.sum())).sum(),
-    lambda m, x, y: torch.std_mean(x @ m.w)[0] + torch.var_mean(x, unbiased=False)[0] * m.w,
-    lambda m, x, y: [part.sum() * i for i, part in enumerate((*torch.hsplit(x, 5), *torch.dsplit(x @ m.w, [1, 4]), *torch.vsplit(m.w, 2)))],
-    lambda m, x, y: [part.sum() * i for i, part in enumerate((*(x @ m.w).tensor_split([1, 4], -1), *x.unsafe_chunk(2, 1), *x.unsafe_split_with_sizes([2, 4], 2)))],
-])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x, y: (
+            torch.multiply(torch.subtract(x, torch.divide(x @ m.w, 3.0), alpha=2), torch.negative(x))
+            .absolute()
+            .arctan2(m.w[0])
+        ),
+        lambda m, x, y: torch.clip(x, -1, 1) + x.clip(m.w[0] - 1, m.w[0] + 1),
+        lambda m, x, y: (
+            x * torch.greater(x, 0) + x * torch.less_equal(x, m.w[0]) + x * torch.not_equal(x, 0).logical_not()
+        ),
+        lambda m, x, y: torch.special.softmax(x @ m.w, 1) + torch.special.erf(x) + torch.special.sinc(x),
+        lambda m, x, y: x * (torch.arange(6) << 1) + x * (torch.arange(6) >> torch.arange(6)),
+        lambda m, x, y: torch.moveaxis(x, 1, 2) @ m.w[:5] + torch.trapz(x, dx=0.5)[..., None].mean(),
+        lambda m, x, y: x.ravel() * m.w.ravel()[0],
+        lambda m, x, y: (
+            torch.atleast_2d(m.w[0]) * x
+            + torch.atleast_3d(m.w[0, :5]) * torch.atleast_3d(x)
+            + (torch.atleast_3d(m.w) * torch.atleast_1d(m.w.sum())).sum()
+        ),
+        lambda m, x, y: torch.std_mean(x @ m.w)[0] + torch.var_mean(x, unbiased=False)[0] * m.w,
+        lambda m, x, y: [
+            part.sum() * i
+            for i, part in enumerate((*torch.hsplit(x, 5), *torch.dsplit(x @ m.w, [1, 4]), *torch.vsplit(m.w, 2)))
+        ],
+        lambda m, x, y: [
+            part.sum() * i
+            for i, part in enumerate(
+                (*(x @ m.w).tensor_split([1, 4], -1), *x.unsafe_chunk(2, 1), *x.unsafe_split_with_sizes([2, 4], 2))
+            )
+        ],
+    ],
+)
 def test_second_names_of_common_operators(function):
     gm = normalized(function, data(4, 5, 6), dims={"x": {0: B}})
     assert not {str(op) for op in ALIASES} & set(targets(gm))
-    assert not {"ravel", "atleast_1d", "atleast_2d", "atleast_3d", "tensor_split", "unsafe_chunk", "hsplit", "dsplit", "vsplit"} & {name.split(".")[1] for name in targets(gm) if name.startswith("aten.")}
+    assert not {
+        "ravel",
+        "atleast_1d",
+        "atleast_2d",
+        "atleast_3d",
+        "tensor_split",
+        "unsafe_chunk",
+        "hsplit",
+        "dsplit",
+        "vsplit",
+    } & {name.split(".")[1] for name in targets(gm) if name.startswith("aten.")}
 
 
 def test_second_names_take_the_same_arguments():
-    assert [str(op) for op, first in ALIASES.items() if [(a.kwarg_only, a.default_value) for a in op._schema.arguments] != [(a.kwarg_only, a.default_value) for a in first._schema.arguments]
-            and op not in (aten.special_log_softmax.default, aten.special_softmax.default)] == []
+    assert [
+        str(op)
+        for op, first in ALIASES.items()
+        if [(a.kwarg_only, a.default_value) for a in op._schema.arguments]
+        != [(a.kwarg_only, a.default_value) for a in first._schema.arguments]
+        and op not in (aten.special_log_softmax.default, aten.special_softmax.default)
+    ] == []
 
 
-@pytest.mark.parametrize("function", [
-    lambda m, x, y: x.take_along_dim(x.argsort(-1), -1) @ m.w, lambda m, x, y: x.take_along_dim(torch.arange(6).flip(0)[None, None], -1) @ m.w,
-    lambda m, x, y: m.w[None].take_along_dim(torch.zeros_like(x, dtype=torch.long), 1) * x, lambda m, x, y: m.w.take_along_dim(torch.tensor([7, 3])).sum() * x,
-    lambda m, x, y: m.w.take(torch.tensor([[7], [-1]])).sum() * x,
-    *(lambda m, x, y, k=k: (x[..., :5] @ m.w[:5, :5]).rot90(k, (1, 2)) for k in range(-1, 4)), lambda m, x, y: x.rot90(1, (2, 0)) * m.w[0, 0],
-    lambda m, x, y: x @ torch.block_diag(m.w[:3, :2], m.w[3:, 2:]), lambda m, x, y: x @ torch.block_diag(m.w[:4, :3], m.w[0, :2], m.w.sum()).mT[:, :5],
-    lambda m, x, y: [grid * x.sum() for grid in torch.meshgrid(m.w[0], m.w[1, :3], m.w[2, :2], indexing="xy")],
-    lambda m, x, y: [grid * m.w.sum() for grid in torch.meshgrid(x[:, 0, 0], x[0, 0], indexing="ij")],
-    lambda m, x, y: F.affine_grid((x @ m.w)[:, :2, :3], (x.shape[0], 1, 4, 7), align_corners=False), lambda m, x, y: F.affine_grid((x @ m.w)[:, :3, :4], (x.shape[0], 1, 4, 7, 3), align_corners=True),
-    lambda m, x, y: torch.dist(x @ m.w, x) + torch.dist(x, m.w[0], 1), lambda m, x, y: x[..., :3] @ torch.diagflat(m.w[0, :2], 1),
-    lambda m, x, y: torch.linalg.diagonal(x @ m.w) + torch.linalg.diagonal(x, offset=1, dim1=2, dim2=1).sum(), lambda m, x, y: torch.linalg.vecdot(x @ m.w, x, dim=1),
-    lambda m, x, y: (x @ m.w).msort(), lambda m, x, y: torch.cov((x @ m.w).flatten(0, 1).T) + torch.cov(m.w, correction=0), lambda m, x, y: torch.corrcoef((x @ m.w).flatten(0, 1).T),
-])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x, y: x.take_along_dim(x.argsort(-1), -1) @ m.w,
+        lambda m, x, y: x.take_along_dim(torch.arange(6).flip(0)[None, None], -1) @ m.w,
+        lambda m, x, y: m.w[None].take_along_dim(torch.zeros_like(x, dtype=torch.long), 1) * x,
+        lambda m, x, y: m.w.take_along_dim(torch.tensor([7, 3])).sum() * x,
+        lambda m, x, y: m.w.take(torch.tensor([[7], [-1]])).sum() * x,
+        *(lambda m, x, y, k=k: (x[..., :5] @ m.w[:5, :5]).rot90(k, (1, 2)) for k in range(-1, 4)),
+        lambda m, x, y: x.rot90(1, (2, 0)) * m.w[0, 0],
+        lambda m, x, y: x @ torch.block_diag(m.w[:3, :2], m.w[3:, 2:]),
+        lambda m, x, y: x @ torch.block_diag(m.w[:4, :3], m.w[0, :2], m.w.sum()).mT[:, :5],
+        lambda m, x, y: [grid * x.sum() for grid in torch.meshgrid(m.w[0], m.w[1, :3], m.w[2, :2], indexing="xy")],
+        lambda m, x, y: [grid * m.w.sum() for grid in torch.meshgrid(x[:, 0, 0], x[0, 0], indexing="ij")],
+        lambda m, x, y: F.affine_grid((x @ m.w)[:, :2, :3], (x.shape[0], 1, 4, 7), align_corners=False),
+        lambda m, x, y: F.affine_grid((x @ m.w)[:, :3, :4], (x.shape[0], 1, 4, 7, 3), align_corners=True),
+        lambda m, x, y: torch.dist(x @ m.w, x) + torch.dist(x, m.w[0], 1),
+        lambda m, x, y: x[..., :3] @ torch.diagflat(m.w[0, :2], 1),
+        lambda m, x, y: torch.linalg.diagonal(x @ m.w) + torch.linalg.diagonal(x, offset=1, dim1=2, dim2=1).sum(),
+        lambda m, x, y: torch.linalg.vecdot(x @ m.w, x, dim=1),
+        lambda m, x, y: (x @ m.w).msort(),
+        lambda m, x, y: torch.cov((x @ m.w).flatten(0, 1).T) + torch.cov(m.w, correction=0),
+        lambda m, x, y: torch.corrcoef((x @ m.w).flatten(0, 1).T),
+    ],
+)
 def test_operators_that_are_made_of_common_ones(function):
-    gm = normalized(function, data(4, 5, 6), dims=None if "take_along_dim" in function.__code__.co_names else {"x": {0: B}})
+    gm = normalized(
+        function, data(4, 5, 6), dims=None if "take_along_dim" in function.__code__.co_names else {"x": {0: B}}
+    )
     assert not {str(op) for op in COMPOSED} & set(targets(gm))
 
 
 def test_covariances_with_weights_or_of_one_variable_stay():
-    gm = normalized(lambda m, x, y: torch.cov(m.w, fweights=torch.arange(6)) + torch.cov(m.w, correction=2, fweights=torch.arange(6), aweights=torch.arange(6) / 7) * x.sum()
-                    + torch.cov(m.w[0], aweights=torch.arange(6) / 7, correction=0) + torch.corrcoef(x[0, 0] * m.w[0]), data(4, 5, 6))
+    gm = normalized(
+        lambda m, x, y: (
+            torch.cov(m.w, fweights=torch.arange(6))
+            + torch.cov(m.w, correction=2, fweights=torch.arange(6), aweights=torch.arange(6) / 7) * x.sum()
+            + torch.cov(m.w[0], aweights=torch.arange(6) / 7, correction=0)
+            + torch.corrcoef(x[0, 0] * m.w[0])
+        ),
+        data(4, 5, 6),
+    )
     assert targets(gm).count("aten.cov.default") == 3
 
 
-@pytest.mark.parametrize("mode, name", [("reflect", "reflection_pad"), ("replicate", "replication_pad"), ("constant", "pad"), ("circular", "pad")])
+@pytest.mark.parametrize(
+    "mode, name",
+    [("reflect", "reflection_pad"), ("replicate", "replication_pad"), ("constant", "pad"), ("circular", "pad")],
+)
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_pads_that_keep_their_operand_are_operators_of_their_own(mode, name, dims):
-    amounts = [2, 1, 1, 0, 1, 2][:2 * dims]
-    gm = normalized(lambda m, x, y: F.pad((x @ m.w).reshape(4, 5, *[1] * (dims - 1), 6).expand(4, 5, *[4] * (dims - 1), 6), amounts, mode), data(4, 5, 6))
+    amounts = [2, 1, 1, 0, 1, 2][: 2 * dims]
+    gm = normalized(
+        lambda m, x, y: F.pad(
+            (x @ m.w).reshape(4, 5, *[1] * (dims - 1), 6).expand(4, 5, *[4] * (dims - 1), 6), amounts, mode
+        ),
+        data(4, 5, 6),
+    )
     target = getattr(aten, name if name == "pad" else f"{name}{dims}d").default
     (node,) = [n for n in gm.graph.nodes if n.target is target]
     operand, kept = torch.rand(4, 5, *[4] * (dims - 1), 6, requires_grad=True), []

@@ -13,22 +13,29 @@ def _on(axis: int, seconds: float, **shares: float) -> Load:
     return Load(axis, seconds, shares, "all_gather")
 
 
-def _exposed_s(turns: list[Turn], contention: float = 0.0, leaves: tuple[LeafBucket, ...] = (), *, gathers_first: bool = False) -> float:
+def _exposed_s(
+    turns: list[Turn], contention: float = 0.0, leaves: tuple[LeafBucket, ...] = (), *, gathers_first: bool = False
+) -> float:
     return Clock(turns, contention, leaves).run(gathers_first=gathers_first)[-1]
 
 
 @pytest.mark.parametrize("contention", [0.0, 0.15, 0.5])
 @pytest.mark.parametrize("computes_s", [0.0, 4.0, 10.0])
 @pytest.mark.parametrize("moves_s", [0.5, 5.5, 9.0])
-def test_what_moves_beside_operators_slows_what_they_compute(moves_s: float, computes_s: float, contention: float) -> None:
-    """Not the collectives that they wait for: all ten seconds were taken for compute, of which half the axis of tensor parallelism has."""
+def test_what_moves_beside_operators_slows_what_they_compute(
+    moves_s: float, computes_s: float, contention: float
+) -> None:
+    """Not the collectives that they wait for: all ten seconds were taken for compute, of which half the axis of tensor
+    parallelism has."""
     waits = [(0, _on(1, (10.0 - computes_s) / 1000, fast=1.0))]
     small = [Turn(Stop(computes_s / 1000, waits=waits)) for _ in range(1000)]
     last = Turn(Stop(0.0, takes=[(0, Sent([_on(0, moves_s, slow=1.0)], 1.0))]))
     together = together_s(computes_s, [_on(1, 10.0 - computes_s, fast=1.0)], [_on(0, moves_s, slow=1.0)], contention)
-    assert 10.0 + _exposed_s([*small, last], contention) == pytest.approx(10.0 + moves_s)  # it begins where the gather before it does: with itself
+    # it begins where the gather before it does: with itself
+    assert 10.0 + _exposed_s([*small, last], contention) == pytest.approx(10.0 + moves_s)
     first = Turn(Stop(0.0, takes=[(0, Sent([_on(2, 0.0)], 1.0))]))
-    assert 10.0 + _exposed_s([first, *small, last], contention) == pytest.approx(together, abs=10.0 / 1000)  # `together` takes them for infinitely small
+    # `together` takes them for infinitely small
+    assert 10.0 + _exposed_s([first, *small, last], contention) == pytest.approx(together, abs=10.0 / 1000)
 
 
 @pytest.mark.parametrize(("taken", "seconds"), [(0.5, 2.0), (1.0, 4.0)])
@@ -48,7 +55,8 @@ def test_compute_waits_for_first_collectives_of_the_block_behind() -> None:
 
 @pytest.mark.parametrize(("legs", "seconds"), [(1, 1.0), (2, 3.0)])
 def test_a_block_waits_for_the_first_collective_of_three_buckets_of_leaves(legs: int, seconds: float) -> None:
-    """Two are on their way; of leaves cut over two axes the first collective of a third, which the second one of each follows."""
+    """Two are on their way; of leaves cut over two axes the first collective of a third, which the second one of each
+    follows."""
     leaves = tuple(LeafBucket([_on(axis, 1.0) for axis in range(legs)], True, {number: None}) for number in range(4))
     assert _exposed_s([Turn(Stop(20.0), number) for number in range(4)], 0.0, leaves) == pytest.approx(seconds)
 

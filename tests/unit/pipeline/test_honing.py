@@ -45,7 +45,9 @@ MESH = (2, 2)
 @pytest.fixture(scope="module")
 def planner() -> Planner:
     who = subject("hf-gpt2")
-    return Planner.of(who.captured.gm, {**who.captured.hints, "b": 512}, Request(Cluster.parse("h100:2x2"), Settings("train")))
+    return Planner.of(
+        who.captured.gm, {**who.captured.hints, "b": 512}, Request(Cluster.parse("h100:2x2"), Settings("train"))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,8 @@ def found(planner: Planner) -> Candidate:
 @given(problems(nodes=5))
 @settings(max_examples=60, deadline=None)
 def test_no_move_of_one_node_or_two_is_better_by_the_price(problem: Problem) -> None:
-    """With the Problem's own price the State says exactly what is worth pricing, so that nothing that gains is left out."""
+    """With the Problem's own price the State says exactly what is worth pricing, so that nothing that gains is left
+    out."""
     start = tuple(0 for _ in problem.nodes)
     if not fits(problem, start):
         return
@@ -69,7 +72,7 @@ def test_no_move_of_one_node_or_two_is_better_by_the_price(problem: Problem) -> 
     assert best_s == price_s(best) <= price_s(start)
     for v, node in enumerate(problem.nodes):
         for c in range(len(node.labels)):
-            assert price_s((*best[:v], c, *best[v + 1:])) >= best_s * (1 - 1e-4)
+            assert price_s((*best[:v], c, *best[v + 1 :])) >= best_s * (1 - 1e-4)
 
 
 def test_totals_of_passes_after_moves_are_those_from_the_begin(planner: Planner, found: Candidate) -> None:
@@ -81,19 +84,32 @@ def test_totals_of_passes_after_moves_are_those_from_the_begin(planner: Planner,
     assert np.allclose(state.totals, HoningState(passing, tuple(state.choice)).totals, rtol=1e-9, atol=1e-12)
 
 
-def test_what_a_move_makes_of_leaves_that_are_ahead_is_exact(planner: Planner, found: Candidate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of a block fill buckets together; here these are of the size of a small weight, so that the first few are not all."""
+def test_what_a_move_makes_of_leaves_that_are_ahead_is_exact(
+    planner: Planner, found: Candidate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of a block fill buckets together; here these are of the size of a small weight, so that the first few are
+    not all."""
     for module in (passes, passing_of, leaves_of):
         monkeypatch.setattr(module, "BUCKET_BYTES", 1500)
     model, forward = found.model.with_limit(math.inf), planner.forward(found.mesh)
-    state, rng, shares = HoningState(PassTables(model, forward, sums_at_end=False), found.solution.choice), np.random.default_rng(0), set[float]()
+    state, rng, shares = (
+        HoningState(PassTables(model, forward, sums_at_end=False), found.solution.choice),
+        np.random.default_rng(0),
+        set[float](),
+    )
     [leaves] = state.leaves.values()
     for _ in range(8):
         for v in set(leaves.nodes):
             ahead = state.after_all(v)[leaves.row]
             for c in range(0, len(ahead), 3):
-                choice = (*state.choice[:v], c, *state.choice[v + 1:])
-                shares |= (filled := set(Passes(planner.program, model, choice, forward, apart=False, sums_at_end=False).buckets.share_ahead.values()))
+                choice = (*state.choice[:v], c, *state.choice[v + 1 :])
+                shares |= (
+                    filled := set(
+                        Passes(
+                            planner.program, model, choice, forward, apart=False, sums_at_end=False
+                        ).buckets.share_ahead.values()
+                    )
+                )
                 assert [pytest.approx(ahead[c])] == list(filled or {1.0})
         v = int(rng.choice(leaves.nodes))
         state.move(v, int(rng.integers(len(model.problem.nodes[v].labels))))
@@ -101,28 +117,37 @@ def test_what_a_move_makes_of_leaves_that_are_ahead_is_exact(planner: Planner, f
 
 
 def test_a_pass_takes_what_it_takes_in_the_price(planner: Planner, found: Candidate) -> None:
-    """Of loads that take of each link what large ones take; the rest alone at the end is rounded up to what links can move."""
+    """Of loads that take of each link what large ones take; the rest alone at the end is rounded up to what links can
+    move."""
     passing = PassTables(found.model, planner.forward(found.mesh), sums_at_end=False)
     state, rng = HoningState(passing, found.solution.choice), np.random.default_rng(0)
     each = [link_shares("all_gather", axis.size * BUCKET_BYTES, axis) for axis in found.mesh.axes]
     of = np.zeros((passing.width, 200))
     of[COMPUTE] = rng.uniform(1.0, 10.0, 200)
-    of[passing.behind(0):passing.behind(0) + 2] = rng.uniform(0.0, 8.0, (2, 200)) * rng.integers(0, 2, (2, 200))
-    of[passing.ahead(0):passing.ahead(0) + 2] = rng.uniform(0.0, 2.0, (2, 200))
-    of[passing.waits(0):passing.waits(0) + 2] = rng.uniform(0.0, 3.0, (2, 200)) * rng.integers(0, 2, (2, 200))
-    of[WAITED] = of[passing.waits(0):passing.waits(0) + 2].sum(0)
+    of[passing.behind(0) : passing.behind(0) + 2] = rng.uniform(0.0, 8.0, (2, 200)) * rng.integers(0, 2, (2, 200))
+    of[passing.ahead(0) : passing.ahead(0) + 2] = rng.uniform(0.0, 2.0, (2, 200))
+    of[passing.waits(0) : passing.waits(0) + 2] = rng.uniform(0.0, 3.0, (2, 200)) * rng.integers(0, 2, (2, 200))
+    of[WAITED] = of[passing.waits(0) : passing.waits(0) + 2].sum(0)
     of[SHOWN] = of[COMPUTE] + of[WAITED]
     took_s = state._together_s(of)
     for column in range(200):
-        behind = [Load(axis, of[passing.ahead(axis), column] + of[passing.behind(axis), column], each[axis]) for axis in range(2)]
+        behind = [
+            Load(axis, of[passing.ahead(axis), column] + of[passing.behind(axis), column], each[axis])
+            for axis in range(2)
+        ]
         waited = [Load(axis, of[passing.waits(axis), column], each[axis]) for axis in range(2)]
-        priced_s = together_s(of[COMPUTE, column], [load for load in waited if load.seconds], behind, passing.model.prices.contention)
+        priced_s = together_s(
+            of[COMPUTE, column], [load for load in waited if load.seconds], behind, passing.model.prices.contention
+        )
         assert took_s[column] == pytest.approx(priced_s, rel=0.01)
 
 
 @pytest.mark.parametrize("share", [0.25, 1.0])
-def test_gathers_of_blocks_that_begin_a_stage_have_nothing_in_front_of_them(planner: Planner, found: Candidate, share: float) -> None:
-    """Their share of what is gathered ahead is shown: no less time than before, no more than all of that more, and that much where nothing hides."""
+def test_gathers_of_blocks_that_begin_a_stage_have_nothing_in_front_of_them(
+    planner: Planner, found: Candidate, share: float
+) -> None:
+    """Their share of what is gathered ahead is shown: no less time than before, no more than all of that more, and that
+    much where nothing hides."""
     passing = PassTables(found.model.with_limit(math.inf), planner.forward(found.mesh), sums_at_end=True)
     state, scope = HoningState(passing, found.solution.choice), next(scope for scope in passing.scopes if scope)
     opened = HoningState(passing, found.solution.choice, opening={scope: share})
@@ -133,7 +158,11 @@ def test_gathers_of_blocks_that_begin_a_stage_have_nothing_in_front_of_them(plan
         state.move(v, c)
         opened.move(v, c)
         first = state.first[scope]
-        ahead_s = sum(float(state.totals[first + way * width + passing.ahead(axis), 0]) for way in (0, 1) for axis in range(passing.axes))
+        ahead_s = sum(
+            float(state.totals[first + way * width + passing.ahead(axis), 0])
+            for way in (0, 1)
+            for axis in range(passing.axes)
+        )
         before_s, after_s = (float(each.seconds(each.totals)[0]) for each in (state, opened))
         assert before_s * (1 - 1e-9) <= after_s <= before_s + share * ahead_s * (1 + 1e-9)
     alone = np.zeros((width, 1))
@@ -142,7 +171,8 @@ def test_gathers_of_blocks_that_begin_a_stage_have_nothing_in_front_of_them(plan
 
 
 def test_seconds_of_passes_are_near_those_of_the_step(planner: Planner, found: Candidate) -> None:
-    """Of the solution, and of all that differ by one choice that may be; memory and what is forbidden are the Problem's."""
+    """Of the solution, and of all that differ by one choice that may be; memory and what is forbidden are the
+    Problem's."""
     model, forward = found.model.with_limit(math.inf), planner.forward(found.mesh)
     state = HoningState(PassTables(model, forward, sums_at_end=False), found.solution.choice)
     columns, asked = state.totals + state.changes(), 0
@@ -150,7 +180,7 @@ def test_seconds_of_passes_are_near_those_of_the_step(planner: Planner, found: C
     off = []
     for column in range(0, columns.shape[1], 7):
         v = int(np.searchsorted(state.starts, column, side="right")) - 1
-        choice = (*found.solution.choice[:v], column - int(state.starts[v]), *found.solution.choice[v + 1:])
+        choice = (*found.solution.choice[:v], column - int(state.starts[v]), *found.solution.choice[v + 1 :])
         cost = model.problem.price(choice)
         assert (columns[2, column] < 0.5) == cost.feasible
         if cost.feasible:
@@ -166,20 +196,37 @@ def test_a_candidate_that_is_honed_fits_and_is_faster(planner: Planner, found: C
     """From a solution that is not the best of its mesh, and with little memory."""
     limited = replace(planner, request=replace(planner.request, memory_bytes=room * found.peak))
     start = limited.candidate(MESH, space(MESH), "search", lambda problem: ilp.glance(problem, time_limit_s=10))
-    slower = [c for c in _neighbours(start) if c.cost.time_s > start.cost.time_s * 1.02 and limited.counted(c).peak <= limited.request.limit_bytes][:3]
+    slower = [
+        c
+        for c in _neighbours(start)
+        if c.cost.time_s > start.cost.time_s * 1.02 and limited.counted(c).peak <= limited.request.limit_bytes
+    ][:3]
     assert slower
     for each in slower:
         better = limited.honed(each, lambda: False)
         assert better.cost.time_s < each.cost.time_s
         assert limited.counted(replace(better)).peak == better.peak <= limited.request.limit_bytes
-        assert better.cost.time_s == pytest.approx(step_cost(better.model, better.solution.choice, limited.forward(better.mesh)).time_s)
+        assert better.cost.time_s == pytest.approx(
+            step_cost(better.model, better.solution.choice, limited.forward(better.mesh)).time_s
+        )
 
 
-@pytest.mark.parametrize(("promised", "wanted"), [((), {(8, 8): 0.96}), (((64,),), {(8, 8): 0.96, (64,): 0.9696}), (((32, 2),), {(8, 8): 0.96, (32, 2): 0.9792})])
-def test_of_other_meshes_a_tangent_says_whether_they_are_honed(promised: tuple[tuple[int, ...], ...], wanted: dict[tuple[int, ...], float]) -> None:
-    """Of one that linear prices prove slower than another takes honed, whether it becomes faster; of others whether it comes near."""
+@pytest.mark.parametrize(
+    ("promised", "wanted"),
+    [((), {(8, 8): 0.96}), (((64,),), {(8, 8): 0.96, (64,): 0.9696}), (((32, 2),), {(8, 8): 0.96, (32, 2): 0.9792})],
+)
+def test_of_other_meshes_a_tangent_says_whether_they_are_honed(
+    promised: tuple[tuple[int, ...], ...], wanted: dict[tuple[int, ...], float]
+) -> None:
+    """Of one that linear prices prove slower than another takes honed, whether it becomes faster; of others whether it
+    comes near."""
+
     def candidate(sizes: tuple[int, ...], bound_s: float, time_s: float) -> SimpleNamespace:
-        return SimpleNamespace(mesh=SimpleNamespace(sizes=sizes), cost=SimpleNamespace(time_s=time_s), solution=SimpleNamespace(bound_s=bound_s))
+        return SimpleNamespace(
+            mesh=SimpleNamespace(sizes=sizes),
+            cost=SimpleNamespace(time_s=time_s),
+            solution=SimpleNamespace(bound_s=bound_s),
+        )
 
     asked: dict[tuple[int, ...], float] = {}
 
@@ -191,10 +238,17 @@ def test_of_other_meshes_a_tangent_says_whether_they_are_honed(promised: tuple[t
         return candidate(each.mesh.sizes, each.solution.bound_s, 0.96 * each.cost.time_s)
 
     planner: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None), honed=honed, promises=promises)
-    fit: Any = [candidate((8, 8), 0.90, 1.0), candidate((64,), 0.97, 1.01), candidate((32, 2), 0.95, 1.02), candidate((4, 16), 0.99, 1.2)]
+    fit: Any = [
+        candidate((8, 8), 0.90, 1.0),
+        candidate((64,), 0.97, 1.01),
+        candidate((32, 2), 0.95, 1.02),
+        candidate((4, 16), 0.99, 1.2),
+    ]
     found = {each.mesh.sizes: each.cost.time_s for each in bestfirst._honed(planner, fit, 1.0, Timer(60.0).skips)}
     assert found == pytest.approx(wanted)
-    assert asked == pytest.approx({(64,): 0.96, (32, 2): 0.96 * 1.01}), "the first is honed in any case, what is far off is not asked for"
+    assert asked == pytest.approx({(64,): 0.96, (32, 2): 0.96 * 1.01}), (
+        "the first is honed in any case, what is far off is not asked for"
+    )
 
 
 def _neighbours(found: Candidate) -> list[Candidate]:
@@ -202,7 +256,7 @@ def _neighbours(found: Candidate) -> list[Candidate]:
     problem, made = found.model.problem, []
     for v, node in enumerate(problem.nodes):
         for c in range(0, len(node.labels), 5):
-            choice = (*found.solution.choice[:v], c, *found.solution.choice[v + 1:])
+            choice = (*found.solution.choice[:v], c, *found.solution.choice[v + 1 :])
             if fits(problem, choice):
                 made.append(found.refined(replace(found.solution, choice=choice)))
     return made

@@ -11,14 +11,26 @@ from autopar.pipeline.makespan_bound import Example, Least, least, mean
 from autopar.pipeline.orders import StageTime
 
 SECONDS = st.one_of(st.just(0.0), st.floats(0.01, 10.0))
-SHAPES = {Kind("1f1b"): (3, 4), Kind("interleaved_1f1b", 2): (2, 4), Kind("interleaved_1f1b", 4): (2, 2), Kind("interleaved_zero_bubble", 2): (3, 3),
-          Kind("zbv_zero_bubble", 2): (3, 5), Kind("dualpipev", 2): (2, 5)}
+SHAPES = {
+    Kind("1f1b"): (3, 4),
+    Kind("interleaved_1f1b", 2): (2, 4),
+    Kind("interleaved_1f1b", 4): (2, 2),
+    Kind("interleaved_zero_bubble", 2): (3, 3),
+    Kind("zbv_zero_bubble", 2): (3, 5),
+    Kind("dualpipev", 2): (2, 5),
+}
 EXAMPLES = Example(1.0, 2.0, 0.9, 0.06), Example(1.0, 2.0, 0.0, 3.0), Example(1.0, 1.0, 1.0, 0.0)
 
 
 def _weights(kind: Kind, example: Example, sends_s: tuple[float, ...] = ()) -> Least:
     places, microbatches = SHAPES[kind]
-    return least(flow_of(kind, places, microbatches), Timetable(kind, places, microbatches).stages, microbatches, example, sends_s)
+    return least(
+        flow_of(kind, places, microbatches),
+        Timetable(kind, places, microbatches).stages,
+        microbatches,
+        example,
+        sends_s,
+    )
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -32,7 +44,10 @@ def test_no_stages_are_faster(kind: Kind, data: st.DataObject) -> None:
     draw = data.draw(st.lists(st.tuples(*[SECONDS] * 4), min_size=table.stages, max_size=table.stages))
     once = data.draw(st.lists(SECONDS, min_size=places, max_size=places))
     longer = data.draw(st.sampled_from([0.0, 0.5]))  # sends may take longer than they do at least
-    times = [StageTime(forward, inputs, late, sent + longer, both) for (forward, inputs, late, both), sent in zip(draw, [*sends, 0.0], strict=True)]
+    times = [
+        StageTime(forward, inputs, late, sent + longer, both)
+        for (forward, inputs, late, both), sent in zip(draw, [*sends, 0.0], strict=True)
+    ]
     whole = sum(min(time.inputs_s + time.weights_s, time.of("B")) for time in times)
     compute = sum(min(time.inputs_s, time.of("B")) for time in times)
     took = max(end + late for end, late in zip(table.ends_s(times, whole=True), once, strict=True))
@@ -61,7 +76,8 @@ def test_one_stage_on_each_place_waits_for_the_first_and_the_last() -> None:
 
 
 def test_a_microbatch_waits_for_its_sends() -> None:
-    """Three places: the first microbatch is sent twice before the last place begins, the last one twice back before the first one ends; and some in between are waited for, too."""
+    """Three places: the first microbatch is sent twice before the last place begins, the last one twice back before the
+    first one ends; and some in between are waited for, too."""
     example, sends = Example(1.0, 2.0, 0.0, 0.0), (0.01, 0.02)
     plain_s, sent_s = (_weights(Kind("1f1b"), example, sent).step_s(example) for sent in ((), sends))
     even = [StageTime(1 / 3, 2 / 3, send_s=sent) for sent in (*sends, 0.0)]

@@ -1,4 +1,5 @@
-"""The memory of a place that several stages share, and cuts into several stages per place against all cuts there are."""
+"""The memory of a place that several stages share, and cuts into several stages per place against all cuts there
+are."""
 
 from __future__ import annotations
 
@@ -18,11 +19,31 @@ from autopar.pipeline.filling import Cuts
 from autopar.pipeline.memory_shares import Budgets, Need, Spent, rooms, split
 from autopar.pipeline.stretches import Cost, Pieces, memory_bytes
 
-NEEDS = st.lists(st.builds(lambda held, share, live, more: Need(held, share * held, live, live + more), st.floats(0, 100), st.floats(0, 1), st.floats(0, 9), st.floats(0, 9)),
-                 min_size=1, max_size=4)
+NEEDS = st.lists(
+    st.builds(
+        lambda held, share, live, more: Need(held, share * held, live, live + more),
+        st.floats(0, 100),
+        st.floats(0, 1),
+        st.floats(0, 9),
+        st.floats(0, 9),
+    ),
+    min_size=1,
+    max_size=4,
+)
 KINDS = st.sampled_from([Kind("interleaved_1f1b", 2), Kind("interleaved_1f1b", 3), Kind("zbv_zero_bubble", 2)])
-COSTS = st.lists(st.builds(Cost, st.integers(1, 9).map(float), st.just(0.0), st.integers(0, 5).map(float), st.integers(0, 2).map(float), st.integers(0, 9).map(float), st.integers(0, 3).map(float)),
-                 min_size=6, max_size=9)
+COSTS = st.lists(
+    st.builds(
+        Cost,
+        st.integers(1, 9).map(float),
+        st.just(0.0),
+        st.integers(0, 5).map(float),
+        st.integers(0, 2).map(float),
+        st.integers(0, 9).map(float),
+        st.integers(0, 3).map(float),
+    ),
+    min_size=6,
+    max_size=9,
+)
 
 
 @given(NEEDS, st.floats(1, 400))
@@ -63,44 +84,91 @@ def _places_bytes(table: Timetable, cuts: Cuts, pieces: Pieces) -> list[float]:
 def _seconds(table: Timetable, parts: Sequence[Sequence[Cost]]) -> tuple[float, float]:
     """Of the slowest stage, and of the slowest place."""
     each = [sum(c.micro_s for c in part) for part in parts]
-    return max(each), max(sum(s for s, at in zip(each, table.at, strict=True) if at == place) for place in range(table.places))
+    return max(each), max(
+        sum(s for s, at in zip(each, table.at, strict=True) if at == place) for place in range(table.places)
+    )
 
 
-MOVED = [Cost(micro, 0.0, kept, halfway, rest, live) for micro, kept, halfway, rest, live in
-         ((7.0, 1.0, 0.0, 1.0, 1.0), (1.0, 3.0, 2.0, 4.0, 1.0), (4.0, 3.0, 1.0, 9.0, 3.0), (1.0, 5.0, 0.0, 9.0, 0.0), (6.0, 3.0, 2.0, 0.0, 3.0), (1.0, 3.0, 0.0, 2.0, 0.0))]
+MOVED = [
+    Cost(micro, 0.0, kept, halfway, rest, live)
+    for micro, kept, halfway, rest, live in (
+        (7.0, 1.0, 0.0, 1.0, 1.0),
+        (1.0, 3.0, 2.0, 4.0, 1.0),
+        (4.0, 3.0, 1.0, 9.0, 3.0),
+        (1.0, 5.0, 0.0, 9.0, 0.0),
+        (6.0, 3.0, 2.0, 0.0, 3.0),
+        (1.0, 3.0, 0.0, 2.0, 0.0),
+    )
+]
 
 
-@given(KINDS, COSTS, st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 2)), min_size=9, max_size=9), st.integers(20, 200), st.booleans())
-@example(Kind("zbv_zero_bubble", 2), MOVED, [(3, 0, 1), (1, 1, 2), (1, 3, 0), (3, 1, 2), (3, 2, 1), (2, 3, 1)], 28, False)  # a stage that is moved for one behind it holds more there than before
-@example(Kind("zbv_zero_bubble", 2), MOVED, [(3, 0, 1), (1, 1, 2), (1, 3, 0), (3, 1, 2), (3, 2, 1), (2, 3, 1)], 28, True)
-def test_no_place_has_more_than_its_memory(kind: Kind, costs: list[Cost], more: list[tuple[int, int, int]], limit: int, by_place: bool) -> None:
+@given(
+    KINDS,
+    COSTS,
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 2)), min_size=9, max_size=9),
+    st.integers(20, 200),
+    st.booleans(),
+)
+# a stage that is moved for one behind it holds more there than before
+@example(
+    Kind("zbv_zero_bubble", 2), MOVED, [(3, 0, 1), (1, 1, 2), (1, 3, 0), (3, 1, 2), (3, 2, 1), (2, 3, 1)], 28, False
+)
+@example(
+    Kind("zbv_zero_bubble", 2), MOVED, [(3, 0, 1), (1, 1, 2), (1, 3, 0), (3, 1, 2), (3, 2, 1), (2, 3, 1)], 28, True
+)
+def test_no_place_has_more_than_its_memory(
+    kind: Kind, costs: list[Cost], more: list[tuple[int, int, int]], limit: int, by_place: bool
+) -> None:
     table = Timetable(kind, 2, 4)
-    again = [replace(c, micro_s=c.micro_s + s, kept_bytes=max(0.0, c.kept_bytes - k), live_bytes=c.live_bytes + n) for c, (s, k, n) in zip(costs, more, strict=False)]
+    again = [
+        replace(c, micro_s=c.micro_s + s, kept_bytes=max(0.0, c.kept_bytes - k), live_bytes=c.live_bytes + n)
+        for c, (s, k, n) in zip(costs, more, strict=False)
+    ]
     pieces = Pieces(costs, again)
     try:
-        found = balance([pieces] * table.stages, table.flying, [float(limit)] * table.stages, at=table.at, by_place=by_place)
+        found = balance(
+            [pieces] * table.stages, table.flying, [float(limit)] * table.stages, at=table.at, by_place=by_place
+        )
     except InfeasibleError:
         return
     assert max(_places_bytes(table, found, pieces)) <= limit * (1 + 1e-9)
-    if max(_places_bytes(table, Cuts(found.bounds, [0] * table.stages), pieces)) <= 0.5 * limit and len({c.live_bytes for c in costs}) == 1:
+    if (
+        max(_places_bytes(table, Cuts(found.bounds, [0] * table.stages), pieces)) <= 0.5 * limit
+        and len({c.live_bytes for c in costs}) == 1
+    ):
         assert not any(found.again)  # nothing is run again where half of the memory is enough
 
 
 @given(KINDS, COSTS)
 def test_the_slowest_stage_is_or_place_is_as_fast_as_any_cut_allows(kind: Kind, costs: list[Cost]) -> None:
-    """With all the memory there is: of the slowest stage exactly, of the slowest place within a piece of the best of all cuts."""
+    """With all the memory there is: of the slowest stage exactly, of the slowest place within a piece of the best of
+    all cuts."""
     table = Timetable(kind, 2, 4)
     assume(len(costs) >= table.stages)
     pieces = [Pieces(costs, costs)] * table.stages
-    every = [_seconds(table, Cuts(list(bounds), [0] * table.stages).parts(pieces)) for bounds in itertools.combinations(range(1, len(costs)), table.stages - 1)]
-    one, other = (balance(pieces, table.flying, [math.inf] * table.stages, at=table.at, by_place=by_place).parts(pieces) for by_place in (False, True))
+    every = [
+        _seconds(table, Cuts(list(bounds), [0] * table.stages).parts(pieces))
+        for bounds in itertools.combinations(range(1, len(costs)), table.stages - 1)
+    ]
+    one, other = (
+        balance(pieces, table.flying, [math.inf] * table.stages, at=table.at, by_place=by_place).parts(pieces)
+        for by_place in (False, True)
+    )
     assert _seconds(table, one)[0] == pytest.approx(min(stage_s for stage_s, _ in every))
     assert _seconds(table, other)[1] <= min(place_s for _, place_s in every) + max(c.micro_s for c in costs)
 
 
 @given(KINDS, COSTS, st.frozensets(st.integers(0, 8), min_size=2, max_size=5), st.booleans())
-@example(Kind("zbv_zero_bubble", 2), [Cost(9.0), Cost(1.0), Cost(1.0), Cost(1.0), Cost(1.0), Cost(9.0)], frozenset({0, 1, 5}), False)  # evenly cut, the second place has the third and fourth
-def test_each_place_has_a_piece_with_parameters_where_its_first_or_last_stage_can(kind: Kind, costs: list[Cost], some: frozenset[int], by_place: bool) -> None:
+# evenly cut, the second place has the third and fourth
+@example(
+    Kind("zbv_zero_bubble", 2),
+    [Cost(9.0), Cost(1.0), Cost(1.0), Cost(1.0), Cost(1.0), Cost(9.0)],
+    frozenset({0, 1, 5}),
+    False,
+)
+def test_each_place_has_a_piece_with_parameters_where_its_first_or_last_stage_can(
+    kind: Kind, costs: list[Cost], some: frozenset[int], by_place: bool
+) -> None:
     table = Timetable(kind, 2, 4)
     assume(len(costs) >= table.stages)
     needed, pieces = sorted(piece for piece in some if piece < len(costs)), [Pieces(costs, costs)] * table.stages
@@ -108,7 +176,11 @@ def test_each_place_has_a_piece_with_parameters_where_its_first_or_last_stage_ca
     def have(bounds: Sequence[int]) -> list[bool]:
         return [any(a <= piece < b for piece in needed) for a, b in itertools.pairwise((0, *bounds, len(costs)))]
 
-    cuts = [bounds for bounds in itertools.combinations(range(1, len(costs)), table.stages - 1) if all(have(bounds)[:2]) or all(have(bounds)[-2:])]
+    cuts = [
+        bounds
+        for bounds in itertools.combinations(range(1, len(costs)), table.stages - 1)
+        if all(have(bounds)[:2]) or all(have(bounds)[-2:])
+    ]
     found = balance(pieces, table.flying, [math.inf] * table.stages, at=table.at, needed=needed, by_place=by_place)
     if cuts:
         assert {place for place, filled in zip(table.at, have(found.bounds), strict=True) if filled} == {0, 1}

@@ -30,7 +30,9 @@ def test_nothing_hides_of_less_than_one_bucket() -> None:
 def test_a_full_bucket_hides_under_what_comes_behind_it() -> None:
     """But for its share of the compute units."""
     assert each_s([(1.0, _sums(20e6, 8e6)), (1.0, ())], 0.1) == pytest.approx(0.1 * _takes_s(28e6))
-    assert each_s([(1.0, _sums(20e6, 8e6)), (1.0, _sums(2e6))], 0.1) == pytest.approx(0.1 * _takes_s(28e6) + _takes_s(2e6))
+    assert each_s([(1.0, _sums(20e6, 8e6)), (1.0, _sums(2e6))], 0.1) == pytest.approx(
+        0.1 * _takes_s(28e6) + _takes_s(2e6)
+    )
     assert each_s([(1.0, _sums(20e6, 8e6)), (1.0, ())], 1.0) == pytest.approx(_takes_s(28e6))  # cores that do both
 
 
@@ -38,7 +40,9 @@ pieces = st.lists(st.tuples(st.floats(0.0, 1e-3), st.lists(st.floats(1e3, 4e7), 
 
 
 @given(pieces, st.floats(0.0, 1.0))
-def test_no_less_shows_than_the_last_bucket_and_no_more_than_all(stage: list[tuple[float, list[float]]], contention: float) -> None:
+def test_no_less_shows_than_the_last_bucket_and_no_more_than_all(
+    stage: list[tuple[float, list[float]]], contention: float
+) -> None:
     buckets, filling = [], 0.0
     for _, each_bytes in stage:
         for nbytes in reversed(each_bytes):

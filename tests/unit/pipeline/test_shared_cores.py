@@ -32,7 +32,9 @@ def test_the_search_says_what_the_engine_says(kind: Kind, places: int, send_s: f
     lines = orders(kind.schedule, places, table.stages, table.microbatches)
     for alone in (1.0, 1.5, 2.0):
         found = max(shared_cores.ends_s(Flow.of(lines, table.at), times, alone))
-        tasks, _ = schedule.tasks(lines, table.at, lambda a: times[a.stage].of(a.kind), lambda stage, back: send_s, alone)
+        tasks, _ = schedule.tasks(
+            lines, table.at, lambda a: times[a.stage].of(a.kind), lambda stage, back: send_s, alone
+        )
         assert found == pytest.approx(run(tasks, {schedule.CORES: places / alone}).length_s, rel=1e-6), alone
         if alone == 1.0:
             assert found == pytest.approx(max(finishes_s(lines, times, table.at)), rel=1e-9)
@@ -44,10 +46,14 @@ def test_the_search_says_what_the_engine_says(kind: Kind, places: int, send_s: f
 def test_one_place_after_the_other_has_all_cores() -> None:
     table, times = drawn(Kind("naive"), 4, 0.0)
     lines = orders("naive", 4, 4, 1)
-    assert max(shared_cores.ends_s(Flow.of(lines, table.at), times, 2.0)) == pytest.approx(max(finishes_s(lines, times, table.at)) / 2)
+    assert max(shared_cores.ends_s(Flow.of(lines, table.at), times, 2.0)) == pytest.approx(
+        max(finishes_s(lines, times, table.at)) / 2
+    )
 
 
 def test_sends_take_no_cores() -> None:
     table, times = drawn(Kind("1f1b"), 2, 0.3)
     lines = orders("1f1b", 2, 2, table.microbatches)
-    assert max(shared_cores.ends_s(Flow.of(lines, table.at), times, 1.0)) == pytest.approx(max(finishes_s(lines, times, table.at)), rel=1e-9)
+    assert max(shared_cores.ends_s(Flow.of(lines, table.at), times, 1.0)) == pytest.approx(
+        max(finishes_s(lines, times, table.at)), rel=1e-9
+    )

@@ -1,4 +1,5 @@
-"""What sums of gradients over places take: in the dtype that gradients add up in, over the link of the host where they rest there."""
+"""What sums of gradients over places take: in the dtype that gradients add up in, over the link of the host where they
+rest there."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def _shared(plan: Plan, dtype: torch.dtype = torch.float32) -> Shared:
     who = subject("hf-gpt2")
     program = read(who.captured.gm, plan.hints, training=True)
     program.ops.update({op.name: replace(op, out_dtypes=(dtype,)) for op in program.ops.values() if op.role == "param"})
-    (found,) = shared_weights(program, plan, views(program, plan), Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh))
+    (found,) = shared_weights(
+        program, plan, views(program, plan), Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
+    )
     return found
 
 
@@ -35,7 +38,9 @@ def test_bytes_are_those_of_gradients_and_the_host_is_paid_for() -> None:
     assert _shared(replace(plan, precision="bf16"), torch.bfloat16) == plain  # summed in float32
     assert _shared(replace(plan, offload="optimizer")) == plain
     link_bytes_s = Cluster.from_dict(dict(plan.cluster)).device.host_link_bytes_s
-    assert _shared(replace(plan, offload="parameters")).seconds - plain.seconds == pytest.approx(2 * plain.nbytes / link_bytes_s)
+    assert _shared(replace(plan, offload="parameters")).seconds - plain.seconds == pytest.approx(
+        2 * plain.nbytes / link_bytes_s
+    )
 
 
 class _Talked(Exception):
@@ -44,6 +49,7 @@ class _Talked(Exception):
 
 def test_ranks_talk_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL takes no tensor of the host. (A device without a backend stands for an accelerator.)"""
+
     def all_reduce(tensor: torch.Tensor, group: Any, op: Any = None) -> None:
         raise _Talked(str(tensor.device))
 
@@ -51,5 +57,8 @@ def test_ranks_talk_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = nn.Parameter(torch.ones(2))
     held = Held("w", Param((2,), "float32", "R", host=True), OrderedDict(w=weight), "w", [], torch.ones(2))
     group: Any = None
-    with pytest.raises(_Talked, match="meta"), places.Shared(("w",), group, True, torch.device("meta")).summing({"w": held}):
+    with (
+        pytest.raises(_Talked, match="meta"),
+        places.Shared(("w",), group, True, torch.device("meta")).summing({"w": held}),
+    ):
         weight.grad = torch.ones(2)

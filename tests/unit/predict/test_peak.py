@@ -1,4 +1,5 @@
-"""The memory of a given configuration: the plan is the one that was given, and each habit of the software takes what it says."""
+"""The memory of a given configuration: the plan is the one that was given, and each habit of the software takes what it
+says."""
 
 from __future__ import annotations
 
@@ -55,21 +56,33 @@ def test_blocks_are_dealt_and_run_again_as_stated() -> None:
     assert [stage.again["blocks_0"] for stage in plan.stages] == [2, 0]
 
 
-@pytest.mark.parametrize("change, why", [({"blocks": (3, 4)}, "wanted 8 in all"), ({"blocks": (8, 0)}, "every stage needs one")])
+@pytest.mark.parametrize(
+    "change, why", [({"blocks": (3, 4)}, "wanted 8 in all"), ({"blocks": (8, 0)}, "every stage needs one")]
+)
 def test_blocks_that_cannot_be_dealt(change: dict[str, tuple[int, ...]], why: str) -> None:
     with pytest.raises(PlanError, match=why):
         given_plan(graph(SIZES), replace(SETUP, **change), CLUSTER, "bf16")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("change, why", [({"blocks": (8,)}, "for each of 2 stages"), ({"parts": ("head",)}, "wanted some of")])
+@pytest.mark.parametrize(
+    "change, why", [({"blocks": (8,)}, "for each of 2 stages"), ({"parts": ("head",)}, "wanted some of")]
+)
 def test_setups_without_sense(change: dict[str, tuple[str, ...]], why: str) -> None:
     with pytest.raises(PlanError, match=why):
         replace(SETUP, **change)  # type: ignore[arg-type]
 
 
 def test_the_more_is_run_again_the_less_is_kept() -> None:
-    none, attention, mlp, both, full = (kept(held(OTHERS, replace(SETUP, recompute=level, parts=parts), UNFUSED)) for level, parts in (
-        ("none", ()), ("selective", ("attention",)), ("selective", ("mlp",)), ("selective", ("attention", "mlp")), ("full", ())))
+    none, attention, mlp, both, full = (
+        kept(held(OTHERS, replace(SETUP, recompute=level, parts=parts), UNFUSED))
+        for level, parts in (
+            ("none", ()),
+            ("selective", ("attention",)),
+            ("selective", ("mlp",)),
+            ("selective", ("attention", "mlp")),
+            ("full", ()),
+        )
+    )
     assert full < both < min(attention, mlp) and max(attention, mlp) < none
 
 
@@ -85,7 +98,8 @@ def test_emitted_modules_hold_more_than_software_that_lets_go() -> None:
 
 def test_standing_gradients_are_as_many_bytes_as_stated() -> None:
     four, two = (held(replace(OTHERS, standing=True, gradient_bytes=n)).places[0].rest["gradients"] for n in (4, 2))
-    elements = 4 * 12 * 256**2 / 2 + (2048 + 256) * 256 / 2  # of four blocks and the tables of words and positions, halves on a rank
+    # of four blocks and the tables of words and positions, halves on a rank
+    elements = 4 * 12 * 256**2 / 2 + (2048 + 256) * 256 / 2
     assert four == 2 * two == pytest.approx(4 * elements, rel=0.01)
 
 
@@ -99,7 +113,8 @@ def test_a_fused_chain_keeps_what_it_reads() -> None:
 def test_what_is_gathered_again_is_not_kept() -> None:
     sequence = replace(SETUP, sequence_parallel=True)
     gathered, again = (kept(held(replace(OTHERS, regathers=on), sequence)) for on in (False, True))
-    assert gathered - again == pytest.approx(4 * 2 * 128 * 256 * 2 / 2, rel=0.02)  # of two norms in each of four blocks, the other rank's half
+    # of two norms in each of four blocks, the other rank's half
+    assert gathered - again == pytest.approx(4 * 2 * 128 * 256 * 2 / 2, rel=0.02)
 
 
 def test_rows_are_kept_in_fewer_bits() -> None:
@@ -113,7 +128,8 @@ def test_a_loss_in_place_takes_the_logits_once() -> None:
 
 
 def test_a_log_softmax_over_split_classes_leaves_no_room_to_work_in() -> None:
-    """Emitted programs make the gradient of float32 logits where their exponentials were; torch's loss_parallel makes both beside the log-softmax that it keeps."""
+    """Emitted programs make the gradient of float32 logits where their exponentials were; torch's loss_parallel makes
+    both beside the log-softmax that it keeps."""
     split = Setup(4, 1, 128, tp=2, dp=1)
     ours, torchs = (held(replace(OTHERS, log_softmax=on), split).peak_bytes for on in (False, True))
     assert torchs - ours == pytest.approx(2 * 4 * 128 * 2048 / 2 * 4, rel=0.02)
@@ -130,15 +146,22 @@ def test_states_and_kept_on_the_host() -> None:
 
 def test_what_libraries_take_is_there_once() -> None:
     software = Software(habits=replace(OTHERS, workspace_bytes=1e6))
-    more, less = (peak(graph(SIZES), replace(SETUP, software=s), CLUSTER).peak_bytes for s in (software, Software(habits=OTHERS)))
+    more, less = (
+        peak(graph(SIZES), replace(SETUP, software=s), CLUSTER).peak_bytes for s in (software, Software(habits=OTHERS))
+    )
     assert more - less == 1e6
 
 
-@pytest.mark.parametrize("change", [{"ep": 2}, {"cp": 2}, {"zero": 3}, {"zero": 2}, {"vpp": 2}, {"microbatches": 1}, {"tp": 1, "replicas": 2}])
+@pytest.mark.parametrize(
+    "change",
+    [{"ep": 2}, {"cp": 2}, {"zero": 3}, {"zero": 2}, {"vpp": 2}, {"microbatches": 1}, {"tp": 1, "replicas": 2}],
+)
 def test_all_axes_can_be_planned(change: dict[str, int]) -> None:
     setup = replace(SETUP, **change)  # type: ignore[arg-type]
     found = peak(graph(SIZES), setup, CLUSTER)
-    assert len(found.places) == 2 and all(place.peak_bytes == pytest.approx(sum(place.by_kind().values())) for place in found.places)
+    assert len(found.places) == 2 and all(
+        place.peak_bytes == pytest.approx(sum(place.by_kind().values())) for place in found.places
+    )
 
 
 def test_moments_in_16_bits_take_half_of_the_optimizer_state() -> None:

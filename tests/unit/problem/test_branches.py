@@ -77,13 +77,18 @@ def planner(kind: type[nn.Module]) -> Planner:
 
 def weights(found: Planner) -> dict[str, Branch]:
     """The branch of every weight that has one, by original name."""
-    return {op.fqn: found.branches.of[name] for name, op in found.program.ops.items()
-            if op.role == "param" and name in found.branches.of and op.fqn.endswith("weight")}
+    return {
+        op.fqn: found.branches.of[name]
+        for name, op in found.program.ops.items()
+        if op.role == "param" and name in found.branches.of and op.fqn.endswith("weight")
+    }
 
 
 def test_branches_with_two_dense_layers_or_more() -> None:
     assert weights(planner(Forked)) == {
-        **{f"long.{i}.weight": Branch(0, 0) for i in range(3)}, **{f"short.{i}.weight": Branch(0, 1) for i in range(2)}}
+        **{f"long.{i}.weight": Branch(0, 0) for i in range(3)},
+        **{f"short.{i}.weight": Branch(0, 1) for i in range(2)},
+    }
 
 
 def test_a_run_is_placed_as_a_whole_or_not_at_all() -> None:
@@ -99,8 +104,14 @@ def test_a_residual_is_no_branch() -> None:
 
 def test_options_of_a_placed_operator() -> None:
     found = planner(Forked)
-    first, last = (next(op for op in found.program.ops.values() if op.role == "op" and any(
-        found.program.ops[ref[0]].fqn == f"short.{i}.weight" for ref in op.operands)) for i in range(2))
+    first, last = (
+        next(
+            op
+            for op in found.program.ops.values()
+            if op.role == "op" and any(found.program.ops[ref[0]].fqn == f"short.{i}.weight" for ref in op.operands)
+        )
+        for i in range(2)
+    )
     one = found.branches.options(first, 4)[1]
     assert [str(u) for u in (*one.ins, *one.outs)] == ["R|P", "O1|O1", "O1|O1", "O1|O1"]  # input, weight, bias; result
     assert [str(u) for u in found.branches.options(last, 4)[1].ins] == ["O1|O1", "O1|O1", "O1|O1"]

@@ -31,7 +31,10 @@ class Watched(nn.Module):
 
 def _program(training: bool) -> Program:
     gm = export_graph(Watched(), (torch.zeros(6, 4),), dims=({0: B},))
-    gm.meta["outputs"] = [{"name": "loss", "kind": "loss", "target": ""}, {"name": "seen", "kind": "output", "target": ""}]
+    gm.meta["outputs"] = [
+        {"name": "loss", "kind": "loss", "target": ""},
+        {"name": "seen", "kind": "output", "target": ""},
+    ]
     return read(run(run(gm, NORMALIZE), ANNOTATE), {"b": 6}, training=training)
 
 
@@ -87,9 +90,19 @@ class Tower(nn.Module):
         return self.head(h).square().sum()
 
 
-@pytest.mark.parametrize(("frozen", "graded", "late"), [
-    ("", True, False), ("blocks", True, False), ("stem", True, True), ("stem blocks", False, False), ("stem blocks head", False, False)])
-def test_blocks_have_one_where_something_in_front_of_them_or_in_them_is_trained(frozen: str, graded: bool, late: bool) -> None:
+@pytest.mark.parametrize(
+    ("frozen", "graded", "late"),
+    [
+        ("", True, False),
+        ("blocks", True, False),
+        ("stem", True, True),
+        ("stem blocks", False, False),
+        ("stem blocks head", False, False),
+    ],
+)
+def test_blocks_have_one_where_something_in_front_of_them_or_in_them_is_trained(
+    frozen: str, graded: bool, late: bool
+) -> None:
     captured = capture(Tower(frozen), (torch.zeros(6, 4),))
     program = read(captured.gm, captured.hints, training=True)
     assert [run.count for run in program.runs.values()] == [3]

@@ -18,7 +18,9 @@ def _engine_s(compute_s: float, waited: list[Load], behind: list[Load], pieces: 
     last: tuple[int, ...] = ()
 
     def add(load: Load, stream: str, seconds: float, after: tuple[int, ...]) -> tuple[int, ...]:
-        tasks.append(Task(stream, stream, seconds, after, tuple(load.shares), "device", CONTENTION, tuple(load.shares.values())))
+        tasks.append(
+            Task(stream, stream, seconds, after, tuple(load.shares), "device", CONTENTION, tuple(load.shares.values()))
+        )
         return (len(tasks) - 1,)
 
     for load in behind:
@@ -45,10 +47,20 @@ def test_it_is_the_event_engine(seed: int) -> None:
     rng = random.Random(seed)
 
     def load(axis: int) -> Load:
-        return Load(axis, rng.uniform(0.2, 4.0), {level: rng.uniform(0.2, 1.0) for level in ("node", "gpu")[:rng.randint(1, 2)]})
+        return Load(
+            axis,
+            rng.uniform(0.2, 4.0),
+            {level: rng.uniform(0.2, 1.0) for level in ("node", "gpu")[: rng.randint(1, 2)]},
+        )
 
-    compute_s, waited, behind = rng.uniform(1.0, 6.0), [load(0)][:rng.randint(0, 1)], [load(axis) for axis in range(1, rng.randint(2, 3))]
-    assert together_s(compute_s, waited, behind, CONTENTION) == pytest.approx(_engine_s(compute_s, waited, behind), rel=0.02)
+    compute_s, waited, behind = (
+        rng.uniform(1.0, 6.0),
+        [load(0)][: rng.randint(0, 1)],
+        [load(axis) for axis in range(1, rng.randint(2, 3))],
+    )
+    assert together_s(compute_s, waited, behind, CONTENTION) == pytest.approx(
+        _engine_s(compute_s, waited, behind), rel=0.02
+    )
 
 
 def test_loads_of_an_axis_are_one() -> None:
@@ -57,5 +69,8 @@ def test_loads_of_an_axis_are_one() -> None:
 
 
 def test_two_that_end_at_once_take_as_long_as_nearly_at_once() -> None:
-    one, other = ([Load(0, 1.0, {"node": 1.0}), Load(1, seconds, {"gpu": 1.0}), Load(2, seconds, {"gpu": 1.0})] for seconds in (0.5, 0.5000001))
+    one, other = (
+        [Load(0, 1.0, {"node": 1.0}), Load(1, seconds, {"gpu": 1.0}), Load(2, seconds, {"gpu": 1.0})]
+        for seconds in (0.5, 0.5000001)
+    )
     assert together_s(1.0, [], one, 0.15) == pytest.approx(together_s(1.0, [], other, 0.15), rel=1e-6)

@@ -27,9 +27,22 @@ def _halves(sizes: Config) -> fx.GraphModule:
 
 def products_s(head_dim: int, device: str) -> float:
     """Seconds of the forward of scores and of what they weigh, on one device, per multiplication."""
-    sizes = Config(vocab=1024, positions=2048, layers=2, heads=16, kv_heads=16, head_dim=head_dim, hidden=16 * head_dim, ffn=1024, fused_attention=False)
+    sizes = Config(
+        vocab=1024,
+        positions=2048,
+        layers=2,
+        heads=16,
+        kv_heads=16,
+        head_dim=head_dim,
+        hidden=16 * head_dim,
+        ffn=1024,
+        fused_attention=False,
+    )
     program = read(_halves(sizes), {"b": 8, "s": 2048}, training=True, device="cuda")
-    table, kernels = table_of(program, 1, sections_of(program, None), None), Kernels(Cluster.parse(device).device, Settings(precision="float16"))
+    table, kernels = (
+        table_of(program, 1, sections_of(program, None), None),
+        Kernels(Cluster.parse(device).device, Settings(precision="float16")),
+    )
     found = [op for op in program.ops.values() if op.role == "op" and op.flops > 0 and op.scope and "matmul" in op.name]
     assert len(found) == 2
     return sum(kernels.seconds(op, (table[op.name][0],), (1,))[0] for op in found) / head_dim
@@ -46,13 +59,29 @@ H100 = Cluster.parse("h100:1x1").device
 @cache
 def llama() -> Program:
     """Two blocks of a Llama 1024 wide, 4 samples of 2048."""
-    sizes = Config(vocab=1024, positions=2048, layers=2, heads=8, kv_heads=8, head_dim=128, hidden=1024, ffn=4096, rms=True, gated=True, rotary=True)
+    sizes = Config(
+        vocab=1024,
+        positions=2048,
+        layers=2,
+        heads=8,
+        kv_heads=8,
+        head_dim=128,
+        hidden=1024,
+        ffn=4096,
+        rms=True,
+        gated=True,
+        rotary=True,
+    )
     return read(captured(sizes, "bfloat16"), {"b": 4, "s": 2048}, training=True, device="cuda")
 
 
 def both_s(op: Op, device: Device, ways: int = 1, factor: str = "", **change: object) -> tuple[float, float]:
     """Forward and backward of an Op, cut `ways` ways on a `factor`."""
-    option = next(option for option in table_of(llama(), ways, sections_of(llama(), None), None)[op.name] if option.factor == factor)
+    option = next(
+        option
+        for option in table_of(llama(), ways, sections_of(llama(), None), None)[op.name]
+        if option.factor == factor
+    )
     return Kernels(device, Settings(precision="bf16", **change)).seconds(op, (option,), (ways,))  # type: ignore[arg-type]
 
 
@@ -73,16 +102,22 @@ def test_operands_of_8_bits_are_read_and_written_as_the_software_does() -> None:
 
 
 def test_what_is_gathered_in_8_bits_is_cast_by_shards() -> None:
-    """The input of a column-parallel matmul; its gradient is cut as its result is, so nothing changes in the backward."""
+    """The input of a column-parallel matmul; its gradient is cut as its result is, so nothing changes in the
+    backward."""
     bandwidth = H100.memory_bandwidth_bytes_s * H100.achievable_bandwidth
-    whole, shards = (both_s(_up(), H100, 2, "o", matmul="float8", cast_bytes=5.0, turn_bytes=2.0, casts_shards=on) for on in (False, True))
+    whole, shards = (
+        both_s(_up(), H100, 2, "o", matmul="float8", cast_bytes=5.0, turn_bytes=2.0, casts_shards=on)
+        for on in (False, True)
+    )
     assert whole[0] - shards[0] == pytest.approx(5.0 * 4 * 2048 * 1024 / 2 / bandwidth)
     assert whole[1] == shards[1]
 
 
 def _up() -> Op:
     """The first matmul that widens rows to the feed-forward part's."""
-    return next(op for op in llama().ops.values() if op.role == "op" and any(op.weight) and op.call.outs[0].sizes[-1] == 4096)
+    return next(
+        op for op in llama().ops.values() if op.role == "op" and any(op.weight) and op.call.outs[0].sizes[-1] == 4096
+    )
 
 
 def convolved_s(*batch: int, transposed: bool = False) -> float:

@@ -47,10 +47,14 @@ def test_leaves_are_as_late_as_is_said_at_least(each: list[list[float]], data: s
 
 
 def test_of_weights_that_fill_the_first_buckets_it_is_said_exactly() -> None:
-    """Projections that may be whole or cut, in front of large ones: whole ones are two buckets, cut ones are in buckets with the large ones."""
+    """Projections that may be whole or cut, in front of large ones: whole ones are two buckets, cut ones are in buckets
+    with the large ones."""
     options = [np.array(one) * BUCKET_BYTES for one in ([0.5, 1.3], [0.5, 1.3], [3.0], [3.0], [3.0])]
     seconds = [one[:, None, None] / BUCKET_BYTES for one in options]
     leaves = Leaves(options, seconds, 10**9)
-    assert leaves.first == (pytest.approx(7 * BUCKET_BYTES), pytest.approx([2.2 * BUCKET_BYTES, 2.2 * BUCKET_BYTES, 0.0, 0.0, 0.0]))
+    assert leaves.first == (
+        pytest.approx(7 * BUCKET_BYTES),
+        pytest.approx([2.2 * BUCKET_BYTES, 2.2 * BUCKET_BYTES, 0.0, 0.0, 0.0]),
+    )
     whole_s = sum(leaves.late_s(index)[-1].item() for index in range(5)) - leaves.most_s.item()
     assert whole_s == pytest.approx(9.0)

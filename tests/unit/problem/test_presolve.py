@@ -38,7 +38,8 @@ def test_same_optimum(problem: Problem) -> None:
     back = restore(choice)
     assert problem.price(back) == small.price(choice)
     assert [n.labels[c] for n, c in zip(problem.nodes, back, strict=True)] == [
-        n.labels[c] for n, c in zip(small.nodes, choice, strict=True)]
+        n.labels[c] for n, c in zip(small.nodes, choice, strict=True)
+    ]
 
 
 def test_drops_dominated_equal_and_forbidden() -> None:

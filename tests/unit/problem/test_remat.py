@@ -67,8 +67,11 @@ def test_seconds_are_those_of_what_the_plan_runs_again(level: str) -> None:
     found = edges(planner.program, made)
     decisions, ops = plain.decode(choice), planner.program.ops
     again_s = sum(forward.op_s(op, decisions[name]) for name, op in ops.items() if found.runs_again(op))
-    again_s += sum(steps_s(r.forward((4,)), planner.program.bytes_of(r.ref), plain.prices.mesh) * r.count
-                   for r in found.reshards if r.replay == "again" and not r.regathers((4,)))
+    again_s += sum(
+        steps_s(r.forward((4,)), planner.program.bytes_of(r.ref), plain.prices.mesh) * r.count
+        for r in found.reshards
+        if r.replay == "again" and not r.regathers((4,))
+    )
     assert again_s > 0
     added_s = model.problem.price(choice).time_s - plain.problem.price(choice).time_s
     assert added_s == pytest.approx(again_s, rel=1e-6)
@@ -78,7 +81,11 @@ def test_a_gathered_weight_is_gathered_for_the_second_run_and_not_once_more() ->
     """ZeRO-3: the big weights are gathered twice either way; only vectors before the last product come on top."""
     planner = _planner()
     plain, model = _model(planner, "none"), _model(planner, "full")
-    weights = {net.name: (net, again) for net, again in zip(plain.problem.nets, model.problem.nets, strict=True) if net.group >= 0}
+    weights = {
+        net.name: (net, again)
+        for net, again in zip(plain.problem.nets, model.problem.nets, strict=True)
+        if net.group >= 0
+    }
     for name, (net, again) in weights.items():
         big = max(planner.program.ops[name.rpartition(":")[0]].call.outs[0].sizes) > 512 or "down" in name
         if "weight" in name and big:
@@ -90,7 +97,13 @@ def test_it_works_on_what_one_microbatch_costs() -> None:
     planner = _planner()
     plain = planner.model((4,), RECIPES["zero3"].roles, "zero3")
     joints = [planner.joints(role, 4) for role in RECIPES["zero3"].roles]
-    micro = build(planner.program, planner.clusters, joints, MicroPrices(plain.prices.mesh, plain.prices.device, plain.prices.settings), 1e18)
+    micro = build(
+        planner.program,
+        planner.clusters,
+        joints,
+        MicroPrices(plain.prices.mesh, plain.prices.device, plain.prices.settings),
+        1e18,
+    )
     forward = ForwardPrices(plain.prices.mesh, plain.prices.device, plain.prices.settings)
     again = rematerialised(micro, forward, levels(planner.program, "full"))
     choice = ilp.search(plain.problem, time_limit_s=5.0).choice
@@ -100,8 +113,12 @@ def test_it_works_on_what_one_microbatch_costs() -> None:
 
 def test_blocks_are_run_again_where_nothing_fits_without() -> None:
     cluster = Cluster.parse("cpu:1x4")
-    least = {level: plan(graph(), HINTS, Request(cluster, recipe="zero3", remat=level), model="stack", graph_hash="0" * 64).predicted
-             for level in LEVELS}
+    least = {
+        level: plan(
+            graph(), HINTS, Request(cluster, recipe="zero3", remat=level), model="stack", graph_hash="0" * 64
+        ).predicted
+        for level in LEVELS
+    }
     assert least["full"].memory_bytes < least["none"].memory_bytes and least["full"].step_s > least["none"].step_s
     free = cluster.device.usable_memory_bytes / cluster.device.memory_bytes
     between = (least["full"].memory_bytes + least["none"].memory_bytes) / 2

@@ -31,7 +31,11 @@ def _hull(points: list[Point]) -> list[tuple[float, float]]:
     for p in sorted({(round(p.nbytes, 9), round(p.seconds, 9)) for p in points}):
         if best and p[1] >= best[-1][1]:
             continue
-        while len(best) > 1 and (best[-1][1] - best[-2][1]) * (p[0] - best[-2][0]) >= (p[1] - best[-2][1]) * (best[-1][0] - best[-2][0]) - 1e-12:
+        while (
+            len(best) > 1
+            and (best[-1][1] - best[-2][1]) * (p[0] - best[-2][0])
+            >= (p[1] - best[-2][1]) * (best[-1][0] - best[-2][0]) - 1e-12
+        ):
             best.pop()
         best.append(p)
     return best
@@ -45,7 +49,11 @@ def test_the_corners_are_those_of_all_choices(seed: int) -> None:
     names = [op.name for op in program.ops.values() if op.scope == scope and keepable(op)]
     assert 3 < len(names) < 10
     seconds, nbytes = _drawn(program, scope, seed)
-    every = [point(program, scope, seconds, nbytes, kept) for n in range(len(names) + 1) for kept in itertools.combinations(names, n)]
+    every = [
+        point(program, scope, seconds, nbytes, kept)
+        for n in range(len(names) + 1)
+        for kept in itertools.combinations(names, n)
+    ]
     assert _hull(Choices(program, scope, seconds, nbytes).corners) == _hull(every)
 
 
@@ -57,7 +65,9 @@ def test_nothing_found_by_chance_is_below_the_corners(name: str) -> None:
         seconds, nbytes = _drawn(program, scope, 0)
         found = Choices(program, scope, seconds, nbytes).corners
         assert found[0].kept == () and len(found) > 3
-        assert [p.nbytes for p in found] == sorted(p.nbytes for p in found) and [p.seconds for p in found] == sorted((p.seconds for p in found), reverse=True)
+        assert [p.nbytes for p in found] == sorted(p.nbytes for p in found) and [p.seconds for p in found] == sorted(
+            (p.seconds for p in found), reverse=True
+        )
         names = [op.name for op in program.ops.values() if op.scope == scope and keepable(op)]
         rng, corners = np.random.default_rng(1), _hull(found)
         for _ in range(200):

@@ -18,7 +18,9 @@ ENTRIES = ("R", "P", "S0", "S1", "S1/3", "O1")
 
 
 def _layouts() -> list[tuple[str, ...]]:
-    return [pair for pair in itertools.product(ENTRIES, repeat=2) if set(pair) != {"S1", "S1/3"} and pair.count("O1") < 2]
+    return [
+        pair for pair in itertools.product(ENTRIES, repeat=2) if set(pair) != {"S1", "S1/3"} and pair.count("O1") < 2
+    ]
 
 
 @pytest.mark.parametrize("size_bytes", [1e3, 1e8])
@@ -41,12 +43,19 @@ def test_all_routes_at_once_cost_what_each_costs_alone(size_bytes: float) -> Non
 def test_dims_by_other_names_are_the_same_routes() -> None:
     mesh = Cluster.parse("h100:4x8").mesh((2, 4, 4))
     draw = random.Random(0)
-    layouts = [layout for layout in itertools.product(("R", "P", "S0", "S1", "S2", "S3", "S3/2"), repeat=3) if consistent(layout)]
+    layouts = [
+        layout
+        for layout in itertools.product(("R", "P", "S0", "S1", "S2", "S3", "S3/2"), repeat=3)
+        if consistent(layout)
+    ]
     pairs = [(draw.choice(layouts), draw.choice(layouts)) for _ in range(400)]
     assert sum(renamed(*pair) != pair for pair in pairs) > 200
     for source, target in pairs:
         way, other = steps(source, target, mesh.sizes), steps(*renamed(source, target), mesh.sizes)
         assert [(s.kind, s.axis, fraction(s.before, mesh.sizes), fraction(s.after, mesh.sizes)) for s in way] == [
-            (s.kind, s.axis, fraction(s.before, mesh.sizes), fraction(s.after, mesh.sizes)) for s in other]
+            (s.kind, s.axis, fraction(s.before, mesh.sizes), fraction(s.after, mesh.sizes)) for s in other
+        ]
         routes = Routes(mesh)
-        assert routes.seconds(routes.table([source], [target]), 1e7)[0, 0] == pytest.approx(steps_s(way, 1e7, mesh), rel=1e-12)
+        assert routes.seconds(routes.table([source], [target]), 1e7)[0, 0] == pytest.approx(
+            steps_s(way, 1e7, mesh), rel=1e-12
+        )

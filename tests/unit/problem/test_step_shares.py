@@ -18,14 +18,24 @@ from autopar.problem.step_shares import MicroPrices, StepPrices
 from autopar.request import Request
 from tests.helpers.planned import BATCH, graph
 
-ROWS: tuple[LayoutPair, ...] = tuple(LayoutPair(rest, rest) for rest in (("R", "R"), ("S0", "R"), ("R", "S1"), ("S0", "S1")))
-COLUMNS: tuple[LayoutPair, ...] = (*ROWS, LayoutPair(("R", "R"), ("P", "P")), LayoutPair(("R", "S1"), ("P", "S1")), LayoutPair(("S0", "R"), ("S0", "P")), LayoutPair(("R", "R"), ("-", "-")))
+ROWS: tuple[LayoutPair, ...] = tuple(
+    LayoutPair(rest, rest) for rest in (("R", "R"), ("S0", "R"), ("R", "S1"), ("S0", "S1"))
+)
+COLUMNS: tuple[LayoutPair, ...] = (
+    *ROWS,
+    LayoutPair(("R", "R"), ("P", "P")),
+    LayoutPair(("R", "S1"), ("P", "S1")),
+    LayoutPair(("S0", "R"), ("S0", "P")),
+    LayoutPair(("R", "R"), ("-", "-")),
+)
 
 
 @pytest.mark.parametrize("weight", [False, True])
 def test_reshards_per_microbatch_and_per_step(weight: bool) -> None:
     cluster = Cluster.parse("h100:2x4")
-    whole, micro, once = (made(cluster.mesh((2, 4)), cluster.device, Settings()) for made in (Prices, MicroPrices, StepPrices))
+    whole, micro, once = (
+        made(cluster.mesh((2, 4)), cluster.device, Settings()) for made in (Prices, MicroPrices, StepPrices)
+    )
     size, again = 1e8, [i % 2 == 0 for i in range(len(COLUMNS))]
     per_step = once.table_s(ROWS, COLUMNS, size, again, weight=weight)
     per_micro = micro.table_s(ROWS, COLUMNS, size, again, weight=weight)
@@ -34,7 +44,10 @@ def test_reshards_per_microbatch_and_per_step(weight: bool) -> None:
         assert np.array_equal(per_micro, whole.table_s(ROWS, COLUMNS, size, again))
         return
     for (i, row), (j, column) in itertools.product(enumerate(ROWS), enumerate(COLUMNS)):
-        late = [rest == "R" and value == "R" and grad == "P" for rest, value, grad in zip(row.value, column.value, column.grad, strict=True)]
+        late = [
+            rest == "R" and value == "R" and grad == "P"
+            for rest, value, grad in zip(row.value, column.value, column.grad, strict=True)
+        ]
         kept = tuple("P" if wait else own for wait, own in zip(late, row.grad, strict=True))
         assert (per_step[i, j] > 0) == any(late)
         alone = whole.table_s([LayoutPair(row.value, kept)], [column], size, [again[j]])
@@ -44,9 +57,15 @@ def test_reshards_per_microbatch_and_per_step(weight: bool) -> None:
 
 
 def test_gradients_add_up_where_there_are_several_microbatches() -> None:
-    """Each one's but the first's: cast where they add up in another dtype, two read and one written; of ZeRO-2 only what rests."""
-    cluster, planner = Cluster.parse("h100:1x4"), Planner.of(graph(), {"b": BATCH}, Request(Cluster.parse("h100:1x4"), Settings()))
-    op = next(op for op in planner.program.ops.values() if op.role == "param" and math.prod(op.call.outs[0].sizes) % 4 == 0)
+    """Each one's but the first's: cast where they add up in another dtype, two read and one written; of ZeRO-2 only
+    what rests."""
+    cluster, planner = (
+        Cluster.parse("h100:1x4"),
+        Planner.of(graph(), {"b": BATCH}, Request(Cluster.parse("h100:1x4"), Settings())),
+    )
+    op = next(
+        op for op in planner.program.ops.values() if op.role == "param" and math.prod(op.call.outs[0].sizes) % 4 == 0
+    )
     elements, mesh, device = math.prod(op.call.outs[0].sizes), cluster.mesh((4,)), cluster.device
     for option in planner.table(4, placed=False)[op.name]:
         (rest,), (leaf,) = Resting.of([option]).rest, Resting.of([option]).leaf

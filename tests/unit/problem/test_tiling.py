@@ -57,9 +57,14 @@ def test_only_large_weights_are_offered_in_tiles() -> None:
     few = planner(2**27)
     offered = [option for option in few.table(8, placed=False, tiled=True)[LAYER] if tiles(option.run) > 1]
     assert [option.factor for option in offered] == ["_0/tiles2", "_0/tiles4", "_0/tiles8"]
-    assert {kind(op, option) for option in offered} == {SAMPLE} and all(option.ins[1] == Use("S0", "S0") for option in offered)
+    assert {kind(op, option) for option in offered} == {SAMPLE} and all(
+        option.ins[1] == Use("S0", "S0") for option in offered
+    )
     index = next(i for i, cluster in enumerate(few.clusters) if cluster.root.name == LAYER)
-    chosen = {role: {tiles(joint.options[-1].run) for joint in few.joints(role, 8)[index]} for role in (roles.zero3, roles.data, roles.tensor)}
+    chosen = {
+        role: {tiles(joint.options[-1].run) for joint in few.joints(role, 8)[index]}
+        for role in (roles.zero3, roles.data, roles.tensor)
+    }
     assert chosen == {roles.zero3: {1, 2, 4, 8}, roles.data: {1}, roles.tensor: {1}}
 
 
@@ -83,16 +88,28 @@ def test_more_tiles_take_less_memory_and_as_many_collectives_more() -> None:
     held = [rows[label].memory_bytes for label in ("_0/tiles2", "_0/tiles4", "_0/tiles8")]
     assert held == sorted(held, reverse=True) and min(times) > 0
     node = model.problem.nodes[index]
-    assert node.live_bytes is not None and [float(b) * n / 2**26 for b, n in zip(node.live_bytes[-3:], (2, 4, 8), strict=True)] == [1.0, 1.0, 1.0]
+    assert node.live_bytes is not None and [
+        float(b) * n / 2**26 for b, n in zip(node.live_bytes[-3:], (2, 4, 8), strict=True)
+    ] == [1.0, 1.0, 1.0]
 
 
 def test_plans_say_what_is_gathered_in_tiles() -> None:
     request = Request(Cluster.parse("h100:1x8"), Settings(), recipe="zero3", memory_bytes=2**27)
     made = plan(graph().gm, {**graph().hints, "b": 64}, request, model="mlp", graph_hash=graph().graph_hash)
-    (op, count), = tiled(made.runs).items()
-    line = next(line for line in emit(graph().gm, made, Names.of(graph())).splitlines() if f"{count} tiles, all-gather on gpu: {count} x " in line)
-    assert f"backward all-gather on gpu: {count} x {67.1 / count:.3g} MB" in line and f"backward reduce-scatter on gpu: {count} x " in line
-    assert op == LAYER and made.notes[0] == f"too large to be gathered whole, gathered and used in tiles: linear.weight in {count}"
+    ((op, count),) = tiled(made.runs).items()
+    line = next(
+        line
+        for line in emit(graph().gm, made, Names.of(graph())).splitlines()
+        if f"{count} tiles, all-gather on gpu: {count} x " in line
+    )
+    assert (
+        f"backward all-gather on gpu: {count} x {67.1 / count:.3g} MB" in line
+        and f"backward reduce-scatter on gpu: {count} x " in line
+    )
+    assert (
+        op == LAYER
+        and made.notes[0] == f"too large to be gathered whole, gathered and used in tiles: linear.weight in {count}"
+    )
     (weight,) = [w for w in weights(planner(2**27).program, made) if w.shape == (4096, 4096)]
     assert weight.uses == (f"gathered in {count} tiles",) and parse(weight.layout) == ("S0",)
     known = planner(2**40, made.runs)  # explained where nothing is large
@@ -126,8 +143,12 @@ def test_as_much_is_gathered_in_tiles_as_memory_wants() -> None:
     found = [len(tiled(one.runs)) for one in (free, *made)]
     assert found[0] == 0 < found[1] and found == sorted(found) and found[-1] >= 5
     times = [one.predicted.step_s for one in (free, *made)]
-    assert times[1:] == sorted(times[1:]) and times[0] < min(times[2:])  # a few tiles hide better than whole gathers, which a Problem does not see
-    assert all(one.predicted.memory_bytes <= room * free.predicted.memory_bytes for one, room in zip(made, (0.9, 0.75, 0.6, 0.45), strict=True))
+    # a few tiles hide better than whole gathers, which a Problem does not see
+    assert times[1:] == sorted(times[1:]) and times[0] < min(times[2:])
+    assert all(
+        one.predicted.memory_bytes <= room * free.predicted.memory_bytes
+        for one, room in zip(made, (0.9, 0.75, 0.6, 0.45), strict=True)
+    )
     with pytest.raises(InfeasibleError):
         zero3(0.3 * free.predicted.memory_bytes)
 
@@ -135,7 +156,8 @@ def test_as_much_is_gathered_in_tiles_as_memory_wants() -> None:
 def test_ordinary_models_have_no_such_choice() -> None:
     assert not tiled(planned("zero3", (4,)).plan.runs)
     request = Request(Cluster.parse("h100:1x8"), Settings())
-    assert not any(request.limit_bytes < 16 * nbytes for nbytes in (2 * 16384 * 53248, 2 * 128256 * 16384))  # Llama-3-405B
+    # Llama-3-405B
+    assert not any(request.limit_bytes < 16 * nbytes for nbytes in (2 * 16384 * 53248, 2 * 128256 * 16384))
 
 
 @pytest.mark.parametrize("frozen", ["weight", "rows"])

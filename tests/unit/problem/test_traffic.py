@@ -52,9 +52,11 @@ def test_a_chain_ends_in_a_norm_and_moves_only_what_comes_in_and_goes_out() -> N
 def test_sums_pass_gradients_on_and_values_read_twice_add_them_up() -> None:
     found = ops()
     assert found["add"].backward_bytes == 0
-    assert found["gelu"].backward_bytes == 3 * SIZE + 3 * SIZE  # gradient in, h, gradient out; the sum of h's two gradients
+    # gradient in, h, gradient out; the sum of h's two gradients
+    assert found["gelu"].backward_bytes == 3 * SIZE + 3 * SIZE
     weight = D * D * 4
-    assert found["linear"].backward_bytes == SIZE + SIZE + weight  # gradient in, x kept, the weight's gradient; x needs none
+    # gradient in, x kept, the weight's gradient; x needs none
+    assert found["linear"].backward_bytes == SIZE + SIZE + weight
 
 
 def test_fusing_never_moves_more() -> None:
@@ -81,14 +83,20 @@ def head() -> dict[str, Op]:
     with torch.device("meta"):
         model, ids = Head(), torch.empty(B, S, dtype=torch.int64)
     program = read(capture(model, (ids, ids)).gm, {"b": B, "s": S}, training=True)
-    return {str(getattr(op.target, "__name__", "")).partition(".")[0]: op for op in program.ops.values() if op.role == "op"}
+    return {
+        str(getattr(op.target, "__name__", "")).partition(".")[0]: op for op in program.ops.values() if op.role == "op"
+    }
 
 
 def test_a_loss_writes_log_probabilities_and_a_gradient_of_theirs() -> None:
     loss, logits, labels = head()["cross_entropy_sum"], B * S * V * 4, B * S * 8
-    assert loss.bytes == pytest.approx(2 * logits + labels, abs=16)  # read and written; what the loss itself has is a number
-    assert loss.backward_bytes == pytest.approx(4 * logits + labels, abs=16)  # zeros written, read with the log-probabilities, the gradient written
-    assert loss.fused_bytes == pytest.approx(logits + labels, abs=16) and loss.fused_backward_bytes == pytest.approx(2 * logits + labels, abs=16)
+    # read and written; what the loss itself has is a number
+    assert loss.bytes == pytest.approx(2 * logits + labels, abs=16)
+    # zeros written, read with the log-probabilities, the gradient written
+    assert loss.backward_bytes == pytest.approx(4 * logits + labels, abs=16)
+    assert loss.fused_bytes == pytest.approx(logits + labels, abs=16) and loss.fused_backward_bytes == pytest.approx(
+        2 * logits + labels, abs=16
+    )
 
 
 class Biased(nn.Module):
@@ -106,7 +114,9 @@ class Biased(nn.Module):
 def product(between: Callable[[torch.Tensor], torch.Tensor] = F.gelu, *, trained: bool = True) -> Op:
     with torch.device("meta"):
         model, x = Biased(between, trained), torch.empty(B, S, D)
-    (found,) = [op for op in read(capture(model, (x,)).gm, {"b": B, "s": S}, training=True).ops.values() if "linear" in op.name]
+    (found,) = [
+        op for op in read(capture(model, (x,)).gm, {"b": B, "s": S}, training=True).ops.values() if "linear" in op.name
+    ]
     return found
 
 
@@ -121,12 +131,24 @@ def test_a_bias_is_added_on_the_way_out_and_its_gradient_is_a_sum_by_itself() ->
 
 def test_the_gradient_of_a_bias_is_summed_where_a_fused_kernel_makes_what_it_sums() -> None:
     assert product(F.gelu).fused_bias_bytes == 0.0
-    for apart in (lambda h: h + h.detach(), lambda h: h.softmax(-1), lambda h: h @ h.mT):  # gradients that are there, or that a norm or a product makes
+    # gradients that are there, or that a norm or a product makes
+    for apart in (lambda h: h + h.detach(), lambda h: h.softmax(-1), lambda h: h @ h.mT):
         assert product(apart).fused_bias_bytes == SIZE + D * 4
 
 
-@pytest.mark.parametrize(("x", "weight", "bias", "share"), [(True, True, True, 0.5), (True, False, True, 0.0), (False, True, True, 1.0), (False, False, True, 1.0), (True, True, False, 0.5)])
-def test_a_bias_takes_no_share_of_a_backward_but_what_is_its_alone(x: bool, weight: bool, bias: bool, share: float) -> None:
+@pytest.mark.parametrize(
+    ("x", "weight", "bias", "share"),
+    [
+        (True, True, True, 0.5),
+        (True, False, True, 0.0),
+        (False, True, True, 1.0),
+        (False, False, True, 1.0),
+        (True, True, False, 0.5),
+    ],
+)
+def test_a_bias_takes_no_share_of_a_backward_but_what_is_its_alone(
+    x: bool, weight: bool, bias: bool, share: float
+) -> None:
     tensors = Tensor((B, D), x), Tensor((D, D), weight), Tensor((D,), bias)
     call = Call(torch.ops.aten.linear.default, tensors, {}, (Tensor((B, D)),))
     found = Op("linear", "", None, "op", call, (), weight=(False, True, True))  # type: ignore[arg-type]
@@ -170,7 +192,9 @@ class Dropping(nn.Module):
 def test_dropout_draws_a_mask_by_itself() -> None:
     with torch.device("meta"):
         model, x = Dropping(), torch.empty(B, S, D)
-    found = [op for op in read(capture(model, (x,)).gm, {"b": B, "s": S}, training=True).ops.values() if "dropout" in op.name]
+    found = [
+        op for op in read(capture(model, (x,)).gm, {"b": B, "s": S}, training=True).ops.values() if "dropout" in op.name
+    ]
     mask = B * S * D
     assert [op.bytes for op in found] == [2 * SIZE + 5 * mask] and [op.fused_bytes for op in found] == [2 * SIZE]
     assert [op.backward_bytes for op in found] == [2 * SIZE + mask]
@@ -189,8 +213,10 @@ class Heads(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.first(x).split(D, dim=-1))
-        lies_by_heads = torch.cat([-q[..., D // 4:], q[..., :D // 4]], -1)
-        return F.scaled_dot_product_attention(q if self.turned else lies_by_heads, k, v).transpose(1, 2).flatten(2).sum()
+        lies_by_heads = torch.cat([-q[..., D // 4 :], q[..., : D // 4]], -1)
+        return (
+            F.scaled_dot_product_attention(q if self.turned else lies_by_heads, k, v).transpose(1, 2).flatten(2).sum()
+        )
 
 
 def heads(turned: bool = True) -> list[Op]:

@@ -31,20 +31,42 @@ class Event:
 
 
 def test_steps_inside_of_an_operator_are_their_own() -> None:
-    found = attributed([Event("autopar op f", 0, 100), Event("aten::mm", 10, 40), Event("autopar all_reduce 0 4096", 50, 90),
-                        Event("aten::clone", 55, 60), Event("autopar slice 0 64", 200, 210), Event("aten::add", 300, 400)])
-    assert found == {("op", "f"): pytest.approx(60e-6), ("all_reduce", 0, 4096): pytest.approx(40e-6), ("local",): pytest.approx(10e-6)}
+    found = attributed(
+        [
+            Event("autopar op f", 0, 100),
+            Event("aten::mm", 10, 40),
+            Event("autopar all_reduce 0 4096", 50, 90),
+            Event("aten::clone", 55, 60),
+            Event("autopar slice 0 64", 200, 210),
+            Event("aten::add", 300, 400),
+        ]
+    )
+    assert found == {
+        ("op", "f"): pytest.approx(60e-6),
+        ("all_reduce", 0, 4096): pytest.approx(40e-6),
+        ("local",): pytest.approx(10e-6),
+    }
 
 
 def test_the_backward_belongs_to_the_last_operator_that_began_with_its_number() -> None:
-    events = [Event("autopar op f", 0, 50), Event("aten::mul", 10, 20, 7), Event("autopar op g", 50, 90), Event("aten::view", 60, 65, 7),
-              Event("aten::mm", 66, 80, 8), Event("autograd::engine::evaluate_function: MmBackward0", 100, 130, 8),
-              Event("autopar reduce_scatter 1 64", 110, 120), Event("autograd::engine::evaluate_function: MulBackward0", 130, 150, 7),
-              Event("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 150, 170, -1), Event("autopar sync all_reduce 0", 155, 165)]
+    events = [
+        Event("autopar op f", 0, 50),
+        Event("aten::mul", 10, 20, 7),
+        Event("autopar op g", 50, 90),
+        Event("aten::view", 60, 65, 7),
+        Event("aten::mm", 66, 80, 8),
+        Event("autograd::engine::evaluate_function: MmBackward0", 100, 130, 8),
+        Event("autopar reduce_scatter 1 64", 110, 120),
+        Event("autograd::engine::evaluate_function: MulBackward0", 130, 150, 7),
+        Event("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 150, 170, -1),
+        Event("autopar sync all_reduce 0", 155, 165),
+    ]
     found = attributed(events)
     assert found["op", "g"] == pytest.approx((40 + 20 + 20) * 1e-6)
     assert found["op", "f"] == pytest.approx(50e-6)
-    assert found["reduce_scatter", 1, 64] == pytest.approx(10e-6) and found["sync", "all_reduce", 0] == pytest.approx(10e-6)
+    assert found["reduce_scatter", 1, 64] == pytest.approx(10e-6) and found["sync", "all_reduce", 0] == pytest.approx(
+        10e-6
+    )
 
 
 def test_the_copy_of_a_range_on_a_gpu_is_none_of_its_own() -> None:
@@ -53,5 +75,7 @@ def test_the_copy_of_a_range_on_a_gpu_is_none_of_its_own() -> None:
 
 
 def test_the_optimizer_and_other_threads() -> None:
-    found = attributed([Event("Optimizer.step#AdamW.step", 0, 30), Event("aten::add_", 5, 10), Event("autopar op f", 0, 9, thread=2)])
+    found = attributed(
+        [Event("Optimizer.step#AdamW.step", 0, 30), Event("aten::add_", 5, 10), Event("autopar op f", 0, 9, thread=2)]
+    )
     assert found == {("optimizer",): pytest.approx(30e-6), ("op", "f"): pytest.approx(9e-6)}

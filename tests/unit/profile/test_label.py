@@ -20,11 +20,16 @@ def made(recipe: str, mesh: tuple[int, ...] | None = None) -> tuple[autopar.Plan
     with captured_once(__name__):
         compiled = autopar.compile(model, "cpu:1x4", batch, recipe=recipe, mesh=mesh)
     assert compiled.captured is not None
-    return compiled.plan, compiled.source, labelled(emit(compiled.captured.gm, compiled.plan, Names.of(compiled.captured), probes=True))
+    return (
+        compiled.plan,
+        compiled.source,
+        labelled(emit(compiled.captured.gm, compiled.plan, Names.of(compiled.captured), probes=True)),
+    )
 
 
 def without_ranges(source: str) -> str:
     """The statements inside of all ranges in their place, without imports of ranges."""
+
     class Out(ast.NodeTransformer):
         def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
             self.generic_visit(node)
@@ -43,6 +48,10 @@ def test_without_the_ranges_it_is_the_emitted_program() -> None:
 
 def test_every_operator_that_is_priced_has_a_range() -> None:
     plan, _, labels = made("megatron")
-    ranged = {line.split('"autopar op ')[-1].split("'autopar op ")[-1].split("'")[0] for line in labels.splitlines() if "_range(" in line}
+    ranged = {
+        line.split('"autopar op ')[-1].split("'autopar op ")[-1].split("'")[0]
+        for line in labels.splitlines()
+        if "_range(" in line
+    }
     assert {"blocks_0/gelu", "blocks_0/scaled_dot_product_attention", "cross_entropy_sum"} <= ranged
     assert ranged <= set(plan.nodes)

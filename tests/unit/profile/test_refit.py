@@ -22,10 +22,17 @@ from tests.helpers.planned import BATCH, graph
 def profile(times: dict[str, float]) -> tuple[Cluster, dict[str, float], Cluster]:
     """The cluster refitted to a profile in which rows of some kinds took longer; the ratios; the cluster before."""
     cluster = Cluster.parse("cpu:1x4")
-    plan = joint.plan(graph(), {"b": BATCH}, Request(cluster, recipe="tp", time_limit_s=10.0), model="stack", graph_hash="0" * 64)
+    plan = joint.plan(
+        graph(), {"b": BATCH}, Request(cluster, recipe="tp", time_limit_s=10.0), model="stack", graph_hash="0" * 64
+    )
     foreseen = predicted(graph(), plan)
-    rows = [dataclasses.replace(row, measured_s=row.predicted_s * times.get(row.what, 1.0)) for row in _rows(plan, 0, {}, foreseen, {})]
-    assert all(isinstance(row, Row) for row in rows) and sum(foreseen.values()) == pytest.approx(plan.predicted.step_s, rel=0.03)
+    rows = [
+        dataclasses.replace(row, measured_s=row.predicted_s * times.get(row.what, 1.0))
+        for row in _rows(plan, 0, {}, foreseen, {})
+    ]
+    assert all(isinstance(row, Row) for row in rows) and sum(foreseen.values()) == pytest.approx(
+        plan.predicted.step_s, rel=0.03
+    )
     found = Profile("stack", "cpu", 1.0, 1.0, plan.predicted.step_s, 0.0, tuple(rows))
     return *refit(cluster, plan, read(graph(), plan.hints, training=True), found, "2026-11-21"), cluster
 
@@ -38,12 +45,20 @@ def test_what_was_right_stays() -> None:
 
 def test_slow_collectives_and_a_slow_optimizer() -> None:
     made, ratios, cluster = profile({"collective": 2.0, "gradients": 2.0, "optimizer": 3.0})
-    assert ratios["all_reduce"] == pytest.approx(2.0) and ratios["optimizer"] == pytest.approx(3.0) and ratios["matmul"] == pytest.approx(1.0)
+    assert (
+        ratios["all_reduce"] == pytest.approx(2.0)
+        and ratios["optimizer"] == pytest.approx(3.0)
+        and ratios["matmul"] == pytest.approx(1.0)
+    )
     for nbytes in (1e3, 1e7):
         slow, before = (collective_s("all_reduce", nbytes, c.mesh((1, 4)).axes[1]) for c in (made, cluster))
         assert slow == pytest.approx(2 * before)
-        assert collective_s("broadcast", nbytes, made.mesh((1, 4)).axes[1]) == collective_s("broadcast", nbytes, cluster.mesh((1, 4)).axes[1])
-    assert made.device.update == pytest.approx(1 / 3) and made.device.sources["update"].startswith("refitted 2026-11-21")
+        assert collective_s("broadcast", nbytes, made.mesh((1, 4)).axes[1]) == collective_s(
+            "broadcast", nbytes, cluster.mesh((1, 4)).axes[1]
+        )
+    assert made.device.update == pytest.approx(1 / 3) and made.device.sources["update"].startswith(
+        "refitted 2026-11-21"
+    )
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.8])
@@ -65,15 +80,27 @@ def test_collectives_are_no_faster_than_the_links_of_a_gpu() -> None:
 
 def test_nothing_is_scaled_beyond_reason() -> None:
     made, ratios, cluster = profile({"operator": 1000.0})
-    assert ratios["matmul"] == 10.0 and made.device.peak_flops["float32"] == pytest.approx(cluster.device.peak_flops["float32"] / 10)
+    assert ratios["matmul"] == 10.0 and made.device.peak_flops["float32"] == pytest.approx(
+        cluster.device.peak_flops["float32"] / 10
+    )
 
 
 def again(cluster: Cluster, real: Cluster, times: int = 1) -> Cluster:
     """`cluster` refitted so many times to a profile of a plan on the `real` one."""
     for _ in range(times):
-        plan = joint.plan(graph(), {"b": BATCH}, Request(cluster, recipe="ddp", time_limit_s=10.0), model="stack", graph_hash="0" * 64)
+        plan = joint.plan(
+            graph(), {"b": BATCH}, Request(cluster, recipe="ddp", time_limit_s=10.0), model="stack", graph_hash="0" * 64
+        )
         ran = predicted(graph(), dataclasses.replace(plan, cluster=real.to_dict()))
-        found = Profile("stack", "cpu", 1.0, 1.0, 1.0, 0.0, tuple(_rows(plan, 0, ran, predicted(graph(), plan), starts(graph(), plan))))
+        found = Profile(
+            "stack",
+            "cpu",
+            1.0,
+            1.0,
+            1.0,
+            0.0,
+            tuple(_rows(plan, 0, ran, predicted(graph(), plan), starts(graph(), plan))),
+        )
         cluster, _ = refit(cluster, plan, read(graph(), plan.hints, training=True), found, "2026-11-21")
     return cluster
 
@@ -84,19 +111,35 @@ def device(**change: object) -> Cluster:
 
 
 def test_the_peak_is_not_to_blame_for_starts() -> None:
-    """Operators start five times as fast as was thought, and small matmuls do little else: their peak was taken for three times as high."""
+    """Operators start five times as fast as was thought, and small matmuls do little else: their peak was taken for
+    three times as high."""
     thought, real = device(launch_s=5e-2), device(launch_s=1e-2)
     made = again(thought, real, 2)
-    assert made.device.peak_flops["float32"] == pytest.approx(real.device.peak_flops["float32"], rel=0.05) and made.device.launch_s == pytest.approx(real.device.launch_s, rel=0.2)
+    assert made.device.peak_flops["float32"] == pytest.approx(
+        real.device.peak_flops["float32"], rel=0.05
+    ) and made.device.launch_s == pytest.approx(real.device.launch_s, rel=0.2)
 
 
 def test_a_slow_peak_is_found_beside_starts() -> None:
     thought = device(launch_s=1e-7)
-    slow = dataclasses.replace(thought, device=dataclasses.replace(thought.device, peak_flops={k: v / 4 for k, v in thought.device.peak_flops.items()}))
-    assert again(thought, slow).device.peak_flops["float32"] == pytest.approx(slow.device.peak_flops["float32"], rel=0.1)
+    slow = dataclasses.replace(
+        thought,
+        device=dataclasses.replace(thought.device, peak_flops={k: v / 4 for k, v in thought.device.peak_flops.items()}),
+    )
+    assert again(thought, slow).device.peak_flops["float32"] == pytest.approx(
+        slow.device.peak_flops["float32"], rel=0.1
+    )
 
 
 def test_bytes_of_a_collective_have_a_unit_of_their_size() -> None:
-    plan = joint.plan(graph(), {"b": BATCH}, Request(Cluster.parse("cpu:1x4"), recipe="tp", time_limit_s=10.0), model="stack", graph_hash="0" * 64)
+    plan = joint.plan(
+        graph(),
+        {"b": BATCH},
+        Request(Cluster.parse("cpu:1x4"), recipe="tp", time_limit_s=10.0),
+        model="stack",
+        graph_hash="0" * 64,
+    )
     keys = [("all_reduce", 0, nbytes) for nbytes in (4, 3072, 33_550_000)]
-    assert [row.name for row in _rows(plan, 0, dict.fromkeys(keys, 1.0), {}, {})] == [f"all-reduce on {plan.axes[0]}, {said}" for said in ("4 B", "3.07 kB", "33.5 MB")]
+    assert [row.name for row in _rows(plan, 0, dict.fromkeys(keys, 1.0), {}, {})] == [
+        f"all-reduce on {plan.axes[0]}, {said}" for said in ("4 B", "3.07 kB", "33.5 MB")
+    ]

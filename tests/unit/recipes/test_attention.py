@@ -49,6 +49,10 @@ class Model(nn.Module):
 def test_what_is_keys_and_values_only_has_few_heads(name: str) -> None:
     body, few = CASES[name]
     gm = capture(Model(body), (torch.randn(4, 6, 8),)).gm
-    (keys,) = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is torch.ops.aten.linear.default and "k" in n.args[1].name.split("_")]
+    (keys,) = [
+        n
+        for n in gm.graph.nodes
+        if n.op == "call_function" and n.target is torch.ops.aten.linear.default and "k" in n.args[1].name.split("_")
+    ]
     assert makes_few_heads(keys, 4) is few
     assert not makes_few_heads(keys, 2), "two key heads are enough for two ranks"

@@ -16,9 +16,28 @@ from autopar.report.difference import diff
 from tests.helpers.planned import planned
 
 OTHER: dict[str, Any] = {  # another value of each field than that of the ddp plan
-    "model": "another", "graph_hash": "1" * 64, "mode": "inference", "precision": "bfloat16", "optimizer": "sgd", "hints": {"b": 4}, "axes": ("a",), "mesh": (2, 2), "strategy": "mine",
-    "seed": 7, "schedule": "1f1b", "microbatches": 2, "remat": {"blocks": ("add",)}, "offload": "optimizer", "parted": {"blocks": {"tail": 2}}, "totals": ("count",), "shared": ("mean:0",),
-    "source": {"spec": "hf:x"}, "notes": ("one more",), "schema": 9, "alternatives": (Alternative("mine", (4,), 1.0, 2.0),), "stages": (Stage(), Stage(("loss",), {"blocks": (1, 2)}, 1)),
+    "model": "another",
+    "graph_hash": "1" * 64,
+    "mode": "inference",
+    "precision": "bfloat16",
+    "optimizer": "sgd",
+    "hints": {"b": 4},
+    "axes": ("a",),
+    "mesh": (2, 2),
+    "strategy": "mine",
+    "seed": 7,
+    "schedule": "1f1b",
+    "microbatches": 2,
+    "remat": {"blocks": ("add",)},
+    "offload": "optimizer",
+    "parted": {"blocks": {"tail": 2}},
+    "totals": ("count",),
+    "shared": ("mean:0",),
+    "source": {"spec": "hf:x"},
+    "notes": ("one more",),
+    "schema": 9,
+    "alternatives": (Alternative("mine", (4,), 1.0, 2.0),),
+    "stages": (Stage(), Stage(("loss",), {"blocks": (1, 2)}, 1)),
 }
 
 
@@ -39,7 +58,9 @@ def test_every_field_is_compared(name: str) -> None:
     plan = planned("ddp").plan
     found, back = diff(plan, mutated(plan, name)), diff(mutated(plan, name), plan)
     assert not found.same and (name == "nodes") == (not found.facts)
-    assert {(f.name, str(f.old), str(f.new)) for f in found.facts} == {(f.name, str(f.new), str(f.old)) for f in back.facts}
+    assert {(f.name, str(f.old), str(f.new)) for f in found.facts} == {
+        (f.name, str(f.new), str(f.old)) for f in back.facts
+    }
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(NodePlan)])
@@ -61,9 +82,15 @@ def test_what_is_told_in_no_row_of_its_own_is_told_as_it_is(change: dict[str, An
 def test_nodes_that_differ_are_those_of_which_the_plans_say_other_things(recipe: str | None) -> None:
     old, new = planned("ddp").plan, planned(recipe).plan
     found = autopar.diff(old, new)
-    assert sorted(node for change in found.changes for node in change.nodes) == sorted(node for node in old.nodes if old.nodes[node] != new.nodes[node])
+    assert sorted(node for change in found.changes for node in change.nodes) == sorted(
+        node for node in old.nodes if old.nodes[node] != new.nodes[node]
+    )
     facts = {fact.name: (fact.old, fact.new) for fact in found.facts}
-    assert facts["strategy"] == ("ddp", new.strategy) and facts["step_s"] == (old.predicted.step_s, new.predicted.step_s) and "model" not in facts
+    assert (
+        facts["strategy"] == ("ddp", new.strategy)
+        and facts["step_s"] == (old.predicted.step_s, new.predicted.step_s)
+        and "model" not in facts
+    )
 
 
 def test_a_plan_is_the_same_as_itself_read_again() -> None:
@@ -74,9 +101,21 @@ def test_a_plan_is_the_same_as_itself_read_again() -> None:
 def test_stages_of_as_many_are_compared_one_by_one() -> None:
     plan = planned("ddp").plan
     node = next(iter(plan.nodes))
-    old, new = (replace(plan, stages=(Stage((node,) * (at == 0), {"blocks": (0, 1 + at)}), Stage((node,) * (at == 1), {"blocks": (1 + at, 4)}, 1))) for at in (0, 1))
+    old, new = (
+        replace(
+            plan,
+            stages=(
+                Stage((node,) * (at == 0), {"blocks": (0, 1 + at)}),
+                Stage((node,) * (at == 1), {"blocks": (1 + at, 4)}, 1),
+            ),
+        )
+        for at in (0, 1)
+    )
     found = diff(old, new)
-    assert {(fact.name, fact.old, fact.new) for fact in found.facts} == {("stage 0", "place 0; blocks 0-0", "place 0; blocks 0-1"), ("stage 1", "place 1; blocks 1-3", "place 1; blocks 2-3")}
+    assert {(fact.name, fact.old, fact.new) for fact in found.facts} == {
+        ("stage 0", "place 0; blocks 0-0", "place 0; blocks 0-1"),
+        ("stage 1", "place 1; blocks 1-3", "place 1; blocks 2-3"),
+    }
     (change,) = found.changes
     assert change.nodes == (node,) and change.old.endswith("in stage 0") and change.new.endswith("in stage 1")
 
@@ -85,7 +124,12 @@ def test_the_command_says_it_as_text_and_as_json(tmp_path: Any) -> None:
     for recipe in ("ddp", "tp"):
         planned(recipe).plan.save(tmp_path / f"{recipe}.json")
     names = [str(tmp_path / f"{recipe}.json") for recipe in ("ddp", "tp")]
-    same, text, data = (CliRunner().invoke(app, ["diff", *arguments]) for arguments in ((names[0], names[0]), (*names, "--rows", "1"), (*names, "--json", "-")))
+    same, text, data = (
+        CliRunner().invoke(app, ["diff", *arguments])
+        for arguments in ((names[0], names[0]), (*names, "--rows", "1"), (*names, "--json", "-"))
+    )
     assert (same.exit_code, text.exit_code, data.exit_code) == (0, 1, 1) and "are the same plan" in same.stdout
     assert "strategy" in text.stdout and "step" in text.stdout and "more nodes: --rows" in text.stdout
-    assert json.loads(data.stdout) == json.loads(json.dumps(diff(*(planned(recipe).plan for recipe in ("ddp", "tp"))).to_dict()))
+    assert json.loads(data.stdout) == json.loads(
+        json.dumps(diff(*(planned(recipe).plan for recipe in ("ddp", "tp"))).to_dict())
+    )

@@ -28,7 +28,7 @@ def test_alternatives_are_priced_by_the_problem() -> None:
     choice = why.choice_of(made.model, made.plan)
     index = why.find(made.model, "up.weight")
     rows = why.explain(made.model, choice, "up.weight")
-    prices = [made.model.problem.price((*choice[:index], c, *choice[index + 1:])).time_s for c in range(len(rows))]
+    prices = [made.model.problem.price((*choice[:index], c, *choice[index + 1 :])).time_s for c in range(len(rows))]
     assert sorted(prices) == [row.step_s for row in rows]
     (chosen,) = [row for row in rows if row.chosen]
     assert chosen.step_s == pytest.approx(made.plan.predicted.step_s, rel=0.01) and chosen.result.startswith("R")
@@ -60,7 +60,9 @@ def test_an_unknown_node_is_refused_with_near_ones() -> None:
 def test_a_plan_of_other_rules_is_refused() -> None:
     made = planned("ddp")
     name = next(n for n, node in made.plan.nodes.items() if node.ins and node.outs)
-    other = dataclasses.replace(made.plan, nodes={**made.plan.nodes, name: dataclasses.replace(made.plan.nodes[name], factors=("?",))})
+    other = dataclasses.replace(
+        made.plan, nodes={**made.plan.nodes, name: dataclasses.replace(made.plan.nodes[name], factors=("?",))}
+    )
     with pytest.raises(PlanError, match="not among its options now"):
         why.choice_of(made.model, other)
 
@@ -77,10 +79,14 @@ def test_prices_that_are_not_the_step_of_the_plan_say_so() -> None:
     made = planned("zero3").plan
     assert _whose(made, made.predicted.step_s) == []
     (line,) = _whose(made, 2 * made.predicted.step_s)
-    assert line.startswith("prices are those of each choice alone") and line.endswith(f"the plan's step {seconds(made.predicted.step_s)}")
+    assert line.startswith("prices are those of each choice alone") and line.endswith(
+        f"the plan's step {seconds(made.predicted.step_s)}"
+    )
 
 
 def test_where_nothing_moves_there_is_no_empty_table() -> None:
     free = Row("", "x", "R", "S0", "edge", 1, 0.0, "slice", ("up",), "")
     assert str(_reshards([])).startswith("no reshards") and str(_reshards([free])).startswith("no reshards")
-    assert isinstance(table := _reshards([free, dataclasses.replace(free, step_s=1e-3)]), Table) and table.row_count == 1
+    assert (
+        isinstance(table := _reshards([free, dataclasses.replace(free, step_s=1e-3)]), Table) and table.row_count == 1
+    )

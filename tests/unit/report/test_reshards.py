@@ -30,11 +30,17 @@ def test_what_runs_again_is_in_the_rows(recipe: str, level: str) -> None:
 
 
 def test_a_pipeline_counts_what_each_place_runs() -> None:
-    """What a stage moves it moves for every microbatch; the gradient of a weight that two places have is summed on both."""
+    """What a stage moves it moves for every microbatch; the gradient of a weight that two places have is summed on
+    both."""
     who = subject("hf-gpt2")
-    rows = {row.tensor: row for row in reshards(planner_of(who, (2,)).program, by_stages(who, (2,), "ddp", 2, 4, "1f1b"))}
+    rows = {
+        row.tensor: row for row in reshards(planner_of(who, (2,)).program, by_stages(who, (2,), "ddp", 2, 4, "1f1b"))
+    }
     assert {name: rows[name].count for name in ("div_tensor", "transformer.wte.weight", "transformer.wpe.weight")} == {
-        "div_tensor": 4, "transformer.wte.weight": 2, "transformer.wpe.weight": 1}
+        "div_tensor": 4,
+        "transformer.wte.weight": 2,
+        "transformer.wpe.weight": 1,
+    }
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
@@ -43,7 +49,9 @@ def test_tied_weights_are_priced_as_they_run(model: str, mesh: tuple[int, ...]) 
     """Gathered by readers in different layouts, their gradients summed in buckets."""
     who = subject(model)
     program = read(who.captured.gm, {"b": BATCH, "s": SEQ}, training=True)
-    for name in (name for name in ("ddp", "zero3", "tp", "tp_sp", "hsdp", "tp_zero3") if RECIPES[name].roles_on(len(mesh))):
+    for name in (
+        name for name in ("ddp", "zero3", "tp", "tp_sp", "hsdp", "tp_zero3") if RECIPES[name].roles_on(len(mesh))
+    ):
         made = by_recipe(who, mesh, name)
         total = sum(row.step_s for row in reshards(program, made))
         assert total == pytest.approx(made.predicted.exposed_s, rel=1e-9), name
@@ -59,9 +67,15 @@ def test_data_parallel_is_one_sum_per_weight() -> None:
 def test_tensor_parallel_sums_once_forward_and_once_backward_per_block() -> None:
     made = planned("tp", batch=16)
     rows = [row for row in reshards(made.program, made.plan) if row.scope and row.step_s > 0 and row.role == "edge"]
-    assert {row.tensor: row.reason.partition(" on rank")[0] for row in rows} == {"linear_default_1": "all-reduce", "x": "backward all-reduce", "down.bias": "mask"}
+    assert {row.tensor: row.reason.partition(" on rank")[0] for row in rows} == {
+        "linear_default_1": "all-reduce",
+        "x": "backward all-reduce",
+        "down.bias": "mask",
+    }
     assert len(rows) == 3 and all(row.count == 4 for row in rows)
-    assert next(row.step_s for row in rows if row.tensor == "down.bias") < sum(row.step_s for row in rows) / 50, "a bias that one rank adds costs next to nothing"
+    assert next(row.step_s for row in rows if row.tensor == "down.bias") < sum(row.step_s for row in rows) / 50, (
+        "a bias that one rank adds costs next to nothing"
+    )
 
 
 def test_a_single_program_sends_nothing() -> None:

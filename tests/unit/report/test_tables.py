@@ -26,31 +26,48 @@ def text(renderable: object) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-PRICED = [name for name in RECIPES if name not in ("cp", "ulysses", "ep")]  # those are for models with attention or experts
+# those are for models with attention or experts
+PRICED = [name for name in RECIPES if name not in ("cp", "ulysses", "ep")]
 
 
 def test_the_whole_plan() -> None:
     made = planned()
     shown = text(report(made.plan, made.program))
-    for part in ("stack on cpu:1x4, train", "mesh", "b = 2048", "exposed", "no plan is below", *PRICED, "up.weight", "2048x512", "layers.0 ... 3"):
+    for part in (
+        "stack on cpu:1x4, train",
+        "mesh",
+        "b = 2048",
+        "exposed",
+        "no plan is below",
+        *PRICED,
+        "up.weight",
+        "2048x512",
+        "layers.0 ... 3",
+    ):
         assert part in shown, part
     assert max(map(len, shown.splitlines())) <= 140
 
 
 def test_no_two_of_what_was_priced_look_alike() -> None:
     """A mesh of 2x2 may be two places of two ranks, or one place whose step has microbatches."""
-    made = joint.plan(graph(), {"b": 16}, Request(Cluster.parse("cpu:1x4"), time_limit_s=10.0), model="stack", graph_hash="0" * 64)
+    made = joint.plan(
+        graph(), {"b": 16}, Request(Cluster.parse("cpu:1x4"), time_limit_s=10.0), model="stack", graph_hash="0" * 64
+    )
     priced = [other for other in made.alternatives if other.step_s is not None]
     assert len({(other.name, other.mesh, other.how) for other in priced}) == len(priced)
     cut = [other for other in priced if other.name in PIPELINES or "stages" in other.how]
-    assert cut and all(f" stages on {other.mesh[0]} places, " in other.how and other.how in text(overview(made)) for other in cut)
+    assert cut and all(
+        f" stages on {other.mesh[0]} places, " in other.how and other.how in text(overview(made)) for other in cut
+    )
 
 
 def test_a_forced_recipe_has_no_proof() -> None:
     made = planned("tp")
     shown = text(report(made.plan, made.program))
     assert "none proven" in shown and "column" in shown and "row" in shown
-    assert "no named recipe" not in shown and "ilp (found by this search; no named recipe)" in text(overview(replace(made.plan, strategy="ilp")))
+    assert "no named recipe" not in shown and "ilp (found by this search; no named recipe)" in text(
+        overview(replace(made.plan, strategy="ilp"))
+    )
 
 
 @pytest.mark.parametrize(("recipe", "kind"), [("ddp", "sample"), ("tp", "parameter")])

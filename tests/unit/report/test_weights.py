@@ -29,9 +29,15 @@ def test_all_weights_are_listed_once() -> None:
 def test_all_names_of_the_model_are_given_once(name: str) -> None:
     """Those of buffers aside: a state dict has a tied weight by each of its names, a graph by one."""
     who = subject(name)
-    found = [original for weight in weights(read(who.captured.gm, who.captured.hints, training=True), by_recipe(who, (2,), "zero3")) for original in weight.originals]
+    found = [
+        original
+        for weight in weights(read(who.captured.gm, who.captured.hints, training=True), by_recipe(who, (2,), "zero3"))
+        for original in weight.originals
+    ]
     assert len(set(found)) == len(found) and set(found) <= set(who.weights)
-    assert {who.weights[original].data_ptr() for original in found} == {tensor.data_ptr() for tensor in who.weights.values() if tensor.is_floating_point()}
+    assert {who.weights[original].data_ptr() for original in found} == {
+        tensor.data_ptr() for tensor in who.weights.values() if tensor.is_floating_point()
+    }
 
 
 @pytest.mark.parametrize(("recipe", "word"), [("ddp", "replicated"), ("zero3", "gathered")])
@@ -51,7 +57,9 @@ def test_turned_weights_are_used_as_their_result_is(recipe: str, word: str) -> N
     who = subject("hf-mixtral")
     program = read(who.captured.gm, {"b": 8, "s": 16}, training=True)
     turned = {program.ops[name].fqn for name in program.following.values()}
-    found = {weight.name: weight.uses for weight in weights(program, by_recipe(who, (2,), recipe)) if weight.name in turned}
+    found = {
+        weight.name: weight.uses for weight in weights(program, by_recipe(who, (2,), recipe)) if weight.name in turned
+    }
     assert found and set(found.values()) == {(word,)}
 
 

@@ -1,4 +1,5 @@
-"""Samples: arguments for every row of the rule table, written as `T(...)` for tensors and filled with seeded numbers."""
+"""Samples: arguments for every row of the rule table, written as `T(...)` for tensors and filled with seeded
+numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from torch.utils import _pytree as pytree
 @dataclass(frozen=True)
 class T:
     """A random tensor. `kind`: "f" normal, "p" positive, "u" inside (-1, 1), "c" normal without gradient, "b" booleans,
-    "z" complex, "i7" integers below 7, "k7" all 7, "sig" inside (0, 1), "g" above 1.5, "perm4" a different permutation of 0 ... 3 along dim 0, "s" sorted along the last dim, "t" 0 or 1 as floats,
-    "d" symmetric positive definite matrices, "n2" booleans of which 2 in each row are true."""
+    "z" complex, "i7" integers below 7, "k7" all 7, "sig" inside (0, 1), "g" above 1.5, "perm4" a different permutation
+    of 0 ... 3 along dim 0, "s" sorted along the last dim, "t" 0 or 1 as floats, "d" symmetric positive definite
+    matrices, "n2" booleans of which 2 in each row are true."""
 
     shape: tuple[int, ...]
     kind: str = "f"
@@ -61,7 +63,7 @@ def _tensor(wanted: T) -> torch.Tensor:
     if kind[0] == "k":
         return torch.full(shape, int(kind[1:]))
     if kind.startswith("perm"):
-        return torch.rand(int(kind[4:]), *shape[1:]).argsort(0)[:shape[0]]
+        return torch.rand(int(kind[4:]), *shape[1:]).argsort(0)[: shape[0]]
     if kind == "c":
         return torch.randn(shape, dtype=torch.float64)
     if kind == "s":
@@ -73,5 +75,7 @@ def _tensor(wanted: T) -> torch.Tensor:
     data = torch.randn(shape, dtype=torch.float64)
     if kind == "d":
         return (data @ data.mT + torch.eye(shape[-1], dtype=torch.float64)).requires_grad_()
-    data = {"f": data, "p": data.abs() + 0.5, "u": data.tanh() * 0.9, "g": data.abs() + 1.5, "sig": data.sigmoid()}[kind]
+    data = {"f": data, "p": data.abs() + 0.5, "u": data.tanh() * 0.9, "g": data.abs() + 1.5, "sig": data.sigmoid()}[
+        kind
+    ]
     return data.requires_grad_()

@@ -13,19 +13,35 @@ from tests.unit.rules.samples import Case, Samples, T, case, f
 aten = torch.ops.aten
 
 KINDS = {
-    "p": "log log10 log1p log2 lgamma digamma rsqrt sqrt reciprocal pow float_power xlogy special_xlog1py special_xlogy "
-         "special_entr special_log1p polar logit_",
+    "p": "log log10 log1p log2 lgamma digamma rsqrt sqrt reciprocal pow float_power xlogy special_xlog1py "
+    "special_xlogy special_entr special_log1p polar logit_",
     "u": "acos asin atanh erfinv",
     "g": "acosh",
     "b": "logical_and logical_not logical_or logical_xor",
-    "i9": "bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor gcd lcm __and__ __or__ __xor__",
+    "i9": "bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor gcd lcm __and__ "
+    "__or__ __xor__",
     "c": "floor_divide heaviside ldexp nextafter polar",
 }
 KIND = {name: kind for kind, names in KINDS.items() for name in names.split()}
-FILLED = (aten.cauchy.default, aten.exponential.default, aten.geometric.default, aten.log_normal.default, aten.normal_functional.default,
-          aten.uniform.default)
+FILLED = (
+    aten.cauchy.default,
+    aten.exponential.default,
+    aten.geometric.default,
+    aten.log_normal.default,
+    aten.normal_functional.default,
+    aten.uniform.default,
+)
 NORMAL = (aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor)
-STILL = (aten.empty_like.default, aten.rand_like.default, aten.randint_like.default, aten.randint_like.low_dtype, aten.randn_like.default, aten.poisson.default, *FILLED, *NORMAL)
+STILL = (
+    aten.empty_like.default,
+    aten.rand_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    aten.randn_like.default,
+    aten.poisson.default,
+    *FILLED,
+    *NORMAL,
+)
 
 SPECIAL: Samples = {
     aten.add.Tensor: [case(f(5, 4), f(5, 4), alpha=2), case(f(5, 4), 3.0), case(f(4), f(5, 1))],
@@ -49,9 +65,18 @@ SPECIAL: Samples = {
     aten.rrelu.default: [case(f(5, 4), 0.25, 0.5, False)],
     aten.full_like.default: [case(f(5, 4), 2.5), case(f(5, 4), 1, dtype=torch.int64)],
     aten.logit.default: [case(T((5, 4), "c"), 0.1)],
-    aten.masked_fill.Scalar: [case(f(5, 4), T((5, 4), "b"), 0), case(f(5, 4), T((4,), "b"), -1e4), case(f(4), T((5, 1), "b"), 0)],
+    aten.masked_fill.Scalar: [
+        case(f(5, 4), T((5, 4), "b"), 0),
+        case(f(5, 4), T((4,), "b"), -1e4),
+        case(f(4), T((5, 1), "b"), 0),
+    ],
     aten.masked_fill.Tensor: [case(f(5, 4), T((4,), "b"), f())],
-    aten.mul.Tensor: [case(f(5, 4), f(5, 1)), case(f(5, 4), 2.0), case(f(5, 4), T((4,), "b")), case(T((5, 4), "i9"), T((5, 4), "i9"))],
+    aten.mul.Tensor: [
+        case(f(5, 4), f(5, 1)),
+        case(f(5, 4), 2.0),
+        case(f(5, 4), T((4,), "b")),
+        case(T((5, 4), "i9"), T((5, 4), "i9")),
+    ],
     aten.native_dropout.default: [case(f(5, 4), 0.0, True)],
     aten.pow.Tensor_Scalar: [case(f(5, 4), 2), case(T((5, 4), "p"), 0.5)],
     aten.randint_like.default: [case(T((5, 4), "c"), 7)],
@@ -60,8 +85,12 @@ SPECIAL: Samples = {
     aten.round.decimals: [case(f(5, 4), decimals=1)],
     aten.sub.Tensor: [case(f(5, 4), f(4), alpha=3), case(f(5, 4), 1.0)],
     aten.threshold.default: [case(f(5, 4), 0.1, 2.0)],
-    aten.to.dtype: [case(f(5, 4), torch.float32), case(f(5, 4), torch.int64), case(T((5, 4), "i9"), torch.float64),
-                    case(T((5, 4), "b"), torch.float64)],
+    aten.to.dtype: [
+        case(f(5, 4), torch.float32),
+        case(f(5, 4), torch.int64),
+        case(T((5, 4), "i9"), torch.float64),
+        case(T((5, 4), "b"), torch.float64),
+    ],
     aten.to.dtype_layout: [case(f(5, 4), dtype=torch.float32)],
     aten._to_copy.default: [case(f(5, 4), dtype=torch.float32)],
     aten.where.self: [case(T((5, 4), "b"), f(5, 4), f(4)), case(T((4,), "b"), f(5, 1), f())],

@@ -13,6 +13,13 @@ from tests.unit.rules import samples_vision as vision
 from tests.unit.rules.samples import Case
 
 SAMPLES: dict[Any, Sequence[Case]] = {
-    **pointwise.samples(), **views.VIEWS, **views.FACTORIES, **views.INDEXING, **maths.CONTRACTIONS, **maths.LOSSES, **maths.REDUCTIONS,
-    **vision.VISION, **linalg.LINALG,
+    **pointwise.samples(),
+    **views.VIEWS,
+    **views.FACTORIES,
+    **views.INDEXING,
+    **maths.CONTRACTIONS,
+    **maths.LOSSES,
+    **maths.REDUCTIONS,
+    **vision.VISION,
+    **linalg.LINALG,
 }

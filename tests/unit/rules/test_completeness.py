@@ -1,4 +1,5 @@
-"""Rules leave nothing out: each mark `!` is needed, and every operand that an operator is linear in may be a part of a sum. `test_oracle.py` proves that they allow nothing wrong."""
+"""Rules leave nothing out: each mark `!` is needed, and every operand that an operator is linear in may be a part of a
+sum. `test_oracle.py` proves that they allow nothing wrong."""
 
 from __future__ import annotations
 
@@ -24,14 +25,31 @@ from tests.unit.rules.test_oracle import wrong
 
 aten = torch.ops.aten
 
-COMPARED = [target for target, rule in RULES.items() if not rule.random and target not in (*views.STILL, *pointwise.STILL, aten.new_zeros.default, aten.zeros_like.default)]
+COMPARED = [
+    target
+    for target, rule in RULES.items()
+    if not rule.random
+    and target not in (*views.STILL, *pointwise.STILL, aten.new_zeros.default, aten.zeros_like.default)
+]
 """Those whose values say something; the last two read sizes alone."""
 
 UNCHECKED = (aten.gru.input, aten.lstm.input, aten.rnn_relu.input, aten.rnn_tanh.input)
 """Kernels that do not check sizes: what does not go together would end the process."""
 
-QUICK = (aten.linear.default, aten.matmul.default, aten.embedding.default, aten.gather.default, aten.index_put.default, aten.layer_norm.default, aten.reshape.default, aten.softmax.int,
-         aten.sum.dim_IntList, aten.where.self, aten.mul.Tensor, aten.cat.default)
+QUICK = (
+    aten.linear.default,
+    aten.matmul.default,
+    aten.embedding.default,
+    aten.gather.default,
+    aten.index_put.default,
+    aten.layer_norm.default,
+    aten.reshape.default,
+    aten.softmax.int,
+    aten.sum.dim_IntList,
+    aten.where.self,
+    aten.mul.Tensor,
+    aten.cat.default,
+)
 
 OR = "whether any is true of the parts is no sum that a rank adds up"
 ORDER = "norms of order 1 are sums, but not those of other orders"
@@ -40,14 +58,20 @@ WHOLE: dict[Any, tuple[str, str]] = {
     aten.any.default: ("d0 d1", OR),
     aten.any.dim: ("d1 d2", OR),
     aten.any.dims: ("d0 d1 d2", OR),
-    aten.bucketize.Tensor: ("n", "the places are numbers of boundaries, so that those of parts add up: boundaries are few"),
+    aten.bucketize.Tensor: (
+        "n",
+        "the places are numbers of boundaries, so that those of parts add up: boundaries are few",
+    ),
     aten.histc.default: ("x0n0", "counts of parts add up, where the bounds are given"),
     aten.instance_norm.default: ("a", "running statistics, which the kernel changes, are of all samples"),
     aten.isin.Tensor_Tensor: ("n0 n1", "in any part is in the whole: what is looked up in is small"),
     aten.linalg_norm.default: ("d2", ORDER),
     aten.linalg_vector_norm.default: ("d1", ORDER),
     aten.pairwise_distance.default: ("y", ORDER),
-    aten.scaled_dot_product_attention.default: ("r x0n0 x0n2 x2n0 x2n3", "query heads of all groups, beside whole keys: `own_heads` cuts them; and what torch broadcasts"),
+    aten.scaled_dot_product_attention.default: (
+        "r x0n0 x0n2 x2n0 x2n3",
+        "query heads of all groups, beside whole keys: `own_heads` cuts them; and what torch broadcasts",
+    ),
     aten.searchsorted.Tensor: ("n", "as bucketize"),
     aten.squeeze.default: ("d2", "on as many ranks as the dim is long it would go"),
     aten.slice.Tensor: ("y0", "of a slice that is all of a dim, which passes leave out"),
@@ -101,12 +125,32 @@ def _alone(text: str, factor: str) -> str:
 
 
 def _named_alike(text: str, call: Call, factor: str) -> str:
-    """The rule with the name of a factor also for the dims of results that are at the same place and of the same size, where these have a name of their own."""
+    """The rule with the name of a factor also for the dims of results that are at the same place and of the same size,
+    where these have a name of their own."""
     left, right = ([part.split() for part in side.split(",")] for side in text.split("->"))
-    place = next((names.index(f"{factor}!") for names, tensor in zip(left, call.ins, strict=True) if f"{factor}!" in names and len(names) == len(tensor.shape)), None)
-    size = next((tensor.shape[place] for names, tensor in zip(left, call.ins, strict=True) if place is not None and names[place:place + 1] == [f"{factor}!"]), None)
+    place = next(
+        (
+            names.index(f"{factor}!")
+            for names, tensor in zip(left, call.ins, strict=True)
+            if f"{factor}!" in names and len(names) == len(tensor.shape)
+        ),
+        None,
+    )
+    size = next(
+        (
+            tensor.shape[place]
+            for names, tensor in zip(left, call.ins, strict=True)
+            if place is not None and names[place : place + 1] == [f"{factor}!"]
+        ),
+        None,
+    )
     for names, out in zip(right, call.outs, strict=True):
-        if place is not None and place < len(names) == len(out.shape) and out.shape[place] == size and names[place].endswith("!"):
+        if (
+            place is not None
+            and place < len(names) == len(out.shape)
+            and out.shape[place] == size
+            and names[place].endswith("!")
+        ):
             names[place] = f"{factor}!"
     return " -> ".join(", ".join(" ".join(names) for names in side) for side in (left, right))
 
@@ -115,13 +159,22 @@ def _needed(target: Any, one: Case, call: Call, text: str, factor: str) -> bool:
     """Whether the sample shows that a factor cannot be cut, or has no size that would be."""
     rule = Rule(_alone(text, factor), reduce=RULES[target].reduce)
     try:
-        cut = [ways for ways in (2, 3) if any(option.factor.split("/")[0] == factor for option in rule.options(call, ways))]
+        cut = [
+            ways for ways in (2, 3) if any(option.factor.split("/")[0] == factor for option in rule.options(call, ways))
+        ]
         return not cut or any(wrong(target, rule, one, ways) for ways in cut)
     except (RuleError, RuntimeError):  # the factor is made by the operator, or the backward refuses what it is given
         return True
 
 
-@pytest.mark.parametrize("target", [pytest.param(op, id=str(op).split(" at ")[0], marks=() if op in QUICK else pytest.mark.slow) for op in COMPARED if op not in UNCHECKED])
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(op, id=str(op).split(" at ")[0], marks=() if op in QUICK else pytest.mark.slow)
+        for op in COMPARED
+        if op not in UNCHECKED
+    ],
+)
 def test_every_mark_is_needed(target):
     shown: dict[tuple[str, str], bool] = {}
     for one, call in _calls(target):
@@ -137,22 +190,31 @@ def test_every_mark_is_needed(target):
 
 def _has(call: Call, target: Any, claim: str) -> bool:
     """Whether the rule lets a part of a sum through in operand `claim`, or in all of them together."""
-    named = [option.factor[1:] for option in RULES[target].options(call, 2) if not option.split and option.factor[:1] == "P"]
+    named = [
+        option.factor[1:] for option in RULES[target].options(call, 2) if not option.split and option.factor[:1] == "P"
+    ]
     together = "+".join(map(str, range(len(call.ins))))
     return "" in named or (together in named if claim == "all" else any(claim in name.split("+") for name in named))
 
 
-@pytest.mark.parametrize("target", [pytest.param(op, id=str(op).split(" at ")[0], marks=() if op in QUICK else pytest.mark.slow) for op in COMPARED])
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(op, id=str(op).split(" at ")[0], marks=() if op in QUICK else pytest.mark.slow) for op in COMPARED],
+)
 def test_parts_of_sums_go_through_what_is_linear(target):
     missed: dict[str, bool] = {}
     for one, call in _calls(target):
         if call.ins and all(t.floating for t in call.outs):
             for claim in ("all", *(str(i) for i, t in enumerate(call.ins) if t.floating and len(call.ins) > 1)):
                 rule = Rule(replicated, linear=claim)
-                linear = any(option.factor[:1] == "P" for option in rule.options(call, 2)) and not any(wrong(target, rule, one, ways) for ways in (2, 3))
+                linear = any(option.factor[:1] == "P" for option in rule.options(call, 2)) and not any(
+                    wrong(target, rule, one, ways) for ways in (2, 3)
+                )
                 missed[claim] = missed.get(claim, True) and linear and not _has(call, target, claim)
     assert {claim for claim, missing in missed.items() if missing} == set(LINEAR.get(target, ("", ""))[0].split())
 
 
 def test_what_is_left_out_is_of_rows_that_are_compared():
-    assert not {*WHOLE, *LINEAR} - set(COMPARED) and set(UNCHECKED) < set(recurrent.RULES) and set(QUICK) < set(COMPARED)
+    assert (
+        not {*WHOLE, *LINEAR} - set(COMPARED) and set(UNCHECKED) < set(recurrent.RULES) and set(QUICK) < set(COMPARED)
+    )

@@ -12,13 +12,21 @@ from passes import edit, facts
 from tests.helpers.tiny import TINY
 from tests.helpers.verify import subject
 
-FAST = ("gpt", "moe", "cnn", "recommender", "hf-t5", "hf-mixtral", "hf-resnet")  # every kind of operator; dist/test_verify.py plans and emits all models
+# every kind of operator; dist/test_verify.py plans and emits all models
+FAST = ("gpt", "moe", "cnn", "recommender", "hf-t5", "hf-mixtral", "hf-resnet")
 
 
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in TINY if name not in FAST)])
+@pytest.mark.parametrize(
+    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in TINY if name not in FAST)]
+)
 def test_every_call_has_a_row_and_most_can_be_split(name):
     gm = subject(name).captured.gm
-    calls = [n for part in edit.graphs(gm) for n in part.graph.nodes if n.op == "call_function" and n.target is not operator.getitem and facts.tensors(n)]
+    calls = [
+        n
+        for part in edit.graphs(gm)
+        for n in part.graph.nodes
+        if n.op == "call_function" and n.target is not operator.getitem and facts.tensors(n)
+    ]
     assert calls and unknown(n.target for n in calls) == []
     program = read(gm, dict.fromkeys(gm.meta["symbols"], 8), training=True)
     split = [any(o.split for o in options_for(op.call, 2)) for op in program.ops.values() if op.role == "op"]

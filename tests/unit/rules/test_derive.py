@@ -20,8 +20,10 @@ def gate(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return x * scale
 
 
-gate.register_autograd(lambda ctx, g: (g * ctx.saved_tensors[1], (g * ctx.saved_tensors[0]).flatten(0, -2).sum(0)),
-                       setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+gate.register_autograd(
+    lambda ctx, g: (g * ctx.saved_tensors[1], (g * ctx.saved_tensors[0]).flatten(0, -2).sum(0)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 gate.register_fake(lambda x, scale: torch.empty_like(x))
 GATE = torch.ops.autopar_tests.gate.default
 
@@ -53,7 +55,10 @@ def _renamed(text):
     """Factors by order of first occurrence, so that names do not matter."""
     names: dict[str, str] = {}
     words = text.replace(",", " ,").split()
-    return " ".join(w if w in ("->", ",") else names.setdefault(w.rstrip("!"), f"n{len(names)}") + w[len(w.rstrip("!")):] for w in words)
+    return " ".join(
+        w if w in ("->", ",") else names.setdefault(w.rstrip("!"), f"n{len(names)}") + w[len(w.rstrip("!")) :]
+        for w in words
+    )
 
 
 def test_derived_rule_is_proven_at_other_sizes():
@@ -63,14 +68,19 @@ def test_derived_rule_is_proven_at_other_sizes():
     assert rule is not None and failures(rule, GATE, (x, scale), {}, 4) == []
 
 
-@pytest.mark.parametrize("one", [
-    call(aten.linalg_inv.default, (8, 8), out=(8, 8)),                                  # nothing to split
-    call(aten.bernoulli.default, (8, 8), out=(8, 8)),                                   # random
-    call(aten.relu_.default, (8, 8), out=(8, 8)),                                       # in place
-    Call(aten.take.default, (Tensor((8, 8)), Tensor((3,), False, (), False)), {}, (Tensor((3,)),)),  # integers
-    call(aten._weight_norm.default, (8, 4, 4), (1, 1, 4), out=(8, 4, 4), extra=(2,)),  # does not check its arguments: shards that do not go together break the heap
-    Call(max, (Tensor((8,)),), {}, (Tensor((8,)),)),                                    # no operator of torch
-], ids=["inverse", "random", "in place", "integers", "internal", "function"])
+@pytest.mark.parametrize(
+    "one",
+    [
+        call(aten.linalg_inv.default, (8, 8), out=(8, 8)),  # nothing to split
+        call(aten.bernoulli.default, (8, 8), out=(8, 8)),  # random
+        call(aten.relu_.default, (8, 8), out=(8, 8)),  # in place
+        Call(aten.take.default, (Tensor((8, 8)), Tensor((3,), False, (), False)), {}, (Tensor((3,)),)),  # integers
+        # does not check its arguments: shards that do not go together break the heap
+        call(aten._weight_norm.default, (8, 4, 4), (1, 1, 4), out=(8, 4, 4), extra=(2,)),
+        Call(max, (Tensor((8,)),), {}, (Tensor((8,)),)),  # no operator of torch
+    ],
+    ids=["inverse", "random", "in place", "integers", "internal", "function"],
+)
 def test_nothing_is_derived(one):
     assert derive(one) is None
     if rule_for(one.target) is None:
@@ -109,10 +119,18 @@ def above(x: torch.Tensor) -> torch.Tensor:
     return x - x.mean(0) if (x < 0).any() else x.clone()
 
 
-LAG, CAP, ABOVE = opaque("lag", lag, back), opaque("cap", cap, uncap), opaque("above", above, lambda ctx, g: g - g.mean(0) if (ctx.saved_tensors[0] < 0).any() else g)
+LAG, CAP, ABOVE = (
+    opaque("lag", lag, back),
+    opaque("cap", cap, uncap),
+    opaque("above", above, lambda ctx, g: g - g.mean(0) if (ctx.saved_tensors[0] < 0).any() else g),
+)
 
 
-@pytest.mark.parametrize(("target", "wanted"), [(LAG, "x0n0! f0 -> x1n0! f0"), (CAP, None), (ABOVE, "x0n0! f0 -> x1n0! f0")], ids=["lag", "cap", "signs"])
+@pytest.mark.parametrize(
+    ("target", "wanted"),
+    [(LAG, "x0n0! f0 -> x1n0! f0"), (CAP, None), (ABOVE, "x0n0! f0 -> x1n0! f0")],
+    ids=["lag", "cap", "signs"],
+)
 def test_trials_are_of_the_sizes_of_the_call_and_of_all_kinds_of_values(target, wanted):
     one = call(target, (64, 256), out=(64, 256))
     rule = derive(one)
@@ -133,7 +151,11 @@ def test_nothing_is_derived_for_operators_of_others_unless_that_is_asked_for():
 
 def test_rules_of_operators_of_torch_without_a_row_are_derived():
     one = call(aten.i0.default, (64, 32), out=(64, 32))
-    assert rule_for(one.target) is None and [o.factor for o in options_for(one, 2) if o.split] == ["f0", "f1"] and list(derived([one])) == [one.target]
+    assert (
+        rule_for(one.target) is None
+        and [o.factor for o in options_for(one, 2) if o.split] == ["f0", "f1"]
+        and list(derived([one])) == [one.target]
+    )
 
 
 def test_options_come_from_user_then_table_then_derivation():

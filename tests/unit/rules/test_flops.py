@@ -41,6 +41,7 @@ def factors(operands: Sequence[Any]) -> set[str]:
 
 def bilinear(function: Callable[..., Tensor], operands: list[Tensor], pair: tuple[int, int]) -> bool:
     """Whether `function` is linear in each of two operands, up to what it adds, and multiplies them."""
+
     def at(first: float, second: float) -> Tensor:
         factors = dict(zip(pair, (first, second), strict=True))
         return function([operand * factors.get(place, 1) for place, operand in enumerate(operands)])
@@ -83,7 +84,10 @@ def test_products_have_flops(target):
 
 def test_products_are_found():
     aten = torch.ops.aten
-    assert all(any(multiplies(target, one) for one in SAMPLES[target]) for target in (aten.addmv.default, aten.dot.default, aten.conv_transpose3d.input, aten.addmm.default))
+    assert all(
+        any(multiplies(target, one) for one in SAMPLES[target])
+        for target in (aten.addmv.default, aten.dot.default, aten.conv_transpose3d.input, aten.addmm.default)
+    )
     assert not any(multiplies(aten.mse_loss.default, one) for one in SAMPLES[aten.mse_loss.default])
 
 
@@ -130,7 +134,8 @@ def test_products_take_the_flops_that_torch_counts(target):
         if target is ATTENTION:  # half of it is hidden, and the scores are computed again
             assert (forward, 2 * backward) == (wanted // (1 + kwargs.get("is_causal", False)), 5 * forward), one
         elif "conv" in str(target) and args[6:7] not in ([], [1]):
-            assert (forward, backward) == (wanted, 2 * wanted), one  # torch counts the backward of a grouped convolution as if it had no groups
+            # torch counts the backward of a grouped convolution as if it had no groups
+            assert (forward, backward) == (wanted, 2 * wanted), one
         else:
             assert (forward, backward) == (wanted, back), one
 
@@ -141,7 +146,10 @@ def test_powers_take_products_there_and_two_for_each_back(exponent):
     matrix = torch.eye(3, dtype=torch.float64).mul(2).requires_grad_()
     wanted, back = torchs(torch.ops.aten.linalg_matrix_power.default, (matrix, exponent), {}) if exponent else (0, 0)
     inverse = 2 * 3**3 * (exponent < 0)
-    assert counts(torch.ops.aten.linalg_matrix_power.default, (matrix, exponent), {}) == (wanted + inverse, 2 * (wanted + inverse))
+    assert counts(torch.ops.aten.linalg_matrix_power.default, (matrix, exponent), {}) == (
+        wanted + inverse,
+        2 * (wanted + inverse),
+    )
     assert exponent < 0 or back == 2 * wanted
 
 
@@ -149,24 +157,43 @@ def weights(*sizes):
     return [torch.ones(size, requires_grad=True) for size in sizes]
 
 
-@pytest.mark.parametrize("name, operands, wanted", [
-    ("dot", ((5,), (5,)), 2 * 5), ("vdot", ((5,), (5,)), 2 * 5), ("mv", ((3, 5), (5,)), 2 * 3 * 5), ("matmul", ((3, 5), (5,)), 2 * 3 * 5), ("matmul", ((5,), (5, 4)), 2 * 5 * 4),
-    ("matmul", ((2, 3, 5), (5,)), 2 * 2 * 3 * 5), ("matmul", ((5,), (2, 5, 4)), 2 * 2 * 5 * 4), ("linear", ((3, 5), (5,)), 2 * 3 * 5), ("addmv", ((3,), (3, 5), (5,)), 2 * 3 * 5),
-])
+@pytest.mark.parametrize(
+    "name, operands, wanted",
+    [
+        ("dot", ((5,), (5,)), 2 * 5),
+        ("vdot", ((5,), (5,)), 2 * 5),
+        ("mv", ((3, 5), (5,)), 2 * 3 * 5),
+        ("matmul", ((3, 5), (5,)), 2 * 3 * 5),
+        ("matmul", ((5,), (5, 4)), 2 * 5 * 4),
+        ("matmul", ((2, 3, 5), (5,)), 2 * 2 * 3 * 5),
+        ("matmul", ((5,), (2, 5, 4)), 2 * 2 * 5 * 4),
+        ("linear", ((3, 5), (5,)), 2 * 3 * 5),
+        ("addmv", ((3,), (3, 5), (5,)), 2 * 3 * 5),
+    ],
+)
 def test_products_with_vectors_have_two_flops_for_each_pair_of_numbers(name, operands, wanted):
     """Which torch's counter leaves out. Back, as many for each factor that has a gradient."""
     target = getattr(torch.ops.aten, name).default
     for trained in (0, 1, 2):
         given = weights(*operands)
-        for factor in given[len(given) - 2:][trained:]:
+        for factor in given[len(given) - 2 :][trained:]:
             factor.requires_grad_(False)
         assert counts(target, given, {}) == (wanted, trained * wanted if any(x.requires_grad for x in given) else 0)
 
 
-@pytest.mark.parametrize("target, args, each", [
-    (torch.ops.aten.gelu.default, (), 8), (torch.ops.aten.softmax.int, (-1,), 5), (torch.ops.aten.sum.dim_IntList, ([1],), 1),  # the operand's numbers, not the result's
-    (torch.ops.aten.relu.default, (), 1), (torch.ops.aten.exp.default, (), 1), (torch.ops.aten.transpose.int, (0, 1), 0),
-], ids=str)
+@pytest.mark.parametrize(
+    "target, args, each",
+    [
+        # the operand's numbers, not the result's
+        (torch.ops.aten.gelu.default, (), 8),
+        (torch.ops.aten.softmax.int, (-1,), 5),
+        (torch.ops.aten.sum.dim_IntList, ([1],), 1),
+        (torch.ops.aten.relu.default, (), 1),
+        (torch.ops.aten.exp.default, (), 1),
+        (torch.ops.aten.transpose.int, (0, 1), 0),
+    ],
+    ids=str,
+)
 def test_work_per_element_grows_with_elements_and_has_no_backward_without_gradients(target, args, each):
     for size in (6, 12):
         (trained,) = weights((size, 4))

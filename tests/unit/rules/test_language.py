@@ -45,14 +45,17 @@ def test_malformed_rules_are_refused(text):
     assert repr(text) in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "shapes", "said"), [
-    ("a -> a", [(4,), (4,)], "1 operands and 1 outputs"),
-    ("a b -> a", [(4,)], "written with 2 dims"),
-    ("a, a -> a", [(4,), (5,)], "factor a is 4 in one tensor and 5 in another"),
-    ("a -> b", [(6,)], "factor b is in outputs and in no operand"),
-    ("(a b), b -> a", [(10,), (2,)], "factor a is 5 in one tensor and 4 in another|do not make a dim"),
-    ("a b, (a b) -> a", [(4, 2), (9,)], "factors a, b of sizes .4, 2. do not make a dim of 9"),
-])
+@pytest.mark.parametrize(
+    ("text", "shapes", "said"),
+    [
+        ("a -> a", [(4,), (4,)], "1 operands and 1 outputs"),
+        ("a b -> a", [(4,)], "written with 2 dims"),
+        ("a, a -> a", [(4,), (5,)], "factor a is 4 in one tensor and 5 in another"),
+        ("a -> b", [(6,)], "factor b is in outputs and in no operand"),
+        ("(a b), b -> a", [(10,), (2,)], "factor a is 5 in one tensor and 4 in another|do not make a dim"),
+        ("a b, (a b) -> a", [(4, 2), (9,)], "factors a, b of sizes .4, 2. do not make a dim of 9"),
+    ],
+)
 def test_rules_that_do_not_fit_are_refused(text, shapes, said):
     with pytest.raises(RuleError, match=said):
         options(text, call(*shapes, outs=((4,),)), 2)
@@ -67,7 +70,11 @@ def test_user_rules():
         as_rules({tanh.default: "b d"})
     for pair in ({add: "b, b -> b", add.Tensor: "derive"}, {add.Tensor: "derive", add: "b, b -> b"}):
         found = as_rules(pair)
-        assert set(found) == {getattr(add, name) for name in add.overloads()} and found[add.Tensor] == Rule("derive") and found[add.Scalar] == Rule("b, b -> b")
+        assert (
+            set(found) == {getattr(add, name) for name in add.overloads()}
+            and found[add.Tensor] == Rule("derive")
+            and found[add.Scalar] == Rule("b, b -> b")
+        )
 
 
 def test_outputs_may_have_whole_factors_of_their_own():
@@ -99,34 +106,48 @@ def test_a_users_rule_has_the_runtime_algorithms_of_its_operator_alone():
     tanh, add = torch.ops.aten.tanh.default, torch.ops.aten.add.Tensor
     for target, text, operands in ((tanh, "a@ring -> a", [(4,)]), (add, "a@nothing, a -> a", [(4,), (4,)])):
         one = Call(target, tuple(Tensor(shape) for shape in operands), {}, (Tensor((4,)),))
-        with pytest.raises(RuleError, match=r"runtime algorithm '(ring|nothing)' does not split this operator; none does"):
+        with pytest.raises(
+            RuleError, match=r"runtime algorithm '(ring|nothing)' does not split this operator; none does"
+        ):
             options_for(one, 2, rules=as_rules({target: text}))
     table = Call(torch.ops.aten.embedding.default, (Tensor((8, 3)), Tensor((4,), False)), {}, (Tensor((4, 3)),))
-    assert "embedding" in {o.run for o in options_for(table, 2, rules=as_rules({table.target: "v@embedding d, n -> n d"}))}
+    assert "embedding" in {
+        o.run for o in options_for(table, 2, rules=as_rules({table.target: "v@embedding d, n -> n d"}))
+    }
     with pytest.raises(RuleError, match="those that do are embedding"):
         options_for(table, 2, rules=as_rules({table.target: "v@ring d, n -> n d"}))
 
 
 @pytest.mark.parametrize("key", ["mylib.scale.default", torch.tanh, torch.ops.aten, 3])
 def test_rules_for_what_is_no_operator_are_refused(key):
-    with pytest.raises(RuleError, match=r"rules= has the key .*, wanted an operator: torch\.ops\.mylib\.scale\.default"):
+    with pytest.raises(
+        RuleError, match=r"rules= has the key .*, wanted an operator: torch\.ops\.mylib\.scale\.default"
+    ):
         as_rules({key: "b d -> b d"})
 
 
 def test_matmul_is_the_table_of_the_design():
     assert by_factor("m k, k n -> m n", call((4, 6), (6, 8), outs=((4, 8),)), linear="each") == {
-        "": (["R|R", "R|R"], ["R|R"]), "grad": (["R|P", "R|P"], ["R|P"]),
-        "m": (["S0|S0", "R|P"], ["S0|S0"]), "k": (["S1|S1", "S0|S0"], ["P|R"]), "n": (["R|P", "S1|S1"], ["S1|S1"]),
-        "P0": (["P|R", "R|P"], ["P|R"]), "P1": (["R|P", "P|R"], ["P|R"]),
+        "": (["R|R", "R|R"], ["R|R"]),
+        "grad": (["R|P", "R|P"], ["R|P"]),
+        "m": (["S0|S0", "R|P"], ["S0|S0"]),
+        "k": (["S1|S1", "S0|S0"], ["P|R"]),
+        "n": (["R|P", "S1|S1"], ["S1|S1"]),
+        "P0": (["P|R", "R|P"], ["P|R"]),
+        "P1": (["R|P", "P|R"], ["P|R"]),
     }
 
 
 def test_what_is_added_to_parts_of_a_sum_is_a_part_too():
     found = by_factor("m k, n k, +n -> m n", call((4, 6), (8, 6), (8,), outs=((4, 8),)), linear="0+2|1+2")
     assert found == {
-        "": (["R|R"] * 3, ["R|R"]), "grad": (["R|P"] * 3, ["R|P"]),
-        "m": (["S0|S0", "R|P", "R|P"], ["S0|S0"]), "k": (["S1|S1", "S1|S1", "P|R"], ["P|R"]), "n": (["R|P", "S0|S0", "S0|S0"], ["S1|S1"]),
-        "P0+2": (["P|R", "R|P", "P|R"], ["P|R"]), "P1+2": (["R|P", "P|R", "P|R"], ["P|R"]),
+        "": (["R|R"] * 3, ["R|R"]),
+        "grad": (["R|P"] * 3, ["R|P"]),
+        "m": (["S0|S0", "R|P", "R|P"], ["S0|S0"]),
+        "k": (["S1|S1", "S1|S1", "P|R"], ["P|R"]),
+        "n": (["R|P", "S0|S0", "S0|S0"], ["S1|S1"]),
+        "P0+2": (["P|R", "R|P", "P|R"], ["P|R"]),
+        "P1+2": (["R|P", "P|R", "P|R"], ["P|R"]),
     }
 
 
@@ -185,7 +206,9 @@ def test_maxima_split_without_gradient_only():
     assert "a" not in by_factor("a -> ", call((4,)), reduce="Pmax")
 
 
-@pytest.mark.parametrize(("size", "ways", "split"), [(257, 4, True), (5, 4, False), (3, 4, False), (5, 2, True), (9, 4, False), (4, 4, True)])
+@pytest.mark.parametrize(
+    ("size", "ways", "split"), [(257, 4, True), (5, 4, False), (3, 4, False), (5, 2, True), (9, 4, False), (4, 4, True)]
+)
 def test_no_rank_is_left_empty(size, ways, split):
     assert ("a" in by_factor("a -> a", call((size,), outs=((size,),)), ways)) == split
 
@@ -204,22 +227,35 @@ def test_uneven_cuts_hold_something_everywhere(size, ways):
 B, S = sympy.symbols("b s", positive=True, integer=True)
 SIZES = {B: 8, S: 16}
 RESHAPES = [
-    ((B, S, 64), (B, S, 4, 16)), ((B, S, 4, 16), (B, S, 64)), ((B, S, 64), (B * S, 64)), ((B * S, 64), (B, S, 64)),
-    ((B, S, 3, 4, 16), (B, S, 192)), ((B, 1, S), (B, S)), ((B * S, 8), (B, 8 * S)), ((B, 6, 4), (B, 4, 6)), ((B, S), (S, B)),
-    ((B, 4, S, 16), (4 * B, S, 16)), ((4 * B, S), (B, 4, S)), ((B, S + 1), (B * S + B,)),
+    ((B, S, 64), (B, S, 4, 16)),
+    ((B, S, 4, 16), (B, S, 64)),
+    ((B, S, 64), (B * S, 64)),
+    ((B * S, 64), (B, S, 64)),
+    ((B, S, 3, 4, 16), (B, S, 192)),
+    ((B, 1, S), (B, S)),
+    ((B * S, 8), (B, 8 * S)),
+    ((B, 6, 4), (B, 4, 6)),
+    ((B, S), (S, B)),
+    ((B, 4, S, 16), (4 * B, S, 16)),
+    ((4 * B, S), (B, 4, S)),
+    ((B, S + 1), (B * S + B,)),
 ]
 
 
 @pytest.mark.parametrize(("before", "after"), RESHAPES)
 def test_symbolic_sizes_give_the_options_of_numbers(before, after):
     """Symbolic dims must be cut evenly, so the numbers here are even: then both agree."""
+
     def number(shape):
         return tuple(int(sympy.sympify(n).subs(SIZES)) for n in shape)
+
     symbols = Call("op", (Tensor(before, True, number(before)),), {}, (Tensor(after, True, number(after)),))
     numbers = call(number(before), outs=(number(after),))
     for ways in (2, 4):
         # numbers may have common factors that hold for them alone, so theirs may be more
-        mine, theirs = ([(o.ins, o.outs) for o in options(reshape(c), c, ways, linear="all")] for c in (symbols, numbers))
+        mine, theirs = (
+            [(o.ins, o.outs) for o in options(reshape(c), c, ways, linear="all")] for c in (symbols, numbers)
+        )
         assert [o for o in mine if o not in theirs] == []
         if (before, after) not in (((B, 6, 4), (B, 4, 6)), ((B, S), (S, B))):
             assert [o for o in theirs if o not in mine] == [] or (before, after) in CHANCE

@@ -40,7 +40,7 @@ def test_join_undoes_take(sizes, size, sections, data):
     if len(sections) > 1:
         size = size * sum(sections) * math.prod(sizes)
     coarse = tuple(entry if a < axis and data.draw(st.booleans()) else "R" for a in range(len(sizes)))
-    fine = (*coarse[:axis], entry, *coarse[axis + 1:])
+    fine = (*coarse[:axis], entry, *coarse[axis + 1 :])
     whole = torch.arange(size)
     for coord in _coords(sizes):
         local = own(whole, coarse, sizes, coord)
@@ -55,5 +55,7 @@ def test_join_undoes_take(sizes, size, sections, data):
 
 
 def test_a_wrong_local_shape_says_what_was_wanted():
-    with pytest.raises(RunError, match=r"reshard w: the rank at \(1,\) has a tensor of shape \(3,\), wanted \(2,\).*layout S0"):
+    with pytest.raises(
+        RunError, match=r"reshard w: the rank at \(1,\) has a tensor of shape \(3,\), wanted \(2,\).*layout S0"
+    ):
         check_shape(torch.ones(3), ("S0",), (5,), (2,), (1,), "reshard w")

@@ -37,10 +37,17 @@ def step(optimizer: torch.optim.Optimizer, seed: int) -> None:
 def state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Its state that is shaped as its parameter, in the order of parameters and keys."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [value for p in params for _, value in sorted(optimizer.state[p].items()) if isinstance(value, Tensor) and value.shape == p.shape and value.dim()]
+    return [
+        value
+        for p in params
+        for _, value in sorted(optimizer.state[p].items())
+        if isinstance(value, Tensor) and value.shape == p.shape and value.dim()
+    ]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_steps(kind: Kind, dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -54,7 +61,12 @@ def test_the_same_steps(kind: Kind, dtype: torch.dtype, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     for right, found in zip(state(plain), state(kept), strict=True):
         name = found.untyped_storage().filename
-        assert torch.equal(found, right) and mapped(found) >= found.nbytes and name is not None and Path(name).parent == tmp_path / "state"
+        assert (
+            torch.equal(found, right)
+            and mapped(found) >= found.nbytes
+            and name is not None
+            and Path(name).parent == tmp_path / "state"
+        )
     assert state(kept) and not list((tmp_path / "state").iterdir())
 
 
@@ -81,7 +93,9 @@ def changed(optimizers: list[torch.optim.Optimizer]) -> None:
 
 
 @pytest.mark.parametrize("between", [several, forgotten, changed])
-def test_no_state_is_in_the_file_of_another(between: Callable[[list[torch.optim.Optimizer]], None], tmp_path: Path) -> None:
+def test_no_state_is_in_the_file_of_another(
+    between: Callable[[list[torch.optim.Optimizer]], None], tmp_path: Path
+) -> None:
     """Of other optimizers and ranks that have the same folder, or of parameters that had state before."""
     plain, kept = ([torch.optim.AdamW(model.parameters(), lr=0.1) for model in models(2)] for _ in range(2))
     for optimizer in kept:
@@ -96,7 +110,8 @@ def test_no_state_is_in_the_file_of_another(between: Callable[[list[torch.optim.
 
 
 def test_a_checkpoint_is_loaded(tmp_path: Path) -> None:
-    """Into the state that torch makes for it by a step, as `load_optimizer_state_dict` does: that of the new optimizer is in files too, and so is what is loaded."""
+    """Into the state that torch makes for it by a step, as `load_optimizer_state_dict` does: that of the new optimizer
+    is in files too, and so is what is loaded."""
     first, second = models(1)[0], models(1)[0]
     before, after = torch.optim.AdamW(first.parameters(), lr=0.1), torch.optim.AdamW(second.parameters(), lr=0.1)
     for optimizer in (before, after):
@@ -112,7 +127,9 @@ def test_a_checkpoint_is_loaded(tmp_path: Path) -> None:
     assert all(torch.equal(x, y) for x, y in zip(state(before), state(after), strict=True))
     step(before, 2)
     step(after, 2)
-    assert all(torch.equal(x, y) for x, y in zip(state(before), state(after), strict=True)) and all(map(mapped, state(after)))
+    assert all(torch.equal(x, y) for x, y in zip(state(before), state(after), strict=True)) and all(
+        map(mapped, state(after))
+    )
 
 
 def test_what_is_not_on_the_host_is_refused(tmp_path: Path) -> None:

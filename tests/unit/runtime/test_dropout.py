@@ -1,4 +1,5 @@
-"""Dropout on one rank: what it keeps is a mask of a byte for each element, as memory is priced; its gradients are right, those of gradients too."""
+"""Dropout on one rank: what it keeps is a mask of a byte for each element, as memory is priced; its gradients are
+right, those of gradients too."""
 
 from __future__ import annotations
 
@@ -33,8 +34,11 @@ def test_a_mask_is_a_byte_for_each_element(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_on_a_cpu_it_is_what_the_kernel_of_other_devices_makes_in_no_more_memory(dtype: torch.dtype, turned: bool) -> None:
-    """To the bit, and lying as its operand does: views of it that users take need that. With a mask and the result, and nothing else as large."""
+def test_on_a_cpu_it_is_what_the_kernel_of_other_devices_makes_in_no_more_memory(
+    dtype: torch.dtype, turned: bool
+) -> None:
+    """To the bit, and lying as its operand does: views of it that users take need that. With a mask and the result, and
+    nothing else as large."""
     x, kept = torch.randn(64, 48, 32).to(dtype), torch.rand(64, 48, 32) < 0.75
     x[0, 0, :3], kept[0, 0, :2] = torch.tensor([torch.inf, torch.nan, torch.inf], dtype=dtype), False
     x, kept = (t.transpose(0, 1) if turned else t for t in (x, kept))
@@ -47,7 +51,9 @@ def test_on_a_cpu_it_is_what_the_kernel_of_other_devices_makes_in_no_more_memory
 
 def test_gradients_and_gradients_of_gradients() -> None:
     x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: dropped(x).square(), (x,)) and torch.autograd.gradgradcheck(lambda x: dropped(x).square(), (x,))
+    assert torch.autograd.gradcheck(lambda x: dropped(x).square(), (x,)) and torch.autograd.gradgradcheck(
+        lambda x: dropped(x).square(), (x,)
+    )
 
 
 def test_the_mean_stays_as_it_is() -> None:

@@ -1,4 +1,5 @@
-"""Optimizer state on the host: the numbers of one step for all, one parameter's state on the device at a time, and back to the same place."""
+"""Optimizer state on the host: the numbers of one step for all, one parameter's state on the device at a time, and back
+to the same place."""
 
 from __future__ import annotations
 
@@ -12,8 +13,11 @@ from autopar.errors import RunError
 from autopar.runtime import Mesh, Param, ShardedModule, host_state
 
 OPTIMIZERS: dict[str, Any] = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True), "adam": lambda params: torch.optim.Adam(params, lr=1e-2),
-    "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9), "sgd": lambda params: torch.optim.SGD(params, lr=1e-2)}
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-2),
+    "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2),
+}
 
 
 class Counting(torch.optim.Optimizer):
@@ -62,8 +66,11 @@ class Three(ShardedModule):
     """Three weights; the state of the last one stays with it."""
 
     MESH = Mesh((1,), ("x",), "cpu")
-    PARAMS: ClassVar = {"first": Param((4, 3), "float64", "R", host_state=True), "second": Param((5,), "float64", "R", host_state=True),
-                        "third": Param((2, 2), "float64", "R")}
+    PARAMS: ClassVar = {
+        "first": Param((4, 3), "float64", "R", host_state=True),
+        "second": Param((5,), "float64", "R", host_state=True),
+        "third": Param((2, 2), "float64", "R"),
+    }
 
 
 def _built() -> Three:
@@ -85,7 +92,10 @@ def test_steps_are_those_of_the_optimizer_alone(name: str) -> None:
     model = _built()
     plain = [param.detach().clone().requires_grad_() for param in model.parameters()]
     groups = [{"params": list(model.parameters())[:1], "weight_decay": 0.1}, {"params": list(model.parameters())[1:]}]
-    ours, alone = OPTIMIZERS[name](groups), OPTIMIZERS[name]([{"params": plain[:1], "weight_decay": 0.1}, {"params": plain[1:]}])
+    ours, alone = (
+        OPTIMIZERS[name](groups),
+        OPTIMIZERS[name]([{"params": plain[:1], "weight_decay": 0.1}, {"params": plain[1:]}]),
+    )
     schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for optimizer in (ours, alone)]
     for step in range(3):
         _gradients(model, step)
@@ -97,11 +107,15 @@ def test_steps_are_those_of_the_optimizer_alone(name: str) -> None:
         for optimizer, schedule in zip((ours, alone), schedules, strict=True):
             optimizer.step()
             schedule.step()
-        assert [param.grad for param in model.parameters()] == given or all(a is b for a, b in zip((p.grad for p in model.parameters()), given, strict=True))
+        assert [param.grad for param in model.parameters()] == given or all(
+            a is b for a, b in zip((p.grad for p in model.parameters()), given, strict=True)
+        )
         for param, other in zip(model.parameters(), plain, strict=True):
             assert torch.equal(param, other), (name, step)
     assert [len(group["params"]) for group in ours.param_groups] == [1, 2]
-    assert [[group.get("step") for group in optimizer.param_groups] for optimizer in (ours, alone)] == [[3 if name == "counting" else None] * 2] * 2
+    assert [[group.get("step") for group in optimizer.param_groups] for optimizer in (ours, alone)] == [
+        [3 if name == "counting" else None] * 2
+    ] * 2
 
 
 def test_an_optimizer_that_takes_parameters_together_is_refused() -> None:
@@ -120,6 +134,7 @@ def test_one_parameter_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         def spy(state: Any, param: Tensor, *rest: Any) -> Any:
             seen.append((word, tuple(param.shape)))
             return real(state, param, *rest)
+
         monkeypatch.setattr(host_state, word, spy)
 
     watch("_brought", host_state._brought)

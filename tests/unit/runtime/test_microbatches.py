@@ -21,15 +21,28 @@ from autopar.runtime.pipeline import Pipeline, PipelinedModule
 
 COUNT = 3
 CASES: dict[str, tuple[tuple[int, ...], Mapping[str, str]]] = {
-    "one rank": ((1,), {"x": "S0", "y": "S1"}), "alike": ((2,), {"x": "S0", "y": "S1"}), "one whole": ((2,), {"x": "S0", "y": "R"}), "none": ((2,), {"x": "R", "y": "S0"}),
-    "over one axis or two": ((2, 2), {"x": "S0,S0", "y": "R,S1"}), "over other axes": ((2, 3), {"x": "S0,R", "y": "R,S1"}),
+    "one rank": ((1,), {"x": "S0", "y": "S1"}),
+    "alike": ((2,), {"x": "S0", "y": "S1"}),
+    "one whole": ((2,), {"x": "S0", "y": "R"}),
+    "none": ((2,), {"x": "R", "y": "S0"}),
+    "over one axis or two": ((2, 2), {"x": "S0,S0", "y": "R,S1"}),
+    "over other axes": ((2, 3), {"x": "S0,R", "y": "R,S1"}),
 }
 """Mesh, and the layouts of two inputs: x has the samples in its first dim, y in its second one."""
 MICRO = {"x": "S0", "y": "S1", "0": "S0", "1": "S1", "2": "P", "3": "R"}
 
 
 def made(sizes: tuple[int, ...], layouts: Mapping[str, str], count: int = COUNT) -> Any:
-    kind = type("Made", (PipelinedModule,), {"PIPELINE": Pipeline("Schedule1F1B", False, count, (0, 1)), "INPUTS": layouts, "MICRO": MICRO, "MESH": SimpleNamespace(sizes=sizes)})
+    kind = type(
+        "Made",
+        (PipelinedModule,),
+        {
+            "PIPELINE": Pipeline("Schedule1F1B", False, count, (0, 1)),
+            "INPUTS": layouts,
+            "MICRO": MICRO,
+            "MESH": SimpleNamespace(sizes=sizes),
+        },
+    )
     return object.__new__(kind)
 
 
@@ -56,13 +69,22 @@ def test_a_microbatch_has_the_same_samples_of_every_input(sizes: tuple[int, ...]
         parts = module._cut(name, own(whole, layout, sizes, coord))
         assert len(parts) == COUNT
         for number, part in enumerate(parts):
-            assert torch.equal(part, own(of_microbatch(whole, dim, number, pieces), layout, sizes, coord)), (name, coord, number)
+            assert torch.equal(part, own(of_microbatch(whole, dim, number, pieces), layout, sizes, coord)), (
+                name,
+                coord,
+                number,
+            )
 
 
 @pytest.mark.parametrize("size", [0, 2, 4, 5, 7])
-@pytest.mark.parametrize(("layouts", "runs"), [({"x": "S0", "y": "S1"}, 1), ({"x": "R", "y": "S1"}, 2)], ids=["alike", "one whole"])
+@pytest.mark.parametrize(
+    ("layouts", "runs"), [({"x": "S0", "y": "S1"}, 1), ({"x": "R", "y": "S1"}, 2)], ids=["alike", "one whole"]
+)
 def test_what_does_not_divide_into_microbatches_is_refused(layouts: Mapping[str, str], runs: int, size: int) -> None:
-    said = f"input 'x': dim 0 of size {size} on this rank does not divide into 3 microbatches{' of 2 parts' if runs > 1 else ''}; use a multiple of {3 * runs}"
+    said = (
+        f"input 'x': dim 0 of size {size} on this rank does not divide into 3 "
+        f"microbatches{' of 2 parts' if runs > 1 else ''}; use a multiple of {3 * runs}"
+    )
     with pytest.raises(RunError, match=said):
         made((2,), layouts)._cut("x", torch.zeros(size, 5))
     assert [len(part) for part in made((2,), layouts)._cut("x", torch.zeros(6, 5))] == [2] * 3
@@ -70,9 +92,16 @@ def test_what_does_not_divide_into_microbatches_is_refused(layouts: Mapping[str,
 
 
 @pytest.mark.parametrize("result", ["S0,S0", "S0,R", "R,S0", "R,R", "S1,S0", "R,S1"])
-@pytest.mark.parametrize(("sizes", "layouts"), [case for case in CASES.values() if len(case[0]) == 2], ids=[name for name, case in CASES.items() if len(case[0]) == 2])
-def test_results_are_put_together_in_the_order_of_the_batch(sizes: tuple[int, ...], layouts: Mapping[str, str], result: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever cuts them, where that is over more ranks than the inputs are, too: they lie then as what is said of them."""
+@pytest.mark.parametrize(
+    ("sizes", "layouts"),
+    [case for case in CASES.values() if len(case[0]) == 2],
+    ids=[name for name, case in CASES.items() if len(case[0]) == 2],
+)
+def test_results_are_put_together_in_the_order_of_the_batch(
+    sizes: tuple[int, ...], layouts: Mapping[str, str], result: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever cuts them, where that is over more ranks than the inputs are, too: they lie then as what is said of
+    them."""
     module = made(sizes, layouts)
     pieces = module._pieces()
     whole = torch.arange(2 * COUNT * pieces * sizes[0] * sizes[1] * 6).view(-1, 6)
@@ -80,8 +109,16 @@ def test_results_are_put_together_in_the_order_of_the_batch(sizes: tuple[int, ..
     for coord in coordinates(sizes):
         given = [own(each, parse(result), sizes, coord) for each in wholes]
         known = {id(value): each for value, each in zip(given, wholes, strict=True)}
-        monkeypatch.setattr(pipeline, "relayout", lambda value, src, dst, *_, known=known, coord=coord: own(known[id(value)], dst, sizes, coord))
-        value, spread = module._joined(0, [(part, Spread(parse(result), tuple(each.shape))) for part, each in zip(given, wholes, strict=True)], "output")
+        monkeypatch.setattr(
+            pipeline,
+            "relayout",
+            lambda value, src, dst, *_, known=known, coord=coord: own(known[id(value)], dst, sizes, coord),
+        )
+        value, spread = module._joined(
+            0,
+            [(part, Spread(parse(result), tuple(each.shape))) for part, each in zip(given, wholes, strict=True)],
+            "output",
+        )
         assert spread.shape == whole.shape and torch.equal(value, own(whole, spread.layout, sizes, coord)), coord
         assert spread.layout == parse(result) or pieces % ways_of(parse(result), 0, sizes)
         assert all(entry == asked or asked == "S0" for entry, asked in zip(spread.layout, parse(result), strict=True))
@@ -90,6 +127,9 @@ def test_results_are_put_together_in_the_order_of_the_batch(sizes: tuple[int, ..
 
 def test_parts_of_sums_are_added_and_what_is_the_same_is_taken_once() -> None:
     module, parts = made((2,), {"x": "S0", "y": "S1"}), [(torch.full((2, 2), float(10**n)), None) for n in range(COUNT)]
-    assert torch.equal(module._joined(2, parts, "loss")[0], torch.full((2, 2), 111.0)) and torch.equal(module._joined(3, parts, "loss")[0], torch.ones(2, 2))
+    assert torch.equal(module._joined(2, parts, "loss")[0], torch.full((2, 2), 111.0)) and torch.equal(
+        module._joined(3, parts, "loss")[0], torch.ones(2, 2)
+    )
     assert module._joined(2, None, "loss") == (None, None)
-    assert module._joined(2, [(torch.ones(2, dtype=torch.int32), None)] * COUNT, "output")[0].dtype == torch.int32  # torch adds whole numbers in int64
+    # torch adds whole numbers in int64
+    assert module._joined(2, [(torch.ones(2, dtype=torch.int32), None)] * COUNT, "output")[0].dtype == torch.int32

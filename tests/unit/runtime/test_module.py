@@ -89,7 +89,8 @@ def test_a_failed_backward_leaves_nothing_behind():
 
 
 class Keeps(ShardedModule):
-    """Two buffers that take what it is given, of which one does in evaluation too, in front of its output and behind."""
+    """Two buffers that take what it is given, of which one does in evaluation too, in front of its output and
+    behind."""
 
     MESH = Mesh((1,), ("x",), "cpu")
     INPUTS = {"x": "R"}  # noqa: RUF012
@@ -101,7 +102,7 @@ class Keeps(ShardedModule):
 
     def forward(self, x):
         y = self.spread(x * self.w["w"] * self.b["last"], "R", (2,))
-        return (x, y, x)[:self.results]
+        return (x, y, x)[: self.results]
 
 
 def _kept(model):
@@ -109,7 +110,8 @@ def _kept(model):
 
 
 def test_buffers_have_values_of_their_own():
-    """They are nobody else's, whatever becomes of what they were made of, and part of the next step, also of what only was looked at."""
+    """They are nobody else's, whatever becomes of what they were made of, and part of the next step, also of what only
+    was looked at."""
     model = Keeps().load_full({"w": torch.tensor([1.0, 2.0]), "last": torch.ones(2), "always": torch.ones(2)})
     x = torch.tensor([3.0, 4.0])
     out = model(x)
@@ -199,7 +201,9 @@ def test_random_draws_agree_on_replicas_only():
         return float(torch.rand((), generator=rng.generator(key, layout, coord, torch.device("cpu"))))
 
     assert draw(Rng(1)) == draw(Rng(1)) == draw(Rng(1), coord=(0, 1)) == draw(Rng(1), layout=("S3", "P"))
-    assert len({draw(Rng(1)), draw(Rng(2)), draw(Rng(1, step=1)), draw(Rng(1), key="l"), draw(Rng(1), coord=(1, 0))}) == 5
+    assert (
+        len({draw(Rng(1)), draw(Rng(2)), draw(Rng(1, step=1)), draw(Rng(1), key="l"), draw(Rng(1), coord=(1, 0))}) == 5
+    )
     rng = Rng(1)
     first = draw(rng), draw(rng)
     rng.advance()

@@ -33,7 +33,13 @@ def test_on_gpus_one_kernel_steps_all_where_dtensors_have_one(name: str, monkeyp
     real, there = torch.nn.Parameter(torch.zeros(2)), torch.zeros(2).as_subclass(OnGpu)
     for held in ([real], [there, there], [there, real], [torch.zeros(2, dtype=torch.complex64).as_subclass(OnGpu)], []):
         optimizer_of(name, held, 0.1)
-    assert asked == [(1, 0.1, None), (2, 0.1, OPTIMIZERS[name].fused or None), (2, 0.1, None), (1, 0.1, None), (0, 0.1, None)]
+    assert asked == [
+        (1, 0.1, None),
+        (2, 0.1, OPTIMIZERS[name].fused or None),
+        (2, 0.1, None),
+        (1, 0.1, None),
+        (0, 0.1, None),
+    ]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -42,7 +48,10 @@ def test_every_optimizer_that_a_plan_can_name_runs_and_keeps_what_is_priced(name
     held.sum().backward()
     used = optimizer_of(name, [held], 0.1)
     used.step()
-    assert sum(value.shape == held.shape for value in used.state[held].values() if isinstance(value, torch.Tensor)) == OPTIMIZERS[name].state
+    assert (
+        sum(value.shape == held.shape for value in used.state[held].values() if isinstance(value, torch.Tensor))
+        == OPTIMIZERS[name].state
+    )
     assert not torch.equal(held, torch.ones(10, 30))
 
 
@@ -54,6 +63,11 @@ def test_segments_grow_unless_the_user_says_otherwise(said: str | None, monkeypa
     if said:
         monkeypatch.setenv(said, "max_split_size_mb:64")
     Mesh((1,), (f"of a test {said}",), "cpu")
-    assert {name: os.environ[name] for name in CONF if name in os.environ} == ({said: "max_split_size_mb:64"} if said else {})
+    assert {name: os.environ[name] for name in CONF if name in os.environ} == (
+        {said: "max_split_size_mb:64"} if said else {}
+    )
     Mesh((1,), (f"of a test {said}",), "cuda")
-    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == {None: "expandable_segments:True", CONF[1]: "max_split_size_mb:64"}.get(said)
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == {
+        None: "expandable_segments:True",
+        CONF[1]: "max_split_size_mb:64",
+    }.get(said)

@@ -1,4 +1,5 @@
-"""When gathers over several axes go on, and what is there on the way: the runtime's timetable against the prediction of memory."""
+"""When gathers over several axes go on, and what is there on the way: the runtime's timetable against the prediction of
+memory."""
 
 from __future__ import annotations
 
@@ -36,20 +37,30 @@ class Part:
 def _plan(seed: int, units: int) -> list[Part]:
     """Units of one to four gathers over one to three axes of 2 to 8 ranks; small ones too."""
     draw = random.Random(seed)
-    return [Part(unit, tuple(whole / n ** k for k in reversed(range(draw.randint(1, 3)))))
-            for unit in range(units) for whole in [draw.choice([1e3, 6e6, 2e7, 9e7]) for _ in range(draw.randint(1, 4))] for n in [draw.choice([2, 4, 8])]]
+    return [
+        Part(unit, tuple(whole / n**k for k in reversed(range(draw.randint(1, 3)))))
+        for unit in range(units)
+        for whole in [draw.choice([1e3, 6e6, 2e7, 9e7]) for _ in range(draw.randint(1, 4))]
+        for n in [draw.choice([2, 4, 8])]
+    ]
 
 
 def test_each_collective_has_a_unit_of_its_own() -> None:
     plan = [Part(unit, (1e6, 8e7)) for unit in range(5) for _ in range(2)]
     assert timetable(plan, BUCKET_BYTES) == {
-        0: (0, 1, 0, 1, 2, 3, 4, 5, 2, 3),  # all of the first unit, then of the next one, and the first collectives of the third
-        2: (6, 7, 4, 5), 4: (8, 9, 6, 7), 6: (8, 9), 8: ()}
+        # all of the first unit, then of the next one, and the first collectives of the third
+        0: (0, 1, 0, 1, 2, 3, 4, 5, 2, 3),
+        2: (6, 7, 4, 5),
+        4: (8, 9, 6, 7),
+        6: (8, 9),
+        8: (),
+    }
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_what_a_unit_needs_is_behind_nothing_that_it_does_not_need(seed: int) -> None:
-    """Collectives of one axis run in the order in which they begin: a table that is cut over two axes was behind the gathers of all blocks in the background."""
+    """Collectives of one axis run in the order in which they begin: a table that is cut over two axes was behind the
+    gathers of all blocks in the background."""
     plan = _plan(seed, 9)
     for at, begins in timetable(plan, BUCKET_BYTES).items():
         needed = [plan[number].unit == plan[at].unit for number in begins]
@@ -61,8 +72,8 @@ def test_a_pass_that_gathers_nothing_has_nothing_to_begin() -> None:
 
 
 def test_small_units_wait_for_the_first_collectives_of_the_next_one_alone() -> None:
-    """Four units of 6 MB are on their way at a time, but second collectives, for which compute waits, have begun for one of them: those of all began with the first unit, behind the first
-    collectives of all."""
+    """Four units of 6 MB are on their way at a time, but second collectives, for which compute waits, have begun for
+    one of them: those of all began with the first unit, behind the first collectives of all."""
     plan = [Part(unit, (1e6, 6e6)) for unit in range(12)]
     begins = timetable(plan, BUCKET_BYTES)
     assert begins[0] == (0, 0, 1, 2, 3, 4, 5, 1)
@@ -83,15 +94,16 @@ def test_every_collective_begins_once_and_in_time(seed: int) -> None:
             assert begun[n] >= plan[n].legs - max(0, early)
             assert begun[n] == sum(plan[n].unit < end for end in ends(nbytes, unit, plan[n].legs))
             if begun[n] > 1:  # of units behind those only what is small
-                assert sum(nbytes[unit + plan[n].legs - begun[n] + 1:plan[n].unit]) < 0.1 * BUCKET_BYTES
+                assert sum(nbytes[unit + plan[n].legs - begun[n] + 1 : plan[n].unit]) < 0.1 * BUCKET_BYTES
         ahead = [n for n in range(at, len(plan)) if plan[n].unit > unit and begun[n]]
-        assert sum(nbytes[u] for u in {plan[n].unit for n in ahead}) >= min(BUCKET_BYTES, sum(nbytes[unit + 1:]))
+        assert sum(nbytes[u] for u in {plan[n].unit for n in ahead}) >= min(BUCKET_BYTES, sum(nbytes[unit + 1 :]))
     assert begun == [part.legs for part in plan]
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_bytes_on_the_way_are_those_that_are_predicted(seed: int) -> None:
-    """All units walked: what the runtime holds when a unit has begun, before it takes its first weight, is what is there in the prediction."""
+    """All units walked: what the runtime holds when a unit has begun, before it takes its first weight, is what is
+    there in the prediction."""
     plan = _plan(seed, 9)
     book, units = Book(), []
     for unit in range(9):
@@ -107,7 +119,7 @@ def test_bytes_on_the_way_are_those_that_are_predicted(seed: int) -> None:
     for unit, at in enumerate(sorted(begins)):
         for number in begins[at]:
             begun[number] += 1
-        held = sum(sum(part.brings[max(0, begun[n] - 2):begun[n]]) for n, part in enumerate(plan) if n >= at)
+        held = sum(sum(part.brings[max(0, begun[n] - 2) : begun[n]]) for n, part in enumerate(plan) if n >= at)
         assert totals[unit + 1] == pytest.approx(held), unit
 
 

@@ -1,4 +1,5 @@
-"""Blocks that are run again in the backward: what runs twice, what is stored, and the state that the second run sees."""
+"""Blocks that are run again in the backward: what runs twice, what is stored, and the state that the second run
+sees."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ class Ordering(Block):
 
 
 class Looking(Block):
-    """What is kept is a view, of what nobody computes again: one head is left of several, and repeating it moves nothing."""
+    """What is kept is a view, of what nobody computes again: one head is left of several, and repeating it moves
+    nothing."""
 
     def forward(self, h: Tensor) -> Tensor:
         up = skip(lambda: h @ self.w["up"])
@@ -84,11 +86,16 @@ def made(kind: type[Block]) -> tuple[Block, Tensor]:
     """A block with weights, and an input."""
     generator = torch.Generator().manual_seed(0)
     block = kind("block")
-    block.w = {name: torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator).requires_grad_() for name in ("up", "down")}
+    block.w = {
+        name: torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+        for name in ("up", "down")
+    }
     return block, torch.randn(4, 3, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
 
 
-def gradients(block: Block, h: Tensor, call: Callable[..., Tensor], **options: Any) -> tuple[list[Tensor], Counter[str]]:
+def gradients(
+    block: Block, h: Tensor, call: Callable[..., Tensor], **options: Any
+) -> tuple[list[Tensor], Counter[str]]:
     """Gradients of input and weights, and how often each kernel ran in the backward."""
     loss = call(block, h).square().sum()
     seen: Counter[str] = Counter()
@@ -158,11 +165,14 @@ class _Stateful(Block):
 
     def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
         shifted = dropout(h - self.b["mean"], 0.5, "R", key="drop", mesh=MESH)
-        return torch.tanh(shifted @ self.w["up"]).square() @ self.w["down"], self.b["mean"] * 0.9 + 0.1 * h.detach().mean()
+        return torch.tanh(shifted @ self.w["up"]).square() @ self.w["down"], self.b[
+            "mean"
+        ] * 0.9 + 0.1 * h.detach().mean()
 
 
 def _two_steps(call: Callable[..., Any]) -> list[Tensor]:
-    """Two forwards, each of which changes the buffer, and then the backwards, the first one first (as microbatches in a pipeline)."""
+    """Two forwards, each of which changes the buffer, and then the backwards, the first one first (as microbatches in a
+    pipeline)."""
     block, h = made(_Stateful)
     block.b = {"mean": torch.ones((), dtype=torch.float64)}
     state = rng.Rng(3)
@@ -199,7 +209,9 @@ def test_a_weight_that_was_changed_in_between_is_an_error() -> None:
     loss = remat(block, h).square().sum()
     with torch.no_grad():
         block.w["down"].mul_(2)
-    with pytest.raises(RunError, match=r"block\.down was modified between the forward and the backward of a block that is run again"):
+    with pytest.raises(
+        RunError, match=r"block\.down was modified between the forward and the backward of a block that is run again"
+    ):
         loss.backward()
 
 

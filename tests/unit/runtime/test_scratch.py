@@ -1,4 +1,5 @@
-"""Temporary folders: those of a process that was killed go with the next one; those that are in use, or are none of ours, stay."""
+"""Temporary folders: those of a process that was killed go with the next one; those that are in use, or are none of
+ours, stay."""
 
 from __future__ import annotations
 

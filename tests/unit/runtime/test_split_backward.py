@@ -23,6 +23,7 @@ USES: dict[str, Callable[[Tensor, Sequence[Tensor]], Tensor]] = {
 
 def _groups(out: Tensor, x: Tensor, weights: Sequence[Tensor], upstream: Tensor) -> tuple[Tensor, list[Group]]:
     """The gradient of `x`, and one group for each weight: the worst that torch may make of them."""
+
     def node(leaf: Tensor) -> object:
         return leaf.view_as(leaf).grad_fn.next_functions[0][0]
 
@@ -49,7 +50,9 @@ def _groups(out: Tensor, x: Tensor, weights: Sequence[Tensor], upstream: Tensor)
         return found, list(met)
 
     from_input, _ = above(node(x), set())
-    groups: list[Group] = [{"params": {node(w)}, "intermediates": above(node(w), from_input)[1]} for w in weights if node(w) in readers]
+    groups: list[Group] = [
+        {"params": {node(w)}, "intermediates": above(node(w), from_input)[1]} for w in weights if node(w) in readers
+    ]
     for group in groups:
         group["grads"] = [None] * len(group["intermediates"])
         for i, at in enumerate(group["intermediates"]):
@@ -62,7 +65,9 @@ def _groups(out: Tensor, x: Tensor, weights: Sequence[Tensor], upstream: Tensor)
 def test_gradients_are_those_of_one_backward(name: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    weights = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 4), (4, 4), (4,), (4,), ())]
+    weights = [
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 4), (4, 4), (4,), (4,), ())
+    ]
     wanted = torch.autograd.grad(USES[name](x, weights).square().sum(), [x, *weights], allow_unused=True)
     out = USES[name](x, weights)
     grad, groups = _groups(out, x, weights, 2 * out.detach())

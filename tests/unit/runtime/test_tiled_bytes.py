@@ -1,4 +1,5 @@
-"""What a product in tiles holds for a moment: every allocation of one rank, with collectives that only make what they would give."""
+"""What a product in tiles holds for a moment: every allocation of one rank, with collectives that only make what they
+would give."""
 
 from __future__ import annotations
 
@@ -43,21 +44,31 @@ def _scatter(x: Tensor, axis: int, mesh: Mesh, out: Tensor) -> Callable[[], Tens
 def _predicted(by_outputs: bool, sums: torch.dtype, count: int, x_grad: bool, backward: bool) -> float:
     """Bytes for a moment, of weights and beside them."""
     size = 4
-    x, out, weight = Shape((ROWS * WAYS, WIDTH), x_grad, itemsize=size), Shape((ROWS * WAYS, WIDTH), itemsize=size), Shape((WIDTH, WIDTH), itemsize=size)
+    x, out, weight = (
+        Shape((ROWS * WAYS, WIDTH), x_grad, itemsize=size),
+        Shape((ROWS * WAYS, WIDTH), itemsize=size),
+        Shape((WIDTH, WIDTH), itemsize=size),
+    )
     call = Call(TARGETS[by_outputs], (x, weight), {}, (out,))
     op = Op("product", "", None, "op", call, (), dtype="float32", out_dtypes=(torch.float32,))
-    option = Option("b", (Use("S0", "S0"), tiles.SHARD), (Use("S0", "S0"),), tiles.name(TARGETS[by_outputs], count), True)
+    option = Option(
+        "b", (Use("S0", "S0"), tiles.SHARD), (Use("S0", "S0"),), tiles.name(TARGETS[by_outputs], count), True
+    )
     ((algorithm, site),) = sites(op, (option,), (WAYS,))
     site = replace(site, wider=sums.itemsize / size)
     rows = ROWS * WIDTH * size
-    beside = (backward_bytes if backward else forward_bytes)(Local(op, (rows, 0.0), (rows,)), (tiles.name(TARGETS[by_outputs], count),), EMITTED)
+    beside = (backward_bytes if backward else forward_bytes)(
+        Local(op, (rows, 0.0), (rows,)), (tiles.name(TARGETS[by_outputs], count),), EMITTED
+    )
     return sum(algorithm.gathers[backward](site)) + beside
 
 
 @pytest.mark.parametrize("by_outputs", [True, False])
 @pytest.mark.parametrize("sums", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("count", "x_grad"), [(2, True), (4, True), (8, True), (4, False)])
-def test_what_is_there_for_a_moment_is_predicted(monkeypatch: pytest.MonkeyPatch, by_outputs: bool, sums: torch.dtype, count: int, x_grad: bool) -> None:
+def test_what_is_there_for_a_moment_is_predicted(
+    monkeypatch: pytest.MonkeyPatch, by_outputs: bool, sums: torch.dtype, count: int, x_grad: bool
+) -> None:
     monkeypatch.setattr(runtime, "start_all_gather", _gather)
     monkeypatch.setattr(runtime, "start_reduce_scatter", _scatter)
     mesh = Mesh((WAYS,), ("x",), "cpu")
@@ -87,14 +98,44 @@ def test_what_lookups_have_for_a_moment_is_predicted(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(runtime, "start_all_gather", _gather)
     monkeypatch.setattr(runtime, "start_reduce_scatter", _scatter)
     target = torch.ops.aten.embedding.default
-    table, ids, out = Shape((1024, WIDTH)), Shape((ROWS * WAYS,), False, floating=False, itemsize=8), Shape((ROWS * WAYS, WIDTH))
-    op = Op("lookup", "", None, "op", Call(target, (table, ids), {}, (out,)), (), dtype="float32", out_dtypes=(torch.float32,))
+    table, ids, out = (
+        Shape((1024, WIDTH)),
+        Shape((ROWS * WAYS,), False, floating=False, itemsize=8),
+        Shape((ROWS * WAYS, WIDTH)),
+    )
+    op = Op(
+        "lookup",
+        "",
+        None,
+        "op",
+        Call(target, (table, ids), {}, (out,)),
+        (),
+        dtype="float32",
+        out_dtypes=(torch.float32,),
+    )
     option = Option("b", (tiles.SHARD, Use("S0", "-")), (Use("S0", "S0"),), tiles.name(target, count), True)
     ((algorithm, site),) = sites(op, (option,), (WAYS,))
     local = Local(op, (0.0, ROWS * 8), (ROWS * WIDTH * 4,))
     shard = torch.randn(1024 // WAYS, WIDTH, requires_grad=True)
     own, made = torch.randint(0, 1024, (ROWS,)), []
-    ahead = max(allocations(lambda: made.append(runtime.tiled_embedding(own, shard, tiles=count, axes=(0,), mesh=Mesh((WAYS,), ("x",), "cpu"))))) - local.out
-    assert ahead == pytest.approx(sum(algorithm.gathers[0](site)) + forward_bytes(local, (option.run,), EMITTED), rel=0.03)
-    behind = max(allocations(lambda: torch.autograd.backward(made, [torch.ones(ROWS, WIDTH)]))) - shard.numel() * 4 - local.out
-    assert behind == pytest.approx(sum(algorithm.gathers[1](site)) + backward_bytes(local, (option.run,), EMITTED), rel=0.06)
+    ahead = (
+        max(
+            allocations(
+                lambda: made.append(
+                    runtime.tiled_embedding(own, shard, tiles=count, axes=(0,), mesh=Mesh((WAYS,), ("x",), "cpu"))
+                )
+            )
+        )
+        - local.out
+    )
+    assert ahead == pytest.approx(
+        sum(algorithm.gathers[0](site)) + forward_bytes(local, (option.run,), EMITTED), rel=0.03
+    )
+    behind = (
+        max(allocations(lambda: torch.autograd.backward(made, [torch.ones(ROWS, WIDTH)])))
+        - shard.numel() * 4
+        - local.out
+    )
+    assert behind == pytest.approx(
+        sum(algorithm.gathers[1](site)) + backward_bytes(local, (option.run,), EMITTED), rel=0.06
+    )

@@ -25,8 +25,15 @@ def test_marginals_of_a_shared_net(seed: int, readers: int) -> None:
     table = rng.integers(0, 9, (3, 4)).astype(float)
     messages = [rng.normal(size=4) * 5 for _ in range(readers)]
     rows = rng.normal(size=3)
-    full = np.array([[rows[r] + sum(table[r, d] for d in set(ds)) + sum(m[d] for m, d in zip(messages, ds, strict=True))
-                      for ds in itertools.product(range(4), repeat=readers)] for r in range(3)])
+    full = np.array(
+        [
+            [
+                rows[r] + sum(table[r, d] for d in set(ds)) + sum(m[d] for m, d in zip(messages, ds, strict=True))
+                for ds in itertools.product(range(4), repeat=readers)
+            ]
+            for r in range(3)
+        ]
+    )
     assert np.allclose(row_marginal(table, messages) + rows, full.min(1))
     by_use = full.min(0).reshape((4,) * readers)
     for use in range(readers):
@@ -54,8 +61,12 @@ def _worst_feasible(seed: int, choice: tuple[int, ...]) -> tuple[int, ...]:
     """A poor solution to begin from: single moves uphill from `choice`."""
     problem = random_problem(seed)
     for v, node in enumerate(problem.nodes):
-        moved = [(*choice[:v], c, *choice[v + 1:]) for c in range(len(node.labels))]
-        feasible = [m for m in moved if problem.price(m).feasible and problem.price(m).memory_bytes <= problem.memory_limit_bytes]
+        moved = [(*choice[:v], c, *choice[v + 1 :]) for c in range(len(node.labels))]
+        feasible = [
+            m
+            for m in moved
+            if problem.price(m).feasible and problem.price(m).memory_bytes <= problem.memory_limit_bytes
+        ]
         choice = max(feasible, key=lambda m: problem.price(m).time_s)
     return choice
 
@@ -63,12 +74,22 @@ def _worst_feasible(seed: int, choice: tuple[int, ...]) -> tuple[int, ...]:
 @given(st.integers(0, 10**6))
 @settings(max_examples=40, deadline=None)
 def test_a_path_without_limits_is_closed(seed: int) -> None:
-    """On a path one pass is dynamic programming: the bound is the optimum, also where choices share rows and columns."""
+    """On a path one pass is dynamic programming: the bound is the optimum, also where choices share rows and
+    columns."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(2, 5, 6)
     nodes = tuple(Node(f"node{v}", ("",) * n, rng.random(n), np.zeros(n), np.zeros(n)) for v, n in enumerate(sizes))
-    nets = tuple(Net(f"net{v}", v, rng.integers(0, 3, sizes[v]), (Use(v + 1, rng.integers(0, 4, sizes[v + 1])),),
-                     rng.random((3, 4)), np.zeros((3, 4))) for v in range(5))
+    nets = tuple(
+        Net(
+            f"net{v}",
+            v,
+            rng.integers(0, 3, sizes[v]),
+            (Use(v + 1, rng.integers(0, 4, sizes[v + 1])),),
+            rng.random((3, 4)),
+            np.zeros((3, 4)),
+        )
+        for v in range(5)
+    )
     problem = Problem(nodes, nets)
     found = dual.bound(problem, (0,) * 6, deadline=time.perf_counter() + 5)
     assert found.bound_s == pytest.approx(exhaustive.search(problem, time_limit_s=5).bound_s)
@@ -77,9 +98,13 @@ def test_a_path_without_limits_is_closed(seed: int) -> None:
 def test_effort_counts_parts_and_entries() -> None:
     table = np.zeros((200, 100))
     row, column = np.arange(200), np.arange(100)
-    nodes = (Node("a", ("x",) * 200, *(np.zeros(200),) * 3), *(Node(f"b{i}", ("x",) * 100, *(np.zeros(100),) * 3) for i in range(5)))
+    nodes = (
+        Node("a", ("x",) * 200, *(np.zeros(200),) * 3),
+        *(Node(f"b{i}", ("x",) * 100, *(np.zeros(100),) * 3) for i in range(5)),
+    )
     one = Net("one", 0, row, (Use(1, column),), table, table)
     five = Net("five", 0, row, tuple(Use(i, column) for i in range(1, 6)), table, table)
     assert dual.effort(Problem(nodes, (one,))) == 1 + 1
-    assert dual.effort(Problem(nodes, (five,))) == (1 + 16 / 2) + (1 + 2 / 2)  # four readers in one part, one in another
+    # four readers in one part, one in another
+    assert dual.effort(Problem(nodes, (five,))) == (1 + 16 / 2) + (1 + 2 / 2)
     assert dual.effort(Problem(nodes, ())) == 1

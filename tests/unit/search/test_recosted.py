@@ -1,4 +1,5 @@
-"""One Problem at ever other costs: bounds that hold and solutions that are what they cost, whatever the messages were before."""
+"""One Problem at ever other costs: bounds that hold and solutions that are what they cost, whatever the messages were
+before."""
 
 from __future__ import annotations
 
@@ -27,8 +28,14 @@ def plain(seed: int) -> Problem:
 
 def other_costs(problem: Problem, rng: np.random.Generator) -> Problem:
     """The same with everything costing something else; what is forbidden stays so."""
-    nodes = tuple(replace(node, cost_s=np.where(np.isinf(node.cost_s), np.inf, rng.random(len(node.cost_s)))) for node in problem.nodes)
-    nets = tuple(replace(net, cost_s=np.where(np.isinf(net.cost_s), np.inf, rng.random(net.cost_s.shape))) for net in problem.nets)
+    nodes = tuple(
+        replace(node, cost_s=np.where(np.isinf(node.cost_s), np.inf, rng.random(len(node.cost_s))))
+        for node in problem.nodes
+    )
+    nets = tuple(
+        replace(net, cost_s=np.where(np.isinf(net.cost_s), np.inf, rng.random(net.cost_s.shape)))
+        for net in problem.nets
+    )
     return replace(problem, nodes=nodes, nets=nets)
 
 
@@ -52,13 +59,19 @@ def test_bounds_hold_at_all_costs_and_are_mostly_the_optimum() -> None:
             near.append(found_s / best_s)
             choice = recosted.solution()
             if choice is not None:
-                assert recosted.seconds(choice) == pytest.approx(problem.evaluate(choice).time_s) and recosted.seconds(choice) >= best_s - 1e-9
+                assert (
+                    recosted.seconds(choice) == pytest.approx(problem.evaluate(choice).time_s)
+                    and recosted.seconds(choice) >= best_s - 1e-9
+                )
     assert len(near) > 100 and np.mean(near) > 0.97 and np.mean(np.array(near) > 1 - 1e-3) > 0.6
 
 
 def test_nothing_to_bound_where_nothing_is_possible() -> None:
     problem = plain(1)
-    barred = replace(problem, nodes=(replace(problem.nodes[0], cost_s=np.full(len(problem.nodes[0].cost_s), np.inf)), *problem.nodes[1:]))
+    barred = replace(
+        problem,
+        nodes=(replace(problem.nodes[0], cost_s=np.full(len(problem.nodes[0].cost_s), np.inf)), *problem.nodes[1:]),
+    )
     with pytest.raises(InfeasibleError):
         Recosted(barred)
 

@@ -26,7 +26,11 @@ def oracle(seed: int) -> tuple[float, tuple[int, ...]] | None:
     best = None
     for choice in itertools.product(*(range(len(n.labels)) for n in problem.nodes)):
         cost = problem.price(choice)
-        if cost.feasible and cost.memory_bytes <= problem.memory_limit_bytes and (best is None or cost.time_s < best[0]):
+        if (
+            cost.feasible
+            and cost.memory_bytes <= problem.memory_limit_bytes
+            and (best is None or cost.time_s < best[0])
+        ):
             best = (cost.time_s, choice)
     return best
 
@@ -74,7 +78,9 @@ def test_too_little_memory_says_the_shortfall(name: str) -> None:
     gib = 2.0**30
     node = Node("weights", ("R", "S0"), np.array([1.0, 2.0]), np.array([8 * gib, 6 * gib]), np.zeros(2))
     problem = Problem((node, node), (), memory_limit_bytes=10 * gib, name="llama")
-    with pytest.raises(InfeasibleError, match=r"llama.*needs 12\.000 GiB.*limit is 10\.000 GiB.*2\.000 GiB are missing"):
+    with pytest.raises(
+        InfeasibleError, match=r"llama.*needs 12\.000 GiB.*limit is 10\.000 GiB.*2\.000 GiB are missing"
+    ):
         SEARCHES[name](problem, time_limit_s=5)
 
 
@@ -95,7 +101,9 @@ def test_what_needs_little_memory_fits_and_nothing_needs_less_than_the_least(see
 
 def test_exhaustive_refuses_large_problems() -> None:
     node = Node("n", tuple("abcdefgh"), np.ones(8), np.zeros(8), np.zeros(8))
-    with pytest.raises(PlanError, match=r"2\.1e\+06 combinations of 7 nodes, at most 2,000,000 are possible; use search='ilp'"):
+    with pytest.raises(
+        PlanError, match=r"2\.1e\+06 combinations of 7 nodes, at most 2,000,000 are possible; use search='ilp'"
+    ):
         SEARCHES["exhaustive"](Problem((node,) * 7, ()), time_limit_s=5)
 
 
@@ -103,24 +111,43 @@ WRONG = {  # what a search of a user's answers -> what the error says
     "no Solution": (lambda problem, best: None, "gave None for .*; wanted a Solution"),
     "too few": (lambda problem, best: Solution(best[:-1], "mine"), "one entry for each of 5 nodes"),
     "no choice": (lambda problem, best: Solution(None, "mine"), "the choice None.* one entry for each of 5 nodes"),
-    "no such option": (lambda problem, best: Solution((*best[:-1], 99), "mine"), r"choice 99 of node .*; wanted a whole number from 0 to \d"),
+    "no such option": (
+        lambda problem, best: Solution((*best[:-1], 99), "mine"),
+        r"choice 99 of node .*; wanted a whole number from 0 to \d",
+    ),
     "negative": (lambda problem, best: Solution((-1, *best[1:]), "mine"), "choice -1 of node"),
     "a number that is not whole": (lambda problem, best: Solution((0.0, *best[1:]), "mine"), "choice 0.0 of node"),
-    "too much memory": (lambda problem, best: Solution(most_memory(problem), "mine"), r"not feasible .*needs \d+ B per device, \d+ B are there"),
-    "a bound above its cost": (lambda problem, best: Solution(best, "mine", 2 * problem.evaluate(best).time_s), "a bound of .* proven"),
+    "too much memory": (
+        lambda problem, best: Solution(most_memory(problem), "mine"),
+        r"not feasible .*needs \d+ B per device, \d+ B are there",
+    ),
+    "a bound above its cost": (
+        lambda problem, best: Solution(best, "mine", 2 * problem.evaluate(best).time_s),
+        "a bound of .* proven",
+    ),
     "no bound": (lambda problem, best: Solution(best, "mine", float("nan")), "a bound of nan"),
 }
 
 
 def most_memory(problem: Problem) -> tuple[int, ...]:
     """The choice of most memory among those that use no forbidden pair."""
-    found = [choice for choice in itertools.product(*(range(len(n.labels)) for n in problem.nodes)) if problem.price(choice).feasible]
+    found = [
+        choice
+        for choice in itertools.product(*(range(len(n.labels)) for n in problem.nodes))
+        if problem.price(choice).feasible
+    ]
     return max(found, key=lambda choice: problem.price(choice).memory_bytes)
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_answers_of_a_users_search_are_refused(name: str) -> None:
-    seed = next(seed for seed in SEEDS if oracle(seed) is not None and random_problem(seed).price(most_memory(random_problem(seed))).memory_bytes > random_problem(seed).memory_limit_bytes)
+    seed = next(
+        seed
+        for seed in SEEDS
+        if oracle(seed) is not None
+        and random_problem(seed).price(most_memory(random_problem(seed))).memory_bytes
+        > random_problem(seed).memory_limit_bytes
+    )
     answer, said = WRONG[name]
     problem, (_, best) = random_problem(seed), oracle(seed)
     with pytest.raises(PlanError, match=said):

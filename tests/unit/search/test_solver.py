@@ -50,7 +50,9 @@ def test_a_refused_model_says_why() -> None:
         solve(model, solver.GLOP, integer=False, time_limit_s=5)
 
 
-@pytest.mark.parametrize("reason", [result_pb2.TERMINATION_REASON_IMPRECISE, result_pb2.TERMINATION_REASON_NUMERICAL_ERROR])
+@pytest.mark.parametrize(
+    "reason", [result_pb2.TERMINATION_REASON_IMPRECISE, result_pb2.TERMINATION_REASON_NUMERICAL_ERROR]
+)
 def test_where_glop_is_not_exact_enough_highs_is_asked(reason: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An LP of 405B on 512 devices; to stop there was to have no bound, and no integer program."""
     model, call, asked = build(random_problem(1)), solver._call, []
@@ -67,4 +69,8 @@ def test_where_glop_is_not_exact_enough_highs_is_asked(reason: int, monkeypatch:
     monkeypatch.setattr(solver, "_call", imprecise)
     answer = solve(model, solver.GLOP, integer=False, time_limit_s=5)
     assert asked == [solver.GLOP, solver.HIGHS] and answer.status == "optimal"
-    assert answer.objective == pytest.approx(expected.objective, abs=1e-6) and answer.reduced is not None and answer.dual is not None
+    assert (
+        answer.objective == pytest.approx(expected.objective, abs=1e-6)
+        and answer.reduced is not None
+        and answer.dual is not None
+    )

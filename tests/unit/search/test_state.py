@@ -22,7 +22,7 @@ def test_after_and_move_agree_with_price(problem: Problem) -> None:
         totals = state.after(v, choices)
         scores = state.score(totals, Penalty(0.0, 1e9))
         for c in choices:
-            cost = problem.price((*state.choice[:v], int(c), *state.choice[v + 1:]))
+            cost = problem.price((*state.choice[:v], int(c), *state.choice[v + 1 :]))
             assert totals[1, c] == pytest.approx(cost.memory_bytes)
             assert (totals[2, c] > 0.5) == (not cost.feasible)
             if cost.feasible:

@@ -62,7 +62,15 @@ def test_it_is_no_worse_than_the_start_and_no_move_is_better(problem: Problem) -
 def test_what_takes_no_time_stays() -> None:
     """Four choices of two nodes, none of which costs anything."""
     free = random_problem(0, nodes=2)
-    free = replace(free, nodes=tuple(replace(node, cost_s=np.zeros_like(node.cost_s), hide_s=np.zeros_like(node.hide_s), group=-1) for node in free.nodes), nets=(), groups=0)
+    free = replace(
+        free,
+        nodes=tuple(
+            replace(node, cost_s=np.zeros_like(node.cost_s), hide_s=np.zeros_like(node.hide_s), group=-1)
+            for node in free.nodes
+        ),
+        nets=(),
+        groups=0,
+    )
     state = State(free, (0, 0))
     assert roamed(state, (0, 0), lambda choice: 0.0) == ((0, 0), 0.0)
     assert not promises(state, (0, 0), math.inf)

@@ -1,4 +1,5 @@
-"""Pipelines on a machine whose ranks outnumber its cores: the search's price is the simulation's, and waiting places give their cores away."""
+"""Pipelines on a machine whose ranks outnumber its cores: the search's price is the simulation's, and waiting places
+give their cores away."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from tests.helpers.planned import BATCH, graph
 def planned(recipe: str, **device: float) -> Plan:
     base = Cluster.parse("cpu:1x4")
     cluster = dataclasses.replace(base, device=dataclasses.replace(base.device, **device))  # type: ignore[arg-type]
-    return joint.plan(graph(), {"b": BATCH}, Request(cluster, recipe=recipe, time_limit_s=10.0), model="stack", graph_hash="0" * 64)
+    return joint.plan(
+        graph(), {"b": BATCH}, Request(cluster, recipe=recipe, time_limit_s=10.0), model="stack", graph_hash="0" * 64
+    )
 
 
 @pytest.mark.parametrize("recipe", ["naive_mp", "1f1b", "zero_bubble"])

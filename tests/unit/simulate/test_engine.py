@@ -1,4 +1,5 @@
-"""The event engine on random tasks: never faster than a chain, never slower than all in a row, and what sharing does."""
+"""The event engine on random tasks: never faster than a chain, never slower than all in a row, and what sharing
+does."""
 
 from __future__ import annotations
 
@@ -27,7 +28,18 @@ def programs(draw: st.DrawFn, *, sharing: bool = True) -> list[Task]:
         computes = bool(units) and not takes
         links = draw(st.lists(st.sampled_from(["a", "b"]), unique=True, max_size=2)) if sharing and not computes else []
         uses = tuple(draw(st.sampled_from([0.1, 0.5, 1.0])) for _ in links) if draw(st.booleans()) else ()
-        tasks.append(Task(f"t{index}", draw(st.sampled_from(["x", "y", "z"])), draw(SECONDS), tuple(after), tuple(links), units, takes, uses))
+        tasks.append(
+            Task(
+                f"t{index}",
+                draw(st.sampled_from(["x", "y", "z"])),
+                draw(SECONDS),
+                tuple(after),
+                tuple(links),
+                units,
+                takes,
+                uses,
+            )
+        )
     return tasks
 
 
@@ -58,7 +70,9 @@ def test_between_the_longest_chain_and_all_in_a_row(tasks: list[Task]) -> None:
 
 @FEW
 @given(programs(sharing=False), st.data())
-def test_without_sharing_it_is_the_longest_chain_and_longer_tasks_never_end_earlier(tasks: list[Task], data: st.DataObject) -> None:
+def test_without_sharing_it_is_the_longest_chain_and_longer_tasks_never_end_earlier(
+    tasks: list[Task], data: st.DataObject
+) -> None:
     assert run(tasks).length_s == pytest.approx(chain_s(tasks))
     index = data.draw(st.integers(0, len(tasks) - 1))
     longer = [replace(t, work_s=t.work_s + (i == index) * data.draw(SECONDS)) for i, t in enumerate(tasks)]
@@ -77,9 +91,13 @@ def test_two_on_a_link_have_half_of_it_each() -> None:
     assert found.end_s == (4.0, 2.0)
 
 
-@pytest.mark.parametrize(("first", "second", "ends"), [(0.25, 0.75, (3.0, 1.0)), (0.5, 1.0, (3.5, 1.5)), (1.0, 1.0, (4.0, 2.0))])
+@pytest.mark.parametrize(
+    ("first", "second", "ends"), [(0.25, 0.75, (3.0, 1.0)), (0.5, 1.0, (3.5, 1.5)), (1.0, 1.0, (4.0, 2.0))]
+)
 def test_on_a_link_that_is_not_full_nothing_is_slower(first: float, second: float, ends: tuple[float, float]) -> None:
-    found = run([Task("long", "a", 3.0, links=("l",), uses=(first,)), Task("short", "b", 1.0, links=("l",), uses=(second,))])
+    found = run(
+        [Task("long", "a", 3.0, links=("l",), uses=(first,)), Task("short", "b", 1.0, links=("l",), uses=(second,))]
+    )
     assert found.end_s == pytest.approx(ends)
 
 

@@ -17,8 +17,17 @@ from autopar.simulate.stages import Stages
 from autopar.simulate.trace import trace
 from tests.helpers.verify import Subject, by_recipe, by_stages, subject
 
-CASES = [("gpipe", 2, 1), ("1f1b", 2, 1), ("1f1b", 4, 1), ("interleaved_1f1b", 2, 2), ("looped_bfs", 2, 2), ("interleaved_zero_bubble", 2, 1),
-         ("interleaved_zero_bubble", 2, 2), ("zbv_zero_bubble", 2, 2), ("dualpipev", 2, 2)]
+CASES = [
+    ("gpipe", 2, 1),
+    ("1f1b", 2, 1),
+    ("1f1b", 4, 1),
+    ("interleaved_1f1b", 2, 2),
+    ("looped_bfs", 2, 2),
+    ("interleaved_zero_bubble", 2, 1),
+    ("interleaved_zero_bubble", 2, 2),
+    ("zbv_zero_bubble", 2, 2),
+    ("dualpipev", 2, 2),
+]
 
 
 def _simulated(who: Subject, schedule: str, places: int, virtual: int) -> tuple[Simulation, Stages]:
@@ -32,8 +41,15 @@ def test_closed_formulas_agree_on_every_schedule(schedule: str, places: int, vir
     split = SCHEDULES[schedule].splits_backward
     count, times = places * virtual, []
     for stage, view in enumerate(stages.views):
-        back = [stages.ran(stage, part).length_s for part in (("inputs", "weights") if split and view.separable else ("backward",))]
-        times.append(StageTime(stages.ran(stage, "forward").length_s, back[0], back[1] if len(back) > 1 else 0.0, stages.send_s(stage)))
+        back = [
+            stages.ran(stage, part).length_s
+            for part in (("inputs", "weights") if split and view.separable else ("backward",))
+        ]
+        times.append(
+            StageTime(
+                stages.ran(stage, "forward").length_s, back[0], back[1] if len(back) > 1 else 0.0, stages.send_s(stage)
+            )
+        )
     where = [stage.place for stage in stages.plan.stages]
     once = max(stages.sums(place).length_s + stages.optimizer(place).seconds for place in range(places))
     shared = sum(shared.seconds for shared in stages.shared)
@@ -44,7 +60,9 @@ def test_closed_formulas_agree_on_every_schedule(schedule: str, places: int, vir
 @pytest.mark.parametrize(("schedule", "places", "virtual"), CASES[:4])
 def test_the_parts_of_a_place_are_its_step(schedule: str, places: int, virtual: int) -> None:
     found, _ = _simulated(subject("hf-gpt2"), schedule, places, virtual)
-    assert len(found.places) == places and sorted(s for p in found.places for s in p.stages) == list(range(places * virtual))
+    assert len(found.places) == places and sorted(s for p in found.places for s in p.stages) == list(
+        range(places * virtual)
+    )
     for place in found.places:
         parts = (place.compute_s, place.exposed_s, place.idle_s, place.optimizer_s)
         assert all(part >= -1e-12 for part in parts) and sum(parts) == pytest.approx(found.step_s)
@@ -54,15 +72,22 @@ def test_the_parts_of_a_place_are_its_step(schedule: str, places: int, virtual: 
 
 @pytest.mark.parametrize(("schedule", "places", "virtual"), [CASES[0], CASES[3], CASES[7], ("", 1, 1)])
 def test_memory_over_time_peaks_where_memory_does(schedule: str, places: int, virtual: int) -> None:
-    """Of every place, at the bytes that autopar.memory finds; the step begins (while a place waits for its first microbatch, too) and ends with what rests."""
+    """Of every place, at the bytes that autopar.memory finds; the step begins (while a place waits for its first
+    microbatch, too) and ends with what rests."""
     who = subject("hf-gpt2")
-    made = by_stages(who, (2,), "zero3", places, 8, schedule, virtual) if schedule else by_recipe(who, (2, 2), "tp_zero3")
+    made = (
+        by_stages(who, (2,), "zero3", places, 8, schedule, virtual) if schedule else by_recipe(who, (2, 2), "tp_zero3")
+    )
     found = simulate(who.captured.gm, made)
     wanted = predict(read(who.captured.gm, made.hints, training=True, device="cpu"), made)
     for place, memory in zip(found.places, wanted.places, strict=True):
         assert place.peak_bytes == pytest.approx(memory.peak_bytes)
-        assert all(0 <= at <= found.step_s * (1 + 1e-9) for at, _ in place.memory) and list(place.memory) == sorted(place.memory, key=lambda point: point[0])
-        assert place.memory[0][0] == 0 and place.memory[0][1] == pytest.approx(memory.rest_bytes - memory.rest["gradients"], rel=0.05)
+        assert all(0 <= at <= found.step_s * (1 + 1e-9) for at, _ in place.memory) and list(place.memory) == sorted(
+            place.memory, key=lambda point: point[0]
+        )
+        assert place.memory[0][0] == 0 and place.memory[0][1] == pytest.approx(
+            memory.rest_bytes - memory.rest["gradients"], rel=0.05
+        )
         assert place.memory[-1][1] == pytest.approx(memory.rest_bytes, rel=0.05)
     assert found.peak_bytes == pytest.approx(wanted.peak_bytes)
 
@@ -76,7 +101,9 @@ def test_more_microbatches_have_a_smaller_bubble() -> None:
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_the_trace_is_one_that_perfetto_opens(tmp_path: Path, pipelined: bool) -> None:
     who = subject("hf-gpt2")
-    found = _simulated(who, "1f1b", 2, 1)[0] if pipelined else simulate(who.captured.gm, by_recipe(who, (2, 2), "tp_zero3"))
+    found = (
+        _simulated(who, "1f1b", 2, 1)[0] if pipelined else simulate(who.captured.gm, by_recipe(who, (2, 2), "tp_zero3"))
+    )
     found.save_trace(str(tmp_path / "trace.json"))
     made = json.loads((tmp_path / "trace.json").read_text())
     assert made == json.loads(json.dumps(trace(found))) and set(made) == {"traceEvents", "displayTimeUnit", "otherData"}
@@ -84,9 +111,16 @@ def test_the_trace_is_one_that_perfetto_opens(tmp_path: Path, pipelined: bool) -
     slices = [e for e in made["traceEvents"] if e["ph"] == "X"]
     assert {e["pid"] for e in made["traceEvents"]} == set(range(len(found.places)))
     for event in slices:
-        assert (event["pid"], event["tid"]) in named and event["dur"] >= 0 and event["ts"] >= 0 and event["name"] and event["cat"]
+        assert (
+            (event["pid"], event["tid"]) in named
+            and event["dur"] >= 0
+            and event["ts"] >= 0
+            and event["name"]
+            and event["cat"]
+        )
         assert event["ts"] + event["dur"] <= 1e6 * found.step_s * (1 + 1e-9)
-    for track in named:  # slices of a track nest or follow each other: what overlaps otherwise Perfetto would draw wrong
+    # slices of a track nest or follow each other: what overlaps otherwise Perfetto would draw wrong
+    for track in named:
         last = 0.0
         for event in sorted((e for e in slices if (e["pid"], e["tid"]) == track), key=lambda e: e["ts"]):
             assert event["ts"] >= last - 1e-6

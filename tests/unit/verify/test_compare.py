@@ -28,7 +28,11 @@ def test_infinities_of_one_sign_are_alike_and_no_scale(dtype: torch.dtype) -> No
         assert difference(other, wanted) > 1e20 and difference(wanted, other) > 1e20, (at, value)
 
 
-@pytest.mark.parametrize("wanted", [torch.full((3,), INF), torch.full((3,), NAN), torch.zeros(0), torch.tensor(-INF)], ids=["infinite", "nan", "empty", "number"])
+@pytest.mark.parametrize(
+    "wanted",
+    [torch.full((3,), INF), torch.full((3,), NAN), torch.zeros(0), torch.tensor(-INF)],
+    ids=["infinite", "nan", "empty", "number"],
+)
 def test_what_has_no_finite_value_has_a_scale(wanted: Tensor) -> None:
     assert scale(wanted) == 1.0 and difference(wanted.clone(), wanted) == (INF if wanted.isnan().any() else 0.0)
 
@@ -36,7 +40,9 @@ def test_what_has_no_finite_value_has_a_scale(wanted: Tensor) -> None:
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (5, 3), (2, 3, 4)])
 @pytest.mark.parametrize("chunk", [1, 4, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex128])
-def test_every_element_counts(shape: tuple[int, ...], chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_element_counts(
+    shape: tuple[int, ...], chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However much is compared at a time."""
     monkeypatch.setattr(compare, "CHUNK", chunk)
     wanted = torch.zeros(shape, dtype=dtype)
@@ -48,4 +54,6 @@ def test_every_element_counts(shape: tuple[int, ...], chunk: int, dtype: torch.d
 
 def test_other_shapes_kinds_and_none_are_infinitely_far() -> None:
     wanted = torch.ones(2, 3)
-    assert {difference(got, wanted) for got in (None, wanted.T, wanted[:1], wanted[None], wanted.to(torch.complex64))} == {INF}
+    assert {
+        difference(got, wanted) for got in (None, wanted.T, wanted[:1], wanted[None], wanted.to(torch.complex64))
+    } == {INF}

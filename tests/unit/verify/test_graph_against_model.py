@@ -23,8 +23,15 @@ aten = torch.ops.aten
 QUICK = ("hf-gpt2", "hf-resnet", "hf-mixtral", "recommender")
 
 
-def rows_of(name: str, mode: str = "train", spoil: Callable[[fx.GraphModule], None] = lambda gm: None, dtype: torch.dtype = torch.float32) -> list[Row]:
-    loaded = frontend.load(TINY[name], batch=4, seq=16, device="cpu", dtype=dtype, train=mode == "train", labels=mode == "train")
+def rows_of(
+    name: str,
+    mode: str = "train",
+    spoil: Callable[[fx.GraphModule], None] = lambda gm: None,
+    dtype: torch.dtype = torch.float32,
+) -> list[Row]:
+    loaded = frontend.load(
+        TINY[name], batch=4, seq=16, device="cpu", dtype=dtype, train=mode == "train", labels=mode == "train"
+    )
     captured = capture(loaded.model, loaded.args, loaded.kwargs, mode=mode)
     spoil(captured.gm)
     before = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
@@ -34,8 +41,19 @@ def rows_of(name: str, mode: str = "train", spoil: Callable[[fx.GraphModule], No
     return rows
 
 
-@pytest.mark.parametrize(("name", "mode", "dtype"), [*((name, "train", torch.float32) for name in QUICK), ("hf-gpt2", "inference", torch.float32), ("hf-llama", "train", torch.bfloat16),
-                                                     *(pytest.param(name, mode, torch.float32, marks=pytest.mark.slow) for name in TINY for mode in ("train", "inference"))])
+@pytest.mark.parametrize(
+    ("name", "mode", "dtype"),
+    [
+        *((name, "train", torch.float32) for name in QUICK),
+        ("hf-gpt2", "inference", torch.float32),
+        ("hf-llama", "train", torch.bfloat16),
+        *(
+            pytest.param(name, mode, torch.float32, marks=pytest.mark.slow)
+            for name in TINY
+            for mode in ("train", "inference")
+        ),
+    ],
+)
 def test_a_graph_is_its_model(name: str, mode: str, dtype: torch.dtype) -> None:
     """Dropout and statistics of batch norms included; weights of half precision count as they are."""
     rows = rows_of(name, mode, dtype=dtype)
@@ -60,7 +78,13 @@ def fewer_outputs(gm: fx.GraphModule) -> None:
     gm.meta["outputs"] = gm.meta["outputs"][:1]
 
 
-@pytest.mark.parametrize(("spoil", "wrong"), [(open_masks, {"loss", "logits", "gradient of transformer.wte.weight"}), (fewer_outputs, {"2 outputs of the model, 1 of its graph"})])
+@pytest.mark.parametrize(
+    ("spoil", "wrong"),
+    [
+        (open_masks, {"loss", "logits", "gradient of transformer.wte.weight"}),
+        (fewer_outputs, {"2 outputs of the model, 1 of its graph"}),
+    ],
+)
 def test_a_graph_that_is_another_model_is_seen(spoil: Callable[[fx.GraphModule], None], wrong: set[str]) -> None:
     assert {row.name for row in rows_of("hf-gpt2", "train", spoil) if not row.ok} >= wrong
 
@@ -80,11 +104,16 @@ class Counted(nn.Module):
 
 
 def test_what_buffers_hold_behind_the_step_is_compared() -> None:
-    """A change that capture did not see was none: running statistics of instance norms, of which the operator's schema says nothing."""
+    """A change that capture did not see was none: running statistics of instance norms, of which the operator's schema
+    says nothing."""
     model, x = Counted(), torch.randn(6, 4)
     captured = capture(model, (x,))
     rows, _ = graph_rows(model, captured, (x,), {}, training=True)
-    assert {row.name for row in rows if row.name.startswith("new ")} == {*(f"new norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")), "new seen", "new seen, in evaluation"}
+    assert {row.name for row in rows if row.name.startswith("new ")} == {
+        *(f"new norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")),
+        "new seen",
+        "new seen, in evaluation",
+    }
     assert all(row.ok for row in rows)
     (output,) = captured.gm.graph.find_nodes(op="output")
     still = [place for place, about in enumerate(captured.gm.meta["outputs"]) if about["kind"] != "mutation"]
@@ -92,7 +121,13 @@ def test_what_buffers_hold_behind_the_step_is_compared() -> None:
     captured.gm.meta["outputs"] = [captured.gm.meta["outputs"][place] for place in still]
     captured.gm.recompile()
     wrong = {row.name for row in graph_rows(model, captured, (x,), {}, training=True)[0] if not row.ok}
-    assert wrong == {"new norm.running_mean", "new norm.running_var", "new norm.num_batches_tracked", "new seen", "new seen, in evaluation"}
+    assert wrong == {
+        "new norm.running_mean",
+        "new norm.running_var",
+        "new norm.num_batches_tracked",
+        "new seen",
+        "new seen, in evaluation",
+    }
 
 
 class Chaotic(nn.Module):
@@ -100,7 +135,9 @@ class Chaotic(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(part for _ in range(16) for part in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU())))
+        self.layers = nn.Sequential(
+            *(part for _ in range(16) for part in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x).square().mean()
@@ -114,7 +151,12 @@ def test_what_rounds_far_in_float32_is_compared_in_float64() -> None:
     rows, notes = graph_rows(model, captured, (x,), {}, training=True)
     assert not notes and max(row.error for row in rows) < 1e-8
     tanh = torch.ops.aten.tanh.default
-    for node in [n for part in captured.gm.modules() if isinstance(part, fx.GraphModule) for n in part.graph.find_nodes(op="call_function", target=aten.relu.default)][:1]:
+    for node in [
+        n
+        for part in captured.gm.modules()
+        if isinstance(part, fx.GraphModule)
+        for n in part.graph.find_nodes(op="call_function", target=aten.relu.default)
+    ][:1]:
         node.target = tanh
     assert not all(row.ok for row in graph_rows(model, captured, (x,), {}, training=True)[0])
 
@@ -134,7 +176,9 @@ def test_a_model_that_draws_numbers_is_not_compared() -> None:
     x = torch.randn(4, 4)
     model = Noisy()
     rows, notes = graph_rows(model, capture(model, (x,)), (x,), {}, training=True)
-    assert rows == [] and len(notes) == 1 and "draws random numbers (randn_like" in notes[0] and "not compared" in notes[0]
+    assert (
+        rows == [] and len(notes) == 1 and "draws random numbers (randn_like" in notes[0] and "not compared" in notes[0]
+    )
 
 
 def test_dropout_is_as_before_afterwards() -> None:
@@ -162,8 +206,14 @@ def test_a_model_is_compared_as_it_evaluates() -> None:
     x, model = torch.randn(6, 4), Dropping()
     captured = capture(model, (x,))
     rows, notes = graph_rows(model, captured, (x,), {}, training=True)
-    assert model.training and model.norm.training and [note[-len("in evaluation alone"):] for note in notes] == ["in evaluation alone"]
-    assert {row.name for row in rows} == {f"{name}, in evaluation" for name in ("loss", *(f"gradient of {name}" for name, _ in model.named_parameters()))}
+    assert (
+        model.training
+        and model.norm.training
+        and [note[-len("in evaluation alone") :] for note in notes] == ["in evaluation alone"]
+    )
+    assert {row.name for row in rows} == {
+        f"{name}, in evaluation" for name in ("loss", *(f"gradient of {name}" for name, _ in model.named_parameters()))
+    }
     assert all(row.ok for row in rows)
     with mock.patch.dict(EVALUATED, {ops.statistic: ops.statistic}):  # the statistics of the batch
         assert not all(row.ok for row in graph_rows(model, captured, (x,), {}, training=True)[0])
@@ -189,8 +239,12 @@ def test_a_module_of_two_names_is_compared_and_left_as_it_was() -> None:
     captured = capture(model, (x,))
     for _ in range(2):
         rows, _ = graph_rows(model, captured, (x,), {}, training=True)
-        assert {row.name for row in rows} >= {"loss", "gradient of first.weight", "gradient of first.bias"} and all(row.ok for row in rows)
-    assert model.first.weight is model.last.weight is before["first.weight"] and model.first.bias is before["first.bias"]
+        assert {row.name for row in rows} >= {"loss", "gradient of first.weight", "gradient of first.bias"} and all(
+            row.ok for row in rows
+        )
+    assert (
+        model.first.weight is model.last.weight is before["first.weight"] and model.first.bias is before["first.bias"]
+    )
 
 
 class Halves(nn.Module):

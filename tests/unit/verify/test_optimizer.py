@@ -18,7 +18,9 @@ def _stepped(dtype: torch.dtype, gradient: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "rounding", "tolerance"), CASES)
-def test_rounding_where_a_gradient_should_be_zero_is_no_difference(dtype: torch.dtype, rounding: float, tolerance: float) -> None:
+def test_rounding_where_a_gradient_should_be_zero_is_no_difference(
+    dtype: torch.dtype, rounding: float, tolerance: float
+) -> None:
     assert (_stepped(dtype, rounding) - _stepped(dtype, 0.0)).abs().max() < tolerance
 
 

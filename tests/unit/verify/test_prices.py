@@ -1,4 +1,5 @@
-"""Price = execution: what the Problem charges for each tensor is what the emitter's reshards of it cost, for any solution."""
+"""Price = execution: what the Problem charges for each tensor is what the emitter's reshards of it cost, for any
+solution."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from tests.helpers.verify import Sizes, assemble, at_random, planner_of, subject
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(("name", "sizes"), [("mlp", (4,)), ("gpt", (2, 2)), ("hf-gpt2", (4,)), ("moe", (4,)), ("cnn", (2, 2))])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("mlp", (4,)), ("gpt", (2, 2)), ("hf-gpt2", (4,)), ("moe", (4,)), ("cnn", (2, 2))]
+)
 def test_the_reshards_of_any_solution_cost_what_its_nets_cost(name: str, sizes: Sizes, seed: int) -> None:
     who = subject(name)
     planner = planner_of.__wrapped__(who, sizes)  # one of its own, which is changed:
@@ -36,8 +39,9 @@ def test_the_reshards_of_any_solution_cost_what_its_nets_cost(name: str, sizes: 
         changes = listed.get(tensor, [])
         emitted = sum(_price_s(reshard, context, prices) for reshard in changes)
         if len(changes) > 1 and changes[0].weight:
-            # of a weight that several read in several ways, the table charges each as if its copy were gathered again; and a bucketed
-            # sum after a change of cut runs on the whole gradient instead of its shard (hence the hundredth)
+            # of a weight that several read in several ways, the table charges each as if its copy were gathered again;
+            # and a bucketed sum after a change of cut runs on the whole gradient instead of its shard (hence the
+            # hundredth)
             assert emitted <= charged[tensor] * 1.01
         else:
             assert emitted == pytest.approx(charged[tensor], rel=1e-9), tensor
@@ -45,5 +49,7 @@ def test_the_reshards_of_any_solution_cost_what_its_nets_cost(name: str, sizes: 
 
 def _price_s(reshard: Reshard, context: Context, prices: Prices) -> float:
     size, first = context.program.bytes_of(reshard.ref), context.program.first_runs(reshard.ref)
-    return (seconds(reshard, size, prices, context.sizes) * (reshard.count - first)
-            + seconds(reshard.in_first, size, prices, context.sizes) * first)
+    return (
+        seconds(reshard, size, prices, context.sizes) * (reshard.count - first)
+        + seconds(reshard.in_first, size, prices, context.sizes) * first
+    )

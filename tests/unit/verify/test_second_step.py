@@ -37,7 +37,9 @@ def test_inputs_of_sizes_of_their_own_stay() -> None:
     captured = capture(Pieces(), (x, pieces), dynamic_shapes=(({0: "b"}, {0: "n"}), {}))
     batch = dict(zip(captured.input_names, (x, pieces), strict=True))
     found = second_batch(captured.gm, batch)
-    assert {"b", "n"} <= captured.gm.meta["symbols"].keys() and all(torch.equal(found[name], value) for name, value in batch.items())
+    assert {"b", "n"} <= captured.gm.meta["symbols"].keys() and all(
+        torch.equal(found[name], value) for name, value in batch.items()
+    )
 
 
 def test_masked_outputs_may_be_infinite_and_the_loss_may_not() -> None:

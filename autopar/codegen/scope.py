@@ -95,11 +95,11 @@ class ScopeWriter:
         program, plan = self.context.program, self.context.plan
         if op.name not in program.following or self.context.probes:
             return False
-        for reader, index in program.readers[op.name, 0]:
-            reshard = self.context.edges.between((op.name, 0), in_pair(plan, reader.name, index), "edge", self.scope)
-            if not (self._gathered_turned(reader) or (reshard is not None and reshard.fetches(self.context.sizes))):
-                return False
-        return True
+        readers, edges = program.readers[op.name, 0], self.context.edges
+        moves = [
+            (r, edges.between((op.name, 0), in_pair(plan, r.name, index), "edge", self.scope)) for r, index in readers
+        ]
+        return all(self._gathered_turned(r) or (move and move.fetches(self.context.sizes)) for r, move in moves)
 
     def _op_of(self, node: fx.Node) -> Op | None:
         """The Op of `node`; None for sizes, items of tuples, runs of blocks and the output."""

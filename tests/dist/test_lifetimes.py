@@ -16,9 +16,9 @@ from autopar.bundle import Bundle
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
 from autopar.plan import Plan
-from tests.dist.test_zero import offloaded
 from tests.helpers.ranks import living
 from tests.helpers.verify import Subject, by_recipe, by_stages, planned, subject
+from tests.helpers.zero_plans import offloaded
 
 
 def _trained(bundle: Bundle, weights: dict[str, Tensor], batch: dict[str, Tensor]) -> list[weakref.ref[Tensor]]:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 import autopar
 from autopar.bundle import Bundle
@@ -20,6 +19,21 @@ from autopar.plan import Plan
 from autopar.problem.read_graph import read
 from models import gpt
 from tests.helpers.peak import Counted, counted_on_rank
+from tests.helpers.peak_modules import (
+    ALIKE,
+    SQUARES,
+    TAKING,
+    Attending,
+    Heads,
+    Loss,
+    Normed,
+    Rectified,
+    Recurrent,
+    Scaled,
+    Squared,
+    Taking,
+    Widened,
+)
 from tests.helpers.ranks import living
 from tests.helpers.remat import rematerialised
 from tests.helpers.tiny import TINY
@@ -125,26 +139,6 @@ def test_whole_gradients_that_are_scattered_do_not_stay(recipe: str) -> None:
     ), "a bucket has all of the layer that makes it full"
 
 
-class Tables(nn.Module):
-    """The sum of the rows of three tables."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(4096, 128) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([table(x) for table in self.tables]).sum(0)
-
-
-ALIKE = {
-    "tables": (Tables, lambda: torch.randint(4096, (64,))),
-    "layers": (
-        lambda: nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(5))),
-        lambda: torch.randn(4, 512),
-    ),
-}
-
-
 @pytest.mark.parametrize(("name", "precision"), [*((name, "float32") for name in ALIKE), ("layers", "bf16")])
 def test_gloo_sums_whole_gradients_of_gathered_weights_in_copies(name: str, precision: str) -> None:
     """In the dtype in which weights rest. Of weights under ZeRO-3 that are alike, whether a block each or not: what
@@ -174,31 +168,6 @@ def test_of_few_gradients_a_bucket_is_sent_when_all_are_there(recipe: str, preci
     )
 
 
-SQUARES = {"square": torch.square, "a power": lambda h: h.pow(2)}
-
-
-class Loss(nn.Module):
-    """The mean of what a model makes."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x).mean()
-
-
-class Squared(nn.Module):
-    """A loss of squares: what their backward takes for itself is most of the peak."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.first, self.square = nn.Linear(128, 128), SQUARES[name]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.square(self.first(x)).mean()
-
-
 def _is_counted(build: Callable[[], nn.Module], precision: str | None = None, rows: int = 2048) -> None:
     """The peak of a step on so many rows of one device, beside what rests, is what the allocator counts."""
     torch.manual_seed(0)
@@ -217,62 +186,15 @@ def test_the_peak_of_squares_is_counted(name: str) -> None:
     _is_counted(lambda: Squared(name))
 
 
-class Scaled(nn.Module):
-    """Vectors that scale rows: no products, for which a CPU without 16-bit instructions takes more."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList(nn.Parameter(torch.randn(128)) for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for scale in self.scales:
-            x = (x * scale).relu()
-        return x.sum()
-
-
 @pytest.mark.parametrize("count", [1, 4])
 def test_inputs_that_are_cast_are_there_in_both_dtypes(count: int) -> None:
     """What is given is in float32, and its copy in 16 bits takes as much as each of what is made of it."""
     _is_counted(lambda: Scaled(count), "bf16")
 
 
-TAKING = {
-    "a divergence": lambda p, q, x: F.kl_div(p.log_softmax(-1), q.softmax(-1), reduction="batchmean"),
-    "logits of two classes": lambda p, q, x: F.binary_cross_entropy_with_logits(p, x.sigmoid()) + q.mean(),
-    "reductions": lambda p, q, x: (p.logsumexp(-1) * q.amax(-1)).mean(),
-    "a power": lambda p, q, x: torch.pow(p.abs() + 1, q).mean(),
-    "an angle": lambda p, q, x: torch.atan2(p, q).sum(-1).mean(),
-    "complex numbers": lambda p, q, x: torch.complex(p, q).abs().mean(),
-    "dropout": lambda p, q, x: F.dropout(p, 0.1).mean() + q.mean(),
-}
-
-
-class Taking(nn.Module):
-    """A loss whose operators take more for themselves than they keep."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.first, self.second, self.loss = nn.Linear(128, 128), nn.Linear(128, 128), TAKING[name]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.loss(self.first(x), self.second(x), x)
-
-
 @pytest.mark.parametrize("name", TAKING)
 def test_the_peak_of_what_operators_take_is_counted(name: str) -> None:
     _is_counted(lambda: Taking(name))
-
-
-class Normed(nn.Module):
-    """Norms between products, whose gradient is that of a mean: one number."""
-
-    def __init__(self, norm: str, count: int) -> None:
-        super().__init__()
-        layer = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[norm]
-        self.layers = nn.Sequential(nn.Linear(128, 128), *(layer(128) for _ in range(count)), nn.Linear(128, 128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).mean()
 
 
 @pytest.mark.parametrize(
@@ -292,48 +214,9 @@ def test_the_peak_of_norms_is_counted(norm: str, count: int, precision: str) -> 
     _is_counted(lambda: Normed(norm, count), precision)
 
 
-class Widened(nn.Module):
-    """Blocks whose weights take about as much as what they keep."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.up, self.down = (
-            nn.ModuleList(nn.Linear(*sizes, bias=False) for _ in range(count)) for sizes in ((128, 512), (512, 128))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for up, down in zip(self.up, self.down, strict=True):
-            x = x + down(up(x).relu())
-        return x.square().mean()
-
-
 def test_gradients_of_blocks_come_as_what_blocks_keep_goes() -> None:
     """All of both are never there at once."""
     _is_counted(lambda: Widened(8), rows=256)
-
-
-class Attending(nn.Module):
-    """Attention that a CPU runs as plain products: some of it is dropped, or its mask has a gradient."""
-
-    def __init__(self, dropped: float) -> None:
-        super().__init__()
-        self.dropped, self.parts, self.mask = dropped, nn.Linear(128, 3 * 128), nn.Parameter(torch.zeros(128, 128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.parts(x).view(-1, 128, 3, 8, 16).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(query, key, value, self.mask, self.dropped).mean()
-
-
-class Heads(nn.Module):
-    """Attention whose heads are joined."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts, self.out = nn.Linear(128, 3 * 128), nn.Linear(128, 128)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.parts(x).view(*x.shape[:2], 3, 4, 32).permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(x.shape))
 
 
 @pytest.mark.parametrize("recipe", ["megatron", "ulysses"])
@@ -354,17 +237,6 @@ def test_heads_that_come_from_other_ranks_are_put_in_order(recipe: str) -> None:
 def test_the_peak_of_attention_as_products_is_counted(dropped: float, precision: str) -> None:
     """In float32, whatever it is given."""
     _is_counted(lambda: Attending(dropped), precision)
-
-
-class Recurrent(nn.Module):
-    """The mean of what a recurrent network gives."""
-
-    def __init__(self, name: str, layers: int, both: bool) -> None:
-        super().__init__()
-        self.network = getattr(nn, name)(64, 64, layers, batch_first=True, bidirectional=both)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.network(x.unflatten(1, (2, 64)).repeat(1, 4, 1))[0].mean()
 
 
 @pytest.mark.parametrize(
@@ -455,19 +327,6 @@ def test_the_peak_of_each_place_of_a_pipeline_is_counted(
         assert beside_state(place, "forward", "backward", WEIGHTS, "sums of gradients") == pytest.approx(
             counted.step_bytes, rel=0.07
         ), place.number
-
-
-class Rectified(nn.Module):
-    """The sum of what layers make whose results are as large as what they are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x.sum()
 
 
 def test_a_backward_that_is_taken_apart_keeps_all_until_its_part_for_inputs_ends() -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from autopar.runtime.launch import Ranks
 from autopar.verify import Report, verify
-from tests.dist.test_zero import offloaded
 from tests.gpu.marks import gpu
 from tests.helpers.verify import Sizes, batch_for, planned, subject
+from tests.helpers.zero_plans import offloaded
 
 pytestmark = gpu
 

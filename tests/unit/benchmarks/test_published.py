@@ -11,7 +11,6 @@ from benchmarks.costmodel import published
 from benchmarks.costmodel.devices import preset_of
 from benchmarks.costmodel.reruns import Rerun
 from benchmarks.costmodel.sharding import Sharding
-from benchmarks.costmodel.software import facts
 from benchmarks.costmodel.tables import Refused
 from tests.helpers.published_rows import MOE, RUN, write
 
@@ -108,30 +107,6 @@ def test_ranks_that_are_not_stated_are_those_that_the_others_leave(tmp_path: Pat
     ]
     one, *same, four, eight = published.load(write(tmp_path / "published_runs.csv", lines)).rows
     assert same == [one, one] and four == eight and (four.setup.dp, four.setup.cp) == (4, 2)
-
-
-@pytest.mark.parametrize(
-    "name, vpp, schedule, sizes",
-    [
-        ("ZB-H1", "1", "interleaved_zero_bubble", (2, 1, 8, 8)),
-        ("zero bubble (ZB-1p)", "4", "interleaved_zero_bubble", (2, 4, 8, 8)),
-        ("ZB-V", "", "zbv_zero_bubble", (2, 2, 8, 8)),
-        ("DualPipeV", "2", "dualpipev", (2, 2, 8, 8)),
-        ("DualPipe", "1", "dualpipev", (1, 2, 16, 4)),
-        ("1F1B", "1", "", (2, 1, 8, 8)),
-    ],
-)
-def test_schedules_that_take_a_backward_apart(
-    tmp_path: Path, name: str, vpp: str, schedule: str, sizes: tuple[int, ...]
-) -> None:
-    """A pipeline that microbatches enter from both ends is as two of half as many places, which turn back."""
-    found = published.load(write(tmp_path / "published_runs.csv", [RUN | {"schedule": name, "vpp": vpp}]))
-    (row,) = found.rows
-    assert (
-        row.setup.schedule == schedule and (row.setup.pp, row.setup.vpp, row.setup.dp, row.setup.microbatches) == sizes
-    )
-    assert row.setup.software.hidden_tokens == name.startswith("Dual")
-    assert bool(row.peaks) == (name != "DualPipe")  # whose places have the weights of two stages
 
 
 def test_other_spellings_are_read(tmp_path: Path) -> None:
@@ -270,72 +245,6 @@ def test_whether_the_sequence_is_cut_may_be_said_by_the_ranks_that_cut_it(
 ) -> None:
     found = published.load(write(tmp_path / "published_runs.csv", [RUN | {"sp": text}]))
     assert [row.setup.sequence_parallel for row in found.rows] == ([] if cut is None else [cut])
-
-
-@pytest.mark.parametrize(
-    "notes, zero, hidden", [("", 0, 0.5), ("", 3, 0.0), ("torch.compile", 0, 0.0), ("torch.compile, async TP", 0, 0.5)]
-)
-def test_compiled_software_is_torchs_own(notes: str, zero: int, hidden: float) -> None:
-    """Tensor parallelism of other software than is listed was taken for Megatron-Core's, whose collectives run beside
-    matmuls, unless weights were cut at rest too."""
-    assert facts("somebody", notes, zero, True).software.hidden_tensor == hidden
-
-
-def test_eager_software_that_cuts_tensors_is_not_taken_for_megatron_core() -> None:
-    """Of nanotron's layers nothing is fused, and collectives run by themselves."""
-    mine, core = (facts(source, "", 1, True).software for source in ("nanotron", "somebody"))
-    assert (mine.fused, mine.hidden_tensor, mine.attention, mine.gradient_bytes) == (False, 0.0, 1.0, 4)
-    assert (
-        core.fused and core.hidden_tensor and mine.habits.standing and mine.habits.regathers and not mine.habits.fused
-    )
-
-
-@pytest.mark.parametrize(
-    "table, mode, model, early, attention, gradient_bytes",
-    [
-        ("A100 40GB with 1600 Gbps", "PURE", "MPT-7b", False, 0.57, 2),
-        ("A100 80GB with 1600 Gbps", "DEFAULT", "MPT-7b", True, 0.57, 4),
-        ("H100 80GB BF16", "DEFAULT", "MPT-13b", True, 0.57, 4),
-        ("H100 80GB BF16 (Large Scale, >= 128 GPUs)", "PURE", "MPT-7b", True, 1.0, 2),
-        ("H100 80GB BF16 (Large Scale, >= 128 GPUs)", "PURE", "MPT-13b", True, 0.57, 2),
-    ],
-)
-def test_tables_of_one_source_are_of_several_releases(
-    table: str, mode: str, model: str, early: bool, attention: float, gradient_bytes: int
-) -> None:
-    """llm-foundry's ran under torch 1.13, whose checkpoints run all again, and 2.1; on the largest clusters with
-    another attention. The optimizer is eight operators in 32 bits in all of them."""
-    found = facts("llm-foundry", f"mixed-precision mode {mode} {model}", 3, False, f"{table} {model}").software
-    assert (found.stops_early, found.attention, found.gradient_bytes, found.optimizer_bytes) == (
-        early,
-        attention,
-        gradient_bytes,
-        88.0,
-    )
-
-
-def test_rows_of_other_software_than_their_sources() -> None:
-    """Alpa's tables have runs of Megatron-LM, which is no program of XLA and drops out."""
-    core, own, beside = (
-        facts("alpa-osdi22-e2e", notes, 0, False)
-        for notes in ("method megatron; untied", "method parax.auto; untied", "README says Megatron gets 38 TFLOPS")
-    )
-    assert not core.software.captured and core.dropout == 0.1 and core.bias_apart
-    assert own.software.captured and own == beside and own.dropout == 0.0
-
-
-@pytest.mark.parametrize(
-    "notes, seq, tokens",
-    [
-        ("SFT finetune, SQuAD packed to 4096; CP not published", "4096", 256),
-        ("SQuAD packed to 4000", "4000", 0),
-        ("packed 2048, compile", "2048", 0),
-        ("", "4096", 0),
-    ],
-)
-def test_packed_samples_do_not_attend_to_each_other(tmp_path: Path, notes: str, seq: str, tokens: int) -> None:
-    (row,) = published.load(write(tmp_path / "published_runs.csv", [RUN | {"notes": notes, "seq_len": seq}])).rows
-    assert row.model.packed == tokens
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,184 @@
+"""Leaves are never stale: random lives of modules under ZeRO, with whatever users do to parameters between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar._torch import local_of
+from autopar.errors import RunError
+from autopar.plan import Plan
+from autopar.recipes import roles
+from autopar.verify.reference import trainable
+from autopar.verify.step import Light
+from passes.interpret import Interpret
+from tests.helpers.ranks import living
+from tests.helpers.verify import Subject, by_recipe, by_roles, by_stages, subject
+from tests.helpers.zero_plans import ROLES, offloaded
+
+Act = Callable[[], float]
+
+
+def life(
+    params: Mapping[str, Tensor], train: Act, evaluate: Act, clip: Callable[[], object], load: Callable[[float], object]
+) -> list[float]:
+    """What users do, in an order in which every leaf would be stale if anything were remembered; all losses on the
+    way."""
+    optimizer = torch.optim.AdamW(params.values(), lr=1e-2)
+    losses = []
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    losses.append(train())
+    step()
+    losses += [evaluate(), train(), train()]
+    clip()
+    step()
+    with torch.no_grad():
+        for p in params.values():
+            p.mul_(1.01)
+    losses += [evaluate(), evaluate()]
+    for p in params.values():
+        p.data.sub_(0.001)  # no version counter shows it
+    losses += [evaluate(), train()]
+    step()
+    load(0.9)
+    losses += [evaluate(), train()]
+    step()
+    return [*losses, evaluate()]
+
+
+@cache
+def alone(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The life of the plain graph on one device."""
+    who = subject(name)
+    case = who.case(by_recipe(who, (4,), "ddp"))
+    names = trainable(case.gm)
+    held = {n: w.detach().clone().requires_grad_(n in names) for n, w in {**case.weights, **case.constants}.items()}
+    params = {n: held[n] for n in names}
+
+    def loss() -> Tensor:
+        outputs = Interpret(case.gm, held).run_named(case.batch)
+        return next(v for v, about in zip(outputs, case.gm.meta["outputs"], strict=True) if about["kind"] == "loss")
+
+    def train() -> float:
+        value = loss()
+        value.backward()
+        return float(value.detach())
+
+    def load(factor: float) -> None:
+        for n, p in params.items():
+            p.data.copy_(case.weights[n] * factor)
+
+    losses = life(
+        params,
+        train,
+        lambda: float(loss().detach()),
+        lambda: torch.nn.utils.clip_grad_norm_(params.values(), 1e-2),
+        load,
+    )
+    return losses, {n: p.detach() for n, p in params.items()}
+
+
+def lived(source: str, light: Light) -> tuple[list[float], dict[str, Tensor]]:
+    """The same on one rank."""
+    module = light.build(source)
+    batch = module.shard_batch(**light.batch)
+
+    def evaluate() -> float:
+        with torch.no_grad():
+            return float(module(*batch)["loss"])
+
+    def load(factor: float) -> None:
+        module.load_state_dict(
+            {
+                n: w * factor if w.is_floating_point() else w
+                for n, w in light.weights.items()
+                if n in module.state_dict()
+            }
+        )
+
+    losses = life(
+        dict(module.named_parameters()),
+        lambda: float(module.train_step(*batch)),
+        evaluate,
+        lambda: module.clip_grad_norm_(1e-2),
+        load,
+    )
+    return losses, {n: local for n, local in module.full_state_dict().items() if n in dict(module.named_parameters())}
+
+
+LIVES: dict[str, Callable[[Subject], Plan]] = {
+    "zero1": lambda who: by_recipe(who, (4,), "zero1"),
+    "zero1 x tp": lambda who: by_roles(who, *ROLES["zero1 x tp"], "zero1 x tp"),
+    "zero1 x zero1": lambda who: by_roles(who, *ROLES["zero1 x zero1"], "zero1 x zero1"),
+    "zero3 x zero3": lambda who: by_roles(who, (2, 2), (roles.zero3, roles.zero3), "zero3 x zero3"),
+    # gathers and scatters over both axes, per microbatch
+    "1f1b of zero3 x zero2": lambda who: by_stages(who, (2, 2), (roles.zero3, roles.zero2), 2, 2, "1f1b"),
+    "1f1b": lambda who: by_stages(who, (2,), "zero1", 2, 4, "1f1b"),
+    "zero_offload": lambda who: offloaded(who, (4,)),
+    "optimizer_offload": lambda who: offloaded(who, (4,), "optimizer_offload"),
+    "1f1b zero2": lambda who: by_stages(who, (2,), "zero2", 2, 4, "1f1b"),
+    "1f1b zero2 on the host": lambda who: replace(by_stages(who, (2,), "zero2", 2, 4, "1f1b"), offload="parameters"),
+    "zbv with optimizer state on the host": lambda who: replace(
+        by_stages(who, (2,), "zero1", 2, 4, "zbv_zero_bubble", 2), offload="optimizer"
+    ),
+}
+LONG = ("zero1 x tp", "zero3 x zero3", "1f1b of zero3 x zero2")  # their parts are in others
+
+
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=pytest.mark.slow) if plan in LONG else plan for plan in LIVES]
+)
+def test_a_leaf_is_never_stale(plan: str) -> None:
+    who = subject("hf-gpt2")
+    made = LIVES[plan](who)
+    case = who.case(made)
+    losses, params = alone("hf-gpt2")
+    seen: dict[str, None] = {}
+    for got, state in living(made.ranks).run(lived, case.source(), case.light):
+        assert got == pytest.approx(losses, rel=1e-9)
+        for name, value in state.items():
+            torch.testing.assert_close(value, params[name], rtol=0, atol=1e-9)
+            seen[name] = None
+    assert set(seen) == set(params)
+
+
+def _two_forwards(source: str, light: Light) -> tuple[float, str]:
+    """One rank: the gradient of two forwards at once against twice that of one, and what a backward says whose weights
+    have changed."""
+    module = light.build(source)
+    batch = module.shard_batch(**light.batch)
+    (module(*batch)["loss"] + module(*batch)["loss"]).backward()
+    both = {n: local_of(p.grad).clone() for n, p in module.named_parameters() if p.grad is not None}
+    for p in module.parameters():
+        p.grad = None
+    old = module(*batch)["loss"]
+    old.backward(retain_graph=True)
+    gap = max(
+        float((both[n] - 2 * local_of(p.grad)).abs().max())
+        for n, p in module.named_parameters()
+        if p.grad is not None and p.numel()
+    )
+    torch.optim.AdamW(module.parameters(), lr=1e-2).step()
+    module(*batch)
+    try:
+        old.backward()
+    except RunError as error:
+        return gap, str(error)
+    return gap, ""
+
+
+def test_graphs_of_unchanged_weights_stay_good_and_others_say_so() -> None:
+    who = subject("hf-gpt2")
+    case = who.case(by_recipe(who, (4,), "zero1"))
+    for gap, words in living(4).run(_two_forwards, case.source(), case.light):
+        assert gap < 1e-12
+        assert "modified by an in-place operation between forward and backward" in words

@@ -1,0 +1,109 @@
+"""What ranks must agree on: weights, parts of the batch, and the state of the process."""
+
+from __future__ import annotations
+
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import autopar
+from autopar._torch import local_of
+from autopar.errors import RunError
+from tests.dist.test_api import model_and_batch, train
+from tests.helpers.ranks import on_new_ranks, on_ranks
+
+
+def _unseeded(cluster, recipe):
+    torch.manual_seed(torch.distributed.get_rank())
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model.register_buffer("flags", torch.rand(3) > 0.5)
+    model.register_buffer("fixed", torch.rand(4), persistent=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        compiled = autopar.compile(
+            model, cluster, (torch.ones(8, 8), torch.ones(8, 4)), loss_fn=F.mse_loss, recipe=recipe
+        )
+        first = compiled.full_state_dict()
+    assert (
+        compiled.train() is compiled
+        and compiled.eval().train_step(*compiled.shard_batch(torch.ones(8, 8), torch.ones(8, 4))) > 0
+    )
+    compiled.zero_grad()
+    assert all(parameter.grad is None for parameter in compiled.parameters()) and dict(compiled.named_buffers())
+    return first, dict(model.state_dict()), [str(one.message) for one in said if "rank 0" in str(one.message)]
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero3"])
+def test_ranks_without_a_seed_have_the_weights_of_rank_0(recipe):
+    (first, made, said), *others = on_ranks(2, _unseeded, "cpu:1x2", recipe)
+    for name, value in first.items():
+        assert torch.equal(value, made[name])
+        for state, mine, _ in others:
+            assert torch.equal(state[name], value)
+            assert name in (
+                "1.num_batches_tracked",
+                "1.running_mean",
+                "1.running_var",
+                "1.weight",
+                "1.bias",
+                "flags",
+            ) or not torch.equal(mine[name], value)
+    assert len(said) == 1 and "Seed all ranks alike" in said[0] and not any(told for *_, told in others)
+
+
+def test_ranks_with_a_seed_keep_their_weights():
+    with mock.patch("autopar.runtime.rank0_weights._broadcast", side_effect=AssertionError("nothing is sent")):
+        on_new_ranks(2, train, "cpu:1x2", {"recipe": "ddp"}, "sgd", 1)
+
+
+def _own_data(cluster, recipe):
+    model, batch = model_and_batch()
+    compiled = autopar.compile(model, cluster, batch, recipe=recipe)
+    local = compiled.shard_batch(
+        *(tensor + torch.distributed.get_rank() if tensor.is_floating_point() else tensor for tensor in batch)
+    )
+    try:
+        compiled.train_step(*local)
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ("tp", "ranks 0 and 1 have the same part of the batch"),
+        ("naive_mp", "ranks 0 and 1 have the same part of the batch"),
+        ("ddp", ""),
+    ],
+)
+def test_ranks_that_work_on_one_batch_have_the_same(recipe, why):
+    for said in on_ranks(2, _own_data, "cpu:1x2", recipe):
+        assert why in said and bool(why) == bool(said)
+
+
+def differing(recipe, who):
+    """What a rank says of a step before which rank `who` alone changed a weight."""
+    torch.manual_seed(0)
+    model, batch = model_and_batch()
+    compiled = autopar.compile(model, "cpu:1x2", batch, recipe=recipe)
+    local, said = compiled.shard_batch(*batch), ""
+    with torch.no_grad():
+        weight = next(iter(compiled.parameters()))
+        if torch.distributed.get_rank() == who:
+            local_of(weight).add_(1.0)
+    try:
+        compiled.train_step(*local)
+    except RunError as error:
+        said = str(error)
+    return said
+
+
+@pytest.mark.parametrize("recipe, copies", [("ddp", True), ("zero3", False)])
+def test_copies_of_a_weight_that_differ_are_refused(recipe, copies):
+    for said in on_ranks(2, differing, recipe, 1):
+        assert ("copies of one tensor are not the same" in said) is copies

@@ -1,9 +1,10 @@
-"""Names that emitted code uses itself."""
+"""Names that emitted code uses itself, and where its comments start."""
 
 from __future__ import annotations
 
 from autopar.codegen.algorithms import IMPORTED
 
+COMMENT_COLUMN = 88
 REPLAYED = {"kept": "keep", "skipped": "skip"}
 USED_IN_SCOPES = (
     "self",

@@ -24,7 +24,7 @@ from autopar.codegen.context import Context
 from autopar.codegen.edges import Reshard, Spot, given, in_pair, needed, options, out_pair, spot_of
 from autopar.codegen.expressions import Written, literal, write
 from autopar.codegen.placements import in_order, write_placed
-from autopar.codegen.reserved import REPLAYED, USED_IN_SCOPES, atom
+from autopar.codegen.reserved import COMMENT_COLUMN, REPLAYED, USED_IN_SCOPES, atom
 from autopar.codegen.turns import turn_text
 from autopar.errors import PlanError
 from autopar.layout import NO_GRAD, Layout, show
@@ -33,8 +33,6 @@ from autopar.problem.pairs import LayoutPair
 from autopar.rules.tiles import tiled
 from autopar.text import quoted
 from passes import facts
-
-COMMENT_COLUMN = 88  # column at which comments start
 
 
 class ScopeWriter:

@@ -185,10 +185,11 @@ def copied(function: Any, **names: Any) -> Any:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Which memory a tensor is a view of; of one sample inside `torch.vmap`, that of all samples."""
+    """Which memory a tensor is a view of; of one sample inside `torch.vmap`, that of all samples; inside of
+    `torch.func.grad`, that of the tensor which is derived by."""
     from torch._C import _functorch
 
-    while _functorch.is_batchedtensor(tensor):
+    while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor.untyped_storage()._cdata
 

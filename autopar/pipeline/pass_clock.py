@@ -13,9 +13,8 @@ Collectives of one stream run one after the other; streams share links and compu
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from autopar.deferred_waits import BUCKETS, Queue
@@ -69,8 +68,7 @@ class Clock:
         self._due, self._taken = timetable(fetches, BUCKET_BYTES), 0
         self._scatters: Queue[_Scatter] = Queue(BUCKETS * BUCKET_BYTES)
         self._sums: Queue[_BucketSum] = Queue(BUCKET_BYTES)
-        # by key: gradients of the bucket that is being filled
-        self._buckets: defaultdict[object, list[tuple[Sum, Hashable]]] = defaultdict(list)
+        self._buckets = _buckets(turns)
         self._begun: list[_BucketSum] = []
 
     def run(self, *, gathers_first: bool) -> list[float]:
@@ -106,12 +104,13 @@ class Clock:
         self.streams.compute(stop.compute_s)
         for load in stop.behind:
             self.streams.run(load)
-        for gradient in stop.sums:
+        for at, gradient in enumerate(stop.sums):
             if gradient.first is None:
-                self.at_leaf(gradient, block)
+                self.at_leaf(number, at)
         for sent in (sent for sent in stop.sends if sent.way):
-            of = next((gradient for gradient in stop.sums if gradient.first is sent), None)
-            scatter = _Scatter(self.streams, sent.way, sent.held, partial(self.at_leaf, of, block) if of else None)
+            of = next((at for at, gradient in enumerate(stop.sums) if gradient.first is sent), None)
+            done = partial(self.at_leaf, number, of) if of is not None else None
+            scatter = _Scatter(self.streams, sent.way, sent.held, done)
             scatter.go_on()
             self._scatters.add(scatter, number if block is OUTSIDE else block)
         for load in stop.last:
@@ -122,8 +121,6 @@ class Clock:
         while self._filled < len(self._leaves):
             self._fill_next()
         self._scatters.drain()
-        for key in [*self._buckets]:
-            self._begin_sum(key)
         self._sums.drain()
         for chain in self._begun:
             chain.finish()
@@ -167,18 +164,17 @@ class Clock:
         self._filled += 1
         self._begin_leaves()
 
-    def at_leaf(self, gradient: Sum, block: Hashable) -> None:
-        """Add a gradient of a weight of `block` that is at its leaf to its bucket, and begin the bucket's sum if it is
-        full."""
-        bucket = self._buckets[gradient.key]
-        bucket.append((gradient, block))
-        if sum(one.sent.nbytes for one, _ in bucket) >= BUCKET_BYTES:
-            self._begin_sum(gradient.key)
+    def at_leaf(self, number: int, at: int) -> None:
+        """A gradient of turn `number` has come to its leaf, the one of its sums `at`: its bucket begins to be summed if
+        it was the last one missing. It belongs to the block that has filled it, whose other sums do not wait for
+        it."""
+        bucket = self._buckets[number, at]
+        bucket.missing -= 1
+        if not bucket.missing:
+            self._begin_sum(bucket.members, self._turns[number].block)
 
-    def _begin_sum(self, key: object) -> None:
-        """Begin to sum a bucket; its further collectives begin as the queue says. It belongs to the block that has
-        filled it, whose other sums do not wait for it."""
-        bucket, (*_, (_, block)) = [gradient for gradient, _ in self._buckets[key]], self._buckets.pop(key)
+    def _begin_sum(self, bucket: Sequence[Sum], block: Hashable) -> None:
+        """Begin to sum a bucket; its further collectives begin as the queue says."""
         way = in_one_bucket([gradient.sent for gradient in bucket])
         chain = _BucketSum(
             self.streams, way, [sum(held) for held in zip(*(gradient.sent.held for gradient in bucket), strict=True)]
@@ -186,6 +182,28 @@ class Clock:
         self._begun.append(chain)
         if way and chain.go_on():
             self._sums.add(chain, chain if block is OUTSIDE else block)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """The sums of a bucket, and how many of its gradients have not come to their leaves yet."""
+
+    members: list[Sum] = field(default_factory=list)
+    missing: int = 0
+
+
+def _buckets(turns: Sequence[Turn]) -> Mapping[tuple[int, int], _Bucket]:
+    """The bucket of each sum, by its turn and its number there. As runtime.gradient_buckets fills them: in the order of
+    the backward, whatever the order in which gradients come from their scatters."""
+    filling, found = dict[object, _Bucket](), dict[tuple[int, int], _Bucket]()
+    for number, turn in enumerate(turns):
+        for at, gradient in enumerate(turn.stop.sums):
+            bucket = found[number, at] = filling.setdefault(gradient.key, _Bucket())
+            bucket.members.append(gradient)
+            bucket.missing += 1
+            if sum(one.sent.nbytes for one in bucket.members) >= BUCKET_BYTES:
+                del filling[gradient.key]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

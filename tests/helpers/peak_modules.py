@@ -152,7 +152,7 @@ class Rectified(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(8))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.costmodel import published
 from benchmarks.costmodel.config import Config
 from benchmarks.costmodel.times import model_flops
-from tests.unit.benchmarks.test_loading import MOE, RUN, write
+from tests.helpers.published_rows import MOE, RUN, write
 
 
 @pytest.mark.parametrize(

@@ -301,10 +301,9 @@ class Packs(Net):
         self.lstm = nn.LSTM(1, 4)
 
     def change(self, x):
-        # the line
-        return self.lstm(nn.utils.rnn.pack_padded_sequence(x[..., None], (x > 0).sum(1).clamp(min=1), True, False))[1][
-            0
-        ][0]
+        lengths = (x > 0).sum(1).clamp(min=1)
+        packed = nn.utils.rnn.pack_padded_sequence(x[..., None], lengths, True, False)  # the line
+        return self.lstm(packed)[1][0][0]
 
 
 class Nests(Net):

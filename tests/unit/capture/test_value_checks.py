@@ -23,8 +23,11 @@ def bounded(x):
 
 
 def negated(x):
-    if not (torch.all(x < 9) and torch.all(x > -9)):
+    # fmt: off
+    if not (torch.all(x < 9) and
+            torch.all(x > -9)):
         raise ValueError
+    # fmt: on
     return 2 * x
 
 

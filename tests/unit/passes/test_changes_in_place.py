@@ -64,7 +64,7 @@ def test_shared_memory_is_refused_with_its_place():
         h.add_(1)
         return h + other
 
-    with pytest.raises(ValueError, match=r"test_small\.py:\d+.*clone") as caught:
+    with pytest.raises(ValueError, match=r"small_graphs\.py:\d+.*clone") as caught:
         run(export_graph(Fn(function), (data(6, 6),)), NORMALIZE)
     assert "in pass inplace" in caught.value.__notes__[0]
 

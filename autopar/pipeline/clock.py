@@ -54,7 +54,9 @@ class Timeline:
         """Note the sum of a weight's gradient, whose first `reader` is an operator. `count`: instances in all
         blocks."""
         op = self.program.ops[reader]
-        self.stops.at(op, BACK).sums.append(gradient.times(count / self.blocks(op.scope)))
+        sums = self.stops.at(op, BACK).sums
+        sums.append(gradient.times(count / self.blocks(op.scope)))
+        sums.sort(key=lambda one: -one.sent.operand)
 
     def add_leaf(self, reader: str, sent: Sent, kinds: Hashable, *, ahead: bool) -> None:
         """Note the gather of a leaf once per step, whose first `reader` is an operator; `ahead`: it consists of

@@ -295,7 +295,13 @@ class Passes(OpPasses):
                 self._first_reader(link),
                 Sum(
                     (made.each, *kinds),
-                    Sent(sums, whole_bytes, routes.held_bytes(leaf, made.back, grad_bytes), self._axes(moving)),
+                    Sent(
+                        sums,
+                        whole_bytes,
+                        routes.held_bytes(leaf, made.back, grad_bytes),
+                        self._axes(moving),
+                        read.at[0][1] if read.at else 0,
+                    ),
                     first,
                 ),
                 link.count,

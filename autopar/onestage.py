@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from autopar.asked_search import check_mesh, check_search, looks, run_search, searched_meshes
+from autopar.bare_plan import bare_plan
 from autopar.bestfirst import CLOSE, GLANCE_S, MOST_HONED, Elsewhere, Look, first_look, nowhere
 from autopar.candidate import Candidate
 from autopar.decisions import rule_notes, tiling_notes
@@ -24,7 +25,7 @@ from autopar.memory import predict
 from autopar.named_strategies import FULL, best_named
 from autopar.partial_remat import by_bytes, filled
 from autopar.plan import Alternative, Plan, Predicted
-from autopar.planner import Planner, bare_plan
+from autopar.planner import Planner
 from autopar.problem.largest import largest
 from autopar.problem.remat import Levels, price
 from autopar.recipes.free import space

@@ -13,18 +13,17 @@ from functools import cache, partial
 
 from torch import fx
 
+from autopar.bare_plan import bare_plan
 from autopar.candidate import Candidate
-from autopar.cluster import Cluster, Device, Mesh
-from autopar.decisions import node_plan
+from autopar.cluster import Device, Mesh
 from autopar.errors import InfeasibleError
 from autopar.memory import predict
 from autopar.memory.plans_that_fit import TRIES, within
 from autopar.pipeline.honing_state import HoningState
 from autopar.pipeline.single_stage import step_cost
-from autopar.plan import Plan, Predicted, Stage
 from autopar.problem.branches import Branches
 from autopar.problem.branches import find as find_branches
-from autopar.problem.build import Decisions, Model, build, rested
+from autopar.problem.build import Model, build, rested
 from autopar.problem.clusters import Cluster as OpCluster
 from autopar.problem.clusters import Joint, Table, join
 from autopar.problem.clusters import build as build_clusters
@@ -53,6 +52,9 @@ temporaries and did not fit."""
 SURE = 0.02
 """Relative: where a step takes longer than by its Problem's prices by more than this, choices with less communication
 to hide are tried too."""
+
+SHOWN = 0.005
+"""Relative: how close to the optimum such choices are solved."""
 
 _On = tuple[Mesh, tuple[roles.Role, ...]]  # a mesh, and what its axes may do
 _Key = tuple[_On, tuple[tuple[str, tuple[str, ...]], ...]]  # with the blocks that are run again, and what they keep
@@ -297,7 +299,7 @@ class Planner:
         if first.bound_s >= cutoff_s:
             return found
         best = ilp.search(
-            shown, time_limit_s=time_limit_s, seed=self.request.seed, start=first.choice, cutoff_s=cutoff_s, gap=SURE
+            shown, time_limit_s=time_limit_s, seed=self.request.seed, start=first.choice, cutoff_s=cutoff_s, gap=SHOWN
         )
         other = found.refined(replace(found.solution, choice=best.choice, optimal=False))
         return other if other.cost.time_s < step_s and self.counted(other).peak <= self.request.limit_bytes else found
@@ -363,38 +365,3 @@ class Planner:
         )
         found.peak_bytes = predict(self.program, made).peak_bytes
         return found
-
-
-def bare_plan(
-    planner: Planner,
-    mesh: Mesh,
-    decisions: Decisions,
-    strategy: str,
-    remat: Levels | None = None,
-    again: Mapping[str, int] | None = None,
-    cluster: Cluster | None = None,
-) -> Plan:
-    """A plan of one stage with these decisions, without a prediction, the model's name and the graph's hash.
-
-    The blocks of `remat` are run again: all of a run, or as many as `again` says. `cluster` is the request's cluster
-    with its parts in another order, where that is wanted.
-    """
-    request, ops = planner.request, planner.program.ops
-    return Plan(
-        model="",
-        graph_hash="",
-        mode=request.settings.mode,
-        precision=request.settings.precision,
-        optimizer=request.settings.optimizer,
-        offload=request.settings.offload,
-        hints=dict(planner.program.hints),
-        cluster=(cluster or request.cluster).to_dict(),
-        axes=tuple(a.name for a in mesh.axes),
-        mesh=tuple(a.size for a in mesh.axes),
-        strategy=strategy,
-        seed=request.seed,
-        nodes={name: node_plan(ops[name], decisions[name]) for name in ops},
-        predicted=Predicted(0.0, 0.0, 0.0, 0.0, 0.0),
-        remat={scope: tuple(names) for scope, names in (remat or {}).items()},
-        stages=(Stage(again=dict(again or {})),),
-    )

@@ -18,6 +18,7 @@ from functools import cached_property, partial
 from torch import fx
 
 from autopar import joint
+from autopar.bare_plan import bare_plan
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.joint.shapes import MOST_MICROBATCHES
@@ -28,7 +29,7 @@ from autopar.named_strategies import meshes_for, undivided
 from autopar.partial_remat import filled
 from autopar.pipeline.orders import PLAIN, orders
 from autopar.plan import Plan
-from autopar.planner import Planner, bare_plan
+from autopar.planner import Planner
 from autopar.problem.build import Model
 from autopar.problem.graph import Program
 from autopar.problem.read_graph import read

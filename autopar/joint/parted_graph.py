@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from autopar.bare_plan import bare_plan
 from autopar.errors import InfeasibleError
 from autopar.joint import shape_models
 from autopar.joint.place_kinds import Ground
@@ -22,7 +23,6 @@ from autopar.joint.shapes import Shape
 from autopar.pipeline.microbatches import ancestors
 from autopar.pipeline.stage_views import View, total_ref, views
 from autopar.plan import Plan
-from autopar.planner import bare_plan
 from autopar.problem.build import Decisions, Model
 from autopar.problem.graph import Program
 from autopar.problem.types import Solution

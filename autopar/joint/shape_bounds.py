@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from autopar.bare_plan import bare_plan
 from autopar.cost.comm import collective_s
 from autopar.errors import InfeasibleError
 from autopar.joint.cutting_planes import Cutting, Level
@@ -30,7 +31,6 @@ from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable, flow_of
 from autopar.joint.wait_cases import bound_s
 from autopar.pipeline.makespan_bound import Example, Least, least, mean
-from autopar.planner import bare_plan
 from autopar.problem.build import Model
 from autopar.problem.pass_quantities import INPUTS, SHOWN
 from autopar.problem.pass_tables import BACKWARD, PASSES, PassTables

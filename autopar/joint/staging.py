@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from autopar.bare_plan import bare_plan
 from autopar.errors import InfeasibleError
 from autopar.joint import parted_graph
 from autopar.joint.place_kinds import Ground
@@ -31,7 +32,6 @@ from autopar.pipeline.stage_views import views
 from autopar.pipeline.stretches import Cost, Pieces
 from autopar.pipeline.units import Unit
 from autopar.plan import Plan, Stage
-from autopar.planner import bare_plan
 from autopar.problem.graph import Program
 from autopar.recipes import offload as offloads
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autopar.bare_plan import bare_plan
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.pipeline.assemble import pipelined
 from autopar.pipeline.microbatch_splits import sharing
 from autopar.pipeline.units import units
 from autopar.plan import Plan
-from autopar.planner import Planner, bare_plan
+from autopar.planner import Planner
 from autopar.predict.axes import axes, rerun_levels
 from autopar.predict.layouts import fastest_layouts
 from autopar.predict.setup import Setup

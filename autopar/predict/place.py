@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autopar.bare_plan import bare_plan
 from autopar.cluster import Cluster, Mesh
 from autopar.codegen.edges import Reshard, edges
 from autopar.cost.comm import steps_s
 from autopar.errors import PlanError
 from autopar.layout import Layout, most_elements
 from autopar.pipeline.units import Unit, homes, units
-from autopar.planner import Planner, bare_plan
+from autopar.planner import Planner
 from autopar.predict.axes import PARTS, axes, kept_operators, stacked
 from autopar.predict.layouts import fastest_layouts
 from autopar.predict.owners import line

@@ -78,6 +78,8 @@ class Queue(Generic[Kind]):
 
     def _due(self) -> int:
         """The position of the oldest entry that must go on now; -1 where there is none."""
+        if not self.waiting or self.waiting[0][1] is self._unit:
+            return -1  # what the unit itself has added is not waited for, and nothing is older
         behind_bytes, largest_bytes = sum(late.nbytes for late, _ in self.waiting), 0.0
         for number, (late, unit) in enumerate(self.waiting):
             behind_bytes -= late.nbytes

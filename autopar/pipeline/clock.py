@@ -24,7 +24,7 @@ from autopar.pipeline.pass_ends import AGAIN, AHEAD, BACK, Sent, Stop, Stops, Su
 from autopar.pipeline.work import BACKWARD, Pass, least_s
 from autopar.problem.graph import Program
 
-MOST = 32
+MOST = 10
 """Of how many blocks of a run the price is found one by one."""
 
 

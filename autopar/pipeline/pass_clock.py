@@ -59,6 +59,7 @@ class Clock:
         self.streams = Streams(contention)
         self._turns, self._leaves, self._filled = turns, leaves, 0
         self._fills: dict[int, _Chain] = {}
+        self._legs = [bucket.legs for bucket in leaves]
         fetches = [
             _Fetch(sent, turn.block if turn.block is not OUTSIDE else (number, at))
             for number, turn in enumerate(turns)
@@ -138,10 +139,10 @@ class Clock:
 
     def _begin_leaves(self) -> None:
         """Begin the gathers of leaves that are due."""
-        legs = [bucket.legs for bucket in self._leaves]
-        for number in due(
-            legs, [self._fills[i].begun if i in self._fills else 0 for i in range(len(legs))], self._filled
-        ):
+        if self._filled == len(self._leaves):
+            return
+        begun = [self._fills[i].begun if i in self._fills else 0 for i in range(len(self._legs))]
+        for number in due(self._legs, begun, self._filled):
             self._fills.setdefault(number, _Chain(self.streams, self._leaves[number].way)).next()
 
     def _fill(self, block: Hashable) -> None:
@@ -156,7 +157,7 @@ class Clock:
     def _fill_next(self) -> None:
         """Wait for the next leaves."""
         bucket = self._leaves[self._filled]
-        if bucket.legs:
+        if self._legs[self._filled]:
             self._fills[self._filled].finish()
         else:
             for load in bucket.way:

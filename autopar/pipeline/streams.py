@@ -70,6 +70,9 @@ class Streams:
         """Go on to the next end of a collective, or to the end of `compute_s` of compute: the seconds of compute that
         are left. 0 seconds of compute: it waits."""
         running = [queue[0] for queue in self._queues.values() if queue]
+        if not running:
+            self.now_s += compute_s
+            return 0.0
         loads = [sending.load for sending in running]
         slowed = [slower(load, loads) for load in loads] if len(loads) > 1 else [1.0] * len(loads)
         rate = max(LEAST_RATE, 1.0 - self._contention * len(running))

@@ -60,12 +60,13 @@ class Clock:
         self._turns, self._leaves, self._filled = turns, leaves, 0
         self._fills: dict[int, _Chain] = {}
         self._legs = [bucket.legs for bucket in leaves]
+        self._events = [turn.stop.events for turn in turns]
         fetches = [
             _Fetch(sent, turn.block if turn.block is not OUTSIDE else (number, at))
             for number, turn in enumerate(turns)
-            for at, sent in enumerate(event for event in turn.stop.events if isinstance(event, Sent))
+            for at, sent in enumerate(event for event in self._events[number] if isinstance(event, Sent))
         ]
-        self._gathers = [_Chain(self.streams, sent.way) for sent in (fetch.sent for fetch in fetches)]
+        self._gathers = [_Chain(self.streams, fetch.sent.way) for fetch in fetches]
         self._due, self._taken = timetable(fetches, BUCKET_BYTES), 0
         self._scatters: Queue[_Scatter] = Queue(BUCKETS * BUCKET_BYTES)
         self._sums: Queue[_BucketSum] = Queue(BUCKET_BYTES)
@@ -97,7 +98,7 @@ class Clock:
         return self.streams.now_s - self.streams.work_s
 
     def _run_operator(self, stop: Stop, block: Hashable, number: int) -> None:
-        for event in stop.events:
+        for event in self._events[number]:
             if isinstance(event, Sent):
                 self._take_gather()
             else:
@@ -122,6 +123,9 @@ class Clock:
         while self._filled < len(self._leaves):
             self._fill_next()
         self._scatters.drain()
+        for bucket in dict.fromkeys(self._buckets.values()):
+            if bucket.missing:  # gradients whose scatter another operator sends, or none
+                self._begin_sum(bucket.members, OUTSIDE)
         self._sums.drain()
         for chain in self._begun:
             chain.finish()
@@ -185,11 +189,12 @@ class Clock:
             self._sums.add(chain, chain if block is OUTSIDE else block)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Bucket:
-    """The sums of a bucket, and how many of its gradients have not come to their leaves yet."""
+    """The sums of a bucket, their bytes, and how many of its gradients have not come to their leaves yet."""
 
     members: list[Sum] = field(default_factory=list)
+    nbytes: float = 0.0
     missing: int = 0
 
 
@@ -201,8 +206,9 @@ def _buckets(turns: Sequence[Turn]) -> Mapping[tuple[int, int], _Bucket]:
         for at, gradient in enumerate(turn.stop.sums):
             bucket = found[number, at] = filling.setdefault(gradient.key, _Bucket())
             bucket.members.append(gradient)
+            bucket.nbytes += gradient.sent.nbytes
             bucket.missing += 1
-            if sum(one.sent.nbytes for one in bucket.members) >= BUCKET_BYTES:
+            if bucket.nbytes >= BUCKET_BYTES:
                 del filling[gradient.key]
     return found
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from autopar.cluster import Cluster
+from autopar.cost.comm import collective_s
 from autopar.pipeline.pass_clock import Clock, LeafBucket, Turn
-from autopar.pipeline.pass_ends import Sent, Stop, Sum
+from autopar.pipeline.pass_ends import Sent, Stop, Sum, in_one_bucket
 from autopar.problem.hiding import Load, together_s
 
 
@@ -67,3 +71,36 @@ def test_the_sum_of_a_bucket_waits_for_the_scatter_of_its_gradients() -> None:
     stop = Stop(1.0, sends=[scatter], sums=[Sum("key", Sent([], 1.0), scatter)])
     assert _exposed_s([Turn(stop)]) == pytest.approx(2.0)
     assert _exposed_s([Turn(stop), Turn(Stop(5.0))]) == pytest.approx(0.0)
+
+
+def _summed(megabytes: float, first: Sent | None = None) -> Sum:
+    """The sum of a gradient over eight ranks on a slow link, behind the scatter `first`."""
+    cluster = Cluster.parse("h100:1x8")
+    slow = tuple(dataclasses.replace(level, bandwidth_bytes_s=1e7) for level in cluster.levels)
+    axis = Cluster(cluster.name, slow, cluster.device).mesh((8,)).axes[0]
+    nbytes = megabytes * 1e6
+    load = Load(0, collective_s("all_reduce", nbytes, axis), {}, "all_reduce", nbytes)
+    return Sum("key", Sent([load], nbytes, [nbytes], [axis]), first)
+
+
+def test_a_bucket_is_summed_also_where_another_operator_sends_the_gradient_to_its_leaf() -> None:
+    """What is read by several operators is scattered behind one and summed with the gradients of another: then no
+    bucket of it may be lost."""
+    scatter = Sent([_on(1, 0.5)], 1.0, [1.0])
+    stop = Stop(1.0, sums=[_summed(20.0), _summed(20.0, scatter)])
+    together = in_one_bucket([one.sent for one in stop.sums])
+    exposed_s = _exposed_s([Turn(Stop(1.0, sends=[scatter])), Turn(stop)])
+    assert exposed_s == pytest.approx(sum(load.seconds for load in together))
+
+
+def test_a_bucket_waits_for_all_gradients_that_it_has_from_the_beginning() -> None:
+    """A small one comes late from its scatter. The one behind it, which came before, does not fill the bucket in its
+    place: that one begins the next bucket."""
+    scatter = Sent([_on(1, 3.0)], 1.0, [1.0])
+    turns = [
+        Turn(Stop(1.0, sends=[scatter], sums=[_summed(1.0, scatter), _summed(25.0)]), 1),
+        Turn(Stop(1.0, sums=[_summed(25.0)]), 0),
+    ]
+    buckets = [in_one_bucket([one.sent for one in turn.stop.sums]) for turn in turns]
+    # the second one begins when compute ends, the first one follows it; otherwise one of 25 MB would begin a second ago
+    assert _exposed_s(turns) == pytest.approx(sum(load.seconds for bucket in buckets for load in bucket))

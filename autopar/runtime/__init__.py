@@ -92,8 +92,7 @@ from autopar.runtime.replay import enough, keep, skip
 from autopar.runtime.reshard import reshard
 from autopar.runtime.rng import manual_seed
 from autopar.runtime.scaling import GradScaler
-from autopar.runtime.scopes import Block
-from autopar.runtime.stage import Stage
+from autopar.runtime.scopes import Block, Stage
 
 __all__ = [
     "Block",

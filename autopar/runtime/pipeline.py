@@ -53,8 +53,7 @@ from autopar.runtime.outputs import Spread
 from autopar.runtime.params import Held, grad_at_rest
 from autopar.runtime.places import Everywhere, shared_gradients, tell
 from autopar.runtime.scaling import GradScaler, scale_of
-from autopar.runtime.scopes import Block
-from autopar.runtime.stage import Stage
+from autopar.runtime.scopes import Block, Stage
 from autopar.runtime.stepping import Engine, run_forward
 
 

@@ -20,7 +20,7 @@ from autopar.runtime.outputs import Spread
 from autopar.runtime.params import Held, grad_at_rest
 
 if TYPE_CHECKING:
-    from autopar.runtime.stage import Stage
+    from autopar.runtime.scopes import Stage
 
 PIPELINE_AXIS = -1
 """The axis under which transfers between places are counted."""

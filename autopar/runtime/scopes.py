@@ -1,5 +1,5 @@
 """The base classes of emitted modules: a Scope has the parameters and constants of its graph, a Block is the body of a
-run of blocks."""
+run of blocks, a Stage is one of a pipeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of
 from autopar.runtime import rng
 from autopar.runtime.importable import make_importable
 from autopar.runtime.names import Naming, full_name
-from autopar.runtime.params import Param
+from autopar.runtime.outputs import Spread
+from autopar.runtime.params import Held, Param
 from autopar.runtime.prefetch import within
 
 
@@ -76,3 +77,41 @@ class Scope(nn.Module):
     def _blocks(self) -> list[Block]:
         """All blocks, in the order in which they run."""
         return [block for blocks in self.runs.values() for block in blocks]
+
+
+class Stage(Scope):
+    """One stage of a pipeline; see runtime.pipeline. `held` are the parameters and buffers that it reads."""
+
+    INPUTS: ClassVar[Sequence[str]] = ()
+    TOTALS: ClassVar[Sequence[str]] = ()
+    RESULTS: ClassVar[Sequence[int]] = ()
+    # whether gradients of what is received and of weights can be taken apart (zero bubble)
+    SEPARABLE: ClassVar[bool] = True
+
+    def __init__(self, index: int, complete: Callable[[Tensor, str, Sequence[int]], tuple[Tensor, Spread]]) -> None:
+        super().__init__()
+        self.index, self.held, self.spreads = index, dict[str, Held](), list[Spread]()
+        self._complete = complete
+
+    @staticmethod
+    def receives(**sizes: int) -> Sequence[tuple[Sequence[int], str, bool]]:
+        """Local shape, dtype name and whether there is a gradient, of what comes in at these global sizes."""
+        return ()
+
+    def spread(self, value: Tensor, layout: str, shape: Sequence[int]) -> Tensor:
+        """A result for the user, as ShardedModule.spread."""
+        value, spread = self._complete(value, layout, shape)
+        self.spreads.append(spread)
+        return value
+
+    @classmethod
+    def names(cls) -> dict[str, bool]:
+        """Original names of all that the stage reads, and whether each is a parameter that may be trained."""
+        tables: list[tuple[Naming, type[Block] | type[Stage]]] = [("", cls)]
+        tables += [(naming, kind) for kind, namings in cls.RUNS.values() for naming in namings]
+        return {
+            full_name(naming, short): info.trainable and table is kind.PARAMS
+            for naming, kind in tables
+            for table in (kind.PARAMS, kind.BUFFERS)
+            for short, info in table.items()
+        }

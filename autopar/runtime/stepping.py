@@ -22,7 +22,7 @@ from autopar.runtime.stages import OwnStage, Sent, count_sends, left
 
 if TYPE_CHECKING:
     from autopar.runtime.pipeline import PipelinedModule
-    from autopar.runtime.stage import Stage
+    from autopar.runtime.scopes import Stage
 
 Micro = Sequence[Mapping[str, Any]]  # inputs and totals of each microbatch, by name
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from autopar._torch import Watch
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.layout import most_elements
@@ -29,21 +31,12 @@ from passes import ops
 
 SMALL = Config(vocab=512, positions=256, layers=3, heads=4, kv_heads=4, head_dim=64, hidden=256, ffn=512)
 GATED = replace(SMALL, rms=True, gated=True, rotary=True, bias=False)
+EXPERTS = replace(GATED, tied=False, experts=8, top_k=2, expert_ffn=128)
 
 
 @cache
 def graph(sizes: Config) -> fx.GraphModule:
     return captured(sizes, "bfloat16")
-
-
-class _Products(TorchDispatchMode):
-    """Counts matmuls."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return func(*args, **(kwargs or {}))
 
 
 def test_by_operators_attention_and_every_other_matmul_are_kept() -> None:
@@ -67,9 +60,10 @@ def test_what_a_checkpoint_runs_again_is_what_torch_runs_again(sizes: Config, ag
     products = []
     for run in (block, lambda *inputs: checkpoint(block, *inputs, use_reentrant=False)):
         loss = run(x, *given).sum()
-        with _Products() as counted:
+        called = Counter[Any]()
+        with Watch(lambda operator, *_, called=called: called.update([operator])):
             loss.backward()
-        products.append(counted.count)
+        products.append(called[torch.ops.aten.mm.default] + called[torch.ops.aten.addmm.default])
     assert products[1] - products[0] == again
     program = read(graph(sizes), {"b": 2, "s": 256}, training=True, device="cuda")
     (scope,) = program.runs
@@ -89,26 +83,7 @@ def test_what_checkpoints_leave_out_is_priced_once() -> None:
 
 def test_parts_of_blocks_are_told_apart() -> None:
     """The first block has a feed-forward layer, the others experts and what all tokens meet."""
-    sizes = Config(
-        vocab=512,
-        positions=256,
-        layers=6,
-        heads=4,
-        kv_heads=4,
-        head_dim=64,
-        hidden=256,
-        ffn=512,
-        rms=True,
-        gated=True,
-        rotary=True,
-        bias=False,
-        tied=False,
-        experts=8,
-        top_k=2,
-        expert_ffn=128,
-        shared=128,
-        dense=3,
-    )
+    sizes = replace(EXPERTS, layers=6, shared=128, dense=3)
     gm = captured(sizes, "bfloat16")
     program = read(gm, {"b": 2, "s": 256}, training=True, device="cuda")
     found = {
@@ -127,25 +102,7 @@ def test_parts_of_blocks_are_told_apart() -> None:
     "whole, runs", [(True, ["expert_dispatch", "expert_dispatch"]), (False, ["expert_dispatch", ""])]
 )
 def test_experts_are_cut_by_expert_or_by_their_width_over_tensor_ranks(whole: bool, runs: list[str]) -> None:
-    sizes = Config(
-        vocab=512,
-        positions=256,
-        layers=3,
-        heads=4,
-        kv_heads=4,
-        head_dim=64,
-        hidden=256,
-        ffn=512,
-        rms=True,
-        gated=True,
-        rotary=True,
-        bias=False,
-        tied=False,
-        experts=8,
-        top_k=2,
-        expert_ffn=128,
-        shared=128,
-    )
+    sizes = replace(EXPERTS, shared=128)
     setup = Setup(1, 1, 256, tp=2, ep=8 if whole else 4, whole_experts=whole, dp=4, sequence_parallel=True)
     cluster = Cluster.parse("h100:1x8")
     decided = decide(captured(sizes, "bfloat16"), setup, cluster, "bfloat16")
@@ -171,24 +128,7 @@ def test_experts_are_cut_by_expert_or_by_their_width_over_tensor_ranks(whole: bo
 )
 def test_context_parallel_ranks_may_have_experts_of_their_own(change: dict[str, int], ways: tuple[int, ...]) -> None:
     """Eight ways to cut experts on four data-parallel ranks were refused."""
-    sizes = Config(
-        vocab=512,
-        positions=256,
-        layers=3,
-        heads=4,
-        kv_heads=4,
-        head_dim=64,
-        hidden=256,
-        ffn=512,
-        rms=True,
-        gated=True,
-        rotary=True,
-        bias=False,
-        tied=False,
-        experts=8,
-        top_k=2,
-        expert_ffn=128,
-    )
+    sizes = EXPERTS
     setup, cluster = Setup(1, 1, 256, experts_over_context=True, **change), Cluster.parse("h100:1x8")  # type: ignore[arg-type]
     decided = decide(captured(sizes, "bfloat16"), setup, cluster, "bfloat16")
     assert decided.mesh.sizes == ways

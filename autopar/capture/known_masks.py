@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autopar._torch import memory_of, pytree
+from autopar._torch import pytree
+from autopar.capture.by_tensor import ByTensor
 from autopar.capture.devices import changes
 from autopar.capture.leaves import tensors_of
 from autopar.capture.shadow import ATTRIBUTES
@@ -53,9 +54,7 @@ class KnownMasks(TorchFunctionMode):
     def __init__(self, *, counting: bool) -> None:
         super().__init__()
         self.counting, self.left = counting, 0
-        self._made: dict[int, _Made] = {}
-        self._sharing: dict[int, list[int]] = {}
-        self._alive: list[Tensor] = []  # the id of a freed tensor would be used again
+        self._made = ByTensor[_Made]()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -67,17 +66,19 @@ class KnownMasks(TorchFunctionMode):
             and not kwargs
             and (picked := self._picked(*args)) is not None
         ):
-            self._keep(picked, self._how(func, name, args, kwargs))
+            if (made := self._how(func, name, args, kwargs)) is not None:
+                self._made.keep(picked, made)
             return picked
         made = None if name in UNFILLED else self._how(func, name, args, kwargs)
         result = func(*args, **kwargs)
         if changes(func) and args and isinstance(args[0], Tensor):
-            self._forget(args[0])
-            self._keep(args[0], made)
+            self._made.forget(args[0])
+            if made is not None:
+                self._made.keep(args[0], made)
         elif isinstance(result, Tensor) and made is not None:
             if name in FILLED:
                 made = _Made(torch.full, (tuple(result.shape), FILLED[name]), {"dtype": result.dtype})
-            self._keep(result, made)
+            self._made.keep(result, made)
         return result
 
     def _how(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Made | None:
@@ -91,20 +92,9 @@ class KnownMasks(TorchFunctionMode):
 
     def _of(self, tensor: Tensor) -> _Made | None:
         """How a tensor was made, as far as that is known; a plain attribute of the model is there."""
-        if id(tensor) not in self._made and (held := ATTRIBUTES.get(tensor)) is not None:
-            self._keep(tensor, _Made(held.cpu, (), {}))
-        return self._made.get(id(tensor))
-
-    def _keep(self, tensor: Tensor, made: _Made | None) -> None:
-        if made is None:
-            return
-        self._alive.append(tensor)
-        self._made[id(tensor)] = made
-        self._sharing.setdefault(memory_of(tensor), []).append(id(tensor))
-
-    def _forget(self, tensor: Tensor) -> None:
-        for one in self._sharing.pop(memory_of(tensor), ()):
-            self._made.pop(one, None)
+        if self._made.get(tensor) is None and (held := ATTRIBUTES.get(tensor)) is not None:
+            self._made.keep(tensor, _Made(held.cpu, (), {}))
+        return self._made.get(tensor)
 
     def _picked(self, rows: Tensor, index: Any) -> Tensor | None:
         """`rows[index]`, made without a size that depends on values; None where that is not known, or not to be."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._torch import memory_of
+from autopar.capture.by_tensor import ByTensor
 from autopar.capture.leaves import tensors_of
 
 Key = Hashable
@@ -146,15 +146,12 @@ class Marks:
 
     def __init__(self) -> None:
         self.number: Callable[[Tensor], Key] = id
-        self._marks: dict[int, Mark] = {}
-        # id of a tensor -> key of the tensor whose elements it has, in another shape
-        self._numbers: dict[int, Key] = {}
-        self._sharing: dict[int, list[int]] = {}  # memory -> ids of the tensors that are views of it
-        self._alive: list[Tensor] = []  # keeps ids valid: the id of a freed tensor would be reused
+        self._marks = ByTensor[Mark]()
+        self._numbers = ByTensor[Key]()  # the key of the tensor whose elements one has, in another shape
 
     def of(self, tensor: Tensor) -> Mark | None:
         """What is known of a tensor; any boolean tensor is a mask."""
-        found = self._marks.get(id(tensor))
+        found = self._marks.get(tensor)
         return Mask(self.number(tensor)) if found is None and tensor.dtype is torch.bool else found
 
     def mask(self, tensor: Tensor) -> Key:
@@ -164,23 +161,18 @@ class Marks:
 
     def base(self, tensor: Tensor) -> Key:
         """A key that tensors with the same elements share, whatever their shapes."""
-        return self._numbers.get(id(tensor), self.number(tensor))
+        found = self._numbers.get(tensor)
+        return self.number(tensor) if found is None else found
 
     def keep(self, tensors: Sequence[Tensor], mark: Mark) -> None:
         """Mark `tensors`."""
         for tensor in tensors:
-            self._hold(tensor)
-            self._marks[id(tensor)] = mark
-
-    def _hold(self, tensor: Tensor) -> None:
-        self._alive.append(tensor)
-        self._sharing.setdefault(memory_of(tensor), []).append(id(tensor))
+            self._marks.keep(tensor, mark)
 
     def forget(self, tensor: Tensor) -> None:
         """Drop what is known of a tensor that is changed in place, and of all views of its memory."""
-        for one in self._sharing.pop(memory_of(tensor), ()):
-            self._marks.pop(one, None)
-            self._numbers.pop(one, None)
+        self._marks.forget(tensor)
+        self._numbers.forget(tensor)
 
     def made(self, name: str, result: Any) -> Any:
         """Note and return the `result` of a function `name` without tensor arguments."""
@@ -194,8 +186,7 @@ class Marks:
         """Note what follows for `result`, of the function `name` applied to `own`, of which `known` is known, and to
         the further arguments `more` and `kwargs`."""
         if name in (*SHAPED, *WIDENED):
-            self._hold(result)
-            self._numbers[id(result)] = self.base(own)
+            self._numbers.keep(result, self.base(own))
         for number, part in enumerate(tensors_of(result)):
             if name in PARTS:
                 mark = _part(known, part, more[-1] if name in ("getitem", "select") else number, self.number)

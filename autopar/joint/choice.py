@@ -14,6 +14,7 @@ from autopar.decisions import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError
 from autopar.joint.explore import CLOSE, NEAR, NEARER, Explorer
 from autopar.joint.own_layouts import each_apart
+from autopar.joint.prove import Prover
 from autopar.joint.search_context import SearchContext
 from autopar.joint.spaces import SEARCH, Space, asked, of_recipe
 from autopar.joint.staging import Found
@@ -30,6 +31,8 @@ def best(context: SearchContext, **about: Any) -> Plan:
     flat, failed = None, None
     several = request.recipe is None and request.search == "ilp" and request.settings.training
     first = Explorer(context, SEARCH, float("inf"), timer.ends_at)
+    if context.on_devices is None:
+        first.quick_s = Prover(context).quick_s
     elsewhere = (
         bestfirst.Elsewhere(lambda known_s: NEARER * first.probe(known_s), first.searched, context.answered)
         if several
@@ -76,13 +79,14 @@ def staged(
     why: list[str] = []
     walks: list[Explorer] = []
     for space in spaces:
-        wider = walks[0].pricing.proven if walks else context.roomy
+        wider = walks[0].proven if walks else context.roomy
         walk = Explorer(
             context, space, known_s, deadline if known_s < math.inf else deadline + context.timer.limit_s, wider, reach
         )
         if first is not None and not walks:
             walk.found, walk.beaten, walk.why = first.found, first.beaten, first.why
             walk.polished, walk.expanded, walk.pricing = first.polished, first.expanded, first.pricing
+            walk.floors, walk.raised, walk.quick_s = first.floors, first.raised, first.quick_s
         walks.append(walk)
         found = walk.run()
         if (

@@ -11,16 +11,17 @@ allow.
                    shape becomes the best, walk on from that
     hone           improve the result by descent on the price of the whole step (joint.pipeline_honing)
 
-A shape is not visited if its floor is above the fastest known step. The floor is the least work, without communication,
-and with no waiting but what every timetable has. Nor is a shape solved exactly if its proven bound is above the fastest
-known step.
+A shape is not visited if its floor is above the fastest known step. The floor is first the least work, without
+communication, and with no waiting but what every timetable has. Before a visit it is raised to what a quick look proves
+of all shapes that differ from it only in microbatches (joint.prove). Nor is a shape solved exactly if its proven bound
+is above the fastest known step.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -28,6 +29,7 @@ from autopar.bestfirst import CLOSE, HONED
 from autopar.errors import InfeasibleError
 from autopar.joint.pipeline_honing import honed
 from autopar.joint.pricing import Beaten, Pricing
+from autopar.joint.prove import families
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape, neighbours, starts
 from autopar.joint.spaces import Space
@@ -42,9 +44,12 @@ class Explorer:
     known_s      the fastest step that is known from elsewhere
     wider        proven bounds of shapes, from a walk through a space that contains this one
     reach        how far above the fastest step a glance looks at most, as a factor
+    quick_s      (shapes bounded together, cutoff in seconds) -> a lower bound in seconds (None: not looked for)
+    floors       a lower bound in seconds for each shape of the space
     found        the result of each visited shape; None where it does not fit or is beaten
     beaten       of beaten shapes: the factor, and the fastest step at that time
     why          the reasons why shapes do not fit
+    raised       the shapes whose floor is raised already
     expanded     the shapes whose neighbours were visited
     polished     the shapes that were solved exactly
     """
@@ -55,8 +60,10 @@ class Explorer:
     deadline: float
     wider: Mapping[Shape, float] = field(default_factory=dict)
     reach: float = math.inf
+    quick_s: Callable[[tuple[Shape, ...], float], float] | None = None
     found: dict[Shape, Found | None] = field(default_factory=dict)
     floors: dict[Shape, float] = field(default_factory=dict)
+    raised: set[Shape] = field(default_factory=set)
     why: list[str] = field(default_factory=list)
     beaten: dict[Shape, tuple[float, float]] = field(default_factory=dict)
     expanded: set[Shape] = field(default_factory=set)
@@ -87,6 +94,11 @@ class Explorer:
         return [found for shape, found in self.fit.items() if shape in self.polished]
 
     @property
+    def proven(self) -> dict[Shape, float]:
+        """What was proven of each shape: a lower bound in seconds."""
+        return {shape: max(floor_s, self.pricing.proven.get(shape, 0.0)) for shape, floor_s in self.floors.items()}
+
+    @property
     def least_floor_s(self) -> float:
         """A lower bound in seconds on all plans of the space: the least work, and the wait that no schedule avoids."""
         return min((self.pricing.floor_s(shape, self.pricing.levels[0]) for shape in self.floors), default=math.inf)
@@ -115,10 +127,9 @@ class Explorer:
     def _shapes(self) -> list[Shape]:
         """All shapes of the space, in order, with their floors."""
         shapes = self.space.shapes(self.context)
-        self.floors = {
-            shape: max(self.pricing.floor_s(shape, self.pricing.levels[0]), self.wider.get(shape, 0.0))
-            for shape in shapes
-        }
+        for shape in shapes:
+            known_s = max(self.floors.get(shape, 0.0), self.wider.get(shape, 0.0))
+            self.floors[shape] = max(self.pricing.floor_s(shape, self.pricing.levels[0]), known_s)
         return shapes
 
     def _starts(self, shapes: list[Shape]) -> list[Shape]:
@@ -251,16 +262,39 @@ class Explorer:
         found = self.found.get(shape)
         return found.step_s if found is not None else self.pricing.proven.get(shape, math.inf)
 
+    def _stays_behind(self, shape: Shape) -> bool:
+        """Whether the floor of a shape is above the fastest known step."""
+        return self.floors[shape] > self.least_s * (1 - CLOSE)
+
+    def _raise_floor(self, shape: Shape) -> None:
+        """Raise the floors of a shape, and of all that are bounded together with it, to what a quick look proves. It
+        ignores memory, so that it proves little where blocks must run again."""
+        if self.quick_s is None or shape in self.raised or math.isinf(self.least_s) or self._must_rerun(shape):
+            return
+        family = next(each for each in families(self.context, self.floors) if shape in each)
+        bound_s = self.quick_s(family, self.least_s)
+        self.raised.update(family)
+        for each in family:
+            self.floors[each] = max(self.floors[each], bound_s)
+
+    def _must_rerun(self, shape: Shape) -> bool:
+        """Whether blocks must run again to fit, even if all that is held were cut evenly."""
+        held_bytes = self.context.held_bytes(shape, self.pricing.levels[0])
+        return held_bytes > self.context.mean_bytes(shape.places)
+
     def _late(self) -> bool:
         return time.monotonic() > self.deadline
 
     def visit(self, shape: Shape, near: float) -> None:
         """Glance at a shape once, if its floor is below the fastest known step. Pricing ends when the shape is proven
         to take `near` times that."""
-        if shape in self.found or self.floors[shape] > self.least_s * (1 - CLOSE):
+        if shape in self.found or self._stays_behind(shape):
             return
         if self._late():
             self.hurried = True
+            return
+        self._raise_floor(shape)
+        if self._stays_behind(shape):
             return
         self.context.request.say(f"{self.space.name}: {shape}")
         self.found[shape], near, least_s = None, min(near, self.reach), self.least_s

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -105,6 +105,16 @@ def proven_s(
     return prover.proven_s(known_s)
 
 
+def families(context: SearchContext, shapes: Iterable[Shape]) -> list[tuple[Shape, ...]]:
+    """`shapes` that differ only in microbatches, in order of these, and that are therefore bounded together; each alone
+    where small data may be cheaper per byte."""
+    spills = _spills(context.request.cluster)
+    kin: dict[tuple[int, ...], list[Shape]] = {}
+    for shape in sorted(shapes):
+        kin.setdefault((*shape.key, shape.microbatches * spills), []).append(shape)
+    return [tuple(each) for each in kin.values()]
+
+
 def _spills(cluster: Cluster) -> bool:
     """Whether small data may be cheaper per byte, by what was measured of caches."""
     return cluster.device.cache_bytes > 0 or any(
@@ -146,8 +156,9 @@ class Prover:
         return CLOSE if self.closely else CLOSER if len(self.all_claims) <= SMALL else GLANCE
 
     def enough_s(self, known_s: float) -> float:
-        """The bound at which proving ends, given the step of a known plan."""
-        return min(known_s, self.board.settled_s) if self.closely else known_s / (1 + GOAL)
+        """The bound at which proving ends, given the step of a known plan: nothing is gained above that of a claim that
+        has had all its looks."""
+        return min(known_s if self.closely else known_s / (1 + GOAL), self.board.settled_s)
 
     def proven_s(self, known_s: float) -> float:
         """The lower bound that the looks so far have proven, at most `known_s`."""
@@ -187,11 +198,7 @@ class Prover:
 
     def claims(self) -> list[Claim]:
         """The initial claims: one for each set of shapes that may be bounded together, with their floor."""
-        spills = _spills(self.context.request.cluster)
-        kin: dict[tuple[int, ...], list[Shape]] = {}
-        for shape in sorted(self.shapes()):
-            kin.setdefault((*shape.key, shape.microbatches * spills), []).append(shape)
-        return [Claim(min(map(self.floor_s, shapes)), tuple(shapes)) for shapes in kin.values()]
+        return [Claim(min(map(self.floor_s, shapes)), shapes) for shapes in families(self.context, self.shapes())]
 
     def closer(self, claim: Claim, cutoff_s: float) -> Iterator[Claim]:
         """`claim` after one more look. Where that look takes one shape at a time, the claim is divided: the first shape
@@ -213,6 +220,13 @@ class Prover:
         return self.context.work(shape.places).step_s(
             self.context.request.cluster.devices, shape.places, shape.microbatches
         )
+
+    def quick_s(self, shapes: tuple[Shape, ...], cutoff_s: float) -> float:
+        """`together_s` by the first look, which takes less time than a glance at one of `shapes`. Nothing that it makes
+        of them is kept."""
+        bound_s = self.together_s(shapes, cutoff_s, LOOKS[0][1])
+        self._bounded.clear()
+        return bound_s
 
     def together_s(self, shapes: tuple[Shape, ...], cutoff_s: float = math.inf, effort: Effort = LOOKS[1][1]) -> float:
         """A lower bound in seconds on all plans on `shapes`, in order of microbatches, with unlimited memory."""

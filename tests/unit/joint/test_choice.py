@@ -67,7 +67,7 @@ def test_the_walk_finds_what_there_is(cluster: str, room: float, monkeypatch: py
     request = Request(Cluster(where.name, where.levels, device), Settings("train"))
     monkeypatch.setattr(explore, "FEW", 4)  # so that it walks
     context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, request)
-    walked = Explorer(context, SEARCH, math.inf, time.monotonic() + 600).run()
+    walked = Explorer(context, SEARCH, math.inf, time.monotonic() + 600, quick_s=Prover(context).quick_s).run()
     best = All(context, SEARCH, math.inf, time.monotonic() + 600).run()
     assert (walked is None) == (best is None)
     assert best is None or walked is None or walked.step_s <= best.step_s * (1 + 2 * CLOSE)
@@ -193,3 +193,46 @@ def test_neighbours_of_the_best_are_visited_between_starts() -> None:
     walk.wider = {Shape(64, (1,), 64): 1.0}  # a walk inside of another one begins with starts, however few there are
     walk._walk(shapes)
     assert [*walk.found][:3] == [Shape(1, (4, 8), 4), Shape(1, (8, 4), 4), Shape(2, (16,), 32)]
+
+
+@pytest.mark.parametrize(
+    ("known_s", "held", "looked", "visited"),
+    [
+        (math.inf, 0.5, [1, 2, 4], {1, 4}),  # there is nothing to compare a bound with before the first visit
+        (1.0, 0.5, [1, 2, 4], {1, 4}),  # two places are proven to take 1.2 s
+        (1.0, 1.5, [], {1, 2, 4}),  # a bound that ignores memory proves little where blocks must run again
+    ],
+)
+def test_shapes_that_a_quick_look_proves_to_be_slower_are_not_visited(
+    known_s: float, held: float, looked: list[int], visited: set[int]
+) -> None:
+    """Each number of places with 8 and 16 microbatches, which are looked at together."""
+    shapes = [Shape(places, (8 // places,), m) for places in (1, 2, 4) for m in (8, 16)]
+    context: Any = SimpleNamespace(
+        request=SimpleNamespace(
+            say=lambda text: None,
+            cluster=SimpleNamespace(
+                levels=[SimpleNamespace(size=8, protocols=())], device=SimpleNamespace(cache_bytes=0)
+            ),
+        ),
+        batch=16,
+        held_bytes=lambda shape, level: held,
+        mean_bytes=lambda places: 1.0,
+    )
+    looks = list[int]()
+
+    def quick_s(family: tuple[Shape, ...], cutoff_s: float) -> float:
+        assert cutoff_s == 1.0 and family == tuple(shape for shape in shapes if shape.places == family[0].places)
+        looks.append(family[0].places)
+        return 1.2 if looks[-1] == 2 else 0.9
+
+    walk = Explorer(context, SEARCH, known_s, math.inf, quick_s=quick_s)
+    walk.floors = dict.fromkeys(shapes, 0.1)
+    vars(walk)["pricing"] = SimpleNamespace(
+        proven={}, levels=("none",), glance=lambda shape, cutoff_s: SimpleNamespace(shape=shape, step_s=1.0)
+    )
+    for shape in shapes:
+        walk.visit(shape, explore.NEAR)
+    assert looks == looked and {shape.places for shape in walk.found} == visited
+    assert len(walk.found) == 2 * len(visited)
+    assert {shape.places for shape, floor_s in walk.proven.items() if floor_s == 1.2} == ({2} if looked else set())

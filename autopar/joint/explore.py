@@ -4,9 +4,9 @@ allow.
     visit(shape)   a glance: solve the Problem of one place quickly, cut the model into stages, and time them under
                    every timetable of the space
     walk           visit the starts, each also with fewer microbatches (or all shapes, if there are few). After each
-                   start, visit the neighbours of the best shape not yet expanded; after all starts, repeat that while
-                   it finds anything near the best. Starts are in order of their floors; after SLOWER of them in a row
-                   that got slower, the rest is left out
+                   start, visit the neighbours of the best shape not yet expanded, and go on with the first one that is
+                   faster; after all starts, repeat that while it finds anything near the best. Starts are in order of
+                   their floors; after SLOWER of them in a row that got slower, the rest is left out
     polish         solve the best shape exactly and walk its memory; then shapes near it that may be faster. If another
                    shape becomes the best, walk on from that
     hone           improve the result by descent on the price of the whole step (joint.pipeline_honing)
@@ -183,7 +183,7 @@ class Explorer:
         for shape in sorted(begin, key=self.floors.__getitem__):
             self._slide(shape, shapes)
             if self.fit:  # neighbours of what is best are not to wait for starts that come out slower
-                self._expand(shapes)
+                self._climb(shapes)
             here_s = self._least_of(shape)
             slower = slower + 1 if self.least_s * HONED < here_s > before_s else 0
             if slower == SLOWER and begin is not shapes:
@@ -197,14 +197,26 @@ class Explorer:
         proven bound; infinite where nothing fits."""
         return min((self._reached_s(other) for other in self.found if other.key == shape.key), default=math.inf)
 
+    def _climb(self, shapes: list[Shape]) -> None:
+        """Visit neighbours of the best shape, as long as one of them is faster."""
+        before_s = math.inf
+        while self.least_s < before_s * (1 - CLOSE):
+            before_s = self.least_s
+            self._expand(shapes)
+
     def _expand(self, shapes: list[Shape]) -> bool:
-        """Visit the neighbours of the most promising shape. False where there is none, or no time is left."""
+        """Visit the neighbours of the most promising shape, up to one that is faster than all: its own come first then.
+        False where there is none, or no time is left."""
         at = self._promising()
-        if at is not None:
-            self.expanded.add(at)
-            for shape in neighbours(at, shapes):
-                self.visit(shape, NEARER)
-        return at is not None
+        if at is None:
+            return False
+        before_s = self.least_s
+        for shape in neighbours(at, shapes):
+            self.visit(shape, NEARER)
+            if self.least_s < before_s * (1 - CLOSE):
+                return True
+        self.expanded.add(at)
+        return True
 
     def _polish(self, found: Found) -> None:
         """Solve a shape exactly and lay it out as it runs. If that is slower than at the glance, shapes that were

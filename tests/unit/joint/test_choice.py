@@ -195,6 +195,23 @@ def test_neighbours_of_the_best_are_visited_between_starts() -> None:
     assert [*walk.found][:3] == [Shape(1, (4, 8), 4), Shape(1, (8, 4), 4), Shape(2, (16,), 32)]
 
 
+def test_the_first_neighbour_that_is_faster_is_gone_on_with() -> None:
+    """A line of meshes of one place, each faster than the one before it, and slower shapes of two places beside."""
+    line = [Shape(1, mesh, 4) for mesh in ((32,), (2, 16), (4, 8), (8, 4))]
+    beside = [Shape(2, mesh, 4) for mesh in ((16,), (2, 8), (4, 4))]
+    took_s = {**{shape: 1.0 - 0.1 * at for at, shape in enumerate(line)}, **dict.fromkeys(beside, 1.1)}
+    context: Any = SimpleNamespace(request=SimpleNamespace(say=lambda text: None), timer=None)
+    walk = Explorer(context, SEARCH, math.inf, math.inf)
+    walk.floors = dict.fromkeys(took_s, 0.1)
+    vars(walk)["pricing"] = SimpleNamespace(
+        proven={}, glance=lambda shape, cutoff_s: SimpleNamespace(shape=shape, step_s=took_s[shape])
+    )
+    walk.visit(line[0], explore.NEAR)
+    walk._climb([*took_s])
+    assert [*walk.found][:4] == line and len(walk.found) > 4
+    assert walk.expanded == {line[-1]}
+
+
 @pytest.mark.parametrize(
     ("known_s", "held", "looked", "visited"),
     [

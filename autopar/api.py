@@ -22,6 +22,7 @@ from autopar.compiled import Compiled
 from autopar.garbage import seldom
 from autopar.plan import Plan
 from autopar.runtime.shared_results import done_by, together
+from autopar.timer import TIME_LIMIT_S
 
 # Capture and search are imported where `compile` needs them: `load` runs where neither solver nor model code is
 # installed.
@@ -57,7 +58,7 @@ def compile(
     seq: int = 128,
     dynamic_shapes: Any = None,
     rules: Mapping[Any, Any] | None = None,
-    time_limit_s: float = 30.0,
+    time_limit_s: float = TIME_LIMIT_S,
     seed: int = 0,
     remat: str = "auto",
     progress: Callable[[str], None] | None = None,

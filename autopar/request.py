@@ -13,6 +13,7 @@ from autopar.problem.settings import Settings
 from autopar.rules.rule import Rule
 from autopar.search import Search
 from autopar.text import near
+from autopar.timer import TIME_LIMIT_S
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Request:
     search: str | Search = "ilp"
     recipe: str | None = None
     mesh: tuple[int, ...] | None = None
-    time_limit_s: float = 30.0
+    time_limit_s: float = TIME_LIMIT_S
     seed: int = 0
     rules: Mapping[Any, Rule] | None = None
     progress: Callable[[str], None] | None = None

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+TIME_LIMIT_S = 25.0
+"""Of a search, where nothing else is asked for: with what comes before and behind, `compile` takes half a minute."""
+
 
 class Timer:
     """Runs from when it is made, for `limit_s` seconds."""

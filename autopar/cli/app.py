@@ -15,6 +15,7 @@ import typer
 from autopar.cli.console import fail, say, writable
 from autopar.errors import AutoparError
 from autopar.optimizers import OPTIMIZERS
+from autopar.timer import TIME_LIMIT_S
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -98,7 +99,7 @@ def plan(
     optimizer: Annotated[str, typer.Option(help=f"whose state must fit: {', '.join(OPTIMIZERS)}")] = "adamw",
     time_limit: Annotated[
         float, typer.Option(min=0.1, metavar="SECONDS", help="for all that the search does, proof included")
-    ] = 30.0,
+    ] = TIME_LIMIT_S,
     seed: Annotated[
         int, typer.Option(min=0, max=(1 << 62) - 1, help="of the search, and later of weights and inputs")
     ] = 0,

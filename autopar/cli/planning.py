@@ -21,6 +21,7 @@ from autopar.report.reshards import reshards
 from autopar.report.tables import kinds, report
 from autopar.report.weights import weights
 from autopar.text import near, sizes
+from autopar.timer import TIME_LIMIT_S
 
 AUTO = "auto"
 PRECISIONS = {
@@ -47,7 +48,7 @@ class Asked:
     precision: str = "auto"
     mode: str = "train"
     optimizer: str = "adamw"
-    time_limit_s: float = 30.0
+    time_limit_s: float = TIME_LIMIT_S
     seed: int = 0
     pareto: bool = False
     remat: str = "auto"

@@ -1,9 +1,9 @@
-"""The rule table: how every operator may be split on one mesh axis. One row per operator, one file per family.
+"""The rule table: how each operator may be split on one mesh axis. One row per operator, one file per family of
+operators.
 
-An operator without a row is replicated: every rank computes it whole. For one of torch itself a rule may be derived
-from trials, and for another where the user asks for that; what other operators do on sizes and values that were not
-tried nobody knows. `unknown` lists those without a row for the user to see.
-"""
+An operator without a row is computed whole on every rank. For operators of torch itself a rule is derived by trials
+(`derive`); for other operators only where the user asks for it, because trials cannot show what an operator does with
+sizes and values that were not tried. `unknown` lists the operators without a row, for a note to the user."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ TORCH = ("aten", "prims")
 
 
 def rule_for(target: Any, rules: Mapping[Any, Rule] | None = None) -> Rule | None:
-    """The row of an operator; the user's own rows come first. None where there is none, or it is to be derived."""
+    """The row of an operator: the user's, or else the table's. None where there is none, or where the user asks to
+    derive it."""
     rule = (rules or {}).get(target) or RULES.get(target)
     return None if rule is not None and rule.spec == DERIVE else rule
 
@@ -68,8 +69,10 @@ def rule_for(target: Any, rules: Mapping[Any, Rule] | None = None) -> Rule | Non
 def options_for(
     call: Call, ways: int, *, sections: Sequence[tuple[int, ...]] = (), rules: Mapping[Any, Rule] | None = None
 ) -> list[Option]:
-    """Everything that `call` can do on one axis of `ways` ranks, by the user's rule, the table's, or one that can be
-    derived where that is done; replicated where there is none."""
+    """All options of `call` on a mesh axis of `ways` ranks. The rule is the first there is of: the user's, the table's,
+    one that is derived (`_derived`), and "computed whole on every rank".
+
+    `sections` are as in `matches.options`. Raises RuleError where the rule does not fit the call."""
     rule = rule_for(call.target, rules) or _derived(call, rules) or WHOLE
     found = rule.options(call, ways, sections=sections)
     if call.target in (rules or {}):
@@ -78,7 +81,7 @@ def options_for(
 
 
 def _check_runs(rule: Rule, call: Call, ways: int, found: Sequence[Option]) -> None:
-    """Raise RuleError where a user's rule names a runtime algorithm that is not one of its operator."""
+    """Raise RuleError where a user's rule names a runtime algorithm that does not implement this operator."""
     own = {option.run for option in RULES.get(call.target, WHOLE).options(call, ways)} - {""}
     if wrong := sorted({option.run for option in found} - own - {""}):
         known = (
@@ -93,7 +96,8 @@ def _check_runs(rule: Rule, call: Call, ways: int, found: Sequence[Option]) -> N
 
 
 def _derived(call: Call, rules: Mapping[Any, Rule] | None) -> Rule | None:
-    """The rule that is derived for a call without a row, for an operator of torch or where the user asks for it."""
+    """The derived rule of an operator without a row, if it is one of torch's or the user asks for it; None where no
+    rule holds."""
     return (
         derive(call)
         if call.target in (rules or {}) or (isinstance(call.target, OpOverload) and call.target.namespace in TORCH)
@@ -102,12 +106,13 @@ def _derived(call: Call, rules: Mapping[Any, Rule] | None) -> Rule | None:
 
 
 def unknown(targets: Iterable[Any], rules: Mapping[Any, Rule] | None = None) -> list[Any]:
-    """Targets without a row, each once, in order."""
+    """The targets without a row, without repetition, in order of first occurrence."""
     return [t for t in dict.fromkeys(targets) if rule_for(t, rules) is None]
 
 
 def derived(calls: Iterable[Call], rules: Mapping[Any, Rule] | None = None) -> dict[Any, str]:
-    """Targets without a row that `options_for` splits all the same, with the rule that was derived for them."""
+    """The operators without a row that are split by a derived rule, each with the rule string for its first such
+    call."""
     found: dict[Any, str] = {}
     for call in calls:
         if rule_for(call.target, rules) is None and (rule := _derived(call, rules)) is not None:
@@ -116,8 +121,10 @@ def derived(calls: Iterable[Call], rules: Mapping[Any, Rule] | None = None) -> d
 
 
 def as_rules(rules: Mapping[Any, Any] | None) -> dict[Any, Rule]:
-    """What a user gives as `rules=`: operator -> rule string, Rule or "derive", for all overloads where the operator is
-    named without one and those have no rule of their own. Raises RuleError on anything else."""
+    """The `rules=` argument of `compile` as a table: operator overload -> Rule.
+
+    A key without an overload (`torch.ops.mylib.scale`) stands for all overloads that have no key of their own. Raises
+    RuleError where a key is no operator or a value no rule."""
     found: dict[Any, Rule] = {}
     for key, rule in (rules or {}).items():
         named = found if isinstance(key, OpOverloadPacket) else {}
@@ -126,7 +133,7 @@ def as_rules(rules: Mapping[Any, Any] | None) -> dict[Any, Rule]:
 
 
 def _targets(key: Any) -> list[Any]:
-    """The operators that a key of `rules=` names, as graphs have them."""
+    """The overloads, as they are called in graphs, that one key of `rules=` stands for."""
     if isinstance(key, OpOverloadPacket):
         return [getattr(key, overload) for overload in key.overloads()]
     if isinstance(key, CustomOpDef):
@@ -152,8 +159,8 @@ def _as_rule(key: Any, rule: Any) -> Rule:
 
 
 def unused(targets: Iterable[Any], rules: Mapping[Any, Rule] | None) -> list[Any]:
-    """Operators with a rule of the user's that no node of a graph with these targets calls, by any of the overloads
-    that have one."""
+    """Operators with a rule of the user's of which `targets` has no overload that the rules cover, without
+    repetition."""
     called = {_packet(target) for target in targets if target in (rules or {})}
     return list(dict.fromkeys(_packet(target) for target in (rules or {}) if _packet(target) not in called))
 

@@ -32,15 +32,24 @@ from autopar.rules.site import InnerCollective, Inside, Site, once
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """The inner collectives of one call, forward and backward, in the order in which they run.
+    """What prices and counts know of one runtime algorithm.
 
-    `pace` is the work of the slowest rank over an equal share. `alone`: no second axis may cut the dims that it cuts.
-    `travels` are the operands whose shards are sent as they are: bytes are the same on all ranks where those are even.
-    `inside` is what it holds and moves beside operands and outputs. `follow` are operands whose part on a rank must not
-    depend on minor axes along the dim that this one cuts of operand 0. `apart` are operands of which no second axis may
-    cut the dim that this one cuts. `gathers` are bytes of gathered weights and of their whole gradients at its fullest
-    moment, one for the forward and one for the backward.
-    """
+    `forward` and `backward` are the collectives inside one call, in the order in which they run.
+
+    `pace` is the FLOPs of the rank that has most, over the mean of all ranks.
+
+    `alone`: no second axis may cut the dims that this one cuts. `apart` are operands for which that holds, of the dim
+    that this axis cuts in them.
+
+    `travels` are operands whose shards are sent as they are; where these are even, all ranks send the same number of
+    bytes.
+
+    `inside` is what the operator keeps, reads and writes in addition to its operands and outputs.
+
+    `follow` are operands that no minor axis may cut along the dim of operand 0 that this axis cuts (`_behind`).
+
+    `gathers` are functions that give, for the forward and for the backward, the most bytes of (gathered weights, whole
+    gradients of weights) that exist at one time."""
 
     forward: tuple[InnerCollective, ...] = ()
     backward: tuple[InnerCollective, ...] = ()
@@ -53,12 +62,12 @@ class Algorithm:
     gathers: tuple[Callable[[Site], tuple[float, float]], ...] = ()
 
     def inner(self, *, training: bool) -> tuple[InnerCollective, ...]:
-        """The inner collectives of one call, backward included when training."""
+        """The collectives inside one call, those of the backward included when training."""
         return (*self.forward, *(self.backward if training else ()))
 
 
 def agree(options: Sequence[Option]) -> bool:
-    """Whether one operator can do `options`, one per axis, major first."""
+    """Whether one operator can run `options` together, one per axis, major first."""
     return not any(
         option.run and (_crowded(axis, options) or _behind(axis, options) or _aside(axis, options))
         for axis, option in enumerate(options)
@@ -85,19 +94,21 @@ def _behind(axis: int, options: Sequence[Option]) -> bool:
 
 
 def _aside(axis: int, options: Sequence[Option]) -> bool:
-    """Whether only some ranks of another axis would run an algorithm that gathers weights, which all are to use."""
+    """Whether an algorithm that gathers weights would run on only some of the ranks of another axis (a placed value);
+    all ranks must take part in a gather."""
     return bool(ALGORITHMS[options[axis].run].gathers) and any(
         is_placed(use.value) for option in options for use in (*option.ins, *option.outs)
     )
 
 
 def _cuts(option: Option, operand: int, dim: int) -> bool:
+    """Whether `option` cuts `dim` of an operand."""
     value = option.ins[operand].value
     return is_shard(value) and dim_of(value) == dim
 
 
 def _statistic(site: Site) -> float:
-    """One number per row of operand 0, at least a float32."""
+    """Bytes of one number per row of operand 0, in float32 or wider."""
     return site.local(0, *range(len(site.operands[0].shape) - 1)) * max(4, site.operands[0].itemsize)
 
 

@@ -1,4 +1,4 @@
-"""The arguments of a call by name, and words for its dims: what the functions that write rules share."""
+"""Helpers of the functions that write rules: the arguments of a call by name, and the words of a rule string."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Spec = Callable[[Call], str]
 
 
 def given(call: Call) -> dict[str, Any]:
-    """All arguments of a call of an ATen overload by name, defaults filled in."""
+    """All arguments of a call of an ATen overload by name, with defaults filled in."""
     found: dict[str, Any] = {}
     for index, argument in enumerate(call.target._schema.arguments):
         if index < len(call.args):
@@ -25,13 +25,13 @@ def given(call: Call) -> dict[str, Any]:
 
 
 def bias_of(call: Call) -> Tensor | None:
-    """What a product with a weight adds to its rows, if it adds any."""
+    """The bias of a product with a weight; None where it has none."""
     return call.ins[2] if call.target in BIASED and len(call.ins) == 3 else None
 
 
 def overloads(names: str) -> list[Any]:
-    """Every functional overload of the ATen operators in `names` that takes and gives tensors; names that this torch
-    does not have are left out."""
+    """All functional overloads of the ATen operators in `names` whose operands and results are tensors; names that this
+    version of torch lacks are left out."""
     found = []
     for name in names.split():
         packet = getattr(torch.ops.aten, name, None)
@@ -43,7 +43,7 @@ def overloads(names: str) -> list[Any]:
 
 
 def named(names: str) -> list[Any]:
-    """The ATen overloads in `names` ("amax.default any.dim"), those that this torch has."""
+    """The ATen overloads in `names` ("amax.default any.dim"); those that this version of torch lacks are left out."""
     found = []
     for name in names.split():
         packet, overload = name.split(".")
@@ -60,17 +60,17 @@ def _on_tensors(target: Any) -> bool:
 
 
 def words(rank: int, special: dict[int, str] | None = None) -> list[str]:
-    """A word per dim: `d0 d1 ...`, but those in `special`."""
+    """One word per dim: `d0 d1 ...`, except for the dims in `special`."""
     return [(special or {}).get(i, f"d{i}") for i in range(rank)]
 
 
 def line(rank: int, special: dict[int, str] | None = None) -> str:
-    """`words` as one operand."""
+    """The `words` of one operand, joined by blanks."""
     return " ".join(words(rank, special))
 
 
 def rule(ins: Iterable[str], outs: Iterable[str]) -> str:
-    """A rule string from its operands."""
+    """A rule string, of the texts of its operands and outputs."""
     return f"{', '.join(ins)} -> {', '.join(outs)}"
 
 
@@ -80,7 +80,7 @@ def rank_of(call: Call) -> int:
 
 
 def dims(value: Any, rank: int) -> list[int]:
-    """A dim or dims of an argument, counted from the front; None or an empty list stands for all."""
+    """The argument `dim` or `dims` as a list of non-negative numbers; None and the empty list stand for all dims."""
     if value is None or (isinstance(value, (list, tuple)) and not value):
         return list(range(rank))
     listed: Sequence[int] = value if isinstance(value, (list, tuple)) else [value]
@@ -88,7 +88,7 @@ def dims(value: Any, rank: int) -> list[int]:
 
 
 def replicated(call: Call) -> str:
-    """Nothing can be cut: each rank computes the whole."""
+    """The rule of an operator that cannot be split: all factors are whole."""
     count = len(call.ins)
     parts = [
         line(len(t.shape), {d: f"x{i}n{d}!" for d in range(len(t.shape))})

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def matmul(call: Call) -> str:
-    """Batched dims of both sides align right, as torch.matmul broadcasts them."""
+    """As torch.matmul: batch dims broadcast, aligned at the right; an operand may be a vector."""
     one, other = (len(t.shape) for t in call.ins)
     if one == 1 or other == 1:
         left = "k" if one == 1 else "... m k"
@@ -31,7 +31,7 @@ def matmul(call: Call) -> str:
 
 
 def with_bias(plain: str, bias: str) -> Spec:
-    """`plain` for two operands; a third one is the bias, which is added."""
+    """The rule `plain` of two operands; where there is a third one, it is the bias, which is added to the output."""
 
     def spec(call: Call) -> str:
         left, right = plain.split(" -> ")
@@ -41,22 +41,23 @@ def with_bias(plain: str, bias: str) -> Spec:
 
 
 def linear(call: Call) -> str:
-    """A row of the weight for each output; a weight that is one row gives a number per sample, and takes no bias."""
+    """`weight [o, i]` has a row per output. A weight `[i]` gives one number per row of the input, and has no bias."""
     return "... i, i -> ..." if len(call.ins[1].shape) == 1 else with_bias("... i, o i -> ... o", "o")(call)
 
 
 def factors(call: Call) -> str:
-    """Linear in each factor alone, or in each together with the bias."""
+    """The linearity of a product: in each of two operands alone; with a bias, in each of them together with the
+    bias."""
     return "each" if len(call.ins) == 2 else "0+2|1+2"
 
 
 def unless_bias(call: Call) -> str:
-    """Linear in each operand alone, unless a bias is added."""
+    """Linear in each operand alone; with a bias in none."""
     return "each" if len(call.ins) == 2 else ""
 
 
 def added(product: str, out: str) -> Spec:
-    """`addmm` and its kin: the added operand comes first and broadcasts against the output."""
+    """The rule of `addmm` and similar operators, whose added operand comes first and broadcasts to `out`."""
 
     def spec(call: Call) -> str:
         shape, names = call.ins[0].shape, out.split()
@@ -67,8 +68,8 @@ def added(product: str, out: str) -> Spec:
 
 
 def einsum(call: Call) -> str:
-    """The equation itself. A letter that occurs twice in an operand stays whole; a dim of size 1 against a larger one
-    is broadcast."""
+    """The equation itself. A letter that an operand has twice stays whole; a dim of size 1 where another operand is
+    larger is a broadcast."""
     left, arrow, right = call.args[0].replace(" ", "").partition("->")
     ins = [re.findall(r"\.\.\.|[A-Za-z]", word) for word in left.split(",")]
     letters = [w for word in ins for w in word]
@@ -102,18 +103,19 @@ def _stretched(call: Call, ins: list[list[str]]) -> dict[tuple[int, str], None]:
 
 
 def convolution(call: Call) -> str:
-    """Samples and output channels split; input channels leave a partial sum unless there is a bias; positions
-    split with borders (rules.halo).
-    Groups are not split: their number is an argument."""
+    """Samples and output channels split. A split of input channels leaves a partial sum, and is possible where there is
+    no bias. Spatial dims are split by the algorithm `halo` (`rules.halo`). With groups no channels are split, because
+    the number of groups is an argument."""
     return _convolution(call, "o{o} {i} {k}")
 
 
 def transposed_convolution(call: Call) -> str:
-    """As `convolution`; the weight has input channels first."""
+    """As `convolution`, for a weight with input channels first and without a split of spatial dims."""
     return _convolution(call, "{i} o{o} {k}")
 
 
 def _convolution(call: Call, weight: str) -> str:
+    """The rule of both; `weight` is the pattern of the weight's dims."""
     arguments = given(call)
     spatial = len(call.ins[1].shape) - 2
     grouped = arguments["groups"] != 1
@@ -133,10 +135,12 @@ def _convolution(call: Call, weight: str) -> str:
 
 
 def attention(call: Call) -> str:
-    """Samples, heads and the value's features split; keys stay whole; query rows split with `causal_rows`, or plainly
-    where nothing depends on the position (or, with the keys, by `ring`). Grouped query heads (enable_gqa) split with
-    their key heads. Nothing splits where queries, keys and values have different numbers of dims, or values alone have
-    more samples or heads than 1, which torch broadcasts."""
+    """The rule of scaled_dot_product_attention. Samples, heads and the features of the values split; keys stay whole.
+    Query rows split: by `causal_rows` with a causal mask, without an algorithm where nothing depends on positions, and
+    together with the keys by `ring`. Groups of query heads (enable_gqa) split together with their key heads.
+
+    Replicated where queries, keys and values have different numbers of dims, and where only the values have more than
+    one sample or head."""
     arguments = given(call)
     if len({len(t.shape) for t in call.ins[:3]}) > 1 or _stretched_by_values(call):
         return replicated(call)
@@ -151,18 +155,20 @@ def attention(call: Call) -> str:
 
 
 def grouped_heads(call: Call) -> str:
-    """Grouped query heads split whatever the number of key heads, which stay whole: `own_heads` takes those of a rank's
-    queries."""
+    """The second rule of attention with grouped query heads: query heads split without regard to the number of key
+    heads. Keys and values stay whole, and `own_heads` takes the heads that a rank's queries attend to."""
     return _attention(call, "g@own_heads", "q", "v") if _grouped(call) else ""
 
 
 def values(call: Call) -> float:
-    """The share of the product with the values: scores are of the width of queries and keys."""
+    """The share of the product with the values in the FLOPs of attention: for d features of queries and keys and v of
+    values, v / (d + v)."""
     wide, narrow = call.ins[0].sizes[-1], call.ins[2].sizes[-1]
     return narrow / (wide + narrow)
 
 
 def _grouped(call: Call) -> bool:
+    """Whether several query heads share one key head."""
     return (
         bool(given(call)["enable_gqa"])
         and len(call.ins[0].shape) == len(call.ins[1].shape) == len(call.ins[2].shape)
@@ -171,7 +177,8 @@ def _grouped(call: Call) -> bool:
 
 
 def _attention(call: Call, heads: str, rows: str, features: str) -> str:
-    """`heads` and `rows` of the queries, `features` of the values; keys and values have heads h."""
+    """The rule with the words `heads` and `rows` for the queries' dims, and `features` for the last dim of the values;
+    the heads of keys and values are `h`."""
     rank = len(call.ins[0].shape)
     lead = ["b", "h"][4 - rank :] if rank <= 4 else [f"b{i}" for i in range(rank - 3)] + ["h"]
     names = [*(heads if w == "h" else w for w in lead), rows, "d!"]
@@ -196,20 +203,23 @@ def _attention(call: Call, heads: str, rows: str, features: str) -> str:
 
 
 def _stretched_by_values(call: Call) -> bool:
-    """Whether only the second product has a dim of samples or heads: a cut of it would not divide the first one."""
+    """Whether a batch dim is larger than 1 in the values alone. A cut of it would divide the product with the values
+    but not that of queries and keys."""
     query, key, value = (t.shape[:-2] for t in call.ins[:3])
     return any(q == 1 and k == 1 and v != 1 for q, k, v in zip(query, key, value, strict=True))
 
 
 def _full_sizes(call: Call) -> list[Any]:
-    """Sizes that the lead dims of queries and keys broadcast to, then rows and keys."""
+    """The sizes of the attention scores: batch dims of queries and keys broadcast, then query rows and keys."""
     query, key = call.ins[0].shape, call.ins[1].shape
     lead = [q if q != 1 else k for q, k in zip(query[:-2], key[:-2], strict=True)]
     return [*lead, query[-2], key[-2]]
 
 
 def embedding(call: Call) -> str:
-    """A row per id; with the vocabulary split, ids of other ranks give zeros, so the parts sum up."""
+    """One row of the table per id. Where the vocabulary is split, ids of other ranks give zeros (algorithm
+    `embedding`), and the outputs sum up. The table's rows stay whole where gradients are scaled by how often an id
+    occurs in the batch."""
     if given(call)["scale_grad_by_freq"]:  # by how often an id comes in the whole batch
         ids = line(len(call.ins[1].shape), {dim: f"x{dim}!" for dim in range(len(call.ins[1].shape))})
         return rule(["v! d", ids], [f"{ids} d"])
@@ -217,14 +227,15 @@ def embedding(call: Call) -> str:
 
 
 def bag(call: Call) -> str:
-    """Rows of a table in bags: with the rows split those of other ranks count nothing, so the parts of a sum add up."""
+    """Sums (or means, or maxima) of bags of table rows. Where the rows are split, those of other ranks count as zero
+    (algorithm `bag`), and sums and means add up; maxima do not."""
     lead = " ".join(f"t{d}" for d in range(len(call.ins[1].shape) - 1))
     rows = "v!" if _mode(call) == "max" else "v@bag"
     return f"{rows} d, {lead} n!{f', {lead} n!' if len(call.ins) > 2 else ''} -> {lead} d"
 
 
 def bag_of_sums(call: Call) -> str:
-    """A sum or a mean is linear in the table, and in the weights of a sum."""
+    """A sum or mean is linear in the table; a sum also in its weights."""
     return "" if _mode(call) == "max" else "0|2" if len(call.ins) > 2 else "0"
 
 
@@ -233,8 +244,8 @@ def _mode(call: Call) -> str:
 
 
 def ragged_bags(call: Call) -> str:
-    """Bags of several lengths, one behind the other: how many numbers a sample has is data, and only the width of the
-    table can be cut."""
+    """Bags of different lengths, concatenated. Which ids belong to which sample depends on data, so only the width of
+    the table can be cut."""
     return rule(["v! d", *(f"x{i}!" for i in range(1, len(call.ins)))], ["b! d"])
 
 

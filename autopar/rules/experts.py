@@ -1,15 +1,17 @@
-"""Layers of experts: by tokens, by experts, by both at once, or by the width of each expert.
+"""Layers of experts (mixture of experts), split by tokens, by experts, by both on one axis, or by the width of each
+expert.
 
-    tokens              the plain operator on shards; every rank needs all experts (data parallel)
+    tokens              the operator itself on shards; every rank needs all experts (data parallel)
     width               each rank has a slice of every expert (tensor parallel): a partial sum
     own_experts         tokens are whole; each rank computes the rows of its own experts: a partial sum
     expert_dispatch     tokens and experts are cut by one axis: tokens go to the ranks of their experts and results come
                         back (GShard, https://arxiv.org/abs/2006.16668), once to a rank that has several of them
 
-Where a token goes is data. Prices and counts take routing to be balanced: any k experts are as likely
-(`autopar.routing`). Where each rank has one expert, tokens are neither sent twice nor left out, and the sum over all
-ranks of what is really sent is exactly that.
-"""
+To which experts a token goes depends on data. Prices and counts are expected values for balanced routing, where all
+sets of k experts are equally likely (`autopar.routing`). Where each rank has one expert, every token is sent once per
+chosen expert, and the number of rows that all ranks send together is then exact.
+
+A *row* is a token with one of its chosen experts."""
 
 from __future__ import annotations
 
@@ -31,30 +33,32 @@ NUMBER_BYTES = 8
 
 
 def experts(call: Call) -> str:
-    """One factor per dim of the tokens; the first layer has one or two columns for each row of the second: two halves,
-    or pairs side by side."""
+    """The rule of `passes.ops.experts`: one factor per dim of the tokens. The first layer has one or two columns for
+    each row of the second layer; with two, they are two halves or neighbouring pairs."""
     lead, columns = _tokens(call), "(f g!)" if call.args[ops.INNER].startswith("pairs") else "(g! f)"
     bias = f", e {columns}" if len(call.ins) > BIAS else ""
     return f"{lead} i!, {lead} k!, {lead} k!, e@own_experts i! {columns}, e f o{bias} -> {lead} o"
 
 
 def second_layer(call: Call) -> float:
-    """The share of the second of both products."""
+    """The share of the second product in the FLOPs of both."""
     first, second = (math.prod(call.ins[layer].sizes[1:]) for layer in (UP, DOWN))
     return second / (first + second)
 
 
 def _tokens(call: Call) -> str:
+    """The words for the dims of the tokens."""
     return " ".join(f"t{d}" for d in range(len(call.ins[HIDDEN].shape) - 1))
 
 
 def dispatched(call: Call, ways: int) -> Together:
-    """Each dim of the tokens together with the experts."""
+    """The sets of factors for `expert_dispatch`: each dim of the tokens together with the experts."""
     return [((factor, "e"), "expert_dispatch") for factor in _tokens(call).split()]
 
 
 def rows(site: Site) -> float:
-    """Rows that one rank computes: those of its tokens, or its experts' share of them where the tokens are not cut."""
+    """Rows (a token with one expert) that one rank computes: those of its tokens; of these the share of its experts
+    where `own_experts` cuts these."""
     tensor = site.operands[CHOSEN]
     found = site.local(CHOSEN, *range(len(tensor.shape)))
     for option, size in zip(site.options, site.sizes, strict=True):
@@ -63,14 +67,14 @@ def rows(site: Site) -> float:
 
 
 def sent(site: Site) -> float:
-    """Rows that leave a rank along the axis: a token goes once to a coordinate, from the major axis to the minor
-    ones."""
+    """Rows that a rank sends along the axis of the site. Several axes are done one after the other, the major one
+    first, and a token goes at most once to each coordinate of an axis."""
     return _held_and_sent(site, site.ways)[1]
 
 
 def _held_and_sent(site: Site, parts: int) -> tuple[float, float]:
-    """Tokens with experts along the axis that a rank has before anything is sent there, and the rows that leave it
-    where each goes once to each of so many equal parts of the axis."""
+    """Tokens that a rank has before it sends along the axis of the site, and how many rows it sends where the axis is
+    divided into `parts` equal parts and each token goes at most once to each."""
     along = [axis for axis, option in enumerate(site.options) if option.run == "expert_dispatch"]
     own = math.prod(size for option, size in zip(site.options, site.sizes, strict=True) if option.run == "own_experts")
     tokens = site.local(CHOSEN, *range(len(site.operands[CHOSEN].shape) - 1))
@@ -83,31 +87,32 @@ def _held_and_sent(site: Site, parts: int) -> tuple[float, float]:
 
 
 def _chosen(site: Site) -> int:
-    """To how many experts a token goes."""
+    """The number of experts of a token."""
     return site.operands[CHOSEN].sizes[-1]
 
 
 def reached(site: Site, parts: int) -> float:
-    """To how many of so many equal parts of the axis a token goes that has experts there."""
+    """To how many of `parts` equal parts of the axis a token goes, in the mean over tokens."""
     held, leave = _held_and_sent(site, parts)
     return leave / held
 
 
 def apart(site: Site) -> float:
-    """How many times as many rows would leave a rank if one went to each expert."""
+    """Rows sent if a token went to each of its experts by itself, over rows sent."""
     return rows(site) / sent(site)
 
 
 def there_bytes(site: Site) -> float:
-    """All rows of the ranks of the axis (each sends its own, of which (n - 1) / n leave it): tokens, the numbers of
-    their experts and the gates."""
+    """Bytes of the rows on their way to the experts, summed over the ranks of the axis: of each the token, and the
+    numbers and gates of its experts. (An all-to-all sends (n - 1) / n of these.)"""
     return (
         sent(site) * (_width_bytes(site) + _chosen(site) * (NUMBER_BYTES + site.operands[GATES].itemsize)) * site.ways
     )
 
 
 def gradients_bytes(site: Site) -> float:
-    """The gradients of tokens and gates, as they came."""
+    """Bytes of the gradients on their way back to the tokens, summed over the ranks: those of tokens and gates, where
+    they have gradients."""
     tokens, gates = (
         site.operands[HIDDEN].grad * _width_bytes(site),
         site.operands[GATES].grad * _chosen(site) * site.operands[GATES].itemsize,
@@ -116,22 +121,24 @@ def gradients_bytes(site: Site) -> float:
 
 
 def _width_bytes(site: Site) -> float:
+    """Bytes of one token."""
     return site.operands[HIDDEN].sizes[-1] * site.operands[HIDDEN].itemsize
 
 
 def returned_bytes(site: Site) -> float:
-    """Results, which are as wide as this rank's part of `down`."""
+    """Bytes of results on their way back, summed over the ranks; a result is as wide as the rank's shard of `down`."""
     return sent(site) * site.local(DOWN, 2) * site.operands[HIDDEN].itemsize * site.ways
 
 
 def counts_bytes(site: Site) -> float:
-    """Each rank tells each other how many rows there are."""
+    """Bytes of the numbers of rows that each rank tells each other rank."""
     return float(site.ways**2 * NUMBER_BYTES)
 
 
 def parts(site: Site) -> dict[int, float]:
-    """Axes that cut the width of experts, whose ranks have all tokens: where each sends its part of them, rows are
-    gathered for all, k for each token that is gathered anyway."""
+    """By axis, for axes that cut the width of the experts and whose ranks all have the same tokens: the bytes that are
+    gathered in addition where each of these ranks sends its part of the tokens. Rows are gathered for all k experts of
+    a token, in place of the token alone."""
     chosen = _chosen(site)
     return {
         axis: rows(site) * _width_bytes(site) * (chosen - 1) / chosen
@@ -141,8 +148,8 @@ def parts(site: Site) -> dict[int, float]:
 
 
 def kept_bytes(site: Site) -> float:
-    """What the backward needs beside the weights, per row: the row, what is kept between both layers, the result for
-    the gate's gradient, three indices (with a bias four) and the gate."""
+    """Bytes that the backward keeps on a rank, weights apart. For each row: the row, what is kept between both layers,
+    the result (for the gradient of the gate), three int64 indices (four with a bias) and the gate."""
     between = site.local(DOWN, 1) * kept_between(_inner(site), site.operands[HIDDEN].itemsize)
     width = site.operands[HIDDEN].sizes[-1] + site.local(DOWN, 2)
     indices = 3 + (len(site.operands) > BIAS)
@@ -152,9 +159,9 @@ def kept_bytes(site: Site) -> float:
 
 
 def moved_bytes(site: Site) -> float:
-    """What the forward reads and writes beside the operands and the output, per row: the row three times (gathered,
-    then read), the first result written and read, what is between, the second result written, scaled, put in order and
-    summed up."""
+    """Bytes that the forward reads and writes on a rank beside operands and output. For each row: the row three times
+    (written by the gather, then read and written), the result of the first layer written and read, the activation
+    between, and six times the result of the second layer (written, scaled, put in order and summed up)."""
     first = site.local(UP, 2) * (2 + 3 * (len(site.operands) > BIAS))
     width = (
         3 * site.operands[HIDDEN].sizes[-1]

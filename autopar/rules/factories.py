@@ -1,5 +1,5 @@
-"""Operators that make tensors from sizes: every rank makes the whole one, readers cut it. Their operands only lend a
-dtype."""
+"""Operators that make tensors from sizes: every rank makes the whole tensor, and its readers cut it. Of tensor operands
+they read only the dtype."""
 
 from __future__ import annotations
 

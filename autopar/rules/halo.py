@@ -1,8 +1,8 @@
-"""Convolutions and pools with a spatial dim cut: when it can be, and what ranks send (autopar.runtime.algorithms.halo).
+"""Convolutions and pools with a spatial dim cut: when that is possible, and what ranks send to each other
+(autopar.runtime.algorithms.halo).
 
-Input and output are cut by one axis; each rank gets the rows of its neighbours that its outputs read, and pads where
-the image ends.
-"""
+Input and output are cut by the same axis. Each rank receives the rows (the halo) that its outputs read from its
+neighbours, and pads at the ends of the image."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ NAME = "halo"
 
 
 def borders(call: Call, ways: int) -> Together:
-    """The spatial dims of a convolution or pool that an axis of `ways` ranks may cut: those whose windows reach no
-    farther than the ranks beside. "same" with an odd sum of paddings cannot be written with numbers for the dims that
-    stay whole."""
+    """The spatial dims that an axis of `ways` ranks may cut, with their algorithm: those whose windows read only from
+    the neighbouring ranks. None where padding is "same" with an odd sum, which cannot be written as numbers for the
+    dims that stay whole."""
     cut = [d for d in spatial(call) if _exact(call, d) and window(call, d).borders_only(ways)]
     if not call.ins[IMAGE].floating or (
         given(call)["padding"] == "same" and any((window(call, d).reach - 1) % 2 for d in spatial(call))
@@ -35,7 +35,7 @@ def borders(call: Call, ways: int) -> Together:
 
 
 def spatial(call: Call) -> range:
-    """The dims of the image that windows go over."""
+    """The dims of the image over which windows move."""
     rank, arguments = len(call.ins[IMAGE].shape), given(call)
     if "weight" in arguments:
         return range(rank - len(call.ins[1].shape) + 2, rank)
@@ -43,7 +43,7 @@ def spatial(call: Call) -> range:
 
 
 def window(call: Call, dim: int) -> Window:
-    """Which rows of dim `dim` of its image a convolution or pool reads, at the planned sizes."""
+    """Which rows of dim `dim` of the image each output row of a convolution or pool reads, at the planned sizes."""
     arguments, at = given(call), dim - len(call.ins[IMAGE].shape)
     kernel = int(call.ins[1].shape[at]) if "weight" in arguments else _each(arguments["kernel_size"], at)
     reach = _each(arguments.get("dilation", 1), at) * (kernel - 1) + 1
@@ -52,7 +52,7 @@ def window(call: Call, dim: int) -> Window:
 
 
 def padding(call: Call, dim: int) -> int:
-    """Rows of padding in front of dim `dim` ("same" has the smaller half there)."""
+    """Rows of padding before dim `dim`; "same" with an odd sum has the smaller half there."""
     arguments, at = given(call), dim - len(call.ins[IMAGE].shape)
     if arguments["padding"] == "same":
         return _each(arguments["dilation"], at) * (int(call.ins[1].shape[at]) - 1) // 2
@@ -60,18 +60,18 @@ def padding(call: Call, dim: int) -> int:
 
 
 def paddings(call: Call, cut: Collection[int]) -> list[int]:
-    """Padding per spatial dim that is left to the operator where the dims `cut` are padded by hand."""
+    """Padding per spatial dim that the operator itself does: 0 for the dims in `cut`, which the runtime pads."""
     return [0 if d in cut else padding(call, d) for d in spatial(call)]
 
 
 def _each(value: Any, at: int) -> int:
-    """The number for dim `at`, counted from the back, of an argument that may have one for all dims."""
+    """The value for dim `at`, counted from the end, of an argument with one value for each dim or one for all."""
     return int(value[at if len(value) > 1 else 0]) if isinstance(value, (list, tuple)) else int(value)
 
 
 def _exact(call: Call, dim: int) -> bool:
-    """Whether padding by hand gives what the operator's own gives, whatever the symbols: means do not count rows behind
-    the padding, or any padding."""
+    """Whether explicit padding gives the same numbers as the operator's own, whatever the symbolic sizes. Means do not
+    if they exclude padding, or rows behind the padding that ceil_mode adds."""
     arguments, read, size = given(call), window(call, dim), call.ins[IMAGE].shape[dim]
     if "count_include_pad" not in arguments or arguments.get("divisor_override"):
         return True
@@ -84,25 +84,26 @@ def _exact(call: Call, dim: int) -> bool:
 
 
 def _on(site: Site, axis: int) -> tuple[int, Window]:
-    """The dim that a halo on `axis` cuts, and its window."""
+    """The dim that the halo on `axis` cuts, and its window."""
     assert site.call is not None, "a halo of a call that is not there"
     dim = dim_of(site.options[axis].ins[IMAGE].value)
     return dim, window(site.call, dim)
 
 
 def _here(site: Site) -> tuple[int, Window]:
-    """The same on the axis of the site."""
+    """`_on` for the axis of the site."""
     return _on(site, site.axis)
 
 
 def _longest(site: Site, axis: int) -> tuple[int, int]:
-    """The dim that a halo on `axis` cuts, and how many rows the first rank, none has more, reads of it."""
+    """The dim that the halo on `axis` cuts, and how many of its rows the first rank reads; no rank reads more."""
     dim, read = _on(site, axis)
     return dim, read.length(chunk(read.outs, site.sizes[axis], 0)[1])
 
 
 def _row_bytes(site: Site) -> float:
-    """Bytes of one row on one rank: borders of earlier axes are there already, so corners are sent with it."""
+    """Bytes of one row on one rank. The halos of earlier axes have been received by then, so a row includes their rows
+    (the corners)."""
     image = site.operands[IMAGE]
     grown = dict(_longest(site, axis) for axis, option in enumerate(site.options[: site.axis]) if option.run == NAME)
     others = [d for d in range(len(image.shape)) if d != _here(site)[0]]
@@ -110,11 +111,12 @@ def _row_bytes(site: Site) -> float:
 
 
 def _sent_bytes(site: Site) -> float:
+    """Bytes that a rank sends in the forward, at most."""
     return _here(site)[1].most_sent(site.ways) * _row_bytes(site)
 
 
 def _returned_bytes(site: Site) -> float:
-    """Gradients go back to where rows came from."""
+    """Bytes of gradients that a rank sends back in the backward, at most: those of the rows that it received."""
     return _here(site)[1].most_received(site.ways) * _row_bytes(site)
 
 
@@ -127,7 +129,8 @@ def _returns(site: Site) -> int:
 
 
 def _copy_bytes(site: Site) -> float:
-    """The image with its borders, which is what the backward keeps: counted on the last axis that makes one."""
+    """Bytes of the image with its halo, a copy that the backward keeps; counted for the last axis whose halo makes a
+    copy."""
     making = [
         axis
         for axis, option in enumerate(site.options)
@@ -137,7 +140,7 @@ def _copy_bytes(site: Site) -> float:
 
 
 def _moved_bytes(site: Site) -> float:
-    """The copy is written and read."""
+    """Bytes to write and read the copy."""
     return 2 * _copy_bytes(site)
 
 

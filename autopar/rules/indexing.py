@@ -1,8 +1,6 @@
-"""Reading and writing at positions: gather, scatter, index, masks as indices, searching, one-hot.
+"""Reading and writing at positions: gather, scatter, index, masks as indices, searchsorted, one-hot.
 
-The indexed dim is always whole; dims that only come along can be cut, and so can the positions themselves where they
-are only read.
-"""
+The indexed dim is always whole. Other dims can be cut, and so can the positions where they are only read."""
 
 from __future__ import annotations
 
@@ -19,16 +17,19 @@ aten = torch.ops.aten
 
 
 def gather(call: Call) -> str:
-    """The indexed dim is whole; others are cut where both sides have the same size."""
+    """The indexed dim is whole, the positions along it can be cut; another dim can be cut where both operands have the
+    same size."""
     return _elementwise(call, given(call)["dim"], ins=(0, 1), out=1, read=True)
 
 
 def scatter(call: Call) -> str:
-    """As `gather`, written: the positions too must be whole."""
+    """As `gather` for writing: the positions are whole too."""
     return _elementwise(call, given(call)["dim"], ins=tuple(range(len(call.ins))), out=0, read=False)
 
 
 def _elementwise(call: Call, dim: int, *, ins: tuple[int, ...], out: int, read: bool) -> str:
+    """The rule of operators with positions for each element: `ins` are operands whose shapes matter, `out` is the one
+    with the shape of the output, `read` says that positions are read and may be cut."""
     rank = rank_of(call)
     if not rank:
         return replicated(call)
@@ -46,7 +47,7 @@ def _elementwise(call: Call, dim: int, *, ins: tuple[int, ...], out: int, read: 
 
 
 def index_select(call: Call) -> str:
-    """Rows by number: the numbers can be cut."""
+    """Rows by their numbers, which can be cut."""
     rank = rank_of(call)
     if not rank or len(call.ins[1].shape) != 1:
         return replicated(call)
@@ -55,7 +56,7 @@ def index_select(call: Call) -> str:
 
 
 def index_write(call: Call) -> str:
-    """index_add, index_copy, index_fill: the written dim and the numbers are whole."""
+    """index_add, index_copy, index_fill: the written dim and the positions are whole."""
     rank = rank_of(call)
     if not rank:
         return replicated(call)
@@ -65,7 +66,7 @@ def index_write(call: Call) -> str:
 
 
 def repeated(call: Call) -> str:
-    """Each index of a whole dim as often as another tensor says; of all elements in line where no dim is named."""
+    """repeat_interleave with a tensor of counts: the repeated dim is whole; all of them where no dim is named."""
     dim, rank = given(call)["dim"], rank_of(call)
     if dim is None or not rank:
         return replicated(call)
@@ -73,8 +74,8 @@ def repeated(call: Call) -> str:
 
 
 def index(call: Call) -> str:
-    """Several index tensors at once: they broadcast to one block of dims, which stands where the first of them is, or
-    in front where they are not neighbours. Indexed dims are whole, the block and all other dims can be cut."""
+    """Several index tensors, broadcast against each other to one block of dims. The block is where the first index is,
+    or in front where the indices are not adjacent. Indexed dims are whole; the block and all other dims can be cut."""
     places = [i for i, item in enumerate(given(call)["indices"]) if isinstance(item, Tensor)]
     rank = rank_of(call)
     block = max(len(t.shape) for t in call.ins[1:])
@@ -87,7 +88,7 @@ def index(call: Call) -> str:
 
 
 def index_put(call: Call) -> str:
-    """As `index`, written: the block of positions is whole too."""
+    """As `index` for writing: the block of positions is whole too."""
     indices = given(call)["indices"]
     places = [i for i, item in enumerate(indices) if isinstance(item, Tensor)]
     positions, values = call.ins[1:-1], call.ins[-1]
@@ -102,25 +103,25 @@ def index_put(call: Call) -> str:
 
 
 def _has_mask(call: Call) -> bool:
-    """Whether an index is a mask, of truth values or bytes: it takes as many dims as it has, and gives as many rows as
-    it lets through."""
+    """Whether an index is a mask (bool or uint8), which consumes as many dims as it has and gives a number of rows that
+    depends on data."""
     return any(item.itemsize == 1 for item in given(call)["indices"] if isinstance(item, Tensor))
 
 
 def _block(tensor: Tensor, rank: int, mark: str) -> str:
-    """The words of one index tensor, aligned right within the block."""
+    """The words of one index tensor, aligned at the right of the block of `rank` dims."""
     extra = rank - len(tensor.shape)
     return " ".join("1" if n == 1 else f"z{extra + i}{mark}" for i, n in enumerate(tensor.shape))
 
 
 def _joined(sides: list[str], rank: int) -> list[str]:
-    """The words of the block: of size 1 where all index tensors are."""
+    """The words of the whole block; `1` where all index tensors have size 1."""
     named = {word for side in sides for word in side.split()}
     return [word if (word := f"z{i}") in named else "1" for i in range(rank)]
 
 
 def _placed(left: list[str], places: list[int], block: list[str]) -> list[str]:
-    """The dims of the result: the block instead of the indexed dims."""
+    """The words of the result: those of the operand with the block in place of the indexed dims."""
     rest = [w for i, w in enumerate(left) if i not in places]
     neighbours = places == list(range(places[0], places[0] + len(places)))
     at = places[0] if neighbours else 0
@@ -128,7 +129,7 @@ def _placed(left: list[str], places: list[int], block: list[str]) -> list[str]:
 
 
 def segments(call: Call) -> str:
-    """Pieces of a whole dim, reduced one by one; dims in front of it are those of the lengths too."""
+    """segment_reduce: sections of a whole dim, each reduced; the dims before it are those of the lengths too."""
     axis, rank = given(call)["axis"] % max(1, rank_of(call)), rank_of(call)
     inside = " ".join(words(axis))
     return rule(
@@ -137,7 +138,7 @@ def segments(call: Call) -> str:
 
 
 def part_write(call: Call) -> str:
-    """slice_scatter, select_scatter: another tensor written into a part of a whole dim."""
+    """slice_scatter, select_scatter: a tensor written into part of a whole dim."""
     rank = rank_of(call)
     dim = given(call)["dim"] % rank
     source = words(rank, {dim: "z!"})
@@ -147,8 +148,8 @@ def part_write(call: Call) -> str:
 
 
 def searchsorted(call: Call) -> str:
-    """Boundaries, and their order where one is given, are whole along their last dim; what is searched can be cut, with
-    the boundaries' own rows when they have."""
+    """Boundaries, and their order where it is given, are whole along their last dim. The values that are searched can
+    be cut; where boundaries have rows of their own, together with these."""
     ordered = len(call.ins) > 2
     if len(call.ins[0].shape) == 1:
         return f"n!, ...{', n!' * ordered} -> ..."
@@ -156,12 +157,12 @@ def searchsorted(call: Call) -> str:
 
 
 def isin(call: Call) -> str:
-    """Any dim of what is looked up; what it is looked up in is whole, whatever its dims."""
+    """Any dim of the elements can be cut; the set that they are looked up in is whole."""
     return rule(["...", line(len(call.ins[1].shape), {d: f"n{d}!" for d in range(len(call.ins[1].shape))})], ["..."])
 
 
 def _grows(call: Call) -> str:
-    """Accumulating writes are linear in target and source together, and so are overwriting ones."""
+    """Writes that accumulate, and those that overwrite, are linear in target and source together."""
     return f"0+{len(call.ins) - 1}" if call.ins[-1].floating else ""
 
 

@@ -1,5 +1,5 @@
-"""Linear algebra of matrices that are whole: all dims in front of them are cut. And diagonals, of matrices and as
-matrices."""
+"""Linear algebra on matrices: the two dims of a matrix are whole, all dims before them are cut. And diagonals of
+tensors."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ aten = torch.ops.aten
 
 
 def _diagonal_of(call: Call) -> tuple[str, str]:
-    """A tensor, and the diagonal of two of its dims, which comes last."""
+    """The words of a tensor with two whole dims, and those of their diagonal, which is the last dim."""
     rank, arguments = rank_of(call), given(call)
     whole = {arguments["dim1"] % rank: "x!", arguments["dim2"] % rank: "y!"}
     return line(rank, whole), " ".join([word for dim, word in enumerate(words(rank)) if dim not in whole] + ["z!"])
 
 
 def diagonal(call: Call) -> str:
-    """The two dims are whole."""
+    """The two dims, and the diagonal, are whole."""
     whole, part = _diagonal_of(call)
     return rule([whole], [part])
 
 
 def diagonal_scatter(call: Call) -> str:
-    """A tensor with another diagonal."""
+    """A tensor with its diagonal replaced; as `diagonal`."""
     whole, part = _diagonal_of(call)
     return rule([whole, part], [whole])
 
 
 def diag_embed(call: Call) -> str:
-    """The last dim becomes the diagonal of two new ones, which are whole."""
+    """The last dim becomes the diagonal of two new dims; all three are whole."""
     rank, arguments = rank_of(call) + 1, given(call)
     new = {arguments["dim1"] % rank: "x!", arguments["dim2"] % rank: "y!"}
     others = iter(words(rank - 2))
@@ -42,8 +42,8 @@ def diag_embed(call: Call) -> str:
 
 
 def kron(call: Call) -> str:
-    """Each dim of the result is that of the first operand times that of the second one; the one with fewer dims lacks
-    the first ones."""
+    """Each dim of the result is the product of a dim of the first and one of the second operand. The operand with fewer
+    dims lacks the first ones."""
     ranks = [len(t.shape) for t in call.ins]
     rank = max(ranks)
     names = [[f"{side}{dim}" for dim in range(rank - own, rank)] for side, own in zip("ab", ranks, strict=True)]
@@ -52,23 +52,24 @@ def kron(call: Call) -> str:
 
 
 def triangular(call: Call) -> str:
-    """A triangular matrix, and what it is solved for: columns where it stands on the left, else rows."""
+    """A triangular matrix A and right-hand sides B: columns of B can be cut for A X = B, rows for X A = B (`left` is
+    false)."""
     return "... i! j!, ... i! k -> ... i! k" if given(call)["left"] else "... i! j!, ... k i! -> ... k i!"
 
 
 def solve(call: Call) -> str:
-    """As `triangular`; what it is solved for may be one vector for each matrix."""
+    """As `triangular`; B may be one vector per matrix."""
     matrices, wanted = (t.shape for t in call.ins)
     return "... i! j!, ... i! -> ... i!" if len(wanted) == 1 or wanted == matrices[:-1] else triangular(call)
 
 
 def factored(call: Call) -> str:
-    """What is solved for by LU factors and their pivots: columns where the matrix stands on the left, else rows."""
+    """As `triangular`, with A as LU factors and pivots."""
     return f"... i! j!, ... i!, ... {'i! k -> ... i! k' if given(call)['left'] else 'k i! -> ... k i!'}"
 
 
 def reflected(call: Call) -> str:
-    """The product of reflections, with their factors, times what stands on its right, or its left."""
+    """ormqr: a product of reflections times a matrix on its right (columns can be cut) or on its left (rows)."""
     left = bool(given(call)["left"])
     return f"... i! j!, ... r!, ... {'m! k -> ... m! k' if left else 'k m! -> ... k m!'}"
 

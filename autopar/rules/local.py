@@ -1,8 +1,7 @@
-"""What the arguments of an operator become on a shard.
+"""The arguments of an operator where it is called on a shard.
 
-Most operators are called on shards with the arguments that they have on one device, because a rule never cuts a dim
-that a size argument speaks of. The exceptions are listed here: their size arguments are those of the local output.
-"""
+Most operators take the same arguments on a shard as on one device, because rules never cut a dim whose size is an
+argument. The exceptions are in `SIZED`: their size arguments become those of the local output."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ SIZED: dict[Any, str] = {
 def local_args(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[Sequence[Any]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments for a call on one shard, whose outputs have the local shapes `outs` (numbers, or their source
-    texts)."""
+    """The arguments for a call on one shard whose outputs have the shapes `outs` (ints, or source texts of sizes)."""
     kind = SIZED.get(target)
     if kind is None:
         return tuple(args), dict(kwargs)

@@ -1,4 +1,5 @@
-"""Losses. A sum over samples leaves a partial sum; a mean must stay whole (passes write means as sum over number)."""
+"""Losses. A sum over samples leaves a partial sum. A mean is replicated here: passes rewrite means as a sum over a
+count."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ OF_ROWS = "cosine_embedding_loss multi_margin_loss multilabel_margin_loss triple
 
 
 def elementwise(call: Call) -> str:
-    """One term per element of operands that broadcast against each other, then no reduction, a sum, or a mean."""
+    """One term per element of operands that broadcast against each other; then no reduction, a sum, or a mean
+    (replicated)."""
     reduction = given(call)["reduction"]
     if reduction == MEAN:
         return replicated(call)
@@ -31,8 +33,8 @@ def elementwise(call: Call) -> str:
 
 
 def classes(call: Call) -> str:
-    """`logits [n, v, ...]` against labels `[n, ...]`: classes are whole, and so are their weights; samples split except
-    under a mean."""
+    """`logits [n, v, ...]` and labels `[n, ...]`: classes and their weights are whole; samples and positions split,
+    except for a mean."""
     reduction, rank = given(call)["reduction"], rank_of(call)
     if reduction == MEAN or len(call.ins[1].shape) != rank - 1 or rank < 2:
         return replicated(call)
@@ -41,8 +43,8 @@ def classes(call: Call) -> str:
 
 
 def of_rows(call: Call) -> str:
-    """One term per row of what has rows, and of what has one number for each; rows are whole, and weights of their
-    elements."""
+    """One term per row of `[n, d]` operands (or `[d]`) and `[n]` operands; rows are whole, and so are weights of
+    classes."""
     reduction, weight, rank = given(call)["reduction"], given(call).get("weight"), rank_of(call)
     wide = [t for t in call.ins if len(t.shape) == rank]
     numbers = [t for t in call.ins if len(t.shape) != rank and t is not weight]
@@ -58,12 +60,12 @@ def of_rows(call: Call) -> str:
 
 
 def entropies(call: Call) -> str:
-    """`logits [..., v]` against labels `[...]`, with weights of the classes or without: a term per position."""
+    """`logits [..., v]` and labels `[...]`, with or without weights of classes: a term per position."""
     return rule(["... v!", "...", *("v!" for _ in call.ins[2:])], ["..."])
 
 
 def entropy(call: Call) -> str:
-    """Their sum; classes that have no weights split, by a runtime algorithm."""
+    """The sum of `entropies`. Without weights the classes split too, by the algorithm `cross_entropy`."""
     weights = call.ins[2:]
     return rule(["... v!" if weights else "... v@cross_entropy", "...", *("v!" for _ in weights)], [""])
 

@@ -1,8 +1,8 @@
-"""Pointwise operators, with broadcasting: every dim can be cut.
+"""Pointwise operators with broadcasting: every dim can be cut.
 
-Which of them let a partial sum through: those that are linear in all operands together (add, sub, neg, casts), in each
-alone (mul), or in the first only (div). An operator that adds a Python number is not linear: each rank would add it.
-"""
+Partial sums pass through operators that are linear in all operands together (add, sub, neg, casts), in each operand
+alone (mul), or in the first operand (div). An operator that adds a Python number is not linear: each rank would add
+it."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ RANDOM = named("""alpha_dropout.default bernoulli.default bernoulli.p cauchy.def
 
 
 def features(call: Call) -> str:
-    """One number for each sample and channel."""
+    """One random number for each sample and channel: the other dims are whole."""
     line = " ".join(["n", "c", *(f"d{i}!" for i in range(2, len(call.ins[0].shape)))])
     return rule([line], [line])
 
 
 def _casts(call: Call) -> str:
-    """Casts between floats let partial sums through (rounding aside), casts to and from integers do not."""
+    """Casts between floating-point dtypes are linear, apart from rounding; those from and to integers are not."""
     return "all" if all(t.floating for t in (*call.ins, *call.outs)) else ""
 
 
 def _sums(call: Call) -> str:
-    """A sum of tensors lets partial sums through, a tensor plus a number does not."""
+    """A sum of tensors is linear in them together; a tensor plus a number is not linear."""
     return "all" if len(call.ins) > 1 and all(t.floating for t in call.ins) else ""
 
 
 def _products(call: Call) -> str:
-    """Linear in each operand alone; times a number, linear in the one there is."""
+    """Linear in each operand alone; a product with a number is linear in the tensor."""
     if not call.outs[0].floating:
         return ""
     return "each" if len(call.ins) > 1 else "all"
@@ -80,7 +80,7 @@ def _quotients(call: Call) -> str:
 
 
 def _keeps_zero(position: int, operand: str) -> Callable[[Call], str]:
-    """Linear in one operand where the number that stands in for other elements is 0 (masked_fill, where)."""
+    """masked_fill and where with a number: linear in `operand` where the number is 0."""
     return lambda call: operand if call.args[position] == 0 else ""
 
 

@@ -1,4 +1,4 @@
-"""Recurrent networks of torch.nn, one operator each: samples split, positions and features do not."""
+"""Recurrent layers of torch.nn, each one operator: samples split, positions and features do not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ RECURRENT = "gru.input lstm.input rnn_relu.input rnn_tanh.input"
 
 
 def layers(call: Call) -> str:
-    """`input [b s i]` or `[s b i]`, one or two states `[l b h]`, weights; the same without weights comes out."""
+    """`input [b s i]` or `[s b i]`, one or two states `[l b h]`, and weights; the outputs are as the input and the
+    states."""
     first, states = bool(given(call)["batch_first"]), len(call.outs) - 1
     weights = (" ".join(f"w{i}n{d}!" for d in range(len(t.shape))) for i, t in enumerate(call.ins[1 + states :]))
     return rule(
@@ -27,7 +28,7 @@ def _line(kind: str, batch_first: bool) -> str:
 
 
 def cell(call: Call) -> str:
-    """One position: `input [b i]`, one or two states `[b h]`, weights; the states behind it come out."""
+    """One position: `input [b i]`, one or two states `[b h]`, and weights; the outputs are the new states."""
     states = len(call.outs)
     weights = (" ".join(f"w{i}n{d}!" for d in range(len(t.shape))) for i, t in enumerate(call.ins[1 + states :]))
     return rule(["b i!", *[f"b h{n}!" for n in range(states)], *weights], [f"b g{n}!" for n in range(states)])

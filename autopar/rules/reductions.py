@@ -1,4 +1,4 @@
-"""Reductions and operators that need a dim whole: sums, maxima, softmax, norms, cumulative sums, sorting."""
+"""Reductions, and operators that need a dim whole: sums, maxima, softmax, norms, cumulative sums, sorting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ aten = torch.ops.aten
 
 
 def reduced(mark: str = "", name: str = "dim", stays: str = "keepdim") -> Spec:
-    """The dims that argument `name` lists (all without it) go, or stay as size 1; `mark` "!" forbids splitting them."""
+    """The rule of a reduction over the dims in argument `name` (None: all dims). They are removed, or kept with size 1
+    where argument `stays` is true. `mark` "!" forbids splitting them."""
 
     def spec(call: Call) -> str:
         rank, arguments = rank_of(call), given(call)
@@ -31,8 +32,8 @@ def reduced(mark: str = "", name: str = "dim", stays: str = "keepdim") -> Spec:
 
 
 def whole_dim(call: Call) -> str:
-    """One dim is whole in operand and outputs, whose other dims are alike; those can be cut (softmax, cumsum, sort,
-    glu)."""
+    """One dim is whole in operands and outputs; all others, of the same sizes on both sides, can be cut (softmax,
+    cumsum, sort, glu)."""
     rank = rank_of(call)
     whole = dims(given(call).get("dim"), rank)
     return rule(
@@ -42,7 +43,7 @@ def whole_dim(call: Call) -> str:
 
 
 def layer_norm(call: Call) -> str:
-    """The normalised dims are whole; weights lie along them; statistics, where they are given out, have size 1
+    """The normalised dims are whole, and weights have only these. Statistics, where they are outputs, have size 1
     there."""
     count = len(given(call)["normalized_shape"])
     last = " ".join(f"n{i}!" for i in range(count))
@@ -53,15 +54,15 @@ def layer_norm(call: Call) -> str:
 
 
 def group_norm(call: Call) -> str:
-    """Only samples split: statistics go over channels and positions."""
+    """Only samples split: statistics are taken over channels and positions."""
     rank = rank_of(call)
     left = " ".join(["a", "c!", *(f"d{i}!" for i in range(2, rank))])
     return rule([left, *("c!" for _ in call.ins[1:])], [left])
 
 
 def instance_norm(call: Call) -> str:
-    """Channels split. With statistics of the sample's own samples do too, unless running ones are made of all of them;
-    with running ones positions as well."""
+    """Channels split. With statistics of each sample, samples split too, unless running statistics are made of all
+    samples. With given running statistics, samples and positions split."""
     arguments, rank = given(call), rank_of(call)
     own = arguments["use_input_stats"]
     sample, mark = "a!" if own and arguments["running_mean"] is not None else "a", "!" if own else ""
@@ -70,20 +71,21 @@ def instance_norm(call: Call) -> str:
 
 
 def batch_norm(call: Call) -> str:
-    """With running statistics: pointwise, each channel by its own. With those of the batch only channels split."""
+    """With running statistics it is pointwise. With those of the batch only channels split."""
     mark = "!" if given(call)["training"] else ""
     left = " ".join("c" if i == 1 else f"d{i}{mark}" for i in range(rank_of(call)))
     return rule([left, *("c" for _ in call.ins[1:])], [left])
 
 
 def statistic(call: Call) -> str:
-    """Sums of a batch, one for each channel; the running ones lie along the channels."""
+    """The sum of a batch per channel; `c` is also the only dim of running statistics."""
     left = " ".join("c" if i == 1 else "1" for i in range(rank_of(call)))
     return rule([left, "c"], [left])
 
 
 def weight_norm(call: Call) -> str:
-    """A weight and its lengths along `dim`, of size 1 in all other dims, which each length goes over."""
+    """A weight, and its norms along `dim`, which have size 1 in all other dims. The dims that a norm sums over are
+    whole."""
     rank, along = rank_of(call), given(call)["dim"]
     left = line(rank, {d: f"d{d}!" for d in range(rank) if d != along % rank or along == -1})
     right = " ".join("1" if n == 1 else f"d{i}" for i, n in enumerate(call.ins[1].shape))
@@ -91,7 +93,8 @@ def weight_norm(call: Call) -> str:
 
 
 def _pair(call: Call, along: int, left: str = "") -> str:
-    """Two operands that broadcast against each other, whole along one dim, of which `left` is there in the result."""
+    """Two operands that broadcast against each other, whole along dim `along`; `left` is the word for that dim in the
+    result, "" where it is removed."""
     rank = max(len(t.shape) for t in call.ins)
     whole = along % rank
     ins = [
@@ -107,17 +110,17 @@ def _pair(call: Call, along: int, left: str = "") -> str:
 
 
 def cosine(call: Call) -> str:
-    """One number for each pair of vectors along `dim`."""
+    """One number per pair of vectors along `dim`."""
     return _pair(call, given(call)["dim"])
 
 
 def distance(call: Call) -> str:
-    """The same along the last dim."""
+    """One number per pair of vectors along the last dim."""
     return _pair(call, -1, "1" if given(call)["keepdim"] else "")
 
 
 def cross(call: Call) -> str:
-    """A vector for each pair along `dim`."""
+    """One vector per pair of vectors along `dim`."""
     return _pair(call, given(call)["dim"], "z!")
 
 

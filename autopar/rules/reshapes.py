@@ -1,7 +1,7 @@
-"""The rule of a reshape, from the sizes on both sides.
+"""The rule of a reshape, from the shapes on both sides.
 
-The common refinement of both sides names the factors: `[b, s, 512] -> [b, s, 8, 64]` is `f0 f1 (f2 f3) -> f0 f1 f2 f3`.
-"""
+The factors are the common refinement of both shapes: `[b, s, 512] -> [b, s, 8, 64]` is `f0 f1 (f2 f3) -> f0 f1 f2
+f3`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ PROBE = 1_000_003  # symbols are compared with numbers at this value: they outwe
 
 
 def reshape(call: Call) -> str:
-    """Any change of sizes that keeps the order of elements.
+    """The rule of any change of shape that keeps the order of elements.
 
     `[6, 4] -> [2, 12]` is `(f0 f1) f2 -> f0 (f1 f2)`. Where sizes have no common refinement (`[4, 6] -> [6, 4]`), the
-    dims up to the next common boundary stay whole. Dims of size 1 are never split.
-    """
+    dims up to the next common boundary stay whole. Dims of size 1 are never split."""
     before, after = _Side(call.ins[0].shape), _Side(call.outs[0].shape)
     fresh = (f"f{i}" for i in itertools.count())
     while before.open and after.open:
@@ -35,7 +34,8 @@ def reshape(call: Call) -> str:
 
 
 class _Side:
-    """The dims of one side, consumed from the left; `rest` is what is left of the current one."""
+    """The shape on one side, consumed from the left; `rest` is the part of the current dim's size that has no factor
+    yet."""
 
     def __init__(self, shape: Sequence[Size]) -> None:
         self.words: list[list[str]] = [[] for _ in shape]
@@ -53,7 +53,7 @@ class _Side:
         return size
 
     def take(self, name: str, size: Size) -> None:
-        """Put factor `name` of `size` into the current dim."""
+        """Give the current dim a factor `name` of `size`; go to the next dim where it is complete."""
         index, whole = self.todo[0]
         self.words[index].append(name)
         self.done = self.done * size
@@ -66,14 +66,14 @@ class _Side:
 
 
 def _shared(one: Size, other: Size) -> Size | None:
-    """The smaller of two sizes when it divides the larger."""
+    """The smaller of two sizes if it divides the larger, else None."""
     if quotient(one, other) is not None:
         return other
     return one if quotient(other, one) is not None else None
 
 
 def _close(before: _Side, after: _Side, fresh: Iterator[str]) -> None:
-    """Make dims whole until the products of both sides agree again (or all is consumed)."""
+    """Give dims whole factors until the products of both sides are equal again, or no dims are left."""
     total: list[Size] = [1, 1]
     sides = (before, after)
     while total[0] == 1 or not _equal(*total):
@@ -92,7 +92,7 @@ def _equal(one: Size, other: Size) -> bool:
 
 
 def quotient(one: Size, other: Size) -> Size | None:
-    """`one / other` when that is a whole number for all values of the symbols."""
+    """`one / other` if that is a whole number for all values of the symbols, else None."""
     if isinstance(one, int) and isinstance(other, int):
         return one // other if other and one % other == 0 else None
     found = sympy.cancel(sympy.sympify(one) / other)

@@ -1,4 +1,4 @@
-"""Attention with rows and keys cut together: when it can be, and what it sends
+"""Ring attention, with query rows and keys cut by one axis: when it can be used, and what it sends
 (autopar.runtime.algorithms.ring_attention)."""
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ QUERY, KEY, VALUE = 0, 1, 2
 
 
 def ring(call: Call, ways: int) -> Together:
-    """Query rows and keys are cut together: keys and values go round the ranks. A mask keeps its columns whole.
+    """Query rows and keys are cut together; shards of keys and values go round the ranks. The columns of a mask stay
+    whole.
 
-    Not where weights are dropped (masks would have to agree between ranks), nor where rows and keys differ in number or
-    anything but grouped heads is broadcast.
-    """
+    Not with dropout (its random masks would have to agree between ranks), nor where there are other numbers of queries
+    than of keys, nor where anything but groups of heads is broadcast."""
     arguments, (query, key, value) = given(call), (t.shape for t in call.ins[:3])
     grouped = 1 if arguments["enable_gqa"] else 0
     same = len(query) == len(key) == len(value) > 1 and query[-2] == key[-2] == value[-2] and key[:-2] == value[:-2]
@@ -25,41 +25,45 @@ def ring(call: Call, ways: int) -> Together:
 
 
 def later_rows(site: Site) -> float:
-    """Pace of `causal_rows`: the last of n ranks multiplies 1/n of the rows by all keys; a causal whole is half of all
-    pairs."""
+    """Pace of `causal_rows`. The last of n ranks multiplies its 1/n of the rows by all keys, and a causal mask leaves
+    half of all pairs: 2 times the mean."""
     return 2.0
 
 
 def pace(site: Site) -> float:
-    """In contiguous chunks the last of n ranks has n - 1/2 of the n^2 / 2 pairs of chunks of a causal whole; in halves
-    all have as many."""
+    """Pace of `ring`. With a causal mask and contiguous chunks, the last of n ranks has n - 1/2 of the n^2 / 2 pairs of
+    chunks: (2n - 1) / n times the mean. In halves (zigzag) all ranks have the same."""
     return (2 * site.ways - 1) / site.ways if site.argument("is_causal") and not _in_halves(site) else 1.0
 
 
 def _in_halves(site: Site) -> int:
-    """1 or 0, as runtime.algorithms.ring_order.Order.zigzag."""
+    """Whether rows are in zigzag order, as 1 or 0: the same condition as runtime.algorithms.ring_order.Order.zigzag."""
     return int(site.argument("is_causal") and site.ways > 1 and site.operands[QUERY].sizes[-2] % (2 * site.ways) == 0)
 
 
 def _hops(site: Site) -> int:
+    """Times that shards go to the next rank."""
     return site.ways - 1
 
 
 def _home(site: Site) -> int:
+    """1 if the gradients of keys and values go to the rank that owns these after the last hop."""
     return int(site.ways > 1)
 
 
 def _all(site: Site) -> float:
+    """Bytes of the local shards of queries, keys and values."""
     return site.local_bytes(QUERY) + _keys(site)
 
 
 def _keys(site: Site) -> float:
-    """Where an axis has `own_heads` beside the ring, only the heads that it takes go round."""
+    """Bytes of the local shards of keys and values that go round; where another axis has `own_heads`, those of the
+    heads that it takes."""
     return site.local_bytes(KEY, VALUE) * _taken(site)
 
 
 def _taken(site: Site) -> float:
-    """The share of the local heads of keys and values that runtime.algorithms.own_heads takes on each rank of even
+    """The share of the local heads of keys and values that runtime.algorithms.own_heads takes on each rank, for even
     cuts."""
     if not any(option.run == "own_heads" for option in site.options):
         return 1.0
@@ -70,12 +74,12 @@ def _taken(site: Site) -> float:
 
 
 def _sums(site: Site) -> float:
-    """Gradients of keys and values are summed up, and sent, in float32 or wider."""
+    """Bytes of the gradients of keys and values, which are summed and sent in float32 or wider."""
     return _keys(site) * max(4, site.operands[KEY].itemsize) / site.operands[KEY].itemsize
 
 
 def _result(site: Site) -> float:
-    """As many rows as queries, as wide as values."""
+    """Bytes of the local result: as many rows as the queries have, as wide as the values."""
     lead = range(len(site.operands[QUERY].shape) - 1)
     return (
         site.local(QUERY, *lead)
@@ -85,6 +89,7 @@ def _result(site: Site) -> float:
 
 
 def _result_and_gradient(site: Site) -> float:
+    """Bytes of the result and of its gradient."""
     return 2 * _result(site)
 
 

@@ -1,4 +1,4 @@
-"""A row of the rule table."""
+"""A row of the rule table: how one operator may be split."""
 
 from __future__ import annotations
 
@@ -17,20 +17,30 @@ LINEAR = re.compile(r"|all|each|first|\d+(\+\d+)*(\|\d+(\+\d+)*)*")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one operator may be split.
+    """How one operator may be split on one mesh axis.
 
-    `spec` is a rule string, or a function that writes it for one call. `linear` is "", "all" (linear in all operands
-    together: add, view, sum), "each" (linear in each operand alone: mul, matmul), "first" (linear in the first: div),
-    operand numbers ("1+2": in those together, "0|1": in each alone), or a function that says which for one call.
-    `reduce` names the partial result that a split of a summed-over factor leaves: "P" (a sum), "Pmax", "Pmin". `random`
-    operators draw numbers. `together` says for one call which factors can also be cut together by one axis of so many
-    ranks, each set with the runtime algorithm that makes it right. `also` writes a second rule string for the same
-    call, "" for none: its factors may be cut otherwise than those of the first, and only those with a runtime algorithm
-    count. `partly` are factors that only a part of the work has, as columns of the second of two products, with its
-    share, from 0 to 1.
+    `spec` is a rule string (grammar: `rules.language`), or a function that writes one for a given call.
 
-    Raises RuleError, here or for the first call that it is asked about, where a field says what no operator has.
-    """
+    `linear` says in which operands the operator is linear, so that partial sums may pass through it: "" in none, "all"
+    in all operands together (add, view, sum), "each" in each operand with the others fixed (mul, matmul), "first" in
+    the first operand (div), or operand numbers ("1+2": in those two together, "0|1": in each of the two); or a function
+    that gives one of these for a call.
+
+    `reduce` is the partial result that remains where a factor that is summed over is split: "P" (a sum), "Pmax",
+    "Pmin".
+
+    `random`: the operator draws random numbers.
+
+    `together` gives, for a call and a number of ranks, the sets of factors that one axis may cut at the same time, each
+    with the runtime algorithm that does it.
+
+    `also` writes a second rule string for the call ("" for none), in which factors are grouped in another way. Only its
+    options with a runtime algorithm are used.
+
+    `partly` is for factors that occur in only part of the work, such as columns of the second of two products: for
+    each, a function that gives the share of the FLOPs in which it occurs, from 0 to 1.
+
+    Raises RuleError where a field is malformed: when made if that can be seen then, else by `text` and `options`."""
 
     spec: str | Callable[[Call], str]
     linear: str | Callable[[Call], str] = ""
@@ -61,7 +71,7 @@ class Rule:
             )
 
     def text(self, call: Call) -> str:
-        """The rule string for one call."""
+        """The rule string for one call. Raises RuleError where the function `spec` gave no string."""
         found = self.spec if isinstance(self.spec, str) else self.spec(call)
         if not isinstance(found, str):
             raise RuleError(
@@ -71,7 +81,10 @@ class Rule:
         return found
 
     def options(self, call: Call, ways: int, *, sections: Sequence[tuple[int, ...]] = ()) -> list[Option]:
-        """Everything that `call` can do on one axis of `ways` ranks; see `matches.options`."""
+        """All options of `call` on an axis of `ways` ranks: those of the rule string and of `together` (see
+        `matches.options`), and those with a runtime algorithm of the rule string that `also` writes.
+
+        Raises RuleError where the rule does not fit the call."""
         linear = self.linear if isinstance(self.linear, str) else self.linear(call)
         self._check_linear(linear, call)
         found = options(
@@ -98,7 +111,7 @@ class Rule:
         )
 
     def _check_linear(self, linear: str, call: Call | None = None) -> None:
-        """Raise RuleError unless `linear` says something, of `call` something of operands that it has."""
+        """Raise RuleError unless `linear` is well-formed, and where `call` is given names only operands that it has."""
         known = isinstance(linear, str) and LINEAR.fullmatch(linear)
         last = max(map(int, re.findall(r"\d+", linear)), default=-1) if known else -1
         if not known or (call is not None and last >= len(call.ins)):

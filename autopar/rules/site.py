@@ -1,5 +1,5 @@
-"""One call of an operator on one rank, as far as bytes depend on it: what algorithms send, and what big operators hold
-inside."""
+"""One call of an operator on one rank, with what its bytes depend on: used for the collectives inside runtime
+algorithms, and for memory that operators use inside."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from autopar.rules.language import Call, Option, Tensor
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """`options` and `sizes` have one entry per mesh axis; `axis` is the one that a collective runs on. `call` has what
-    is no tensor. `wider`: an element of the sum of a weight's gradients has so many times the bytes of one of the
-    weight. `in_a_row`: the experts of a token lie next to each other."""
+    """A call with its options, on one rank.
+
+    `options` and `sizes` have one entry per mesh axis; `axis` is the one on which a collective runs. `call` has the
+    arguments that are no tensors. `wider` is the bytes of an element of a weight's summed gradient over those of an
+    element of the weight. `in_a_row`: the experts of a token have neighbouring numbers."""
 
     operands: Sequence[Tensor]
     options: Sequence[Option]
@@ -29,24 +31,25 @@ class Site:
 
     @property
     def ways(self) -> int:
-        """How many ranks the axis has."""
+        """The number of ranks of the axis."""
         return self.sizes[self.axis]
 
     def argument(self, name: str) -> Any:
-        """An argument of the call of an ATen overload."""
+        """An argument of the call of an ATen overload, by name."""
         assert self.call is not None, f"{name} of a call that is not there"
         return given(self.call)[name]
 
     def local_bytes(self, *operands: int) -> float:
-        """Bytes of operands on one rank."""
+        """Bytes of the operands' shards on one rank."""
         return sum(self.local(i, *range(len(self.operands[i].shape))) * self.operands[i].itemsize for i in operands)
 
     def even(self, operand: int) -> bool:
-        """Whether all ranks have equal parts of an operand."""
+        """Whether all ranks have shards of the same size of an operand."""
         return even(self.operands[operand].sizes, tuple(o.ins[operand].value for o in self.options), self.sizes)
 
     def local(self, operand: int, *dims: int) -> float:
-        """The product of the sizes that the named dims of an operand have on one rank."""
+        """The product of the local sizes of `dims` of an operand: whole sizes times the share that a rank has by the
+        cuts of these dims. Not an integer where a cut is uneven."""
         kept = tuple(f"S{d}" for d in dims)
         layout = tuple(o.ins[operand].value for o in self.options)
         layout = tuple(e if e.partition("/")[0] in kept else "R" for e in layout)
@@ -54,27 +57,29 @@ class Site:
 
 
 def once(site: Site) -> int:
-    """One time; an equal share."""
+    """The number 1: a collective runs once, or all ranks do the same share."""
     return 1
 
 
 def everywhere(site: Site, parts: int) -> float:
-    """One of any number of parts."""
+    """The number 1, as the number of parts of an axis that a row goes to."""
     return 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class InnerCollective:
-    """One collective inside an algorithm: its kind, and the bytes that it moves as autopar.cost.comm.collective_s
+    """One collective inside an algorithm: its kind, and the bytes that it moves as `autopar.cost.comm.collective_s`
     counts them.
 
-    It runs `times` times, each after the other. A `hidden` one runs while the operator works, on `times` of `times + 1`
-    equal pieces of what it does in that direction. `reorders`: it only brings rows into the order that the algorithm
-    works in, or back. One that is not hidden is waited for: before the operator works, or behind it where it is `last`.
-    `parts` are axes whose ranks all have what is sent, of which each could send a part by itself: by axis, the bytes
-    that are then gathered there beside. Of so many equal parts of the axis a row goes to so many (`reached`); `apart`
-    is how many times the bytes are where software sends it to each of its readers there.
-    """
+    It runs `times` times, one after the other. A `hidden` one overlaps the operator's own work, on `times` of `times +
+    1` equal parts of the work of that direction. One that is not hidden is waited for before the work begins, or after
+    its end where it is `last`. `reorders`: it only brings rows into the order that the algorithm works in, or back.
+
+    `parts` gives, by mesh axis, the axes along which all ranks have the same rows to send, so that each could send a
+    part of them: the bytes that must then be gathered along that axis afterwards.
+
+    `reached` is to how many of so many equal parts of the axis a row goes. `apart` is how many times as many bytes are
+    sent where software sends a row once to each of its readers in a part instead of once to the part."""
 
     kind: str
     nbytes: Callable[[Site], float]
@@ -89,8 +94,8 @@ class InnerCollective:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Of an operator that is many steps at once, on one rank: bytes that its backward keeps, and bytes that its forward
-    reads and writes, both beside operands and outputs."""
+    """Bytes on one rank in addition to operands and outputs, of an operator that is many kernels: those that its
+    backward keeps, and those that its forward reads and writes."""
 
     kept_bytes: Callable[[Site], float]
     moved_bytes: Callable[[Site], float]

@@ -1,5 +1,5 @@
-"""Fourier transforms, of signals in frames too: transformed dims are whole, all others are cut; and the parts of
-complex numbers, which any dim is cut of."""
+"""Fourier transforms, also of frames of signals: transformed dims are whole, all others can be cut. And real and
+imaginary parts of complex numbers, where any dim can be cut."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ SHIFTS = "fft_fftshift fft_ifftshift"
 
 
 def transform(call: Call) -> str:
-    """The dims that a call names, or else the last ones that it gives sizes for, or all."""
+    """The transformed dims are those that the call names; else as many of the last ones as it gives sizes for; else
+    all."""
     rank, arguments = rank_of(call), given(call)
     dims, sizes = arguments["dim"], arguments.get("s")
     if dims is None:
@@ -25,8 +26,8 @@ def transform(call: Call) -> str:
 
 
 def framed(one: int) -> Spec:
-    """A signal, or its frames, with so many dims for one sample, and a window; samples, where there are several, are
-    cut."""
+    """stft and istft: the `one` last dims of the operand are one signal, or its frames; a dim of samples before them
+    can be cut. The window is whole."""
 
     def spec(call: Call) -> str:
         kept = rank_of(call) - one

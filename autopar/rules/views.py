@@ -1,4 +1,4 @@
-"""Views and data movement: transpose, expand, cat, split, slice and friends (reshape has its own file)."""
+"""Views and data movement: transpose, expand, cat, split, slice and similar (reshape has a file of its own)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def permute(call: Call) -> str:
 
 
 def transpose(call: Call) -> str:
-    """Two dims change places."""
+    """Two dims are exchanged."""
     after = words(rank_of(call))
     one, other = (d % len(after) for d in call.args[1:3])
     after[one], after[other] = after[other], after[one]
@@ -36,7 +36,7 @@ def turn(call: Call) -> str:
 
 
 def movedim(call: Call) -> str:
-    """Some dims go to other places, the rest keeps its order."""
+    """Some dims are moved to given positions; the others keep their order."""
     rank = rank_of(call)
     source, destination = dims(given(call)["source"], rank), dims(given(call)["destination"], rank)
     places = dict(zip(destination, source, strict=True))
@@ -45,7 +45,7 @@ def movedim(call: Call) -> str:
 
 
 def expand(call: Call) -> str:
-    """New and stretched dims are dims that the operand lacks: its gradient is summed over them."""
+    """New and broadcast dims are factors that the operand lacks; its gradient is summed over them."""
     before, after = call.ins[0].shape, call.outs[0].shape
     extra = len(after) - len(before)
     left = [f"d{extra + i}" if old == after[extra + i] else "1" for i, old in enumerate(before)]
@@ -61,8 +61,8 @@ def unsqueeze(call: Call) -> str:
 
 
 def squeeze(call: Call) -> str:
-    """Listed dims of size 1 go, of none listed none, without a list all. A listed dim of another size must stay whole:
-    its shard may be of size 1."""
+    """The listed dims of size 1 are removed; without an argument all of size 1, with an empty list none. A listed dim
+    of another size stays whole: its shard might have size 1."""
     shape = call.ins[0].shape
     asked = given(call).get("dim")
     listed = () if asked == [] else dims(asked, len(shape))
@@ -71,41 +71,41 @@ def squeeze(call: Call) -> str:
 
 
 def split(call: Call) -> str:
-    """Pieces of one dim: all of them are cut together, section by section; or the other dims are."""
+    """Sections of one dim. They are all cut together, each in its section; or another dim is cut."""
     rank, pieces = rank_of(call), [f"p{i}" for i in range(len(call.outs))]
     dim = given(call)["dim"] % rank
     return rule([line(rank, {dim: _side_by_side(pieces)})], [line(rank, {dim: p}) for p in pieces])
 
 
 def chunk(call: Call) -> str:
-    """As `split` where all chunks are alike; the dim stays whole where they are not."""
+    """As `split` where all chunks have the same size; else the dim stays whole."""
     dim = given(call)["dim"] % rank_of(call)
     alike = all(t.shape[dim] == call.outs[0].shape[dim] for t in call.outs)
     return split(call) if alike else whole_pieces(call)
 
 
 def whole_pieces(call: Call) -> str:
-    """Pieces of a dim that stays whole."""
+    """Sections of a dim that stays whole."""
     rank = rank_of(call)
     dim = given(call)["dim"] % rank
     return rule([line(rank, {dim: "y!"})], [line(rank, {dim: f"z{i}!"}) for i in range(len(call.outs))])
 
 
 def unbind(call: Call) -> str:
-    """One output per index of a whole dim."""
+    """One output per index of a dim that stays whole."""
     left = words(rank_of(call), {given(call)["dim"] % rank_of(call): "y!"})
     return rule([" ".join(left)], [" ".join(w for w in left if w != "y!") for _ in call.outs])
 
 
 def cat(call: Call) -> str:
-    """Operands side by side along one dim: all are cut together, section by section; or the other dims are."""
+    """Operands concatenated along one dim. They are all cut together, each in its section; or another dim is cut."""
     rank, pieces = len(call.outs[0].shape), [f"p{i}" for i in range(len(call.ins))]
     dim = given(call)["dim"] % rank
     return rule([line(rank, {dim: p}) for p in pieces], [line(rank, {dim: _side_by_side(pieces)})])
 
 
 def stack(call: Call) -> str:
-    """Operands along a new dim, which is whole."""
+    """Operands along a new dim, which stays whole."""
     rank = len(call.outs[0].shape)
     out = words(rank, {given(call)["dim"] % rank: "n!"})
     return rule([" ".join(w for w in out if w != "n!") for _ in call.ins], [" ".join(out)])
@@ -116,7 +116,8 @@ def _side_by_side(pieces: list[str]) -> str:
 
 
 def along(name: str = "dim") -> Spec:
-    """For operators that need the dim or dims `name` whole, and act alike on all others (slice, roll, flip, unfold)."""
+    """Operators that need the dims in argument `name` whole, and act on all others alike (slice, roll, flip,
+    unfold)."""
 
     def spec(call: Call) -> str:
         rank = rank_of(call)
@@ -131,13 +132,13 @@ def along(name: str = "dim") -> Spec:
 
 
 def select(call: Call) -> str:
-    """One index of a whole dim."""
+    """One index of a dim that stays whole."""
     left = words(rank_of(call), {call.args[1] % rank_of(call): "y!"})
     return rule([" ".join(left)], [" ".join(w for w in left if w != "y!")])
 
 
 def pad(call: Call) -> str:
-    """Dims that are padded stay whole; `pad` lists (before, after) from the last dim on."""
+    """Padded dims stay whole; `pad` lists (before, after) from the last dim to the first."""
     rank = rank_of(call)
     amounts = given(call)["pad"]
     whole = [rank - 1 - i // 2 for i in range(0, len(amounts), 2) if amounts[i] != 0 or amounts[i + 1] != 0]
@@ -149,14 +150,14 @@ def _pads_zeros(call: Call) -> str:
 
 
 def diff(call: Call) -> str:
-    """Neighbours along a whole dim are subtracted, other tensors put in front or behind when given."""
+    """Differences of neighbours along a dim that stays whole; other tensors may be put before and after the operand."""
     rank = rank_of(call)
     dim = given(call)["dim"] % rank
     return rule([line(rank, {dim: f"y{i}!"}) for i in range(len(call.ins))], [line(rank, {dim: "z!"})])
 
 
 def repeat(call: Call) -> str:
-    """Copies side by side: a cut of the operand cuts every copy, section by section."""
+    """Copies side by side: a cut of the operand cuts each copy, section by section."""
     before, after = call.ins[0].shape, call.outs[0].shape
     extra = len(after) - len(before)
     right = [f"n{i}!" for i in range(extra)]

@@ -1,4 +1,4 @@
-"""Operators on images and signals: pooling, resizing, shuffling of pixels, patches, sampling."""
+"""Operators on images and signals: pooling, resizing, pixel shuffles, patches, grid sampling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ aten = torch.ops.aten
 
 
 def positions_whole(spatial: int) -> Spec:
-    """Samples and channels split, the last `spatial` dims do not (resizing; pools, but for `rules.halo`)."""
+    """Samples and channels split; the last `spatial` dims do not (resizing, and pools, which `rules.halo` can cut
+    there)."""
 
     def spec(call: Call) -> str:
         left, right = (" ".join(f"{w}{i}!" for i in range(spatial)) for w in "hp")
@@ -25,7 +26,7 @@ def positions_whole(spatial: int) -> Spec:
 
 
 def unpooled(spatial: int) -> Spec:
-    """Numbers at the places that a pool took them from: as `positions_whole`."""
+    """max_unpool: values put back where a pool took them from; as `positions_whole`."""
 
     def spec(call: Call) -> str:
         left, right = (" ".join(f"{w}{i}!" for i in range(spatial)) for w in "hp")
@@ -35,7 +36,7 @@ def unpooled(spatial: int) -> Spec:
 
 
 def prelu(call: Call) -> str:
-    """One slope for all, or one per channel (dim 1)."""
+    """One slope for all channels, or one per channel (dim 1)."""
     if call.ins[1].shape and call.ins[1].shape[0] != 1:
         rest = " ".join("c" if i == 1 else f"d{i}" for i in range(len(call.ins[0].shape)))
         return rule([rest, "c"], [rest])
@@ -43,7 +44,7 @@ def prelu(call: Call) -> str:
 
 
 def patches(samples: int) -> Spec:
-    """im2col and col2im: samples split, where there are any: a tensor of `samples` dims has a first one of them."""
+    """im2col and col2im: samples split. There is a dim of samples if the operand has `samples` dims."""
 
     def spec(call: Call) -> str:
         lead = ["b"] if len(call.ins[0].shape) == samples else []
@@ -102,7 +103,7 @@ RULES: dict[Any, Rule] = {
 
 
 def _grid_sampler(call: Call) -> str:
-    """Every output position reads anywhere: positions of the grid split, those of the image do not."""
+    """Each output position may read any position of the image: those of the grid split, those of the image do not."""
     n = len(call.ins[0].shape) - 2
     image, grid = (" ".join(f"{w}{i}{m}" for i in range(n)) for w, m in (("h", "!"), ("p", "")))
     return f"b c {image}, b {grid} two! -> b c {grid}"

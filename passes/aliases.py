@@ -1,4 +1,5 @@
-"""Operators that torch has under a second name, replaced by the first (exported graphs keep aliases)."""
+"""Operators that torch has under a second name, and the first name by which this project's tables have them (exported
+graphs keep both)."""
 
 from __future__ import annotations
 

@@ -31,8 +31,7 @@ ATTENTION_BACKWARD = sympy.Rational(5, 2)
 def annotate_flops(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: a normalized graph; folded bodies are annotated too, per instance.
     does: looks up each op's formula.
-    gives: `meta["flops"]` and `meta["backward_flops"]` of every call (int or sympy).
-    """
+    gives: `meta["flops"]` and `meta["backward_flops"]` of every call (int or sympy)."""
     for graph in edit.graphs(gm):
         carries = needs_grad(graph)
         for node in edit.calls(graph):
@@ -70,13 +69,13 @@ def _backward(node: fx.Node, carries: dict[fx.Node, bool]) -> Size:
 
 
 def _matmul(node: fx.Node) -> Size:
-    """Each number of the result is a sum over the last dim of the first operand, of products with vectors too."""
+    """2 k FLOPs per element of the result, k being the last size of the first operand."""
     left = edit.tensor_operands(node)[0]
     return 2 * facts.numel(node) * facts.shape(left)[-1]
 
 
 def _matmul_added(node: fx.Node) -> Size:
-    """A product that is added to the first operand."""
+    """As a product, for operators whose first operand is added (addmm)."""
     left = edit.tensor_operands(node)[1]
     return 2 * facts.numel(node) * facts.shape(left)[-1]
 
@@ -105,9 +104,8 @@ def _transposed_convolution(node: fx.Node) -> Size:
 
 
 def _attention(node: fx.Node) -> Size:
-    """Scores of the rows of queries, for all that queries and keys are broadcast to, and as many products with values
-    for each row of the result, which values may be broadcast further to; half of it when causal, as fused kernels skip
-    what is hidden."""
+    """For each score 2 d FLOPs (d features of queries), with the batch dims of queries and keys broadcast; and for each
+    element of the result 2 k (k keys). Half of both for a causal mask, because fused kernels skip the hidden half."""
     given = edit.args_of(node)
     query, key, value = (facts.shape(given[name]) for name in ("query", "key", "value"))
     lead = [one if one != 1 else other for one, other in zip_longest(query[-3::-1], key[-3::-1], fillvalue=1)]
@@ -124,8 +122,8 @@ def _einsum(node: fx.Node) -> Size:
 
 
 def _power(node: fx.Node) -> Size:
-    """A square for each binary digit of the exponent but the first, and a product for each further one that is set; a
-    negative one takes the inverse first, which is one more."""
+    """matrix_power by repeated squaring: one product per binary digit of the exponent after the first, one more per
+    further digit that is set, and an inverse (as one product) for a negative exponent."""
     given = edit.args_of(node)
     exponent = abs(given["n"])
     products = max(0, exponent.bit_length() + exponent.bit_count() - 2) + (given["n"] < 0)
@@ -133,7 +131,7 @@ def _power(node: fx.Node) -> Size:
 
 
 def _cross(node: fx.Node) -> Size:
-    """Each number is the difference of two products."""
+    """Each element is the difference of two products: 3 FLOPs."""
     return 3 * facts.numel(node)
 
 

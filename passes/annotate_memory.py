@@ -31,8 +31,7 @@ def annotate_memory(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: a normalized graph; folded bodies are annotated too, per instance.
     does: adds up sizes of operands and results, and looks up what autograd keeps.
     gives: `meta["read_bytes"]`, `meta["written_bytes"]` and `meta["saved"]` (a `Saved`) of every call, and
-    `meta["saved_on_cpu"]` where kernels of the CPU keep something else.
-    """
+           `meta["saved_on_cpu"]` where kernels of the CPU keep something else."""
     for graph in edit.graphs(gm):
         carries = needs_grad(graph)
         for node in edit.calls(graph):
@@ -106,16 +105,16 @@ def _traffic(node: fx.Node) -> tuple[Size, Size]:
 
 
 def _looked_up(node: fx.Node, written: Size) -> Size:
-    """Bytes of the rows that are read: one for each that is written, or all of a bag."""
+    """Bytes of table rows that are read: as many as are written, or for bags one row per index."""
     table, chosen = edit.tensor_operands(node)[:2]
     return facts.numel(chosen) * facts.shape(table)[1] * facts.dtype(table).itemsize if node.target in BAGS else written
 
 
 def _attention(node: fx.Node, grads: list[bool]) -> Saved | None:
-    """Where the fused kernel of the CPU refuses, as it has no gradient of a mask and no dropout (sdp_utils_cpp.cpp),
-    attention as plain products (_scaled_dot_product_attention_math): queries and keys scaled and put in order for a
-    batch of products, values in order, the softmax; with dropout the noise and what it leaves of the softmax too. All
-    in float32 at least."""
+    """What attention keeps on a CPU where the fused kernel refuses (a mask with a gradient, dropout: sdp_utils_cpp.cpp)
+    and plain products are used (_scaled_dot_product_attention_math): scaled queries and keys in the layout of a batched
+    product, values in that layout, and the softmax; with dropout also the noise and the softmax after dropout. All at
+    least in float32."""
     given = edit.args_of(node)
     if not (any(grads[3:]) or given["dropout_p"]):
         return None
@@ -127,8 +126,9 @@ def _attention(node: fx.Node, grads: list[bool]) -> Saved | None:
 
 
 def _rms_norm(node: fx.Node, grads: list[bool]) -> Saved:
-    """Plain operators on the CPU (layer_norm.cpp, rms_norm_composite), in float32 at least: rows, wider ones as a copy,
-    and the root of each for their gradient; what the weight is multiplied with for its."""
+    """What rms_norm keeps on a CPU, where it is plain operators (layer_norm.cpp, rms_norm_composite) at least in
+    float32: for the gradient of the rows the rows (a copy if they are cast) and the reciprocal root of each; for that
+    of the weight what the weight is multiplied by."""
     rows, weight = grads[0], any(grads[1:])
     itemsize = facts.dtype(node).itemsize
     wide = max(itemsize, torch.float32.itemsize)

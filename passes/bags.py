@@ -21,8 +21,7 @@ def bags(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: every change of sizes spelled `reshape`; bags of matrices traced as `capture.bags` has them.
     does: finds `embedding_bag` of a flattened matrix whose rows are the bags, and of bags of several lengths.
     gives: `ops.bag` and `ops.ragged_bags`; gradients scaled by how often a row comes, and other results than the bags,
-    stay as they are.
-    """
+           stay as they are."""
     for node in edit.calls(gm, aten.embedding_bag.padding_idx):
         given, result = edit.args_of(node), _only_bags(node)
         if result is None or given["scale_grad_by_freq"]:

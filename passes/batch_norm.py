@@ -1,4 +1,4 @@
-"""Batch norm as sums, so that a split of the batch gives partial sums and the statistics stay those of the whole batch;
+"""Batch norm as sums, so that with a split batch the partial sums are reduced to the statistics of the whole batch. And
 the running statistics of instance norms."""
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ aten = torch.ops.aten
 
 def batch_norm(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: buffers as placeholders, provenance.
-    does: writes batch norm as sums, a reciprocal square root, products; running statistics become mutated outputs, of a
-    norm that is called again those that it left.
-          Statistics have at least the bits of float32, as those of torch's kernels. Instance norms that train keep
-          their operator, and what it does to running statistics, which its schema does not say, is written behind it.
-    gives: no batch_norm; in evaluation a product and a sum with broadcast [c, 1, 1] statistics. In training the means
-    are `ops.statistic`, which says what they are
-           in evaluation.
-    """
+    does: writes batch norm as sums, a reciprocal square root and products. New running statistics become mutated
+           outputs; a norm that is called again continues from those of its last call. Statistics are computed at least
+           in float32, as torch's kernels do. Instance norms in training keep their operator; their update of running
+           statistics, which the schema does not show, is written behind it.
+    gives: no batch_norm. In evaluation it is a product and a sum with statistics [c, 1, 1] that broadcast. In training
+           its means are `ops.statistic`, which also says what replaces them in evaluation."""
     written: set[object] = set()
     for node in edit.calls(gm, aten.batch_norm.default):
         given = edit.args_of(node)
@@ -49,8 +47,8 @@ def batch_norm(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _check_once(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any], written: set[object]) -> None:
-    """Raise ValueError where two norms that train have the same view of a buffer: in evaluation the second one would
-    have what the first one wrote, which is not done then."""
+    """Raise ValueError where two training norms update the same view of a buffer. In evaluation the second would have
+    to use what the first wrote, which is not implemented."""
     view = given["running_mean"]
     if (
         not given["training"]
@@ -97,7 +95,7 @@ def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.No
 
 
 def _instances(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> None:
-    """Running statistics of an instance norm: the mean and the unbiased variance of each sample, in the mean over
+    """The new running statistics of an instance norm: the mean and the unbiased variance of each sample, averaged over
     samples."""
     x = _op(node, aten.detach.default, given["input"])
     dims = list(range(2, len(facts.shape(x))))
@@ -117,7 +115,7 @@ def _instances(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> None
 
 
 def _sum(node: fx.Node, value: fx.Node, dims: list[int]) -> fx.Node:
-    """The sums of `value` over `dims`, which stay as ones of size 1."""
+    """The sum of `value` over `dims`, which are kept with size 1."""
     wide = torch.promote_types(facts.dtype(value), torch.float32)
     kwargs = {} if wide == facts.dtype(value) else {"dtype": wide}
     return edit.call(node.graph, aten.sum.dim_IntList, (value, dims, True), kwargs, like=node)
@@ -131,8 +129,8 @@ def _as(node: fx.Node, value: fx.Node, other: fx.Node) -> fx.Node:
 def _mean(
     gm: fx.GraphModule, node: fx.Node, total: fx.Node, count: Any, given: dict[str, Any], running: str
 ) -> fx.Node:
-    """`total / count`, by the operator that knows what takes its place in evaluation, where something does: the buffer,
-    which does not change then."""
+    """`total / count`. Where running statistics replace it in evaluation (`running` is a buffer), as
+    `ops.statistic`."""
     if given[running] is None or not given["training"]:
         return _op(node, aten.div.Tensor, total, count)
     return _op(
@@ -145,8 +143,7 @@ def _mean(
 
 
 def _is_buffer(gm: fx.GraphModule, running: fx.Node) -> bool:
-    """Whether running statistics are a buffer, or what one holds since a norm before this one changed it, and not made
-    or cut of one in forward."""
+    """Whether `running` is a buffer or the new value of one; not a tensor computed from buffers in forward."""
     held = edit.same_memory(running)[-1]
     return held.op == "placeholder" or held in edit.mutated(gm)
 
@@ -160,7 +157,7 @@ def _evaluation(node: fx.Node, given: dict[str, Any]) -> fx.Node:
 
 
 def _affine(node: fx.Node, value: fx.Node, given: dict[str, Any]) -> fx.Node:
-    """`value * w + b` in the dtype of the input, which may be narrower than weights and statistics are."""
+    """`value * w + b`, in the dtype of the norm's input, which may be narrower than those of weights and statistics."""
     if given["weight"] is not None:
         value = _op(node, aten.mul.Tensor, value, _per_channel(node, given["weight"], given))
     if given["bias"] is not None:
@@ -169,14 +166,14 @@ def _affine(node: fx.Node, value: fx.Node, given: dict[str, Any]) -> fx.Node:
 
 
 def _per_channel(node: fx.Node, value: fx.Node, given: dict[str, Any]) -> fx.Node:
-    """[c] as [c, 1, ...] that broadcasts against the input [n, c, ...]."""
+    """`value [c]` as [c, 1, ...], which broadcasts against the input [n, c, ...]."""
     trailing = len(facts.shape(given["input"])) - 2
     return _op(node, aten.reshape.default, value, [-1] + [1] * trailing) if trailing else value
 
 
 def _track(gm: fx.GraphModule, node: fx.Node, running: fx.Node, batch: fx.Node, momentum: float) -> None:
-    """running <- (1 - momentum) * running + momentum * batch, without gradient; what is no buffer of its own
-    (`stats[domain]`, `mean.repeat(b)`) as any other change in place."""
+    """Update running statistics: (1 - momentum) * running + momentum * batch, without gradient. Where `running` is not
+    a whole buffer (`stats[domain]`), it is written as any other in-place change."""
     fresh = _op(node, aten.detach.default, _op(node, aten.reshape.default, batch, [-1]))
     old = _op(node, aten.mul.Tensor, running, 1.0 - momentum)
     new = _as(node, _op(node, aten.add.Tensor, old, _op(node, aten.mul.Tensor, fresh, momentum)), running)

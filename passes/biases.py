@@ -21,11 +21,11 @@ JOINED: dict[Any, Any] = {aten.linear.default: aten.linear.default, aten.matmul.
 
 
 def biases(gm: fx.GraphModule) -> fx.GraphModule:
-    """needs: contractions without bias; nothing behind it looks for these.
+    """needs: contractions without bias; no later pass looks for these.
     does: `linear(x, w) + b` becomes `linear(x, w, b)`, and `x @ w + b` with a matrix w `affine(x, w, b)`, where b is a
-    vector and nobody else reads the product. gives: linear layers as torch runs them fastest. A rank that has a part of
-    their sum adds a part of the bias (autopar.rules).
-    """
+           vector and the product has no other reader.
+    gives: linear layers in the form that torch runs fastest. Where ranks have partial sums, one of them adds the bias
+           (autopar.rules)."""
     for node in edit.calls(gm, aten.add.Tensor):
         found = _product_and_bias(node)
         if found is not None:

@@ -18,9 +18,9 @@ aten = torch.ops.aten
 def broadcasts(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops, casts to what is there already removed.
     does: broadcast_tensors becomes expands of those of its tensors that are smaller than the others make them; slices
-    of expanded dims are expansions to fewer. gives: no broadcast_tensors; a tensor that has the sizes already stays as
-    it is (losses broadcast predictions to targets alike).
-    """
+           of expanded dims are expansions to fewer.
+    gives: no broadcast_tensors; a tensor that has the sizes already stays as it is (losses broadcast predictions to
+           targets alike)."""
     for node in edit.calls(gm, aten.broadcast_tensors.default):
         tensors = node.args[0]
         for user in list(node.users):

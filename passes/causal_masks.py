@@ -18,8 +18,7 @@ aten = torch.ops.aten
 def causal_masks(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops with devices dropped.
     does: evaluates each attention mask that no input, buffer or parameter goes into.
-    gives: `is_causal=True` for a causal mask, no mask for one that hides nothing; all other masks stay.
-    """
+    gives: `is_causal=True` for a causal mask, no mask for one that hides nothing; all other masks stay."""
     verdicts: dict[fx.Node, str] = {}
     for node in edit.calls(gm, aten.scaled_dot_product_attention.default):
         given = edit.args_of(node)

@@ -22,15 +22,15 @@ def distinct(chosen: Any) -> bool:
 
 
 def in_range(chosen: Any, count: int) -> bool:
-    """Whether all of `chosen` are known to be of `count` numbers from 0 on."""
+    """Whether all elements of `chosen` are known to be in range(count)."""
     ranked = _ranked(chosen)
     numbers = None if ranked is None else facts.shape(ranked.args[0])[edit.args_of(ranked)["dim"]]  # type: ignore[arg-type]
     return isinstance(numbers, int) and numbers <= count
 
 
 def _ranked(chosen: Any) -> fx.Node | None:
-    """The operator that says for each token which numbers are its first, of all of which `chosen` is a part; None where
-    something else says it."""
+    """The operator (topk, sort, argmax, ...) that ranks all experts for each token and of whose result `chosen` is a
+    part; None where it comes from something else."""
     part: Any = chosen
     while (seen := edit.call_of(part, aten.reshape.default, aten.slice.Tensor, aten.select.int)) is not None:
         if seen.target is aten.reshape.default and _last(seen) != _last(seen.args[0]):

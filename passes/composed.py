@@ -1,4 +1,4 @@
-"""Operators decomposed into common ones, so that they are split by the rules of these."""
+"""Operators written as the common operators that torch computes them with, so that the rules of these apply."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ aten = torch.ops.aten
 
 def composed(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops with values.
-    does: writes operators of the table below as the common ones that torch makes them of.
-    gives: the same values; what has a dim of samples in its arguments (grids of images) has none there any more.
-    """
+    does: replaces the operators of the table below by the common ones that they consist of.
+    gives: the same values; grids of images no longer have the number of samples among their arguments."""
     return edit.rewrite(gm, COMPOSED)
 
 
@@ -31,7 +30,7 @@ def _line(operand: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def _wide(operand: fx.Node, other: fx.Node, dim: int, like: fx.Node) -> fx.Node:
-    """`operand` with the sizes of `other` where its own are 1, but along `dim`."""
+    """`operand` expanded to the sizes of `other` in all dims but `dim`."""
     pairs = list(zip(facts.shape(operand), facts.shape(other), strict=True))
     new = [number for number, (own, wanted) in enumerate(pairs) if number != dim and own == 1 and wanted != 1]
     if not new:
@@ -41,7 +40,7 @@ def _wide(operand: fx.Node, other: fx.Node, dim: int, like: fx.Node) -> fx.Node:
 
 
 def _along(node: fx.Node) -> fx.Node:
-    """`gather`, of what is broadcast first; of all elements in line where no dim is named."""
+    """take_along_dim as `gather` of broadcast operands; without a dim, of the flattened ones."""
     given = edit.args_of(node)
     operand, indices, dim = given["self"], given["indices"], given["dim"]
     if dim is None:
@@ -52,7 +51,7 @@ def _along(node: fx.Node) -> fx.Node:
 
 
 def _taken(node: fx.Node) -> fx.Node:
-    """Elements by their number in the whole tensor."""
+    """torch.take: elements by their position in the flattened tensor."""
     return edit.call(
         node.graph,
         aten.index.Tensor,
@@ -62,7 +61,7 @@ def _taken(node: fx.Node) -> fx.Node:
 
 
 def _rotated(node: fx.Node) -> fx.Node:
-    """Quarters of a turn: reversed along one dim or both, and for odd ones the dims change places."""
+    """torch.rot90: a half turn flips both dims; a quarter turn flips one and exchanges both."""
     given = edit.args_of(node)
     operand, (first, second), quarters = given["self"], given["dims"], given["k"] % 4
     reversed_dims: list[int] = [[], [second], [first, second], [first]][quarters]
@@ -72,7 +71,7 @@ def _rotated(node: fx.Node) -> fx.Node:
 
 
 def _diagonal_blocks(node: fx.Node) -> fx.Node | None:
-    """Each matrix as rows with zeros on both sides, one below the other."""
+    """block_diag: each matrix padded by zeros on the left and right, all concatenated along the rows."""
     matrices: Sequence[fx.Node] = edit.args_of(node)["tensors"]
     total, before, rows = facts.shape(node)[1], 0, []
     sizes = [(facts.shape(each) or (1,))[-1] for each in matrices]
@@ -91,8 +90,8 @@ def _diagonal_blocks(node: fx.Node) -> fx.Node | None:
 
 
 def _meshed(node: fx.Node) -> None:
-    """Each vector as a dim of its own, expanded along those of the others; of `indexing` "xy" the first two dims change
-    places."""
+    """meshgrid: vector i is expanded along the dims of the others; with `indexing` "xy" the first two dims are
+    exchanged."""
     given = edit.args_of(node)
     vectors = [_line(each, node) for each in given["tensors"]]
     order = list(range(len(vectors)))
@@ -109,14 +108,14 @@ def _meshed(node: fx.Node) -> None:
 
 
 def _distance(node: fx.Node) -> fx.Node:
-    """The norm of the difference."""
+    """torch.dist: the norm of the difference."""
     given = edit.args_of(node)
     difference = edit.call(node.graph, aten.sub.Tensor, (given["self"], given["other"]), like=node)
     return edit.call(node.graph, aten.linalg_vector_norm.default, (difference, given["p"]), like=node)
 
 
 def _inner(node: fx.Node) -> fx.Node | None:
-    """Products summed along a dim; of real numbers nothing is conjugated."""
+    """linalg.vecdot: products summed along a dim; for real numbers only (no conjugation)."""
     given = edit.args_of(node)
     if facts.dtype(node).is_complex:
         return None
@@ -125,19 +124,19 @@ def _inner(node: fx.Node) -> fx.Node | None:
 
 
 def _sorted(node: fx.Node) -> fx.Node:
-    """The values of `sort` along the first dim."""
+    """msort: the values of `sort` along the first dim."""
     both = edit.call(node.graph, aten.sort.default, (edit.args_of(node)["self"], 0), like=node)
     return edit.call(node.graph, operator.getitem, (both, 0), like=node)
 
 
 def _diagonal(node: fx.Node) -> fx.Node:
-    """A matrix that has all elements on a diagonal."""
+    """diagflat: a matrix with all elements of the operand on a diagonal."""
     given = edit.args_of(node)
     return edit.call(node.graph, aten.diag_embed.default, (_line(given["self"], node), given["offset"]), like=node)
 
 
 def _its_diagonal(node: fx.Node) -> fx.Node:
-    """`diagonal`, of the last two dims where none are named."""
+    """linalg.diagonal: `diagonal` of the two given dims, by default the last two."""
     given = edit.args_of(node)
     return edit.call(
         node.graph, aten.diagonal.default, (given["A"], given["offset"], given["dim1"], given["dim2"]), like=node
@@ -145,7 +144,8 @@ def _its_diagonal(node: fx.Node) -> fx.Node:
 
 
 def _grid(node: fx.Node) -> fx.Node | None:
-    """Places of pixels times each sample's matrix. Heights and widths that are symbolic stay as they are."""
+    """affine_grid: the coordinates of pixels times each sample's matrix. None (the call stays) where height or width is
+    symbolic."""
     given = edit.args_of(node)
     theta, sizes, graph = given["theta"], given["size"][2:], node.graph
     if not all(isinstance(size, int) for size in sizes):
@@ -165,7 +165,8 @@ def _grid(node: fx.Node) -> fx.Node | None:
 
 
 def _places(size: int, corners: bool, node: fx.Node) -> fx.Node:
-    """Where the pixels of a line are between -1 and 1: from end to end, or the middles of as many pieces."""
+    """The coordinates of `size` pixels on a line from -1 to 1: with the first and last pixel at the ends (`corners`),
+    else the centres of `size` equal intervals."""
     dtype = {"dtype": facts.dtype(node)}
     if size == 1:
         return edit.call(node.graph, aten.zeros.default, ([1],), dtype, like=node)

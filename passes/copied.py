@@ -1,5 +1,5 @@
-"""Marks the calls of `reshape`, `contiguous` and the like that copied; whether they give a view or a copy depends on
-the strides of the operand."""
+"""Marks the calls of `reshape`, `contiguous` and similar that made a copy; whether they give a view or a copy depends
+on the strides of the operand."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ EITHER = (
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """needs: values as torch.export left them, whose memory is that of the model: passes that write operators with
-    others give values that may lie otherwise. does: marks the calls of EITHER whose result lies in another memory than
-    their operand. Of a graph inside (a `no_grad` region) what reads a placeholder is left out. gives: COPIED, for
-    `inplace`.
-    """
+    """needs: values as torch.export left them, with the strides of the model (later passes create values with other
+           strides).
+    does: marks the calls of EITHER whose result is in another memory than their operand. In a subgraph (a `no_grad`
+           region), calls on placeholders are not marked.
+    gives: `meta[COPIED]`, for `inplace`."""
     for module in gm.modules():
         for node in edit.calls(module, *EITHER) if isinstance(module, fx.GraphModule) else ():
             operand = node.args[0]

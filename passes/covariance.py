@@ -15,14 +15,14 @@ aten = torch.ops.aten
 
 
 def _covariance(node: fx.Node) -> fx.Node | None:
-    """Of several real variables without weights."""
+    """torch.cov of several real variables without weights."""
     given = edit.args_of(node)
     weighted = given.get("fweights") is not None or given.get("aweights") is not None
     return None if weighted or not _is_plain(given["self"]) else _products(given["self"], given["correction"], node)
 
 
 def _correlation(node: fx.Node) -> fx.Node | None:
-    """The covariance over both deviations."""
+    """torch.corrcoef: the covariance divided by both standard deviations."""
     operand = edit.args_of(node)["self"]
     if not _is_plain(operand):
         return None
@@ -41,7 +41,7 @@ def _correlation(node: fx.Node) -> fx.Node | None:
 
 
 def _is_plain(operand: fx.Node) -> bool:
-    """Whether there are rows of several variables, of real numbers."""
+    """Whether there are several variables in rows, of real numbers."""
     return len(facts.shape(operand)) == 2 and facts.shape(operand)[0] != 1 and facts.dtype(operand).is_floating_point
 
 

@@ -30,8 +30,8 @@ ASSERTS = (
 
 
 def drop_what_gives_itself(gm: fx.GraphModule) -> None:
-    """Removes calls that give the very tensor that they got: what is done to one of the two is done to the other, and
-    it has its gradient wherever it is asked for."""
+    """Remove calls that return their operand itself, not a copy or a view: in-place changes and gradients of one are
+    those of the other."""
     for node in edit.calls(gm, *ITSELF):
         if ITSELF[node.target](node):
             edit.replace(node, node.args[0])  # type: ignore[arg-type]  # a tensor
@@ -40,8 +40,7 @@ def drop_what_gives_itself(gm: fx.GraphModule) -> None:
 def drop_noops(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
     does: removes ops that give an operand unchanged, asserts, and calls that nothing uses.
-    gives: the same values with fewer nodes.
-    """
+    gives: the same values with fewer nodes."""
     for node in edit.calls(gm, *ASSERTS):
         gm.graph.erase_node(node)
     for node in edit.calls(gm):
@@ -60,7 +59,7 @@ def drop_noops(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _drop_detach(gm: fx.GraphModule) -> None:
-    """A detach of what carries no gradient anyway is a no-op."""
+    """Remove `detach` of values that have no gradient anyway."""
     carries = needs_grad(gm)
     for node in edit.calls(gm, aten.detach.default):
         operand = node.args[0]
@@ -82,7 +81,7 @@ def _same_shape(node: fx.Node) -> bool:
 
 
 def drops_nothing(node: fx.Node) -> bool:
-    """Whether a dropout gives what it got: that very tensor, and no copy of it."""
+    """Whether a dropout returns its operand itself."""
     given = edit.args_of(node)
     return given["p"] == 0 or not given.get("train", given.get("training", True))
 
@@ -92,14 +91,14 @@ def _whole_slice(node: fx.Node) -> bool:
 
 
 def _writes_all(node: fx.Node) -> bool:
-    """Whether nothing is left of what it writes into, as in `x[:, i] = y` of its first dim."""
+    """Whether a write replaces all of the tensor that it writes to."""
     source = node.args[1]
     assert isinstance(source, fx.Node)
     return facts.shape(source) == facts.shape(node) and facts.dtype(source) == facts.dtype(node)
 
 
 def _same_dim(squeezed: fx.Node, apart: fx.Node) -> bool:
-    """Whether the dim that is taken away is the one that was put there."""
+    """Whether `squeezed` removes the very dim that `apart` added."""
     rank = len(facts.shape(apart))
     return int(squeezed.args[1]) % rank == int(apart.args[1]) % rank  # type: ignore[arg-type]
 
@@ -129,12 +128,12 @@ def _pads_nothing(node: fx.Node) -> bool:
 
 
 def copies(cast: fx.Node) -> bool:
-    """Whether a cast gives memory of its own: to another dtype, or where it is asked for."""
+    """Whether a cast makes a copy: to another dtype, or because it is asked to."""
     return bool(edit.args_of(cast).get("copy")) or not _same_dtype(cast)
 
 
 def _as_it_was(node: fx.Node) -> bool:
-    """Whether the result of `node` has the memory, the sizes and the dtype of its operand."""
+    """Whether the result of `node` has the memory, sizes and dtype of its operand."""
     operand: Any = node.args[0]
     return facts.value(node).untyped_storage() is facts.value(operand).untyped_storage() and facts.kind(
         node

@@ -1,11 +1,10 @@
-"""Einsums of at most two operands, without dims that only one of them has and that are summed.
+"""Einsums of at most two operands, in which each summed letter is in both.
 
     einsum("btd,dr,re->bte", x, u, v)      einsum("btr,re->bte", einsum("btd,dr->btr", x, u), v)
     einsum("btd,de->be", x, w)             einsum("bd,de->be", x.sum(1), w)
 
-torch does the same inside of one call. As separate operators each product has its own FLOPs, and intermediate results
-that are kept for the backward are counted.
-"""
+torch does the same inside one call. As separate operators each product has its own FLOPs, and intermediate results that
+are kept for the backward are counted."""
 
 from __future__ import annotations
 
@@ -29,9 +28,8 @@ Term = tuple[fx.Node, str]
 def einsums(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
     does: multiplies more than two operands of an einsum pair by pair in torch's own order (from the left, or along the
-    path that the call names), and sums letters that one operand alone has, and the result lacks, before that. gives:
-    einsums of one operand, or of two that share each letter that is summed.
-    """
+           path that the call names), and sums letters that one operand alone has, and the result lacks, before that.
+    gives: einsums of one operand, or of two that share each letter that is summed."""
     for node in edit.calls(gm, aten.einsum.default):
         equation, operands = node.args[:2]
         ins, out = spelled(str(equation), [facts.shape(operand) for operand in operands])  # type: ignore[union-attr, arg-type]  # a list of nodes
@@ -43,8 +41,8 @@ def einsums(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def spelled(equation: str, shapes: Sequence[tuple[Size, ...]]) -> tuple[list[str], str]:
-    """A letter for each dim of each operand, and those of the result: `...` is spelled out, and a result that is left
-    out is said."""
+    """The equation with one letter for each dim of each operand and of the result: `...` is written out as letters, and
+    the implicit result is made explicit."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     words = [re.findall(r"\.\.\.|[A-Za-z]", word) for word in left.split(",")]
     letters = [letter for word in words for letter in word]
@@ -62,12 +60,12 @@ def spelled(equation: str, shapes: Sequence[tuple[Size, ...]]) -> tuple[list[str
 
 
 def _covering(fresh: str, count: int) -> str:
-    """The last `count` of the letters that `...` stands for: sizes are aligned at their ends."""
+    """The last `count` of the letters that stand for `...`: broadcast dims are aligned at the right."""
     return fresh[len(fresh) - count :]
 
 
 def sizes_of(ins: Sequence[str], shapes: Sequence[tuple[Size, ...]]) -> dict[str, Size]:
-    """The size of each letter: of those that are broadcast, the one that is not 1."""
+    """The size of each letter; of a broadcast letter the one that is not 1."""
     found: dict[str, Size] = {}
     for letters, shape in zip(ins, shapes, strict=True):
         for letter, size in zip(letters, shape, strict=True):
@@ -81,7 +79,7 @@ def _sizes(terms: Sequence[Term]) -> dict[str, Size]:
 
 
 def _stretched(terms: Sequence[Term], term: Term) -> list[int]:
-    """Dims of size 1 whose letter is longer elsewhere: torch takes them as if they were not there."""
+    """The dims of `term` that have size 1 and whose letter is larger in another operand: torch ignores such dims."""
     sizes, (operand, letters) = _sizes(terms), term
     return [
         dim
@@ -95,7 +93,7 @@ def _without(letters: str, dims: Sequence[int]) -> str:
 
 
 def _lone(terms: Sequence[Term], term: Term, out: str) -> str:
-    """The letters that only `term` has, among the operands and the result."""
+    """The letters that neither the result nor another operand has."""
     held = [set(_without(letters, _stretched(terms, (operand, letters)))) for operand, letters in terms]
     return "".join(
         letter
@@ -109,7 +107,7 @@ def _lonely(terms: Sequence[Term], out: str) -> bool:
 
 
 def _narrowed(node: fx.Node, terms: Sequence[Term], term: Term, out: str) -> Term:
-    """`term` with broadcast dims removed and the letters that only it has summed."""
+    """`term` without broadcast dims, and with the letters that it alone has summed."""
     operand, letters = term
     lone = _lone(terms, term, out)
     gone = _stretched(terms, term)
@@ -125,7 +123,8 @@ def _narrowed(node: fx.Node, terms: Sequence[Term], term: Term, out: str) -> Ter
 
 
 def _pairwise(node: fx.Node, terms: list[Term], out: str) -> fx.Node:
-    """What two operands make is the first of the next two, or the last one where there is a path, as torch has it."""
+    """The einsum as products of two operands in torch's order: from the left, each result being the first operand of
+    the next product; or along the path of the call, where results go to the end of the list."""
     order = out + "".join(sorted({letter for _, letters in terms for letter in letters} - set(out)))
     path: Sequence[int] = edit.args_of(node)["path"] or ()
     steps: Iterator[Any] = iter(zip(path[::2], path[1::2], strict=True) if path else [(0, 1)] * (len(terms) - 1))

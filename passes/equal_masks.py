@@ -1,4 +1,4 @@
-"""Makes one of masks that are computed twice: `F.cross_entropy(logits[labels >= 0], labels[labels >= 0])`."""
+"""Merges masks that are computed twice: `F.cross_entropy(logits[labels >= 0], labels[labels >= 0])`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ INDEXED = (aten.index.Tensor, aten.index_put.default)
 
 def equal_masks(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional operators.
-    does: of masks that rows are picked by, and that are the same expression, keeps the first.
-    gives: rows that are picked by equal masks are picked by one node.
-    """
+    does: keeps the first of several masks that select rows and are the same expression.
+    gives: rows that equal masks select are selected by one node."""
     masks = {mask for node in edit.calls(gm, *MASK, *INDEXED) for mask in _masks(node) if mask.op == "call_function"}
     if len(masks) < 2:
         return gm
@@ -48,7 +47,7 @@ def _masks(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _numbers(gm: fx.GraphModule) -> dict[fx.Node, int]:
-    """A number for each node; equal ones are equal expressions. What is drawn at random equals nothing else."""
+    """A number per node; nodes with equal numbers are equal expressions. A random operator equals no other."""
     known: dict[Any, int] = {}
     found: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:

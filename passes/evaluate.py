@@ -54,7 +54,8 @@ UNFILLED = (aten.empty.memory_format, aten.empty_like.default)
 
 @dataclass(frozen=True)
 class Trial:
-    """Numbers for the symbols, and for the magnitudes of constants; those that are not named stay."""
+    """One evaluation: sizes for the symbols, and values that replace constants, by magnitude. Those that are not listed
+    keep their value."""
 
     sizes: Mapping[sympy.Symbol, int]
     constants: Mapping[float, int] = field(default_factory=dict)
@@ -73,11 +74,10 @@ class Trial:
 
 
 def depends_on_sizes_only(node: fx.Node, *, limit: int = 500) -> list[fx.Node] | None:
-    """The calls that `node` is made of, in order, when none reads the content of a placeholder; else None.
+    """The calls that compute `node`, in order, where none reads the content of a placeholder; else None.
 
-    None too when there are more than `limit` of them, one is random, or one is a number that was read off a tensor:
-    only its run knows it.
-    """
+    None too where there are more than `limit` of them, one is random, or one is a number read from a tensor (only a run
+    of the model knows it)."""
     found: dict[fx.Node, None] = {}
     waiting = [node]
     while waiting:
@@ -113,8 +113,8 @@ def _of_values(node: fx.Node) -> bool:
 
 
 def trials(nodes: list[fx.Node], along: Collection[sympy.Symbol]) -> Iterator[Trial]:
-    """The trials for these nodes: all combinations of SIZES within the range of each symbol, and these again with
-    scaled constants where some constant could be compared with positions along the symbols `along`."""
+    """The trials for these nodes: all combinations of SIZES within the range of each symbol. Where some constant might
+    be compared with positions along the symbols `along`, each combination once more with scaled constants."""
     symbols = free_symbols(nodes)
     yield from (Trial(sizes) for sizes in _combinations(symbols, SIZES))
     most = max((upper for symbol, (_, upper) in symbols.items() if symbol in along), default=0)
@@ -175,8 +175,8 @@ def _constants(node: fx.Node) -> Iterator[float]:
 
 
 def _compared(arg: Any, node: fx.Node) -> TypeGuard[float]:
-    """Whether this argument could be what positions are compared with: a number that is no size, which makes nothing
-    symbolic, and does not hide."""
+    """Whether `arg` might be what positions are compared with: a number above SMALL that is no size and is not used to
+    hide positions (HIDDEN)."""
     if not isinstance(arg, (int, float)) or isinstance(arg, bool) or not SMALL < abs(arg) < math.inf:
         return False
     if node.target is aten.slice.Tensor:

@@ -1,5 +1,5 @@
-"""A recognised layer of experts, whatever form the model wrote it in, and the call of `ops.experts` that replaces
-it."""
+"""A recognised layer of experts, in a form that does not depend on how the model wrote it, and the call of
+`ops.experts` that replaces it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ SPREAD = (aten.expand.default, aten.reshape.default, aten.to.dtype, aten.unsquee
 
 @dataclass(frozen=True)
 class Layer:
-    """The operands of `ops.experts`; `hidden [n, d]`, `chosen` and `gates [n, k]` still flattened. `bias` is that of
-    the second layer, which is added outside: the experts that are cut by width each have a part of a sum."""
+    """The operands of `ops.experts`. `hidden [n, d]`, `chosen` and `gates [n, k]` are still flattened. `bias` is that
+    of the second layer. It is added outside of `ops.experts`, because with experts cut by width each rank's result is a
+    partial sum."""
 
     hidden: fx.Node
     chosen: fx.Node
@@ -31,8 +32,8 @@ class Layer:
 
 
 def called(layer: Layer, like: fx.Node) -> fx.Node:
-    """The layer as one call at the insertion point; of the dtype and the dims of `like`, whose tokens may be
-    flattened."""
+    """The layer as a call at the insertion point, with the dtype of `like` and its dims, of which those of tokens may
+    be flattened."""
     tokens = _apart(layer.hidden, layer.chosen, layer.gates)
     new = edit.call(like.graph, ops.experts, (*tokens, *layer.weights), like=like)
     if layer.bias is not None:
@@ -44,7 +45,8 @@ def called(layer: Layer, like: fx.Node) -> fx.Node:
 
 
 def put(node: fx.Node, new: fx.Node) -> None:
-    """`new`, tokens flattened, instead of `node`; where users undo the flattening both go away."""
+    """Replace `node` by `new` with flattened tokens; where the users of `node` unflatten it, both reshapes are
+    removed."""
     users = list(node.users)
     edit.replace(node, new)
     for user in users:
@@ -53,14 +55,14 @@ def put(node: fx.Node, new: fx.Node) -> None:
 
 
 def _apart(*flat: fx.Node) -> tuple[fx.Node, ...]:
-    """The operands before batch and sequence were merged, where all of them were merged in the same way."""
+    """The operands before batch and sequence were merged, where these are merged in the same way in all of them."""
     found = [source for node in flat if (source := flattened(node)) is not None]
     alike = len(found) == len(flat) and len({facts.shape(source)[:-1] for source in found}) == 1
     return tuple(found) if alike else flat
 
 
 def flat(node: fx.Node) -> fx.Node:
-    """`[n, d]` of `[..., d]`, at the insertion point."""
+    """`node [..., d]` as `[n, d]`, at the insertion point."""
     return (
         node
         if len(facts.shape(node)) == 2
@@ -69,8 +71,8 @@ def flat(node: fx.Node) -> fx.Node:
 
 
 def in_front(target: Any, node: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
-    """`target(node, ...)` of flattened tokens `[n, d]`, at the insertion point: of those in front of the flattening
-    where there is one, and flattened then."""
+    """`target(node, ...)` of flattened tokens `[n, d]`, at the insertion point. Where `node` is a flattening, the call
+    is made on its operand and flattened after."""
     return flat(edit.call(node.graph, target, (flattened(node) or node, *args), kwargs, like=node))
 
 

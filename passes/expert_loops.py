@@ -59,8 +59,7 @@ def expert_loops(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional operators, contractions without bias, flattening reshapes sunk, equal views one.
     does: finds sums that are written expert by expert, to the rows of tokens that chose it.
     gives: `ops.experts` on tokens that keep batch and sequence apart, and stacks of weights; loops of any other form
-    stay as they are.
-    """
+           stay as they are."""
     for node in reversed(list(edit.calls(gm, aten.index_add.default, aten.index_put.default))):
         terms, start = _terms(node) if node.users else ([], node)
         layers = _layers(terms, start)

@@ -29,9 +29,9 @@ COLUMNS = (aten.chunk.default, aten.slice.Tensor, aten.split.Tensor, aten.split_
 
 def pieces(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional operators, contractions without bias.
-    does: finds pieces of rows, as many as there are of each number, that are joined again behind the same operators on
-    each. gives: those operators once, on all rows; pieces of any other form stay as they are.
-    """
+    does: finds sections of rows, one per class with as many rows as the class occurs, that go through the same
+           operators and are concatenated again.
+    gives: these operators once, on all rows; other splits stay as they are."""
     first: fx.Node | None = None
     for node in edit.calls(gm, aten.cat.default):
         found = _Pieces(node)
@@ -47,7 +47,7 @@ def pieces(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _sized_anew(first: fx.Node) -> None:
-    """What is behind `first` has the sizes that follow from its own, which are no sums of pieces any more."""
+    """Compute the sizes of all values that depend on `first` anew: they are no sums of section lengths any more."""
     behind = False
     for node in first.graph.nodes:
         behind = behind or node is first
@@ -56,7 +56,7 @@ def _sized_anew(first: fx.Node) -> None:
 
 
 class _Pieces:
-    """Equal operators on the pieces of one split, in its order."""
+    """The sections of one split, in its order, and equal operators on them."""
 
     def __init__(self, joined: fx.Node) -> None:
         self.like = joined
@@ -65,7 +65,7 @@ class _Pieces:
         self._whole: dict[tuple[fx.Node, ...], fx.Node] = {}
 
     def are(self, nodes: Any) -> bool:
-        """Whether `nodes` are such pieces."""
+        """Whether `nodes` are the sections of one split, or equal operators on such, in its order."""
         if len(nodes) < 2 or not all(
             isinstance(node, fx.Node) and node.op == "call_function" and node.target is nodes[0].target
             for node in nodes
@@ -91,7 +91,8 @@ class _Pieces:
         return all(self._operand([each[place] for each in args]) for place in range(len(args[0])))
 
     def _operand(self, operands: Sequence[Any]) -> bool:
-        """Whether operands of a pointwise operator are pieces, biases of each, or the same for all."""
+        """Whether the operands of a pointwise operator, one per section, are sections, biases of the experts, or one
+        and the same value."""
         if all(operand == operands[0] for operand in operands):
             return (
                 not isinstance(operands[0], fx.Node)
@@ -110,7 +111,8 @@ class _Pieces:
         return edit.args_of(node)["dim"] in (-1, len(facts.shape(node.args[0])) - 1)  # type: ignore[arg-type]
 
     def _cuts(self, split: fx.Node, count: int) -> bool:
-        """Whether `split` cuts rows into as many pieces, each as long as its number is often."""
+        """Whether `split` cuts rows into `count` sections, section i with as many rows as i occurs among some
+        numbers."""
         if self.split is not None:
             return split is self.split
         if (
@@ -129,11 +131,11 @@ class _Pieces:
         return True
 
     def _of_split(self, node: fx.Node) -> bool:
-        """Whether a weight has a size of a piece."""
+        """Whether a size of `node` is not a number, which only the length of a section can be here."""
         return any(not isinstance(size, int) for size in facts.shape(node))
 
     def whole(self, nodes: Any) -> fx.Node:
-        """What pieces that `are` such are cut from, at the insertion point."""
+        """The value on all rows of which `nodes` (sections, as in `are`) are the parts, at the insertion point."""
         key = tuple(nodes)
         if key not in self._whole:
             self._whole[key] = self._made(nodes)
@@ -162,11 +164,11 @@ class _Pieces:
 
     @cached_property
     def _ends(self) -> fx.Node:
-        """Where the rows of each number end."""
+        """The number of rows up to the end of each section."""
         return edit.call(self.like.graph, aten.cumsum.default, (self.counts, 0), like=self.like)
 
     def _all(self, operands: Sequence[Any], like: fx.Node) -> Any:
-        """An operand of an operator on all rows."""
+        """The operand, on all rows, of an operator whose operands on sections are `operands`."""
         if all(operand == operands[0] for operand in operands):
             return operands[0]
         if not self._biases(operands):
@@ -182,7 +184,7 @@ class _Pieces:
 
 
 def _count(size: Any) -> tuple[fx.Node, int] | None:
-    """The counts, and which of them, that a size is."""
+    """The tensor of counts of which `size` is an element, and the number of that element; None for other sizes."""
     item = edit.call_of(size, aten.item.default, aten._local_scalar_dense.default)
     one = edit.call_of(item and item.args[0], aten.select.int, operator.getitem)
     if one is None:

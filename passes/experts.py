@@ -38,7 +38,7 @@ rows. By name what exists only where a library is imported."""
 
 @dataclass(frozen=True)
 class _Sum:
-    """Rows, each times its gate where there are `gates [n, k]`, added to their tokens."""
+    """`rows [n, k, d]`, times `gates [n, k]` if there are any, summed over the k experts of each token."""
 
     rows: Any
     order: Order
@@ -48,8 +48,7 @@ class _Sum:
 def experts(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: `ops.grouped_matmul` and `ops.count_each`, flattening reshapes sunk.
     does: finds sums over the k experts of each token whose terms are sorted rows through two layers of grouped matmuls.
-    gives: `ops.experts` on tokens that keep batch and sequence apart; layers of any other form stay as they are.
-    """
+    gives: `ops.experts` on tokens that keep batch and sequence apart; layers of any other form stay as they are."""
     if not any(edit.calls(gm, ops.grouped_matmul)):
         return gm
     for node in edit.calls(gm):
@@ -64,7 +63,7 @@ def experts(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _summed(node: fx.Node) -> _Sum | None:
-    """A sum over dim 1 of `[n, k, d]`, of rows in the order of tokens."""
+    """The sum over dim 1 of `[n, k, d]`, for rows brought back to the order of pairs; None for other nodes."""
     total = edit.call_of(node, aten.sum.dim_IntList)
     if total is None or list(total.args[1]) != [1] or len(total.args) > 2:  # type: ignore[arg-type]
         return None
@@ -85,7 +84,7 @@ def _summed(node: fx.Node) -> _Sum | None:
 
 
 def _gated(product: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """Of `terms [n, k, d]` times gates `[n, k, 1]` the two, the gates without their last dim."""
+    """`terms [n, k, d]` and `gates [n, k]` of the product `terms * gates.unsqueeze(-1)`; None for other products."""
     for one, other in (product.args, product.args[::-1]):
         terms, column = (
             edit.call_of(uncast(one), aten.reshape.default),
@@ -97,7 +96,7 @@ def _gated(product: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
 
 
 def _added(node: fx.Node) -> _Sum | None:
-    """Rows added to what is zero, each to its token."""
+    """Sorted rows added to zeros, each at the row of its token; None for other nodes."""
     places: Any = SUMS.get(node.target) or SUMS.get(str(node.target))
     if places is not None:
         dim, index, rows = (None if place is None else node.args[place] for place in places)
@@ -116,7 +115,7 @@ def _added(node: fx.Node) -> _Sum | None:
 
 
 def _weighted(rows: Any, order: Order) -> _Sum:
-    """Sorted rows, without the gates that they are multiplied with where they are."""
+    """Sorted rows and the gates that they are multiplied by; the gates are None where there are none."""
     product = edit.call_of(uncast(rows), aten.mul.Tensor)
     for one, other in () if product is None else (product.args, product.args[::-1]):
         if (gates := in_order(uncast(other), order)) is not None:
@@ -125,7 +124,7 @@ def _weighted(rows: Any, order: Order) -> _Sum:
 
 
 def _layer(total: _Sum) -> Layer | None:
-    """The layer whose sum that is; None where anything is not as expected."""
+    """The layer of experts that computes `total`; None where any part has another form."""
     order = total.order
     down, down_bias = _linear(uncast(total.rows), order)
     sources = _sources(down.args[0], order) if down is not None else []
@@ -160,7 +159,7 @@ def _layer(total: _Sum) -> Layer | None:
 
 
 def _joined(tensors: list[fx.Node], dim: int) -> fx.Node:
-    """The tensors one behind the other, at the insertion point."""
+    """The concatenation of `tensors` along `dim`, at the insertion point."""
     return (
         tensors[0]
         if len(tensors) == 1
@@ -169,12 +168,12 @@ def _joined(tensors: list[fx.Node], dim: int) -> fx.Node:
 
 
 def _cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Rows in a dtype, at the insertion point."""
+    """`node` cast to `dtype`, at the insertion point."""
     return node if facts.dtype(node) == dtype else in_front(aten.to.dtype, node, dtype)
 
 
 def _linear(node: Any, order: Order) -> tuple[fx.Node | None, fx.Node | None]:
-    """The grouped matmul that `node` is, or is the sum of with each row's bias, and these biases `[e, u]`."""
+    """The grouped matmul that computes `node`, and the biases `[e, u]` of all experts if each row's is added."""
     for one, other in (
         (node, None),
         *(
@@ -192,7 +191,7 @@ def _linear(node: Any, order: Order) -> tuple[fx.Node | None, fx.Node | None]:
 
 
 def _sources(node: Any, order: Order) -> list[fx.Node]:
-    """What comes out of the first layers, which `node` is made of, in the order of the graph."""
+    """The results of the first layers on which `node` depends, in the order of the graph."""
     found: dict[fx.Node, None] = {}
     seen, open_ = set[fx.Node](), [node]
     while open_:

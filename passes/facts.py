@@ -51,8 +51,8 @@ def _rename(expression: sympy.Expr, pairs: tuple[tuple[sympy.Symbol, sympy.Symbo
 
 
 def _plain(expression: sympy.Expr) -> sympy.Expr:
-    """The same in sympy's own operations, which it can work with, for torch's divisions, remainders, powers and
-    roots."""
+    """The expression in sympy's own operations, in place of torch's (FloorDiv, Mod, powers, roots), so that sympy can
+    simplify it."""
     if not expression.args or expression.is_Symbol:
         return expression
     if type(expression) in ROUNDED:
@@ -63,9 +63,11 @@ def _plain(expression: sympy.Expr) -> sympy.Expr:
 
 
 def _before_rounding(number: sympy.Expr) -> sympy.Expr:
-    """What becomes a whole number. `ceil(1.1 * (b * s) / 6)` is 55 of 300 tokens, and `ceil(0.18333333333333335 * b *
-    s)` 56: floats that have a fraction in powers of two are exact whatever the order, all others are multiplied and
-    divided in the order of the model."""
+    """The argument of a rounding (floor, ceil), with the same floating-point result as in Python.
+
+    The order of float operations matters: `ceil(1.1 * (b * s) / 6)` is 55 for 300 tokens, `ceil(0.18333333333333335 * b
+    * s)` is 56. Floats that are fractions with a power of two up to EXACT below are exact in any order, and become
+    rationals. All others are multiplied and divided in the order of the model."""
     ratios = {held: float(held).as_integer_ratio() for held in number.atoms(sympy.Float)}
     if all(by <= EXACT for _, by in ratios.values()):
         return _plain(number.xreplace({held: sympy.Rational(*ratio) for held, ratio in ratios.items()}))
@@ -73,7 +75,7 @@ def _before_rounding(number: sympy.Expr) -> sympy.Expr:
 
 
 def _in_order(number: sympy.Expr) -> sympy.Expr:
-    """Floats of sizes, of which sympy puts nothing together."""
+    """The expression with float operations as opaque functions, so that sympy does not reorder or merge them."""
     if isinstance(number, size_functions.ToFloat):
         return Grouped(_plain(number.args[0]))
     if isinstance(number, (size_functions.FloatTrueDiv, size_functions.IntTrueDiv)):
@@ -82,20 +84,20 @@ def _in_order(number: sympy.Expr) -> sympy.Expr:
 
 
 class Grouped(sympy.Function):
-    """A number in parentheses."""
+    """A number in parentheses: sympy does not merge it with factors outside."""
 
     @classmethod
     def eval(cls, number: sympy.Expr) -> sympy.Expr | None:
-        """The number, where it is one."""
+        """The number itself, where it has no symbols."""
         return number if number.is_number else None
 
 
 class Over(sympy.Function):
-    """A quotient of floats."""
+    """A quotient of floats that sympy does not simplify."""
 
     @classmethod
     def eval(cls, number: sympy.Expr, by: sympy.Expr) -> sympy.Expr | None:
-        """As Python divides, where both are numbers."""
+        """Python's float quotient, where both have no symbols."""
         return sympy.Float(float(number) / float(by), 17) if number.is_number and by.is_number else None
 
 

@@ -21,7 +21,8 @@ aten = torch.ops.aten
 
 
 def _of_one(node: fx.Node) -> fx.Node | None:
-    """One scale for all: a number, which the kernel takes in float32, or a tensor of one."""
+    """One scale for the whole tensor: a Python number, which the kernel takes in float32, or a tensor of one
+    element."""
     given = edit.args_of(node)
     scale, zero = given["scale"], given["zero_point"]
     if isinstance(scale, fx.Node):
@@ -36,7 +37,7 @@ def _of_one(node: fx.Node) -> fx.Node | None:
 
 
 def _of_channels(node: fx.Node) -> fx.Node | None:
-    """A scale for each place along a dim."""
+    """One scale per index along a dim."""
     given = edit.args_of(node)
     if facts.dtype(given["zero_point"]).is_floating_point:
         return None  # another formula: added before rounding
@@ -47,8 +48,7 @@ def _of_channels(node: fx.Node) -> fx.Node | None:
 
 
 def _written(node: fx.Node, given: dict[str, Any], scale: fx.Node | float, zero: fx.Node | int) -> fx.Node:
-    """The formula; where a number is in range the operand is added to it, less its own value, which hands its gradient
-    on."""
+    """The formula. Where n is in range, `x - x.detach()` is added, which is zero and has the gradient of `x`."""
 
     def do(target: Callable[..., Any], *args: Any) -> fx.Node:
         return edit.call(node.graph, target, args, like=node)

@@ -24,8 +24,7 @@ from passes.repeats import Run, containers, find_runs, is_weight, same_everywher
 def fold_repeats(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: a flat, normalized graph; `gm.meta["repeat_counts"]` where capture shortened a container.
     does: finds runs of alike chained blocks by module path and structure, and replaces each by one `call_module`.
-    gives: bodies as submodules, `meta["repeat"]`; ValueError when a shortened container does not fold.
-    """
+    gives: bodies as submodules, `meta["repeat"]`; ValueError when a shortened container does not fold."""
     declared = {path: list(entries) for path, entries in gm.meta.get("repeat_counts", {}).items()}
     carries = needs_grad(gm)
     for container in containers(gm):
@@ -41,7 +40,8 @@ def fold_repeats(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _total(run: Run, declared: dict[str, list[tuple[int, int, int, int]]]) -> int:
-    """The number of instances that the run stands for; removes from `declared` the entries that belong to it."""
+    """The number of instances that the run stands for in the whole model. Removes the entries of `declared` that it
+    accounts for."""
     here = len(run.instances)
     first, last = run.instances[0].start, run.instances[-1].start + run.period
     total = here
@@ -91,8 +91,8 @@ def _fold(gm: fx.GraphModule, run: Run, total: int, carries: dict[fx.Node, bool]
 
 
 def _idle(gm: fx.GraphModule, run: Run, total: int) -> list[list[fx.Node]]:
-    """The weights of the blocks that nothing reads, of each the one of every instance: they are parts of the block like
-    all others."""
+    """The weights of the blocks that nothing reads, for each the ones of all instances: they belong to the block
+    too."""
     found: list[list[fx.Node]] = []
     unread = {
         node.meta["fqn"]: node for node in gm.graph.find_nodes(op="placeholder") if is_weight(node) and not node.users
@@ -162,9 +162,9 @@ def _body(
 
 
 def _weight_names(run: Run, values: list[fx.Node], total: int) -> dict[str, Any]:
-    """`fqns` of all instances of a weight, checked against `values`, those in the graph; and `fqn`, the name in the
-    block: relative to its module, `up.weight`; in a period of several modules with the number of its module in front,
-    `1.up.weight`; the whole name of the first instance, with underscores, where the weight is elsewhere."""
+    """The names of one weight in all instances (`fqns`), checked against `values`, those in the graph; and its name in
+    the block (`fqn`): relative to the block's module, `up.weight`; in a period of several modules after the number of
+    its module, `1.up.weight`; for a weight elsewhere the whole name of the first instance, with underscores."""
     known = [value.meta["fqn"] for value in values]
     elsewhere = known[0].replace(".", "_")
     start = run.instances[0].start

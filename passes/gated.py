@@ -1,10 +1,9 @@
-"""The gates with which the rows of one expert of a loop are multiplied, in the spellings that models use.
+"""The gates by which the rows of one expert of a loop are multiplied, in the spellings that models use.
 
 gates[token, rank],  gates[mask]              # [..., k], as what is chosen
 (gates * (chosen == e)).sum(-1)[token]
 gates[token]                                  # [...], where a token chooses one
-every[token, e],  every[..., e][mask]         # [..., experts]
-"""
+every[token, e],  every[..., e][mask]         # [..., experts]"""
 
 from __future__ import annotations
 
@@ -25,8 +24,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Gates:
-    """What an expert's rows are multiplied with: `node [..., k]`, or `[...]` where a token chooses one, or `[..., e]`
-    of `all` experts; one where it is None. `summed`: over the choices of a token that are this expert."""
+    """The gates of one expert's rows; None for `node` stands for gates of 1. `node` is `[..., k]`; or `[...]` where a
+    token chooses one expert; or, with `all`, `[..., e]` with a gate for each expert. `summed`: the gates are summed
+    over the choices of a token that are this expert."""
 
     node: fx.Node | None
     all: bool = False
@@ -56,7 +56,8 @@ def gates_of(node: Any, mask: Mask) -> list[Gates]:
 
 
 def _of_tokens(gates: fx.Node, mask: Mask, dims: int) -> list[Gates]:
-    """What gates of single tokens `[...]`, of so many `dims`, or `[..., 1]`, are, as an expert of `mask` reads them."""
+    """The form of gates of single tokens, `[...]` with `dims` dims or `[..., 1]`, as an expert with `mask` reads
+    them."""
     rank, merged = len(facts.shape(gates)), edit.call_of(gates, aten.reshape.default)
     # one number for each token, in their order, in whatever shape
     total = edit.call_of(gates if merged is None else merged.args[0], aten.sum.dim_IntList)
@@ -117,7 +118,7 @@ def _without_last(node: Any, dims: int) -> fx.Node:
 
 
 def choice(mask: Mask, gates: Gates, like: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """What tokens choose, and with which gates, each `[n, k]`, at the insertion point."""
+    """The chosen experts and the gates, each `[n, k]`, at the insertion point."""
     graph, chosen, weights = like.graph, mask.chosen, gates.node
     if not mask.ranked:
         chosen, weights = _one(chosen, like), weights if weights is None or gates.all else _one(weights, like)
@@ -130,7 +131,7 @@ def choice(mask: Mask, gates: Gates, like: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _one(node: fx.Node, like: fx.Node) -> fx.Node:
-    """`[..., 1]` of `[...]`, where it is cut from what is flattened that of what is not."""
+    """`node [...]` as `[..., 1]`; where it is cut from flattened tokens, cut from the unflattened ones."""
     cut = edit.call_of(node, aten.select.int)
     if cut is None or cut.args[1] not in (1, -1) or flattened(cut.args[0]) is None:
         return edit.call(node.graph, aten.unsqueeze.default, (node, -1), like=like)
@@ -138,14 +139,14 @@ def _one(node: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def column(node: fx.Node, place: int, like: fx.Node) -> fx.Node:
-    """One column `[..., 1]` of `[..., k]`, of what is in front of a flattening where there is one, at the insertion
-    point."""
+    """Column `place`, `[..., 1]`, of `node [..., k]`, at the insertion point; taken before a flattening if there is
+    one."""
     source = flattened(node) or node
     return edit.call(node.graph, aten.slice.Tensor, (source, len(facts.shape(source)) - 1, place, place + 1), like=like)
 
 
 def _apart(weights: fx.Node, chosen: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The two with equal dims but for the last one, tokens not flattened where those of what is chosen need not be."""
+    """Weights and chosen experts with equal dims except the last, both with flattened tokens or both without."""
     chosen, weights = flattened(chosen) or chosen, flattened(weights) or weights
     if facts.shape(weights)[:-1] != facts.shape(chosen)[:-1]:
         sizes = [*(edit.size(chosen, dim) for dim in range(len(facts.shape(chosen)) - 1)), edit.size(weights, -1)]

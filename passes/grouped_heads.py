@@ -1,11 +1,10 @@
 """Grouped-query attention without repeated keys and values.
 
-Exported models repeat each key and value head for the query heads of its group and attend as if there were no groups.
-The attention kernels do that themselves, so the repeated copies need neither be made nor kept for the backward.
+Exported models repeat each key and value head for the query heads of its group, and then call plain attention. The
+attention kernels can do that themselves (enable_gqa), without the copies and without keeping them for the backward.
 
-Not where there is a mask, or weights are dropped: there few fused kernels take groups, and the unfused way keeps all
-weights.
-"""
+Not done with a mask or with dropout: few fused kernels then support groups, and the unfused kernel keeps all attention
+weights."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ aten = torch.ops.aten
 def grouped_heads(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: every change of sizes spelled `reshape`, copies dropped.
     does: finds attentions whose keys and values both are heads repeated by unsqueeze, expand, reshape.
-    gives: `enable_gqa=True` on the heads themselves.
-    """
+    gives: `enable_gqa=True` on the heads themselves."""
     for node in edit.calls(gm, aten.scaled_dot_product_attention.default):
         given = edit.args_of(node)
         key, value = (_unrepeated(given[name]) for name in ("key", "value"))

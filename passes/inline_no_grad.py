@@ -24,8 +24,7 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 def inline_no_grad(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: regions as `wrap_with_set_grad_enabled` and `wrap_with_autocast` calls of subgraphs.
     does: inlines them, detaches what leaves a disabled region and marks what was in it, writes autocast's casts out.
-    gives: a graph without higher-order calls of these kinds; ValueError for grad enabled inside a no_grad region.
-    """
+    gives: a graph without higher-order calls of these kinds; ValueError for grad enabled inside a no_grad region."""
     _flatten(gm, grad=True)
     gm.recompile()
     return gm

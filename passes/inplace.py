@@ -33,8 +33,7 @@ all is written, as they may be changed again, or the owner of their memory may."
 def inplace(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: provenance; batch norm in training mode already decomposed.
     does: replaces in-place calls by functional ones and redirects the later uses; a changed buffer becomes an output.
-    gives: functional ops only; ValueError with the source line where memory is shared in a way it cannot follow.
-    """
+    gives: functional ops only; ValueError with the source line where memory is shared in a way it cannot follow."""
     drop_what_gives_itself(gm)
     for node in edit.calls(gm):
         if isinstance(node.target, OpOverload) and "out" in node.kwargs:
@@ -51,7 +50,7 @@ def inplace(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _written_in_place(node: fx.Node) -> None:
-    """`op(..., out=x)` is `x.copy_(op(...))`."""
+    """`op(..., out=x)` as `x.copy_(op(...))`."""
     target, kwargs = node.target, dict(node.kwargs)
     assert isinstance(target, OpOverload)
     out = kwargs.pop("out")
@@ -73,8 +72,8 @@ def _written_in_place(node: fx.Node) -> None:
 
 
 def _masked_diagonal(node: fx.Node) -> None:
-    """`fill_diagonal_` of a matrix is `masked_fill_` where rows have the number of their column; one that begins anew
-    in a tall matrix stays."""
+    """`fill_diagonal_` of a matrix as `masked_fill_` where the row number equals the column number. It stays where the
+    diagonal wraps in a tall matrix."""
     given, graph = edit.args_of(node), node.graph
     x = given["self"]
     if len(facts.shape(x)) != 2 or given["wrap"]:
@@ -89,7 +88,7 @@ def _masked_diagonal(node: fx.Node) -> None:
 
 
 def _about_what_is_made(argument: Any) -> bool:
-    """Whether an argument says of what dtype, and where, a new tensor is, which `out` has already."""
+    """Whether an argument sets the dtype or device of a new tensor; `out` already has these."""
     return (
         argument.kwarg_only
         and argument.has_default_value()
@@ -121,8 +120,8 @@ def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _check_changed(node: fx.Node) -> None:
-    """An operator in place changes its first operand; what changes others beside its result (fake quantisation that
-    observes) has no twin."""
+    """Raise ValueError where an operator changes other operands than its first (observers of fake quantisation): it has
+    no functional twin."""
     changed = [
         argument.name
         for argument in node.target._schema.arguments  # type: ignore[union-attr]
@@ -138,7 +137,8 @@ def _check_changed(node: fx.Node) -> None:
 
 
 def _turned(node: fx.Node, base: fx.Node) -> None:
-    """How a tensor is seen changes, and no memory: whatever else sees it is as it was."""
+    """Operators that change the metadata of a tensor and not its memory (squeeze_, detach_): later uses read the
+    functional result, other views are unaffected."""
     with edit.before(node):
         new = edit.call(node.graph, functional(node), node.args, like=node)
     edit.redirect_later(base, new, behind=node)
@@ -146,7 +146,7 @@ def _turned(node: fx.Node, base: fx.Node) -> None:
 
 
 def _view_chain(base: fx.Node) -> list[fx.Node]:
-    """`base`, the value it is a view of, and so on up to the owner of the memory."""
+    """`base`, the value that it is a view of, and so on up to the owner of the memory."""
     chain = [base]
     while _is_view(chain[-1]):
         parent = chain[-1].args[0]
@@ -193,8 +193,8 @@ def _check_root(node: fx.Node, root: fx.Node) -> None:
 
 
 def _check_gradients(gm: fx.GraphModule, node: fx.Node, chain: list[fx.Node]) -> None:
-    """What is changed in a region without gradients, or through a view that is detached, keeps the gradient of what it
-    was; the twin has another one, or none."""
+    """Raise ValueError for a change without gradients (under no_grad or through a detached view) to a value that has
+    one: torch keeps the old gradient, which the functional twin cannot."""
     cut = next((place for place, view in enumerate(chain) if view.target is aten.detach.default), None)
     behind = chain[cut + 1 :] if cut is not None else chain if node.meta.get("no_grad") else []
     if not behind or behind[-1].meta.get("no_grad") or not needs_grad(gm)[behind[0]]:
@@ -212,8 +212,8 @@ def _used_later(values: list[fx.Node], node: fx.Node) -> bool:
 
 
 def _write_back(node: fx.Node, chain: list[fx.Node], new: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Writes the changed view `new` back into each value that it is a view of, for the uses that come later. What the
-    view holds then, as a view of the owner of the memory, and what that one holds."""
+    """Write the changed view `new` back into each value in `chain` that it is a view of, for later uses. Mark with HELD
+    the views that then hold the same as a node that is there already."""
     written = [new]
     for view, parent in itertools.pairwise(chain):
         scatter = SCATTERS.get(view.target)
@@ -236,7 +236,7 @@ def _write_back(node: fx.Node, chain: list[fx.Node], new: fx.Node) -> tuple[fx.N
 
 
 def _check_siblings(node: fx.Node, chain: list[fx.Node]) -> None:
-    """Other views of the same memory, made before and used after the change, would miss it."""
+    """Raise ValueError where another view of the same memory was made before the change and is used after it."""
     for view in (*_views_below(chain[-1], node), *_shared(chain[0], node)):
         if view not in chain and _used_later([view], node):
             raise ValueError(
@@ -253,8 +253,8 @@ def _views_below(value: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _shared(value: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
-    """What was made before `node` in the memory of `value`, by operators that do not say so too (einsum, meshgrid,
-    unsafe_chunk)."""
+    """Values in the memory of `value` made before `node` by operators whose schema does not declare an alias (einsum,
+    meshgrid, unsafe_chunk)."""
     memory = facts.value(value).untyped_storage()
     for other in value.graph.nodes:
         if other is node:
@@ -264,8 +264,8 @@ def _shared(value: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _twin(node: fx.Node, base: fx.Node) -> fx.Node:
-    """The functional call that gives what `base` holds after the in-place call `node`; without a gradient of what is
-    written where that is done without."""
+    """The functional call that computes what `base` holds after the in-place call `node`; detached where that writes
+    without gradients."""
     target = node.target
     if target is aten.copy_.default:
         # what it is now: it may change later, and what was read before stays
@@ -331,6 +331,6 @@ def functional(node: fx.Node) -> Callable[..., Any]:
 
 
 def _types(operator: OpOverload) -> list[str]:
-    """Of its arguments: `pow_.Scalar` of a tensor is `pow.Tensor_Scalar`, and not `pow.Scalar`, which is of a
-    number."""
+    """The types of an operator's arguments: they tell apart `pow.Tensor_Scalar` and `pow.Scalar` (a number to the power
+    of a tensor), which `pow_.Scalar` is not."""
     return [str(argument.type) for argument in operator._schema.arguments]

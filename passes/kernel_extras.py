@@ -1,9 +1,8 @@
-"""What kernels keep for the backward beside operands and results: masks, statistics, indices, counts. In bytes, as
+"""Bytes that kernels keep for the backward in addition to operands and results (masks, statistics, indices, counts), as
 formulas in the symbols of the sizes.
 
-An operator with an entry here always runs in a recomputed block, even if its result is not needed: its backward needs
-these extras.
-"""
+In a recomputed block, an operator with an entry here is always run again, even if nobody needs its result: its backward
+needs these bytes."""
 
 from __future__ import annotations
 
@@ -34,87 +33,87 @@ def _shape(node: fx.Node) -> tuple[Size, ...]:
 
 
 def _elements(itemsize: int) -> Callable[[fx.Node], Size]:
-    """One for each element of the result."""
+    """So many bytes per element of the result."""
     return lambda node: itemsize * facts.numel(node)
 
 
 def _normalized(statistics: int) -> Callable[[fx.Node], Size]:
-    """Of each row that is normalized."""
+    """So many statistics per row that is normalised."""
     return lambda node: (
         statistics * STATISTIC_BYTES * prod(_shape(node)[: -len(edit.args_of(node)["normalized_shape"])])
     )
 
 
 def _groups(node: fx.Node) -> Size:
-    """Mean and deviation of each group of each sample."""
+    """Mean and deviation per sample and group."""
     return 2 * STATISTIC_BYTES * _shape(node)[0] * edit.args_of(node)["num_groups"]
 
 
 def _channels(node: fx.Node) -> Size:
-    """Mean and deviation of each channel, where they are those of the batch."""
+    """Mean and deviation per channel, where those of the batch are used."""
     return 2 * STATISTIC_BYTES * _shape(node)[1] if edit.args_of(node)["training"] else 0
 
 
 def _channels_of_samples(node: fx.Node) -> Size:
-    """The same of each sample, whose channels are normalized as those of one: with the weight and running statistics of
-    each sample beside, as copies."""
+    """Mean and deviation per sample and channel; and copies per sample of the weight and of running statistics, because
+    the kernel treats sample and channel as one dim of channels."""
     given = edit.args_of(node)
     copies = sum(given[name] is not None for name in ("weight", "running_mean", "running_var"))
     return (2 * bool(given["use_input_stats"]) + copies) * STATISTIC_BYTES * _shape(node)[0] * _shape(node)[1]
 
 
 def _attention(node: fx.Node) -> Size:
-    """The logarithm of the sum of each row."""
+    """The logarithm of the sum of exponentials per query row."""
     return STATISTIC_BYTES * prod(_shape(node)[:-1])
 
 
 def _bags(node: fx.Node) -> Size:
-    """Of each row in a bag whose it is; of each bag where its rows are, how many, and a maximum."""
+    """For each index, the bag that it is in; for each bag its offset, its size and the position of the maximum."""
     chosen = edit.tensor_operands(node)[1]
     return COUNT_BYTES * (facts.numel(chosen) + 3 * prod(_shape(node)[:-1]))
 
 
 def _triplets(node: fx.Node) -> Size:
-    """The differences, their norms, and what is clamped."""
+    """The differences, their norms, and the clamped values."""
     count, first = (3 if edit.args_of(node)["swap"] else 2), edit.tensor_operands(node)[0]
     return count * facts.nbytes(first) + (count + 1) * (facts.nbytes(first) // facts.shape(first)[-1])
 
 
 def _first(node: fx.Node) -> Size:
-    """As much as the first operand."""
+    """Bytes of the first operand."""
     return facts.nbytes(edit.tensor_operands(node)[0])
 
 
 def _second(node: fx.Node) -> Size:
-    """As much as the second operand."""
+    """Bytes of the second operand."""
     return facts.nbytes(edit.tensor_operands(node)[1])
 
 
 def _pivots(node: fx.Node) -> Size:
-    """Of matrices their LU factors, and of each row where it is."""
+    """The LU factors of each matrix, and a pivot per row."""
     matrices = edit.tensor_operands(node)[0]
     return facts.nbytes(matrices) + PIVOT_BYTES * prod(facts.shape(matrices)[:-1])
 
 
 def _logarithms(node: fx.Node) -> Size:
-    """The determinants, and whether each is below 0."""
+    """The determinants and their signs."""
     return _pivots(node) + facts.nbytes(node) + facts.numel(node)
 
 
 def _power(node: fx.Node) -> Size:
-    """The products but the last one; and of a negative power the inverse."""
+    """All intermediate products; for a negative power also the inverse."""
     exponent = edit.args_of(node)["n"]
     products = max(0, abs(exponent).bit_length() + abs(exponent).bit_count() - 2)
     return (max(0, products - 1) + (exponent < 0)) * _first(node)
 
 
 def _least(one: Size, other: Size) -> Size:
-    """The smaller one of two sizes."""
+    """The smaller of two sizes."""
     return min(one, other) if isinstance(one, int) and isinstance(other, int) else sympy.Min(one, other)
 
 
 def _vectors(matrices: fx.Node, rows: int, columns: int) -> Size:
-    """Singular vectors of the matrices that are two dims of a tensor, left and right."""
+    """Left and right singular vectors of the matrices in dims `rows` and `columns`."""
     sizes = facts.shape(matrices)
     others = prod(size for dim, size in enumerate(sizes) if dim not in (rows % len(sizes), columns % len(sizes)))
     return (
@@ -127,8 +126,8 @@ def _singular_vectors(node: fx.Node) -> Size:
 
 
 def _condition(node: fx.Node) -> Size:
-    """Singular vectors and values; where these are summed, their reciprocals and both sums too. Of other norms torch
-    has no gradient: nothing."""
+    """Singular vectors and values; for norms that sum the values also their reciprocals and both sums. 0 for norms
+    without a gradient in torch."""
     order = edit.args_of(node)["p"]
     if order is not None and order not in SPECTRAL:
         return 0
@@ -138,7 +137,8 @@ def _condition(node: fx.Node) -> Size:
 
 
 def matrix_dims(given: Mapping[str, Any], rank: int) -> tuple[int, int] | None:
-    """The two dims of the matrices that a norm is of; None where it is of vectors: of all numbers, or of one dim."""
+    """The two dims of the matrices of which a norm is taken; None for norms of vectors (of all elements, or along one
+    dim)."""
     dims, order = given["dim"], given["ord"]
     if dims is None:
         return (0, 1) if rank == 2 and order is not None else None
@@ -150,8 +150,8 @@ SPECTRAL = (2, -2, "nuc")
 
 
 def _matrix_norm(node: fx.Node) -> Size:
-    """The result, which is kept by all but the sum of singular values; of matrices sums of rows or columns, or singular
-    values with their vectors."""
+    """The result (unless it is the sum of singular values), and sums of rows or columns, or singular values with their
+    vectors."""
     given, operand = edit.args_of(node), edit.tensor_operands(node)[0]
     sizes, order, result = facts.shape(operand), given["ord"], facts.nbytes(node)
     dims = matrix_dims(given, len(sizes))
@@ -167,7 +167,7 @@ def _matrix_norm(node: fx.Node) -> Size:
 
 
 def _quantile(node: fx.Node) -> Size:
-    """The numbers in order, and where each was; of each result two places, and the share between them."""
+    """The sorted values and their positions; for each result two positions and the weight between both values."""
     (operand,) = edit.tensor_operands(node)
     return (
         facts.nbytes(operand)
@@ -178,7 +178,7 @@ def _quantile(node: fx.Node) -> Size:
 
 
 def _frames(node: fx.Node) -> Size:
-    """Of a signal that a window is laid on the frames; of one without, if it is padded, the padded one."""
+    """The frames, where a window is applied; else the padded signal, where it is padded."""
     given, (signal, *window) = edit.args_of(node), edit.tensor_operands(node)
     if window:
         counted = facts.shape(node) if facts.dtype(node).is_complex else facts.shape(node)[:-1]
@@ -191,33 +191,33 @@ def _frames(node: fx.Node) -> Size:
 
 
 def _envelope(node: fx.Node) -> Size:
-    """The sum of the squares of windows, and the window where none is given."""
+    """The sum of the squared windows; also the window, where none is given."""
     given, (frames, *window) = edit.args_of(node), edit.tensor_operands(node)
     size, hop = given["n_fft"], given["hop_length"] or given["n_fft"] // 4
     return facts.dtype(node).itemsize * (size + hop * (facts.shape(frames)[-1] - 1) + (0 if window else size))
 
 
 def _recurrent(each: int) -> Callable[[fx.Node], Size]:
-    """Gates and states of each layer at each position."""
+    """`each` numbers per position, layer and element of the state."""
     return lambda node: (
         each * edit.args_of(node)["num_layers"] * facts.tensors(node)[0].element_size() * prod(_shape(node))
     )
 
 
 def _gates(each: int) -> Callable[[fx.Node], Size]:
-    """Of a cell, so many numbers for each of the state."""
+    """`each` numbers per element of the state, for a cell."""
     return lambda node: each * facts.tensors(node)[0].element_size() * prod(_shape(node))
 
 
 def _paths(node: fx.Node) -> Size:
-    """Of each sample and step a number for each target, and for each place around them."""
+    """Per sample and step, one number for each target and for each place between and around them."""
     scores, targets = edit.tensor_operands(node)[:2]
     steps, samples, _ = facts.shape(scores)
     return facts.dtype(scores).itemsize * steps * samples * (2 * facts.shape(targets)[1] + 1)
 
 
 def _along(node: fx.Node) -> int:
-    """The dim of the result that an operator works along, the first one where none is named."""
+    """The dim of the result along which an operator works; by default the first."""
     return int(edit.args_of(node)["dim"] or 0)
 
 
@@ -293,14 +293,13 @@ BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
 
 
 def _similar(node: fx.Node, grads: Sequence[bool]) -> Size:
-    """Of each operand that has a gradient what it is divided by its norm to, as wide as both, and two norms of each
-    row."""
+    """Per operand with a gradient: the normalised operand at the broadcast sizes, and two norms per row."""
     dim = facts.shape(edit.tensor_operands(node)[0])[edit.args_of(node)["dim"]]
     return sum(grads) * facts.nbytes(node) * (dim + 2)
 
 
 def _divergent(node: fx.Node, grads: Sequence[bool]) -> Size:
-    """Of targets that are logarithms the exponentials, and their products."""
+    """For targets given as logarithms, their exponentials and the products with these."""
     return sum(grads) * _first(node) if edit.args_of(node)["log_target"] else 0
 
 
@@ -312,7 +311,7 @@ BY_GRADIENTS: dict[Any, Callable[[fx.Node, Sequence[bool]], Size]] = {
 
 
 def beside(node: fx.Node, grads: Sequence[bool]) -> Size:
-    """Bytes that the backward of a call keeps beside operands and results; `grads`: whether each operand has a
+    """Bytes that the backward of a call keeps in addition to operands and results; `grads` says which operands have a
     gradient."""
     if node.target in BY_GRADIENTS:
         return BY_GRADIENTS[node.target](node, grads)

@@ -14,8 +14,7 @@ ROLES = ("param", "buffer", "constant", "input")
 def lint(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: a graph after all of NORMALIZE.
     does: checks structure, and that only functional calls with values and provenance are left.
-    gives: the graph unchanged, or ValueError that names the first node that breaks the contract, and how.
-    """
+    gives: the graph unchanged, or ValueError that names the first node that breaks the contract, and how."""
     check_structure(gm)
     for node in gm.graph.nodes:
         if node.op == "call_function":

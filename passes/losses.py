@@ -1,8 +1,7 @@
-"""Mean losses as (sum, count): the only form in which a split loss is exact.
+"""Mean losses as a quotient of a sum and a count.
 
-A mean of means over ranks is wrong when ranks hold different numbers of valid labels. Sum and count are partial sums;
-their quotient is taken after the reduction.
-"""
+The mean over ranks of each rank's mean is wrong where ranks have different numbers of valid labels. Sum and count are
+partial sums; the quotient is taken of the reduced ones."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 def losses(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops, every change of sizes spelled `reshape`.
-    does: cross-entropies become `ops.cross_entropy_sum` over `ops.count_valid`, or over `ops.weigh_valid` where classes
-    have weights; those against probabilities become plain operators; other mean losses sum over number. gives: losses
-    without a mean, on unflattened logits and labels; of float16 means of terms or sums in float32, for a sum, or a
-    number of labels, may leave float16's range.
-    """
+    does: cross-entropies become `ops.cross_entropy_sum` divided by `ops.count_valid`, or by `ops.weigh_valid` where
+           classes have weights; those against probabilities become plain operators; other mean losses become a sum
+           divided by the number of terms.
+    gives: losses without a mean, on logits and labels that are not flattened. In float16, the sums and counts of a mean
+           are in float32, because they may exceed float16's range."""
     return edit.rewrite(gm, LOSSES)
 
 
@@ -38,8 +37,7 @@ def _cross_entropy(node: fx.Node) -> fx.Node | None:
 
 
 def _nll(node: fx.Node) -> fx.Node | None:
-    """nll_loss of a log_softmax over the classes is a cross-entropy, of logits in the dtype that the log_softmax is
-    asked for."""
+    """nll_loss of a log_softmax over the classes, as a cross-entropy of the logits in the dtype of the log_softmax."""
     given = edit.args_of(node)
     log_probabilities = given["self"]
     rank = len(facts.shape(log_probabilities))
@@ -67,7 +65,7 @@ def _split_cross_entropy(node: fx.Node, logits: fx.Node, given: dict[str, Any], 
 
 
 def _over_valid(node: fx.Node, total: fx.Node, labels: fx.Node, given: dict[str, Any]) -> fx.Node:
-    """`total` divided by the number of valid labels, or by the sum of their weights."""
+    """`total` divided by the number of labels that are not ignored, or by the sum of the weights of their classes."""
     graph, ignored, weight = node.graph, given["ignore_index"], given["weight"]
     if weight is None:
         count = edit.call(graph, ops.count_valid, (labels, ignored), {"dtype": facts.dtype(total)}, like=node)
@@ -77,7 +75,7 @@ def _over_valid(node: fx.Node, total: fx.Node, labels: fx.Node, given: dict[str,
 
 
 def _summed(x: Any, given: dict[str, Any], node: fx.Node) -> Any:
-    """`x`, None or an operand of the loss `node`, in the dtype in which the terms of a mean are added up: float32 for
+    """`x` (an operand of the loss `node`, or None) in the dtype in which a mean's terms are summed: float32 for
     float16."""
     return (
         _cast(x, torch.float32, node)
@@ -91,8 +89,8 @@ def _cast(x: fx.Node, dtype: torch.dtype, node: fx.Node) -> fx.Node:
 
 
 def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
-    """A cross-entropy against probabilities of classes: plain operators, as torch has it; its mean is over positions,
-    with weights of classes or without."""
+    """A cross-entropy against class probabilities as plain operators, as torch computes it. Its mean is over positions,
+    with or without class weights."""
     logits, wanted, weight, graph = given["self"], given["target"], given["weight"], node.graph
     dim = min(1, len(facts.shape(logits)) - 1)
     classes = facts.shape(logits)[dim]
@@ -132,8 +130,8 @@ def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
 
 
 def _unflattened(logits: fx.Node, labels: fx.Node, beside: int = 1) -> tuple[fx.Node, fx.Node]:
-    """Both without the reshapes that merge batch and sequence, when their sizes then still agree; labels lack as many
-    dims as `beside` says."""
+    """Logits and labels without the reshapes that merge batch and sequence, where their sizes then still agree; labels
+    have `beside` dims fewer than logits."""
     wide = flattened(logits)
     source = labels.args[0] if labels.target is aten.reshape.default else None
     if (
@@ -146,7 +144,7 @@ def _unflattened(logits: fx.Node, labels: fx.Node, beside: int = 1) -> tuple[fx.
 
 
 def _mean(node: fx.Node) -> fx.Node | None:
-    """mean -> sum over the number of terms, for losses of one term per element, or per row, of the first operand."""
+    """A mean loss as its sum divided by the number of terms: one per element, or one per row, of the first operand."""
     given = edit.args_of(node)
     if given["reduction"] != _MEAN:
         return None

@@ -47,8 +47,7 @@ def masked(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional operators.
     does: finds sums, means and losses over rows that a mask picks, of what is computed row by row.
     gives: the same of all rows, without sizes that depend on what tensors hold; what else is done with such rows stays
-    as it is.
-    """
+           as it is."""
     return taken(gm, TAKEN)
 
 

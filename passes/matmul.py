@@ -21,8 +21,7 @@ aten = torch.ops.aten
 def matmul(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops in the plain spelling.
     does: splits the bias off linear, addmm, baddbmm and convolutions; mm becomes matmul, or linear of a transpose.
-    gives: contractions without bias.
-    """
+    gives: contractions without bias."""
     return edit.rewrite(gm, SPLITS)
 
 

@@ -13,8 +13,7 @@ aten = torch.ops.aten
 def means(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
     does: `mean` over dims or all becomes `sum` divided by the number of elements, symbolic where sizes are.
-    gives: no means. In float16 the sum is taken in float32, as it may leave float16's range.
-    """
+    gives: no means. In float16 the sum is taken in float32, as it may leave float16's range."""
     for node in edit.calls(gm, aten.mean.default, aten.mean.dim):
         with edit.before(node):
             edit.replace(node, _quotient(node))

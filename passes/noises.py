@@ -34,16 +34,17 @@ VALUE, PLAIN, DRAWN = range(3)
 
 
 def kind_of(read: Iterable[int], *, drawn: bool) -> int:
-    """Of which kind is what is made of values of the kinds `read`, and `drawn` or not."""
+    """The kind of a value that is computed from values of the kinds `read`; `drawn`: by a random operator."""
     kinds = list(read)
     return VALUE if VALUE in kinds else max([PLAIN, *kinds, *([DRAWN] if drawn else [])])
 
 
 def noises(gm: fx.GraphModule) -> fx.GraphModule:
-    """needs: functional ops; `gm.meta["noises"]`, the number of random factors that the model has in training alone,
-    where it has any. does: makes of each product of a value and a random factor one call. gives: `ops.noised`, if there
-    are as many as there should be, and else no change; `gm.meta["noises"]` is the number of them.
-    """
+    """needs: functional ops; `gm.meta["noises"]`, the number of random factors that the model has only in training, if
+           it has any.
+    does: replaces each product of a value and a random factor by one call.
+    gives: `ops.noised`, if there are as many as there should be, else no change. `gm.meta["noises"]` is then the number
+           of these calls."""
     wanted = gm.meta.pop("noises", 0)
     if not wanted:
         return gm
@@ -79,7 +80,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, int]) -> int:
 
 
 def _share(x: fx.Node) -> tuple[Any, fx.Node]:
-    """(divisor, dividend) where `x` is a quotient by a number; else (1, `x`)."""
+    """(divisor, dividend) where `x` is a tensor divided by a number; else (1, `x`)."""
     if (
         x.target is aten.div.Tensor
         and isinstance(x.args[1], (int, float))

@@ -1,8 +1,7 @@
-"""Constants that are added to a loss, as tensors.
+"""Python numbers that are added on the way to a loss, as tensors.
 
-A rank (or microbatch) with a partial sum must not add the whole constant, and an addition of a Python number has no
-operand that could be replicated or partial. As a tensor, the constant is an operand like any other, and counts once.
-"""
+A rank (or microbatch) with a partial sum must not add the whole number, and an addition of a Python number has no
+operand that could be marked partial. As a tensor, the number is an operand like any other, and is added once."""
 
 from __future__ import annotations
 
@@ -27,10 +26,9 @@ SPELLED: dict[Any, tuple[Any, bool]] = {
 
 def numbers(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: means as quotients.
-    does: a number that is added to a value of one element on the way to the loss, or subtracted, or from which one is,
-    becomes a value of its own. gives: sums of values, which let parts of sums through; what is not on the way to the
-    loss stays as it is.
-    """
+    does: replaces a number that is added to, or subtracted from, a value of one element on the way to a loss (or the
+           other way round) by a tensor of one element.
+    gives: additions of tensors, through which partial sums pass; values that no loss depends on stay as they are."""
     for node in _above_loss(gm):
         if node.target in SPELLED:
             with edit.before(node):
@@ -41,7 +39,7 @@ def numbers(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _above_loss(gm: fx.GraphModule) -> dict[fx.Node, None]:
-    """The calls that losses are made by, as far as values have one element."""
+    """The calls on which losses depend through values of one element."""
     pairs = zip(edit.output_node(gm).args[0], gm.meta["outputs"], strict=True)  # type: ignore[arg-type]
     pending, found = [value for value, entry in pairs if entry["kind"] == "loss"], dict[fx.Node, None]()
     while pending:
@@ -59,7 +57,7 @@ def _above_loss(gm: fx.GraphModule) -> dict[fx.Node, None]:
 
 
 def _spelled(node: fx.Node) -> fx.Node | None:
-    """The same with a value for the number; None where there is none, or where it is multiplied first."""
+    """The same call with a tensor in place of the number; None where there is no number, or `alpha` multiplies it."""
     value, number, *more = node.args
     if more or node.kwargs or not isinstance(number, (int, float)) or isinstance(number, bool):
         return None

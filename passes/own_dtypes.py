@@ -51,9 +51,8 @@ TAKES_NUMBERS = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, at
 def own_dtypes(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops, every cast spelled `to`, no asserts.
     does: gives the buffers that `gm.meta["own_dtypes"]` names (fqn -> dtype) that dtype, and what is computed of them;
-    casts what meets activations. gives: activations in the dtypes that they had; new values of buffers in those of the
-    buffers.
-    """
+           casts what meets activations.
+    gives: activations in the dtypes that they had; new values of buffers in those of the buffers."""
     wanted: Mapping[str, torch.dtype] = gm.meta.get("own_dtypes", {})
     own = {
         node: wanted[node.meta["fqn"]]
@@ -71,9 +70,9 @@ def own_dtypes(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Own:
-    """One run. `active`: what depends on parameters or floating inputs; `ways`: what lies between a buffer and its new
-    value, and the dtype that it is computed in; `wide`: what has other dtypes than it was captured with, since it is
-    made of buffers."""
+    """One run of the pass. `active` are the nodes that depend on parameters or floating inputs; `ways` the nodes
+    between a buffer and its new value, with the dtype in which they are computed; `wide` the nodes whose dtype is
+    another than captured, because they are computed from buffers."""
 
     def __init__(self, gm: fx.GraphModule, own: dict[fx.Node, torch.dtype]) -> None:
         self.gm, self.own = gm, own
@@ -84,7 +83,7 @@ class _Own:
         self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
 
     def run(self) -> None:
-        """Dtypes from the buffers on, in the order of the graph."""
+        """Set dtypes in the order of the graph, from the buffers on."""
         for node, dtype in self.own.items():
             value = node.meta["val"]
             node.meta["val"] = value.new_empty_strided(value.shape, value.stride(), dtype=dtype)
@@ -101,8 +100,8 @@ class _Own:
         self._hold()
 
     def _retype(self, node: fx.Node, dtype: torch.dtype, *, everything: bool = False) -> None:
-        """Compute `node` in `dtype`, with operands that were captured in a narrower one; `everything`: whatever it
-        casts to, too."""
+        """Compute `node` in `dtype`: operands that were captured in a narrower dtype are taken in `dtype`.
+        `everything`: also where `node` itself is a cast to another dtype."""
         for operand in dict.fromkeys(_floats(node)):
             if (
                 facts.is_tensor(operand)
@@ -123,7 +122,7 @@ class _Own:
         return map_aggregate(args, lambda item: dtype if item is self.narrow else item)
 
     def _meet(self, node: fx.Node, dtype: torch.dtype) -> None:
-        """Cast operands that would promote activations of `dtype` to a wider dtype back to `dtype`."""
+        """Cast operands that would promote an activation of `dtype` to a wider dtype back to `dtype`."""
         for operand in dict.fromkeys(_floats(node)):
             number = (
                 facts.is_tensor(operand)
@@ -135,8 +134,8 @@ class _Own:
                 node.replace_input_with(operand, self._cast(operand, dtype, node))
 
     def _lifted(self, value: fx.Node, dtype: torch.dtype, user: fx.Node) -> fx.Node:
-        """`value` in the wider `dtype` for `user`: before it was made narrower, or computed in `dtype` all along where
-        it is made of neither activations nor chance."""
+        """`value` in the wider `dtype`, for `user`: the value before it was cast to a narrower dtype, or computed in
+        `dtype` from the beginning where it depends on no activations and no random numbers; else a cast."""
         if _dtype(value) == dtype:
             return value
         if value.target is aten.to.dtype and facts.dtype(value) == self.narrow:
@@ -161,8 +160,8 @@ class _Own:
         return self.casts[value, dtype] if _dtype(self.casts[value, dtype]) == dtype else self._cast(value, dtype, user)
 
     def _cast(self, value: fx.Node, dtype: torch.dtype, user: fx.Node) -> fx.Node:
-        """`value` cast once where it is computed; what the model holds is cast where it is read, each in its own
-        block."""
+        """`value` cast to `dtype`, once and where it is computed; parameters and buffers are cast where they are read,
+        so that each block has its own cast."""
         made = value.op == "call_function"
         if not made or (value, dtype) not in self.casts:
             with edit.after(value) if made else edit.before(user):
@@ -172,7 +171,7 @@ class _Own:
         return self.casts[value, dtype]
 
     def _hold(self) -> None:
-        """Cast the new values of buffers to the dtypes of the buffers."""
+        """Cast the new value of each buffer to the buffer's dtype."""
         held = {
             node.meta["fqn"]: node
             for node in self.gm.graph.find_nodes(op="placeholder")
@@ -204,8 +203,9 @@ def _active(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def _ways(gm: fx.GraphModule, own: Mapping[fx.Node, torch.dtype], active: set[fx.Node]) -> dict[fx.Node, torch.dtype]:
-    """What lies between one of the buffers `own` and its new value, without activations (what depends on inputs and is
-    larger than the buffer), products of them, and what goes through these."""
+    """The nodes between one of the buffers in `own` and its new value, each with the dtype to compute it in (the wider
+    one of the buffer's own and captured dtypes). Not among them: activations (values that depend on inputs and are
+    larger than the buffer), products of these, and what depends on such nodes."""
     place = {node: number for number, node in enumerate(gm.graph.nodes)}
     named = {node.meta["fqn"]: node for node in own}
     fed = _fed(gm)
@@ -267,7 +267,7 @@ def _floats(node: fx.Node) -> list[fx.Node]:
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    """The dtype of the floating numbers that `node` gives."""
+    """The dtype of the first floating or complex tensor that `node` gives."""
     return next(
         tensor.dtype for tensor in facts.tensors(node) if tensor.dtype.is_floating_point or tensor.dtype.is_complex
     )

@@ -26,9 +26,8 @@ with."""
 
 def part_runs(gm: fx.GraphModule, parts: Parts) -> fx.GraphModule:
     """needs: a folded graph.
-    does: calls a copy of the body where each part but the first begins, with the weights of its own instances.
-    gives: a new graph, `gm` stays as it is; ValueError for a run that is not there or cannot be parted so.
-    """
+    does: divides runs: each part but the first is a call of a copy of the body, with the weights of its own instances.
+    gives: a new graph; `gm` is not changed. Raises ValueError for a run that is not there or cannot be divided so."""
     parted = copy.deepcopy(gm)
     parted.meta.update(gm.meta)
     calls = {str(node.target): node for node in parted.graph.nodes if is_folded(node)}
@@ -72,7 +71,7 @@ def _part(gm: fx.GraphModule, call: fx.Node, begins: Mapping[str, int]) -> None:
 
 
 def _sliced(whole: str, body: fx.GraphModule, first: int, stop: int) -> fx.GraphModule:
-    """A copy of `body`, that of the run `whole`, with the weights of the instances `[first, stop)`."""
+    """A copy of `body`, the body of the run `whole`, with the weights of the instances `[first, stop)`."""
     part = copy.deepcopy(body)
     part.meta.update(body.meta)
     part.meta["start"] += first * part.meta["period"]
@@ -88,7 +87,7 @@ def _slice(body: fx.GraphModule, first: int, stop: int) -> None:
 
 
 def _behind(gm: fx.GraphModule, before: fx.Node, name: str, count: int) -> fx.Node:
-    """A call of the body `name` that goes on where the call `before` ends."""
+    """A call of the body `name` for `count` instances, which continues from the results of the call `before`."""
     states = before.meta["val"]
     with edit.after(before):
         call = gm.graph.call_module(name, before.args)

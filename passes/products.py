@@ -1,9 +1,8 @@
-"""Products that torch has under other names, as matmuls and einsums, so that the rules and formulas of these apply.
+"""Products that torch has under other names, written as matmuls and einsums, which have rules and FLOP formulas.
 
 tensordot(x, w, 2)               einsum("abcd,cde->abe", x, w)
-linalg.multi_dot([x, u, v])      (x @ u) @ v, or x @ (u @ v) where that is less work
-bilinear(x, y, w, b)             einsum("...aj,...j->...a", einsum("...i,aij->...aj", x, w), y) + b
-"""
+linalg.multi_dot([x, u, v])      (x @ u) @ v, or x @ (u @ v) where that takes fewer FLOPs
+bilinear(x, y, w, b)             einsum("...aj,...j->...a", einsum("...i,aij->...aj", x, w), y) + b"""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ aten = torch.ops.aten
 
 def products(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
-    does: writes tensordot, inner, addbmm and bilinear as einsums, chains of matrices as matmuls in the order of least
-    work. gives: the same values, up to rounding, in ops that have rules and prices.
-    """
+    does: writes tensordot, inner, addbmm and bilinear as einsums, and products of several matrices as matmuls in the
+           order that takes the fewest FLOPs.
+    gives: the same values, up to rounding, in operators that have rules and prices."""
     return edit.rewrite(gm, PRODUCTS)
 
 
@@ -34,8 +33,8 @@ def _einsum(node: fx.Node, equation: str, *operands: fx.Node) -> fx.Node:
 
 
 def _summed(node: fx.Node, left: fx.Node, right: fx.Node, pairs: Sequence[tuple[int, int]]) -> fx.Node:
-    """Dims of both that `pairs` names are multiplied and summed; the others of `left`, then of `right`, are those of
-    the result."""
+    """Multiply `left` and `right` and sum over the pairs of dims (of `left`, of `right`) in `pairs`. The dims of the
+    result are the others of `left`, then the others of `right`."""
     ranks = [len(facts.shape(operand)) for operand in (left, right)]
     one, other = ascii_letters[: ranks[0]], list(ascii_letters[ranks[0] : sum(ranks)])
     for first, second in pairs:
@@ -50,7 +49,7 @@ def _tensordot(node: fx.Node) -> fx.Node:
 
 
 def _inner(node: fx.Node) -> fx.Node:
-    """Rows with rows; a number is multiplied with everything."""
+    """torch.inner: a sum over the last dims of both; a scalar operand multiplies the other."""
     left, right = edit.tensor_operands(node)
     if not (facts.shape(left) and facts.shape(right)):
         return edit.call(node.graph, aten.mul.Tensor, (left, right), like=node)
@@ -58,14 +57,15 @@ def _inner(node: fx.Node) -> fx.Node:
 
 
 def _addbmm(node: fx.Node) -> fx.Node:
-    """The sum of a batch of products."""
+    """The sum over a batch of matrix products, added to a matrix."""
     given = edit.args_of(node)
     product = _einsum(node, "bmk,bkn->mn", given["batch1"], given["batch2"])
     return added(node, scaled(node, product, given["alpha"]), given["self"], given["beta"])
 
 
 def _bilinear(node: fx.Node) -> fx.Node:
-    """The weight meets the longer rows first, which leaves less between the products."""
+    """torch bilinear. The weight is multiplied by the wider input first, so that the intermediate result is the smaller
+    one."""
     given = edit.args_of(node)
     first, second, weight = given["input1"], given["input2"], given["weight"]
     _, rows, columns = (facts.example(node, size) for size in facts.value(weight).shape)
@@ -79,7 +79,7 @@ def _bilinear(node: fx.Node) -> fx.Node:
 
 
 def _chain(node: fx.Node) -> fx.Node:
-    """Matrices, the first and the last of which may be a row and a column that are written as vectors."""
+    """linalg.multi_dot: a product of matrices, the first and the last of which may be vectors."""
     factors = edit.tensor_operands(node)
     sizes = [[facts.example(node, size) for size in facts.value(factor).shape] for factor in factors]
     bounds = (
@@ -101,8 +101,8 @@ def _chain(node: fx.Node) -> fx.Node:
 
 @cache
 def least(bounds: tuple[int, ...], first: int, stop: int) -> tuple[int, int]:
-    """The fewest products of numbers that multiply matrices `first` to `stop`, matrix i being `bounds[i]` x `bounds[i +
-    1]`; and where the last product has its left operand end."""
+    """The fewest scalar multiplications to multiply matrices `first` to `stop` - 1, where matrix i is `bounds[i]` x
+    `bounds[i + 1]`; and the number of the first matrix of the last product's right operand."""
     if stop - first == 1:
         return 0, stop
     return min(

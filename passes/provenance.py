@@ -16,8 +16,7 @@ _REPEATED_CALL = re.compile(r"@\d+$")
 def provenance(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: `nn_module_stack` and `stack_trace` as export leaves them, on nodes of the graph and its subgraphs.
     does: reads the innermost module and the last frame outside torch.
-    gives: `meta["module"]` ("transformer.h.0.attn", "" for the top) and `meta["source"]` ("file.py:41" or "").
-    """
+    gives: `meta["module"]` ("transformer.h.0.attn", "" for the top) and `meta["source"]` ("file.py:41" or "")."""
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
             continue

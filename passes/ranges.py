@@ -42,8 +42,9 @@ SEEN = (
 
 @dataclass(frozen=True)
 class _Indexed:
-    """`index(x, indices)` whose indices are of neighbouring dims from `first` on; `own[i]` is the dim of the block that
-    index i is a range along, or None, and `rank` the number of dims of the block."""
+    """`index(x, indices)` with indices for the adjacent dims from `first` on. `own[i]` is the dim of the index block
+    along which index i is a range over the whole dim, None if it is no range; `rank` is the number of dims of the
+    block."""
 
     x: fx.Node
     first: int
@@ -53,17 +54,15 @@ class _Indexed:
 
     @property
     def named(self) -> list[int]:
-        """The dims of the block that some index is a range along."""
+        """The dims of the block along which some index is a range."""
         return [dim for dim in self.own if dim is not None]
 
 
 def ranges(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops, every change of sizes spelled `reshape`.
-    does: of `index` with ranges over whole dims among its indices makes permutations, where there is nothing else, or
-    `gather` or `index_select`
-          along the one dim that has other positions.
-    gives: no index that is a range over a whole dim; with two other indices all stay as they are.
-    """
+    does: replaces an `index` some of whose indices are ranges over whole dims: by a permutation if all are, by `gather`
+           or `index_select` if one is not.
+    gives: no index that is a range over a whole dim, except where two or more other indices are no ranges."""
     for node in edit.calls(gm, aten.index.Tensor):
         found = _read(node)
         others = [] if found is None else [i for i, own in enumerate(found.own) if own is None]
@@ -77,7 +76,7 @@ def ranges(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _read(node: fx.Node) -> _Indexed | None:
-    """What `node` indexes and how; None where dims that are indexed are not neighbours or no index is a range."""
+    """What `node` indexes and how; None where the indexed dims are not adjacent or no index is a range."""
     x, given = edit.args_of(node).values()
     places = [i for i, index in enumerate(given) if index is not None]
     indices = tuple(given[i] for i in places)
@@ -92,7 +91,8 @@ def _read(node: fx.Node) -> _Indexed | None:
 
 
 def _along(index: fx.Node, size: facts.Size, rank: int) -> int | None:
-    """The dim, of `rank`, along which `index` is the range over a dim of `size`; None where it is anything else."""
+    """The dim, of `rank`, along which `index` is `arange(size)` and constant in all others; None for any other
+    index."""
     shape = facts.shape(index)
     wide = [dim for dim, n in enumerate(shape) if n != 1]
     if len(wide) != 1 or shape[wide[0]] != size:
@@ -112,8 +112,8 @@ def _along(index: fx.Node, size: facts.Size, rank: int) -> int | None:
 
 
 def _turned(found: _Indexed, x: fx.Node, dims: list[int], node: fx.Node) -> fx.Node:
-    """`x`, whose dims from the first indexed one on are the `dims` of the block, with these in order and of size 1
-    where there is none."""
+    """`x` with the dims from the first indexed one on permuted to the order of the block's dims; a dim of the block
+    that is not in `dims` has size 1."""
     rank, at = len(facts.shape(x)), found.first
     order = [*range(at), *(at + dims.index(dim) for dim in sorted(dims)), *range(at + len(dims), rank)]
     if order != list(range(rank)):
@@ -125,8 +125,8 @@ def _turned(found: _Indexed, x: fx.Node, dims: list[int], node: fx.Node) -> fx.N
 
 
 def _taken(found: _Indexed, number: int, node: fx.Node) -> fx.Node | None:
-    """`x` read along the one dim whose index, the `number`-th, is no range; None where that has more than one dim that
-    no range goes along."""
+    """`x` read along the one dim whose index, number `number`, is no range. None where that index varies along more
+    than one dim of the block that no range goes along."""
     index = found.indices[number]
     missing = found.rank - len(facts.shape(index))
     shape = (1,) * missing + facts.shape(index)
@@ -152,8 +152,8 @@ def _taken(found: _Indexed, number: int, node: fx.Node) -> fx.Node | None:
 
 
 def _from_front(index: fx.Node, size: int | fx.Node, node: fx.Node) -> fx.Node:
-    """The numbers of `index`, of which those below 0 count from the end of a dim of `size`: only `index` itself takes
-    them so."""
+    """`index` with negative numbers, which count from the end of a dim of `size`, made non-negative: `gather` does not
+    take them."""
     if _counts(index):
         return index
     below = edit.call(node.graph, aten.lt.Scalar, (index, 0), like=node)
@@ -162,8 +162,8 @@ def _from_front(index: fx.Node, size: int | fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _counts(index: Any) -> bool:
-    """Whether it is known that no number of `index` is below 0: it says which is the largest, the first, ..., or is
-    left over by a division."""
+    """Whether the numbers of `index` are known to be non-negative: results of argmax, sort, topk and the like, or
+    remainders."""
     while (source := edit.call_of(index, *SEEN)) is not None and not facts.is_float(source.args[0]):  # type: ignore[arg-type]  # a tensor
         index = source.args[0]
     if edit.call_of(edit.part_of(index, 1), *PLACED) is not None or edit.call_of(index, *PLACES) is not None:
@@ -173,7 +173,7 @@ def _counts(index: Any) -> bool:
 
 
 def _spread(found: _Indexed, index: fx.Node, kept: list[int], free: list[int], along: int, node: fx.Node) -> fx.Node:
-    """`index`, with the dims `kept` of the block, as wide as `x` but along dim `along`."""
+    """`index`, with the dims `kept` of the block, expanded to the sizes of `x` except along dim `along`."""
     at = along - found.first
     dims = [*found.named[:at], *(free or [-1]), *found.named[at:]]  # of the block, for each indexed dim of x
     order = [kept.index(dim) for dim in dims if dim in kept]

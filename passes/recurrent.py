@@ -1,8 +1,7 @@
-"""Recurrent networks of torch.nn, one operator each: their FLOPs, and what they keep for the backward on CPUs.
+"""Recurrent layers of torch.nn, each one operator: their FLOPs, and what they keep for the backward on CPUs.
 
-Each layer multiplies its inputs at all positions with one matrix, and its state at each position with another,
-separately for each direction. The results of a layer are the inputs of the next.
-"""
+Each layer multiplies its input at all positions by one matrix, and its state at each position by another, separately
+for each direction. The results of a layer are the input of the next one."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ WIDE = torch.float32.itemsize
 
 @dataclass(frozen=True)
 class Network:
-    """A call: how many positions and samples it has, and of each layer the matrices and all weights of each
-    direction."""
+    """One call: its numbers of positions and samples, and the matrices and all weights of each layer and direction."""
 
     node: fx.Node
     steps: Size
@@ -45,21 +43,21 @@ class Network:
 
     @property
     def data(self) -> fx.Node:
-        """What comes in to the first layer."""
+        """The input of the first layer."""
         return edit.tensor_operands(self.node)[0]
 
     def nbytes(self, numbers: Size) -> Size:
-        """Bytes of so many numbers at each position of each sample."""
+        """Bytes of `numbers` elements at each position of each sample."""
         return facts.dtype(self.data).itemsize * self.rows * numbers
 
     @property
     def rows(self) -> Size:
-        """Positions of all samples."""
+        """The number of positions of all samples together."""
         return self.steps * self.samples
 
     def sizes(self, weights: tuple[fx.Node, ...]) -> tuple[Size, Size, Size]:
-        """Numbers that come in to one direction of a layer, that it computes with, and that it gives, which are fewer
-        where these are projected."""
+        """For one direction of a layer: the width of its input, of its state, and of its result, which is narrower
+        where the state is projected."""
         (_, wide), (rows, given) = (facts.shape(matrix) for matrix in matrices(weights)[:2])
         return wide, rows // GATES[self.node.target], given
 
@@ -84,12 +82,12 @@ def network(node: fx.Node) -> Network:
 
 
 def matrices(weights: tuple[fx.Node, ...]) -> list[fx.Node]:
-    """That of what comes in, that of the state, and that of a projection if there is one."""
+    """The matrix of the input, that of the state, and that of a projection if there is one."""
     return [weight for weight in weights if len(facts.shape(weight)) == 2]
 
 
 def flops(node: fx.Node) -> Size:
-    """Every matrix with every position of every sample."""
+    """Each matrix times each position of each sample."""
     found = network(node)
     return (
         2
@@ -99,9 +97,9 @@ def flops(node: fx.Node) -> Size:
 
 
 def backward_flops(node: fx.Node, carries: Mapping[fx.Node, bool]) -> Size:
-    """As much again for the gradients of weights, and for those of what comes in where it has any, as it has above a
-    layer that trains. States have gradients from the second position on, the first one only where it is given as a
-    trained tensor."""
+    """Per matrix as many FLOPs as in the forward for its gradient, and again for the gradient of what it multiplies.
+    The input has a gradient above another layer that trains, or if its own producer has one. States have one from the
+    second position on; the first state only where it is trained."""
     found = network(node)
     inward, first = carries[found.data], any(carries[state] for state in found.states)
     total: Size = 0
@@ -136,19 +134,20 @@ def _samples(rows: fx.Node) -> Size:
 
 
 def cell_flops(node: fx.Node) -> Size:
-    """Both matrices with every sample."""
+    """Both matrices times each sample."""
     return sum(2 * _samples(rows) * facts.numel(matrix) for rows, matrix in _cell(node))
 
 
 def cell_backward_flops(node: fx.Node, carries: Mapping[fx.Node, bool]) -> Size:
-    """Of each product as much again for each of the two that has a gradient."""
+    """For each product, the FLOPs of the forward for each of its two operands that has a gradient."""
     return sum(
         2 * _samples(rows) * facts.numel(matrix) * (carries[rows] + carries[matrix]) for rows, matrix in _cell(node)
     )
 
 
 def saved_on_cpu(node: fx.Node, grads: list[bool]) -> Saved:
-    """Plain operators at each position, but for an LSTM without projection in the dtypes of oneDNN."""
+    """What a network keeps on a CPU: oneDNN's workspace for an LSTM without projection in ONEDNN dtypes, else plain
+    operators at each position."""
     found = network(node)
     projects = any(len(matrices(weights)) > 2 for layer in found.layers for weights in layer)
     fused = node.target is aten.lstm.input and facts.dtype(found.data) in ONEDNN and not projects
@@ -162,8 +161,8 @@ def saved_on_cpu(node: fx.Node, grads: list[bool]) -> Saved:
 
 
 def _kept_by_positions(found: Network, inward: bool) -> tuple[tuple[int, ...], Size]:
-    """Of operands all but biases, and but for the matrices of what comes in where that has no gradient; gates and
-    states of each position."""
+    """Plain operators: all operands but biases, and but the matrices of the input where that has no gradient; gates and
+    states at each position."""
     kept = [
         matrix
         for depth, layer in enumerate(found.layers)
@@ -176,9 +175,9 @@ def _kept_by_positions(found: Network, inward: bool) -> tuple[tuple[int, ...], S
 
 
 def _kept_by_onednn(found: Network, inward: bool) -> tuple[tuple[int, ...], Size]:
-    """All operands, a workspace for each direction of each layer, and what that gives: that of the last layer is the
-    result, where the result is not that of both directions side by side; that of another one comes in to the next,
-    unless it is side by side too, or some of it is dropped."""
+    """oneDNN: all operands, a workspace per layer and direction, and the result of each direction. The last layer's is
+    the result of the call, unless two directions are concatenated; another layer's is the input of the next one, unless
+    directions are concatenated or dropout is between."""
     operands = tuple(range(len(edit.tensor_operands(found.node))))
     extra = sum(_workspace(found, weights) for layer in found.layers for weights in layer)
     if len(found.layers[0]) > 1:
@@ -204,8 +203,8 @@ def _drops(found: Network) -> bool:
 
 
 def _position_by_position(found: Network, weights: tuple[fx.Node, ...]) -> Size:
-    """Gates, and states before and behind them; those before the first position are operands. A projection keeps what
-    it projects."""
+    """Gates, and states before and after them; the states before the first position are operands. A projection keeps
+    its input."""
     _, hidden, given = found.sizes(weights)
     several: dict[Any, tuple[Size, Size]] = {
         aten.gru.input: (6 * hidden + given, given),
@@ -216,9 +215,9 @@ def _position_by_position(found: Network, weights: tuple[fx.Node, ...]) -> Size:
 
 
 def _workspace(found: Network, weights: tuple[fx.Node, ...]) -> Size:
-    """Gates and outputs of each position; states, of which there is one more than positions, in front of the layer and
-    behind it, and room for their gradients in float32. And the last states, which are results of their own. As oneDNN 3
-    lays it out, but for its pages."""
+    """oneDNN 3's workspace, without page rounding: gates and outputs of each position; states for one position more
+    than there are, before and after the layer; room for their gradients in float32; and the last states, which are
+    results."""
     itemsize = facts.dtype(found.data).itemsize
     wide, hidden, _ = found.sizes(weights)
     assert isinstance(wide, int) and isinstance(hidden, int)  # as those of weights are
@@ -229,8 +228,8 @@ def _workspace(found: Network, weights: tuple[fx.Node, ...]) -> Size:
 
 
 def line(numbers: int, itemsize: int) -> int:
-    """Elements per row in oneDNN's memory: padded to whole cache lines, and by one line more where they are a multiple
-    of 256, so that rows do not start in the same cache set."""
+    """Elements per row in oneDNN's memory: padded to whole cache lines, and one line more where it would be a multiple
+    of 256 elements, so that rows do not map to the same cache set."""
     line = 64 // itemsize
     rounded = -(-numbers // line) * line
     return rounded + line if rounded % 256 == 0 else rounded

@@ -19,8 +19,8 @@ aten = torch.ops.aten
 def rejoined(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: every change of sizes spelled `reshape`.
     does: finds all pieces that a tensor was unbound into along its first dim, in order, one behind the other or
-    stacked. gives: a reshape that merges the first two dims, or the tensor itself.
-    """
+           stacked.
+    gives: a reshape that merges the first two dims, or the tensor itself."""
     for node in edit.calls(gm, aten.cat.default, aten.stack.default):
         given = edit.args_of(node)
         source = _whole(given["tensors"]) if given["dim"] == 0 else None

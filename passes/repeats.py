@@ -24,11 +24,11 @@ MAX_PERIOD = 8
 
 @dataclass
 class Instance:
-    """One block (or `period` blocks in a row): its calls in order, and the values from outside in order of first use.
+    """One block (or `period` blocks in a row): its calls in order, and the values that it reads from outside in order
+    of first use ("outside slots").
 
-    `mutated` says which values are new ones of buffers (`edit.mutated`); `writes` are those of this instance: index of
-    the call whose result it is, and outside slot of the buffer (-1: one that the instance does not read).
-    """
+    `mutated` says which values are new values of buffers (`edit.mutated`). `writes` are those of this instance: the
+    index of the call that computes it, and the outside slot of the buffer (-1 if the instance does not read it)."""
 
     start: int
     nodes: list[fx.Node]
@@ -65,8 +65,8 @@ class Instance:
 
 @dataclass
 class Run:
-    """Alike instances in a row. `carried`: outside slot -> index of the call whose result the next instance gets
-    there."""
+    """Alike instances in a row. `carried`: outside slot -> index of the call in the previous instance whose result it
+    is."""
 
     container: str
     period: int
@@ -170,7 +170,7 @@ def _run_from(
 
 
 def _links(before: Instance, after: Instance) -> dict[int, int] | None:
-    """Carried slots from one instance to the next, or None when they are not alike or not a chain."""
+    """The carried slots from one instance to the next; None where they are not alike or not a chain."""
     if before.signature != after.signature:
         return None
     carried: dict[int, int] = {}
@@ -214,7 +214,7 @@ def _closed(run: Run) -> bool:
 
 
 def _in_order(run: Run, inside: dict[fx.Node, int]) -> bool:
-    """Whether one call can stand where the run is: all that it needs comes before all that needs it."""
+    """Whether one call can replace the run: every operand of the run comes before every user of its results."""
     needed = [value for instance in run.instances for value in instance.outside if value not in inside]
     users = users_outside(run)
     return not users or not needed or max(needed) < min(users)

@@ -20,9 +20,10 @@ aten = torch.ops.aten
 
 def rows_apart(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: every change of sizes spelled `reshape`.
-    does: of `reshape(x, [e, n, ...])`, where `x [e * n, ...]` is pointwise ops of what was `[e, n, ...]` or is `[n,
-    ...]` e times over, makes these ops of that. gives: no rows that are merged for pointwise ops alone.
-    """
+    does: finds `reshape(x, [e, n, ...])` where `x [e * n, ...]` is made by pointwise operators from values that were
+           `[e, n, ...]` before, or that are `[n, ...]` repeated e times; applies these operators to the unmerged values
+           instead.
+    gives: no rows that are merged for pointwise operators alone."""
     for node in edit.calls(gm, aten.reshape.default):
         source, shape = node.args[0], facts.shape(node)
         merged = isinstance(source, fx.Node) and facts.shape(source)[1:] == shape[2:] and len(shape) > 2
@@ -40,7 +41,7 @@ def _pointwise(node: Any) -> bool:
 
 
 def _apart(node: fx.Node, first: Any, second: Any) -> bool:
-    """Whether the rows of `node` are known as `first` times `second`."""
+    """Whether the rows of `node` are known to be `first` times `second` rows, merged."""
     if not isinstance(first, int) or any(not isinstance(size, int) for size in facts.shape(node)[1:]):
         return False
     if _pointwise(node):
@@ -54,7 +55,7 @@ def _apart(node: fx.Node, first: Any, second: Any) -> bool:
 
 
 def _times(node: fx.Node) -> Any:
-    """How often the rows of `node` are those of its operand, one after the other; 0 where they are something else."""
+    """How many copies of its operand's rows `node` concatenates; 0 where it is something else."""
     if node.target is not aten.repeat.default:
         return 0
     times: Any = node.args[1]
@@ -62,7 +63,7 @@ def _times(node: fx.Node) -> Any:
 
 
 def _made(node: fx.Node, first: int, second: Any) -> fx.Node:
-    """`node` with its rows apart, in front of it."""
+    """`node` with its rows as two dims, inserted before it."""
     rest = list(facts.shape(node)[1:])
     with edit.before(node):
         if node.target is aten.reshape.default:

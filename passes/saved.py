@@ -38,8 +38,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the backward of one call keeps: tensors by their positions among operands and results, `copies` of operands
-    (where the kernel reorders or scales them first), and `extra_bytes` of neither: masks, statistics, indices."""
+    """What the backward of one call keeps: `positions` among operands and results, `copies` of operands (where the
+    kernel reorders or scales these first), and `extra_bytes` for masks, statistics and indices."""
 
     positions: tuple[int, ...] = ()
     copies: tuple[int, ...] = ()

@@ -1,4 +1,5 @@
-"""Rows of the table of what autograd saves: functions of the operands of a call."""
+"""Rows of the table of what autograd saves: functions from "which operands require a gradient" to positions among
+operands and results."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ def fixed(*positions: int) -> Row:
 
 
 def crosswise(grads: Sequence[bool]) -> tuple[int, ...]:
-    """Of a product: for each factor that requires a gradient, the other factor."""
+    """A product: for each factor that requires a gradient, the other factor."""
     if len(grads) < 2:
         return ()
     return tuple(position for position, other in ((0, 1), (1, 0)) if grads[other])
@@ -29,7 +30,7 @@ def quotient(grads: Sequence[bool]) -> tuple[int, ...]:
 
 
 def added_product(grads: Sequence[bool]) -> tuple[int, ...]:
-    """Of a product that is added to the first operand: for each factor that requires a gradient, the other factor."""
+    """A product that is added to the first operand: for each factor that requires a gradient, the other factor."""
     return tuple(position + 1 for position in crosswise(grads[1:]))
 
 
@@ -64,14 +65,14 @@ def bags(grads: Sequence[bool]) -> tuple[int, ...]:
 
 
 def recurrent(states: int) -> Row:
-    """The input, the states and, of one layer, both weights; the first of them, which the input is multiplied with, for
-    the gradient of the input."""
+    """The input, the states and, for one layer, its weights; the first of these, which multiplies the input, only where
+    the input has a gradient."""
     return lambda grads: (*range(1 + states), *([1 + states] if grads[0] else []), *range(2 + states, len(grads)))
 
 
 def cell(states: int) -> Row:
-    """Of both products, for each factor that wants a gradient, the other one; the second state, which a gate
-    multiplies."""
+    """For each of the two products: for each factor that has a gradient, the other factor. And the second state, which
+    a gate multiplies."""
     along = 2 + states
 
     def kept(grads: Sequence[bool]) -> tuple[int, ...]:

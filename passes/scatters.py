@@ -1,4 +1,4 @@
-"""The inverse of views: how a changed view is written back into its base."""
+"""Inverses of views: how the new value of a view is written back into the tensor that it is a view of."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ aten = torch.ops.aten
 
 
 def _scattered(operator: Callable[..., Any]) -> Callable[[fx.Node, fx.Node, fx.Node], fx.Node]:
-    """`operator`, of the real and imaginary parts where numbers are complex: torch has no gradient for it then."""
+    """`operator`, applied to real and imaginary parts apart where numbers are complex: torch has no gradient of it for
+    complex numbers."""
 
     def write(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
         if not facts.dtype(parent).is_complex:
@@ -31,7 +32,8 @@ def _scattered(operator: Callable[..., Any]) -> Callable[[fx.Node, fx.Node, fx.N
 
 
 def _diagonal(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
-    """`new` as the diagonal that `view` is of `parent`; real and imaginary parts come behind it."""
+    """`parent` with its diagonal, of which `view` is the view, replaced by `new`; by real and imaginary parts as in
+    `_scattered`."""
     given, rank, scatter = edit.args_of(view), len(facts.shape(parent)), aten.diagonal_scatter.default
     where = (given["offset"], given["dim1"] % rank, given["dim2"] % rank)
     if not facts.dtype(parent).is_complex:
@@ -47,7 +49,7 @@ def _diagonal(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
 
 
 def _detached(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
-    """What is written through a detached view has no gradient but where that view is read."""
+    """The new value of a detached view, written back. It carries no gradient to uses of the parent."""
     return edit.call(view.graph, aten.detach.default, (new,), like=view)
 
 

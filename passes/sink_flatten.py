@@ -23,8 +23,8 @@ aten = torch.ops.aten
 def sink_flatten(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: contractions without bias, every change of sizes spelled `reshape`.
     does: moves flattening reshapes behind matmuls, pointwise ops, softmaxes, gathers and top-k; cancels reshapes that
-    undo each other. gives: matmuls that keep batch and sequence apart.
-    """
+           undo each other.
+    gives: matmuls that keep batch and sequence apart."""
     for node in edit.calls(gm):
         if node.target is aten.reshape.default:
             if not merge(node):

@@ -1,10 +1,11 @@
-"""Recognises (token, choice) pairs sorted by expert: the operators that sort them, the rows of the sorted pairs, and
-the end of each expert's rows.
+"""Recognises operators that sort (token, choice) pairs by expert: the permutation, rows in sorted order, and where each
+expert's rows end.
 
     numbers, order = chosen.view(-1).sort()          order = chosen.view(-1).argsort(stable=True)
     token = order // k                               back[order] = arange(n * k)
     x[token],  x.index_select(0, token),  x.gather(0, token.view(-1, 1).expand(-1, d))
-"""
+
+A pair is a token with one of its k choices of experts, numbered token * k + choice. `chosen [n, k]` has the experts."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ ARGSORTS = (aten.argsort.default, aten.argsort.stable)
 
 @dataclass(frozen=True)
 class Order:
-    """`node [n k]`, which `sort` gives, says which pair of a token and a choice of `chosen [n, k]` is where."""
+    """The permutation `node [n k]`, made by `sort`, that sorts the pairs of `chosen [n, k]` by expert."""
 
     node: fx.Node
     sort: fx.Node
@@ -35,16 +36,16 @@ class Order:
 
     @property
     def choices(self) -> facts.Size:
-        """How many a token makes."""
+        """k, the number of choices of each token."""
         return facts.shape(self.chosen)[1]
 
     def is_numbers(self, node: Any) -> bool:
-        """Whether `node` has the experts of pairs in that order."""
+        """Whether `node` has the expert of each pair, in sorted order."""
         return self.sort.target in SORTS and edit.part_of(node, 0) is self.sort
 
 
 def order_of(node: Any) -> Order | None:
-    """The order that `node` is, of pairs sorted up; None for anything else."""
+    """The permutation that `node` is, of pairs sorted in ascending order; None for other nodes."""
     sort = edit.call_of(edit.part_of(node, 1), *SORTS) or edit.call_of(node, *ARGSORTS)
     flat = edit.call_of(sort and sort.args[0], aten.reshape.default)
     if (
@@ -59,7 +60,7 @@ def order_of(node: Any) -> Order | None:
 
 
 def divided(node: Any) -> fx.Node | None:
-    """`node` where it is a quotient of whole numbers, without what is left."""
+    """`node` if it is a floor division of integers, else None."""
     if (whole := edit.call_of(node, aten.floor_divide.default)) is not None:
         return whole
     rounded = edit.call_of(node, aten.div.Tensor_mode, aten.div.Scalar_mode)
@@ -67,13 +68,13 @@ def divided(node: Any) -> fx.Node | None:
 
 
 def is_token(node: Any, order: Order) -> bool:
-    """Whether `node` has the token of each pair in that order."""
+    """Whether `node` has the token of each pair, in sorted order."""
     number = divided(node)
     return number is not None and number.args == (order.node, order.choices)
 
 
 def rows_of(node: Any) -> tuple[fx.Node, Any] | None:
-    """What `node` has rows of, and the numbers of these."""
+    """The tensor of which `node` takes rows, and the numbers of the rows; None for other nodes."""
     if (rows := taken(node)) is not None:
         return (rows[0], rows[1][0]) if len(rows[1]) == 1 else None
     gathered = edit.call_of(node, aten.gather.default)
@@ -81,7 +82,7 @@ def rows_of(node: Any) -> tuple[fx.Node, Any] | None:
 
 
 def in_each_column(node: Any) -> Any:
-    """Of `index.view(-1, 1).expand(-1, d)` the index `[n]`; None for anything else."""
+    """`index [n]` where the node is `index.view(-1, 1).expand(-1, d)`; None for other nodes."""
     wide = edit.call_of(node, aten.expand.default)
     column = edit.call_of(wide and wide.args[0], aten.reshape.default, aten.unsqueeze.default)
     return (
@@ -92,8 +93,8 @@ def in_each_column(node: Any) -> Any:
 
 
 def in_order(column: Any, order: Order) -> fx.Node | None:
-    """Of the column `[n k, 1]` of numbers of pairs in that order, the numbers `[n, k]`:
-    `gates.view(-1)[order].unsqueeze(-1)`."""
+    """`gates [n, k]` where `column [n k, 1]` has the gate of each pair in sorted order:
+    `gates.view(-1)[order].unsqueeze(-1)`. None for other nodes."""
     flat = edit.call_of(column, aten.reshape.default, aten.unsqueeze.default)
     rows = rows_of(column if flat is None else flat.args[0]) if facts.shape(column)[1:] == (1,) else None
     if rows is None or rows[1] is not order.node:
@@ -104,7 +105,8 @@ def in_order(column: Any, order: Order) -> fx.Node | None:
 
 
 def undone(node: Any) -> tuple[Any, Any] | None:
-    """The rows that `node` puts back in the order of pairs, and the order that they were in."""
+    """Where `node` brings sorted rows back to the order of the pairs: these rows, and the permutation that sorted
+    them."""
     back = edit.call_of(node, aten.index.Tensor)
     if back is not None and len(back.args[1]) == 1 and (order := _inverse(back.args[1][0])) is not None:  # type: ignore[arg-type, index]
         return back.args[0], order
@@ -117,7 +119,7 @@ def undone(node: Any) -> tuple[Any, Any] | None:
 
 
 def _inverse(index: Any) -> Any:
-    """The permutation of which `index` is the inverse: i written at order[i], or what sorts it."""
+    """The permutation whose inverse is `index`: made by writing i at order[i], or by sorting the permutation."""
     if (sort := edit.call_of(index, *ARGSORTS)) is not None:
         return sort.args[0] if not edit.args_of(sort)["descending"] else None
     write = edit.call_of(index, aten.index_put.default)
@@ -130,7 +132,7 @@ def _inverse(index: Any) -> Any:
 
 
 def ends_with_experts(ends: Any, order: Order, experts: facts.Size) -> bool:
-    """Whether groups of sorted rows end at `ends` where the pairs of each of so many `experts` end."""
+    """Whether `ends [experts]` is, for each expert, the number of sorted pairs of it and all experts before it."""
     running = edit.call_of(uncast(ends), aten.cumsum.default)
     return running is not None and _counts(running.args[0], order, experts)
 
@@ -153,13 +155,13 @@ def _counts(node: Any, order: Order, experts: facts.Size) -> bool:
 
 
 def _each_once(total: fx.Node) -> bool:
-    """Whether a sum is over all dims but the last."""
+    """Whether `total` is a sum over all dims but the last."""
     rank = len(facts.shape(total.args[0]))  # type: ignore[arg-type]
     return sorted(dim % rank for dim in edit.args_of(total)["dim"]) == [*range(rank - 1)] and len(total.args) == 2
 
 
 def _is_chosen(node: Any, order: Order) -> bool:
-    """Whether `node` is what tokens choose, in whatever shape."""
+    """Whether `node` is a reshape of `chosen`."""
     return _unshaped(node) is _unshaped(order.chosen)
 
 
@@ -170,8 +172,8 @@ def _unshaped(node: Any) -> Any:
 
 
 def bias_of(node: Any, order: Order) -> fx.Node | None:
-    """Of the bias of each row's expert, `biases[numbers]` or `biases.repeat_interleave(counts, 0)`, the biases `[e, u]`
-    of all."""
+    """The biases `[e, u]` of all experts where `node` has the bias of each row's expert, in sorted order:
+    `biases[numbers]` or `biases.repeat_interleave(counts, 0)`."""
     rows, repeated = taken(uncast(node)), edit.call_of(uncast(node), aten.repeat_interleave.self_Tensor)
     if rows is not None:
         return (
@@ -184,8 +186,8 @@ def bias_of(node: Any, order: Order) -> fx.Node | None:
 
 
 def _without_slack(node: Any) -> fx.Node:
-    """What is in front of one more row, which is for what is behind the last expert: nothing where each pair has
-    one."""
+    """`node` without one additional last row, which some models append for pairs beyond the last expert; it is empty
+    where every pair has an expert."""
     joined = edit.call_of(node, aten.cat.default)
     parts: Any = joined.args[0] if joined is not None and edit.args_of(joined)["dim"] == 0 else ()
     return parts[0] if len(parts) == 2 and facts.shape(parts[1])[0] == 1 else node

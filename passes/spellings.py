@@ -17,8 +17,7 @@ aten = torch.ops.aten
 def spellings(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops with values.
     does: every cast becomes `to.dtype`, every change of sizes `reshape`, every fixed-factor call its plain form.
-    gives: the same values in fewer kinds of ops (table below).
-    """
+    gives: the same values in fewer kinds of ops (table below)."""
     return edit.rewrite(gm, SPELLINGS)
 
 
@@ -32,7 +31,7 @@ def _same_args(target: Callable[..., Any], count: int) -> Callable[[fx.Node], fx
 
 
 def _by_its_name(node: fx.Node) -> fx.Node:
-    """The same call by the name that the tables have."""
+    """The same call by the name that the tables of this project have (`passes.aliases`)."""
     new = node.graph.call_function(ALIASES[node.target], node.args, node.kwargs)
     new.meta.update(node.meta)
     return new
@@ -43,14 +42,14 @@ def _cast(node: fx.Node) -> fx.Node:
 
 
 def _as(target: Callable[..., Any], node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
-    """A call that gives exactly what `node` gave: its value is taken over."""
+    """A call that gives exactly what `node` gave; its recorded value is taken over."""
     new = node.graph.call_function(target, args)
     new.meta.update(node.meta)
     return new
 
 
 def _dense(node: fx.Node) -> fx.Node | None:
-    """Gradients of tables are dense: sums over ranks, shards and AdamW want them so."""
+    """Lookups with dense gradients: sparse ones cannot be summed over ranks, sharded, or used by AdamW."""
     given = edit.args_of(node)
     return (
         _as(
@@ -70,14 +69,14 @@ def _reshape(node: fx.Node) -> fx.Node:
 
 
 def _as_another(node: fx.Node) -> fx.Node:
-    """To the sizes of another tensor."""
+    """A reshape to the sizes of another tensor (view_as)."""
     operand, other = node.args
     assert isinstance(operand, fx.Node) and isinstance(other, fx.Node)
     return _as(aten.reshape.default, node, (operand, reshape_sizes(operand, node, lambda dim: edit.size(other, dim))))
 
 
 def _unflattened(node: fx.Node) -> fx.Node:
-    """One dim as several."""
+    """One dim split into several."""
     given = edit.args_of(node)
     operand, first = given["self"], given["dim"] % len(facts.shape(given["self"]))
     return _as(
@@ -88,11 +87,10 @@ def _unflattened(node: fx.Node) -> fx.Node:
 def reshape_sizes(
     operand: fx.Node, node: fx.Node, given: Callable[[int], int | fx.Node] | None = None
 ) -> list[int | fx.Node]:
-    """Sizes of `node` as reshape arguments; symbolic ones are read off equal dims of `operand`, at most one is -1,
-    others are what is `given` for the dim.
+    """The sizes of `node` as arguments of a reshape of `operand`. A symbolic size is taken from an equal dim of
+    `operand`; of the others one may be -1, and further ones are what `given` returns for the dim.
 
-    Raises ValueError when two symbolic sizes of the result are no sizes of the operand, and none are given.
-    """
+    Raises ValueError where two symbolic sizes of the result are no sizes of the operand, and none are given."""
     before, after = facts.shape(operand), facts.shape(node)
     sizes: list[int | fx.Node] = []
     for dim, wanted in enumerate(after):
@@ -110,7 +108,7 @@ def reshape_sizes(
 
 
 def _expanded(node: fx.Node) -> fx.Node:
-    """Only the sizes of the other operand count: it has no gradient, and its values need not be there."""
+    """expand_as as an expansion to sizes: the other operand's values are not needed, and it gets no gradient."""
     operand, other = node.args
     assert isinstance(operand, fx.Node) and isinstance(other, fx.Node)
     before = facts.shape(operand)
@@ -127,7 +125,8 @@ def _expanded(node: fx.Node) -> fx.Node:
 
 
 def _with_dims(rank: int) -> Callable[[fx.Node], fx.Node]:
-    """So many dims at least: of size 1, and a matrix is the first two of three dims, a vector the second one."""
+    """atleast_1d, atleast_2d, atleast_3d: dims of size 1 are added; a matrix has the first two of three dims, a vector
+    the second."""
 
     def spell(node: fx.Node) -> fx.Node:
         return _operand(node) if len(facts.shape(_operand(node))) >= rank else _reshape(node)
@@ -136,7 +135,7 @@ def _with_dims(rank: int) -> Callable[[fx.Node], fx.Node]:
 
 
 def _of_all(target: Callable[..., Any]) -> Callable[[fx.Node], fx.Node]:
-    """Statistics of all elements, by how many their count is corrected."""
+    """A statistic of all elements, with the correction of its count (std and var without dims)."""
 
     def spell(node: fx.Node) -> fx.Node:
         given = edit.args_of(node)
@@ -146,12 +145,12 @@ def _of_all(target: Callable[..., Any]) -> Callable[[fx.Node], fx.Node]:
 
 
 def _turned(node: fx.Node) -> fx.Node:
-    """All dims the other way round, `x.T`."""
+    """`x.T`: all dims in reverse order."""
     return _as(aten.permute.default, node, (node.args[0], list(reversed(range(len(facts.shape(node)))))))
 
 
 def _turned_last(node: fx.Node) -> fx.Node:
-    """The last two dims, `x.mT`."""
+    """`x.mT`: the last two dims exchanged."""
     return _as(aten.transpose.int, node, (node.args[0], -2, -1))
 
 
@@ -161,7 +160,7 @@ def _operand(node: fx.Node) -> fx.Node:
 
 
 def _adjoint(node: fx.Node) -> fx.Node:
-    """The last two dims, and complex numbers conjugated, `x.mH`."""
+    """`x.mH`: the last two dims exchanged, and complex numbers conjugated."""
     turned = edit.call(node.graph, aten.transpose.int, (node.args[0], -2, -1), like=node)
     return (
         edit.call(node.graph, aten.conj_physical.default, (turned,), like=node)
@@ -171,8 +170,8 @@ def _adjoint(node: fx.Node) -> fx.Node:
 
 
 def _crossed(node: fx.Node) -> fx.Node:
-    """Along the dim that is named, or else the first one of three numbers, which may be another one where a dim is
-    cut."""
+    """torch.cross along the named dim; else along the first dim of size 3, which is named so that it stays the same on
+    shards."""
     given = edit.args_of(node)
     dim = facts.shape(node).index(3) if given["dim"] is None else given["dim"]
     return edit.call(node.graph, aten.linalg_cross.default, (given["self"], given["other"]), {"dim": dim}, like=node)
@@ -183,13 +182,13 @@ def _flipped(dim: int) -> Callable[[fx.Node], fx.Node]:
 
 
 def _inner(node: fx.Node) -> fx.Node | None:
-    """Of real numbers nothing is conjugated."""
+    """vdot of real numbers as `dot`, without conjugation."""
     return None if facts.dtype(node).is_complex else _as(aten.dot.default, node, node.args)
 
 
 def _side_by_side(node: fx.Node) -> fx.Node:
-    """torch stacks rows, columns or planes, after it has given dims of size 1 to what has too few: as the dims of the
-    result say."""
+    """hstack, vstack, dstack as `cat`, after dims of size 1 are added to operands that have too few, as the rank of the
+    result says."""
     rank, pieces = len(facts.shape(node)), node.args[0]
     assert isinstance(pieces, (list, tuple))
     name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]  # an operator
@@ -216,8 +215,8 @@ def _full(node: fx.Node) -> fx.Node:
 
 
 def _repeat(node: fx.Node) -> fx.Node | None:
-    """Copies of dims of size 1 are an expansion, which every rank makes of its own; so are as many copies as there are
-    samples, say, of any dim."""
+    """Copies of a dim of size 1 as an expansion, which each rank makes of its own shard; and copies in a symbolic
+    number (one per sample) of any dim."""
     operand, counts = node.args
     assert isinstance(operand, fx.Node) and isinstance(counts, (list, tuple))
     sizes = [1] * (len(counts) - len(facts.shape(operand))) + list(facts.shape(operand))
@@ -234,8 +233,8 @@ def _repeat(node: fx.Node) -> fx.Node | None:
 
 
 def _copies(node: fx.Node, operand: fx.Node, counts: Sequence[Any]) -> fx.Node:
-    """`operand` as often as `counts` say along each dim: expanded along new dims in front of them, which then become
-    one with these."""
+    """`operand` repeated `counts` times along each dim: expanded along a new dim in front of each, and merged with
+    it."""
     wide = operand
     for _ in range(len(counts) - len(facts.shape(operand))):
         wide = edit.call(node.graph, aten.unsqueeze.default, (wide, 0), like=node)
@@ -250,8 +249,8 @@ def _copies(node: fx.Node, operand: fx.Node, counts: Sequence[Any]) -> fx.Node:
 
 
 def _repeated(node: fx.Node) -> fx.Node:
-    """Each index several times in a row: a new dim behind the repeated one, expanded and made one with it. Without a
-    dim, of all elements in line."""
+    """repeat_interleave by a number: a new dim behind the repeated one, expanded and merged with it; without a dim, on
+    the flattened tensor."""
     given = edit.args_of(node)
     operand, dim = given["self"], given["dim"]
     assert isinstance(operand, fx.Node)
@@ -270,8 +269,8 @@ def _repeated(node: fx.Node) -> fx.Node:
 
 
 def _made(target: Callable[..., Any], count: int) -> Callable[[fx.Node], fx.Node]:
-    """A tensor of sizes alone: the operand lent its dtype, and would tie it to values. What is not filled is filled
-    with zeros."""
+    """A tensor made from sizes alone, without the operand, which gave only dtype and sizes but would make it depend on
+    values. Uninitialised tensors are filled with zeros."""
 
     def spell(node: fx.Node) -> fx.Node:
         return edit.call(node.graph, target, node.args[1 : 1 + count], {"dtype": facts.dtype(node)}, like=node)
@@ -280,7 +279,7 @@ def _made(target: Callable[..., Any], count: int) -> Callable[[fx.Node], fx.Node
 
 
 def _without_empty(node: fx.Node) -> fx.Node | None:
-    """torch lets an empty vector stand among tensors of any rank (caches begin so)."""
+    """`cat` without empty vectors, which torch accepts among tensors of any rank (initial caches)."""
     given = edit.args_of(node)
     kept = [piece for piece in given["tensors"] if facts.shape(piece) != (0,)]
     if not kept or len(kept) == len(given["tensors"]) or any(facts.dtype(piece) != facts.dtype(node) for piece in kept):
@@ -300,8 +299,8 @@ PADS = {"reflect": "reflection_pad", "replicate": "replication_pad"}
 
 
 def _padded(node: fx.Node) -> fx.Node | None:
-    """What keeps its operand for the backward is another operator than what keeps nothing: zeros, and copies of the
-    other end."""
+    """Padding by its mode's own operator: padding with zeros and circular padding keep nothing for the backward,
+    reflection and replication keep their operand."""
     given = edit.args_of(node)
     name = PADS.get(given["mode"])
     return (
@@ -312,8 +311,8 @@ def _padded(node: fx.Node) -> fx.Node | None:
 
 
 def _squeezed(node: fx.Node) -> fx.Node | None:
-    """The dims that go are named: a dim of another size stays, and a rank whose part of the batch is one sample must
-    not lose it."""
+    """`squeeze` with the removed dims named, so that a rank whose shard has one sample does not lose the dim of
+    samples."""
     given = edit.args_of(node)
     operand = given["self"]
     assert isinstance(operand, fx.Node)

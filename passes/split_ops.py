@@ -38,8 +38,7 @@ _ALONG = {
 def split_ops(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
     does: chunk, split, unbind, and slices that together cover one dim of static size, become split_with_sizes.
-    gives: cuts read by getitem; those along a symbolic dim, and slices that leave something out, stay.
-    """
+    gives: cuts read by getitem; those along a symbolic dim, and slices that leave something out, stay."""
     for node in edit.calls(gm, *_CUTS, *_ALONG):
         _one_cut(node)
     for node in list(gm.graph.nodes):
@@ -48,6 +47,7 @@ def split_ops(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _one_cut(node: fx.Node) -> None:
+    """A split, chunk or unbind as one `split_with_sizes`; None (it stays) along a symbolic dim."""
     given = edit.args_of(node)
     operand = given["self"]
     rank = len(facts.shape(operand))

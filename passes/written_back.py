@@ -18,10 +18,10 @@ aten = torch.ops.aten
 
 def written_back(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional operators; loops over experts found.
-    does: finds what is computed row by row of rows that a mask picks, and is written or added to the places of that
-    mask. gives: the same of all rows, without sizes that depend on what tensors hold; what else is done with such rows
-    stays as it is.
-    """
+    does: finds values computed row by row on the rows that a mask selects, and written or added to the rows of that
+           mask.
+    gives: the same computation on all rows, without sizes that depend on data; other uses of selected rows stay as they
+           are."""
     return taken(gm, {aten.index_put.default: _written, aten.masked_scatter.default: _scattered})
 
 
@@ -48,7 +48,7 @@ def _back(
     node: fx.Node, base: fx.Node, mask: fx.Node, values: fx.Node, known: Known, *, added: bool = False
 ) -> fx.Node | None:
     """`base` with `values`, which were selected by `mask`, at the true elements of `mask`. None where `values` were
-    selected otherwise, or are broadcast with fewer dims than a row."""
+    selected in another way, or have fewer dims than the rows."""
     found = whole(values, known) if is_picked(values) else None
     if (
         found is None

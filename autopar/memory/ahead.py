@@ -1,10 +1,9 @@
-"""Gathers that begin before their use (runtime.prefetch): what of the blocks to come is there beside what a block
-gathers itself.
+"""Gathers that begin before their use (runtime.prefetch): the bytes of later blocks' weights that are in memory while a
+block runs.
 
-    the block          all that it gathers, and what the last collective of each gather over several axes took
-    those behind it    as far as prefetching.ends has begun them: what the last collective that has begun took, and what
-                       it brings
-"""
+    the block          all that it gathers, and the input of the last collective of each gather over several axes
+    later blocks       as far as prefetching.ends has begun their gathers: the input of the last collective that has
+                       begun, and its result"""
 
 from __future__ import annotations
 
@@ -21,12 +20,10 @@ class Unit:
 
     storages    of the gathered weights; none for blocks that are not walked because they are like one that is
     time        when the first of the storages was made, in steps of the Book
-    ways        number of collectives of a gather -> bytes that each of them takes, in order, and that the last one
-                brings
-    more        bytes of whole gradients that are being scattered, which were not there yet when the unit before it
-                ran
-    end         when the backward of the block has ended; its weights may have been freed before
-    """
+    ways        number of collectives of a gather -> bytes of the input of each collective, in order, and of the
+                result of the last one
+    more        bytes of whole gradients, being scattered, that were not there yet when the unit before it ran
+    end         when the backward of the block has ended; its weights may have been freed before"""
 
     storages: list[Storage] = field(default_factory=list)
     time: int = 0
@@ -36,7 +33,7 @@ class Unit:
 
     @property
     def nbytes(self) -> float:
-        """Bytes of all that it gathers."""
+        """Bytes of all gathered weights."""
         return sum(way[-1] for way in self.ways.values())
 
     def add(self, storage: Storage) -> None:
@@ -53,8 +50,8 @@ class Unit:
 
 
 def gather_into(units: list[Unit], block: Unit | None, storage: Storage) -> None:
-    """Count a weight that is gathered for an operator to the unit of the `block` that is walked, or to a unit of its
-    own outside of blocks."""
+    """Add a weight that an operator gathers to the unit of the `block` that is walked, or to a new unit outside of
+    blocks."""
     unit = block if block is not None else Unit()
     if not unit.storages:
         units.append(unit)
@@ -65,9 +62,8 @@ def begin_ahead(book: Book, units: Sequence[Unit], start: int | None = None) -> 
     """Move the begin of each gather of one direction (forward or backward; `units` in order) to where the runtime
     begins it (autopar.prefetching). The first ones begin at time `start` if that is given.
 
-    A block that is walked also stands for the like blocks before it that are not: if what comes ahead of the unit
-    before it is more, that is counted.
-    """
+    A walked block also stands for the like blocks before it that are not walked; if more is gathered ahead during one
+    of those, that is counted."""
     if start is not None and units:
         units[0].time = start
         for storage in units[0].storages:
@@ -91,8 +87,8 @@ def begin_ahead(book: Book, units: Sequence[Unit], start: int | None = None) -> 
 
 @dataclass(frozen=True)
 class _Coming:
-    """What is in memory while a unit runs beside its own weights, because its gather has begun: bytes in all, and the
-    storages of weights whose last collective has begun."""
+    """Gathers of later units that have begun while a unit runs: their bytes in all, and the storages of weights whose
+    last collective has begun."""
 
     nbytes: float
     storages: list[Storage]

@@ -1,4 +1,4 @@
-"""What rests on one rank of a place: parameters with gradients and optimizer state, buffers, inputs."""
+"""What one rank of a place holds throughout a step: parameters with gradients and optimizer state, buffers, inputs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ALWAYS = "the whole step"
 
 
 def instances(shares: Shares, views: Sequence[View]) -> dict[str, int]:
-    """How many tensors of each holder (parameter, buffer, constant, input) the stages of a place have: those of blocks
-    one per block, all others one however many stages read them."""
+    """How many tensors of each holder (parameter, buffer, constant, input) the stages of a place have: one per block
+    inside blocks; else one, however many stages read it."""
     found: dict[str, int] = {}
     for op in shares.program.ops.values():
         if op.scope:
@@ -32,7 +32,7 @@ def instances(shares: Shares, views: Sequence[View]) -> dict[str, int]:
 
 
 def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:
-    """The entries of parameters (gradients and optimizer state too), buffers and inputs."""
+    """The entries of parameters with their gradients and optimizer state, of buffers and of inputs."""
     counts, plan = instances(shares, views), shares.plan
     for op in shares.program.ops.values():
         if op.role not in ("param", "buffer", "constant", "input") or not counts[op.name]:
@@ -94,8 +94,7 @@ def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:
 
 
 def host_bytes(shares: Shares, views: Sequence[View]) -> float:
-    """Bytes in the memory of the host for this rank: what the plan puts there of the parameters that the stages of a
-    place hold."""
+    """Bytes in host memory for this rank: what the plan keeps there of the parameters of the place's stages."""
     plan, counts = shares.plan, instances(shares, views)
     if not plan.offload:
         return 0.0
@@ -113,7 +112,7 @@ def host_bytes(shares: Shares, views: Sequence[View]) -> float:
 
 
 def _hosted(shares: Shares, views: Sequence[View]) -> float:
-    """The share of masters and optimizer state that the stages of a place have on the host."""
+    """The share of master weights and optimizer state of the place's stages that is in host memory."""
     hosted = shares.habits.hosted
     return sum(hosted[view.index] for view in views) / len(views) if hosted else 0.0
 
@@ -124,8 +123,8 @@ def elements(shares: Shares, op: Op) -> int:
 
 
 def cast_bytes(shares: Shares, op: Op) -> float:
-    """Bytes of the copy of an input in the dtype of the computation, where mixed precision has another one: what is
-    given is in that of parameters at rest (runtime/batch.py: as_computed)."""
+    """Bytes of an input's copy in the dtype of the computation, where that is not the one in which it is given (mixed
+    precision; runtime/batch.py: as_computed)."""
     computed = str(op.out_dtypes[0])
     return (
         float(elements(shares, op) * itemsize(computed))
@@ -135,22 +134,24 @@ def cast_bytes(shares: Shares, op: Op) -> float:
 
 
 def largest_state(shares: Shares, views: Sequence[View]) -> float:
-    """Bytes of the largest trained parameter on this rank: what an optimizer that goes from parameter to parameter
-    works with."""
+    """Bytes of the largest trained parameter's shard on this rank: the temporary memory of an optimizer that updates
+    one parameter at a time."""
     return max(_trained(shares, views), default=0.0)
 
 
 def roots_bytes(shares: Shares, views: Sequence[View]) -> float:
-    """The most that torch's Adam makes while it goes from parameter to parameter: the root of a second moment, what
-    that is divided by, and the same of the parameter before, which has its name until then."""
+    """Temporary bytes of torch's Adam where it updates one parameter at a time, at most: the square root of a second
+    moment and the denominator made from it, and the denominator of the parameter before, which is freed only when it is
+    replaced."""
     return max(
         (before + 2 * nbytes for before, nbytes in itertools.pairwise((0.0, *_trained(shares, views)))), default=0.0
     )
 
 
 def _trained(shares: Shares, views: Sequence[View]) -> Iterator[float]:
-    """Bytes of trained parameters on this rank, in the order in which they are read first, which is that of most
-    models; those of a run of blocks twice: behind the last of a block comes the first of the next one."""
+    """Bytes of trained parameters' shards in the order in which they are first read, which is the order of parameters
+    in most models. Those of a run of blocks are listed twice, because the first one of a block follows the last one of
+    the block before."""
     program, counts = shares.program, instances(shares, views)
     first: dict[str, int] = {}
     for number, op in enumerate(program.ops.values()):
@@ -173,7 +174,7 @@ def _trained(shares: Shares, views: Sequence[View]) -> Iterator[float]:
 
 
 def workspace(shares: Shares) -> Iterator[Entry]:
-    """What libraries take once."""
+    """Memory that libraries allocate once (cuBLAS)."""
     if shares.habits.workspace_bytes:
         yield Entry("buffers", "workspace", "", shares.habits.workspace_bytes, 1, ALWAYS, ALWAYS)
 

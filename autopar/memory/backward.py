@@ -1,4 +1,4 @@
-"""The way back over what a forward has noted: gradients, whole ones of gathered weights, weights gathered again."""
+"""The walk over the backward: gradients, whole gradients of gathered weights, and weights that are gathered again."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SETTLED_BYTES = 4 * BUCKET_BYTES
 
 
 class Backward:
-    """Goes back over one forward. Where gradients `stay`, those of parameters are made here and are there to the end of
-    the step; else they are added to ones that are there already."""
+    """The backward of one recorded forward. Where gradients `stay`, this backward makes those of parameters, and they
+    are there to the end of the step; else they are added to existing ones."""
 
     def __init__(self, forward: Forward, *, stay: bool, scattering: bool = True) -> None:
         self.forward, self.book, self.shares = forward, forward.book, forward.shares
@@ -45,7 +45,7 @@ class Backward:
         self.waiting_bytes = 0.0
 
     def walk(self) -> None:
-        """From the ends of the forward to its start."""
+        """From the end of the forward to its start."""
         self.book.step("the backward begins")
         start = self.book.now
         for value in self.forward.ends:
@@ -77,9 +77,9 @@ class Backward:
             self.book.use(arrived)
 
     def _stay_apart(self, turn: int) -> None:
-        """Of a backward that is taken apart, all that the forward has kept is there when the part for inputs ends,
-        since torch's stages retain the graph (stage_backward_input), and so are the gradients that the part for weights
-        takes. A stage that is given nothing with a gradient has weights alone, and does all at once."""
+        """A backward in two parts: until the part for inputs ends, all that the forward kept stays, because torch's
+        stages retain the graph (stage_backward_input), and so do the gradients that the part for weights needs. A stage
+        that receives no value with a gradient has no part for inputs, and is not divided."""
         if (
             self.scattering
             or not self.habits.keeps_sent
@@ -93,8 +93,8 @@ class Backward:
             self.book.use(storage)
 
     def early(self) -> list[Storage]:
-        """What the loss keeps behind the last operator with a weight: the weights' part of a backward that is taken
-        apart needs none of it."""
+        """What operators after the last one with a weight keep (the loss): in a backward in two parts it is freed with
+        the first one."""
         steps = self.forward.steps if self.forward.ends else []
         last = max(
             (
@@ -109,7 +109,8 @@ class Backward:
         return [storage for storage in behind if storage not in before and storage.nbytes and not storage.regathered]
 
     def _blocks(self, blocks: Blocks) -> None:
-        """The last block first; of those before it only the first, which has every gradient beside its own."""
+        """A run of blocks: the last one, those between, and the first one, which is walked as the one with all
+        gradients beside it."""
         before, (first, last) = self.waiting_bytes, blocks.again
         gathered = self._pass(blocks, {}, again=last)
         self.waiting_bytes += max(0, blocks.count - 2) * (self.waiting_bytes - before)
@@ -125,7 +126,7 @@ class Backward:
             port.slot = None
 
     def _pass(self, blocks: Blocks, twins: Mapping[Storage, Storage | None], *, again: bool) -> bool:
-        """One block, which is run `again`; whether it gathers weights."""
+        """The backward of one block, whose forward is run `again` first. Returns whether it gathers weights."""
         self.again.clear()
         self.sending.clear()
         self.block, self.grown = Unit(more=self.grown), 0.0
@@ -141,8 +142,8 @@ class Backward:
         return gathered
 
     def _run_again(self, blocks: Blocks) -> dict[Storage, Storage]:
-        """A block makes anew what it has not kept; all of it is there until the last tensor is made that the backward
-        needs."""
+        """Run the forward of a block again: its values that were not kept are all there until the last one that the
+        backward needs is made. Returns the new storages by the old."""
         self.book.step(f"{blocks.run.scope} run again")
         needed = blocks.made if self.habits.frames else _kept_of(blocks)
         made = {storage: self.book.like(storage, self.book.now) for storage in needed}
@@ -152,9 +153,9 @@ class Backward:
         return made
 
     def _between(self, blocks: Blocks) -> None:
-        """From the last block to the first: gradients of what goes round go on, those of parameters of all between are
-        there. What the blocks between have kept is gone by then: one goes as the other comes, so that there is most of
-        both together at one of the ends."""
+        """The blocks between the last and the first: gradients of carried values go on, and those of parameters of all
+        of them are there. What these blocks kept is freed as gradients are made, so the most of both is at one of the
+        ends."""
         if blocks.count > 2:
             self.book.step(f"backward of {blocks.run.scope}")
             for port in blocks.ports:
@@ -172,8 +173,8 @@ class Backward:
             port.slot = None
 
     def _gradients_between(self, blocks: Blocks, count: int) -> None:
-        """Those of parameters of `count` blocks stay; of those that are scattered the whole ones go, as the next of
-        them begin."""
+        """Gradients of parameters of `count` blocks between. Of those that are scattered the whole ones are freed as
+        the next ones begin."""
         leaves = {
             value.leaf.name: (value, value.leaf, value.slot)
             for step in reversed(blocks.steps)
@@ -197,7 +198,7 @@ class Backward:
             )
 
     def _late_bytes(self) -> float:
-        """Whole gradients of gathered weights that are on their way."""
+        """Bytes of whole gradients of gathered weights whose scatter is not done."""
         return sum(late.nbytes for late, _ in self.late.waiting)
 
     def _step(self, step: Step, twins: Mapping[Storage, Storage | None]) -> None:
@@ -211,7 +212,8 @@ class Backward:
             value.slot = None
 
     def _wait(self, slots: Sequence[Storage]) -> None:
-        """Keep gradients of what an operator with a weight has made, each once: operators may share one."""
+        """Keep the gradients of results of an operator with a weight for the part for weights, each once: operators may
+        share one."""
         new = dict.fromkeys(slot for slot in slots if slot not in self.waiting)
         self.waiting.update(new)
         self.waiting_bytes += sum(slot.nbytes for slot in new)
@@ -283,7 +285,7 @@ class Backward:
         self._arrived(source, grad)
 
     def _gathered_again(self, storage: Storage) -> Storage:
-        """A weight that the backward gathers again, once for all who need it in one block."""
+        """A weight that the backward gathers again, once for all its readers in a block."""
         if storage not in self.again:
             self.again[storage] = self.book.like(storage, self.book.now)
             if storage.takes:
@@ -291,8 +293,8 @@ class Backward:
         return self.again[storage]
 
     def _gradient(self, op: Op, value: Value) -> Storage:
-        """The gradient of an operand; that of a weight is added to its buffer by the matmul that makes it, where there
-        is one, or cast to the dtype in which it rests."""
+        """The gradient of an operand. That of a weight is added to an existing buffer by the kernel that makes it, or
+        cast to the dtype of the weight at rest, as habits say."""
         made = self._own("gradients of activations", value)
         wider = self._wider(self.forward.program.ops[value.ref[0]])
         if wider > 1:
@@ -303,8 +305,8 @@ class Backward:
         return made
 
     def _wider(self, op: Op) -> float:
-        """How many times as wide as in the computation the gradient of a parameter is where ranks sum it and where it
-        rests; 1 of all else."""
+        """The bytes of an element of a parameter's summed gradient over those of one in the computation; 1 for other
+        values."""
         if op.role != "param" or not self.habits.casts_gradients:
             return 1.0
         computed = str(op.out_dtypes[0])
@@ -315,7 +317,7 @@ class Backward:
         return self.book.new(kind, named(op), op.where, value.grad_bytes)
 
     def _arrived(self, value: Value, grad: Storage) -> None:
-        """One more gradient of a value: added in place where one has come before."""
+        """One more gradient of a value: added in place to one that is there already."""
         self.book.use(grad)
         if value.slot is not None:
             self.book.use(value.slot)
@@ -325,7 +327,7 @@ class Backward:
             self._leaf(value, value.leaf, grad)
 
     def _leaf(self, value: Value, op: Op, grad: Storage) -> None:
-        """The gradient of a parameter: it stays, or is scattered to where the parameter rests and that stays."""
+        """The gradient of a parameter's leaf: it stays, or it is scattered, and the shard stays."""
         scattered = self._scattered(value)
         grad.kind = "whole gradients" if scattered else "gradients"
         if self.stay:
@@ -336,13 +338,13 @@ class Backward:
             )
 
     def _scattered(self, value: Value) -> bool:
-        """Whether the gradient of a parameter goes to where that rests as soon as it is there."""
+        """Whether the gradient of a parameter is scattered as soon as it is made."""
         return bool(self.shares.lies(value.ref).gathered) and (
             self.stay or EACH in self.shares.plan.nodes[value.ref[0]].runs
         )
 
     def _rests(self, value: Value, op: Op, count: int = 1) -> Storage:
-        """The gradient of a parameter of `count` blocks where that rests."""
+        """The gradient of a parameter of `count` blocks in the layout of the parameter at rest."""
         rest = self.shares.value(value.ref, self.shares.lies(value.ref).rest)
         return self.book.new(
             "gradients",
@@ -354,13 +356,14 @@ class Backward:
 
 
 def _units(count: int, whole: Sequence[Storage]) -> list[object]:
-    """As many of `count` blocks, each with these whole gradients, as it takes until no more of them are on their
-    way."""
+    """As many of `count` blocks, each with these whole gradients, as must be walked for as many gradients as ever to be
+    in the course of being scattered."""
     nbytes = sum(slot.nbytes for slot in whole)
     return [object() for _ in range(min(count, math.ceil(SETTLED_BYTES / nbytes)))] if nbytes else []
 
 
 def _kept_of(blocks: Blocks) -> list[Storage]:
-    """What blocks that are run again make of what their operators keep: the rest goes with its last reader."""
+    """The values that operators of a block that is run again keep for the backward; all others are freed after their
+    last reader."""
     kept = {storage: None for step in blocks.steps for storage in step.kept if not storage.regathered}
     return [storage for storage in blocks.made if storage in kept]

@@ -1,5 +1,5 @@
-"""Whole gradients on their way to where their parameters rest; those of ZeRO-1 and 2 bucket by bucket, as
-runtime.gradsync sends them."""
+"""Whole gradients while they are scattered to their parameters' layout at rest; those of ZeRO-1 and ZeRO-2 in buckets,
+as runtime.gradsync does it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from autopar.memory.storages import Book, Storage
 
 
 class Whole:
-    """A whole gradient, or a flat copy of a bucket of them: what the collective that runs takes (`held`), and what it
-    brings where others follow (`coming`), with the bytes of what these bring."""
+    """A whole gradient, or a flat copy of a bucket of them, that goes through a chain of collectives: `held` is the
+    input of the collective that runs, `coming` its result if others follow, with the bytes of the results of these."""
 
     def __init__(self, book: Book, held: Storage, halfway: Sequence[float] = ()) -> None:
         self.book = book
@@ -21,16 +21,16 @@ class Whole:
 
     @property
     def nbytes(self) -> float:
-        """Bytes that are there until the collective is over."""
+        """Bytes that are there until the collective is done."""
         return self.held.nbytes
 
     @property
     def more(self) -> bool:
-        """Whether a collective is yet to begin."""
+        """Whether a collective has not begun yet."""
         return self.coming is not None
 
     def go_on(self) -> bool:
-        """The collective is over, and the next one runs if there is one."""
+        """End the collective that runs; begin the next one if there is one."""
         self.wait()
         if self.coming is None:
             return False
@@ -38,7 +38,7 @@ class Whole:
         return True
 
     def wait(self) -> None:
-        """The collective is over."""
+        """End the collective that runs."""
         self.book.use(self.held)
 
     def _runs(self, held: Storage, halfway: Sequence[float]) -> None:
@@ -48,8 +48,9 @@ class Whole:
 
 @dataclass(eq=False)
 class Buckets:
-    """A flat copy of a bucket is there until its scatter is waited for: when a later block has begun others behind it
-    (autopar.deferred_waits). `staged`: another one while it runs, that gloo sums in; scatters run one by one."""
+    """The flat copy of a bucket stays until its scatter is waited for: when a later block has begun others after it
+    (autopar.deferred_waits). `staged`: while a scatter runs there is one more copy, in which gloo sums; scatters run
+    one by one."""
 
     book: Book
     staged: bool
@@ -58,8 +59,8 @@ class Buckets:
     running: Queue[Whole] = field(default_factory=lambda: Queue(BUCKET_BYTES))
 
     def add(self, together: Hashable, gradient: Storage, unit: object, rest: Storage | None = None) -> None:
-        """One more gradient is there, of the block `unit`; those that go `together` are in one bucket, which begins
-        when it is full. `rest`, what the scatter of this one brings, is there from then on."""
+        """Add a gradient of the block `unit`. Gradients with equal `together` share a bucket, which is sent when full.
+        `rest` is the result of this one's scatter, which is there from then on."""
         if rest is not None:
             self.resting[gradient] = rest
         members = self.filling.setdefault(together, [])
@@ -68,7 +69,7 @@ class Buckets:
             self._begin(self.filling.pop(together), unit)
 
     def drain(self) -> None:
-        """The backward is over: those that are not full begin, and all end."""
+        """The backward has ended: send the buckets that are not full, and wait for all."""
         for members in self.filling.values():
             self.book.step("whole gradients scattered")
             self._begin(members, object())
@@ -76,7 +77,7 @@ class Buckets:
         self.running.drain()
 
     def _begin(self, members: list[Storage], unit: object) -> None:
-        """A bucket is copied and sent; those of earlier blocks are waited for when others have begun behind them."""
+        """Copy a bucket and send it; wait for those of earlier blocks as the queue says."""
         for member in members:
             self.book.use(member)
             if member in self.resting:

@@ -1,4 +1,4 @@
-"""What kernels of CPUs hold while they run, beyond their operands and results."""
+"""Temporary memory of CPU kernels, beyond operands and results."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ POINT = (1, 1)  # a kernel of one pixel is a product
 
 
 def _blocks(formula: str, local: Local) -> float:
-    """Copies by which oneDNN's convolutions reorder images to blocks of channels and back; none for kernels of one
+    """Copies of images that oneDNN's convolutions reorder to blocks of channels and back; none for kernels of one
     pixel, which are matmuls."""
     return 0.0 if tuple(local.op.call.ins[1].sizes[2:]) == POINT else taken(formula)(local)
 
 
 def _scores(local: Local) -> float:
-    """One tensor of scores of attention that is not fused, in float32 or wider; 0 where attention is fused."""
+    """One tensor of attention scores in float32 or wider, where attention is not fused; else 0."""
     _, key, value = local.op.call.ins[:3]
     return _wide(local) * key.sizes[-2] / value.sizes[-1] if local.op.copies else 0.0
 
 
 def _scored(local: Local) -> float:
-    """The scores before the softmax, where nothing is dropped of it. Of narrower tensors queries, keys and values in
-    float32, before they are scaled and put in order; then the softmax and the result are cast back."""
+    """Forward of attention that is not fused: the scores before the softmax, where there is no dropout. For narrower
+    dtypes first queries, keys and values in float32, before they are scaled and reordered; later softmax and result
+    before they are cast back."""
     scores, dropped = _scores(local), bool(local.given("dropout_p"))
     if local.op.call.outs[0].itemsize >= WIDE:
         return scores * (not dropped)
@@ -38,8 +39,8 @@ def _scored(local: Local) -> float:
 
 
 def _scored_back(local: Local) -> float:
-    """The gradient of the softmax, and that of the scores where nothing is dropped, which lets go of as much. Of the
-    gradients of operands that of values is there by then."""
+    """Backward of attention that is not fused: the gradient of the softmax, and without dropout that of the scores,
+    which is counted less what is freed by then; the gradient of the values exists already."""
     times, made = WIDE / min(WIDE, local.op.call.outs[0].itemsize), sum(local.ins[i] for i in range(3) if local.grad(i))
     if not local.op.copies:
         return 0.0
@@ -49,24 +50,24 @@ def _scored_back(local: Local) -> float:
 
 
 def _wide(local: Local) -> float:
-    """The result in the dtype in which the plain operators of a norm compute: float32 or wider."""
+    """The result in the dtype in which a norm's plain operators compute: float32 or wider."""
     return local.out * max(1.0, WIDE / local.op.call.outs[0].itemsize)
 
 
 def _norm(local: Local) -> float:
-    """The result in that dtype before it is cast, where that is a wider one."""
+    """The result in that dtype before it is cast, where that is wider."""
     return _wide(local) if _wide(local) > local.out else 0.0
 
 
 def _norm_forward(local: Local) -> float:
-    """What a weight without a gradient is multiplied with is not kept."""
+    """The normalised rows before they are multiplied by a weight without a gradient, which does not keep them."""
     return _norm(local) + _wide(local) * (len(local.ins) > 1 and not local.grad(1))
 
 
 def _norm_back(local: Local) -> float:
-    """Of rows: that of what the weight is multiplied with, theirs from the product, that of the mean, and two of the
-    power; by then what was kept for the weight's own gradient is gone, and so is that of the result. Of the weight
-    alone its own at full size, and the gradient cast."""
+    """Backward of rms_norm. For the rows: the gradient of the normalised rows, that of the rows from their product,
+    that of the mean, and two tensors of the square; less what has been freed by then. For the weight alone: its
+    gradient at full size, and the cast gradient of the result."""
     graded, *weight = (each.grad for each in local.op.call.ins)
     if not graded:
         return _wide(local) + _norm(local)

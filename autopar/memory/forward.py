@@ -1,10 +1,8 @@
-"""The forward of one stage as the emitted module runs it: what it makes, what it keeps for the backward, and until
-when.
+"""The walk over the forward of one stage as the emitted module runs it: what it allocates, what it keeps for the
+backward, and until when.
 
-A forward is a Python function whose variables have names of their own, so everything that it makes is there until it
-returns; what autograd keeps lives on. The blocks of a run are walked once, as the last of them; what the others keep is
-added behind it.
-"""
+A forward is a Python function in which each value has a variable of its own, so all values stay alive until it returns;
+what autograd keeps lives on. Of a run of blocks the last one is walked; what the others keep is added after it."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from passes.annotate_memory import joins_heads
 
 
 class Forward:
-    """Walks one part; `steps` is what the backward goes back over."""
+    """The walk over the forward of one part of a program; `steps` is the record for the backward."""
 
     def __init__(
         self, shares: Shares, edges: Edges, extra_bytes: Callable[[Op], float], book: Book, part: Part
@@ -57,7 +55,7 @@ class Forward:
         self.block: Unit | None = None  # that of the block that is walked
 
     def walk(self) -> None:
-        """All of the part, to the end of its forward."""
+        """The whole part, to the end of its forward."""
         for ref in self.part.receives:
             op = self.program.ops[ref[0]]
             # else the place has it as what it made
@@ -82,7 +80,8 @@ class Forward:
         begin_ahead(self.book, self.units)
 
     def _sendable(self, value: Value) -> Value:
-        """What goes to the next stage is a copy of what has no gradient or is a view (runtime.stepping._sendable)."""
+        """The storage that goes to the next stage: a copy of a value that has no gradient or is a view
+        (runtime.stepping._sendable)."""
         if value.view or not value.grad_bytes:
             op = self.program.ops[value.ref[0]]
             value.storage = self.book.new(
@@ -104,22 +103,22 @@ class Forward:
         self.values[op.name, 0] = value
 
     def _cast_input(self, op: Op) -> Storage | None:
-        """The copy of an input that is cast, which is there until the forward returns; in a pipeline that of the whole
-        batch, the whole step (memory/at_rest.py)."""
+        """The copy of an input in another dtype, which stays until the forward returns. In a pipeline it is of the
+        whole batch, and stays for the whole step (memory/at_rest.py)."""
         if self.shares.plan.pipelined or not (nbytes := cast_bytes(self.shares, op)):
             return None
         self.frame.append(self.book.new("activations", op.name, op.where, nbytes))
         return self.frame[-1]
 
     def _close(self, frame: Sequence[Storage | None]) -> None:
-        """A function returns: all that it made was there until now."""
+        """A function returns: its values were alive until now."""
         for storage in frame if self.habits.frames else ():
             self.book.use(storage)
 
     def arrive(
         self, ref: Ref, dst: LayoutPair, role: str, scope: str, steps: list[Step] | list[Step | Blocks]
     ) -> Value:
-        """The value as a reader wants it; the change of layout is made once per scope."""
+        """A value in the layout that a reader asks for; a change of layout is made once per scope."""
         source = self.values[ref]
         reshard = self.reshards.get((ref, role, dst, scope if role == "edge" else ""))
         if reshard is None:
@@ -169,7 +168,7 @@ class Forward:
         return value
 
     def _cast_bytes(self, ref: Ref) -> float:
-        """Bytes of what is made of a parameter before its gather begins: a cast of it on the rank."""
+        """Bytes of the cast that a rank makes of a parameter's shard before it gathers it; 0 without a cast."""
         turned = self.program.turn(ref)
         return self.shares.value(ref, self.shares.lies(ref).value) if any(op.target is CAST for op in turned) else 0.0
 
@@ -198,8 +197,7 @@ class Forward:
         steps.append(Step(ins, tuple(outs), op, local, kept=self._kept(op, ins, outs, local, runs)))
 
     def passing(self, op: Op, *, backward: bool) -> None:
-        """Parts of weights that an algorithm of `op` gathers, and of their whole gradients, which are there while it
-        runs only."""
+        """Parts of weights, and of their whole gradients, that an algorithm of `op` holds only while it runs."""
         for algorithm, site in sites(op, self.shares.options(op), self.sizes, self.shares.plan.precision):
             if algorithm.gathers:
                 weight = self.program.ops[op.operands[weight_of(site)][0]]
@@ -209,8 +207,8 @@ class Forward:
                     self.book.new(kind, named(weight), weight.where, nbytes)
 
     def _made(self, op: Op, ins: Sequence[Value], nbytes: float) -> Storage:
-        """What an operator makes: nothing where it runs in the kernel of its reader, whose backward works from what
-        this one read."""
+        """A storage for the result of an operator; one of no bytes where habits fuse it into the kernel of its reader,
+        whose backward works from the operands."""
         if not self.habits.fused or op.leads or op.free:
             return self.book.new("activations", op.name, op.where, nbytes)
         made = self.book.new("activations", op.name, op.where, 0.0)
@@ -232,7 +230,7 @@ class Forward:
     def _kept(
         self, op: Op, ins: Sequence[Value], outs: Sequence[Value], local: Local, runs: Sequence[str]
     ) -> list[Storage]:
-        """What autograd keeps for the backward of `op`, each storage once; what rests is there anyway."""
+        """What autograd keeps for the backward of `op`, each storage once, without what rests anyway."""
         kept: dict[Storage, None] = {}
         for index in op.saves:
             value = ins[index] if index < len(ins) else outs[index - len(ins)]
@@ -252,7 +250,7 @@ class Forward:
         return list(kept)
 
     def _narrow(self, op: Op, rows: Storage) -> Storage:
-        """The copy of what a matmul reads in fewer bits, one for all matmuls that read it."""
+        """The 8-bit copy of a matmul's rows that habits keep for the backward, one for all matmuls that read these."""
         if rows not in self.narrowed:
             self.narrowed[rows] = self.book.new(
                 "activations", rows.node, op.where, rows.nbytes * self.habits.kept_bytes / op.out_dtypes[0].itemsize
@@ -260,7 +258,7 @@ class Forward:
         return self.narrowed[rows]
 
     def _run(self, run: Run) -> None:
-        """The last of the blocks, and what the others keep."""
+        """A run of blocks: the last one is walked, and what the others keep is added."""
         first, stop = self.part.blocks[run.scope]
         count = stop - first
         feeds = [
@@ -301,9 +299,9 @@ class Forward:
         self.steps.append(blocks)
 
     def _other_blocks(self, blocks: Blocks, began: int, again: int) -> None:
-        """Stand-ins for what all blocks but the walked one keep, the first `again` of all of which are run again. What
-        goes round is one tensor for two blocks: kept by the one that makes it, it is not counted again by the one that
-        gets it."""
+        """Storages for what all blocks but the walked one keep; the first `again` blocks of the run are run again. A
+        carried value is one tensor for two blocks: the block that makes it keeps it, and it is not counted again for
+        the block that receives it."""
         if blocks.count < 2:
             return
         mixed = 0 < again < blocks.count
@@ -335,7 +333,7 @@ class Forward:
                 blocks.others.append(self.book.like(storage, began, between))
 
     def _first_again(self, blocks: Blocks, began: int, again: int, kept: Collection[Storage]) -> None:
-        """What the first `again` blocks keep, where the walked one, which is not run again, keeps `kept`."""
+        """What the first `again` blocks keep, where the walked one is not run again and keeps `kept`."""
         feeds = {port.storage: feed.storage for port, feed in zip(blocks.ports, blocks.feeds, strict=True)}
         blocks.twins.update({storage: None for storage in kept if storage.born > began})
         for storage in blocks.stored:
@@ -347,7 +345,7 @@ class Forward:
                 blocks.twins[storage] = self.book.like(storage, began)
 
     def _stored(self, blocks: Blocks) -> tuple[dict[Storage, None], list[Storage]]:
-        """What a block that is run again keeps (what it is given, and the results that the plan says), and what it
+        """For a block that is run again: what it keeps (its inputs, and the results that the plan keeps), and what it
         makes again."""
         about = self.edges.reruns[blocks.run.scope]
         stored = {port.storage: None for port in blocks.ports if port.storage is not None}
@@ -368,6 +366,6 @@ class Forward:
 
 
 def _put_in_order(op: Op, ins: Sequence[Value]) -> bool:
-    """Whether heads that are joined are copied: what another rank has sent of them is in the order of its own dims, not
-    in that of the query's memory."""
+    """Whether joining heads copies: results received from another rank are in the order of their own dims, not in that
+    of the query's memory."""
     return joins_heads(op.node) and ins[0].storage is not None and ins[0].storage.kind == "reshards"

@@ -1,4 +1,4 @@
-"""What a plan needs of the memory of hosts: that of a node is for the ranks of all places on it together."""
+"""The memory of hosts that a plan needs: that of a node is shared by the ranks of all places on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def of_places(program: Program, plan: Plan) -> tuple[float, ...]:
 
 
 def of_a_device(program: Program, plan: Plan) -> float:
-    """Bytes for each device of the node (the innermost level) whose devices need most on average."""
+    """Host bytes per device of the node (the innermost level) whose devices need most on average."""
     each, node = of_places(program, plan), Cluster.from_dict(dict(plan.cluster)).levels[-1].size
     ranks = [nbytes for nbytes in each for _ in range(plan.ranks // plan.places)]
     nodes = [ranks[first : first + node] for first in range(0, len(ranks), node)]

@@ -1,8 +1,7 @@
-"""One call on one rank, and formulas of bytes in the sizes of its tensors.
+"""One call of an operator on one rank, and formulas of bytes in the sizes of its tensors.
 
-2w+m+3o     w: the largest tensor of the call, m: a byte for each of its elements, o: the result, a, b: the first
-            and the second operand
-"""
+2w+m+3o     w: the largest tensor of the call, m: one byte for each of its elements, o: the result, a, b: the first
+            and the second operand"""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from autopar.rules.arguments import given, named
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """One call on one rank: bytes of operands and results, of what its backward keeps beside them, and whether it runs
-    on a CPU."""
+    """One call on one rank: bytes of its operands and results, bytes that its backward keeps in addition, and whether
+    it runs on a CPU."""
 
     op: Op
     ins: Sequence[float]
@@ -32,8 +31,7 @@ class Local:
 
     @property
     def whole(self) -> tuple[float, int]:
-        """Bytes of the largest tensor, of those of floating point numbers where there are any, and of one of its
-        elements."""
+        """Bytes of the largest tensor (of the floating ones, if there are any), and of one of its elements."""
         tensors = list(zip((*self.ins, *self.outs), (*self.op.call.ins, *self.op.call.outs), strict=True))
         return max(
             [(nbytes, each.itemsize) for nbytes, each in tensors if each.floating]

@@ -193,9 +193,9 @@ def _unpacked_back(local: Local) -> float:
 
 
 def _by_factors_back(local: Local) -> float:
-    """Of what is solved for another solution. Of the factors both triangles, two products, a solution and its triangle;
-    where rows are put in order, by another square, the result too, as long as products are made of it
-    (linalg_lu_solve_backward)."""
+    """Backward of linalg.lu_solve. For the right-hand side: another solution. For the factors: both triangles, two
+    products, a solution and its triangle; where rows are permuted, which takes another square, also the result while
+    products are made from it (linalg_lu_solve_backward)."""
     if not local.grad(0):
         return _copied(local)
     ordered = local.given("left") == local.given("adjoint")
@@ -203,14 +203,15 @@ def _by_factors_back(local: Local) -> float:
 
 
 def _reflected_back(local: Local) -> float:
-    """The reflections, and two squares of their rows, which the loop over them works in; of each reflection and of each
-    row a few numbers (householder_product_backward)."""
+    """Backward of householder_product: the reflections, and two squares of their rows, in which the loop over them
+    works; and a few numbers per reflection and per row (householder_product_backward)."""
     (matrices, factors), sizes = local.ins[:2], local.op.call.ins[0].sizes
     return matrices * (1 + (2 * sizes[-2] + 2) / sizes[-1]) + 3 * factors - factors * local.grad(1)
 
 
 def _turned_back(local: Local) -> float:
-    """The same where a reflection has a gradient (both gradients are made then); else the column-major copy."""
+    """Backward of ormqr: as `_reflected_back` where a reflection has a gradient (both gradients are then computed);
+    else the column-major copy."""
     if not (local.grad(0) or local.grad(1)):
         return _copied(local)
     return _reflected_back(local) + local.ins[0] * (not local.grad(0))

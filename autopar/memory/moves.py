@@ -1,4 +1,4 @@
-"""What changes of layout take while they run: receive buffers, and parts put in order (runtime/moves.py,
+"""Bytes that changes of layout use while they run: receive buffers, and reordered parts (runtime/moves.py,
 collectives.py)."""
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from autopar.layout import Step, dim_of, is_placed, sections_of
 
 
 def done(steps: Sequence[Step], sizes: Sequence[int]) -> tuple[Step, ...]:
-    """The steps on axes of several ranks: on an axis of one there is nothing to do, and what comes out is what came in
-    (runtime.moves.Chain)."""
+    """The steps on axes of several ranks; on an axis of one the input is the result (runtime.moves.Chain)."""
     return tuple(step for step in steps if sizes[step.axis] > 1)
 
 
@@ -20,8 +19,8 @@ def fresh(steps: Sequence[Step]) -> bool:
 
 
 def workspace(steps: Sequence[Step], nbytes: Callable[[tuple[str, ...]], float], *, staged: bool) -> float:
-    """The most bytes that stand beside what comes in and what comes out; `nbytes` gives those of the tensor under a
-    layout. `staged`: gloo, on CPUs, gathers into a tensor of its own and sums in a copy before it scatters."""
+    """The most bytes in addition to input and result; `nbytes` gives those of the tensor in a layout. `staged`: gloo,
+    on CPUs, gathers into a tensor of its own, and sums in a copy before it scatters."""
     most = 0.0
     for number, step in enumerate(steps):
         before, after = nbytes(step.before), nbytes(step.after)
@@ -31,8 +30,8 @@ def workspace(steps: Sequence[Step], nbytes: Callable[[tuple[str, ...]], float],
 
 
 def halfway(steps: Sequence[Step], nbytes: Callable[[tuple[str, ...]], float]) -> tuple[float, ...]:
-    """Of collectives that run one after the other in the background (runtime.moves.Chain): the bytes of what each but
-    the last brings, with the copies in which the next one takes or gives it."""
+    """For a chain of collectives in the background (runtime.moves.Chain): the bytes of the result of each but the last,
+    with the copies in which the next one reads or writes it."""
     return tuple(
         nbytes(step.before) + _parts(step, nbytes(step.before), nbytes(step.after)) * (step.kind != "all_gather")
         for step in steps[1:]
@@ -40,8 +39,8 @@ def halfway(steps: Sequence[Step], nbytes: Callable[[tuple[str, ...]], float]) -
 
 
 def _parts(step: Step, before: float, after: float) -> float:
-    """Copies in which a collective takes or gives what it moves: none where the first dim is cut, the order in
-    memory."""
+    """Bytes of the copies in which a collective reads or writes its parts; none where the first dim is cut, because
+    parts are then contiguous."""
     if step.kind == "all_gather":
         return 0.0 if _leading(step.before[step.axis]) else after
     if step.kind == "reduce_scatter":
@@ -50,8 +49,8 @@ def _parts(step: Step, before: float, after: float) -> float:
 
 
 def _staged(step: Step, before: float, after: float) -> float:
-    """The same with gloo's own copies: one that it gathers into, which is gone before parts are put in order; and the
-    one that it sums in, beside parts."""
+    """As `_parts`, with gloo's own copies: the one that it gathers into, which is freed before parts are reordered; and
+    the one in which it sums, in addition to parts."""
     if step.kind == "all_gather":
         return after
     return _parts(step, before, after) + before * (step.kind == "reduce_scatter")

@@ -1,5 +1,5 @@
-"""What a call takes for itself while it runs under its runtime algorithms, and which operators hand their gradient on
-without a copy."""
+"""Temporary memory of a call under its runtime algorithms, and which operators pass their gradient on without a
+copy."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ with `Habits.log_softmax` not."""
 
 
 def _exponentials(local: Local, habits: Habits, *, backward: bool) -> float:
-    """Of 16-bit logits a copy in float32, which is worked in; of others the exponentials, which in the backward become
-    the gradient. Beside a log-softmax there are exponentials as wide as that, and in the backward the gradient too."""
+    """Temporary bytes of a loss over classes. For 16-bit logits a float32 copy, in which the kernel works; else the
+    exponentials, which become the gradient in the backward. In addition to a kept log-softmax: exponentials of its
+    size, and in the backward the gradient too."""
     if habits.log_softmax:
         return local.ins[0] * (1 + backward)
     itemsize = local.op.call.ins[0].itemsize
@@ -57,7 +58,7 @@ _COPIES_GRADIENT = (
 
 
 def copies(op: Op, operand: int, runs: Sequence[str], habits: Habits) -> bool:
-    """Whether an operator keeps a tensor of its own in the place of an operand."""
+    """Whether an operator keeps a tensor of its own instead of an operand."""
     return (
         operand == 0
         and op.target in COPIED
@@ -67,12 +68,12 @@ def copies(op: Op, operand: int, runs: Sequence[str], habits: Habits) -> bool:
 
 
 def in_place(op: Op, habits: Habits) -> bool:
-    """Whether an operator works in the memory of its first operand, and leaves the gradient there."""
+    """Whether an operator works in the memory of its first operand, and writes the gradient there."""
     return habits.loss_in_place and op.target in COPIED
 
 
 def hands_on(op: Op, operand: int, local: Local) -> bool:
-    """Whether the gradient of an operand looks at the memory of that of the result."""
+    """Whether the gradient of an operand is a view of the gradient of the result."""
     if same(op, operand):
         return math.isclose(local.ins[operand], local.out)
     if op.target is aten.complex.default:
@@ -83,9 +84,9 @@ def hands_on(op: Op, operand: int, local: Local) -> bool:
 
 
 def _tiled(local: Local, count: int) -> tuple[float, float]:
-    """Of a product or lookup in `count` tiles (runtime/algorithms/tiled.py), beside weights: forward and backward.
-    Parts of results and gradients, and where parts add up the one that is added; of 16-bit numbers the sum is as wide
-    as two of them."""
+    """Temporary bytes, without weights, of a product or lookup in `count` tiles (runtime/algorithms/tiled.py), forward
+    and backward: parts of results and gradients; where parts are summed also the one that is added; for 16-bit numbers
+    the sum is in float32."""
     (x, *_), y, sums = local.ins, local.out, 2 if local.op.call.outs[0].itemsize < 4 else 1
     if tiles.OPERATORS[local.op.target] == "lookup_tiles":
         return y + 3 * local.ins[1], y + 3 * local.ins[1]  # the rows of a tile, with their places
@@ -99,7 +100,7 @@ def _tiles(runs: Sequence[str]) -> int:
 
 
 def forward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
-    """Temporaries of the forward of one call; `runs` are its runtime algorithms."""
+    """Temporary bytes of the forward of one call; `runs` are its runtime algorithms."""
     if in_place(local.op, habits):
         return 0.0
     if _tiles(runs) > 1:
@@ -112,7 +113,7 @@ def forward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
 
 
 def backward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
-    """Temporaries of the backward of one call."""
+    """Temporary bytes of the backward of one call."""
     if in_place(local.op, habits):
         return 0.0
     if SPLIT_LOSS in runs:

@@ -1,4 +1,4 @@
-"""The stages of one place under their schedule: its fullest moment, and what is alive then."""
+"""The stages of one place under their schedule: the moment at which it holds most bytes, and what is alive then."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ WEIGHTS, SUMS, UPDATE = "backward for weights", "sums of gradients", "update"
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A candidate for the peak: bytes, what happens, the stage that runs (-1: none) and the time in its profile,
-    microbatches of each stage that wait for their backward, or for its part for the weights, what is in transit, and
-    whether gradients of parameters are all there."""
+    """A candidate for the peak: its bytes, what happens, the stage that runs (-1: none) and the time in its profile;
+    for each stage the numbers of microbatches that wait for their backward, or for the part for weights; what is in
+    transit; and whether all gradients of parameters exist."""
 
     nbytes: float
     phase: str
@@ -50,8 +50,8 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Bytes of a place when something begins, at most while it runs, and when it has ended; `at` is how far into it
-    that most is (0 to 1)."""
+    """Bytes of a place when an action begins, at most while it runs, and when it has ended; `at` is when in the action
+    the most is (0 to 1)."""
 
     begin: float
     most: float
@@ -61,8 +61,8 @@ class Level:
 
 @dataclass(eq=False)
 class Holding:
-    """One place: the views of its stages, and their profiles by stage number; `staged`: whether the plan has several
-    stages. `transits` says of each action what is in transit meanwhile; it is empty where nothing ever is."""
+    """One place: the views of its stages, and their profiles by stage number. `staged`: whether the plan has several
+    stages. `transits` gives for each action what is in transit meanwhile; empty where nothing ever is."""
 
     shares: Shares
     number: int
@@ -74,7 +74,7 @@ class Holding:
     synced: frozenset[str] = frozenset()  # parameters whose gradients are summed over ranks
 
     def place(self) -> Place:
-        """The peak and what makes it up."""
+        """The peak, and what makes it up."""
         training = self.shares.plan.mode == "train"
         rest = [*resting(self.shares, self.views), *workspace(self.shares)]
         gradients, still = self._apart(rest)
@@ -97,13 +97,13 @@ class Holding:
         )
 
     def _apart(self, rest: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
-        """Gradients of parameters that come and go, and what is there in the forward too."""
+        """Gradients of parameters, which come and go; and entries that rest in the forward too."""
         if self.shares.habits.standing:
             return [], list(rest)
         return [e for e in rest if e.kind == "gradients"], [e for e in rest if e.kind != "gradients"]
 
     def levels(self) -> list[Level]:
-        """Bytes over time: of each action in order; in training then of the sums of gradients, and of the optimizer's
+        """Bytes over time: of each action in order; in training then of the sums of gradients and of the optimizer's
         step."""
         training, several = self.shares.plan.mode == "train", self.shares.plan.microbatches > 1
         rest = [*resting(self.shares, self.views), *workspace(self.shares)]
@@ -137,22 +137,23 @@ class Holding:
         return found
 
     def _beside(self, kept: Mapping[int, int], halfway: Mapping[int, int], transit: Transit) -> float:
-        """What waiting microbatches hold, and what is in transit."""
+        """Bytes of waiting microbatches and of what is in transit."""
         waiting = sum(
             kept[i] * p.kept_bytes * self._here(i) + halfway[i] * p.halfway_bytes for i, p in self.profiles.items()
         )
         return waiting + sum(n * self._passing(kind, stage) for (kind, stage), n in transit.items())
 
     def _passing(self, kind: Kind, stage: int) -> float:
-        """Bytes of what one microbatch has in transit."""
+        """Bytes that one microbatch has in transit."""
         return self.profiles[stage].transit_bytes.get(kind, 0.0)
 
     def _here(self, stage: int) -> float:
-        """The share of what waiting microbatches of a stage keep that is on the device."""
+        """The share that is on the device of what waiting microbatches of a stage keep."""
         return 1.0 - self.shares.habits.hosted_kept[stage] if self.shares.habits.hosted_kept else 1.0
 
     def _later(self, flying: Sequence[tuple[Action, float]], index: int) -> float:
-        """What waits once action number `index` has ended: what waits beside the next one, and what that is for."""
+        """What waits once action number `index` has ended: what waits during the next action, and the microbatch that
+        this one is for."""
         if index + 1 == len(flying):
             return 0.0
         action, beside = flying[index + 1]
@@ -164,7 +165,7 @@ class Holding:
         )
 
     def _in_flight(self) -> dict[int, int]:
-        """Of how many microbatches each stage keeps what its backward needs when all of them together keep most."""
+        """For each stage, of how many microbatches it keeps activations when all stages together keep most."""
         here = (
             {stage: n + (action.stage == stage) for stage, n in waiting.items()}
             for action, waiting, *_ in self._flying()
@@ -174,8 +175,8 @@ class Holding:
         )
 
     def _flying(self) -> Iterator[tuple[Action, dict[int, int], dict[int, int], Transit]]:
-        """Each action with the microbatches of each stage that are kept meanwhile, beside its own: all of them, and
-        those that wait for the weights' part of their backward; and with what is in transit."""
+        """Each action with the numbers of microbatches of each stage that are kept meanwhile, without the action's own:
+        all of them, and those that wait for the part for weights; and what is in transit."""
         kept, halfway = dict.fromkeys(self.profiles, 0), dict.fromkeys(self.profiles, 0)
         for action, (stage, more), transit in zip(
             self.actions, changed(self.actions), self.transits or itertools.repeat({}), strict=False
@@ -188,8 +189,8 @@ class Holding:
             halfway[stage] += more.halfway + own_halfway
 
     def _moments(self, base: float, held: float) -> Iterator[Moment]:
-        """One per distinct situation; gradients are there in full from the first backward on where several microbatches
-        add to them."""
+        """One moment per distinct situation. Where several microbatches add up their gradients, these are counted in
+        full from the first backward on."""
         stages = sorted(self.profiles)
         several, back, seen = self.shares.plan.microbatches > 1, False, dict[tuple[object, ...], None]()
         for action, waiting, halfway, transit in self._flying():
@@ -228,7 +229,7 @@ class Holding:
             )
 
     def _after(self, still: Sequence[Entry], gradients: Sequence[Entry]) -> Iterator[Moment]:
-        """When the backward has ended: sums of gradients over ranks, then the optimizer."""
+        """After the backward: sums of gradients over ranks, then the optimizer."""
         nothing = (0,) * len(self.profiles)
         summed = sum(e.nbytes for e in (*still, *gradients))
         yield Moment(summed + self.sums_bytes(), SUMS, -1, 0, nothing, nothing, {}, True)
@@ -244,9 +245,9 @@ class Holding:
         )
 
     def sums_bytes(self) -> float:
-        """What the fullest moment of sums of gradients takes beside what rests: a flat copy of one bucket. Of gradients
-        that are scattered (ZeRO-1 and 2) also the whole ones of the bucket, unless they have waited for more
-        microbatches and so rest; and on the CPU the copy that gloo's reduce-scatter sums in."""
+        """The most bytes that sums of gradients use in addition to what rests: a flat copy of one bucket. For scattered
+        gradients (ZeRO-1 and ZeRO-2) also the whole ones of the bucket, unless they are accumulated over microbatches
+        and rest; on the CPU also the copy in which gloo's reduce-scatter sums."""
         plan, ops = self.shares.plan, self.shares.program.ops
         if self.shares.habits.standing:
             return 0.0  # in their buffers
@@ -258,9 +259,9 @@ class Holding:
         return self._bucket_bytes([op for op in ops.values() if op.role == "param" and op.name in self.synced]) + more
 
     def _bucket_bytes(self, ops: Sequence[Op]) -> float:
-        """The largest flat copy of gradients of `ops` that are summed together, in the dtype in which parameters rest:
-        a bucket is closed by the one that makes it full, with all of that one in it; those that move over other axes
-        have buckets of their own (runtime.gradsync)."""
+        """The largest flat copy of gradients of `ops` that are summed together, in the dtype of parameters at rest. The
+        gradient that fills a bucket is in it as a whole; gradients that are summed over other axes have buckets of
+        their own (runtime.gradsync)."""
         most, filling = 0.0, dict[tuple[int, ...], float]()
         for op in self._in_turn(ops[::-1]):
             lies = self.shares.lies((op.name, 0))
@@ -273,17 +274,17 @@ class Holding:
         return most
 
     def _in_turn(self, ops: Sequence[Op]) -> Iterator[Op]:
-        """Those of the parameters `ops` that this place holds, one by one: of a run those of a block, as often as there
-        are blocks."""
+        """Those of the parameters `ops` that this place holds, one by one: for a run those of a block, once per
+        block."""
         counts = instances(self.shares, self.views)
         for _, block in itertools.groupby((op for op in ops if counts[op.name]), key=lambda op: op.scope):
             members = list(block)
             yield from members * max(counts[op.name] for op in members)
 
     def update_bytes(self) -> float:
-        """What the optimizer's step takes beside what rests. torch's Adam and AdamW take parameters one after the other
-        where they are DTensors (optim/optimizer.py: _default_to_fused_or_foreach); where their state is on the host
-        they are called for one after the other, which brings that of one and leaves nothing of the one before."""
+        """Bytes that the optimizer's step uses in addition to what rests. torch's Adam and AdamW update DTensor
+        parameters one by one (optim/optimizer.py: _default_to_fused_or_foreach). With state on the host they are called
+        for one parameter at a time, which brings the state of one and keeps nothing of the one before."""
         offload, values = self.shares.plan.offload, OPTIMIZERS[self.shares.plan.optimizer].state
         if offload == "parameters":
             return 0.0  # on the host
@@ -293,7 +294,7 @@ class Holding:
         return roots_bytes(self.shares, self.views) if roots else 0.0
 
     def _waiting(self, profile: Profile, n: int, halfway: int, share: float) -> list[Entry]:
-        """What `n` microbatches keep, of which so many are `halfway` through their backward; `share` of it is on the
+        """Bytes that `n` microbatches keep, `halfway` of which have done the part for inputs; `share` of it is on the
         device."""
         counts = {storage: n - halfway * (storage in profile.early) for storage in profile.kept}
         return [
@@ -339,8 +340,8 @@ class Holding:
 
 
 def _rested(still: Sequence[Entry], gradients: Sequence[Entry]) -> list[Entry]:
-    """What of both is there when the step has ended: whole gradients are scattered by then, and inputs that were cast
-    for its microbatches are gone."""
+    """The entries of both that remain at the end of a step: not whole gradients, which have been scattered, nor inputs
+    that were cast for its microbatches."""
     return [*(e for e in still if e.kind != "pipeline buffers"), *(e for e in gradients if e.kind == "gradients")]
 
 

@@ -28,8 +28,8 @@ from autopar.problem.settings import Settings
 
 
 def predict(program: Program, plan: Plan, habits: Habits = EMITTED) -> Prediction:
-    """Bytes at the peak of each place, for the sizes at which `program` was read: those of the whole batch of `plan`.
-    `habits` are those of the software that runs it, where that is not an emitted module."""
+    """Peak bytes of each place for the sizes at which `program` was read, those of the whole batch of `plan`. `habits`
+    say how the software that runs it holds memory, by default an emitted module."""
     return Prediction(tuple(rank.place() for rank in fullest(program, plan, habits)))
 
 
@@ -66,7 +66,7 @@ def _holding(
     line: tuple[Sequence[Action], Sequence[Transit]],
     known: dict[Any, Profile],
 ) -> Holding:
-    """One rank of a place, which runs `line`; `known` are the profiles of stages that do the same."""
+    """One rank of a place, which runs the actions `line`; `known` are profiles of like stages."""
     plan = shares.plan
     here = [view for view, stage in zip(stages, plan.stages, strict=True) if stage.place == number]
     training, extra = plan.mode == "train", extra_bytes(shares)
@@ -123,8 +123,8 @@ def _part(view: View, plan: Plan) -> Part:
 
 
 def extra_bytes(shares: Shares) -> Callable[[Op], float]:
-    """What the backward of one call keeps beside tensors of the graph, in one microbatch, by the prices of the plan's
-    cluster."""
+    """A function that gives the bytes that the backward of one call keeps in addition to tensors of the graph, for one
+    microbatch, by the same prices as the search."""
     plan, cluster = shares.plan, Cluster.from_dict(dict(shares.plan.cluster))
     # how much is kept depends on the kind of device only, which all places share
     places = cluster.places(plan.places, plan.mesh)

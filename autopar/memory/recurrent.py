@@ -1,10 +1,9 @@
-"""What recurrent networks take for themselves on a CPU, beside what they keep (passes/recurrent.py): of one direction
-of one layer after the other.
+"""Temporary memory of recurrent networks on a CPU, in addition to what they keep (passes/recurrent.py), for one
+direction of one layer at a time.
 
-The products of all that comes in with the first matrix are made at once, for all positions: `gates`. Plain operators
-then go from position to position, and join what both directions give; oneDNN's LSTM works in the memory of the gates
-both ways, on a copy of the weights.
-"""
+The product of the input at all positions with the first matrix is computed at once: `gates`. Plain operators then go
+from position to position, and concatenate the results of both directions. oneDNN's LSTM works in the memory of the
+gates, forward and backward, with a copy of the weights."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ STATES = 6
 
 @dataclass(frozen=True)
 class Layer:
-    """Bytes of one direction of the last layer on one rank: what it gives, its gates, its weights and its states of one
-    position."""
+    """Bytes of one direction of the last layer on one rank: its result, gates, weights, and states of one position."""
 
     given: float
     gates: float
@@ -37,7 +35,7 @@ class Layer:
 
     @staticmethod
     def of(local: Local) -> Layer:
-        """That of a call."""
+        """The layer of a call."""
         ways, params = 2 if local.given("bidirectional") else 1, local.given("params")
         count = ways * local.given("num_layers")
         rows, numbers = params[1].sizes
@@ -54,7 +52,8 @@ class Layer:
 
 
 def _forward(local: Local) -> float:
-    """Both directions apart, and joined in the result: oneDNN keeps them, and has the result behind the last gates."""
+    """Plain operators: both directions' results, before they are concatenated. oneDNN keeps these, and makes the result
+    after the last gates."""
     layer = Layer.of(local)
     if layer.fused:
         return max(0.0, layer.gates + layer.weights - local.out * (layer.ways > 1))
@@ -62,8 +61,8 @@ def _forward(local: Local) -> float:
 
 
 def _backward(local: Local) -> float:
-    """Of plain operators less than what they let go. Beside the gates oneDNN makes the gradient of what comes in to
-    each layer, whether anybody wants it or not, one from each direction."""
+    """Plain operators: less what is freed meanwhile. oneDNN: in addition to the gates the gradient of each layer's
+    input, whether needed or not, from each direction."""
     layer = Layer.of(local)
     if not layer.fused:
         return 0.0
@@ -72,19 +71,19 @@ def _backward(local: Local) -> float:
 
 
 def _reset(local: Local) -> float:
-    """A cell's candidate, its difference from the state and what is multiplied in place, which is kept; of one that
-    keeps nothing the products with the gates."""
+    """A GRU cell: the candidate, its difference from the state, and the in-place product, which is kept; where nothing
+    is kept, the products with the gates."""
     return (3 if local.extra else 7) * local.out
 
 
 def _both(local: Local) -> float:
-    """Products of what comes in and of the state, four gates each, before there are results."""
+    """The products of input and state, four gates each, before the results exist."""
     return max(0.0, 8 * local.out - sum(local.outs) - local.extra)
 
 
 def _cell_back(early: int, gates: int) -> Bytes:
-    """So many states at the begin; at the end all gradients and that of the gates, when nothing of what was kept is
-    there any more: less than nothing where that is more."""
+    """The backward of a cell: `early` states at the beginning; at the end all gradients and those of the gates, when
+    nothing of what was kept remains. Negative where more was kept."""
 
     def nbytes(local: Local) -> float:
         given, made = (

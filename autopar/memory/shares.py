@@ -1,4 +1,4 @@
-"""Bytes that one rank has of values, gradients and parameters, in one microbatch."""
+"""Bytes of values, gradients and parameters on one rank, for one microbatch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from autopar.rules.language import Option
 
 @dataclass(eq=False)
 class Shares:
-    """The rank that holds the first chunk of everything that is cut, the largest of uneven ones. `coord` says where it
-    is on the axes on which operators are placed: what is placed elsewhere takes none of its memory. `habits` are those
-    of the software that runs it."""
+    """The shares of the rank that holds the first shard of all that is cut, the largest one of uneven shards. `coord`
+    is its coordinate on the axes on which values are placed; values placed elsewhere take none of its memory. `habits`
+    say how the software holds memory."""
 
     program: Program
     plan: Plan
@@ -27,17 +27,17 @@ class Shares:
     _pairs: dict[str, LayoutPair] = field(default_factory=dict)
 
     def pair(self, text: str) -> LayoutPair:
-        """Layouts of a value and of its gradient, from an entry of the plan."""
+        """Layouts of a value and of its gradient, from their text in a plan."""
         if text not in self._pairs:
             self._pairs[text] = LayoutPair.of(text)
         return self._pairs[text]
 
     def asked(self, name: str, operand: int) -> LayoutPair:
-        """How node `name` wants an operand."""
+        """The layouts in which node `name` asks for an operand."""
         return self.pair(self.plan.nodes[name].ins[operand])
 
     def lies(self, ref: Ref) -> LayoutPair:
-        """How a value lies where it is made."""
+        """The layouts in which a value is made."""
         return self.pair(self.plan.nodes[ref[0]].outs[ref[1]])
 
     def elements(self, sizes: tuple[int, ...], layout: Layout) -> int:
@@ -47,7 +47,7 @@ class Shares:
         return most_elements(sizes, layout, self.plan.mesh)
 
     def value(self, ref: Ref, layout: Layout) -> float:
-        """Bytes of a value that lies so, in one microbatch."""
+        """Bytes of a value in a layout, for one microbatch."""
         op = self.program.ops[ref[0]]
         return self.elements(op.call.outs[ref[1]].sizes, layout) * op.out_dtypes[ref[1]].itemsize / self.cuts(ref)
 
@@ -56,7 +56,7 @@ class Shares:
         return self.value(ref, pair.grad) if pair.has_grad else 0.0
 
     def cuts(self, ref: Ref) -> int:
-        """In how many parts microbatches cut a value."""
+        """Into how many parts microbatches cut a value."""
         micro = self.plan.nodes[ref[0]].micro
         return self.plan.microbatches if micro and is_shard(micro[ref[1]]) else 1
 
@@ -65,7 +65,7 @@ class Shares:
         return 1.0 / max((self.cuts((op.name, i)) for i in range(len(op.call.outs))), default=1)
 
     def options(self, op: Op) -> tuple[Option, ...]:
-        """What the plan does with `op`, one option per mesh axis, as rules and prices see it."""
+        """The options of `op` in the plan, one per mesh axis, as rules and prices have them."""
         return options(self.plan.nodes[op.name])
 
     @property
@@ -75,7 +75,7 @@ class Shares:
 
     @property
     def placed_axes(self) -> tuple[int, ...]:
-        """The axes on which operators are placed."""
+        """The axes on which values are placed."""
         uses = [
             pair.partition("|")[0].split(",") for node in self.plan.nodes.values() for pair in (*node.ins, *node.outs)
         ]
@@ -87,7 +87,7 @@ class Shares:
 
 
 def named(op: Op) -> str:
-    """What a person calls it: a parameter or buffer by its name in the model, all else by its node."""
+    """The name for users: a parameter's or buffer's name in the model, else that of the node."""
     if not op.fqn or op.role not in ("param", "buffer", "constant"):
         return op.name
     return f"{op.scope}: {op.fqn}" if op.scope else op.fqn

@@ -22,10 +22,10 @@ from autopar.problem.graph import Op
 
 @dataclass(eq=False)
 class Profile:
-    """`turn` is the time at which the forward ends, `gradients` are those of parameters that are made on the way and
-    stay. `waiting_bytes` are gradients of activations that wait for the weights' part of a backward that is taken
-    apart; `early` is what is kept and let go with the part before that; `transit_bytes` what one microbatch has on its
-    way to the stage or from it, by kind."""
+    """`turn` is the time at which the forward ends. `gradients` are those of parameters that this backward makes and
+    that stay. `waiting_bytes` are gradients of activations that wait for the part for weights of a backward in two
+    parts; `early` is what is freed with the part before. `transit_bytes` are bytes of one microbatch on its way to the
+    stage or from it, by kind."""
 
     book: Book
     turn: int
@@ -46,12 +46,12 @@ class Profile:
 
     @cached_property
     def kept_bytes(self) -> float:
-        """What a microbatch in flight keeps."""
+        """Bytes that a microbatch in flight keeps."""
         return sum(s.total for s in self.kept)
 
     @cached_property
     def halfway_bytes(self) -> float:
-        """What a microbatch that waits for the weights' part of its backward has beside what one in flight keeps."""
+        """Bytes by which a microbatch that waits for the part for weights holds more than one in flight."""
         return self.waiting_bytes - sum(s.total for s in self.early)
 
     def peak(self, *, forward: bool) -> tuple[float, int]:
@@ -63,7 +63,7 @@ class Profile:
         return float(self.totals[time]), time
 
     def share(self, time: int, *, forward: bool) -> float:
-        """How far into its direction a time is, from 0 to 1."""
+        """When in its direction a time is, from 0 to 1."""
         start, stop = (0, self.turn) if forward else (self.turn + 1, len(self.totals) - 1)
         return min(1.0, max(0.0, (time - start) / (stop - start))) if stop > start else 0.5
 
@@ -82,9 +82,9 @@ def profile(
     stay: bool,
     scattering: bool = True,
 ) -> Profile:
-    """Walk one microbatch through `part`, forward and, in training, backward. `stay`: whether it is the only
-    microbatch, whose gradients of parameters are made on the way; `scattering`: whether gradients of gathered weights
-    are scattered as they come."""
+    """Walk one microbatch through `part`, forward and, in training, backward. `stay`: it is the only microbatch, so its
+    backward makes the gradients of parameters. `scattering`: gradients of gathered weights are scattered as they are
+    made."""
     forward = Forward(shares, edges, extra_bytes, Book(), part)
     forward.walk()
     turn = forward.book.now

@@ -12,7 +12,7 @@ from autopar.memory.types import Entry
 
 @dataclass(eq=False, slots=True)
 class Storage:
-    """Memory of one tensor (or of `count` alike ones), alive at the times `born` to `last`."""
+    """The memory of one tensor (or of `count` alike ones), alive at the times `born` to `last`."""
 
     kind: str
     node: str
@@ -28,23 +28,23 @@ class Storage:
     sources: tuple[Storage, ...] = ()
 
     def alive(self, time: int) -> bool:
-        """Whether it is there at that time."""
+        """Whether it is alive at a time."""
         return self.born <= time <= self.last
 
     @property
     def real(self) -> tuple[Storage, ...]:
-        """What is kept to have it: itself, or in its place its sources."""
+        """The storages that must be kept to have this one: itself, or its sources where these are kept instead."""
         return self.sources or (self,)
 
     @property
     def total(self) -> float:
-        """Bytes of all."""
+        """Bytes of all `count` tensors."""
         return self.nbytes * self.count
 
 
 @dataclass(eq=False)
 class Book:
-    """All storages of a walk; `labels[time]` says what happens then."""
+    """All storages of a walk; `labels[time]` says what happens at a time."""
 
     storages: list[Storage] = field(default_factory=list)
     labels: list[str] = field(default_factory=lambda: ["the start"])
@@ -55,23 +55,23 @@ class Book:
         return len(self.labels) - 1
 
     def step(self, label: str) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         self.labels.append(label)
 
     def new(self, kind: str, node: str, where: str, nbytes: float, count: int = 1) -> Storage:
-        """A storage that is made now."""
+        """A storage that is allocated now."""
         made = Storage(kind, node, where, nbytes, self.now, self.now, count)
         self.storages.append(made)
         return made
 
     def like(self, other: Storage, born: int, count: int = 1) -> Storage:
-        """The same of other instances of a block, made at `born`."""
+        """A storage like `other` for `count` other instances of a block, allocated at `born`."""
         made = replace(other, born=born, last=born, count=count, sources=())
         self.storages.append(made)
         return made
 
     def use(self, storage: Storage | None) -> None:
-        """It is still there now (None: what rests)."""
+        """Extend the life of a storage to now (None: it rests, and is not counted here)."""
         if storage is not None:
             storage.last = max(storage.last, self.now)
             for source in storage.sources:
@@ -86,7 +86,7 @@ class Book:
         return np.cumsum(change)[:-1]
 
     def entry(self, storage: Storage) -> Entry:
-        """For the report."""
+        """The storage as an entry of the report."""
         return Entry(
             storage.kind,
             storage.node,

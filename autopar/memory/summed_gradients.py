@@ -1,10 +1,8 @@
-"""Gradients of sums: one number that is seen at full size, for which memory is taken where a kernel reads rows in
-memory.
+"""Gradients of sums: an expanded tensor that holds one number, which some backward kernels copy to its full size.
 
-Most backwards read such a gradient as it is. These copy it first (`grad.contiguous()` in their kernels,
-`expect_contiguous`, or a reshape), on every device; those of `ON_CPU` on a CPU alone. The tests give every operator
-that has a rule such a gradient, and count.
-"""
+Most backwards read such a gradient as it is. Those listed here copy it first (`grad.contiguous()`, `expect_contiguous`
+or a reshape in their kernels), on every device; those in `ON_CPU` on CPUs only. Tests give each operator that has a
+rule such a gradient, and count bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def _always(local: Local) -> bool:
 
 
 def _without(operand: int) -> Callable[[Local], bool]:
-    """Where that operand has no gradient."""
+    """Whether that operand has no gradient."""
     return lambda local: not local.grad(operand)
 
 
@@ -86,8 +84,8 @@ BATCHES = frozenset((aten.bmm.default, aten.matmul.default))
 
 
 def made_whole(local: Local, gradient_bytes: float) -> float:
-    """Bytes of the gradient of a result as rows, where `gradient_bytes` say that it is that of a sum and the backward
-    does not read it as it is."""
+    """Bytes of the copy of a result's gradient, where `gradient_bytes` say that it is that of a sum and the backward
+    copies it."""
     if gradient_bytes >= local.out:
         return 0.0
     wants = ROWS.get(local.op.target)
@@ -97,6 +95,6 @@ def made_whole(local: Local, gradient_bytes: float) -> float:
 
 
 def _one_by_one(local: Local) -> int:
-    """Of how many matrices a CPU copies one after the other: it multiplies batches so that do not lie in order."""
+    """Of how many matrices a CPU makes copies, one after the other, where a batch of them is not contiguous."""
     batched = local.op.target in BATCHES and all(len(each.shape) > 2 for each in local.op.call.ins)
     return math.prod(local.op.call.outs[0].sizes[:-2]) if batched and local.on_cpu else 1

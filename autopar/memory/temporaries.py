@@ -33,7 +33,7 @@ FIRST = frozenset(
 
 
 def same(op: Op, operand: int) -> bool:
-    """Whether the gradient of an operand is the gradient of the result itself, but for the sum where the operand is
+    """Whether the gradient of an operand is the gradient of the result itself, except for a sum where the operand is
     broadcast."""
     if operand == 1:
         return op.target in (aten.add.Tensor, aten.rsub.Tensor) and op.call.kwargs.get("alpha", 1) == 1
@@ -131,7 +131,7 @@ def _along(last: str, other: str) -> Bytes:
 
 
 def _masked(local: Local) -> float:
-    """Indices of the elements that a mask selects: an int64 for each dim of the mask."""
+    """Indices of the elements that a mask selects: an int64 per element and dim of the mask."""
     dims = sum(len(each.shape) for each in local.op.call.ins[1:] if each.itemsize == 1)
     return 8 * dims * local.out / local.op.call.outs[0].itemsize
 
@@ -144,7 +144,7 @@ def _put_back(local: Local) -> float:
 
 
 def _turns(name: str) -> Bytes:
-    """A copy, where argument `name` has several dims, which are done one after the other."""
+    """A copy, where argument `name` lists several dims, which are processed one after the other."""
 
     def nbytes(local: Local) -> float:
         dims = local.given(name)
@@ -168,12 +168,12 @@ def _not_summed(formula: str) -> Bytes:
 
 
 def _truths(local: Local) -> float:
-    """Which numbers are not 0, unless they are truth values themselves."""
+    """A mask of the elements that are not 0, unless they are bool already."""
     return taken("m")(local) if local.op.call.ins[0].itemsize > 1 else 0.0
 
 
 def _counts(local: Local) -> float:
-    """Of a mean the number of sources of each index: ones that are added up, then a mask of the zeros."""
+    """For a mean the number of sources per index: ones that are summed, then a mask of the zeros."""
     return (
         local.ins[0] + max(local.ins[2], local.ins[0] / local.op.call.ins[0].itemsize)
         if local.given("reduce") == "mean"
@@ -199,8 +199,8 @@ NONE, MEAN = 0, 1  # the reduction argument of ATen losses
 
 
 def _terms(each: float, summed: float) -> Bytes:
-    """A loss that adds up terms: `each` tensors without a reduction, `summed` with one. Some losses sum into the memory
-    of the terms, so that the scalar keeps all of it alive."""
+    """A loss that sums terms: `each` tensors without a reduction, `summed` with one. Some losses sum into the memory of
+    the terms, so that the scalar keeps it alive."""
     return lambda local: (each if local.given("reduction") == NONE else summed) * taken("w")(local)
 
 

@@ -1,4 +1,4 @@
-"""What a prediction says."""
+"""The result of a prediction."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Bytes that are alive at the peak: what for (one of KINDS), whose (`node`, an operator or parameter), `count`
-    tensors of them all together (instances of a block, microbatches), made at `since` and let go at `until` (operators
-    of the walk)."""
+    """Bytes that are alive at the peak: `kind` (one of KINDS); `node` (an operator or parameter); bytes of `count`
+    tensors together (instances of a block, microbatches); and the operators of the walk at which they are allocated
+    (`since`) and freed (`until`)."""
 
     kind: str
     node: str
@@ -42,13 +42,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """One place of a pipeline (the only one of a plan that has none): bytes on its fullest rank.
+    """One place of a pipeline (the only one of a plan without): bytes on its fullest rank.
 
-    `when` is the moment of the peak and `entries` what is alive then, largest first. `rest` are the bytes that a
-    training step holds in the end, by kind; `kept_bytes` what one microbatch leaves for its backward, by stage, and
-    `in_flight` of how many a stage keeps that when the place keeps most; `phases` the peak of each part of the step:
-    forward, backward, update; `host_bytes` what is in the memory of the host for one rank.
-    """
+    `when` is the moment of the peak, and `entries` what is alive then, largest first. `rest` are the bytes by kind at
+    the end of a training step. `kept_bytes` is what one microbatch keeps for its backward, by stage, and `in_flight` of
+    how many microbatches a stage keeps that when the place keeps most. `phases` are the peaks of the parts of a step:
+    forward, backward, update. `host_bytes` is what one rank has in host memory."""
 
     number: int
     when: str

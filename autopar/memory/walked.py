@@ -1,4 +1,4 @@
-"""What the walk over memory records: values, steps, blocks and parts of a program."""
+"""What the memory walk records: values, steps, blocks and parts of a program."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from autopar.problem.pairs import LayoutPair
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """A value as its readers have it. `slot` is the gradient that has come so far, `leaf` the parameter that it is;
-    `view`: whether it looks at another one's memory."""
+    """A value as its readers have it. `slot` is its gradient so far, `leaf` the parameter that it is, if it is one;
+    `view`: whether it is a view of another value's memory."""
 
     ref: Ref
     pair: LayoutPair
@@ -27,7 +27,7 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """One operator or change of layout, as the backward needs it: `kept` is let go behind its backward."""
+    """One operator or change of layout, as the backward needs it; `kept` is freed after its backward."""
 
     ins: tuple[Value, ...]
     outs: tuple[Value, ...]
@@ -39,10 +39,10 @@ class Step:
 
 @dataclass(eq=False, slots=True)
 class Blocks:
-    """A run of `count` blocks as it was walked: the steps of one, what goes in and round, and what stands for the other
-    blocks: `twins` of the first one by what the last one keeps, and the rest of them together. Where blocks are run
-    again in the backward, `stored` is what they keep for it, and `made` what they make again; `again`: whether the
-    first one is, and the last."""
+    """A run of `count` blocks as it was walked: the steps of one, its inputs and carried values, and stand-ins for the
+    other blocks: `twins` has, for what the last block keeps, the same of the first block; `others` are those of the
+    blocks between together. Where blocks are run again in the backward, `stored` is what they keep for it and `made`
+    what they make again; `again` says whether the first and the last one are."""
 
     run: Run
     count: int
@@ -59,11 +59,10 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Part:
-    """What of a program one walk goes over: top-level operators, and the number of instances of each run of blocks,
-    begun earlier or not; values that come in and that go to the next stage; `given` are sums that a step takes once;
-    `again`: of how many instances of a run, the first ones, the forward is run again in the backward (absent: of all,
-    where the plan runs them again); `brought`: whether what comes in is from another place, `leaves`: whether what is
-    sent goes to one."""
+    """The part of a program that one walk covers: top-level operators, and the number of instances of each run of
+    blocks, whether begun before or not; values that come in and that go to the next stage. `given` are sums that a step
+    takes once. `again`: run -> how many of its first instances are run again in the backward (absent: all, where the
+    plan runs them again). `brought`: what comes in is from another place; `leaves`: what is sent goes to one."""
 
     ops: frozenset[str]
     blocks: dict[str, tuple[int, int]]

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.by_tensor import UntilChanged
+from autopar.capture.devices import changes
+
 ANSWERS = {"isfinite": True, "isinf": False, "isnan": False, "isneginf": False, "isposinf": False}
 """What is so everywhere where values are finite."""
 REDUCED = {True: "all", False: "any"}
@@ -30,22 +33,24 @@ class Finite(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # by id, with the tensor: the id of a freed one would be used again
-        self._known: dict[int, tuple[Tensor, bool]] = {}
+        self._known = UntilChanged[bool]()
 
     def of(self, tensor: Tensor) -> bool | None:
         """The value that `tensor` has in all elements (True or False); None where it is not derived from such a
         check."""
-        return self._known.get(id(tensor), (tensor, None))[1]
+        return self._known.get(tensor)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **kwargs or {})
-        if isinstance(result, Tensor) and args and isinstance(args[0], Tensor):
-            answer = self._answer(getattr(func, "__name__", "").strip("_"), args)
+        if args and isinstance(args[0], Tensor):
+            name = getattr(func, "__name__", "").strip("_")
+            answer = self._answer(name, args) if isinstance(result, Tensor) else None
+            if changes(func):
+                self._known.forget(args[0])
             if answer is not None:
-                self._known[id(result)] = result, answer
+                self._known.keep(result, answer)
         return result
 
     def _answer(self, name: str, args: tuple[Any, ...]) -> bool | None:

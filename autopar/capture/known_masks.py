@@ -1,14 +1,13 @@
-"""Rows that a mask picks whose values follow from sizes alone, while a model runs without values: how many there are is
-known.
+"""Selection by masks whose values follow from sizes alone: the number of selected rows is then known without values.
 
     mask = torch.eye(2 * b, dtype=torch.bool)
     negatives = similarity[~mask].view(2 * b, -1)          # SimCLR: all but the diagonal
 
-What is made of numbers and sizes (`torch.eye`, `arange`, comparisons, changes in place) is made again with values where
-something is picked by it. Where each row of the mask picks as many, as many columns of each row are gathered, which
-ranks that have some of the rows do for these; else places in one line are taken. Both are found by sorting the mask, in
-the graph. The sizes that the mask has are numbers then, and the plan is for them alone.
-"""
+How tensors are made from numbers and sizes (`torch.eye`, `arange`, comparisons, changes in place) is recorded, and
+repeated with values where such a mask selects something. If each row of the mask selects equally many elements, that
+many columns of each row are gathered; a rank can do that for its shard of the rows. Else elements of the flattened
+tensor are selected. In both cases their positions come from sorting the mask, in the graph. The sizes of the mask
+become numbers, so the plan holds for these alone."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import pytree
-from autopar.capture.by_tensor import ByTensor
+from autopar.capture.by_tensor import UntilChanged
 from autopar.capture.devices import changes
 from autopar.capture.leaves import tensors_of
 from autopar.capture.shadow import ATTRIBUTES
@@ -32,14 +31,14 @@ FILLED: dict[str, float] = {"new_ones": 1, "new_zeros": 0, "ones_like": 1, "zero
 """What reads the sizes of its operand only, and what it gives is full of."""
 UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """What they give holds anything."""
-MOST = 2**27
+MOST_MASK_ELEMENTS = 2**27
 """Elements of the largest mask that is made to count what it picks."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """How a tensor was made: by a call, whose tensors are `_Made` too; with `changed`, the first one is what the call
-    changes in place."""
+    """How a tensor was made: by a call whose tensor arguments are `_Made` too. `changed`: the call changes its first
+    argument in place, and that is the tensor."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -48,13 +47,13 @@ class _Made:
 
 
 class KnownMasks(TorchFunctionMode):
-    """Inside, what such a mask picks has a known size, if `counting`; `left` counts those whose size was not asked for,
-    since it follows from sizes that are symbolic."""
+    """A mode in which selections by such masks have a known size, if `counting`. `left` counts the selections that were
+    not replaced because the mask's sizes are symbolic and `counting` is off."""
 
     def __init__(self, *, counting: bool) -> None:
         super().__init__()
         self.counting, self.left = counting, 0
-        self._made = ByTensor[_Made]()
+        self._made = UntilChanged[_Made]()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -82,7 +81,7 @@ class KnownMasks(TorchFunctionMode):
         return result
 
     def _how(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Made | None:
-        """How a call makes its result, where all that it reads is known."""
+        """How a call makes its result, if that is known for all its tensor arguments."""
         if name not in FILLED and any(self._of(tensor) is None for tensor in tensors_of((args, kwargs))):
             return None
         known_args, known_kwargs = pytree.tree_map(
@@ -91,13 +90,14 @@ class KnownMasks(TorchFunctionMode):
         return _Made(func, known_args, known_kwargs, changes(func))
 
     def _of(self, tensor: Tensor) -> _Made | None:
-        """How a tensor was made, as far as that is known; a plain attribute of the model is there."""
+        """How a tensor was made, if known; a plain attribute of the model counts as a constant."""
         if self._made.get(tensor) is None and (held := ATTRIBUTES.get(tensor)) is not None:
             self._made.keep(tensor, _Made(held.cpu, (), {}))
         return self._made.get(tensor)
 
     def _picked(self, rows: Tensor, index: Any) -> Tensor | None:
-        """`rows[index]`, made without a size that depends on values; None where that is not known, or not to be."""
+        """`rows[index]`, computed without a size that depends on values; None where that is not known, or not
+        wanted."""
         if (found := _masked(rows, index)) is None or (made := self._of(found[0])) is None:
             return None
         mask, first = found
@@ -107,13 +107,14 @@ class KnownMasks(TorchFunctionMode):
         # asked of symbolic sizes, too: they are those of the mask then
         if any(size != wanted for size, wanted in zip(rows.shape[first:], mask.shape, strict=False)):
             return None
-        if mask.numel() > MOST or (counts := _counts(made)) is None:
+        if mask.numel() > MOST_MASK_ELEMENTS or (counts := _counts(made)) is None:
             return None
         return _rows(rows, mask, first, counts)
 
 
 def _masked(rows: Tensor, index: Any) -> tuple[Tensor, int] | None:
-    """The mask among `index`, all whose other parts are whole dims, and the first dim of `rows` that it is of."""
+    """The mask in `index`, and the first dim of `rows` that it indexes. None unless all other parts of the index are
+    whole dims."""
     parts = list(index) if isinstance(index, tuple) else [index]
     masks = [place for place, part in enumerate(parts) if isinstance(part, Tensor)]
     if len(masks) != 1 or parts[masks[0]].dtype is not torch.bool or not parts[masks[0]].dim():
@@ -125,7 +126,8 @@ def _masked(rows: Tensor, index: Any) -> tuple[Tensor, int] | None:
 
 
 def _rows(rows: Tensor, mask: Tensor, first: int, counts: list[int]) -> Tensor:
-    """What `mask`, of the dims of `rows` from `first` on, picks, with `counts` along its last dim."""
+    """The rows selected by `mask`, which indexes the dims of `rows` from `first` on; `counts` is how many each row of
+    the mask selects along its last dim."""
     last = first + mask.dim() - 1
     if mask.dim() == 1 or len(set(counts)) > 1:
         places = mask.flatten().int().argsort(dim=-1, descending=True, stable=True)[: sum(counts)]
@@ -138,8 +140,8 @@ def _rows(rows: Tensor, mask: Tensor, first: int, counts: list[int]) -> Tensor:
 
 
 def _counts(made: _Made) -> list[int] | None:
-    """How many each row of a mask picks, along its last dim; None where it cannot be made here, or is drawn at random.
-    Made in a thread of its own: modes are a thread's."""
+    """How many elements each row of a mask selects, along its last dim. None where the mask cannot be computed here, or
+    is random. Computed in a thread of its own, because torch's modes belong to a thread."""
     steps = _steps(made)
     plain = [pytree.tree_map(_plain, (step.args, step.kwargs)) for step in steps]
 
@@ -159,7 +161,7 @@ def _counts(made: _Made) -> list[int] | None:
 
 
 def _steps(made: _Made) -> list[_Made]:
-    """All that `made` is made of, and itself, each once and behind what it reads."""
+    """`made` and all that it is made from, each once, after what it reads."""
     found: dict[_Made, None] = {}
     waiting = [made]
     while waiting:
@@ -182,7 +184,7 @@ def _plain(item: Any) -> Any:
 
 
 def _value(steps: list[_Made], plain: list[Any]) -> Any:
-    """The tensor that the last one of `steps` makes, with `plain` arguments. Others are let go behind their last
+    """The tensor that the last of `steps` makes, with `plain` arguments. Other values are freed after their last
     reader."""
     readers = Counter(read for step in steps for read in _reads(step))
     values: dict[_Made, Any] = {}

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.capture.by_tensor import ByTensor
+from autopar.capture.by_tensor import UntilChanged
 from autopar.capture.leaves import tensors_of
 
 Key = Hashable
@@ -51,7 +51,8 @@ COMPARED = {
     "ne": operator.ne,
 }
 ZEROS = ("new_zeros", "zeros", "zeros_like")
-MANY = 2**62
+LARGEST_COUNT = 2**62
+"""A comparison that gives the same for 1 and for this gives it for every count of selected rows but 0."""
 
 
 def is_number(numbers: Key, number: int) -> Key:
@@ -146,8 +147,8 @@ class Marks:
 
     def __init__(self) -> None:
         self.number: Callable[[Tensor], Key] = id
-        self._marks = ByTensor[Mark]()
-        self._numbers = ByTensor[Key]()  # the key of the tensor whose elements one has, in another shape
+        self._marks = UntilChanged[Mark]()
+        self._numbers = UntilChanged[Key]()  # the key of the tensor whose elements one has, in another shape
 
     def of(self, tensor: Tensor) -> Mark | None:
         """What is known of a tensor; any boolean tensor is a mask."""
@@ -201,7 +202,7 @@ class Marks:
 
     def _compared(self, name: str, own: Tensor, known: Mark | None, other: float) -> Mark | None:
         says = COMPARED[name]
-        always = says(1, other) == says(MANY, other)
+        always = says(1, other) == says(LARGEST_COUNT, other)
         if isinstance(known, Size):
             return Verdict(known.key, says(0, other), says(1, other)) if always else None
         if isinstance(known, Counts):

@@ -106,6 +106,18 @@ def any_finite(x):
     return 2 * x if torch.isfinite(x).any() else x
 
 
+def written_to(x):
+    fine = x.isfinite()
+    fine[:, 0] = False
+    return x if fine.all() else 2 * x
+
+
+def narrowed_in_place(x):
+    fine = x.isfinite()
+    fine.unsqueeze(0).logical_and_(x > 9)
+    return x if torch.all(fine) else 2 * x
+
+
 def of_another(x):
     return x if torch.any(x.isnan() | (x > 9)) else 2 * x
 
@@ -169,7 +181,20 @@ def test_of_float16_nobody_knows():
         capture(Net(clamped).half(), (torch.rand(4, 3).half(), torch.rand(4, 3).half()))
 
 
-@pytest.mark.parametrize("change", [caught, caught_here, chosen, both, chooses_a_check, any_finite, of_another])
+@pytest.mark.parametrize(
+    "change",
+    [
+        caught,
+        caught_here,
+        chosen,
+        both,
+        chooses_a_check,
+        any_finite,
+        of_another,
+        written_to,
+        narrowed_in_place,
+    ],
+)
 def test_other_branches_are_refused(change):
     with pytest.raises(CaptureError, match="depends on the values of a tensor"):
         capture(Net(change), (torch.rand(4, 3), torch.rand(4, 3)))

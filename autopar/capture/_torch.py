@@ -20,20 +20,19 @@ from autopar._torch import copied
 
 @dataclass(frozen=True)
 class Conditions:
-    """What an exported program holds for true of sizes: `texts` as Python in the names of `names`, which are sizes that
-    an input has."""
+    """The conditions on sizes that an exported program assumes: `texts` as Python expressions in the names of `names`,
+    which are sizes of inputs."""
 
     texts: tuple[str, ...]
     names: Mapping[str, torch.SymInt]
 
 
 def conditions(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]]) -> Conditions | None:
-    """The conditions of `program` in the names that `dims` gives to dims of each input; None where two sizes have one
-    name, or one is not known by any.
+    """The conditions of `program`, in the names that `dims` gives to the dims of each input; None where two sizes have
+    one name, or a size has none.
 
-    torch keeps them to check inputs with (`_guards_code`), with the places that sizes are read at (`source_to_var`);
-    neither has a public name.
-    """
+    torch keeps them for its checks of inputs (`_guards_code`), with where each size is read (`source_to_var`); neither
+    has a public name."""
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"][
         -len(program.graph_signature.user_inputs) :
     ]
@@ -51,8 +50,8 @@ def conditions(program: ExportedProgram, dims: Mapping[int, Mapping[int, str]]) 
 
 
 def narrow(size: torch.SymInt, least: int, most: int) -> None:
-    """Take `size` for one from `least` to `most`, without a condition of it in the graph. torch has this for sizes that
-    are data alone."""
+    """Restrict the range of `size` to `least` to `most`, without a condition in the graph. torch has a public function
+    only for sizes that depend on data."""
     size.node.shape_env.var_to_range[size.node.expr] = ValueRanges(least, most)
 
 

@@ -1,4 +1,4 @@
-"""A request to capture: the checked arguments of `capture`, on meta."""
+"""A request to capture: the checked arguments of `capture`, with inputs on meta."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from autopar.frontend import max_positions
 class Asked:
     """What is to be captured.
 
-    model    the user's model, in the dtype of activations; `rests`: the model with the dtypes in which it rests,
-             None where these are the same
+    model    the user's model, in the dtype of activations
+    rests    the model in the dtypes of its stored weights (mixed precision); None where these are the same
     mode     "train" or "inference"
-    inputs   positional inputs, on meta, of which the last `targets` go to `loss_fn`; `named`: keyword inputs
-    dims     the symbolic dims of the inputs; `notes`: what the user should know about them
-    """
+    inputs   positional inputs, on meta, of which the last `targets` go to `loss_fn`
+    named    keyword inputs, on meta
+    dims     the symbolic dims of the inputs
+    notes    notes for the user on these"""
 
     model: nn.Module
     loss_fn: Callable[..., torch.Tensor] | None

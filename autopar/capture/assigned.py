@@ -16,7 +16,7 @@ Buffers = Mapping[str, Tensor | None]
 
 
 def buffers_of(model: nn.Module) -> Buffers:
-    """Every buffer by all its names, as it is now."""
+    """Every buffer under each of its names."""
     return {
         f"{path}.{name}" if path else name: tensor
         for path, module in model.named_modules(remove_duplicate=False)
@@ -25,7 +25,7 @@ def buffers_of(model: nn.Module) -> Buffers:
 
 
 def assigned(model: nn.Module, before: Buffers) -> dict[str, Tensor]:
-    """The buffers that are other tensors than in `before`."""
+    """The buffers that are another tensor than in `before`."""
     return {
         name: tensor
         for name, tensor in buffers_of(model).items()
@@ -34,7 +34,8 @@ def assigned(model: nn.Module, before: Buffers) -> dict[str, Tensor]:
 
 
 def why_unlike(new: Tensor, old: Tensor | None) -> str:
-    """Why the buffer `old` cannot take over the values of `new`, in words; nothing where it can."""
+    """Why the values of `new` cannot be copied into the buffer `old` (another dtype or sizes), in words; "" where they
+    can."""
     # text: to compare symbolic sizes would fix them
     got, wanted = (
         f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if x is not None else "None" for x in (new, old)

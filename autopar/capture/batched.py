@@ -24,8 +24,8 @@ from autopar.errors import CaptureError
 
 @contextmanager
 def batched(*, training: bool) -> Iterator[None]:
-    """A context in which `torch.vmap` is recorded as operators on batches. Where a torch.autograd.Function is mapped in
-    a model that trains, CaptureError is raised inside: only its forward would be recorded."""
+    """A context in which `torch.vmap` is recorded as operators on batches. Raises CaptureError, inside, where a
+    torch.autograd.Function is mapped in a model that trains: only its forward would be recorded."""
     tracing = threading.current_thread()
 
     def run(

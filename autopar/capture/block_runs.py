@@ -39,8 +39,8 @@ class AlikeRun:
 
     @property
     def kept(self) -> dict[int, int]:
-        """The children that stand for the run: number in the shortened container -> number in the model. The last group
-        is shown right behind the first two."""
+        """The children that represent the run: number in the shortened container -> number in the model. The first two
+        groups are kept, and the last one follows them."""
         return {
             self.start + shown * self.period + i: self.start + group * self.period + i
             for shown, group in enumerate((0, 1, self.count - 1))
@@ -52,14 +52,14 @@ class AlikeRun:
         return self.start + self.period * self.count
 
     def shown_as(self, number: int) -> int:
-        """The child of the first two groups for which child `number` may be taken by outer code: only the first group
-        may get other inputs."""
+        """The child of the first two groups that stands for child `number` in outer code; only the first group may have
+        other inputs than the rest."""
         group, kind = divmod(number - self.start, self.period)
         return self.start + min(group, 1) * self.period + kind
 
 
 def meant(runs: Sequence[AlikeRun], name: str) -> list[str]:
-    """The names in the whole model for which `name`, in the shortened model, stands."""
+    """The names in the whole model that `name`, a name in the shortened model, stands for."""
     for run in runs:
         number, _, rest = name.removeprefix(f"{run.path}.").partition(".")
         if name.startswith(f"{run.path}.") and number.isdecimal() and int(number) in run.kept:
@@ -138,7 +138,7 @@ def _groups(keys: Sequence[Any], start: int, period: int) -> int:
 
 
 def _attributes(root: nn.Module, shared: Mapping[int, None]) -> dict[Key, Any]:
-    """Everything plain below a module."""
+    """All plain attributes below a module, by (path, name)."""
     table: dict[Key, Any] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         table[path, ":class"] = (type(module).__module__, type(module).__qualname__, module.training)
@@ -160,8 +160,8 @@ def _tensor(tensor: torch.Tensor | None, shared: Mapping[int, None]) -> Any:
 
 
 def _comparable(value: Any) -> Any:
-    """A plain value as it is, a part of a function by what it is made of; anything else by identity, so that only a
-    shared object counts as alike."""
+    """A plain value itself, a partial function by its parts; anything else by identity, so that two blocks are alike
+    only if they share the object."""
     if type(value) is partial:
         return ("partial", _comparable(value.func), _comparable(value.args), _comparable(value.keywords))
     if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):

@@ -1,4 +1,4 @@
-"""`capture`: shadow, shorten, export, normalise, annotate, fold."""
+"""`capture`: shadow the model, shorten runs of blocks, export, normalise, annotate, fold."""
 
 from __future__ import annotations
 
@@ -50,14 +50,15 @@ def capture(
     rests: nn.Module | None = None,
 ) -> Captured:
     """Capture `model` for inputs like `args` and `kwargs`, of which only shapes and dtypes count. The model is not
-    touched.
+    changed.
 
-    With `loss_fn`, a function or a module, the last positional inputs are its targets. `dynamic_shapes` is a pytree
-    like `(args, kwargs)` with `{dim: "name"}` at tensors; without it batch and sequence are found. `fold=False`
-    captures every block. `rests` is the model as it rests, where `model` is it in the dtype of activations: its buffers
-    keep their own dtypes. Raises CaptureError where the model cannot be exported, has no loss in train mode, or
-    gradients that its graph would not have.
-    """
+    With `loss_fn` (a function or module), the last positional inputs are its targets. `dynamic_shapes` is a pytree like
+    `(args, kwargs)` with `{dim: "name"}` at tensors; without it batch and sequence are guessed. `fold=False` captures
+    every block. `rests` is the model in the dtypes of its stored weights, where `model` is in the dtype of activations:
+    its buffers keep their own dtypes.
+
+    Raises CaptureError where the model cannot be exported, has no loss in train mode, or has gradients that its graph
+    would lack."""
     asked = Asked.of(model, args, kwargs or {}, loss_fn, mode, dynamic_shapes, rests)
     masks = KnownMasks(counting=False)
     try:
@@ -69,7 +70,7 @@ def capture(
 
 
 def _folded(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, masks: KnownMasks) -> Captured:
-    """The model with `runs` of blocks shortened, or whole where that cannot be."""
+    """The model captured with `runs` of blocks shortened, or whole where that fails."""
     try:
         return _captured(asked, runs, clock, masks)
     except _Shortened:
@@ -77,13 +78,13 @@ def _folded(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, masks:
 
 
 class _Shortened(Exception):
-    """Passes refused the graph of a shortened model, maybe since blocks are missing: the whole model is captured
+    """Passes refused the graph of a shortened model, maybe because blocks are missing: the whole model is captured
     instead."""
 
 
 def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, masks: KnownMasks) -> Captured:
-    """The model with `runs` of blocks shortened, where they are proven chains. Raises CaptureError, or _Shortened where
-    it is to be captured whole."""
+    """The model captured with `runs` of blocks shortened, if these are proven to be chains. Raises CaptureError, or
+    _Shortened where the whole model is to be captured."""
     model, mode = asked.model, asked.mode
     with clock("shadow"):
         twin, runs, why = _shadow(asked, runs)
@@ -142,8 +143,8 @@ def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, mask
 
 
 def _of_capture(why: str, found: Sequence[str], *, differs: bool) -> Iterator[str]:
-    """Notes of how the model was captured: `why` not with blocks alike taken together, what export has `found`, and
-    whether it is in evaluation, which `differs`."""
+    """Notes on the capture: why alike blocks were not folded (`why`), what export `found`, and whether evaluation
+    `differs`."""
     if why:
         yield f"blocks are captured one by one: {why}"
     yield from found
@@ -155,7 +156,7 @@ def _of_capture(why: str, found: Sequence[str], *, differs: bool) -> Iterator[st
 
 
 def _changed_weights(model: nn.Module, gm: fx.GraphModule) -> Iterator[str]:
-    """A note of the parameters of the model that are buffers in the graph, since forward changes them."""
+    """A note on the model's parameters that forward changes, and that are buffers in the graph therefore."""
     graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
     buffers = {
         name
@@ -172,7 +173,7 @@ def _changed_weights(model: nn.Module, gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _other_state(model: nn.Module) -> Iterator[str]:
-    """Notes of what is in the model's state dict and not in that of the sharded module."""
+    """Notes on entries of the model's state dict that the sharded module's lacks."""
     beside, renamed = other_state(model)
     if beside:
         yield (
@@ -189,8 +190,8 @@ def _other_state(model: nn.Module) -> Iterator[str]:
 
 
 def _shadow(asked: Asked, runs: list[block_runs.AlikeRun]) -> tuple[nn.Module, list[block_runs.AlikeRun], str]:
-    """What is exported, without its loss function: a meta twin, shortened where the runs are proven chains; and why
-    they are not, if so."""
+    """The model to export, without its loss function: a copy on meta, shortened where `runs` are proven to be chains;
+    and else why not."""
     model = asked.model
     twin = _in_mode(shadow(model, _kept(model, runs)), asked.mode)
     why = is_chain(model, shadow(twin), runs, *asked.stand_ins(asked.dims)) if runs else ""
@@ -203,14 +204,14 @@ def _kept(model: nn.Module, runs: list[block_runs.AlikeRun]) -> dict[str, Mappin
 
 
 def _buffer_dtypes(twin: nn.Module) -> dict[str, torch.dtype]:
-    """Of buffers, and of weights that do not train, which are buffers in the graph where forward changes them."""
+    """The dtypes of buffers, and of weights that do not train (buffers in the graph where forward changes them)."""
     held = (*twin.named_buffers(remove_duplicate=False), *twin.named_parameters(remove_duplicate=False))
     return {name: tensor.dtype for name, tensor in held if not tensor.requires_grad}
 
 
 def _evaluation(asked: Asked, twin: nn.Module, runs: list[block_runs.AlikeRun], known: dims.Dims) -> Evaluation:
     """How the model evaluates; `twin` is its shortened shadow. Raises CaptureError where a second training step would
-    differ from the first."""
+    be another computation than the first."""
     args, kwargs = asked.stand_ins(known)
     step = one_step(lambda: shadow(twin), asked.name, args, kwargs)
     if asked.mode != "train":
@@ -223,7 +224,7 @@ def _evaluation(asked: Asked, twin: nn.Module, runs: list[block_runs.AlikeRun], 
 
 def _in_mode(twin: nn.Module, mode: str) -> nn.Module:
     """`twin` with the training flags of `mode`. In "train", modules that the user has set to evaluation (frozen norms)
-    keep that."""
+    stay so."""
     return twin.train(mode == "train") if mode != "train" or not twin.training else twin
 
 
@@ -235,7 +236,7 @@ def _graph(
     noises: int,
     resting: Mapping[str, torch.dtype],
 ) -> fx.GraphModule:
-    """The exported program as the contract's graph, all passes run. Raises as `_captured`."""
+    """The exported program as a graph of docs/internals.md, with all passes run. Raises as `_captured`."""
     training = asked.mode == "train"
     first = _first_names(asked.model)
     trained = {name: p.requires_grad and training for name, p in asked.model.named_parameters()}
@@ -255,7 +256,7 @@ def _graph(
 
 
 def _repeat_counts(runs: list[block_runs.AlikeRun]) -> dict[str, list[tuple[int, int, int, int]]]:
-    """(start, period, groups in the graph, groups meant) per container."""
+    """Per container: (start, period, groups in the graph, groups in the model)."""
     found: dict[str, list[tuple[int, int, int, int]]] = {}
     for run in runs:
         found.setdefault(run.path, []).append((run.start, run.period, block_runs.KEPT, run.count))

@@ -28,7 +28,7 @@ from autopar.text import first_line
 def is_chain(
     model: nn.Module, short: nn.Module, runs: Sequence[AlikeRun], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> str:
-    """ "" when `runs` of `model` may be shortened, otherwise why not. `short` is the shortened shadow; inputs are on
+    """Why `runs` of `model` may not be shortened; "" where they may. `short` is the shortened shadow; inputs are on
     meta."""
     inputs = (args, dict(kwargs))
     paths = list(dict.fromkeys(run.path for run in runs))
@@ -61,7 +61,7 @@ def is_chain(
 
 @contextmanager
 def _watching(short: nn.Module, runs: Sequence[AlikeRun]) -> Iterator[None]:
-    """In the shortened model, the numbers that blocks of runs hold raise when they are read."""
+    """A context in which the shortened model's blocks raise where code reads the number of a block."""
     held = []
     for run in runs:
         for shown, number in run.kept.items():
@@ -105,8 +105,8 @@ def _broken(run: AlikeRun, calls: Sequence[Call]) -> str:
 
 
 def _origin(x: Any, before: Call, twin: Call, index: int) -> Any:
-    """Where one argument comes from, in words that are the same for every block of a chain; None if from nowhere
-    known."""
+    """Where one argument of a block comes from, in words that are the same for all blocks of a chain; None where
+    unknown."""
     known = index < len(twin.fed)
     if isinstance(x, torch.Tensor):
         for i, result in enumerate(before.gave):
@@ -117,7 +117,8 @@ def _origin(x: Any, before: Call, twin: Call, index: int) -> Any:
 
 
 def _compare(runs: Sequence[AlikeRun], brief: Tape, whole: Tape) -> str:
-    """ "" when the outer programs are the same but for the blocks that are not shown."""
+    """How the outer programs of both models differ, apart from the blocks that the shortened one lacks; "" where they
+    are equal."""
     wanted, got = _program(runs, whole, whole=True), _program(runs, brief, whole=False)
     for a, b in zip(wanted, got, strict=False):
         if a != b:
@@ -131,9 +132,8 @@ def _compare(runs: Sequence[AlikeRun], brief: Tape, whole: Tape) -> str:
 
 
 def _program(runs: Sequence[AlikeRun], tape: Tape, *, whole: bool) -> list[tuple[str, Any]]:
-    """A tape as comparable lines. In that of the whole model the middle blocks are left out, the last group goes under
-    the number that it has in the shortened model, and what a block is fed from a middle block comes from the second
-    group."""
+    """A tape as comparable lines. Of the whole model's, calls of middle blocks are left out, the last group gets its
+    number in the shortened model, and arguments that come from a middle block are named as from the second group."""
     shown: dict[Any, Any] = {}
     stands: dict[Any, Any] = {}
     for run in runs if whole else ():
@@ -152,8 +152,8 @@ def _program(runs: Sequence[AlikeRun], tape: Tape, *, whole: bool) -> list[tuple
 
 
 def _renamed(label: Any, shown: Mapping[Any, Any], stands: Mapping[Any, Any] | None = None) -> Any:
-    """A label in the numbers of the shortened model. A middle block has none there: only for what a block of a chain is
-    fed the second group `stands` for it."""
+    """A label in the numbers of the shortened model. A middle block has no number there; `stands` gives the second
+    group's, for arguments of blocks only."""
     origin, *rest = label
     if origin not in shown:
         return label

@@ -12,8 +12,8 @@ from autopar.capture.state import own_state
 
 
 def constants(model: nn.Module, gm: fx.GraphModule) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Values on the CPU of all that the graph and its blocks read and no state dict holds; and what has none, with a
-    note that says why and what to do. What is on meta is recomputed."""
+    """Values on the CPU of all tensors that the graph and its blocks read and no state dict holds; and the names of
+    those without a value, with a note on why and what to do. Tensors on meta are recomputed."""
     persistent = own_state(model)
     held = {**gm.meta["constants"], **dict(model.named_buffers(remove_duplicate=False))}
     found: dict[str, torch.Tensor] = {}

@@ -61,7 +61,8 @@ def _index(index: Any) -> Any:
 
 
 def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
-    """`target.data = value`, where both are alike: a graph has tensors of one size and dtype."""
+    """`target.data = value` as an in-place copy; for a value of the same sizes and dtype only, since a tensor of a
+    graph has one."""
     got, wanted = ((str(x.dtype).removeprefix("torch."), list(x.shape)) for x in (value, target))
     if got != wanted:
         raise CaptureError(

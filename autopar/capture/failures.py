@@ -59,8 +59,8 @@ _ADVICE = "another size needs a capture of its own, with example inputs of that 
 
 
 def says(error: BaseException | None, dims: Dims, size: str = "") -> str:
-    """The error's first line. Of violated constraints what the model wants of the sizes, of `size` if it wants anything
-    of that, `(4*b) == (8*(b // 2))`."""
+    """The first line of the error. For violated constraints, the conditions that the model has on the sizes, `(4*b) ==
+    (8*(b // 2))`; only those on `size` if there are any."""
     text = str(error)
     names = {place: name for name, place in _SIZE.findall(text)}
     guards = [_named(guard, names) for guard in _GUARD.findall(text)]
@@ -90,13 +90,13 @@ def of_values(error: BaseException) -> bool:
 
 
 def made_numbers(error: BaseException) -> set[str]:
-    """The sizes that the model turned into numbers, where torch says so."""
+    """The sizes that the model turned into numbers, as far as torch's error names them."""
     return set(_NUMBER.findall(str(error)))
 
 
 def advice(error: BaseException, place: str = "") -> str:
-    """What to do. Errors of plain Python are of the model's own code, which may take another path when it is traced;
-    `place` is the line."""
+    """What to do about an error at line `place`. Plain Python errors come from the model's own code, which may take
+    another branch when it is traced."""
     if _BY_CHANCE.search(place):
         return (
             "that leaves blocks out at random, and a graph has the same blocks in every step: set it to 0 (the "
@@ -134,8 +134,8 @@ def advice(error: BaseException, place: str = "") -> str:
 
 
 def as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exception | None:
-    """What a model on meta itself raises when it is called and not traced; None where it runs, or wants values, which
-    are not there. Its tensors are fake, so that code which asks for values only where these are known does not."""
+    """The error that a model on meta raises when it is called untraced; None where it runs, or needs values of tensors.
+    Its tensors are fake, so that code that checks for known values behaves as when it is traced."""
     with torch.no_grad(), valueless(), on_meta(), Picking(), KnownMasks(counting=True):
         args, kwargs = fake((args, kwargs))
         try:
@@ -146,8 +146,8 @@ def as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def _of_no_values(error: Exception) -> bool:
-    """Whether an error says nothing of the model: it is of torch's own tensors without values, where a value is asked
-    for or an operator has no rule for them."""
+    """Whether an error is about tensors without values (an operator without a meta kernel, a value that is asked for)
+    and not about the model."""
     return (
         isinstance(error, NotImplementedError)
         or type(error).__module__.startswith("torch.")
@@ -168,7 +168,7 @@ def _described(value: Any) -> str:
 
 
 def refuse_sizes_of_values(gm: fx.GraphModule, model: str) -> None:
-    """Raise CaptureError, with the line, where a tensor has as many rows as values say."""
+    """Raise CaptureError, with the line, where the number of rows of a tensor depends on values."""
     known = set(facts.symbols(gm).values())
     for module in (module for module in gm.modules() if isinstance(module, fx.GraphModule)):
         for node in (node for node in module.graph.nodes if "val" in node.meta):

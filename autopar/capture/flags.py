@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass(frozen=True)
 class Flag:
-    """An argument, by name and place. The function does in training what it does in evaluation where the argument `of`
-    is 0 or None."""
+    """The training argument of a function, by name and position. Where the argument `of` is 0 or None, the function
+    computes the same in training and evaluation."""
 
     name: str
     place: int

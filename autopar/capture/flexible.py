@@ -54,7 +54,7 @@ def plain_flex_attention() -> Iterator[None]:
 
 @dataclass
 class _Plain:
-    """What flex_attention and create_block_mask are instead, and were."""
+    """The replacements of flex_attention and create_block_mask, and copies of both."""
 
     attention_before: Callable[..., Any]
     made_before: Callable[..., Any]
@@ -120,8 +120,8 @@ _inside: list[_Plain] = []  # one, also for the threads in which parts of a trac
 
 
 class Said(flex.BlockMask):
-    """A block mask of one block that hides nothing, made where only its `mask_mod` counts: caches of models keep such
-    ones."""
+    """A block mask of one block that hides nothing, for places where only its `mask_mod` counts (models cache such
+    masks)."""
 
     def to(self, device: torch.device | str) -> Said:
         """Itself: nothing reads its block."""
@@ -143,8 +143,8 @@ def _of_one_block(mask_mod: Mod, shape: Any, like: Tensor) -> Said:
 
 
 def _refuse_hand_made(mask: flex.BlockMask, make: Callable[..., flex.BlockMask]) -> None:
-    """Raise CaptureError unless the blocks of `mask`, which was made elsewhere, say what those do that `make` gives for
-    its `mask_mod`."""
+    """Raise CaptureError unless the blocks of `mask`, made elsewhere, equal those that `make` gives for its
+    `mask_mod`."""
     if type(mask.kv_indices) is not Tensor or mask.kv_indices.device.type == "meta":
         raise CaptureError(
             f"{caller()} gives flex_attention a block mask whose blocks have no values that could be compared with its "
@@ -174,8 +174,8 @@ def _full(mask: flex.BlockMask) -> Tensor:
 
 
 def _over(mod: Mod, query: Tensor, key: Tensor, *scores: Tensor) -> Tensor:
-    """What `mod` gives for all samples, heads, queries and keys, or of the `scores` [b, h, queries, keys] at them; a
-    mask has the size 1 where it does not look."""
+    """The result of `mod` for all samples, heads, queries and keys, or for the `scores` [b, h, queries, keys] there. A
+    mask has size 1 in dims on which it does not depend."""
     looked_at = INDICES if scores else _looked_at(mod, query.device)
     sizes = (*query.shape[:-1], key.shape[-2])
     at = [
@@ -192,7 +192,7 @@ def _over(mod: Mod, query: Tensor, key: Tensor, *scores: Tensor) -> Tensor:
 
 
 def _gives_scores(mod: Mod, like: Tensor) -> bool:
-    """Whether `mod` gives the scores that it is given."""
+    """Whether `mod` returns the scores unchanged."""
     score, index = (
         torch.zeros((), dtype=like.dtype, device=like.device),
         torch.zeros((), dtype=torch.int64, device=like.device),
@@ -202,7 +202,7 @@ def _gives_scores(mod: Mod, like: Tensor) -> bool:
 
 
 def _looked_at(mod: Mod, device: torch.device) -> tuple[int, ...]:
-    """Which of its indices the result of `mod` depends on: what does not depend on one is not repeated in memory."""
+    """Which of its indices the result of `mod` depends on."""
     twice = torch.zeros(2, dtype=torch.int64, device=device)
     with items_are_indices():
         found = _mapped(mod, INDICES, 0)(twice, twice, twice, twice)
@@ -210,7 +210,7 @@ def _looked_at(mod: Mod, device: torch.device) -> tuple[int, ...]:
 
 
 def _mapped(mod: Mod, dims: Sequence[int], scores: int) -> Mod:
-    """`mod` for all indices in `dims` at once, after as many `scores`."""
+    """`mod` mapped over the indices in `dims` at once; its first `scores` arguments are scores."""
     for dim in reversed(dims):
         mod = torch.vmap(mod, in_dims=(*[0] * scores, *(0 if dim == other else None for other in INDICES)))
     return mod
@@ -219,8 +219,8 @@ def _mapped(mod: Mod, dims: Sequence[int], scores: int) -> Mod:
 def _in_full(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Mod | None, seen: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention [b, h, queries, dims], and of its scores the logarithm of the sum and the largest, to the base 2, as
-    torch's kernels give them. Where a query sees no key it is zero."""
+    """Attention [b, h, queries, dims], and the log-sum-exp and the maximum of the scores, to the base 2, as torch's
+    kernels return them. Zero for a query that sees no key."""
     key, value = (
         x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) if query.shape[1] != key.shape[1] else x
         for x in (key, value)

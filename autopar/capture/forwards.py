@@ -20,7 +20,7 @@ from passes._torch import shape_check
 
 
 def name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Give `forward` parameters of their own for inputs that go into its `**kwargs`: torch.export counts those
+    """Give `forward` a named parameter for each input that its `**kwargs` would take: torch.export counts such inputs
     twice."""
     forward, signature = model.forward, inspect.signature(model.forward)
     extra = [
@@ -36,14 +36,14 @@ def name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 
 def becomes(model: nn.Module, forward: Callable[..., Any], signature: inspect.Signature) -> None:
-    """Give `model` another forward, with the signature that others are to see."""
+    """Replace the forward of `model`, with `signature` as the one that others see."""
     forward.__signature__ = signature  # type: ignore[attr-defined]  # what inspect.signature reads
     model.forward = forward
 
 
 def one_size(model: nn.Module, dims: Dims) -> None:
-    """Let `forward` begin by saying that all dims of one name have one size: where nothing else compares them, two
-    inputs one behind the other would have a size of two symbols."""
+    """Let `forward` begin with checks that all dims of one symbol have equal sizes. Where the model compares them
+    nowhere, a concatenation of two inputs would have a size of two different symbols."""
     forward = model.forward
 
     def same(*args: Any, **kwargs: Any) -> Any:
@@ -87,8 +87,8 @@ def assigned_buffers(model: nn.Module) -> None:
 
 @contextmanager
 def no_new_buffers(model: nn.Module) -> Iterator[None]:
-    """Inside, what `forward` registers is a plain attribute: torch.export takes a new buffer for a change of the first
-    input."""
+    """A context in which buffers that `forward` registers become plain attributes: torch.export mistakes a new buffer
+    for a mutation of the first input."""
     register = nn.Module.register_buffer
 
     def keep(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:

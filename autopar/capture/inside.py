@@ -1,5 +1,5 @@
-"""Things that forward does and that a graph of operators cannot have: argument checks of values, gradients, seeding of
-generators, objects among the inputs."""
+"""Code in forward that a graph of operators cannot contain: argument checks on values, gradients, seeds of random
+generators, and inputs that are objects."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ KNOWN = (torch.Tensor, bool, int, float, complex, str, type(None))
 
 @contextmanager
 def traced_forward() -> Iterator[list[str]]:
-    """Inside, torch.distributions do not look at their values, which are not there; gives the user's lines that took
-    gradients, as `caller` says them. Raises CaptureError, inside, where torch's generator is seeded."""
+    """A context in which torch.distributions do not check values (there are none). Gives a list of the user's lines
+    that computed gradients. Raises CaptureError, inside, where torch's generator is seeded."""
     original, taken = torch.autograd.grad, list[str]()
 
     def grad(*args: Any, **kwargs: Any) -> Any:
@@ -45,6 +45,7 @@ def traced_forward() -> Iterator[list[str]]:
 
 @contextmanager
 def _refusing_seeds(function: Callable[..., Any]) -> Iterator[None]:
+    """A context in which `function` raises CaptureError in the tracing thread."""
     tracing, function = threading.current_thread(), inspect.unwrap(function)
     original = copied(function)
 
@@ -70,8 +71,8 @@ WRAPPED = "functorch tensor"
 
 
 def why_untraced(error: BaseException, taken: list[str], inputs: Mapping[str, Any]) -> str:
-    """What to say of an `error` whose cause is that gradients were `taken` in forward, or that `inputs` hold objects;
-    "" where it is another."""
+    """Why tracing failed with `error`, where the cause is that gradients were computed at the lines `taken`, or that
+    `inputs` hold objects; "" where it is another."""
     if UNKNOWN in str(error):
         kinds = {
             name: type(leaf).__name__

@@ -41,7 +41,7 @@ def _lift_node(node: fx.Node, dtype: torch.dtype) -> None:
 
 
 def _of_default_dtype(node: fx.Node) -> bool:
-    """Whether `node` makes floating numbers of sizes and literals alone, in torch's default dtype."""
+    """Whether `node` makes floating numbers from sizes and literals alone, in torch's default dtype."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or node.kwargs.get("dtype") is not None:
         return False
     made = node.meta.get("val")
@@ -55,8 +55,8 @@ def _of_default_dtype(node: fx.Node) -> bool:
 
 
 def lifted(own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of what has `own`, where everything floating is in `dtype`: complex numbers have parts of it, integers
-    stay."""
+    """The dtype in the lifted graph for a tensor of dtype `own`: `dtype`, or complex numbers with parts of it; integers
+    keep theirs."""
     return dtype if own.is_floating_point else dtype.to_complex() if own.is_complex else own
 
 
@@ -65,8 +65,8 @@ def _lift(item: Any, dtype: torch.dtype) -> Any:
 
 
 def _value(value: Any, dtype: torch.dtype) -> Any:
-    """The same sizes in the same order of memory: a cast would give what is expanded memory of its own, and whether a
-    reshape copies says what can be kept."""
+    """A fake tensor of another dtype with the same sizes and strides. A cast would make an expanded tensor contiguous,
+    but its strides say whether a reshape copies."""
     if not isinstance(value, torch.Tensor) or (wanted := lifted(value.dtype, dtype)) == value.dtype:
         return value
     return value.new_empty_strided(value.shape, value.stride(), dtype=wanted).requires_grad_(value.requires_grad)

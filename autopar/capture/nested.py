@@ -15,9 +15,9 @@ KEYS = {pytree.MappingKey: "key", pytree.SequenceKey: "idx", pytree.GetAttrKey: 
 def nested(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> dict[str, Any]:
-    """Of each argument the name of its input, or a dict or tuple of such; `names` are those of all leaves, in order.
-    Empty where every argument is an input by itself, called as it is (torch.export writes names small), or one is of a
-    class whose parts have no names."""
+    """For each argument the name of its input, or a dict or tuple of such names; `names` are those of all leaves, in
+    order. Empty where every argument is one input and its name is the input's (torch.export makes names lower case), or
+    where an argument is of a class whose parts have no names."""
     queue, found = iter(names), {}
     for argument, value in zip([*_placed(signature, len(args)), *kwargs], [*args, *kwargs.values()], strict=True):
         paths = [path for path, _ in pytree.tree_flatten_with_path(value)[0]]
@@ -28,7 +28,7 @@ def nested(
 
 
 def _placed(signature: inspect.Signature, count: int) -> Iterator[str]:
-    """Names of so many positional arguments: those behind the named ones are numbered."""
+    """Names of `count` positional arguments; those beyond the named ones are numbered."""
     parameters = signature.parameters.values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     others = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
@@ -37,8 +37,8 @@ def _placed(signature: inspect.Signature, count: int) -> Iterator[str]:
 
 
 def _key(step: Any) -> Any:
-    """The key, number or attribute that a step of a path goes by; None where torch knows none, or a file cannot say
-    it."""
+    """The key, index or attribute of one step of a pytree path; None where it has none, or one that a file cannot
+    store."""
     key = getattr(step, KEYS[type(step)]) if type(step) in KEYS else None
     return key if type(key) in (str, int) else None
 

@@ -114,8 +114,8 @@ def _spec(arg: Any) -> Any:
 
 
 def _tried(cls: type[Function], args: Sequence[Any], original: Callable[..., Any]) -> Call | None:
-    """How to trace the function for arguments like `args`: None, by its differentiated forward, or `_kept`. Raises
-    CaptureError where neither gives its gradients."""
+    """How to trace the function for arguments like `args`: None for its differentiated forward, or `_kept`. Raises
+    CaptureError where neither gives the function's own gradients."""
     said: list[str] = []
     ways: dict[Call | None, list[float]] = {None: [], _kept: []}
     like = pytree.tree_map(_like, list(args))
@@ -149,7 +149,7 @@ def _tried(cls: type[Function], args: Sequence[Any], original: Callable[..., Any
 
 @dataclass(frozen=True)
 class _Like:
-    """A tensor without values."""
+    """Sizes, dtype and whether a gradient is required of one tensor argument."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -236,14 +236,14 @@ def _kept(cls: type[Function], args: Sequence[Any]) -> Any:
 
 
 def _traced(cls: type[Function], args: Sequence[Any]) -> Any:
-    """`_kept` while a model is traced. Results and products are traced by themselves, below autograd, whose inner
-    values are seen by no trace of a model; what was traced is run once more."""
+    """`_kept` while a model is traced. Results and products are traced separately below autograd, because the trace of
+    the model cannot see values inside a custom function; the traced operators are then run in the trace."""
     plain, needs, comes = _apart(args)
     return _joined(*aside(lambda filled, xs: _parts(cls, filled, needs, xs), (plain, comes), detaching=False))
 
 
 def _apart(args: Sequence[Any]) -> tuple[list[Any], tuple[bool, ...], list[Tensor]]:
-    """The arguments detached, which of them require a gradient, and these as they were given."""
+    """The arguments detached, whether each requires a gradient, and those that do as they were given."""
     needs = tuple(map(_wants_gradient, args))
     return (
         [arg.detach() if isinstance(arg, Tensor) else arg for arg in args],
@@ -255,8 +255,8 @@ def _apart(args: Sequence[Any]) -> tuple[list[Any], tuple[bool, ...], list[Tenso
 def _parts(
     cls: type[Function], args: Sequence[Any], needs: Sequence[bool], comes: Sequence[Tensor]
 ) -> tuple[list[Any], list[Tensor | None], Any]:
-    """The results of the function, flat and without gradients; for each what the matrix of its backward makes of the
-    arguments `comes`, if anything; and how results are nested."""
+    """The results of the function, flat and without gradients; for each the product of its backward's matrix with the
+    arguments `comes`, None without one; and the pytree of the results."""
     context = _Context(needs)
     with torch.no_grad():
         leaves, tree = pytree.tree_flatten(context.forward(cls, args))

@@ -21,8 +21,8 @@ from autopar.frontend import loading
 
 
 def computation(precision: str, mode: str) -> tuple[torch.dtype, str]:
-    """The dtype of the computation, and the precision that a plan states: a policy in training, else that dtype. Raises
-    PlanError for what is neither a policy nor a floating dtype."""
+    """The dtype of the computation, and the precision that a plan states: in training the name of a policy, else that
+    dtype. Raises PlanError for what is neither a policy nor a floating dtype."""
     found = getattr(torch, computes_in(precision), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise PlanError(
@@ -42,7 +42,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def resting(precision: str, mode: str) -> torch.dtype:
-    """The dtype in which a model rests that is computed in `precision`. Raises PlanError as `computation` does."""
+    """The dtype of stored weights for a model computed in `precision`. Raises PlanError as `computation` does."""
     dtype, stated = computation(precision, mode)
     return cast(torch.dtype, getattr(torch, rests_in(str(dtype), stated)))
 
@@ -56,12 +56,11 @@ def capture_in(
     mode: str,
     **options: Any,
 ) -> tuple[Captured, str]:
-    """`capture(model, args, kwargs, mode=mode, **options)` in `precision`, in the model's own where that is None, and
-    the precision that a plan states.
+    """`capture(model, args, kwargs, mode=mode, **options)` with the model computed in `precision` (None: its own
+    dtype), and the precision that a plan states.
 
-    Under a policy of mixed precision buffers keep their dtypes, and what is computed of them alone has these, too; a
-    dtype is that of buffers as well. Raises CaptureError as `capture`, and where a training step would train nothing.
-    """
+    Under a mixed precision policy buffers, and values computed from them alone, keep the buffers' dtypes; under a dtype
+    all have that dtype. Raises CaptureError as `capture` does, and where a training step would train nothing."""
     refuse_wrapped(model)
     captured, stated = _captured_in(model, args, kwargs, precision, mode, options)
     if mode == "train":
@@ -88,13 +87,13 @@ def _captured_in(
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`model` itself where all its floating parameters have `dtype`, else a twin on meta that has."""
+    """`model` itself where all its floating parameters have `dtype`, else a copy on meta that has."""
     same = all(p.dtype == dtype for p in model.parameters() if p.is_floating_point())
     return model if same else loading.in_dtype(shadow(model), dtype)
 
 
 def with_values(captured: Captured, model: nn.Module, dtype: torch.dtype) -> Captured:
-    """A capture of `in_dtype(model, dtype)` with the constants that `model` has values of, in `dtype`."""
+    """A capture of `in_dtype(model, dtype)` with the values that `model` has for its constants, in `dtype`."""
     held = {name: b for name, b in model.named_buffers() if not b.is_meta}
     values = {
         name: (held[name].to(dtype) if held[name].is_floating_point() else held[name]).detach().cpu()

@@ -18,7 +18,7 @@ from autopar.capture.lines import place_of, users
 
 
 class Draws:
-    """Where both generators were, and so whether anything was drawn since."""
+    """The state of both generators at the beginning: true if numbers were drawn since."""
 
     def __init__(self) -> None:
         self._python = random.getstate()

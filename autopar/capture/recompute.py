@@ -182,7 +182,8 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _Uninitialised(TorchFunctionMode):
-    """What weights begin as goes to meta; all else is made on the CPU, also where the caller is building on meta."""
+    """A mode in which weights (made uninitialised or random) go to meta and all other tensors to the CPU, whatever the
+    default device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

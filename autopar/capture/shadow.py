@@ -83,7 +83,7 @@ def _remember(root: nn.Module, memo: dict[int, Any], skip: Sequence[nn.Module] =
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """What is sparse is dense there, as it is on ranks."""
+    """A tensor on meta; sparse ones become dense, as they are on ranks."""
     empty = (
         torch.empty_like(tensor, device="meta")
         if tensor.layout is torch.strided

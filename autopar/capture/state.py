@@ -1,8 +1,6 @@
 """The parameters and buffers of a model under their own names.
 
-`state_dict()` is what a model says of itself to checkpoints: hooks give tensors other names there, cut them or leave
-them out, and extra state is no tensor.
-"""
+`state_dict()` may differ from them: its hooks rename, cut or leave out tensors, and extra state is no tensor."""
 
 from __future__ import annotations
 
@@ -29,7 +27,8 @@ def own_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def other_state(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Names in the state dict of `model` that are no tensors of its own: of what is no tensor, and of tensors."""
+    """Names in the state dict of `model` that are no tensors of its own: entries that are no tensors, and other
+    tensors."""
     own, said = own_state(model), model.state_dict(keep_vars=True)
     others = [name for name in said if name not in own]
     plain = [name for name in others if not isinstance(said[name], Tensor)]

@@ -26,9 +26,9 @@ from autopar.errors import CaptureError
 def one_step(
     fresh: Callable[[], nn.Module], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tape | None:
-    """The tape of the first step of what `fresh` makes, on meta; None where it does not run without values, so that
-    nothing can be told of its steps. Raises CaptureError, which calls the model `name`, where the results or the
-    buffers of the second step are others."""
+    """The tape of the first step of a model that `fresh` makes, on meta; None where it does not run without values, so
+    that steps cannot be compared. Raises CaptureError, which calls the model `name`, where the second step gives other
+    results or other new buffers."""
     inputs = (args, dict(kwargs))
     try:
         first, second = _two(fresh(), inputs)
@@ -50,7 +50,7 @@ def one_step(
 
 
 def _refuse_unlike(first: Tape, second: Tape, name: str) -> None:
-    """Raise CaptureError where what each step assigns to a buffer is of another size or dtype, and another
+    """Raise CaptureError where each step assigns to a buffer a tensor of another size or dtype, and by another
     expression."""
     for buffer, unlike in first.unlike.items():
         if second.assigned.get(buffer, first.assigned[buffer]) != first.assigned[buffer]:
@@ -63,8 +63,8 @@ def _refuse_unlike(first: Tape, second: Tape, name: str) -> None:
 
 
 def _two(model: nn.Module, inputs: Any, *, putting_back: bool = False) -> tuple[Tape, Tape]:
-    """The tapes of two steps, the second one with the buffers that the first one assigned as they were, if asked to
-    be."""
+    """The tapes of two steps; with `putting_back`, buffers that the first one assigned are restored before the second
+    one."""
     before = buffers_of(model)
     first = played(model, inputs, {})
     if putting_back:

@@ -1,5 +1,5 @@
-"""What a loss function takes beside the outputs of a model: its targets, the last positional inputs; and whether the
-loss trains anything."""
+"""The arguments of a loss function beyond the model's outputs: its targets, which are the last positional inputs. And
+whether the loss trains anything."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 
 
 def target_names(loss_fn: Callable[..., Any]) -> list[str]:
-    """The names of what a loss function may take behind the outputs, `*targets` as one; none where it is a built-in one
-    that does not say."""
+    """The names of the parameters of a loss function after the outputs, `*targets` as one; none for a built-in without
+    a signature."""
     return [p.name for p in _parameters(loss_fn) if p.kind in (*PLACED, inspect.Parameter.VAR_POSITIONAL)][1:]
 
 

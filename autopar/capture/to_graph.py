@@ -96,8 +96,8 @@ def _name_held(
 
 
 def _value(node: fx.Node) -> torch.Tensor:
-    """Of a constant, without what derivatives by torch.func know of how it came about. Raises CaptureError where it is
-    an input of such a derivative, which torch.export takes for a constant unless it is mapped over samples."""
+    """The value of a constant, without the wrappers of torch.func. Raises CaptureError where it is an input of a
+    torch.func derivative, which torch.export takes for a constant unless it is mapped over samples."""
     try:
         found: torch.Tensor = node.meta["val"].detach()
     except NotImplementedError as error:  # it has no storage of its own
@@ -122,7 +122,7 @@ def _name_inputs(gm: fx.GraphModule, given: Sequence[tuple[fx.Node, Any]], dims:
 
 
 def _mend_places(gm: fx.GraphModule) -> None:
-    """Module paths and source lines as the user knows them: without our own wrapper and frames."""
+    """Module paths and source lines as the user knows them, without our wrapper and frames."""
     here = re.compile(rf'\s*File "{re.escape(str(Path(__file__).parent))}/[^\n]*(\n(?!\s*File)[^\n]*)*')
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
@@ -148,8 +148,8 @@ def _outputs(program: ExportedProgram, gm: fx.GraphModule) -> list[dict[str, str
 
 
 def structure(program: ExportedProgram) -> tuple[Any, dict[str, str]]:
-    """The user's pytree of outputs with numbers of tensor outputs as leaves, and what is left out, by name. What is no
-    tensor stays as it is, but for numbers, which would pass for those of outputs: they become None."""
+    """The user's pytree of outputs with the numbers of tensor outputs as leaves, and by name the outputs that are left
+    out. Leaves that are no tensors stay, except numbers, which would be mistaken for outputs and become None."""
     leaves: list[Any] = []
     left_out: dict[str, str] = {}
     number = 0

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 
 def without_values(twin: nn.Module) -> None:
-    """Give the modules of a shadow that have a forward of READING the one that reads no values; a forward of the user's
-    own (of a class or of one module) stays."""
+    """Replace the forwards of modules in READING by ones that read no values. A forward of the user's own stays."""
     for module in twin.modules():
         reads, forward = READING.get(type(module).forward, (_never, None))
         if forward is not None and "forward" not in vars(module) and reads(module):
@@ -29,13 +28,13 @@ def _never(module: nn.Module) -> bool:
 
 
 def _counts(norm: Any) -> bool:
-    """Whether a batch norm takes the means over all batches."""
+    """Whether a batch norm averages its statistics over all batches (momentum None)."""
     return norm.momentum is None and norm.track_running_stats and norm.num_batches_tracked is not None
 
 
 def _cumulative(norm: Any, x: Tensor) -> Tensor:
-    """A batch norm without a momentum: its running statistics are the means over all batches, of which it has a count;
-    torch hands 1/count on as a number."""
+    """A batch norm without momentum: running statistics are averages over all batches, with 1 / (number of batches) as
+    a tensor, which torch reads as a Python number."""
     norm._check_input_dim(x)
     running = norm.running_mean, norm.running_var
     before = [statistic.clone() for statistic in running]
@@ -50,8 +49,8 @@ def _cumulative(norm: Any, x: Tensor) -> Tensor:
 
 
 def _adaptive(softmax: Any, x: Tensor, target: Tensor) -> Any:
-    """An adaptive softmax of `x [n, c]` and targets `[n]`: every cluster computes all rows, and those whose target is
-    another's count nothing. Each cluster has gradients, of zero where no target is in it."""
+    """Adaptive softmax of `x [n, c]` and targets `[n]`: each cluster computes all rows, and rows with targets in other
+    clusters are masked. A cluster without targets has zero gradients."""
     if target.dim() != 1:
         return type(softmax).forward(softmax, x, target)
     places, found = target, x.new_zeros(x.shape[0])

@@ -27,9 +27,9 @@ def aside(
     *,
     detaching: bool = True,
 ) -> Any:
-    """What `call(*args)` gives, for any pytrees of traced values. `modes` are entered for it, as those of the trace are
-    not there. Where it runs without gradients, or detaches, no gradient comes back; without `detaching` it does: then
-    `args` alone say whose gradients count."""
+    """The result of `call(*args)`, for pytrees of traced values, traced separately below autograd under `modes` (the
+    modes of the trace are not active there). With `detaching`, code that runs without gradients or detaches stays so;
+    otherwise gradients flow back to all `args` that have one."""
     leaves, tree = pytree.tree_flatten(list(args))
     inputs = [x for x in leaves if _traced(x)]
     said: list[Any] = []
@@ -68,7 +68,7 @@ def _program(
 
 
 def _plain_numbers(program: fx.GraphModule) -> fx.GraphModule:
-    """Numbers that torch.vmap casts to the dtype of the tensor that they meet, as the numbers they are."""
+    """Undo torch.vmap's casts of Python numbers to the dtype of the tensor that they are combined with."""
     for node in program.graph.find_nodes(op="call_function", target=cast):
         if isinstance(node.args[0], bool | int | float):
             node.replace_all_uses_with(node.args[0])
@@ -78,7 +78,7 @@ def _plain_numbers(program: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Unrecorded(TorchFunctionMode):
-    """Detaches what is computed without gradients: below autograd nothing says so."""
+    """A mode that detaches results computed without gradients: a trace below autograd does not record that."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -35,7 +35,8 @@ Span = tuple[int, int, int, int]
 
 @contextmanager
 def passing_guards(told: list[str] | None = None) -> Iterator[None]:
-    """Inside, a check of a tensor's value passes, and values are finite; each question is `told` as a note, once."""
+    """A context in which checks on tensor values pass, and values are taken to be finite; each such question is added
+    to `told` as a note, once."""
     asked, finite = Tensor.__bool__, Finite()
     notes: list[str] = [] if told is None else told
 
@@ -58,7 +59,8 @@ def passing_guards(told: list[str] | None = None) -> Iterator[None]:
 
 
 def _passes(frame: FrameType) -> bool | None:
-    """What lets a check pass that asks for a tensor's truth in `frame`; None where that is no check."""
+    """The answer that lets a check pass, where the truth of a tensor is asked for in `frame`; None where that is no
+    check."""
     positions = inspect.getframeinfo(frame, context=0).positions
     if positions is None or None in positions or _is_ours(frame) or _is_caught(frame):
         return None
@@ -120,8 +122,8 @@ def _raises(body: list[ast.stmt]) -> bool:
 
 
 def _check(statement: ast.stmt, test: ast.expr, wanted: bool, found: dict[Span, bool]) -> None:
-    """Note what the conditions of a check have to be. Python says which of them asks by its place, or (3.11) by that of
-    the whole statement, which tells as much where all have to be the same."""
+    """Record the answer that each condition of a check needs. Python reports the position of the condition that asks;
+    before 3.11 only that of the statement, which is enough if all conditions need the same answer."""
     conditions = _conditions(test, wanted)
     if any(isinstance(condition, ast.IfExp) for condition, _ in conditions):
         return  # what chooses between conditions is none of them

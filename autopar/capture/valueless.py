@@ -33,7 +33,7 @@ PICKED = 5
 
 @contextmanager
 def valueless() -> Iterator[None]:
-    """Tensors made inside have no values; masks pick `PICKED` rows."""
+    """A context in which new tensors have no values, and every mask selects `PICKED` rows."""
     with quietly(), fake_mode(), passing_guards(), Watch(instead=_made_up):
         yield
 
@@ -52,7 +52,7 @@ def _counts(numbers: torch.Tensor, weights: torch.Tensor | None = None, least: i
 
 
 def _rows(values: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """None where no index is a mask."""
+    """The result of indexing with a mask; None where no index is a mask."""
     if not any(_is_mask(index) for index in indices):
         return None
     places = [part for index in indices for part in (_places(index).unbind(1) if _is_mask(index) else [index])]  # type: ignore[arg-type]

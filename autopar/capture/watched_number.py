@@ -38,8 +38,7 @@ class ReadError(RuntimeError):
 
 
 class Watched:
-    """Stands in for an int and passes for one; whatever is done with it raises ReadError. It may be handed on, and
-    compared to None by identity."""
+    """An int that raises ReadError on every use. It may be passed on, and compared to None by identity."""
 
     def __init__(self, number: int, message: str) -> None:
         self._number, self._message = number, message

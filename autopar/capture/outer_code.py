@@ -15,6 +15,7 @@ from torch import nn
 
 from autopar._torch import Watch, pytree
 from autopar.capture._torch import tracing
+from autopar.capture.by_tensor import ByTensor
 from autopar.capture.devices import on_meta
 from autopar.capture.mask_branches import Picking
 from autopar.capture.shadow import shadow
@@ -25,7 +26,7 @@ Block = tuple[str, int]  # (container, number of the block)
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a block: what it was fed and what it returned, flat."""
+    """One call of a block: the leaves of its arguments and of its result."""
 
     block: Block
     fed: list[Any]
@@ -33,45 +34,43 @@ class Call:
 
 
 class Tape:
-    """What happened, in order: operators as (name, labels of the arguments), calls of blocks as Call."""
+    """The events of one run, in order: an operator as (name, labels of the arguments), a call of a block as `Call`."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
         self.result: list[Any] = []
-        self._labels: dict[int, Any] = {}
-        self._alive: list[torch.Tensor] = []  # the id of a freed tensor would be used again
+        self._labels = ByTensor[Any]()
         self._operators, self._quiet = 0, False
 
     @property
     def calls(self) -> list[Call]:
-        """The calls of blocks alone."""
+        """The calls of blocks."""
         return [event for event in self.events if isinstance(event, Call)]
 
     def name(self, tree: Any, label: Any) -> None:
-        """Label the tensors of a tree, those that have no label yet."""
+        """Label the tensors of a tree that have no label yet."""
         for i, leaf in enumerate(pytree.tree_leaves(tree)):
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in self._labels:
-                self._labels[id(leaf)] = (label, i)
-                self._alive.append(leaf)
+            if isinstance(leaf, torch.Tensor) and self._labels.get(leaf) is None:
+                self._labels.keep(leaf, (label, i))
 
     def flat(self, tree: Any) -> list[Any]:
-        """Labels of the leaves of a tree: of tensors where they come from, of anything else its text."""
+        """The leaves of a tree in comparable form: the label of a tensor, type and text of anything else."""
         return [
-            self._labels.get(id(leaf), ("unknown", tuple(leaf.shape), leaf.dtype))
+            self._labels.get(leaf) or ("unknown", tuple(leaf.shape), leaf.dtype)
             if isinstance(leaf, torch.Tensor)
             else (type(leaf).__name__, repr(leaf))
             for leaf in pytree.tree_leaves(tree)
         ]
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Note one operator."""
+        """Record one operator."""
         if not self._quiet:
             self.events.append((str(func), self.flat((args, kwargs))))
             self.name(result, ("operator", self._operators))
             self._operators += 1
 
     def call(self, block: Block, fed: Any, result: Any) -> Any:
-        """Note one call of a block; gives fresh tensors like `result`."""
+        """Record one call of a block. Returns new tensors like those in `result`."""
         self._quiet = True
         gave = pytree.tree_map(lambda x: x.new_empty(x.shape) if isinstance(x, torch.Tensor) else x, result)
         self._quiet = False
@@ -81,7 +80,7 @@ class Tape:
 
 
 class Stub(nn.Module):
-    """Stands for one block: notes what it is fed and returns tensors like `result`."""
+    """Takes the place of one block: records its arguments and returns tensors like `result`."""
 
     def __init__(self, block: Block, result: Any, tape: Tape, like: nn.Module) -> None:
         super().__init__()
@@ -102,8 +101,8 @@ def play(
     inputs: Any,
     result_of: Callable[[Block], Any],
 ) -> Tape:
-    """Run the outer code of `model` with the kept children as stubs; `result_of` says what each (shown number)
-    returns."""
+    """Run the outer code of `model` with stubs for the children that `keep` lists. `result_of` gives the result of each
+    (by its number in the shortened model)."""
     tape = Tape()
     twin = shadow(model, {path: {} for path in keep}).train(training)
     tape.name([t for _, t in (*twin.named_parameters(), *twin.named_buffers())], "weight")

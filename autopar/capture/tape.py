@@ -1,4 +1,5 @@
-"""Value numbering of a model that runs without values: equal numbers are equal expressions of weights and inputs."""
+"""Value numbering of a model that runs without values: values with equal numbers are equal expressions of weights and
+inputs."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from autopar._torch import memory_of, pytree
 from autopar.capture._torch import tracing, vmap_replaced
 from autopar.capture.assigned import assigned, buffers_of, why_unlike
 from autopar.capture.block_runs import INNER
+from autopar.capture.by_tensor import ByTensor
 from autopar.capture.devices import changes, on_meta
 from autopar.capture.flags import FLAGS
 from autopar.capture.known_masks import KnownMasks
@@ -39,10 +41,10 @@ NAMED = (
     type(None),
     type(...),
 )
-"""What arguments are compared by value; of others the type is."""
+"""Arguments of these types are compared by value, all others by their type."""
 
 DRAWING = ("bernoulli", "bernoulli_", "normal", "normal_", "rand", "rand_like", "randn", "randn_like", "uniform_")
-SHAPED = (
+SIZES_READ = (
     "empty_like",
     "full_like",
     "new_empty",
@@ -54,8 +56,8 @@ SHAPED = (
     "randn_like",
     "zeros_like",
 )
-"""They read the sizes of their operand only."""
-WHOLE = (
+"""Functions that read only the sizes of their operand."""
+SAME_ELEMENTS = (
     "__getitem__",
     "clone",
     "contiguous",
@@ -67,8 +69,8 @@ WHOLE = (
     "view",
     "view_as",
 )
-"""What gives all of its operand where the result has its sizes: masks that are cut from a longer one, which at first is
-as long, what is in another order in training."""
+"""Functions whose result has all elements of the operand where it has the operand's sizes, and so the operand's number:
+a mask cut from a longer one, which may be just as long; values that only training reorders."""
 PRODUCTS = ("__imul__", "__mul__", "__rmul__", "mul", "mul_", "multiply", "multiply_")
 QUOTIENTS = ("__itruediv__", "__truediv__", "div", "div_", "divide", "true_divide")
 
@@ -83,9 +85,12 @@ def played(
     kept: Tape | None = None,
     picking: Picking | None = None,
 ) -> Tape:
-    """The tape of one run of `model`, which keeps what the run leaves in it. Expressions have the same numbers as on
-    other tapes with the same `numbers`; what another run on the tape `kept` has made and left is what it was. Where
-    some numbers are `known`, the tape says what is not. `picking` says which masks pick something."""
+    """The tape of one run of `model`, which keeps what the run changes in it.
+
+    Expressions have the same numbers as on other tapes with the same table `numbers`. Tensors that an earlier run, on
+    the tape `kept`, has made and left in the model keep their numbers. With `known`, the tape records the first
+    function whose number is not among these. `leaving_out`: products with random factors have the number of the value
+    that is multiplied. `picking` says which masks select something."""
     tape, picking, before = Tape(numbers, known, leaving_out, kept), picking or Picking(), buffers_of(model)
     picking.marks.number = tape.number
     named = dict((*model.named_parameters(), *model.named_buffers()))
@@ -118,7 +123,8 @@ def played(
 
 
 def _is_all(name: str, args: tuple[Any, ...], result: Any) -> bool:
-    """Whether the result of a function of WHOLE is all of its operand: as large, and cut by slices if at all."""
+    """Whether the result of a function of SAME_ELEMENTS has all elements of its operand: it has its sizes and dtype,
+    and is indexed by slices if at all."""
     if name == "__getitem__" and not all(
         isinstance(part, slice | type(...)) for part in (args[1] if isinstance(args[1], tuple) else args[1:])
     ):
@@ -127,18 +133,17 @@ def _is_all(name: str, args: tuple[Any, ...], result: Any) -> bool:
 
 
 class Tape(TorchFunctionMode):
-    """Numbers what is computed: equal ones are equal expressions of weights and inputs, flags aside.
+    """Numbers the values of one run. Equal numbers are equal expressions of weights and inputs, training flags ignored.
 
-    numbers  of all expressions so far, on other tapes too
-    result   the numbers of the tensors that the model gives
-    states   the buffers, and weights that do not train, that change in place, and a number for what they become
-    assigned the buffers that are other tensors behind the run, and their numbers
-    unlike   those of them that are of another size or dtype, in words
-    made     the numbers of all that functions gave
-    on       the first function with a flag on, in words
-    other    the first function whose number is not among the `known` ones, and `where` it is called
-    noises   the products with random factors, which have the numbers of what is multiplied where they are left out
-    """
+    numbers  expression -> number, shared with other tapes
+    result   the numbers of the tensors that the model returns
+    states   buffers, and weights that do not train, that change in place -> a number for their new value
+    assigned buffers that are another tensor after the run -> its number
+    unlike   those of them whose size or dtype changed, in words
+    made     the numbers of all results of functions
+    on       the first function called with a training flag on, in words
+    other    the first function whose number is not among the `known` ones; `where`: the line that calls it
+    noises   the number of products with random factors whose factor was left out"""
 
     def __init__(
         self,
@@ -157,35 +162,37 @@ class Tape(TorchFunctionMode):
         self.noises = 0
         self.numbers, self._known, self._leaving_out, self._kept = numbers, known, leaving_out, kept
         self._kinds: dict[int, int] = {}
-        self._whole: dict[int, int] = {}  # quotients by plain numbers -> what they are of
-        self._of: dict[int, int] = {}
+        self._dividends: dict[int, int] = {}  # number of a quotient by a Python number -> number of its dividend
+        self._number_of = ByTensor[int]()
         self._changed: dict[int, int] = {}  # by storage: what was done in place, through whichever view
         self._before: list[torch.Tensor] = []
         self._storages: dict[int, int] = {}  # of views of weights and buffers, inside the run -> of these
         self._depth = 0  # of functions of single samples, one in the other
-        self._alive: list[torch.Tensor] = []  # the id of a freed tensor would be used again
+        self._views: list[torch.Tensor] = []  # kept alive: `_storages` has the addresses of their memory
 
     @property
     def changed(self) -> dict[str, int]:
-        """The buffers that have other values behind the run, either way, and their numbers."""
+        """The buffers that have other values after the run, in place or by assignment, with the numbers of these
+        values."""
         return self.states | {name: number for name, number in self.assigned.items() if name not in self.unlike}
 
     def begin(self, tensor: torch.Tensor, key: Hashable) -> None:
-        """Number what is there before anything runs, and has no number by another name or from a run before."""
+        """Number a tensor that exists before the run, unless it has a number under another name or from an earlier
+        run."""
         self._before.append(tensor)
         if self._had(tensor) is None:
             self._note(tensor, self._number(key))
 
     def held(self) -> None:
-        """Views of what there was before are views of that, also inside a mode of fake tensors, which has storages of
-        its own for them."""
+        """Let views of the tensors given to `begin` count as views of their memory, also inside a fake tensor mode, in
+        which such views get storages of their own."""
         for tensor in self._before:
             view = tensor.detach()
-            self._alive.append(view)
+            self._views.append(view)
             self._storages[memory_of(view)] = memory_of(tensor)
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The number of what `tensor` holds."""
+        """The number of the present value of `tensor`."""
         found = self._had(tensor)
         if found is None:
             found = self._number(("unknown", tuple(tensor.shape), tensor.dtype))
@@ -200,8 +207,8 @@ class Tape(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A call of what `torch.vmap` gave: functions inside see one sample, and what leaves it none of them has
-        made."""
+        """A call of a function that `torch.vmap` made. Functions inside see one sample; its values get numbers from
+        those of the whole, and the results get numbers from those of the results of one sample."""
         outside = [self.number(leaf) for leaf in tensors_of((args, kwargs))]
         made: list[int] = []
         self._depth += 1
@@ -222,16 +229,17 @@ class Tape(TorchFunctionMode):
         return result
 
     def _had(self, tensor: torch.Tensor) -> int | None:
-        """The number of a tensor of this run or of the one before; None for any other."""
-        found = self._of.get(id(tensor))
+        """The number of a tensor of this run or of the earlier one, without changes in place; None for any other
+        tensor."""
+        found = self._number_of.get(tensor)
         if found is None and self._kept is not None:
-            found = self._kept._of.get(id(tensor))
+            found = self._kept._number_of.get(tensor)
             if found is not None:
                 self._kinds.setdefault(found, self._kept._kinds[found])
         return found
 
     def state(self, tensor: torch.Tensor) -> int | None:
-        """What was done in place to the memory of `tensor`; None for nothing."""
+        """A number for what was done in place to the memory of `tensor`; None where nothing was."""
         return self._changed.get(self._memory(tensor))
 
     def _memory(self, tensor: torch.Tensor) -> int:
@@ -248,19 +256,19 @@ class Tape(TorchFunctionMode):
         key: Hashable = (name, *self._flat((args, kwargs) if flag is None else flag.without(args, kwargs)))
         before = read[0] if flag is not None and flag.drops else None
         result = func(*args, **kwargs)
-        if name in WHOLE and _is_all(name, args, result):
+        if name in SAME_ELEMENTS and _is_all(name, args, result):
             before = read[0]
         if before is None and self._leaving_out and name in PRODUCTS:
             before = self._multiplied(read, args, result)
         if flag is not None and not self.on and flag.is_on(args, kwargs):
             self.on = self._says(f"{name} does what it does in training when the model evaluates, too")
-        made = self._made(key, () if name in SHAPED else read, drawn=name in DRAWING) if before is None else before
+        made = self._made(key, () if name in SIZES_READ else read, drawn=name in DRAWING) if before is None else before
         in_place = changes(func) or kwargs.get("inplace") or kwargs.get("out") is not None
         if in_place and before is None:
             target = kwargs.get("out", args[0])
             self._changed[self._memory(target)] = self._made(("in place", self.state(target), made), (made,))
         if name in QUOTIENTS and len(args) == 2 and isinstance(args[1], (int, float)):
-            self._whole[made] = read[0]
+            self._dividends[made] = read[0]
         tensors = tensors_of(result)
         for i, tensor in enumerate(tensors):
             if self._had(tensor) is None:
@@ -272,7 +280,7 @@ class Tape(TorchFunctionMode):
         return result
 
     def _multiplied(self, read: Sequence[int], args: tuple[Any, ...], result: Any) -> int | None:
-        """The number of the value of which `result` is the product with a random factor; None where it is no such
+        """The number of the value of which `result` is the product with a random factor; None where `result` is no such
         product."""
         kinds = [self._kinds[number] for number in read]
         if sorted(kinds) != [VALUE, DRAWN]:
@@ -281,10 +289,10 @@ class Tape(TorchFunctionMode):
         if (x.shape, x.dtype) != (result.shape, result.dtype):
             return None
         self.noises += 1
-        return self._whole.get(number, number)
+        return self._dividends.get(number, number)
 
     def _made(self, key: Hashable, read: Sequence[int], *, drawn: bool = False) -> int:
-        """The number of what is made of what has the numbers `read`."""
+        """The number of the expression `key`, computed from values with the numbers `read`."""
         number = self._number(key)
         self._kinds[number] = kind_of((self._kinds[one] for one in read), drawn=drawn)
         return number
@@ -293,8 +301,7 @@ class Tape(TorchFunctionMode):
         return f"{what} ({caller()})" if self._known is not None else what
 
     def _note(self, tensor: torch.Tensor, number: int) -> None:
-        self._of[id(tensor)] = number
-        self._alive.append(tensor)
+        self._number_of.keep(tensor, number)
 
     def _number(self, key: Hashable) -> int:
         number = self.numbers.setdefault(key, len(self.numbers))

@@ -95,9 +95,9 @@ NORMALIZE: tuple[Pass, ...] = (
     biases,
     lint,
 )
-"""From an exported graph to the contract."""
+"""From an exported graph to the contract of docs/internals.md."""
 
 ANNOTATE: tuple[Pass, ...] = (fold_repeats, annotate_flops, annotate_memory)
-"""From the contract to a folded graph with facts on every call."""
+"""From that contract to a folded graph with costs of every call."""
 
 __all__ = ["ANNOTATE", "NORMALIZE", "Pass", "run"]

@@ -21,8 +21,8 @@ NAMES = {
     "special_polygamma": "polygamma", "special_psi": "digamma", "special_sinc": "sinc", "subtract": "sub",
     "trapz": "trapezoid",
 }  # fmt: skip
-"""The second name of an operator, and the one that the tables of this project have; overloads have the same name, and
-take the same arguments."""
+"""Second name of an operator -> the first, which the tables of this project use; overloads have equal names and
+arguments."""
 
 ALIASES: dict[Any, Any] = {
     getattr(getattr(aten, second), overload): getattr(getattr(aten, first), overload)
@@ -37,4 +37,4 @@ ALIASES: dict[Any, Any] = {
     aten.special_log_softmax.default: aten.log_softmax.int,
     aten.special_softmax.default: aten.softmax.int,
 }
-"""Each overload of a second name, and the overload that it is."""
+"""Overload of a second name -> the overload of the first name."""

@@ -172,15 +172,15 @@ FACTORS: dict[Any, tuple[int, ...]] = {
     **dict.fromkeys((aten.linalg_matrix_power.default, aten.matrix_power.default), (0, 0)),
     ops.experts: (0, 3),
 }
-"""Operands of whose gradients each takes as many FLOPs as the forward, where they are not the first two; both factors
-of a power are the one."""
+"""Operators -> the numbers of the operands whose gradients take as many FLOPs each as the forward, where these are not
+the first two. Both factors of a power are its one operand."""
 
 BACKWARD: dict[Any, Callable[[fx.Node, Mapping[fx.Node, bool]], Size]] = {
     **dict.fromkeys(recurrent.GATES, recurrent.backward_flops),
     **dict.fromkeys(recurrent.CELLS, recurrent.cell_backward_flops),
 }
-"""Operators of several products, of which each has its own operands; the second argument says which values have
-gradients."""
+"""Operators that are several products, each with its own operands -> FLOPs of the backward; the second argument says
+which values have gradients."""
 
 PER_ELEMENT: dict[Any, int] = {
     aten.amax.default: 1,
@@ -202,5 +202,4 @@ PER_ELEMENT: dict[Any, int] = {
     ops.cross_entropy_sum: 6,
     ops.weigh_valid: 2,
 }
-"""Per element of the first operand, counting each exp, tanh, division and root as one of the few steps that it
-takes."""
+"""FLOPs per element of the first operand; an exp, tanh, division or root counts as one."""

@@ -21,10 +21,10 @@ from passes.tables import VIEWS
 aten = torch.ops.aten
 
 GATHERS = (aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default)
-"""Read as much of their first operand as they write."""
+"""Operators that read as many bytes of their first operand as they write."""
 
 BAGS = (ops.bag, ops.ragged_bags)
-"""Read a row of their first operand for each number of the second."""
+"""Operators that read a row of their first operand for each index in the second."""
 
 
 def annotate_memory(gm: fx.GraphModule) -> fx.GraphModule:
@@ -142,4 +142,4 @@ ON_CPU: dict[Any, Callable[[fx.Node, list[bool]], Saved | None]] = {
     aten.scaled_dot_product_attention.default: _attention,
     **dict.fromkeys(recurrent.GATES, recurrent.saved_on_cpu),
 }
-"""What autograd keeps of operators whose kernel on a CPU is another one, or none; None where it is the same."""
+"""What autograd keeps on a CPU, for operators that have another kernel there, or none; None where it is the same."""

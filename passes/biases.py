@@ -17,7 +17,7 @@ from passes import edit, facts, ops
 aten = torch.ops.aten
 
 JOINED: dict[Any, Any] = {aten.linear.default: aten.linear.default, aten.matmul.default: ops.affine}
-"""Products, and what they are with a bias as their third argument."""
+"""Product -> the operator that is the product plus a bias, its third argument."""
 
 
 def biases(gm: fx.GraphModule) -> fx.GraphModule:

@@ -13,7 +13,7 @@ from passes import edit, facts
 aten = torch.ops.aten
 
 DISTINCT = (aten.topk.default, aten.sort.default)
-"""Their second results name no place of a row twice."""
+"""Operators whose second result has no index twice in a row."""
 
 
 def distinct(chosen: Any) -> bool:

@@ -11,7 +11,7 @@ from passes import edit, facts
 aten = torch.ops.aten
 
 COPIED = "copied"
-"""Meta of a call that may give a view of its first operand, and gave a copy."""
+"""Key in `meta` of a call that may give a view of its first operand, but made a copy."""
 EITHER = (
     aten.contiguous.default,
     aten.flatten.using_ints,

@@ -68,4 +68,4 @@ COVARIANCES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.cov.default: _covariance,
     aten.corrcoef.default: _correlation,
 }
-"""Operators that `passes.composed` writes so; those with weights stay as they are."""
+"""Operators that `passes.composed` replaces by these; calls with weights stay."""

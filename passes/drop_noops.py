@@ -141,7 +141,7 @@ def _as_it_was(node: fx.Node) -> bool:
 
 
 CASTS = (aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten.type_as.default)
-"""What they give is what they got, where nothing about it changes."""
+"""Operators that return their operand itself where nothing about it changes."""
 
 DROPOUTS = (
     aten.alpha_dropout.default,
@@ -170,7 +170,7 @@ ITSELF: dict[Any, Callable[[fx.Node], bool]] = {
         _as_it_was,
     ),
 }
-"""Operators that may give their operand, no view and no copy of it."""
+"""Operators that may return their operand itself, not a view or copy -> whether a call does."""
 
 IDENTITY: dict[Any, Callable[[fx.Node], bool]] = {
     **dict.fromkeys(DROPOUTS, drops_nothing),

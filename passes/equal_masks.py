@@ -20,9 +20,9 @@ MASK: dict[Any, int] = {
     aten.nonzero_numpy.default: 0,
     aten.where.default: 0,
 }
-"""What picks by a mask, and which argument the mask is."""
+"""Operators that select by a mask -> the number of the mask's argument."""
 INDEXED = (aten.index.Tensor, aten.index_put.default)
-"""Masks are among their indices."""
+"""Operators with masks among their indices."""
 
 
 def equal_masks(gm: fx.GraphModule) -> fx.GraphModule:

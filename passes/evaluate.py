@@ -23,13 +23,15 @@ from passes._torch import free_unbacked_symbols
 aten = torch.ops.aten
 
 SIZES = (5, 2, 8)
-"""Numbers put in for each symbol; all pairs and triples are tried, so batch and sequence differ in some."""
+"""Sizes that are tried for each symbol; all pairs and triples are tried, so that batch and sequence differ in some
+trials."""
 
 SMALL = 4
-"""Constants up to this are what they are, ones, signs, numbers of dims: SIZES show what they do."""
+"""Constants up to this keep their value (ones, signs, numbers of dims): sizes in SIZES show their effect."""
 
 HIDDEN = -1e4
-"""What an additive mask has where it hides, or less: exp(-1e4) is 0 in every dtype. No position is compared with it."""
+"""Additive masks have this or less where they hide: exp(-1e4) is 0 in every dtype. Such a constant is not compared with
+positions."""
 
 FILLS = (
     aten.fill.Scalar,
@@ -46,10 +48,10 @@ FILLS = (
 """Operators that put HIDDEN into a mask."""
 
 RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-"""Operators whose numbers are sizes, unless they give a symbolic one."""
+"""Operators whose number arguments are sizes, unless one of them is symbolic."""
 
 UNFILLED = (aten.empty.memory_format, aten.empty_like.default)
-"""Operators whose values are what the memory held before."""
+"""Operators whose results are uninitialised."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from passes.tables import BINARY, UNARY
 aten = torch.ops.aten
 
 NAMES = {"x": ("x",), "halves": ("first", "second"), "pairs": ("even", "odd")}
-"""How columns are taken, and what the function calls them."""
+"""How columns are taken -> the names of the function's arguments."""
 
 CUTS = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default)
 LAST = 2**63 - 1  # where a slice without end ends
@@ -41,7 +41,7 @@ FUNCTIONS: dict[Any, str] = {
     aten.softplus.default: "F.softplus",
     aten.tanh.default: "torch.tanh",
 }
-"""Operators that have the same arguments under a shorter name."""
+"""Operators -> the shorter name of a function with the same arguments."""
 
 
 def written(result: Any, *sources: Any) -> str | None:

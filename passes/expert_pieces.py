@@ -24,7 +24,7 @@ from passes.tables import BINARY, CONTRACTIONS, UNARY
 aten = torch.ops.aten
 
 COLUMNS = (aten.chunk.default, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
-"""What takes columns of rows, along the last dim."""
+"""Operators that take columns of rows, along the last dim."""
 
 
 def pieces(gm: fx.GraphModule) -> fx.GraphModule:

@@ -32,8 +32,8 @@ from passes.sorted_rows import (
 aten = torch.ops.aten
 
 SUMS = {aten.scatter_add.default: (1, 2, 3), "torchtitan.deterministic_scatter_add.default": (None, 1, 2)}
-"""What adds rows where each column of an index says: its arguments for the dim (None: the first), the index and the
-rows. By name what exists only where a library is imported."""
+"""Operators that add rows at the positions in each column of an index -> their arguments for the dim (None: the first
+dim), the index and the rows. Operators of libraries, which exist only where these are imported, by name."""
 
 
 @dataclass(frozen=True)

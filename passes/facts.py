@@ -20,11 +20,11 @@ from passes._torch import size_functions
 Size: TypeAlias = int | sympy.Expr
 
 UNBOUNDED = 2**31
-"""A symbol that has no greatest value says this or something beyond."""
+"""torch gives this or more as the upper bound of a symbol that has none."""
 
 
 SYMBOLIC = 2
-"""Sizes of 0 and 1 are no symbols for torch, and that is no bound of the model."""
+"""The least symbolic size: torch treats 0 and 1 as numbers, which says nothing about the model."""
 
 
 @cache
@@ -120,7 +120,7 @@ ROUNDED: dict[type, Callable[[sympy.Expr], sympy.Expr]] = {
     size_functions.CeilToInt: sympy.ceiling,
 }
 EXACT = 2**20
-"""Numbers of tokens times a fraction of so many parts have all their digits in a float."""
+"""A fraction with a denominator up to this, times a number of tokens, is exact in a float."""
 
 
 def value(node: fx.Node) -> Any:

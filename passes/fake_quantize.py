@@ -95,4 +95,4 @@ FAKE_QUANTIZED: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.fake_quantize_per_tensor_affine.default: _of_one,
     aten.fake_quantize_per_tensor_affine.tensor_qparams: _of_one,
 }
-"""Operators that `passes.composed` writes so."""
+"""Operators that `passes.composed` replaces by these."""

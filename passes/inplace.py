@@ -26,8 +26,8 @@ from passes.scatters import SCATTERS
 aten = torch.ops.aten
 
 HELD = "held"
-"""Meta of views of memory that was written to: a value that is there already and holds the same. They stay views until
-all is written, as they may be changed again, or the owner of their memory may."""
+"""Key in `meta` of a view of memory that was written to: a value that is there already and equals the view. Such views
+stay until all writes are replaced, because they, or the owner of their memory, may be written to again."""
 
 
 def inplace(gm: fx.GraphModule) -> fx.GraphModule:
@@ -291,7 +291,7 @@ TWINS: dict[Any, Callable[..., Any]] = {
     aten.bernoulli_.float: aten.bernoulli.p,
     aten.normal_.default: aten.normal_functional.default,  # `normal` draws for sizes or for means
 }
-"""Functional operators of other names or arguments than the in-place ones."""
+"""In-place operators -> functional ones with another name or other arguments."""
 
 TURNED = tuple(
     getattr(packet, overload)
@@ -306,7 +306,7 @@ TURNED = tuple(
     )
     for overload in packet.overloads()
 )
-"""They say how a tensor is seen from then on, or that no gradient flows."""
+"""In-place operators that change only the metadata of a tensor, or stop its gradient."""
 
 
 def functional(node: fx.Node) -> Callable[..., Any]:

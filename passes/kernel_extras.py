@@ -24,7 +24,7 @@ STATISTIC_BYTES = 4
 COUNT_BYTES = 8
 """Indices and counts are int64."""
 PIVOT_BYTES = 4
-"""LAPACK counts in int32."""
+"""LAPACK's indices are int32."""
 
 
 def _shape(node: fx.Node) -> tuple[Size, ...]:
@@ -146,7 +146,7 @@ def matrix_dims(given: Mapping[str, Any], rank: int) -> tuple[int, int] | None:
 
 
 SPECTRAL = (2, -2, "nuc")
-"""Norms of matrices that are made of their singular values."""
+"""Norms of matrices that are computed from singular values."""
 
 
 def _matrix_norm(node: fx.Node) -> Size:
@@ -307,7 +307,7 @@ BY_GRADIENTS: dict[Any, Callable[[fx.Node, Sequence[bool]], Size]] = {
     aten.cosine_similarity.default: _similar,
     aten.kl_div.default: _divergent,
 }
-"""Those of which it depends on the operands that have gradients."""
+"""Operators for which it depends on which operands have gradients."""
 
 
 def beside(node: fx.Node, grads: Sequence[bool]) -> Size:

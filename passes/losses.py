@@ -179,7 +179,7 @@ MEANS = (
     aten.multilabel_margin_loss.default, aten.poisson_nll_loss.default, aten.smooth_l1_loss.default,
     aten.soft_margin_loss.default, aten.triplet_margin_loss.default,
 )  # fmt: skip
-"""Losses that are the mean of their terms."""
+"""Losses whose default is the mean of their terms."""
 
 LOSSES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     **dict.fromkeys(MEANS, _mean),

@@ -345,8 +345,8 @@ FINITE_AT_ZERO = (
     aten.tanh.default,
     aten.to.dtype,
 )
-"""Pointwise operators whose derivatives are finite where the operands are zero: rows that were not picked may be set to
-zero before them."""
+"""Pointwise operators whose derivatives are finite at zero: rows that are not selected may be set to zero before
+them."""
 ELEMENTS = (
     aten.binary_cross_entropy_with_logits.default,
     aten.huber_loss.default,
@@ -355,7 +355,7 @@ ELEMENTS = (
     aten.smooth_l1_loss.default,
     aten.soft_margin_loss.default,
 )
-"""Losses with a term for each element."""
+"""Losses with one term per element."""
 
 ROWWISE: dict[Any, Callable[[fx.Node, Known], Whole | None]] = {
     **dict.fromkeys(FINITE_AT_ZERO, _pointwise),
@@ -380,7 +380,7 @@ ROWWISE: dict[Any, Callable[[fx.Node, Known], Whole | None]] = {
     aten.pow.Tensor_Scalar: _power,
     aten.unsqueeze.default: _added,
 }
-"""What is computed of each row by itself."""
+"""Operators that compute each row by itself -> their value on all rows."""
 
 TAKEN: dict[Any, Callable[[fx.Node, Known], fx.Node | None]] = {
     **dict.fromkeys(ELEMENTS, _loss),
@@ -388,4 +388,4 @@ TAKEN: dict[Any, Callable[[fx.Node, Known], fx.Node | None]] = {
     **dict.fromkeys((aten.mean.default, aten.mean.dim), _mean),
     **dict.fromkeys((aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default), _of_classes),
 }
-"""What is no more than a number, or one for each column, of picked rows."""
+"""Operators that reduce selected rows to a number, or to one row -> the same from all rows."""

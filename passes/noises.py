@@ -20,7 +20,7 @@ from passes.switches import SWITCHES
 
 aten = torch.ops.aten
 
-SHAPED = (
+SIZES_READ = (
     aten.empty_like.default,
     aten.full_like.default,
     aten.ones_like.default,
@@ -28,9 +28,9 @@ SHAPED = (
     aten.randn_like.default,
     aten.zeros_like.default,
 )
-"""They read the sizes of their operand only."""
+"""Operators that read only the sizes of their operand."""
 VALUE, PLAIN, DRAWN = range(3)
-"""What is made of weights and inputs, of numbers alone, and of numbers and what is drawn."""
+"""Kinds of values: computed from weights or inputs; from numbers alone; from numbers and random draws."""
 
 
 def kind_of(read: Iterable[int], *, drawn: bool) -> int:
@@ -75,7 +75,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, int]) -> int:
         return VALUE
     if not facts.tensors(node):
         return PLAIN
-    read = (kinds[x] for x in node.all_input_nodes if node.target not in SHAPED and facts.tensors(x))
+    read = (kinds[x] for x in node.all_input_nodes if node.target not in SIZES_READ and facts.tensors(x))
     return kind_of(read, drawn=is_random(node) and node.target not in (*SWITCHES, *UNFILLED))
 
 

@@ -24,10 +24,10 @@ SQUARES: dict[Any, Callable[..., bool]] = {
     aten.pow.Tensor_Scalar: lambda base, by: by == 2,
     aten.square.default: lambda base: True,
 }
-"""What squares its first operand, if its operands are such."""
+"""Operators that square their first operand -> whether a call does, by its operands."""
 
 COMPUTED = 32
-"""Bits of the numbers that `rms_norm` computes with where rows have fewer."""
+"""The least number of bits in which `rms_norm` computes."""
 
 
 def norms(gm: fx.GraphModule) -> fx.GraphModule:

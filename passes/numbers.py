@@ -21,7 +21,7 @@ SPELLED: dict[Any, tuple[Any, bool]] = {
     aten.sub.Scalar: (aten.sub.Tensor, False),
     aten.sub.Tensor: (aten.sub.Tensor, False),
 }
-"""Operators that take a number -> the operator that takes a value for it, and whether that comes first."""
+"""Operators with a number as operand -> the operator on tensors, and whether the number comes first."""
 
 
 def numbers(gm: fx.GraphModule) -> fx.GraphModule:

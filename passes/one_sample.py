@@ -23,7 +23,7 @@ from passes.spellings import reshape_sizes
 aten = torch.ops.aten
 
 DRAWN: dict[Any, Any] = {aten.rand.default: aten.rand_like.default, aten.randn.default: aten.randn_like.default}
-"""Operators that draw, and how they draw like a tensor."""
+"""Random operators -> the operator that draws like a given tensor."""
 Batches = dict[sympy.Symbol, fx.Node]
 
 

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 BIASED = (aten.linear.default, ops.affine)
 ORDERED = (aten.einsum.default, aten.matmul.default, *BIASED)
-"""Ops of two tensors, those of BIASED perhaps with a bias, that are reordered in front of the kernel."""
+"""Products of two tensors (those in BIASED maybe with a bias) whose kernel permutes operands first."""
 
 
 def copied(node: fx.Node, positions: tuple[int, ...]) -> tuple[int, ...]:

@@ -111,12 +111,12 @@ def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 INNER, BIAS = 5, 6
-"""Where a call of `experts` has them."""
+"""The positions of these arguments in a call of `experts`."""
 MODE = 3
-"""Where a call of `bag` has it."""
+"""The position of this argument in a call of `bag`."""
 
 Inner = Callable[[Tensor], Tensor]
-"""What is between the two layers of an expert: `[n, columns of the first] -> [n, rows of the second]`."""
+"""The function between both layers of an expert: `[n, columns of the first] -> [n, rows of the second]`."""
 
 
 def halves(apply: Callable[[Tensor, Tensor], Tensor]) -> Inner:

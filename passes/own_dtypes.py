@@ -41,11 +41,11 @@ PRODUCTS = frozenset(
         "_convolution",
     )
 ) | {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
-"""What mixed precision is for: of activations they are computed in the dtype of these, also where the result changes a
-buffer."""
+"""Products with activations are computed in the activations' dtype, as mixed precision intends, even where the result
+changes a buffer."""
 
 TAKES_NUMBERS = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor})
-"""A tensor without dims does not lift the dtype of one that has some."""
+"""Operators in which a tensor without dims does not promote the dtype of one with dims."""
 
 
 def own_dtypes(gm: fx.GraphModule) -> fx.GraphModule:

@@ -20,8 +20,7 @@ from passes import edit
 from passes.fold_repeats import body_of, is_folded
 
 Parts = Mapping[str, Mapping[str, int]]
-"""Run (by the name of its body) -> what its second part, third part, ... are called, and the instance that each begins
-with."""
+"""Run (by the name of its body) -> names of its second, third, ... part, each with its first instance."""
 
 
 def part_runs(gm: fx.GraphModule, parts: Parts) -> fx.GraphModule:

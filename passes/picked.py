@@ -21,7 +21,7 @@ from passes.expert_layer import uncast
 aten = torch.ops.aten
 
 TOKEN, RANK, NUMBER = "token", "rank", "number"
-"""Dims of a mask: tokens, all in one; which of its choices; which number it is compared with."""
+"""Kinds of dims of a mask: tokens, merged; the choice of a token; the number that is compared with."""
 
 
 @dataclass(frozen=True)
@@ -193,4 +193,4 @@ MOVES: dict[Any, Any] = {
     aten.reshape.default: _merged,
     aten.any.dim: _any,
 }
-"""What an operator makes of a mask."""
+"""Operators -> the mask that they make of a mask."""

@@ -18,7 +18,7 @@ from passes import edit, facts
 aten = torch.ops.aten
 
 RANGES: dict[Any, int] = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
-"""Where each has its end; what it begins with is in front of it, its step behind it."""
+"""Operators -> the position of the end among their arguments; the start is before it, the step after it."""
 
 PLACES = (
     aten.argmax.default,
@@ -29,7 +29,7 @@ PLACES = (
     aten.searchsorted.Tensor,
 )
 PLACED = (aten.max.dim, aten.min.dim, aten.sort.default, aten.sort.stable, aten.topk.default)
-"""What gives numbers of places, as its result or as the second of two."""
+"""Operators that give positions along a dim, as their result (PLACES) or as the second of two (PLACED)."""
 SEEN = (
     aten.reshape.default,
     aten.select.int,

@@ -19,10 +19,10 @@ from passes.saved import Saved
 aten = torch.ops.aten
 
 GATES: dict[Any, int] = {aten.gru.input: 3, aten.lstm.input: 4, aten.rnn_relu.input: 1, aten.rnn_tanh.input: 1}
-"""Rows of the matrices for each number of the state."""
+"""Operators -> rows of a matrix per element of the state."""
 
 CELLS = (aten.gru_cell.default, aten.lstm_cell.default, aten.rnn_relu_cell.default, aten.rnn_tanh_cell.default)
-"""One position of one layer."""
+"""Operators for one position of one layer."""
 
 ONEDNN = (torch.float32, torch.bfloat16)
 """dtypes in which oneDNN computes an LSTM on CPUs (RNN.cpp, use_mkldnn; the narrow one where the machine has

@@ -57,8 +57,7 @@ MOVES = (
     aten.select_scatter.default, aten.slice_scatter.default, aten.stack.default, aten.tril.default, aten.triu.default,
     aten.view_as_real.default, ops.as_complex,
 )  # fmt: skip
-"""Ops that copy elements to other places, change their signs, or add them up with factors that they know: Fourier
-transforms."""
+"""Operators that copy elements to other positions, change signs, or sum with known factors (Fourier transforms)."""
 
 LINEAR = tuple(
     getattr(getattr(aten, name), overload)
@@ -104,14 +103,14 @@ LINEAR = tuple(
     }.items()
     for overload in overloads.split()
 )
-"""Ops whose gradient needs sizes and numbers alone."""
+"""Operators whose gradient needs only sizes and numbers."""
 
 CHOOSING = (
     aten.kthvalue.default, aten.max.dim, aten.median.dim, aten.min.dim, aten.mode.default, aten.nanmedian.dim,
     aten.native_dropout.default, aten.sort.default,
     aten.sort.stable, aten.topk.default,
 )  # fmt: skip
-"""Ops that keep which elements they chose."""
+"""Operators that keep which elements they chose."""
 
 WITH_RESULT = (
     aten.amax.default, aten.amin.default, aten.copysign.Scalar, aten.copysign.Tensor, aten.cumprod.default,
@@ -122,14 +121,14 @@ WITH_RESULT = (
     aten.special_logsumexp.default, aten.std.correction,
     aten.std.default, aten.std.dim, aten.std_mean.correction, aten.std_mean.dim,
 )  # fmt: skip
-"""Ops that keep the first operand, and the first result."""
+"""Operators that keep the first operand and the first result."""
 
 POOLS = (
     aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default,
     aten.cummax.default, aten.cummin.default,
     aten.max_pool1d_with_indices.default, aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default,
 )  # fmt: skip
-"""Ops that keep the operand, and where in it they found the result."""
+"""Operators that keep the operand, and the positions in it of the results."""
 
 SAVED: dict[Any, Row] = {
     **dict.fromkeys((*VIEWS, *MOVES, *LINEAR), NOTHING),

@@ -295,7 +295,7 @@ def _all_dims_mean(node: fx.Node) -> fx.Node | None:
 
 
 PADS = {"reflect": "reflection_pad", "replicate": "replication_pad"}
-"""Ways to pad that have operators of their own, by `mode`."""
+"""Padding mode -> the operator that does it."""
 
 
 def _padded(node: fx.Node) -> fx.Node | None:

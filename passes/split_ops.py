@@ -32,7 +32,7 @@ _ALONG = {
     for name, dim in (("hsplit", 1), ("vsplit", 0), ("dsplit", 2))
     for how in ("array", "int")
 }
-"""Cuts along the dim of rows, columns or planes, which they do not name."""
+"""Operators that cut along a fixed dim -> that dim."""
 
 
 def split_ops(gm: fx.GraphModule) -> fx.GraphModule:

@@ -59,7 +59,7 @@ EVALUATED: dict[Any, Any] = {
     ops.noised: lambda x, noise, keep: x,
     ops.statistic: lambda total, count, running: running.reshape(total.shape).to(total.dtype),
 }
-"""What operators with a switch of their own are in evaluation."""
+"""Operators that training computes otherwise -> what they are in evaluation."""
 
 
 def evaluate(gm: fx.GraphModule) -> fx.GraphModule:

@@ -34,7 +34,7 @@ HONED = 1.1  # times the fastest step: a solution slower than this does not beco
 MOST_HONED = 3  # solutions that are honed at most
 FAR = 4  # times the least work of a step: a known step slower than this says little about how fast a plan can be
 WINS = 0.1  # relative: pipelines that are faster by this much at a glance stay faster after everything is solved
-CLOSE = 0.01  # relative: prices do not tell steps apart that differ by less
+PRICE_TOLERANCE = 0.01  # relative: prices do not tell steps apart that differ by less
 
 
 @dataclass(eq=False)
@@ -224,8 +224,8 @@ class Look:
             self.alone_s = min(self.alone_s, found.cost.time_s)
 
     def _promises(self, first: Candidate) -> bool:
-        """Whether its mesh may have a plan that is faster than the best known one by more than CLOSE."""
-        return first.solution.bound_s < self.known_s * (1 - CLOSE)
+        """Whether its mesh may have a plan that is faster than the best known one by more than PRICE_TOLERANCE."""
+        return first.solution.bound_s < self.known_s * (1 - PRICE_TOLERANCE)
 
     def _solved(self, first: Candidate, until: float) -> Candidate:
         """The solution by integer programming, in the time until `until`; where that does not fit, the glance with the
@@ -237,7 +237,7 @@ class Look:
             seed=request.seed,
             start=first.solution.choice,
             cutoff_s=self.known_s,
-            gap=CLOSE,
+            gap=PRICE_TOLERANCE,
         )
         here = self.planner.counted(first.refined(solution))
         # the Problem does not count temporaries, for which the glance happened to leave room
@@ -267,11 +267,13 @@ def _honed(
     in which pass.
 
     Once some honed solution takes `least_s`, the others are honed only if one tangent step promises to get below that;
-    where their bound is below `least_s`, to come close (CLOSE) is enough.
+    where their bound is below `least_s`, to come close (PRICE_TOLERANCE) is enough.
     """
     honed: list[Candidate] = []
     for each in _nearest(fit, known_s):
-        if least_s < math.inf and not planner.promises(each, least_s * (1 + CLOSE * (each.solution.bound_s < least_s))):
+        if least_s < math.inf and not planner.promises(
+            each, least_s * (1 + PRICE_TOLERANCE * (each.solution.bound_s < least_s))
+        ):
             continue
         if skips():
             break

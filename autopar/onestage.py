@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.asked_search import check_mesh, check_search, looks, run_search, searched_meshes
 from autopar.bare_plan import bare_plan
-from autopar.bestfirst import CLOSE, GLANCE_S, MOST_HONED, Elsewhere, Look, first_look, nowhere
+from autopar.bestfirst import GLANCE_S, MOST_HONED, PRICE_TOLERANCE, Elsewhere, Look, first_look, nowhere
 from autopar.candidate import Candidate
 from autopar.decisions import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError
@@ -246,7 +246,7 @@ def beating(planner: Planner, known_s: float, open_: Sequence[str], timer: Timer
     for level in _fitting(planner, open_, []):
         short = len(planner.missing_bytes)
         found, bound_s = first_look(planner, searched_meshes(planner), timer, known_s, nowhere()).finished(known_s)
-        if found is not None and found.cost.time_s < known_s * (1 - CLOSE):
+        if found is not None and found.cost.time_s < known_s * (1 - PRICE_TOLERANCE):
             return finish(planner, found, bound_s if level == "none" else 0.0, [], about)
         if len(planner.missing_bytes) == short:
             break  # nothing failed for want of memory, so that more rematerialisation would not help
@@ -295,7 +295,7 @@ def _short_of_memory(planner: Planner, best: Candidate) -> bool:
     if there.counted_bytes < room_bytes and planner.counted(there).peak <= planner.request.limit_bytes:
         return False  # `best` may be slower by its Problem, but not for want of memory
     return roomy.problem.price(there.solution.choice).time_s < problem.price(best.solution.choice).time_s * (
-        1 - 2 * CLOSE
+        1 - 2 * PRICE_TOLERANCE
     )
 
 

@@ -1,10 +1,9 @@
-"""Which dims of the inputs are symbolic: the batch `b`, the sequence `s`.
+"""Which dims of the inputs are symbolic: the batch `b` and the sequence `s`.
 
-Dim 0 of every input that shares the leading size is the batch; dim 1 of integer inputs that share it is the sequence,
-but for the classes [b, h, w] of the places of images [b, c, h, w]. Where floating inputs have the same size there
-(weights of tokens, log-probabilities, embeddings), that may be the sequence too, or a coincidence: export tries both.
-Export runs on stand-in sizes where the user's own would be specialised (1, or batch equal to sequence).
-"""
+Dim 0 is the batch if all inputs have the same size there. Dim 1 of integer inputs is the sequence if they have the same
+size there; not for segmentation labels [b, h, w] of images [b, c, h, w]. Floating inputs with that size in dim 1
+(weights of tokens, log-probabilities, embeddings) may have the sequence there or not: export tries both. Export runs at
+stand-in sizes where torch would specialise the user's own (size 1, or batch equal to sequence)."""
 
 from __future__ import annotations
 
@@ -22,12 +21,21 @@ from autopar.errors import CaptureError
 from passes.facts import UNBOUNDED
 
 STAND_IN = {"b": 6, "s": 10}  # small sizes that are neither 1 nor each other
-FEW = 4  # from so many positions on a sequence that is one or two shorter is still one
+LEAST_POSITIONS = 4  # a sequence of so many still has two where a model cuts one or two off: torch specialises size 1
 
 
 @dataclass
 class Dims:
-    """Symbolic dims per flat input: `{flat index: {tensor dim: symbol name}}`, and the sizes that the user gave."""
+    """The symbolic dims of the flat inputs.
+
+    of       number of the input -> {tensor dim: name of the symbol}
+    hints    name of the symbol -> the user's size
+    limits   name -> the greatest size
+    loose    the symbol whose range is found from the conditions in the graph (torch's Dim.AUTO); "" for none
+    own      whether that one is exported at the user's own size, not at a stand-in
+    steps    name -> the number that its sizes are multiples of
+    also     as `of`: the dims of floating inputs that may be the sequence
+    wide     whether these are taken for it"""
 
     of: dict[int, dict[int, str]] = field(default_factory=dict)
     hints: dict[str, int] = field(default_factory=dict)
@@ -45,24 +53,26 @@ class Dims:
         return {dims[0] for dims in self.of.values() if 0 in dims}
 
     def loosened(self, name: str, *, own: bool) -> Dims:
-        """These dims with the range of symbol `name` left to the model's own conditions (torch's Dim.AUTO), exported at
-        the user's size (`own`) or at a stand-in."""
+        """These dims with the range of symbol `name` to be found from the conditions in the graph, exported at the
+        user's size (`own`) or at a stand-in."""
         return replace(self, loose=name, own=own)
 
     def widened(self) -> list[Dims]:
-        """These dims with the sequence also in floating inputs of a matching size, as a list of one; empty where there
-        are no such inputs."""
+        """A list of these dims with the dims in `also` symbolic; empty where there are none."""
         of = {i: {**self.of.get(i, {}), **self.also.get(i, {})} for i in {**self.of, **self.also}}
         return [replace(self, of=of, also={}, wide=True)] if self.also else []
 
     def without(self, name: str) -> Dims:
-        """These dims with symbol `name` static."""
+        """These dims with `name` static."""
         of = {i: {d: n for d, n in dims.items() if n != name} for i, dims in self.of.items()}
         return Dims(of, {n: v for n, v in self.hints.items() if n != name}, self.limits)
 
     def shapes(self, flat: list[Any]) -> list[Any]:
-        """`dynamic_shapes` of torch.export, flat."""
-        least = {name: FEW if self.wide and self.loose and name not in self.of_samples else 2 for name in self.hints}
+        """torch.export's `dynamic_shapes` for the flat inputs."""
+        least = {
+            name: LEAST_POSITIONS if self.wide and self.loose and name not in self.of_samples else 2
+            for name in self.hints
+        }
         dims: dict[str, Any] = {
             name: Dim(name, min=least[name], max=self.limits[name])
             if name in self.limits
@@ -77,12 +87,12 @@ class Dims:
         ]
 
     def stand_ins(self, flat: list[Any]) -> list[Any]:
-        """The inputs at the stand-in sizes, on their device."""
+        """The flat inputs with symbolic dims at their stand-in sizes."""
         return [self._resized(x, self.of.get(i, {})) if isinstance(x, torch.Tensor) else x for i, x in enumerate(flat)]
 
     def stand_in(self, name: str) -> int:
-        """The size to export symbol `name` at: the user's own for dims that the user named, where that is not
-        specialised."""
+        """The size at which symbol `name` is exported. For a dim that the user named it is the user's size, unless
+        torch would specialise that."""
         others = [size for other, size in self.hints.items() if other != name]
         if name == self.loose and self.own:
             return self.hints[name]
@@ -96,7 +106,7 @@ class Dims:
 
 
 def find(flat: list[Any], max_positions: int | None) -> Dims:
-    """Guess batch and sequence from the shapes of the flat inputs."""
+    """The batch and the sequence, guessed from the shapes of the flat inputs; `max_positions` limits the sequence."""
     tensors = {i: x for i, x in enumerate(flat) if isinstance(x, torch.Tensor) and x.ndim > 0}
     found = Dims()
     if not tensors:
@@ -116,7 +126,7 @@ def find(flat: list[Any], max_positions: int | None) -> Dims:
         found.also = {
             i: {1: "s"}
             for i, x in tensors.items()
-            if i not in tokens and x.ndim in (2, 3) and x.is_floating_point() and x.shape[1] == size >= FEW
+            if i not in tokens and x.ndim in (2, 3) and x.is_floating_point() and x.shape[1] == size >= LEAST_POSITIONS
         }
         if max_positions is not None:
             found.limits["s"] = max_positions
@@ -139,11 +149,10 @@ def unshared(flat: list[Any]) -> str:
 def explicit(
     flat: list[Any], given: Any, inputs: tuple[Any, ...], named: Mapping[str, Any], signature: inspect.Signature
 ) -> Dims:
-    """The user's own dynamic_shapes for a forward of this `signature`: `{dim: "name"}`, `{dim: Dim}` or None for each
-    input (`named_dims`).
+    """The user's dynamic_shapes for a forward of this `signature`: for each input `{dim: "name"}`, `{dim: Dim}` or None
+    (forms: `named_dims`).
 
-    Raises CaptureError where it does not fit the inputs.
-    """
+    Raises CaptureError where they do not fit the inputs."""
     shapes = [tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in flat]
     asked = (
         f"dynamic_shapes is {given!r} for inputs of shapes {shapes}; wanted (args, kwargs), or a dict by the names of "

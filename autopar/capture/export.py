@@ -1,5 +1,4 @@
-"""torch.export of the shadow, and the conversion of the exported program to the captured graph: roles, names, symbols,
-outputs."""
+"""torch.export of the shadow model, in attempts with fewer and fewer symbolic dims."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from autopar.capture._torch import export_errors, quietly
 from autopar.capture.bags import bags_of_samples
 from autopar.capture.batched import batched
 from autopar.capture.devices import on_meta
-from autopar.capture.dims import FEW, Dims
+from autopar.capture.dims import LEAST_POSITIONS, Dims
 from autopar.capture.empty_branches import nothing_of_nothing
 from autopar.capture.failures import advice, as_it_is, described, made_numbers, of_values, says, why_static
 from autopar.capture.forwards import assigned_buffers, becomes, functions_of, name_keywords, no_new_buffers, one_size
@@ -35,17 +34,17 @@ from autopar.capture.mask_branches import Picking
 from autopar.capture.own_backwards import own_backwards
 from autopar.capture.python_random import draws, where_drawn
 from autopar.capture.shadow import WithLoss
-from autopar.capture.spans import TRIED, Fixed, span, unkept
+from autopar.capture.spans import LARGEST_TRIED_SIZE, Fixed, span, unkept
 from autopar.capture.to_graph import label
 from autopar.capture.value_checks import passing_guards
 from autopar.errors import CaptureError
 from passes._torch import shape_check, unasked_layouts
 
 LEAVES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, str)
-"""What outputs may be of."""
-# modules: from about twenty blocks on, operators come again often enough for torch's cache of fake tensors to pay
-# (measured)
-MANY = 256
+"""The types that leaves of outputs may have."""
+CACHED_MODULES = 256
+"""Models with more modules are traced with torch's cache of fake tensors: from about twenty blocks on, the same
+operators come again often enough for it to pay (measured)."""
 UNPICKED = (
     "branches on whether a mask picks anything are taken as if it did: where it does not (an expert that no token "
     "chose) parameters have gradients of zero, where the model leaves none, so that optimizers with momentum or "
@@ -62,19 +61,21 @@ def export(
     training: bool,
     masks: KnownMasks,
 ) -> tuple[ExportedProgram, Dims, list[str], dict[str, str]]:
-    """Export what `fresh` makes, anew for each attempt, for models keep what they computed, with as many symbolic dims
-    as it allows: a dim that it fixes becomes static, with a note. `training`: gradients are to be right. `masks` counts
-    what masks pick that follow from sizes. Gives the notes, and what outputs are that leave the graph, by name.
+    """The exported program, with as many symbolic dims as the model allows; a dim that the model fixes becomes static,
+    with a note.
 
-    Raises CaptureError with the model's source line when it cannot be exported at all, and says so where that is
-    because the model does not run.
-    """
+    `fresh` makes the model, anew for each attempt because models cache what they compute. `training`: gradients must be
+    right. `masks` counts the rows that masks select where their values follow from sizes. Returns the program, its
+    dims, notes, and by name the outputs that the graph cannot have, with what they are.
+
+    Raises CaptureError with the model's source line where it cannot be exported at all, or does not run on its inputs
+    even untraced."""
     return _Exporting(fresh, args, kwargs, dims, training, masks).exported()
 
 
 @dataclass(eq=False)
 class _Trial:
-    """One attempt to export: the dims, the inputs at stand-in sizes, the traced model, and what tracing reports."""
+    """One attempt to export: the dims, the model, its inputs at stand-in sizes, and what tracing reports."""
 
     dims: Dims
     model: nn.Module
@@ -88,7 +89,13 @@ class _Trial:
 
 @dataclass(eq=False)
 class _Exporting:
-    """The export of one model by attempts with fewer and fewer symbolic dims, and what earlier attempts have shown."""
+    """The export of one model, in attempts.
+
+    failures   whether floating inputs were wide -> the first error of such an attempt
+    notes      notes for the user
+    numbers    (wide, symbol) pairs of which the model made a number: not tried again, because a loop over positions
+               would then be traced at the user's size
+    least      the least number of rows that any mask is assumed to select; None before any assumption"""
 
     fresh: Callable[[], nn.Module]
     args: tuple[Any, ...]
@@ -105,7 +112,7 @@ class _Exporting:
     least: int | None = None  # so many rows, at least, are taken to be picked by any mask
 
     def exported(self) -> tuple[ExportedProgram, Dims, list[str], dict[str, str]]:
-        """The first attempt that succeeds. Raises CaptureError where none does."""
+        """The result of the first attempt that succeeds. Raises CaptureError where none does."""
         attempts, model = deque(_weaker(self.dims)), None
         while attempts:
             dims = attempts.popleft()
@@ -131,7 +138,7 @@ class _Exporting:
         ) from failure
 
     def _trial(self, dims: Dims) -> _Trial:
-        """A model made anew, with a forward that torch.export can take."""
+        """A new model, with its forward changed to one that torch.export accepts."""
         flat, tree = pytree.tree_flatten((self.args, self.kwargs))
         args, kwargs = pytree.tree_unflatten(dims.stand_ins(flat), tree)
         trial = _Trial(
@@ -148,8 +155,8 @@ class _Exporting:
         return trial
 
     def _traced(self, trial: _Trial) -> ExportedProgram:
-        """What torch.export makes of it. Raises what it raises, and CaptureError where random numbers of Python are
-        drawn."""
+        """The exported program of one attempt. Raises torch's errors, and CaptureError where the model draws random
+        numbers of Python or numpy."""
         model = trial.model
         picks = nullcontext() if self.least is None else Picking(check=shape_check, least=self.least)
         with (
@@ -176,8 +183,8 @@ class _Exporting:
         return program
 
     def _picks_otherwise(self, trial: _Trial, error: Exception) -> bool:
-        """Whether it is tried with these dims again, with other numbers of rows that masks pick; else `error` is kept.
-        Raises CaptureError where no dims would help."""
+        """Whether to try the same dims again with another assumption of how many rows masks select (`least`); else
+        `error` is recorded. Raises CaptureError where no attempt could succeed."""
         if why := why_untraced(
             error, trial.taken, dict(inspect.signature(trial.model.forward).bind(*trial.args, **trial.kwargs).arguments)
         ):
@@ -198,8 +205,8 @@ class _Exporting:
         return False
 
     def _holds(self, trial: _Trial, program: ExportedProgram) -> bool:
-        """Whether the program is for all sizes that it is to be for: a range of the size that was left to conditions,
-        if one was; the dims of `trial` and a note then say for which."""
+        """Whether the program is right for all sizes of its dims. Where the range of one size was left open, finds it,
+        and records it in the dims and a note."""
         dims = trial.dims
         if not dims.loose:
             if wanted := unkept(program, dims.of):
@@ -212,17 +219,17 @@ class _Exporting:
             return False
         if allowed is None:
             return False
-        if allowed.most < (dims.limits.get(dims.loose) or TRIED) or allowed.step > 1:
+        if allowed.most < (dims.limits.get(dims.loose) or LARGEST_TRIED_SIZE) or allowed.step > 1:
             self.notes.append(
                 f"{dims.loose} may be {allowed}: {says(self.failures.get(dims.wide), self.dims, dims.loose)}"
             )
         if dims.wide and dims.loose in dims.of_samples:
-            self.notes.append(f"s is at least {FEW}: with fewer positions the model may do something else")
+            self.notes.append(f"s is at least {LEAST_POSITIONS}: with fewer positions the model may do something else")
         trial.dims = replace(dims, steps={dims.loose: allowed.step} if allowed.step > 1 else {})
         return True
 
     def _noted(self, trial: _Trial) -> list[str]:
-        """The notes for the user."""
+        """All notes for the user."""
         picked = [UNPICKED] if self.least and self.training else []
         fixed = [name for name in self.dims.hints if name not in trial.dims.hints]
         static = [why_static(self.failures.get(trial.dims.wide), fixed, self.dims, trial.model)] if fixed else []
@@ -235,9 +242,8 @@ def _refuse_what_does_not_run(
     dims: Dims,
     failure: Exception,
 ) -> None:
-    """Raise CaptureError if a model fails on its inputs without being traced as it did when it was, on the same line:
-    no other dims would help. `sizes` are the inputs at small sizes and, for these may be long, last at those of the
-    user."""
+    """Raise CaptureError if the untraced model fails with the same type of error on the same line as the traced one,
+    for each of the inputs in `sizes` (ordered by cost): other dims would not help."""
     for args, kwargs in sizes:
         model = fresh()
         own = as_it_is(model, args, kwargs)
@@ -251,8 +257,8 @@ def _refuse_what_does_not_run(
 
 
 def _refuse_draws(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
-    """Raise CaptureError, with the user's line, where a model draws Python or numpy random numbers: the graph would
-    have them as constants."""
+    """Raise CaptureError, with the user's line, where a model draws random numbers of Python or numpy: they would be
+    constants of the graph."""
     raise CaptureError(
         f"{_class(model)} cannot be captured: it draws random numbers of Python's or of numpy's generator, and its "
         f"graph would have the same ones in every step\n{where_drawn(model, args, kwargs) or 'where it is traced'}; "
@@ -261,8 +267,8 @@ def _refuse_draws(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _plain_outputs(model: nn.Module, left_out: dict[str, str]) -> None:
-    """Let `forward` give dicts for dataclasses, and None for what is no tensor and torch.export does not know, and say
-    what it is: caches of keys and values, lists as long as a batch."""
+    """Let `forward` return dicts for dataclasses, and None for objects that torch.export does not know (caches of keys
+    and values, lists as long as a batch); record these in `left_out`."""
     forward = model.forward
 
     def plain(*args: Any, **kwargs: Any) -> Any:
@@ -280,24 +286,26 @@ def _plain_outputs(model: nn.Module, left_out: dict[str, str]) -> None:
 
 
 def _cache(model: nn.Module) -> AbstractContextManager[None]:
-    """A context with torch's cache of fake tensors on or off, whichever is faster for this model."""
-    return nullcontext() if sum(1 for _ in model.modules()) > MANY else without_fake_cache()
+    """A context that turns torch's cache of fake tensor operators off for small models, where it costs more than it
+    saves."""
+    return nullcontext() if sum(1 for _ in model.modules()) > CACHED_MODULES else without_fake_cache()
 
 
 @contextmanager
 def _as_differentiated(notes: list[str]) -> Iterator[None]:
-    """A context in which the traced graph gets the gradients of the model."""
+    """A context in which the traced graph has the gradients of the model: custom backwards are kept, hooks are
+    refused."""
     with refusing_hooks(), own_backwards(notes):
         yield
 
 
 def _class(model: nn.Module) -> str:
-    """The user's class, also where a loss function was added."""
+    """The name of the user's class, also where it is wrapped with a loss function."""
     return type(getattr(model, WithLoss.INNER, model)).__name__
 
 
 def _spell(model: nn.Module, shapes: Any) -> Any:
-    """`dynamic_shapes` in the form of torch.export: by the names of forward's parameters."""
+    """`dynamic_shapes` by the names of forward's parameters, as torch.export takes them."""
     if shapes is None:
         return None
     positional, named = shapes
@@ -319,9 +327,9 @@ def _listed(shapes: Any) -> Any:
 
 
 def _weaker(dims: Dims) -> list[Dims]:
-    """The dims as asked, then with floating inputs that may have positions; then with one size left to the model's
-    conditions, that of the batch last, at a stand-in or, where those are not met by the user's own size, at that; then
-    with fewer symbolic ones, the batch left to conditions there, too."""
+    """The dims to try, in order: as asked; with floating inputs that may have the sequence; with the range of one size
+    left open (the batch last), at a stand-in or, where that fails the model's conditions, at the user's size; the same
+    with fewer symbols; none symbolic."""
     wide, names = dims.widened(), sorted(dims.hints, key=lambda name: name in dims.of_samples)
     found = [dims, *wide, *(each.loosened(name, own=False) for each in wide for name in names), *_loosened(dims, names)]
     for name in reversed(list(dims.hints)):
@@ -337,4 +345,5 @@ def _weaker(dims: Dims) -> list[Dims]:
 
 
 def _loosened(dims: Dims, names: list[str]) -> list[Dims]:
+    """`dims` with each of `names` left open, at a stand-in and at the user's size."""
     return [dims.loosened(name, own=own) for name in names for own in (False, True)]

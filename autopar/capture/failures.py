@@ -52,8 +52,8 @@ _SPECIAL = (
         "tensors and a mask",
     ),
 )
-"""What torch says of kinds of tensors whose sizes depend on values, or the line that makes them; and what to write in
-their place."""
+"""(pattern, advice) for tensors whose sizes depend on values: what torch's error, or the line that makes such a tensor,
+contains; and what to write instead."""
 REPEATS = (torch.ops.aten.repeat_interleave.self_Tensor, torch.ops.aten.repeat_interleave.Tensor)
 _ADVICE = "another size needs a capture of its own, with example inputs of that size"
 

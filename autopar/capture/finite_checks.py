@@ -20,12 +20,12 @@ from autopar.capture.by_tensor import UntilChanged
 from autopar.capture.devices import changes
 
 ANSWERS = {"isfinite": True, "isinf": False, "isnan": False, "isneginf": False, "isposinf": False}
-"""What is so everywhere where values are finite."""
+"""Function -> its result in all elements where all values are finite."""
 REDUCED = {True: "all", False: "any"}
-"""What gives true of nothing but true, and false of nothing but false, however many there are."""
+"""Value in all elements -> the reduction that preserves it for any number of elements, none included."""
 NEGATED = ("bitwise_not", "invert", "logical_not")
 BOTH = ("and", "bitwise_and", "bitwise_or", "logical_and", "logical_or", "or")
-"""What gives the same of two tensors that are the same everywhere."""
+"""Functions of two tensors that give the common value of both where these have one value in all elements."""
 
 
 class Finite(TorchFunctionMode):

@@ -61,9 +61,9 @@ FLAGS = {
     ),
     **dict.fromkeys(("gru", "lstm", "rnn_relu", "rnn_tanh"), Flag("train", 6, _SHARE)),
 }
-"""By the names of functions of torch and of torch.nn.functional."""
+"""Names of functions of torch and torch.nn.functional -> their flag."""
 RANDOM = tuple(name for name in FLAGS if name != "batch_norm")
-"""Those that draw random numbers."""
+"""The functions that draw random numbers."""
 
 
 class _Undropped(TorchFunctionMode):

@@ -18,7 +18,7 @@ from autopar.capture.lines import caller
 from autopar.errors import CaptureError
 
 UNTRACED = "fake tensor in the exported program constant's list"
-"""What torch.export says of results of a backward, which it does not trace."""
+"""In torch.export's error on a result of a backward, which it does not trace."""
 
 UNKNOWN = "Unsupported input type"
 KNOWN = (torch.Tensor, bool, int, float, complex, str, type(None))
@@ -67,7 +67,7 @@ DERIVED = (
     "write them out as a formula"
 )
 WRAPPED = "functorch tensor"
-"""In torch's errors on what such a derivative is of."""
+"""In torch's errors on the operand of such a derivative."""
 
 
 def why_untraced(error: BaseException, taken: list[str], inputs: Mapping[str, Any]) -> str:

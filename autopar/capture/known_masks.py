@@ -28,11 +28,11 @@ from autopar.capture.leaves import tensors_of
 from autopar.capture.shadow import ATTRIBUTES
 
 FILLED: dict[str, float] = {"new_ones": 1, "new_zeros": 0, "ones_like": 1, "zeros_like": 0}
-"""What reads the sizes of its operand only, and what it gives is full of."""
+"""Functions that read only the sizes of their operand -> the number with which they fill the result."""
 UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-"""What they give holds anything."""
+"""Functions whose results have arbitrary values."""
 MOST_MASK_ELEMENTS = 2**27
-"""Elements of the largest mask that is made to count what it picks."""
+"""Masks with more elements are not computed to count what they select."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ Key = Hashable
 """Identifies masks: two masks with equal keys select something in the same cases."""
 
 SAME = ("clone", "contiguous", "cpu", "detach", "int", "long")
-SHAPED = (*SAME, "flatten", "permute", "ravel", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view")
+RESHAPED = (*SAME, "flatten", "permute", "ravel", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view")
 """Functions whose result has the same elements, in another shape or order."""
 WIDENED = ("double", "float")
 """Casts that keep integers exact."""
@@ -186,7 +186,7 @@ class Marks:
     ) -> None:
         """Note what follows for `result`, of the function `name` applied to `own`, of which `known` is known, and to
         the further arguments `more` and `kwargs`."""
-        if name in (*SHAPED, *WIDENED):
+        if name in (*RESHAPED, *WIDENED):
             self._numbers.keep(result, self.base(own))
         for number, part in enumerate(tensors_of(result)):
             if name in PARTS:
@@ -243,7 +243,7 @@ class Marks:
             return _of_masks(known, name, own, more, kwargs, result)
         if name in REDUCED:
             return None if not isinstance(known, Mask) else Mask(known.key) if result.dim() else Size(known.key)
-        return known if name in SHAPED or (name in CAST and isinstance(known, Mask)) else None
+        return known if name in RESHAPED or (name in CAST and isinstance(known, Mask)) else None
 
 
 def _part(known: Mark | None, part: Tensor, number: Any, name: Callable[[Tensor], Key]) -> Mark | None:

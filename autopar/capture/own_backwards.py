@@ -36,20 +36,20 @@ from autopar.capture.traced_apart import aside
 from autopar.errors import CaptureError
 
 TOLERANCE = 1e-4
-"""Of a result or gradient in a trial, relative to its largest value."""
+"""The largest error of a result or gradient in a trial, relative to its largest value."""
 NOTHING = 1e-6
-"""What counts as zero, relative to the largest value of any result or gradient of a trial."""
+"""Values up to this count as zero, relative to the largest value of any result or gradient of a trial."""
 Draw = tuple[Callable[..., Tensor], int]
 DRAWS: tuple[Draw, ...] = tuple(
     (floating, whole)
     for whole in (2, 1)
     for floating in (torch.randn, torch.rand, lambda shape: torch.randn(shape) / 100)
 )
-"""What trials run on: how floating values are drawn, and how many different whole numbers there are (indices may have
-to be small)."""
+"""The inputs of trials: how floating values are drawn, and the number of different integers (indices may have to be
+small)."""
 ENOUGH = 2
-"""Trials that count. A function need not take every kind of number (logarithms, angles of short vectors): those with
-finite gradients that are not all zero count."""
+"""The number of trials that must count. A function need not accept all numbers (logarithms, angles of short vectors): a
+trial counts if its gradients are finite and not all zero."""
 Call = Callable[[type[Function], Sequence[Any]], Any]
 """A way to call a function."""
 

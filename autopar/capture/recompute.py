@@ -24,10 +24,9 @@ from autopar.text import first_line
 
 Values = dict[str, torch.Tensor]
 RAISED = (RuntimeError, NotImplementedError, LookupError, TypeError, ValueError, AttributeError, AssertionError)
-"""What code that makes tensors raises where it cannot live with weights that have no values: then that way gives
-nothing."""
+"""Errors of code that makes tensors and needs values of weights: that way then gives nothing."""
 WEIGHTS = (torch.empty, torch.empty_like, torch.rand, torch.randn, torch.normal)
-"""How weights begin: uninitialised or at random. No value that can be recomputed does."""
+"""Functions that make weights, uninitialised or random. Values that can be recomputed do not come from these."""
 # arguments of constructors that say where and in what tensors are made, not what they hold
 FACTORY = ("device", "dtype")
 

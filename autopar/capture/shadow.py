@@ -24,7 +24,7 @@ from autopar.errors import CaptureError
 from autopar.text import first_line
 
 ATTRIBUTES: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
-"""Plain attributes of modules, which no checkpoint changes: those of a shadow, and what they are in the model."""
+"""Plain tensor attributes of a shadow's modules -> the same in the model; no checkpoint changes these."""
 
 
 def shadow(model: nn.Module, keep: Mapping[str, Mapping[int, int]] | None = None) -> nn.Module:

@@ -21,12 +21,12 @@ from torch.export import ExportedProgram
 from autopar.capture._torch import conditions, narrow
 from passes import facts
 
-TRIED = 2**17
-"""Sizes up to this are tried, or to four times that of the user."""
-OTHERS = (2, 3, 4, 5, 6, 7, 8, 12, 16, 64, 255, 1024)
-"""Sizes of other dims, which conditions may be about, too."""
-LARGE = 2**13
-"""Masks are evaluated at the least size of a span: beyond this one they are too large."""
+LARGEST_TRIED_SIZE = 2**17
+"""Sizes up to this are tried, or up to four times the user's size if that is larger."""
+OTHER_SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16, 64, 255, 1024)
+"""Sizes that are tried for the other symbols of a condition."""
+LARGEST_LEAST_SIZE = 2**13
+"""Masks are evaluated at the least size of a span: a span whose least size is larger is refused."""
 
 
 class Fixed(Exception):
@@ -61,9 +61,9 @@ def span(
     found = conditions(program, dims)
     if found is None or name not in found.names:
         raise Fixed(name)
-    sizes = np.arange(2, (limit or max(TRIED, 4 * size)) + 1, dtype=np.int64)
+    sizes = np.arange(2, (limit or max(LARGEST_TRIED_SIZE, 4 * size)) + 1, dtype=np.int64)
     others = [other for other in found.names if other != name]
-    for number in OTHERS if others else OTHERS[:1]:
+    for number in OTHER_SIZES if others else OTHER_SIZES[:1]:
         for text in found.texts:
             sizes = _holding(text, name, sizes, dict.fromkeys(others, number))
     around = _around(sizes, size)
@@ -101,7 +101,11 @@ def _tried(size: torch.SymInt) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Some of the sizes that torch takes `size` for."""
     least, most = facts.bounds(size)
     return np.array(
-        [number for number in (least or OTHERS[0], *OTHERS) if least <= number and (most is None or number <= most)],
+        [
+            number
+            for number in (least or OTHER_SIZES[0], *OTHER_SIZES)
+            if least <= number and (most is None or number <= most)
+        ],
         dtype=np.int64,
     )
 
@@ -153,7 +157,7 @@ WORDS: dict[str, Any] = {
     "math": SimpleNamespace(ceil=np.ceil, floor=np.floor, sqrt=np.sqrt, trunc=np.trunc),
     "torch": SimpleNamespace(sym_float=np.float64), "round": np.round,
 }  # fmt: skip
-"""What conditions are written with, of arrays."""
+"""The functions in conditions, for arrays."""
 
 
 def _around(sizes: np.ndarray[Any, np.dtype[np.int64]], size: int) -> Span | None:
@@ -170,6 +174,6 @@ def _around(sizes: np.ndarray[Any, np.dtype[np.int64]], size: int) -> Span | Non
             least -= step
         while most + step in found:
             most += step
-        if most > least and least <= LARGE:
+        if most > least and least <= LARGEST_LEAST_SIZE:
             return Span(least, most, step)
     return None

@@ -72,4 +72,4 @@ READING: dict[Callable[..., Any], tuple[Callable[[Any], bool], Callable[..., Any
     nn.AdaptiveLogSoftmaxWithLoss.forward: (lambda softmax: True, _adaptive),
     nn.BatchNorm1d.forward: (_counts, _cumulative),  # one function for norms of all dims
 }
-"""Forward of torch -> of which modules it reads values, and the forward without."""
+"""Forward of a torch module -> whether it reads values of tensors for a given module, and a forward that does not."""

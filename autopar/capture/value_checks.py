@@ -30,7 +30,7 @@ UNCHECKED = (
 UNCLAMPED = "values are taken to be finite: what the model does where they are not is no part of the emitted program"
 
 Span = tuple[int, int, int, int]
-"""First line and column, and the last ones, of an expression."""
+"""First line and column, and last line and column, of an expression."""
 
 
 @contextmanager

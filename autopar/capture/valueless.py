@@ -26,9 +26,9 @@ UNTOLD = (
     AssertionError,
     ArithmeticError,
 )
-"""What a model raises that cannot run without values, not in the other mode, or not with fewer blocks."""
+"""Errors of a model that cannot run without values, in the other mode, or with fewer blocks."""
 PICKED = 5
-"""Rows that any mask picks."""
+"""The number of rows that every mask selects."""
 
 
 @contextmanager
@@ -68,4 +68,4 @@ MADE_UP: dict[Any, Any] = {
     torch.ops.aten.bincount.default: _counts,
     torch.ops.aten.index.Tensor: _rows,
 }
-"""Operators whose results have sizes of values."""
+"""Operators whose sizes of results depend on values -> a replacement with fixed sizes."""

@@ -12,7 +12,7 @@ from autopar import bestfirst, onestage
 from autopar.cluster import Cluster
 from autopar.decisions import rule_notes, tiling_notes
 from autopar.errors import InfeasibleError
-from autopar.joint.explore import CLOSE, NEAR, NEARER, Explorer
+from autopar.joint.explore import NEAR, NEARER, PRICE_TOLERANCE, Explorer
 from autopar.joint.own_layouts import each_apart
 from autopar.joint.prove import Prover
 from autopar.joint.search_context import SearchContext
@@ -89,16 +89,10 @@ def staged(
             walk.floors, walk.raised, walk.quick_s = first.floors, first.raised, first.quick_s
         walks.append(walk)
         found = walk.run()
-        if (
-            found is not None
-            and context.request.recipe is None
-            and found.step_s < known_s * _hoped(context)
-            and not context.timer.skips()
-        ):
-            found = each_apart(context, found)
+        found = _with_own_layouts(context, found, known_s)
         why += walk.why[:3]
         tried += _rows(walk)
-        if found is not None and found.step_s < known_s * (1 - CLOSE):
+        if found is not None and found.step_s < known_s * (1 - PRICE_TOLERANCE):
             best, known_s = found, found.step_s
             context.answered(known_s)
     context.timer.hurried |= any(walk.hurried for walk in walks)
@@ -110,12 +104,28 @@ def staged(
     elif flat is not None:
         made = _among_all(flat, tried, bound_s)
     else:
-        faster = f" and is faster than {seconds(known_s)}" if known_s < math.inf else ""
-        raise InfeasibleError(
-            f"none of {', '.join(s.name for s in spaces)} fits {context.request.cluster.label}{faster}: "
-            + ("; ".join(why[-3:]) or walks[0].reason)
-        )
+        raise _none_fits(context, spaces, known_s, "; ".join(why[-3:]) or walks[0].reason)
     return replace(made, notes=context.timer.noted((*made.notes, *_rather(made, walks))))
+
+
+def _with_own_layouts(context: SearchContext, found: Found | None, known_s: float) -> Found | None:
+    """`found`, also tried with layouts of its own for each place where it may then be faster than `known_s`."""
+    if (
+        found is None
+        or context.request.recipe is not None
+        or found.step_s >= known_s * _hoped(context)
+        or context.timer.skips()
+    ):
+        return found
+    return each_apart(context, found)
+
+
+def _none_fits(context: SearchContext, spaces: Sequence[Space], known_s: float, why: str) -> InfeasibleError:
+    """The error where no plan of `spaces` fits, or none is faster than `known_s`."""
+    faster = f" and is faster than {seconds(known_s)}" if known_s < math.inf else ""
+    return InfeasibleError(
+        f"none of {', '.join(space.name for space in spaces)} fits {context.request.cluster.label}{faster}: {why}"
+    )
 
 
 def _hoped(context: SearchContext) -> float:

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.joint.effort import ROUNDS
+from autopar.joint.effort import MOST_ROUNDS
 from autopar.joint.price_polytope import Polytope, first_prices
 from autopar.joint.relaxed import Key, Relaxed, Sums
-from autopar.joint.relaxed_solving import CLOSE, Seen
+from autopar.joint.relaxed_solving import BOUND_TOLERANCE, Seen
 from autopar.problem.pass_quantities import SHOWN
 from autopar.search.model import Linear
 from autopar.search.solver import GLOP, solve
@@ -53,7 +53,7 @@ class Cutting:
     # dual values of the solutions in the last master: their mixture keeps the bound from being higher
     weights: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
-    def bound_s(self, cutoff_s: float, rounds: int = ROUNDS) -> float:
+    def bound_s(self, cutoff_s: float, rounds: int = MOST_ROUNDS) -> float:
         """A lower bound of the seconds of all mixtures of solutions, as good as `rounds` of the master make it. Ends
         once it reaches `cutoff_s`."""
         best_s = self._first_s(cutoff_s)
@@ -62,7 +62,7 @@ class Cutting:
         for _ in range(rounds):
             each, bytes_s, most_s = self._master()
             met, best_s = len(self.choices), max(best_s, self._proven_s(each, bytes_s, most_s, cutoff_s))
-            if len(self.choices) == met or best_s >= cutoff_s or best_s >= most_s * (1 - CLOSE):
+            if len(self.choices) == met or best_s >= cutoff_s or best_s >= most_s * (1 - BOUND_TOLERANCE):
                 break
         return best_s
 

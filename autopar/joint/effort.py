@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROUNDS = 24
-"""Rounds of cutting planes, where more of them prove nothing more."""
+MOST_ROUNDS = 24
+"""Rounds of cutting planes at most: more hardly raise a bound."""
 
-CASES = 1024
-"""So many cases at most of one shape (joint.wait_cases)."""
+MOST_CASES = 1024
+"""Cases of one shape at most (joint.wait_cases)."""
 
 
 @dataclass(frozen=True)
@@ -20,5 +20,5 @@ class Effort:
     cases: int = 0
 
 
-CLOSEST = Effort(ROUNDS, CASES)
-"""As close as can be."""
+CLOSEST = Effort(MOST_ROUNDS, MOST_CASES)
+"""The effort for the highest bound."""

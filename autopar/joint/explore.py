@@ -6,7 +6,8 @@ allow.
     walk           visit the starts, each also with fewer microbatches (or all shapes, if there are few). After each
                    start, visit the neighbours of the best shape not yet expanded, and go on with the first one that is
                    faster; after all starts, repeat that while it finds anything near the best. Starts are in order of
-                   their floors; after SLOWER of them in a row that got slower, the rest is left out
+                   their floors; after SLOWER_STARTS of them in a row that got slower, the
+                   rest is left out
     polish         solve the best shape exactly and walk its memory; then shapes near it that may be faster. If another
                    shape becomes the best, walk on from that
     hone           improve the result by descent on the price of the whole step (joint.pipeline_honing)
@@ -25,7 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.bestfirst import CLOSE, HONED
+from autopar.bestfirst import HONED, PRICE_TOLERANCE
 from autopar.errors import InfeasibleError
 from autopar.joint.pipeline_honing import honed
 from autopar.joint.pricing import Beaten, Pricing
@@ -85,7 +86,7 @@ class Explorer:
         """The simplest of the results that prices do not tell from the fastest: fewest places, then fewest stages, then
         fewest microbatches."""
         fastest_s = min((f.step_s for f in self.fit.values()), default=0.0)
-        near = [f for f in self.fit.values() if f.step_s <= fastest_s * (1 + CLOSE)]
+        near = [f for f in self.fit.values() if f.step_s <= fastest_s * (1 + PRICE_TOLERANCE)]
         return min(near, key=lambda f: (f.table.places, f.table.stages, f.table.microbatches, f.step_s), default=None)
 
     @property
@@ -165,7 +166,7 @@ class Explorer:
     def _rough(self, best: Found) -> Found | None:
         """The next result to solve exactly: the best, then those near it that may be faster, if their bounds allow a
         faster step than is known from elsewhere. None where none is left."""
-        proven, known_s = self.pricing.proven, self.known_s * (1 - CLOSE)
+        proven, known_s = self.pricing.proven, self.known_s * (1 - PRICE_TOLERANCE)
         if best.shape not in self.polished and proven[best.shape] < known_s:
             return best
         near = [
@@ -173,12 +174,12 @@ class Explorer:
             for shape, f in self.fit.items()
             if shape not in self.polished
             and f.step_s <= best.step_s * NEARER
-            and proven[shape] < min(known_s, best.step_s * (1 - CLOSE))
+            and proven[shape] < min(known_s, best.step_s * (1 - PRICE_TOLERANCE))
         ]
         return None if self._late() else min(near, key=lambda f: (f.step_s, f.shape), default=None)
 
     def _walk(self, shapes: list[Shape]) -> None:
-        begin = shapes if len(shapes) <= FEW and not self.wider else self._starts(shapes)
+        begin = shapes if len(shapes) <= FEW_SHAPES and not self.wider else self._starts(shapes)
         slower, before_s = 0, math.inf
         for shape in sorted(begin, key=self.floors.__getitem__):
             self._slide(shape, shapes)
@@ -186,7 +187,7 @@ class Explorer:
                 self._climb(shapes)
             here_s = self._least_of(shape)
             slower = slower + 1 if self.least_s * HONED < here_s > before_s else 0
-            if slower == SLOWER and begin is not shapes:
+            if slower == SLOWER_STARTS and begin is not shapes:
                 break
             before_s = here_s
         while self._expand(shapes):
@@ -200,7 +201,7 @@ class Explorer:
     def _climb(self, shapes: list[Shape]) -> None:
         """Visit neighbours of the best shape, as long as one of them is faster."""
         before_s = math.inf
-        while self.least_s < before_s * (1 - CLOSE):
+        while self.least_s < before_s * (1 - PRICE_TOLERANCE):
             before_s = self.least_s
             self._expand(shapes)
 
@@ -213,7 +214,7 @@ class Explorer:
         before_s = self.least_s
         for shape in neighbours(at, shapes):
             self.visit(shape, NEARER)
-            if self.least_s < before_s * (1 - CLOSE):
+            if self.least_s < before_s * (1 - PRICE_TOLERANCE):
                 return True
         self.expanded.add(at)
         return True
@@ -224,7 +225,7 @@ class Explorer:
         shape = found.shape
         self.polished[shape] = None
         exact = self.found[shape] = self.pricing.exact(found)
-        if exact is None or exact.step_s > found.step_s * (1 + CLOSE):
+        if exact is None or exact.step_s > found.step_s * (1 + PRICE_TOLERANCE):
             again = {
                 other
                 for other, (near, before_s) in self.beaten.items()
@@ -237,7 +238,7 @@ class Explorer:
     @property
     def _near(self) -> float:
         """The factor on the fastest known step up to which a shape's neighbours are visited."""
-        return NEAR if len(self.floors) <= MANY else NEARER
+        return NEAR if len(self.floors) <= MANY_SHAPES else NEARER
 
     def _promising(self) -> Shape | None:
         """The best shape that is not expanded, if it is near the best of all and time is left. While nothing fits, the
@@ -276,7 +277,7 @@ class Explorer:
 
     def _stays_behind(self, shape: Shape) -> bool:
         """Whether the floor of a shape is above the fastest known step."""
-        return self.floors[shape] > self.least_s * (1 - CLOSE)
+        return self.floors[shape] > self.least_s * (1 - PRICE_TOLERANCE)
 
     def _raise_floor(self, shape: Shape) -> None:
         """Raise the floors of a shape, and of all that are bounded together with it, to what a quick look proves. It
@@ -318,11 +319,14 @@ class Explorer:
             self.why.append(f"{shape}: {error}")
 
 
-# neighbours of starts that are this close to the best are visited; of neighbours, and of many shapes, only of the
-# nearer
 NEAR, NEARER = 1.2, 1.05
-MANY = 100
-FEW = 32  # so many shapes are all visited
-# after so many starts in a row, each slower than the one before and far from the best, no start with more places is
-# visited
-SLOWER = 2
+"""Factors on the fastest known step up to which the neighbours of a shape are visited: NEAR for those of starts, NEARER
+for those of neighbours, and for all where there are more than MANY_SHAPES."""
+
+MANY_SHAPES = 100
+
+FEW_SHAPES = 32
+"""A space of at most so many shapes is visited as a whole."""
+
+SLOWER_STARTS = 2
+"""After so many starts in a row, each slower than the one before and far from the best, no further start is visited."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar import onestage
-from autopar.bestfirst import CLOSE
+from autopar.bestfirst import PRICE_TOLERANCE
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import offload_gain
@@ -111,7 +111,7 @@ def _fastest(
     reason = ""
     for held in OFFLOADED[1:]:
         there = context.hosted(held)
-        open_ = [level for level in there.whole.open_levels if _least_s(there, level) < known_s * (1 - CLOSE)]
+        open_ = [level for level in there.whole.open_levels if _least_s(there, level) < known_s * (1 - PRICE_TOLERANCE)]
         if not open_:
             continue
         if known_s < math.inf and context.timer.skips():
@@ -141,7 +141,7 @@ def _best(there: SearchContext, known_s: float, open_: list[str], about: Mapping
     Raises InfeasibleError, which says what devices or hosts lack, where there is none."""
     planner = there.whole.anew(replace(there.request, memory_bytes=there.limit_bytes))
     alone = Shape(1, (there.request.cluster.devices,), 1)
-    open_ = [level for level in open_ if offload_gain.least_s(there, alone, level) < known_s * (1 - CLOSE)]
+    open_ = [level for level in open_ if offload_gain.least_s(there, alone, level) < known_s * (1 - PRICE_TOLERANCE)]
     flat, failed = None, None
     try:
         flat = (

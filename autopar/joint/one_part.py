@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from autopar.bestfirst import CLOSE
+from autopar.bestfirst import PRICE_TOLERANCE
 from autopar.errors import InfeasibleError
 from autopar.joint.place_kinds import distinct
 from autopar.joint.search_context import SearchContext
@@ -26,7 +26,7 @@ def compared(context: SearchContext, made: Plan, best: Callable[[SearchContext],
     others, notes, step_s = list[Alternative](), list[str](), made.predicted.step_s
     for part in distinct(request.cluster):
         if Work.of(context.whole.program, part.device, request.settings).step_s(part.devices, 1, 1) >= step_s * (
-            1 - CLOSE
+            1 - PRICE_TOLERANCE
         ):
             continue
         request.say(f"{part.label} alone")
@@ -40,7 +40,7 @@ def compared(context: SearchContext, made: Plan, best: Callable[[SearchContext],
             continue
         found = alone.predicted
         others.append(Alternative(f"{part.label} alone", alone.grid, found.step_s, found.memory_bytes, how=alone.how))
-        if found.step_s < step_s * (1 - CLOSE):
+        if found.step_s < step_s * (1 - PRICE_TOLERANCE):
             notes.append(
                 f"{part.label} alone is faster, {seconds(found.step_s)}: the rest of the cluster is in its way"
             )

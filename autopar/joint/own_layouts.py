@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.bestfirst import CLOSE
+from autopar.bestfirst import PRICE_TOLERANCE
 from autopar.errors import InfeasibleError
 from autopar.joint.kept_results import Fuller, opens
 from autopar.joint.parted_graph import only_place
 from autopar.joint.search_context import SHAPE_SOLVE_S, SearchContext
 from autopar.joint.shape_problems import Apart, Chosen, Models
 from autopar.joint.staging import Found, lay
+from autopar.pipeline.filling import piece_ranges
 from autopar.pipeline.in_flight import per_microbatch, place_bytes
 from autopar.pipeline.memory_shares import rooms
 from autopar.pipeline.orders import Flying
@@ -60,7 +61,7 @@ def each_apart(context: SearchContext, found: Found) -> Found:
     )
     with suppress(InfeasibleError):
         other = lay(context, found.plan.strategy, found.shape, found.table, found.ground, apart, whole=True)
-        return replace(other, alike_s=found.step_s) if other.step_s < found.step_s * (1 - CLOSE) else found
+        return replace(other, alike_s=found.step_s) if other.step_s < found.step_s * (1 - PRICE_TOLERANCE) else found
     return found
 
 
@@ -136,12 +137,12 @@ class _Place:
         """The place with that number."""
         kind, table = found.ground.kinds[place], found.table
         pieces = found.chosen.on(place, kind)
-        edges = [0, *found.cuts.bounds, len(pieces.costs)]
+        ranges = piece_ranges(found.cuts.bounds, len(pieces.costs))
         here = table.of_place(place, range(table.stages))
         parts = table.of_place(place, found.cuts.parts([pieces] * table.stages))
         more = max(0.0, found.places_bytes[place] - place_bytes(parts, table.in_flight[place]))
         fullest = table.in_flight[place].fullest(*per_microbatch(parts))
-        stages = tuple((edges[index], edges[index + 1], flying) for index, flying in zip(here, fullest, strict=True))
+        stages = tuple((*ranges[index], flying) for index, flying in zip(here, fullest, strict=True))
         return _Place(
             place,
             kind,

@@ -20,7 +20,7 @@ from autopar.pipeline.honing_state import HoningState
 from autopar.problem.pass_tables import PassTables
 from autopar.search.tangents import roamed
 
-TRIED = 8
+PRICED_MOVES = 8
 """Moves of each kind that are priced at most before the descent ends: few, since each price is that of a whole step."""
 
 
@@ -44,7 +44,7 @@ def honed(context: SearchContext, name: str, found: Found, late: Callable[[], bo
         here = laid(choice, whole=False)
         return math.inf if here is None else here.step_s
 
-    choice, _ = roamed(_state(found), chosen.solution.choice, price_s, late, TRIED)
+    choice, _ = roamed(_state(found), chosen.solution.choice, price_s, late, PRICED_MOVES)
     made = laid(choice, whole=True)
     return found if made is None or made.step_s >= found.step_s else made
 

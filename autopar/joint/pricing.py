@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from autopar.bestfirst import CLOSE
+from autopar.bestfirst import PRICE_TOLERANCE
 from autopar.errors import InfeasibleError, PlanError
 from autopar.joint.kept_results import Fuller, opens
 from autopar.joint.offload_gain import least_s
@@ -169,7 +169,7 @@ class Pricing:
             *sorted(others, key=lambda way: way.step_s)[:OTHERS],
         ]:
             if best is not None and best.step_s <= other.step_s * (
-                1 + CLOSE if other.table.stages == 1 else 1 - SHIFTED
+                1 + PRICE_TOLERANCE if other.table.stages == 1 else 1 - SHIFTED
             ):
                 break
             with suppress(InfeasibleError):
@@ -300,7 +300,7 @@ class Pricing:
         if floor_s >= cutoff_s:
             bounds.append(floor_s)
             raise Beaten(floor_s, full=False)
-        if (gained_s := least_s(self.context, shape, level)) >= cutoff_s * (1 - CLOSE):
+        if (gained_s := least_s(self.context, shape, level)) >= cutoff_s * (1 - PRICE_TOLERANCE):
             bounds.append(gained_s)
             raise Beaten(gained_s, full=True)
 

@@ -38,7 +38,7 @@ from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import offloading
 from autopar.joint.claim_board import Board, Part
-from autopar.joint.effort import CASES, CLOSEST, ROUNDS, Effort
+from autopar.joint.effort import CLOSEST, MOST_CASES, MOST_ROUNDS, Effort
 from autopar.joint.pricing import Pricing
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_bounds import Alone, Timed
@@ -47,21 +47,25 @@ from autopar.joint.spaces import SEARCH
 from autopar.problem.settings import OFFLOADED
 from autopar.recipes.free import spaces
 
-FEW = 4
+QUICK_ROUNDS = 4
 """Rounds of cutting planes for a quick look: further rounds rarely raise the bound."""
 
-LOOKS = ((True, Effort(0)), (True, Effort(FEW)), (False, Effort(ROUNDS, 128)), (False, Effort(ROUNDS, CASES)))
+LOOKS = (
+    (True, Effort(0)),
+    (True, Effort(QUICK_ROUNDS)),
+    (False, Effort(MOST_ROUNDS, 128)),
+    (False, Effort(MOST_ROUNDS, MOST_CASES)),
+)
 """The looks after the floor, in order: whether shapes are bounded together, and the effort."""
 
-CLOSE = len(LOOKS)
+CLOSEST_LOOKS = len(LOOKS)
 """Looks per claim at most where the bound is to be as high as possible."""
 
-GLANCE, CLOSER = 2, 3
-"""Looks per claim at most where proving may take about as long as the search: with many claims, and with at most
-SMALL."""
+GLANCE_LOOKS, CLOSER_LOOKS = 2, 3
+"""Looks per claim at most where proving may take about as long as the search: CLOSER_LOOKS with at most FEW_CLAIMS
+claims, GLANCE_LOOKS with more."""
 
-SMALL = 24
-"""Claims up to which CLOSER looks are affordable."""
+FEW_CLAIMS = 24
 
 GOAL = 0.02
 """The relative gap at which a quick proof ends."""
@@ -153,7 +157,7 @@ class Prover:
         """How many looks at one claim are taken at most."""
         if self.context.request.cluster.parts:
             return 0
-        return CLOSE if self.closely else CLOSER if len(self.all_claims) <= SMALL else GLANCE
+        return CLOSEST_LOOKS if self.closely else CLOSER_LOOKS if len(self.all_claims) <= FEW_CLAIMS else GLANCE_LOOKS
 
     def enough_s(self, known_s: float) -> float:
         """The bound at which proving ends, given the step of a known plan: nothing is gained above that of a claim that

@@ -15,8 +15,8 @@ from autopar.problem.presolve import Choice
 from autopar.search import ilp
 from autopar.search.recosted import Recosted
 
-CLOSE = 1e-3
-"""Relative: a bound this close to the optimum is good enough."""
+BOUND_TOLERANCE = 1e-3
+"""Relative distance from the optimum at which a bound is close enough."""
 
 RELAXED_SOLVE_S = 3.0
 """Seconds at most of the exact search. Problems that take longer have many choices of nearly the same cost, and a bound
@@ -49,18 +49,20 @@ class Solver:
         if number not in self._recosted:
             self._recosted[number] = Recosted(relaxed.priced(costs))
         recosted, known = self._recosted[number], math.isfinite(known_s)
-        target_s = min(cutoff_s, known_s - CLOSE * abs(known_s) if known else math.inf) - costs.more_s
+        target_s = min(cutoff_s, known_s - BOUND_TOLERANCE * abs(known_s) if known else math.inf) - costs.more_s
         bound_s = recosted.bound_s(costs.node_s, costs.net_s, target_s)
         if bound_s >= target_s and known:
             return Seen(bound_s + costs.more_s, None)
         choice = recosted.solution()
-        if choice is not None and (not self.exact or bound_s >= min(target_s, recosted.seconds(choice) * (1 - CLOSE))):
+        if choice is not None and (
+            not self.exact or bound_s >= min(target_s, recosted.seconds(choice) * (1 - BOUND_TOLERANCE))
+        ):
             return Seen(bound_s + costs.more_s, choice)
         found = ilp.search(
             relaxed.priced(costs),
             time_limit_s=RELAXED_SOLVE_S,
             start=choice,
             cutoff_s=cutoff_s - costs.more_s,
-            gap=CLOSE / 2,
+            gap=BOUND_TOLERANCE / 2,
         )
         return Seen(max(found.bound_s, bound_s) + costs.more_s, found.choice)

@@ -11,9 +11,9 @@ fastest option, and every result is sharded over all ranks.
               all of its results anyway. What a block hands to the next one, or to what follows, counts nothing, as it
               may be kept in any case
 
-An operator that uses a runtime algorithm always runs again; its result takes no bytes. Where at most FEW operators have
-such options, the choices without any of them and those with each of them get bounds of their own, because those without
-may have to keep more bytes.
+An operator that uses a runtime algorithm always runs again; its result takes no bytes. Where at most
+MOST_WITH_ALGORITHMS operators have such options, the choices without any of them and those with each of them get bounds
+of their own, because those without may have to keep more bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.problem.rerun import keepable, rerun
 from autopar.problem.saved import kept
 from autopar.problem.step_shares import ForwardPrices
 
-FEW = 3
+MOST_WITH_ALGORITHMS = 3
 """The most operators with runtime algorithms in all blocks for which choices with and without them get bounds of their
 own."""
 
@@ -54,7 +54,7 @@ def agains(model: Model, forward: ForwardPrices) -> Iterator[Again]:
     forward alone on the same mesh."""
     blocks = _Blocks(model, forward)
     none = [np.zeros(len(node.cost_s), bool) for node in model.problem.nodes]
-    if not blocks.with_algorithms or len(blocks.with_algorithms) > FEW:
+    if not blocks.with_algorithms or len(blocks.with_algorithms) > MOST_WITH_ALGORITHMS:
         yield Again(blocks.corners(free=blocks.with_algorithms), none)
         return
     without, each = list(none), list[Again]()

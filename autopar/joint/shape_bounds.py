@@ -22,7 +22,7 @@ from autopar.joint.cutting_planes import Cutting, Level
 from autopar.joint.effort import CLOSEST, Effort
 from autopar.joint.pricing import Pricing
 from autopar.joint.relaxed import Key, Relaxed
-from autopar.joint.relaxed_solving import CLOSE, Solver
+from autopar.joint.relaxed_solving import BOUND_TOLERANCE, Solver
 from autopar.joint.relaxed_steps import alone, between_pieces, in_one_place, timed
 from autopar.joint.remat_bounds import Again, agains
 from autopar.joint.search_context import SearchContext
@@ -129,7 +129,7 @@ class Alone:
         short = any((here.sums(choice).over > 0).any() for choice in met)
         levels, solutions = list(self._limited(hosted=hosted)) if short else [], Choices()
         limited_s = cut_s(levels, cutoff_s, effort, solutions) if levels else 0.0
-        if limited_s <= roomy_s * (1 + CLOSE):  # the memory limit costs nothing
+        if limited_s <= roomy_s * (1 + BOUND_TOLERANCE):  # the memory limit costs nothing
             return max(roomy_s, _cases_s(roomy, cutoff_s, effort, met))
         return max(limited_s, _cases_s(levels[0], cutoff_s, effort, solutions) if len(levels) == 1 else 0.0)
 

@@ -33,8 +33,8 @@ class Kind:
         """This kind; if it leaves `virtual` open, one kind for each number v of stages per place that is worth trying.
 
         Two always are. More are if no fewer stages spread `pieces` as evenly, and if the step with its pipeline bubble,
-        m + (p - 1) / v microbatches long (a third of the bubble where backwards are split), is shorter by WORTH than
-        with the last number tried.
+        m + (p - 1) / v microbatches long (a third of the bubble where backwards are split), is shorter by WORTH_GAIN
+        than with the last number tried.
         """
         if self.virtual is not None:
             yield self
@@ -44,7 +44,7 @@ class Kind:
         before = microbatches + bubble
         even = {-(-pieces // (places * each)) for each in range(1, pieces // places + 1)}
         for virtual in sorted({2, *(n for n in even if n > 2)}):
-            if (length := microbatches + bubble / virtual) <= before * (1 - WORTH) or virtual == 2:
+            if (length := microbatches + bubble / virtual) <= before * (1 - WORTH_GAIN) or virtual == 2:
                 before = length
                 yield Kind(self.schedule, virtual)
 
@@ -57,8 +57,8 @@ SEARCHED = (
     Kind("dualpipev", 2),
 )
 
-WORTH = 0.02  # relative: more stages per place are tried where the step is shorter by so much
-ROUNDS = 4  # after so many rounds of microbatches every pipeline is full
+WORTH_GAIN = 0.02  # relative: more stages per place are tried where the step is shorter by so much
+FILLING_ROUNDS = 4  # rounds, of one microbatch per place, after which every pipeline is full
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Timetable:
         no more: exact for even stages, within half a percent for uneven ones (tests/unit/joint/test_timetables.py, all
         schedules).
         """
-        if self.microbatches <= (ROUNDS + 2) * self.places:
+        if self.microbatches <= (FILLING_ROUNDS + 2) * self.places:
             return (self.microbatches,)
-        first = ROUNDS * self.places + self.microbatches % self.places
+        first = FILLING_ROUNDS * self.places + self.microbatches % self.places
         return first, first + self.places
 
     @cached_property

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.joint.cutting_planes import Cutting, Level, Prices
-from autopar.joint.effort import ROUNDS, Effort
+from autopar.joint.effort import MOST_ROUNDS, Effort
 from autopar.joint.relaxed import ALL, Key, Relaxed, Span, Sums
 from autopar.joint.relaxed_solving import Seen
 from autopar.problem.pass_quantities import COMPUTE, WAITED
@@ -37,8 +37,8 @@ AROUND = 0.85, 1.2
 SPREAD = 1.01
 """Factor: half the width of the narrow spans by which the gain of a split is estimated."""
 
-GAIN = 1e-5
-"""Relative: a case is not split for a smaller estimated gain."""
+LEAST_GAIN = 1e-5
+"""Relative to its bound: a case is not split for a smaller estimated gain."""
 
 Of = tuple[Key, str]
 """A pass, and the level of links that its waits use ("": all collectives)."""
@@ -77,7 +77,7 @@ def bound_s(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, effort: Effo
 def _case(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, number: int) -> _Case:
     level = cutting.levels[0]
     try:
-        proven_s = cutting.bound_s(cutoff_s, ROUNDS)
+        proven_s = cutting.bound_s(cutoff_s, MOST_ROUNDS)
     except InfeasibleError:
         return _Case(math.inf, number, level.relaxed, {})
     mean = {key: np.zeros(level.relaxed.passing.width + 1) for key in keys}
@@ -99,7 +99,7 @@ def _split(case: _Case, keys: Sequence[Key]) -> tuple[Of, list[Span]] | None:
         for key in keys
     ]
     for gain_s, key in sorted(gains, reverse=True):
-        if gain_s <= GAIN * case.bound_s:
+        if gain_s <= LEAST_GAIN * case.bound_s:
             return None
         open_ = {of: span for of, span in _around(case, key).items() if not _narrow(case.relaxed.spans.get(of, ALL))}
         if open_:

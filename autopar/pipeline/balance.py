@@ -12,14 +12,14 @@ from functools import partial
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.pipeline.filling import Cuts, Filling, Links
+from autopar.pipeline.filling import Cuts, Filling, Links, piece_ranges
 from autopar.pipeline.memory_shares import Budgets
 from autopar.pipeline.orders import Flying
 from autopar.pipeline.stretches import Pieces, Table, memory_bytes
 from autopar.text import gibibytes
 
-CLOSE = 1e-6
-"""Relative precision of the bisection."""
+PRECISION = 1e-6
+"""Relative precision of the bisection, in seconds."""
 
 NEAR = 0.1
 """Relative distance to the lower bound below which every second trial asks whether anything is faster than the best cut
@@ -80,10 +80,9 @@ def balance(
 
 def _lacking(cuts: Cuts, count: int, needed: Sequence[int], at: Sequence[int]) -> bool:
     """Whether some place has none of the `needed` pieces (False where none are)."""
-    edges = [0, *cuts.bounds, count]
     return bool(needed) and {
         place
-        for place, first, stop in zip(at, edges, edges[1:], strict=False)
+        for place, (first, stop) in zip(at, piece_ranges(cuts.bounds, count), strict=True)
         if bisect_left(needed, first) < bisect_left(needed, stop)
     } != set(at)
 
@@ -117,10 +116,10 @@ def _fastest(
     for of_places in sorted({False, several}, reverse=by_place):
         if of_places:
             best = _bisected(partial(fill, stage_s), best, max(even_s, piece_s * places / len(at)), Filling.mean_s)
-            mean_s = best.mean_s() * (1 + CLOSE)
+            mean_s = best.mean_s() * (1 + PRECISION)
         else:
             best = _bisected(partial(fill, mean_s=mean_s), best, max(even_s, piece_s), Filling.longest_s)
-            stage_s = best.longest_s() * (1 + CLOSE)
+            stage_s = best.longest_s() * (1 + PRECISION)
     return best
 
 
@@ -130,9 +129,9 @@ def _bisected(
     """The cut of least `seconds`: bisection (in the logarithm) between those of `best`, a known cut, and the lower
     bound `fastest`. `fill` gives a cut within given seconds, or None."""
     slowest, below = seconds(best), False
-    while slowest > fastest * (1 + CLOSE):
+    while slowest > fastest * (1 + PRECISION):
         below = not below and slowest <= fastest * (1 + NEAR)
-        limit_s = slowest * (1 - CLOSE) if below else math.sqrt(slowest * fastest)
+        limit_s = slowest * (1 - PRECISION) if below else math.sqrt(slowest * fastest)
         found = fill(limit_s)
         if found is None:
             fastest = limit_s

@@ -19,21 +19,22 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.pipeline.filling import Cuts
+from autopar.pipeline.filling import Cuts, piece_ranges
 from autopar.pipeline.in_flight import InFlight
 from autopar.pipeline.makespan import KINDS
 from autopar.pipeline.orders import StageTime
 from autopar.pipeline.rerun_counts import fitted
 from autopar.pipeline.stretches import Cost, Pieces
 
-GAIN = 1e-5  # relative: moves that gain less are not worth it
-SWEEP, ALL = 1e7, 1e8
-"""The work of timing moves, in actions times moves: at most so much in one round, and in all rounds together. Where
-there is more to do, stages give pieces to nearby stages only."""
+LEAST_GAIN = 1e-5  # relative to the step: moves that gain less are not made
 
-FEW, TRIED = 2000, 200
-"""Where a model has at most FEW cuts they are all timed. Of those that fit only if some of their blocks run again, at
-most TRIED are tried."""
+ROUND_ACTIONS, SEARCH_ACTIONS = 1e7, 1e8
+"""The work of timing moves, in simulated actions (actions of a step, times moves): at most so much in one round, and in
+all rounds together. Where a round would have more, stages give pieces to nearby stages only."""
+
+FEW_CUTS, MOST_REFITTED = 2000, 200
+"""Where a model has at most FEW_CUTS cuts they are all timed. Of those that fit only if some of their blocks run again,
+at most MOST_REFITTED are tried."""
 
 SHIFTS = ((0, 0, 0), (0, -1, 0), (-1, -1, 0), (-1, 0, 0), (0, 1, 0), (1, 1, 0), (1, 0, 0), (0, 0, -1), (0, 0, 1))
 """By how many pieces the two ends of a stage may shift: not at all; for a piece that goes to a later stage, those of
@@ -52,7 +53,7 @@ EndsOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 def are_few(pieces: int, stages: int, barred: Collection[int]) -> bool:
     """Whether all cuts of so many pieces into stages are timed; `barred` as in Shifting."""
-    return math.comb(pieces - 1 - len(barred), stages - 1) <= FEW
+    return math.comb(pieces - 1 - len(barred), stages - 1) <= FEW_CUTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +98,26 @@ class Shifting:
 
     def shifted(self, cuts: Cuts) -> Cuts:
         """`cuts`, or the fastest of all where these are few, after the best moves, as long as they gain."""
-        cuts = self._fastest_of_all(cuts)
-        edges, moves = [0, *cuts.bounds, len(self.pieces[0].costs)], self._moves()
-        for _ in range(int(ALL / (self.actions * len(moves))) + 1):
-            steps_s = self._steps_s(edges, cuts.again, moves)
+        cuts, moves = self._fastest_of_all(cuts), self._moves()
+        for _ in range(int(SEARCH_ACTIONS / (self.actions * len(moves))) + 1):
+            steps_s = self._steps_s(cuts, moves)
             best = int(steps_s.argmin())
-            if not steps_s[best] < steps_s[0] * (1 - GAIN):
+            if not steps_s[best] < steps_s[0] * (1 - LEAST_GAIN):
                 break
-            edges = [0, *(stop + SHIFTS[way][1] for stop, way in zip(edges[1:], moves[best], strict=True))]
-            again = [n + SHIFTS[way][2] for n, way in zip(cuts.again, moves[best], strict=True)]
-            cuts = Cuts(
-                edges[1:-1], [min(n, b - a) for n, (a, b) in zip(again, itertools.pairwise(edges), strict=True)]
-            )
+            cuts = self._moved(cuts, moves[best])
         return cuts
+
+    def _moved(self, cuts: Cuts, move: np.ndarray) -> Cuts:
+        """`cuts` after a possible move: the shift of each stage, by its number in SHIFTS."""
+        shifts = [SHIFTS[way] for way in move]
+        bounds = [bound + stop for bound, (_, stop, _) in zip(cuts.bounds, shifts[:-1], strict=True)]
+        return Cuts(
+            bounds,
+            [
+                min(again + more, stop - first)
+                for again, (_, _, more), (first, stop) in zip(cuts.again, shifts, self._ranges(bounds), strict=True)
+            ],
+        )
 
     def _fastest_of_all(self, cuts: Cuts) -> Cuts:
         """The fastest of all cuts that fit and have as many stages with blocks, where there are few; with as few pieces
@@ -127,7 +135,7 @@ class Shifting:
         )
         tried = 0
         for index in np.argsort(steps_s, kind="stable"):  # as fast as if nothing had to run again
-            if not steps_s[index] < best_s * (1 - GAIN) or tried == TRIED:
+            if not steps_s[index] < best_s * (1 - LEAST_GAIN) or tried == MOST_REFITTED:
                 break
             if fits[index]:
                 return ways[index]
@@ -140,28 +148,29 @@ class Shifting:
 
     def _with_blocks(self, bounds: Sequence[int]) -> int:
         """How many stages have blocks."""
-        return sum(self._block_between(*edges) for edges in self._edges(bounds))
+        return sum(self._block_between(first, stop) for first, stop in self._ranges(bounds))
 
     def _timed(self, ways: Sequence[Cuts]) -> tuple[np.ndarray, np.ndarray]:
         """[ways] seconds of a step, and whether every place has room for its stages, for possible cuts."""
         made = [
             [
-                self._stretch(stage, *edges, again, some=False)
-                for stage, (edges, again) in enumerate(zip(self._edges(way.bounds), way.again, strict=True))
+                self._stretch(stage, first, stop, again, some=False)
+                for stage, ((first, stop), again) in enumerate(zip(self._ranges(way.bounds), way.again, strict=True))
             ]
             for way in ways
         ]
         numbers = np.array([[_numbers(stretch) for stretch in stretches] for stretches in made]).transpose(2, 1, 0)
         return self._steps_of(numbers), self._fits(*numbers[-4:])
 
-    def _edges(self, bounds: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The first piece of each stage, and the one behind its last."""
-        return itertools.pairwise([0, *bounds, len(self.pieces[0].costs)])
+    def _ranges(self, bounds: Sequence[int]) -> list[tuple[int, int]]:
+        """Of each stage, the number of its first piece and of the piece after its last one, for stages 1, 2, ... that
+        begin at `bounds` (Cuts.bounds)."""
+        return piece_ranges(bounds, len(self.pieces[0].costs))
 
     def _moves(self) -> np.ndarray:
         """[moves, stages]: the shifts of all stages; the first one moves nothing."""
         stages = len(self.at)
-        reach = max(1, int(SWEEP / (self.actions * 2 * stages)))
+        reach = max(1, int(ROUND_ACTIONS / (self.actions * 2 * stages)))
         given = (
             move
             for a in range(stages)
@@ -176,14 +185,18 @@ class Shifting:
             for other in (stage for stage, place in enumerate(self.at) if place == at):
                 yield [LESS if stage == one else MORE if stage == other else 0 for stage in range(len(self.at))]
 
-    def _steps_s(self, edges: Sequence[int], again: Sequence[int], moves: np.ndarray) -> np.ndarray:
-        """[moves] seconds of a step after each move; infinite where it is impossible, or does not fit."""
-        stages = range(len(self.at))
-        some = [self._block_between(*ends) for ends in itertools.pairwise(edges)]
+    def _steps_s(self, cuts: Cuts, moves: np.ndarray) -> np.ndarray:
+        """[moves] seconds of a step after each move from `cuts`; infinite where it is impossible, or does not fit."""
+        stages, here = range(len(self.at)), self._ranges(cuts.bounds)
+        some = [self._block_between(first, stop) for first, stop in here]
         ways = [
             [
                 self._stretch(
-                    stage, edges[stage] + first, edges[stage + 1] + stop, again[stage] + more, some=some[stage]
+                    stage,
+                    here[stage][0] + first,
+                    here[stage][1] + stop,
+                    cuts.again[stage] + more,
+                    some=some[stage],
                 )
                 for stage in stages
             ]

@@ -25,11 +25,18 @@ class Cuts:
 
     def parts(self, pieces: Sequence[Pieces]) -> list[list[Cost]]:
         """What each stage is made of; `pieces` are those of the place of each stage."""
-        edges = [0, *self.bounds, len(pieces[0].costs)]
         return [
-            [*here.again[a : a + n], *here.costs[a + n : b]]
-            for here, (a, b), n in zip(pieces, itertools.pairwise(edges), self.again, strict=True)
+            [*here.again[first : first + n], *here.costs[first + n : stop]]
+            for here, (first, stop), n in zip(
+                pieces, piece_ranges(self.bounds, len(pieces[0].costs)), self.again, strict=True
+            )
         ]
+
+
+def piece_ranges(bounds: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Of each stage, the number of its first piece and of the piece after its last one: `count` pieces are cut at
+    `bounds` (Cuts.bounds)."""
+    return list(itertools.pairwise([0, *bounds, count]))
 
 
 class Links:

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.pipeline.filling import Cuts
+from autopar.pipeline.filling import Cuts, piece_ranges
 from autopar.pipeline.in_flight import InFlight
 from autopar.pipeline.stretches import Pieces, Table
 
@@ -31,12 +31,10 @@ def fitted(
         flying    per place: its microbatches in flight
         limits    per place: its bytes per device
     """
-    edges, again = [0, *cuts.bounds, len(pieces[0].costs)], list(cuts.again)
+    ranges, again = piece_ranges(cuts.bounds, len(pieces[0].costs)), list(cuts.again)
     for place, (own, limit) in enumerate(zip(flying, limits, strict=True)):
         mine = [stage for stage, other in enumerate(at) if other == place]
-        here = _Place(
-            [pieces[stage].table for stage in mine], [(edges[stage], edges[stage + 1]) for stage in mine], own
-        )
+        here = _Place([pieces[stage].table for stage in mine], [ranges[stage] for stage in mine], own)
         for stage, count in zip(mine, here.fitted([again[stage] for stage in mine], limit), strict=True):
             again[stage] = count
     return Cuts(cuts.bounds, again)

@@ -48,12 +48,11 @@ RULES: dict[Any, Rule] = {
     **vision.RULES,
 }
 
-WHOLE = Rule(replicated)
-"""What an operator without a row gets."""
-
+REPLICATED = Rule(replicated)
+"""The rule of an operator without a row."""
 
 DERIVE = "derive"
-"""What a user gives as a rule to have one derived."""
+"""In place of a rule in `rules=`: derive one by trials."""
 
 TORCH = ("aten", "prims")
 """Namespaces of torch's own operators."""
@@ -73,7 +72,7 @@ def options_for(
     one that is derived (`_derived`), and "computed whole on every rank".
 
     `sections` are as in `matches.options`. Raises RuleError where the rule does not fit the call."""
-    rule = rule_for(call.target, rules) or _derived(call, rules) or WHOLE
+    rule = rule_for(call.target, rules) or _derived(call, rules) or REPLICATED
     found = rule.options(call, ways, sections=sections)
     if call.target in (rules or {}):
         _check_runs(rule, call, ways, found)
@@ -82,7 +81,7 @@ def options_for(
 
 def _check_runs(rule: Rule, call: Call, ways: int, found: Sequence[Option]) -> None:
     """Raise RuleError where a user's rule names a runtime algorithm that does not implement this operator."""
-    own = {option.run for option in RULES.get(call.target, WHOLE).options(call, ways)} - {""}
+    own = {option.run for option in RULES.get(call.target, REPLICATED).options(call, ways)} - {""}
     if wrong := sorted({option.run for option in found} - own - {""}):
         known = (
             f"those that do are {', '.join(sorted(own))}"

@@ -1,14 +1,13 @@
-"""Rules for operators that have no row: guessed from equal sizes, tried by the oracle, else nothing.
+"""Rules for operators without a row: guessed from equal sizes, and kept where all trials come out right.
 
-A factor is guessed as one dim per tensor, at most, of the same size: `[b, d], [d] -> [b, d]` suggests b and d. Each
-guess is tried on random tensors, whole against shards, values and gradients, on several numbers of ranks; only what
-always comes out right is kept. Tensors are small, with positive, signed, large and small values, and of the call's own
-sizes, or of the largest that are no work. Only for public functional ATen-style operators on floating-point tensors
-that draw no random numbers: they are run here, on the CPU, with the arguments of the call.
+A factor is guessed to be at most one dim of each tensor, all of the same size: `[b, d], [d] -> [b, d]` suggests b and
+d. Each guess is tried (`oracle.failures`) on random tensors on several numbers of ranks, values and gradients. Tensors
+have small sizes, and the call's own sizes up to a limit; values are positive, signed, large and small. Only public
+functional operators on floating-point tensors that draw no random numbers are tried, because they are run here, on the
+CPU, with the arguments of the call.
 
-Trials are no proof: what an operator does from some size or value on they may not meet. Torch's own operators are known
-not to be like that; for others this is done where the user asks for it.
-"""
+Trials are no proof: an operator may behave in another way from some size or value on that no trial has. Torch's own
+operators are known not to do that; for others a rule is derived only where the user asks for it."""
 
 from __future__ import annotations
 
@@ -25,14 +24,14 @@ from autopar.rules.language import Call, Tensor
 from autopar.rules.oracle import failures
 from autopar.rules.rule import Rule
 
-SMALL = (6, 5, 7, 9, 8, 10, 11, 13)  # stand-ins for the distinct sizes of a call
-WAYS = (2, 3)
-MOST_GUESSES = 64  # per size; a call with more is not worth the time
-MOST_ELEMENTS = 1 << 14  # of one operand, where only the call's own sizes will do
-LARGEST = 1 << 17  # elements of one operand, in trials at the call's own sizes
-SCALES = (1.0, 100.0, 0.01)  # of signed values
-# what an operator raises on arguments that it refuses
-FAILS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
+STAND_IN_SIZES = (6, 5, 7, 9, 8, 10, 11, 13)  # small sizes in place of the distinct sizes of a call
+TRIAL_RANKS = (2, 3)  # numbers of ranks in trials
+MOST_GUESSES = 64  # guesses for one size; a call with more of them is not tried
+MOST_OWN_SIZE_ELEMENTS = 1 << 14  # of the largest operand, where the operator takes the call's own sizes only
+MOST_TRIAL_ELEMENTS = 1 << 17  # of the largest operand, in trials at (nearly) the call's own sizes
+SCALES = (1.0, 100.0, 0.01)  # standard deviations of signed values
+# what operators raise on arguments that they refuse
+REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 Guess = tuple[int | None, ...]  # the dim that has the factor, per operand and output
@@ -40,8 +39,8 @@ _KNOWN: dict[Any, Rule | None] = {}
 
 
 def derive(call: Call) -> Rule | None:
-    """A rule for a call, of what came out right in all trials; None where nothing did. The same for the same target,
-    sizes and arguments."""
+    """The rule of all guesses that hold for `call` in all trials; None where none holds. It depends on the target, the
+    sizes and the arguments alone, and is computed once for each of these."""
     key = repr((call.target, call.args, sorted(call.kwargs.items()), call.outs))
     if key not in _KNOWN:
         with torch.random.fork_rng(devices=[]):
@@ -51,6 +50,8 @@ def derive(call: Call) -> Rule | None:
 
 
 def _eligible(call: Call) -> bool:
+    """Whether the operator may be run here in trials: public, functional, deterministic, on floating-point tensors,
+    with shapes of outputs that do not depend on data."""
     target = call.target
     if (
         not isinstance(target, OpOverload)
@@ -66,26 +67,28 @@ def _eligible(call: Call) -> bool:
 
 
 def _internal(target: OpOverload) -> bool:
-    """Whether an operator is torch's own business: such kernels do not check what they are given, and write where they
-    should not for shards that do not go together."""
+    """Whether an operator is one of torch's private ones. Their kernels do not check their arguments, and may write out
+    of bounds where shapes do not fit each other."""
     return target._schema.name.startswith("aten::_")
 
 
 def _derive(call: Call) -> Rule | None:
+    """The rule for the first stand-in sizes that the operator takes."""
     for sizes in _stand_ins(call):
         small = _positive(call, sizes)
         outs = _results(call, small)
         if outs is not None:
             shapes = [tuple(t.shape) for t in [*_operands(small), *outs]]
-            return _fitting(call, _kept(call.target, [small, *_harder(call, sizes)], shapes, len(call.ins)))
+            return _fitting(call, _kept(call.target, [small, *_further_trials(call, sizes)], shapes, len(call.ins)))
     return None
 
 
 def _results(call: Call, given: Given) -> list[torch.Tensor] | None:
-    """What the operator makes of other tensors than the call's; None where it does not take them."""
+    """The outputs of the operator for the operands of a trial; None where it refuses them or gives other numbers of
+    outputs or dims than in the call."""
     try:
         outs = _operands(call.target(*given[0], **given[1]))
-    except FAILS:
+    except REFUSALS:
         return None
     return (
         outs
@@ -95,34 +98,36 @@ def _results(call: Call, given: Given) -> list[torch.Tensor] | None:
 
 
 def _stand_ins(call: Call) -> Iterator[dict[int, int]]:
-    """Small sizes instead of the call's; its own where they are small enough, for operators whose arguments speak of
-    sizes."""
+    """Sizes for trials, by the call's sizes: small ones, one for each distinct size; and, where no operand is larger
+    than MOST_OWN_SIZE_ELEMENTS, the call's own, for operators with sizes among their arguments."""
     sizes = _sizes(call)
-    if len(sizes) <= len(SMALL):
-        yield dict(zip(sizes, SMALL, strict=False))
-    if _largest(call, {}) <= MOST_ELEMENTS:
+    if len(sizes) <= len(STAND_IN_SIZES):
+        yield dict(zip(sizes, STAND_IN_SIZES, strict=False))
+    if _largest(call, {}) <= MOST_OWN_SIZE_ELEMENTS:
         yield {n: n for n in sizes}
 
 
 def _sizes(call: Call) -> list[int]:
+    """The distinct sizes above 1 of the call's operands."""
     return list(dict.fromkeys(n for t in call.ins for n in t.sizes if n > 1))
 
 
 def _largest(call: Call, sizes: Mapping[int, int]) -> int:
-    """Elements of the largest operand at these sizes."""
+    """Elements of the largest operand, with its sizes replaced as `sizes` says."""
     return max(math.prod(sizes.get(n, n) for n in t.sizes) for t in call.ins)
 
 
-def _harder(call: Call, small: Mapping[int, int]) -> list[Given]:
-    """Signed, large and small values in small tensors and in large ones, those that the operator takes."""
+def _further_trials(call: Call, small: Mapping[int, int]) -> list[Given]:
+    """Further trials: signed, large and small values, at small sizes and at the call's own, where the operator takes
+    them."""
     found = [_signed(call, sizes, scale) for sizes in (small, _own_sizes(call)) for scale in SCALES]
     return [given for given in found if _results(call, given) is not None]
 
 
 def _own_sizes(call: Call) -> dict[int, int]:
-    """The call's own sizes, the longest of them halved until no operand is too large to be tried."""
+    """The call's own sizes; the longest is halved until no operand has more than MOST_TRIAL_ELEMENTS elements."""
     sizes = {n: n for n in _sizes(call)}
-    while _largest(call, sizes) > LARGEST:
+    while _largest(call, sizes) > MOST_TRIAL_ELEMENTS:
         longest = max(sizes, key=sizes.__getitem__)
         sizes[longest] //= 2
     return sizes
@@ -137,6 +142,8 @@ def _signed(call: Call, sizes: Mapping[int, int], scale: float) -> Given:
 
 
 def _fill(call: Call, sizes: Mapping[int, int], make: Callable[[list[int]], torch.Tensor]) -> Given:
+    """The arguments of the call, with tensors of the replaced sizes that `make` fills."""
+
     def tensor(item: Any) -> Any:
         return make([sizes.get(n, n) for n in item.sizes]).requires_grad_() if isinstance(item, Tensor) else item
 
@@ -151,10 +158,10 @@ def _operands(given: Any) -> list[torch.Tensor]:
 
 
 def _kept(target: Any, trials: Sequence[Given], shapes: list[tuple[int, ...]], ins: int) -> Rule | None:
-    """The rule of all guesses, for tensors of these `shapes`, that hold in all trials; the first is of tensors of these
-    shapes."""
+    """The rule that has the guesses that hold in all trials. `shapes` are those of the first trial's `ins` operands and
+    its outputs."""
     kept: list[Guess] = []
-    for size in dict.fromkeys(n for shape in shapes[:ins] for n in shape if n >= max(WAYS)):
+    for size in dict.fromkeys(n for shape in shapes[:ins] for n in shape if n >= max(TRIAL_RANKS)):
         for guess in _guesses(shapes, ins, size):
             fresh = not any(d is not None and d == other[t] for other in kept for t, d in enumerate(guess))
             if fresh and _holds(Rule(_text(shapes, ins, [guess])), target, trials):
@@ -166,7 +173,8 @@ def _kept(target: Any, trials: Sequence[Given], shapes: list[tuple[int, ...]], i
 
 
 def _guesses(shapes: list[tuple[int, ...]], ins: int, size: int) -> list[Guess]:
-    """Every way to choose at most one dim of `size` per tensor; those that are in most tensors first."""
+    """Every way to choose at most one dim of `size` per tensor, the ways that have it in most tensors first; none where
+    there are more than MOST_GUESSES."""
     places: list[list[int | None]] = [[*(d for d, n in enumerate(shape) if n == size), None] for shape in shapes]
     count = 1
     for options in places:
@@ -178,6 +186,8 @@ def _guesses(shapes: list[tuple[int, ...]], ins: int, size: int) -> list[Guess]:
 
 
 def _text(shapes: list[tuple[int, ...]], ins: int, guesses: list[Guess]) -> str:
+    """The rule string that has one factor per guess, and all other dims whole."""
+
     def word(tensor: int, dim: int) -> str:
         mine = [f"f{i}" for i, guess in enumerate(guesses) if guess[tensor] == dim]
         return mine[0] if mine else f"x{tensor}n{dim}!"
@@ -187,14 +197,15 @@ def _text(shapes: list[tuple[int, ...]], ins: int, guesses: list[Guess]) -> str:
 
 
 def _holds(rule: Rule, target: Any, trials: Sequence[Given]) -> bool:
+    """Whether the rule is right in all trials, on all numbers of ranks in TRIAL_RANKS."""
     try:
-        return not any(failures(rule, target, *given, ways) for given in trials for ways in WAYS)
-    except (*FAILS, RuleError):
+        return not any(failures(rule, target, *given, ways) for given in trials for ways in TRIAL_RANKS)
+    except (*REFUSALS, RuleError):
         return False
 
 
 def _fitting(call: Call, rule: Rule | None) -> Rule | None:
-    """The rule if it also fits the sizes of the call itself."""
+    """The rule if it also fits the sizes of the call itself, else None."""
     try:
         if rule is not None:
             rule.options(call, 2)

@@ -2,24 +2,25 @@
 
     "... i, o i -> ... o"        operands -> outputs; each word is a tensor dim, named by its *factor*
     f!                           the factor must stay whole
-    (h d)                        a dim made of several factors, major first: h splits contiguously, d section by section
-    {q|k|v}                      a dim made of pieces side by side: all pieces split together, section by section
+    (h d)                        a dim that is the product of factors, major first: a cut of h is contiguous, one of d
+                                 cuts each section
+    {q|k|v}                      a dim that is a concatenation of factors: they are cut together, each in its section
     1                            a dim that is never split (size 1, broadcast)
     (nothing)                    a scalar; before the arrow also: no operands
-    + (before an operand)        it is added to the outputs, as a bias: where these are parts of a sum, so is it
+    + (before an operand)        it is added to the outputs, as a bias is: where they are partial sums, so is it
     ...                          any number of leading dims; with broadcasting, missing or size-1 dims do not have the
                                  factor
     f@name                       splitting f needs the runtime algorithm `name`; it then counts as a reduction over f
 
-A factor that an output lacks is summed over (or `reduce`d): splitting it gives a partial result. `options` turns a rule
-into everything that a node can do on one axis (DESIGN section 4):
+A factor that an output lacks is summed over (or reduced by `Rule.reduce`): splitting it gives a partial result.
+`matches.options` makes of a rule all options of a node on one axis. Written as layout of the value / layout of its
+gradient:
 
-    split f        operands that have f at dim d: S(d)/S(d); operands that lack it: R/P; outputs: S(d)/S(d) or P/R, and
-                   with P/R also operands that are added
+    split f        operands that have f at dim d: S(d)/S(d); operands that lack it: R/P; outputs: S(d)/S(d) where they
+                   have f, else P/R, and then added operands are P/R too
     replicate      R/R everywhere
     pass gradient  values replicated, gradients partial: R/P everywhere (any backward is linear in the gradient)
-    pass partial   operators linear in their operands: P/R -> P/R
-"""
+    pass partial   operators that are linear in their operands: P/R -> P/R"""
 
 from __future__ import annotations
 
@@ -38,14 +39,14 @@ from autopar.rules.local import SIZED
 
 Size: TypeAlias = int | sympy.Expr
 Shape = tuple[Size, ...]
-Together = Sequence[tuple[tuple[str, ...], str]]  # (factors that one axis cuts at once, the runtime algorithm for it)
+Together = Sequence[tuple[tuple[str, ...], str]]  # (factors that one axis cuts at the same time, the runtime algorithm)
 
 _WORD = re.compile(r"\.\.\.|\([^)]*\)|\{[^}]*\}|[^\s]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """How a value lies on one axis, and how its gradient does (`"-"`: it has none)."""
+    """The layout of a value on one mesh axis, and that of its gradient (`"-"` where it has none)."""
 
     value: Entry
     grad: Entry
@@ -58,10 +59,11 @@ class Use:
 class Option:
     """What a node does on one mesh axis.
 
-    `factor` names it (`"b"`, `"o/3"`, `""` replicated, `"grad"`, `"P"`); `ins` has a use per tensor operand in argument
-    order, `outs` one per tensor output; `run` is the runtime algorithm when the plain operator on shards is not enough.
-    `cuts`: the share of the work that a split divides; ranks do the rest each by itself.
-    """
+    `factor` is its name: the factor that is split (`"b"`, `"o/3"` for three sections), `""` for replicated, `"grad"`
+    for partial gradients, `"P"` and operand numbers for partial sums. `ins` has one use per tensor operand, in argument
+    order, `outs` one per tensor output. `run` is the runtime algorithm that computes it, "" where the operator itself
+    is called on shards. `cuts` is the share of the FLOPs that the split divides among the ranks; the rest is done by
+    each of them."""
 
     factor: str
     ins: tuple[Use, ...]
@@ -73,7 +75,8 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One dim of one tensor: its factors, major first (`join` "x"), or its pieces side by side (`join` "|")."""
+    """One dim of one tensor: the product of its factors, major first (`join` "x"), or their concatenation (`join`
+    "|")."""
 
     factors: tuple[str, ...]
     join: str = "x"
@@ -81,8 +84,11 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A parsed rule string, before it meets shapes: dims per operand and output, which operands are added to the
-    outputs, and the marks of factors."""
+    """A parsed rule string, not yet fitted to shapes.
+
+    `ins` and `outs` have the dims of each operand and output (None stands for "..."), `added` says which operands are
+    added to the outputs, `whole` lists the factors marked `!`, and `runs` those marked `@` with their runtime
+    algorithm."""
 
     ins: tuple[tuple[Dim | None, ...], ...]  # None stands for "..."
     outs: tuple[tuple[Dim | None, ...], ...]
@@ -93,7 +99,8 @@ class Spec:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator, as rules see it: tensors are `Tensor`s, everything else is itself."""
+    """One call of an operator as rules see it: `args` and `kwargs` have a `Tensor` for each tensor operand, and other
+    arguments unchanged."""
 
     target: Any
     args: tuple[Any, ...]
@@ -110,8 +117,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Shape (ints or sympy expressions), whether it carries a gradient, the hint sizes used for divisibility, whether
-    it holds floating point numbers, and the bytes of one element."""
+    """A tensor as rules see it: its shape (ints or sympy expressions), whether it has a gradient, its sizes at the
+    planned batch (`hint`, empty where the shape is static), whether it holds floating-point numbers, and the bytes of
+    one element."""
 
     shape: Shape
     grad: bool = True
@@ -121,7 +129,7 @@ class Tensor:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Concrete sizes: the hint, or the shape itself when that is static."""
+        """The sizes at the planned batch: the hint, or the shape where that is static."""
         return self.hint or tuple(int(n) for n in self.shape)
 
 
@@ -135,7 +143,7 @@ def _collect(tree: Any, found: list[Tensor]) -> None:
 
 @cache
 def parse(text: str) -> Spec:
-    """Parse a rule string. Raises RuleError on anything malformed."""
+    """Parse a rule string. Raises RuleError where it is malformed."""
     if text.count("->") != 1:
         raise RuleError(f"rule {text!r} must have exactly one '->'")
     marks: dict[str, str] = {}
@@ -187,8 +195,11 @@ def _factor(word: str, marks: dict[str, str], text: str) -> str:
 Place = tuple[int, Entry] | None  # (tensor dim, entry) where a factor sits in one tensor
 
 
-class Shaped:
-    """A rule fitted to the shapes of one call: factor sizes, and where each factor sits in each tensor."""
+class FittedRule:
+    """A rule fitted to the shapes of one call: the size of each factor, and where it is in each tensor.
+
+    Raises RuleError where the rule does not fit: another number of operands or dims, or sizes that contradict each
+    other."""
 
     def __init__(self, spec: Spec, call: Call, text: str) -> None:
         self.spec, self.call = spec, call
@@ -223,7 +234,10 @@ class Shaped:
         self.symbolic[factor] = self.symbolic.get(factor, False) or symbolic
 
     def _solve_compounds(self, text: str) -> None:
-        """Sizes of factors that only occur inside compound dims: one unknown per dim can be found."""
+        """Find the sizes of factors that occur only in dims of several factors: a dim with one unknown factor gives its
+        size.
+
+        Raises RuleError where the factors of a dim do not make up its size."""
         pending = [
             (dim, size, not isinstance(shape, int))
             for dims, t in zip((*self.ins, *self.outs), (*self.call.ins, *self.call.outs), strict=True)
@@ -249,8 +263,8 @@ class Shaped:
                 )
 
     def _check_outputs(self, text: str) -> None:
-        """Raise RuleError where a factor that may be cut is in outputs alone: from whole operands a rank computes a
-        whole output."""
+        """Raise RuleError where a factor that may be cut occurs in outputs alone: a rank cannot compute a shard of such
+        an output from operands that all lack the factor."""
         given = {f for dims in self.ins for dim in dims for f in dim.factors}
         made = {f for dims in self.outs for dim in dims for f in dim.factors} - given - {*self.spec.whole, "1"}
         if made and self.ins and self.call.target not in SIZED:
@@ -261,7 +275,8 @@ class Shaped:
             )
 
     def place(self, factor: str, dims: Sequence[Dim]) -> Place:
-        """Where `factor` sits in a tensor, with the entry that splits it there; None where the tensor lacks it."""
+        """The dim of a tensor in which `factor` is, with the layout entry that cuts it there; None where the tensor
+        lacks it."""
         for index, dim in enumerate(dims):
             if factor in dim.factors and dim.join == "x":
                 before = math.prod(self.sizes[f] for f in dim.factors[: dim.factors.index(factor)] if f != "1")
@@ -269,19 +284,19 @@ class Shaped:
         return None
 
     def divides(self, factor: str, ways: int) -> bool:
-        """Whether `factor` may be cut `ways` ways: evenly where it is symbolic or part of a compound dim, else so that
-        no rank is left empty (convolutions, pools and norms refuse empty shards)."""
+        """Whether `factor` may be cut over `ways` ranks: only evenly where its size is symbolic or it is in a dim of
+        several factors; else so that no rank's shard is empty (convolutions, pools and norms refuse empty tensors)."""
         size = self.sizes[factor]
         if self.symbolic[factor] or not self.plain(factor):
             return size % ways == 0
         return size > -(-size // ways) * (ways - 1)
 
     def plain(self, factor: str) -> bool:
-        """Whether `factor` is a dim of its own wherever it occurs."""
+        """Whether every dim that has `factor` consists of it alone."""
         return all(len(d.factors) == 1 for dims in (*self.ins, *self.outs) for d in dims if factor in d.factors)
 
     def groups(self) -> list[tuple[str, ...]]:
-        """Factors that split together: the pieces of each side-by-side dim; every other factor by itself."""
+        """Factors that are cut together: those of each concatenated dim; every other factor by itself."""
         joint: list[tuple[str, ...]] = []
         for dims in (*self.ins, *self.outs):
             joint += [d.factors for d in dims if d.join == "|" and d.factors not in joint]
@@ -290,7 +305,8 @@ class Shaped:
 
 
 def _spread(dims: Sequence[Dim | None], tensor: Tensor, rank: int, text: str) -> tuple[Dim, ...]:
-    """Replace `...` by named dims, aligned to the right, and mark size-1 dims of a broadcast as `1`."""
+    """The dims of one tensor with `...` written out: named from the right, up to `rank` dims, and `1` where the
+    tensor's size is 1 (broadcast)."""
     extra = len(tensor.shape) - (len(dims) - 1 if None in dims else len(dims))
     if extra < 0 or (None not in dims and extra):
         raise RuleError(f"rule {text!r}: operand written with {len(dims)} dims has shape {tensor.shape}")

@@ -91,7 +91,7 @@ MATRICES = {
     "... i! j! -> ... x! y!, ... k! l!": "linalg_qr.default",
     "... i! j! -> ... x! y!, ... z!, ... k! l!": "linalg_svd.default",
 }
-"""What is made of one matrix each."""
+"""Rule -> operators whose results are computed from one matrix each."""
 
 RULES: dict[Any, Rule] = {
     **{op: Rule(text) for text, names in MATRICES.items() for op in named(names)},

@@ -1,4 +1,4 @@
-"""The options that a rule gives for a call: what its specification matches, on one mesh axis."""
+"""The options on one mesh axis that a rule string gives for one call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autopar.errors import RuleError
 from autopar.layout import NO_GRAD, Entry, shard
-from autopar.rules.language import Call, Dim, Option, Shaped, Tensor, Together, Use, parse
+from autopar.rules.language import Call, Dim, FittedRule, Option, Tensor, Together, Use, parse
 
 
 def options(
@@ -20,43 +20,46 @@ def options(
     sections: Sequence[tuple[int, ...]] = (),
     together: Together = (),
 ) -> list[Option]:
-    """Everything that `call` can do on an axis of `ways` ranks, by rule `text`; replicated first.
+    """All options of `call` on an axis of `ways` ranks by the rule string `text`; the replicated one comes first.
 
-    `linear` is "", "all" (linear in all operands together: add, view), "each" (linear in each one alone: mul, matmul)
-    or "first" (linear in the first: div). `reduce` names the partial result of summed-over factors. `sections` lists
-    sections in absolute sizes that dims of other operators are known to have (fused projections): a plain factor whose
-    size is their sum, and which no runtime algorithm cuts, may be cut section by section. `together` lists sets of
-    factors that may be cut at once, with the runtime algorithm of each; a tensor may have one factor of a set.
-    """
+    `linear` and `reduce` are as in `Rule`. `sections` lists the sizes of the sections that dims of other operators in
+    the graph have (fused projections); a factor whose size is the sum of such sections may be cut section by section
+    too, if it is a dim by itself and needs no runtime algorithm. `together` lists sets of factors that may be cut at
+    the same time, each with its runtime algorithm; no tensor has more than one factor of a set.
+
+    Raises RuleError where `text` does not fit the call."""
     spec = parse(text)
     if not call.ins and spec.ins == ((),):
         spec = replace(spec, ins=(), added=())  # nothing before the arrow: no operands
-    shaped = Shaped(spec, call, text)
+    fitted = FittedRule(spec, call, text)
     out = [_uniform(call, "", "R", "R")]
     if any(t.grad for t in call.outs):
         out.append(_uniform(call, "grad", "R", "P"))
-    for group in shaped.groups():
+    for group in fitted.groups():
         if any(f in spec.whole or f == "1" for f in group):
             continue
-        out += _split(shaped, group, ways, reduce, sections, dict(spec.runs).get(group[0], ""))
+        out += _split(fitted, group, ways, reduce, sections, dict(spec.runs).get(group[0], ""))
     for group, run in together:
-        if missing := [f for f in group if f not in shaped.sizes]:
+        if missing := [f for f in group if f not in fitted.sizes]:
             raise RuleError(
                 f"rule {text!r} for {call.target}: factors {', '.join(group)} are to be cut together, and the call has "
                 f"no factor {missing[0]}"
             )
-        out += _split(shaped, group, ways, reduce, (), run)
+        out += _split(fitted, group, ways, reduce, (), run)
     return out + _linear(call, linear)
 
 
 def _uniform(call: Call, name: str, value: Entry, grad: Entry) -> Option:
+    """The option in which all tensors have the layout `value`, and all gradients `grad`."""
     return Option(
-        name, _seen(call, [_use(t, value, grad) for t in call.ins]), tuple(_use(t, value, grad) for t in call.outs)
+        name,
+        _operand_uses(call, [_use(t, value, grad) for t in call.ins]),
+        tuple(_use(t, value, grad) for t in call.outs),
     )
 
 
-def _seen(call: Call, uses: Sequence[Use]) -> tuple[Use, ...]:
-    """Uses of operands: an operator whose outputs have no gradient sends none back."""
+def _operand_uses(call: Call, uses: Sequence[Use]) -> tuple[Use, ...]:
+    """Uses of operands, with no gradient where no output has one: the backward of such an operator never runs."""
     return tuple(uses) if any(t.grad for t in call.outs) else tuple(Use(u.value, NO_GRAD) for u in uses)
 
 
@@ -65,27 +68,29 @@ def _use(tensor: Tensor, value: Entry, grad: Entry) -> Use:
 
 
 def _split(
-    shaped: Shaped, group: tuple[str, ...], ways: int, reduce: str, sections: Sequence[tuple[int, ...]], run: str
+    fitted: FittedRule, group: tuple[str, ...], ways: int, reduce: str, sections: Sequence[tuple[int, ...]], run: str
 ) -> list[Option]:
-    call = shaped.call
-    if not all(shaped.divides(f, ways) for f in group):
+    """The options that split the factors of `group` over `ways` ranks: contiguously, and by each of `sections` that
+    fits; none where a factor cannot be cut so."""
+    call = fitted.call
+    if not all(fitted.divides(f, ways) for f in group):
         return []
     variants: list[tuple[int, ...]] = [(1,)]
     # runtime algorithms count from the first element that a rank has
-    if len(group) == 1 and shaped.plain(group[0]) and not run:
-        variants += [s for s in sections if sum(s) == shaped.sizes[group[0]] and all(n % ways == 0 for n in s)]
+    if len(group) == 1 and fitted.plain(group[0]) and not run:
+        variants += [s for s in sections if sum(s) == fitted.sizes[group[0]] and all(n % ways == 0 for n in s)]
     found = []
     for cut in variants:
         outs = tuple(
-            _place_use(shaped, group, dims, t, cut, True, reduce)
-            for dims, t in zip(shaped.outs, call.outs, strict=True)
+            _place_use(fitted, group, dims, t, cut, True, reduce)
+            for dims, t in zip(fitted.outs, call.outs, strict=True)
         )
         parts = any(use.value == reduce for use in outs)
-        ins = _seen(
+        ins = _operand_uses(
             call,
             [
-                _place_use(shaped, group, dims, t, cut, parts and added, reduce)
-                for dims, t, added in zip(shaped.ins, call.ins, shaped.spec.added, strict=True)
+                _place_use(fitted, group, dims, t, cut, parts and added, reduce)
+                for dims, t, added in zip(fitted.ins, call.ins, fitted.spec.added, strict=True)
             ],
         )
         if reduce != "P" and any(u.value == reduce and t.grad for u, t in zip(outs, call.outs, strict=True)):
@@ -96,7 +101,7 @@ def _split(
 
 
 def _place_use(
-    shaped: Shaped,
+    fitted: FittedRule,
     group: tuple[str, ...],
     dims: Sequence[Dim],
     tensor: Tensor,
@@ -104,18 +109,20 @@ def _place_use(
     summed: bool,
     reduce: str,
 ) -> Use:
-    """How a tensor lies; one without the factors is a part of what is `summed`, or the same on all ranks."""
+    """The use of one tensor where `group` is split in the sections `cut`. A tensor that has none of these factors is a
+    partial result (`reduce`) where it is `summed`, else it is the same on all ranks."""
     for index, dim in enumerate(dims):
         if dim.join == "|" and dim.factors == group:
-            return _use(tensor, entry := shard(index, tuple(shaped.sizes[f] for f in group)), entry)
+            return _use(tensor, entry := shard(index, tuple(fitted.sizes[f] for f in group)), entry)
     for factor in group:
-        if place := shaped.place(factor, dims):
+        if place := fitted.place(factor, dims):
             entry = shard(place[0], cut) if len(cut) > 1 else place[1]
             return _use(tensor, entry, entry)
     return _use(tensor, reduce, "R") if summed else _use(tensor, "R", "P")
 
 
 def _linear(call: Call, linear: str) -> list[Option]:
+    """The options in which partial sums pass from operands to outputs, by the operator's linearity (`Rule.linear`)."""
     if not linear or not call.ins:
         return []
     if linear == "all":
@@ -130,6 +137,7 @@ def _linear(call: Call, linear: str) -> list[Option]:
 
 
 def _groups(call: Call, linear: str) -> list[tuple[int, ...]]:
+    """The sets of operands in which the operator is linear, as `Rule.linear` says."""
     if linear == "each":
         return [(i,) for i in range(len(call.ins))]
     if linear == "first":

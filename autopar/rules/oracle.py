@@ -1,10 +1,10 @@
-"""Proof of one rule by brute force: an operator whole against the same operator on shards, values and gradients.
+"""Check of one rule by brute force: an operator on whole tensors against the same operator on shards, values and
+gradients.
 
-For every option of a call on one axis: cut random operands as the option's layouts say, run the operator on every
-shard, put the outputs together again and compare; then do the same with gradients, from a random cotangent laid out as
-the option says. All ranks are simulated in this process: no process group. `derive` proves the rules it guesses this
-way, the tests prove every row of the table.
-"""
+For every option of a call on one axis: cut random operands as the layouts of the option say, run the operator on every
+shard, reassemble the outputs and compare; then the same with gradients, from a random cotangent in the layout that the
+option says. All ranks are simulated in this process, without a process group. `derive` checks the rules that it guesses
+in this way, and the tests check every row of the table."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from autopar.rules.rule import Rule
 Shapes = Sequence[tuple[int, ...]]
 Execute = Callable[[Any, Sequence[Any], Mapping[str, Any], Shapes], Any]
 """Runs a target on one shard: (target, args, kwargs, local shapes of the outputs) -> its result."""
-Together = Callable[[Sequence[tuple[Sequence[Any], Mapping[str, Any]]]], list[Any]]
+RunOnAllRanks = Callable[[Sequence[tuple[Sequence[Any], Mapping[str, Any]]]], list[Any]]
 """Runs an algorithm on all shards at once: [(args, kwargs) per rank] -> [result per rank]."""
 
 
 def plainly(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Shapes) -> Any:
-    """The operator itself, size arguments made local."""
+    """The operator itself on one shard, with its size arguments made local."""
     local, named = local_args(target, args, kwargs, outs)
     return target(*local, **named)
 
 
 def call_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """The call as rules see it, from real tensors."""
+    """The call as rules see it, made from real tensors. Runs the operator once for the shapes of its outputs."""
     outs = _tensors(target(*args, **kwargs))
     grad = any(t.requires_grad for t in _tensors((args, kwargs)))
 
@@ -57,16 +57,16 @@ def failures(
     ways: int,
     *,
     execute: Execute = plainly,
-    together: Mapping[str, Together] | None = None,
+    together: Mapping[str, RunOnAllRanks] | None = None,
     mask: bool = False,
 ) -> list[str]:
-    """What is wrong with the options of `rule` for one call on `ways` shards, one line per option that is wrong; those
-    with dims cut in two sections included.
+    """What is wrong with the options of `rule` for one call on `ways` ranks: one line for each wrong option. Options
+    that cut a dim in two equal sections are tried too.
 
-    Floating operands of `args` that require gradients are checked in both directions. `together` simulates the options
-    that name a runtime algorithm; an option without its simulation counts as wrong. `mask` compares shapes only, for
-    operators whose values are random or undefined. Raises RuleError when the rule does not fit the call.
-    """
+    Operands in `args` that require gradients are checked forward and backward. `execute` runs the operator on one
+    shard. `together` has, for each runtime algorithm, a function that simulates it on all ranks at once; an option
+    whose algorithm has none counts as wrong. `mask` compares shapes only, for operators whose values are random or
+    undefined. Raises RuleError where the rule does not fit the call."""
     call = call_of(target, args, kwargs)
     found = []
     for option in rule.options(call, ways, sections=_sections(call, ways)):
@@ -77,13 +77,13 @@ def failures(
 
 
 def _sections(call: Call, ways: int) -> list[tuple[int, ...]]:
-    """Two equal sections of every dim that has them, as dims of fused projections have."""
+    """Two equal sections for every size that both can be cut in `ways` parts, as dims of fused projections have."""
     sizes = dict.fromkeys(size for tensor in (*call.ins, *call.outs) for size in tensor.shape if isinstance(size, int))
     return [(size // 2, size // 2) for size in sizes if size > 0 and size % (2 * ways) == 0]
 
 
 def shards_of(given: Any, option: Option, ways: int) -> list[Any]:
-    """(args, kwargs) per rank, `given` cut as `option` says."""
+    """(args, kwargs) per rank: `given` cut as `option` says."""
     whole = _tensors(given)
     parts = [cut(t.detach(), use.value, ways) for t, use in zip(whole, option.ins, strict=True)]
     ranks = []
@@ -94,7 +94,7 @@ def shards_of(given: Any, option: Option, ways: int) -> list[Any]:
 
 
 def shapes_of(outs: Sequence[torch.Tensor], option: Option, ways: int) -> list[list[tuple[int, ...]]]:
-    """The shapes of results on each rank."""
+    """The shapes of the outputs on each rank: [rank][output]."""
     return [
         [local_shape(t.shape, (use.value,), (ways,), (rank,)) for t, use in zip(outs, option.outs, strict=True)]
         for rank in range(ways)
@@ -102,13 +102,13 @@ def shapes_of(outs: Sequence[torch.Tensor], option: Option, ways: int) -> list[l
 
 
 class _Trial:
-    """One option of one call, tried on random cotangents."""
+    """One option of one call, tried with random cotangents."""
 
     def __init__(self, call: Call, option: Option, given: Any, ways: int, mask: bool) -> None:
         self.call, self.option, self.given, self.ways, self.mask = call, option, given, ways, mask
         self.loose = False
 
-    def problem(self, execute: Execute, together: Mapping[str, Together]) -> str:
+    def problem(self, execute: Execute, together: Mapping[str, RunOnAllRanks]) -> str:
         """What differs from the whole, or an empty string."""
         whole_ins = _tensors(self.given)
         whole_outs = _tensors(self.call.target(*self.given[0], **self.given[1]))
@@ -130,7 +130,7 @@ class _Trial:
         return "" if self.mask else self._backward(whole_ins, whole_outs, shards, outs)
 
     def _run(
-        self, shards: Sequence[Any], shapes: Sequence[Shapes], execute: Execute, together: Mapping[str, Together]
+        self, shards: Sequence[Any], shapes: Sequence[Shapes], execute: Execute, together: Mapping[str, RunOnAllRanks]
     ) -> list[list[torch.Tensor]]:
         if self.option.run:
             return [_tensors(out) for out in together[self.option.run](shards)]
@@ -174,7 +174,7 @@ class _Trial:
 def gradients(
     outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Gradients of `ins`, zeros where there is none."""
+    """The gradients of `ins` for the given cotangents, zeros for inputs that no output depends on."""
     if not outs:
         return [torch.zeros_like(x) for x in ins]
     found = torch.autograd.grad(list(outs), list(ins), list(cotangents), allow_unused=True)
@@ -182,7 +182,7 @@ def gradients(
 
 
 def cut(whole: torch.Tensor, entry: Entry, ways: int) -> list[torch.Tensor]:
-    """The parts of `whole` on each rank of one axis; partial ones are random parts that sum up to it."""
+    """The parts of `whole` on each rank of one axis. Partial ones are random tensors whose sum is `whole`."""
     if is_shard(entry):
         return [_shard(whole, entry, ways, rank) for rank in range(ways)]
     if entry != "P":
@@ -206,7 +206,8 @@ def _shard(whole: torch.Tensor, entry: Entry, ways: int, rank: int) -> torch.Ten
 
 
 def join(parts: Sequence[torch.Tensor], entry: Entry, shape: Sequence[int]) -> torch.Tensor | str:
-    """The whole value that `parts` are, or what is wrong with them: replicas must agree."""
+    """The whole value that `parts` make in the layout `entry`, or a text that says what is wrong: shards of another
+    shape, replicas that differ."""
     if is_shard(entry):
         whole = torch.empty(tuple(shape), dtype=parts[0].dtype)
         index = torch.arange(whole.numel()).reshape(whole.shape)
@@ -230,7 +231,8 @@ def join(parts: Sequence[torch.Tensor], entry: Entry, shape: Sequence[int]) -> t
 
 
 def compare(got: torch.Tensor | str, wanted: torch.Tensor, what: str, loose: bool = False) -> str:
-    """What differs, or an empty string; `loose` where anything was rounded to less than float64."""
+    """How `got` differs from `wanted`, or "" where they agree; `loose` where something was rounded to less than
+    float64."""
     if isinstance(got, str):
         return f"{what}: {got}"
     if got.shape != wanted.shape or got.dtype != wanted.dtype:

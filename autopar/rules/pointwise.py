@@ -41,14 +41,14 @@ BINARY = """add addcdiv addcmul atan2 bitwise_and bitwise_left_shift bitwise_or 
     rsub special_xlog1py special_xlogy sub true_divide where xlogy __and__ __or__ __xor__"""
 
 LIKE = "empty_like full_like ones_like zeros_like"
-"""They read the sizes of their operand only."""
+"""Operators that read only the sizes of their operand."""
 
 
 RANDOM = named("""alpha_dropout.default bernoulli.default bernoulli.p cauchy.default exponential.default
     geometric.default log_normal.default native_dropout.default
     normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor normal_functional.default poisson.default
     rand_like.default randint_like.default randint_like.low_dtype randn_like.default rrelu.default uniform.default""")
-"""They draw a number per element."""
+"""Operators that draw a random number per element."""
 
 
 def features(call: Call) -> str:

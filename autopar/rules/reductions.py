@@ -139,7 +139,7 @@ REDUCED = """all.dim all.dims amax.default amin.default any.dim any.dims argmax.
     norm.Scalar special_logsumexp.default frobenius_norm.dim linalg_norm.default linalg_norm.ord_str
     linalg_matrix_norm.default linalg_matrix_norm.str_ord
     nanmean.default nanquantile.scalar quantile.scalar"""
-"""Reductions that must see all of what they reduce."""
+"""Reductions that need the reduced dims whole."""
 
 RULES: dict[Any, Rule] = {
     **{op: Rule(whole_dim) for op in named(WHOLE_DIM)},

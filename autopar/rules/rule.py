@@ -12,7 +12,7 @@ from autopar.rules.language import Call, Option, Together
 from autopar.rules.matches import options
 
 LINEAR = re.compile(r"|all|each|first|\d+(\+\d+)*(\|\d+(\+\d+)*)*")
-"""What `Rule.linear` may say."""
+"""The form of `Rule.linear`."""
 
 
 @dataclass(frozen=True, slots=True)

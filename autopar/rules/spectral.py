@@ -41,7 +41,7 @@ def framed(one: int) -> Spec:
 
 
 PARTS = "_conj conj conj_physical imag real resolve_conj"
-"""Operators on one complex tensor, each number by itself and linear."""
+"""Linear operators on each element of one complex tensor."""
 
 RULES: dict[Any, Rule] = {
     **{op: Rule(transform, linear="first") for op in overloads(f"{ONE_DIM} {DIMS} {SHIFTS}")},

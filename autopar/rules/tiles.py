@@ -1,17 +1,17 @@
-"""Weights that are too large to gather whole, gathered and used in tiles: memory-centric tiling, as in ZeRO-3 of
-DeepSpeed.
+"""Weights that are too large to gather whole, gathered and used in tiles: memory-centric tiling, as DeepSpeed has it
+for ZeRO-3.
 
-    y = x W^T,  W [o, i] cut along dim 0 over n ranks       tile j of t: rows j o/(n t) ... of every rank's shard, n of
-    them at once
+    y = x W^T, W [o, i] cut along dim 0 over n ranks        tile j of t: part j of t of every rank's shard,
+                                                            n * (o / (n t)) rows
 
-The work is cut along x as in data parallelism, the weight lies cut as it rests. The operator gathers a tile, multiplies
-and lets it go while the next one is on its way; its backward gathers each again and scatters the gradient of each at
-once, so neither the whole weight nor its whole gradient is ever there. A weight whose rows are outputs (linear) gives
-columns of the result, one whose rows are inputs (matmul) takes columns of x and gives parts of a sum, one whose rows
-are looked up (embedding) gives the rows that are in the tile and is not gathered again.
+The work is cut along the rows of x, as in data parallelism; the weight rests cut. The operator gathers a tile,
+multiplies by it and frees it, while the next tile is gathered. Its backward gathers each tile again and scatters the
+tile's gradient at once, so that neither the whole weight nor its whole gradient ever exists. What a tile gives depends
+on what a row of the weight is: an output (linear) gives columns of the result; an input (matmul) takes columns of x and
+gives a partial sum; a row of a table (embedding) gives the rows of the result whose ids are in the tile, and its
+backward does not gather.
 
-Bytes and seconds are those of autopar.runtime.algorithms.tiled, which the tests count.
-"""
+Bytes and seconds are those of autopar.runtime.algorithms.tiled, which tests count."""
 
 from __future__ import annotations
 
@@ -30,58 +30,59 @@ from passes import ops
 
 aten = torch.ops.aten
 NAMES = {"tiles": 1, "lookup_tiles": 0}
-"""The algorithms without their number of tiles: of products, and of lookups; which operand is the weight. The other one
-of the first two has the rows of the result."""
+"""Algorithm (of products, of lookups), without its number of tiles -> which operand is the weight. The other one of the
+first two operands has the rows of the result."""
 COUNTS = tuple(2**power for power in range(1, 11))
-"""The numbers of tiles that there are algorithms for."""
+"""The numbers of tiles for which there are algorithms."""
 
 OPERATORS: dict[Any, str] = {
     aten.embedding.default: "lookup_tiles",
     **dict.fromkeys((aten.linear.default, aten.matmul.default, aten.mm.default, ops.affine), "tiles"),
 }
-"""Operators that can gather their weight in tiles, and the algorithm."""
+"""Operators that can gather their weight in tiles -> their algorithm."""
 BY_OUTPUTS = (aten.linear.default,)
-"""Those whose weight has a row per output; rows of other products are inputs."""
+"""Operators whose weight has a row per output; in other products a row of the weight is an input."""
 
-LARGE = 1 / 16
-"""Of a device's memory: weights of fewer bytes are not offered in tiles."""
+LARGE_SHARE = 1 / 16
+"""A share of a device's memory: weights of at most so many bytes are not offered in tiles."""
 
 SHARD = Use("S0", "S0")
 
 
 def name(target: Any, count: int) -> str:
-    """The algorithm of an operator of OPERATORS that gathers so many tiles."""
+    """The name of the algorithm of an operator of OPERATORS with `count` tiles."""
     return f"{OPERATORS[target]}{count}"
 
 
 def tiles(run: str) -> int:
-    """How many tiles an algorithm gathers, 1 where it is another one."""
+    """The number of tiles of an algorithm; 1 where it is not one of NAMES."""
     return int(run[len(run.rstrip("0123456789")) :]) if run.rstrip("0123456789") in NAMES else 1
 
 
 def weight_at(run: str) -> int:
-    """Which operand an algorithm of NAMES gathers."""
+    """The number of the operand that an algorithm of NAMES gathers."""
     return NAMES[run.rstrip("0123456789")]
 
 
 def tiled(options: Sequence[Option]) -> int:
-    """How many tiles an operator gathers that does `options`, one per axis."""
+    """The number of tiles of an operator with `options`, one per axis."""
     return math.prod(tiles(option.run) for option in options)
 
 
 def counts(call: Call, ways: int, memory_bytes: float) -> tuple[int, ...]:
-    """The numbers of tiles that are offered on an axis of `ways` ranks of `memory_bytes` each: none of a weight that is
-    not large, else powers of two until a tile is small, as far as they cut every shard evenly."""
+    """The numbers of tiles that are offered on an axis of `ways` ranks with `memory_bytes` each. None for a weight of
+    at most LARGE_SHARE of that memory. Else the powers of two t that cut every shard evenly, up to the first for which
+    a tile is at most LARGE_SHARE of the memory."""
     if ways < 2 or not can(call):
         return ()
     weight = call.ins[NAMES[OPERATORS[call.target]]]
     nbytes, rows = math.prod(weight.sizes) * weight.itemsize, weight.sizes[0]
-    return tuple(n for n in COUNTS if nbytes / n * 2 > LARGE * memory_bytes < nbytes and rows % (ways * n) == 0)
+    return tuple(n for n in COUNTS if nbytes / n * 2 > LARGE_SHARE * memory_bytes < nbytes and rows % (ways * n) == 0)
 
 
 def can(call: Call) -> bool:
-    """Whether there is an algorithm for a call: of a matrix with a known number of rows, all of whose gradients count
-    as they are."""
+    """Whether a call has an algorithm with tiles: its weight is a matrix with a static number of rows, and its gradient
+    is dense and unscaled."""
     if call.target not in OPERATORS or (
         call.target is aten.embedding.default and any(given(call)[name] for name in ("scale_grad_by_freq", "sparse"))
     ):
@@ -91,8 +92,8 @@ def can(call: Call) -> bool:
 
 
 def in_tiles(target: Any, options: Sequence[Option], counts: Sequence[int]) -> list[Option]:
-    """Those of the `options` of an operator of OPERATORS that cut its rows and use the weight whole, with the weight
-    gathered in tiles instead."""
+    """For each of `options` that cuts rows of x (or ids) and has the weight whole: the same with the weight gathered in
+    tiles, for each number of tiles in `counts`."""
     weight = NAMES[OPERATORS[target]]
     return [
         replace(
@@ -108,6 +109,7 @@ def in_tiles(target: Any, options: Sequence[Option], counts: Sequence[int]) -> l
 
 
 def _as_it_rests(use: Use) -> Use:
+    """The use of a weight that rests cut along dim 0, where the plain option has `use` for it."""
     return SHARD if use.grad == "P" else Use("S0", use.grad)
 
 
@@ -116,14 +118,14 @@ def _with(ins: tuple[Use, ...], at: int, use: Use) -> tuple[Use, ...]:
 
 
 def as_worked(option: Option) -> Option:
-    """The option with the operands as the kernels see them: weights that are gathered in tiles are whole."""
+    """The option with the layouts of operands as kernels see them: a weight that is gathered in tiles is whole."""
     if tiles(option.run) == 1:
         return option
     return replace(option, ins=_with(option.ins, weight_at(option.run), Use("R", "P")))
 
 
 def weight_of(site: Site) -> int:
-    """Which operand is gathered in tiles."""
+    """The number of the operand that is gathered in tiles."""
     return weight_at(site.options[site.axis].run)
 
 
@@ -132,17 +134,17 @@ def _weight(site: Site) -> Tensor:
 
 
 def _again(site: Site) -> bool:
-    """Whether the backward needs the weight."""
+    """Whether the backward needs the weight: x has a gradient."""
     return site.operands[1 - weight_of(site)].grad
 
 
 def tile_bytes(site: Site) -> float:
-    """One gathered tile."""
+    """Bytes of one gathered tile."""
     return site.local_bytes(weight_of(site)) * site.ways / _count(site)
 
 
 def gradient_bytes(site: Site) -> float:
-    """The whole gradient of a tile, in the dtype in which gradients of the weight are summed."""
+    """Bytes of the whole gradient of a tile, in the dtype in which gradients of the weight are summed."""
     return tile_bytes(site) * site.wider
 
 
@@ -187,15 +189,16 @@ BACKWARD = (
 
 
 def forward_bytes(site: Site) -> tuple[float, float]:
-    """Bytes of gathered tiles, and of whole gradients, at the fullest moment of the forward: the tile that is used and
-    the next one."""
+    """Bytes of (gathered tiles, whole gradients) when the forward has most: the tile in use and the next one."""
     return 2 * tile_bytes(site), 0.0
 
 
 def backward_bytes(site: Site) -> tuple[float, float]:
-    """The same of the backward. With three tiles or more, two are there beside the gradient of the one before, which is
-    on its way. With two the second is there alone by then; the gradient of the first is made beside it, and cast where
-    gradients are summed in another dtype."""
+    """Bytes of (gathered tiles, whole gradients) when the backward has most.
+
+    With three tiles or more: two tiles, and the gradient of the tile before, whose scatter is not done. With two, there
+    is only the second tile by then: it, and the gradient of the first, which is made and, where gradients are summed in
+    another dtype, cast."""
     tile, whole, x, weight = tile_bytes(site), gradient_bytes(site), _again(site), _weight(site).grad
     made = whole + (tile if site.wider > 1 else 0.0)
     if not (x and weight):
@@ -205,9 +208,9 @@ def backward_bytes(site: Site) -> tuple[float, float]:
 
 
 def moved_bytes(site: Site) -> tuple[float, float]:
-    """Bytes that are read and written beside one pass over operands and result, forward and backward: x once more for
-    each further tile, results and gradients put in their place, sums that add up; of lookups a result for each tile, of
-    which some rows count."""
+    """Bytes that a call reads and writes in addition to one pass over operands and result, (forward, backward). For
+    each further tile x is read again; parts of results and of gradients are copied to their places, and partial sums
+    are added up; a lookup writes a whole result for each tile."""
     assert site.call is not None, "tiles of a call"
     more, x, y = _count(site) - 1, site.local_bytes(1 - weight_of(site)), _result_bytes(site)
     if weight_of(site) == 0:
@@ -218,7 +221,7 @@ def moved_bytes(site: Site) -> tuple[float, float]:
 
 
 def _result_bytes(site: Site) -> float:
-    """The result on one rank: as many rows as x, or ids, as wide as the weight gives."""
+    """Bytes of the local result: as many rows as x (or ids), as wide as the weight makes it."""
     assert site.call is not None, "tiles of a call"
     rows, weight = site.operands[1 - weight_of(site)], _weight(site)
     lead = range(len(rows.shape) - weight_of(site))

@@ -199,7 +199,7 @@ MOVES: dict[Any, Spec] = {
     aten.unfold.default: along("dimension"),
     aten.unsqueeze.default: unsqueeze,
 }
-"""They only move elements, so all are linear."""
+"""Operators that only move elements, so all are linear."""
 
 RULES: dict[Any, Rule] = {
     **{op: Rule(spec, linear="all") for op, spec in MOVES.items()},

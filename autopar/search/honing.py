@@ -19,19 +19,19 @@ from autopar.search.state import BYTES, Penalty, State
 
 Choice = tuple[int, ...]
 
-TRIED = 16
+PRICED_MOVES = 16
 """Moves of each kind (one node, two nodes) that are priced at most before the descent ends."""
 
-SHORT = 160
-"""Choices of each kind (`_Honing._short`) that are combined into pairs."""
+SHORTLIST = 160
+"""Choices of each kind at most (`_Honing._short`) that are combined into pairs."""
 
 PROMISING = 1.01
 """A move is worth pricing if by the State the step is then at most this many times as long."""
 
-GAIN = 1e-5
-"""Relative: a smaller gain is rounding."""
+LEAST_GAIN = 1e-5
+"""Relative to the step: a smaller gain may be rounding."""
 
-LARGEST = 4096
+PAIRS_AT_ONCE = 4096
 """Pairs that are scored at once, so that the arrays fit into a cache."""
 
 
@@ -40,7 +40,7 @@ def honed(
     start: Choice,
     price_s: Callable[[Choice], float],
     late: Callable[[], bool] = lambda: False,
-    tried: int = TRIED,
+    tried: int = PRICED_MOVES,
 ) -> tuple[Choice, float]:
     """Descend from `start`, which fits: a solution that fits and is no slower, and its seconds by `price_s`.
 
@@ -84,7 +84,7 @@ class _Honing:
             if made in self.seen:
                 continue
             self.seen.add(made)
-            if (seconds := self.price_s(made)) < self.best_s * (1 - GAIN):
+            if (seconds := self.price_s(made)) < self.best_s * (1 - LEAST_GAIN):
                 self.best, self.best_s = made, seconds
                 self.state.reset(made)
                 return True
@@ -117,9 +117,10 @@ class _Honing:
                 np.zeros(0),
                 *(
                     self.state.score(
-                        totals + changes[:, one[at : at + LARGEST]] + changes[:, other[at : at + LARGEST]], self.fits
+                        totals + changes[:, one[at : at + PAIRS_AT_ONCE]] + changes[:, other[at : at + PAIRS_AT_ONCE]],
+                        self.fits,
                     )
-                    for at in range(0, len(one), LARGEST)
+                    for at in range(0, len(one), PAIRS_AT_ONCE)
                 ),
             ]
         )
@@ -130,12 +131,12 @@ class _Honing:
         """The columns that are combined into pairs: the fastest that fit, the fastest whatever memory they take, and
         those that free most bytes per second that they cost."""
         fits_s, roomy_s = self._seconds(self.fits), self._seconds(self.roomy)
-        found = [np.argsort(fits_s, kind="stable")[:SHORT], np.argsort(roomy_s, kind="stable")[:SHORT]]
+        found = [np.argsort(fits_s, kind="stable")[:SHORTLIST], np.argsort(roomy_s, kind="stable")[:SHORTLIST]]
         if np.isfinite(self.state.limit_bytes):
             freed = -self.state.changes()[BYTES]
             frees = np.flatnonzero((freed > 0) & (roomy_s < self.fits.forbidden_s))
             rate = (roomy_s[frees] - self.best_s) / freed[frees]
-            found.append(frees[np.argsort(rate, kind="stable")[: SHORT // 2]])
+            found.append(frees[np.argsort(rate, kind="stable")[: SHORTLIST // 2]])
         return np.array(list(dict.fromkeys(np.concatenate(found).tolist())), int)
 
     def _seconds(self, penalty: Penalty) -> np.ndarray:

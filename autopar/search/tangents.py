@@ -22,7 +22,7 @@ from autopar.errors import InfeasibleError
 from autopar.problem.types import Net, Node, Problem
 from autopar.search import ilp
 from autopar.search.descent import descend
-from autopar.search.honing import GAIN, TRIED, Choice, honed
+from autopar.search.honing import LEAST_GAIN, PRICED_MOVES, Choice, honed
 from autopar.search.state import BYTES, FIXED, FORBIDDEN, State
 
 SPREADS = (0.003, 0.03, 0.1, 0.3)
@@ -37,7 +37,7 @@ def roamed(
     start: Choice,
     price_s: Callable[[Choice], float],
     late: Callable[[], bool] = lambda: False,
-    tried: int = TRIED,
+    tried: int = PRICED_MOVES,
 ) -> tuple[Choice, float]:
     """As `honing.honed`: a solution that fits and no slower than `start`, which fits, and its seconds by `price_s`."""
     best, start_s = _valley(state, start, late), price_s(start)
@@ -60,7 +60,7 @@ def _valley(state: State, start: Choice, late: Callable[[], bool]) -> Choice:
     """The fastest solution by the State that is reached from `start` by tangents and descent."""
     state.reset(start)
     best, best_s, before_s = start, float(state.seconds(state.totals)[0]), math.inf
-    while 0.0 < best_s < before_s * (1 - GAIN) and not late():
+    while 0.0 < best_s < before_s * (1 - LEAST_GAIN) and not late():
         before_s = best_s
         state.reset(best)
         for problem in [tangent(state, spread) for spread in SPREADS]:

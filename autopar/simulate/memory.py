@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from autopar.memory.place import Level
 
-FINE = 32  # points of one action, where there are few actions
-FEW = 8
+FINE_POINTS = 32  # points of one action where there are at most FEW_ACTIONS
+FEW_ACTIONS = 8
 
 
 def over_time(levels: Sequence[Level], times: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
@@ -19,7 +19,7 @@ def over_time(levels: Sequence[Level], times: Sequence[tuple[float, float]]) -> 
     """
     found = [(0.0, levels[0].begin)] if levels else []
     for level, (begin, end) in zip(levels, times, strict=True):
-        points = FINE if len(levels) <= FEW else 1
+        points = FINE_POINTS if len(levels) <= FEW_ACTIONS else 1
         fullest = min(points - 1, int(level.at * points))
         for index in range(points):
             share = index / points

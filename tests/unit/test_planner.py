@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.bestfirst import CLOSE, HONED, Look, _unfolded, first_look, nowhere
+from autopar.bestfirst import HONED, PRICE_TOLERANCE, Look, _unfolded, first_look, nowhere
 from autopar.candidate import Candidate
 from autopar.capture import capture
 from autopar.cluster import Cluster
@@ -145,7 +145,7 @@ def test_what_is_near_the_fastest_is_so_by_glances_not_by_what_honing_made_of_th
     )
     look.alone_s = 0.9  # what is proven of it is below: close to that is enough
     look.hone(math.inf)
-    assert asked == [pytest.approx(0.9 * (1 + CLOSE))]
+    assert asked == [pytest.approx(0.9 * (1 + PRICE_TOLERANCE))]
 
 
 def test_what_does_not_fit_as_it_runs_may_with_other_choices(monkeypatch: pytest.MonkeyPatch) -> None:

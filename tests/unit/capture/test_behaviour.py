@@ -239,7 +239,7 @@ def test_a_graph_is_the_same_with_torchs_cache_of_fake_tensors_and_without_it(mo
         ]
 
     without = made()
-    monkeypatch.setattr(exporting, "MANY", 0)
+    monkeypatch.setattr(exporting, "CACHED_MODULES", 0)
     assert [str(item) for item in made()] == [str(item) for item in without]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autopar.capture import capture
-from autopar.capture.spans import TRIED, Span, _around, _holding
+from autopar.capture.spans import LARGEST_TRIED_SIZE, Span, _around, _holding
 from autopar.verify import graph_rows
 from passes import facts
 from tests.helpers import chunked
@@ -53,7 +53,7 @@ def test_conditions_are_tried_of_all_sizes(text, holds):
     ("length", "span"),
     [
         (12, (9, 15, 1)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((5, (0, 7, 1)), (24, (16, TRIED, 8)))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((5, (0, 7, 1)), (24, (16, LARGEST_TRIED_SIZE, 8)))),
     ],
 )
 def test_a_sequence_in_chunks_stays_symbolic_for_the_lengths_that_are_cut_alike(length, span):
@@ -79,13 +79,13 @@ def test_a_condition_that_always_holds_leaves_nothing_to_say():
             return (self.table(ids).sum(-1) * labels).topk(min(chunked.BEST, ids.shape[1]), -1).values.sum()
 
     captured = capture(Best(), (), chunked.inputs(4, 12))
-    assert captured.notes == () and facts.spans(captured.gm)["s"] == (0, TRIED, 1)
+    assert captured.notes == () and facts.spans(captured.gm)["s"] == (0, LARGEST_TRIED_SIZE, 1)
 
 
 def test_what_is_beyond_is_said():
     captured = capture(chunked.Model(), (), chunked.inputs(4, 24))
     (note,) = captured.notes
-    assert note.startswith(f"s may be 16 to {TRIED}, multiples of 8: the model works only where ")
+    assert note.startswith(f"s may be 16 to {LARGEST_TRIED_SIZE}, multiples of 8: the model works only where ")
 
 
 def test_a_loop_over_positions_is_static():

@@ -65,7 +65,7 @@ def test_the_walk_finds_what_there_is(cluster: str, room: float, monkeypatch: py
     device = dataclasses.replace(where.device, memory_bytes=int(where.device.memory_bytes * room))
     who = subject("hf-gpt2")
     request = Request(Cluster(where.name, where.levels, device), Settings("train"))
-    monkeypatch.setattr(explore, "FEW", 4)  # so that it walks
+    monkeypatch.setattr(explore, "FEW_SHAPES", 4)  # so that it walks
     context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 8}, request)
     walked = Explorer(context, SEARCH, math.inf, time.monotonic() + 600, quick_s=Prover(context).quick_s).run()
     best = All(context, SEARCH, math.inf, time.monotonic() + 600).run()
@@ -171,7 +171,7 @@ def test_more_places_are_not_begun_with_where_steps_get_longer_and_longer(
     vars(walk)["pricing"] = SimpleNamespace(
         proven={}, glance=lambda shape, cutoff_s: SimpleNamespace(shape=shape, step_s=took_s[shape])
     )
-    monkeypatch.setattr(explore, "FEW", 4)
+    monkeypatch.setattr(explore, "FEW_SHAPES", 4)
     monkeypatch.setattr(explore, "neighbours", lambda shape, among: [])
     walk._walk(shapes)
     assert [shape.places for shape in walk.found] == visited

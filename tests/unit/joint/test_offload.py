@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from autopar import joint
-from autopar.bestfirst import CLOSE
+from autopar.bestfirst import PRICE_TOLERANCE
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.joint import offload_gain
@@ -146,7 +146,7 @@ def test_a_fast_host_wins_where_blocks_would_run_again() -> None:
     assert made.offload and "with all of it on devices" in made.notes[-1]
     # here something fits that runs nothing again: with less room than the device has, and no faster
     roomier = _searched(64e6, fast, BATCH)
-    assert roomier.predicted.step_s <= made.predicted.step_s * (1 + CLOSE)
+    assert roomier.predicted.step_s <= made.predicted.step_s * (1 + PRICE_TOLERANCE)
     assert made.predicted.step_s < _searched(60e6, batch=BATCH).predicted.step_s
 
 
@@ -307,4 +307,4 @@ def test_no_level_that_is_asked_for_is_faster_than_what_is_found() -> None:
         request = Request(Cluster.parse("h100:1x2"), Settings(), memory_bytes=64e6, time_limit_s=60.0, remat=remat)
         return joint.plan(graph(), {"b": BATCH}, request, model="stack", graph_hash="0" * 64).predicted.step_s
 
-    assert step_s("auto") <= min(step_s("none"), step_s("selective"), step_s("full")) * (1 + CLOSE)
+    assert step_s("auto") <= min(step_s("none"), step_s("selective"), step_s("full")) * (1 + PRICE_TOLERANCE)

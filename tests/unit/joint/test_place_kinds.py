@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import pytest
 
 from autopar import joint, onestage
-from autopar.bestfirst import CLOSE
+from autopar.bestfirst import PRICE_TOLERANCE
 from autopar.cluster import Cluster
 from autopar.cluster.mixed import join
 from autopar.errors import InfeasibleError
@@ -123,7 +123,7 @@ def test_a_small_device_limits_one_stage() -> None:
 @pytest.mark.slow
 def test_the_walk_finds_what_there_is(times: float, memory: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """As tests/unit/joint/test_choice.py has it, of all shapes, timetables and orders of the parts."""
-    monkeypatch.setattr(explore, "FEW", 4)
+    monkeypatch.setattr(explore, "FEW_SHAPES", 4)
     who = subject("hf-gpt2")
     context = SearchContext(
         who.captured.gm, {**who.captured.hints, "b": 8}, Request(two_kinds("cpu:1x2", times, memory), Settings("train"))
@@ -131,7 +131,7 @@ def test_the_walk_finds_what_there_is(times: float, memory: float, monkeypatch: 
     walked = Explorer(context, SEARCH, math.inf, time.monotonic() + 600).run()
     best = All(context, SEARCH, math.inf, time.monotonic() + 600).run()
     assert walked is not None and best is not None
-    assert walked.step_s <= best.step_s * (1 + 2 * CLOSE)
+    assert walked.step_s <= best.step_s * (1 + 2 * PRICE_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
@@ -191,10 +191,12 @@ def test_a_part_that_is_in_the_way_is_named(
     part: str, times: float, better: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tenth of a percent in the way is enough here."""
-    monkeypatch.setattr(one_part, "CLOSE", 0.001)
+    monkeypatch.setattr(one_part, "PRICE_TOLERANCE", 0.001)
     made = _planned(two_kinds(part, times), None)
     notes = [note for note in made.notes if "alone is faster" in note]
     assert len(notes) == better and all(note.startswith(f"{part} alone is faster") for note in notes)
     alone = [other for other in made.alternatives if other.name == f"{part} alone"]
     if better:
-        assert alone[0].step_s == pytest.approx(_planned(Cluster.parse(part), None).predicted.step_s, rel=CLOSE)
+        assert alone[0].step_s == pytest.approx(
+            _planned(Cluster.parse(part), None).predicted.step_s, rel=PRICE_TOLERANCE
+        )

@@ -14,7 +14,7 @@ from autopar.errors import InfeasibleError
 from autopar.joint import plan
 from autopar.joint.effort import CLOSEST
 from autopar.joint.pricing import Pricing
-from autopar.joint.prove import CLOSE, CLOSER, GLANCE, SMALL, Prover, proven_s
+from autopar.joint.prove import CLOSER_LOOKS, CLOSEST_LOOKS, FEW_CLAIMS, GLANCE_LOOKS, Prover, proven_s
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_bounds import Timed, cut_s
 from autopar.joint.shapes import Shape
@@ -100,19 +100,19 @@ def test_shapes_are_looked_at_closer_one_by_one_the_others_together_from_the_beg
         )
     )
     claim = max(prover.claims(), key=lambda claim: len(claim.shapes))
-    for _ in range(GLANCE):
+    for _ in range(GLANCE_LOOKS):
         (claim,) = prover.closer(claim, math.inf)
     first, others = prover.closer(claim, math.inf)
     assert (
         first.shapes + others.shapes == claim.shapes
         and len(first.shapes) == 1
-        and (first.looks, others.looks) == (GLANCE + 1, 0)
+        and (first.looks, others.looks) == (GLANCE_LOOKS + 1, 0)
     )
     assert first.bound_s >= claim.bound_s == others.bound_s
     (closer,) = prover.closer(first, math.inf)
     (others,) = prover.closer(others, math.inf)
-    assert closer.bound_s >= first.bound_s and prover.most_looks == CLOSE
-    assert len(prover.all_claims) <= SMALL and replace(prover, closely=False).most_looks == CLOSER
+    assert closer.bound_s >= first.bound_s and prover.most_looks == CLOSEST_LOOKS
+    assert len(prover.all_claims) <= FEW_CLAIMS and replace(prover, closely=False).most_looks == CLOSER_LOOKS
 
 
 def test_of_many_claims_none_is_looked_at_closer_in_the_time_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +123,8 @@ def test_of_many_claims_none_is_looked_at_closer_in_the_time_of_a_search(monkeyp
         ),
         closely=False,
     )
-    monkeypatch.setattr("autopar.joint.prove.SMALL", len(prover.all_claims) - 1)
-    assert prover.most_looks == GLANCE and replace(prover, closely=True).most_looks == CLOSE
+    monkeypatch.setattr("autopar.joint.prove.FEW_CLAIMS", len(prover.all_claims) - 1)
+    assert prover.most_looks == GLANCE_LOOKS and replace(prover, closely=True).most_looks == CLOSEST_LOOKS
 
 
 def test_where_little_stays_in_a_cache_no_shapes_are_looked_at_together() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.joint.timetables import SEARCHED, WORTH, Kind, Timetable
+from autopar.joint.timetables import SEARCHED, WORTH_GAIN, Kind, Timetable
 from autopar.pipeline.makespan import finishes_s
 from autopar.pipeline.orders import StageTime, in_flight, orders
 
@@ -77,7 +77,7 @@ def test_each_number_of_stages_is_worth_it(kind: Kind, places: int, rounds: int,
         Timetable(each, places, places * rounds).length for each in kind.decided(places, places * rounds, pieces)
     ]
     assert found[0] == 2 and found == sorted(set(found))
-    assert all(after <= before * (1 - WORTH) * (1 + 1e-9) for before, after in itertools.pairwise(lengths))
+    assert all(after <= before * (1 - WORTH_GAIN) * (1 + 1e-9) for before, after in itertools.pairwise(lengths))
     most = [-(-pieces // (places * virtual)) for virtual in found]
     assert most == sorted(set(most), reverse=True) or most[0] == 1
 

@@ -13,7 +13,7 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.joint import shape_bounds
 from autopar.joint.cutting_planes import Cutting, Level
-from autopar.joint.effort import ROUNDS, Effort
+from autopar.joint.effort import MOST_ROUNDS, Effort
 from autopar.joint.relaxed import Key, Relaxed, Span, Sums
 from autopar.joint.relaxed_solving import Solver
 from autopar.joint.relaxed_steps import alone
@@ -85,7 +85,7 @@ def test_in_its_own_case_a_solution_takes_as_long_at_least(name: str, cluster: s
 
 @pytest.mark.parametrize(("name", "cluster", "mesh"), [pytest.param(*on, marks=pytest.mark.slow) for on in ON[:2]])
 def test_all_cases_together_hold_for_the_best_plan_there_is(name: str, cluster: str, mesh: tuple[int, ...]) -> None:
-    effort = Effort(ROUNDS, 6)
+    effort = Effort(MOST_ROUNDS, 6)
     who = subject(name)
     context = SearchContext(
         who.captured.gm, {**who.captured.hints, "b": 64}, Request(Cluster.parse(cluster), Settings("train"))
@@ -105,7 +105,7 @@ def test_all_cases_together_hold_for_the_best_plan_there_is(name: str, cluster: 
         for choice in solutions(here.plain.problem)
     )
     assert shape_bounds.cut_s([relaxed], math.inf, effort, [], relaxed.keys) == pytest.approx(cases_s, rel=2e-3)
-    assert bound_s(cutting(), relaxed.keys, math.inf, Effort(ROUNDS, 1)) == pytest.approx(plain_s)
+    assert bound_s(cutting(), relaxed.keys, math.inf, Effort(MOST_ROUNDS, 1)) == pytest.approx(plain_s)
 
 
 def test_spans_that_are_split_are_whole() -> None:

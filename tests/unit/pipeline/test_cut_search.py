@@ -149,7 +149,7 @@ def test_of_few_cuts_none_is_faster_that_fits(table: Timetable, data: st.DataObj
         assert not fits or _step_s(table, pieces, bounds, other.again) >= step_s * (1 - 1e-4)
 
 
-@pytest.mark.parametrize("few", [cut_search.FEW, 0])
+@pytest.mark.parametrize("few", [cut_search.FEW_CUTS, 0])
 @pytest.mark.parametrize("table", TABLES, ids=str)
 @settings(max_examples=30, deadline=None)
 @given(st.data())
@@ -160,7 +160,7 @@ def test_shifted_cuts_are_no_slower_and_fit_and_none_next_to_them_is_faster(
         return
     pieces, barred, limits, cuts = drawn
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cut_search, "FEW", few)
+        patched.setattr(cut_search, "FEW_CUTS", few)
         made = _shifted(table, pieces, cuts, limits, barred)
     step_s = _step_s(table, pieces, made.bounds, made.again)
     assert step_s <= _step_s(table, pieces, cuts.bounds, cuts.again) and not set(made.bounds) & set(barred)

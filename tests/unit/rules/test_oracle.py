@@ -18,7 +18,7 @@ from autopar.codegen.expressions import Written, write
 from autopar.rules import RULES
 from autopar.rules.halo import borders
 from autopar.rules.language import Call, Tensor
-from autopar.rules.oracle import Together, call_of, failures, shapes_of, shards_of
+from autopar.rules.oracle import RunOnAllRanks, call_of, failures, shapes_of, shards_of
 from autopar.rules.rule import Rule
 from autopar.runtime.mesh import Mesh
 from passes import ops
@@ -119,7 +119,7 @@ def ring(shards: Sequence[Any]) -> list[torch.Tensor]:
     return outs
 
 
-def halo(target: Any, shape: Sequence[int]) -> Together:
+def halo(target: Any, shape: Sequence[int]) -> RunOnAllRanks:
     """Each rank gives its outputs of the whole image, by its own weights."""
 
     def run(shards: Sequence[Any]) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ to it, which torch.export ignores, become in-place copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -82,6 +82,13 @@ def changes(func: Any) -> bool:
         or (name.endswith("_") and not name.endswith("__"))
         or (name.startswith("__i") and name != "__invert__")
     )
+
+
+def changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call changes in place: those of its first argument, by the name of the function or by
+    `inplace=True`, and those of `out=`."""
+    first = args[:1] if changes(func) or kwargs.get("inplace") else ()
+    return tensors_of((first, kwargs.get("out")))
 
 
 def _moved(x: Any) -> Any:

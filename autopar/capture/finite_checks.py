@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.by_tensor import UntilChanged
-from autopar.capture.devices import changes
+from autopar.capture.devices import changed
 
 ANSWERS = {"isfinite": True, "isinf": False, "isnan": False, "isneginf": False, "isposinf": False}
 """Function -> its result in all elements where all values are finite."""
@@ -43,12 +43,13 @@ class Finite(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **kwargs or {})
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         if args and isinstance(args[0], Tensor):
             name = getattr(func, "__name__", "").strip("_")
             answer = self._answer(name, args) if isinstance(result, Tensor) else None
-            if changes(func):
-                self._known.forget(args[0])
+            for tensor in changed(func, args, kwargs):
+                self._known.forget(tensor)
             if answer is not None:
                 self._known.keep(result, answer)
         return result

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch import pytree
 from autopar.capture.by_tensor import UntilChanged
-from autopar.capture.devices import changes
+from autopar.capture.devices import changed
 from autopar.capture.leaves import tensors_of
 from autopar.capture.shadow import ATTRIBUTES
 
@@ -70,24 +70,30 @@ class KnownMasks(TorchFunctionMode):
             return picked
         made = None if name in UNFILLED else self._how(func, name, args, kwargs)
         result = func(*args, **kwargs)
-        if changes(func) and args and isinstance(args[0], Tensor):
-            self._made.forget(args[0])
-            if made is not None:
-                self._made.keep(args[0], made)
-        elif isinstance(result, Tensor) and made is not None:
+        in_place = changed(func, args, kwargs)
+        for tensor in in_place:
+            self._made.forget(tensor)
+        if made is None:
+            return result
+        if in_place and isinstance(args[0], Tensor):
+            self._made.keep(args[0], made)
+        elif isinstance(result, Tensor):
             if name in FILLED:
                 made = _Made(torch.full, (tuple(result.shape), FILLED[name]), {"dtype": result.dtype})
             self._made.keep(result, made)
         return result
 
     def _how(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Made | None:
-        """How a call makes its result, if that is known for all its tensor arguments."""
+        """How a call makes its result, or its first argument where it changes that, if it is known how all its tensor
+        arguments are made; not for calls with `out`."""
+        if kwargs.get("out") is not None:
+            return None
         if name not in FILLED and any(self._of(tensor) is None for tensor in tensors_of((args, kwargs))):
             return None
         known_args, known_kwargs = pytree.tree_map(
             lambda item: self._of(item) if isinstance(item, Tensor) else item, (args, kwargs)
         )
-        return _Made(func, known_args, known_kwargs, changes(func))
+        return _Made(func, known_args, known_kwargs, bool(changed(func, args, kwargs)))
 
     def _of(self, tensor: Tensor) -> _Made | None:
         """How a tensor was made, if known; a plain attribute of the model counts as a constant."""

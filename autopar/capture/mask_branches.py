@@ -9,7 +9,7 @@ which is right if the other branch equals it with no rows (`capture.empty_branch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import pytree
-from autopar.capture.devices import changes
+from autopar.capture.devices import changed
 from autopar.capture.leaves import tensors_of
 from autopar.capture.mask_facts import (
     Below,
@@ -70,6 +70,10 @@ class Picking(TorchFunctionMode):
         self.marks, self.seen = Marks(), dict[Key, int]()
         self._without, self._dropped, self._check, self._least = empty, dropped, check, least
 
+    def _forget(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self.marks.forget(tensor)
+
     def _number(self, key: Key) -> int:
         return self.seen.setdefault(key, len(self.seen))
 
@@ -81,16 +85,18 @@ class Picking(TorchFunctionMode):
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func)).strip("_")
         if not args or not isinstance(args[0], Tensor):
-            return self.marks.made(name, func(*args, **kwargs))
+            result = func(*args, **kwargs)
+            self._forget(changed(func, args, kwargs))
+            return self.marks.made(name, result)
         if name in TAKEN:
             args = (args[0], *pytree.tree_map(self._plain, args[1:]))
         if (found := self._instead(func, name, args, kwargs)) is not None:
             return found
         own, known = args[0], self.marks.of(args[0])
         result = func(*args, **kwargs)
-        if changes(func):
-            self.marks.forget(own)
-        if not changes(func) or name == "scatter":
+        in_place = changed(func, args, kwargs)
+        self._forget(in_place)
+        if not in_place or name == "scatter":
             self.marks.note(name, own, known, args[1:], kwargs, result)
         if self._check is not None and name == "bincount" and isinstance(counts := self.marks.of(result), Counts):
             self._check(result.shape[0] == counts.count)

@@ -15,7 +15,7 @@ from autopar.capture._torch import tracing, vmap_replaced
 from autopar.capture.assigned import assigned, buffers_of, why_unlike
 from autopar.capture.block_runs import INNER
 from autopar.capture.by_tensor import ByTensor
-from autopar.capture.devices import changes, on_meta
+from autopar.capture.devices import changed, on_meta
 from autopar.capture.flags import FLAGS
 from autopar.capture.known_masks import KnownMasks
 from autopar.capture.leaves import by_field, tensors_of
@@ -263,10 +263,10 @@ class Tape(TorchFunctionMode):
         if flag is not None and not self.on and flag.is_on(args, kwargs):
             self.on = self._says(f"{name} does what it does in training when the model evaluates, too")
         made = self._made(key, () if name in SIZES_READ else read, drawn=name in DRAWING) if before is None else before
-        in_place = changes(func) or kwargs.get("inplace") or kwargs.get("out") is not None
-        if in_place and before is None:
-            target = kwargs.get("out", args[0])
-            self._changed[self._memory(target)] = self._made(("in place", self.state(target), made), (made,))
+        in_place = changed(func, args, kwargs)
+        for i, target in enumerate(in_place if before is None else ()):
+            key = ("in place", self.state(target), made, *([i] if i else []))
+            self._changed[self._memory(target)] = self._made(key, (made,))
         if name in QUOTIENTS and len(args) == 2 and isinstance(args[1], (int, float)):
             self._dividends[made] = read[0]
         tensors = tensors_of(result)

@@ -31,6 +31,20 @@ def test_the_batch_stays_symbolic_where_all_rows_can_be_computed() -> None:
     assert captured.hints == {"b": 4} and not captured.notes
 
 
+def _written_to(similarity: torch.Tensor) -> torch.Tensor:
+    """A mask of sizes alone until something else is written to it."""
+    mask = torch.eye(len(similarity), dtype=torch.bool)
+    torch.gt(similarity, 0, out=mask)
+    return mask
+
+
+def _clamped() -> torch.Tensor:
+    """A mask that is changed through a view of it, by a function that takes `inplace`."""
+    mask = torch.ones(8, 8).triu(1) - 0.5
+    torch.nn.functional.relu(mask.view(-1), inplace=True)
+    return mask.bool()
+
+
 @pytest.mark.parametrize(
     "loss",
     [
@@ -40,6 +54,8 @@ def test_the_batch_stays_symbolic_where_all_rows_can_be_computed() -> None:
         lambda rows: (rows @ rows.T)[torch.ones(8, 8).normal_() > 0.5].view(2, -1).var(),
         lambda rows: rows[torch.empty(8) > 0.5].view(-1, 2).var(),
         lambda rows: (rows @ rows.T)[torch.eye(len(rows)).add_(rows.detach().mean()).bool()].view(2, -1).var(),
+        lambda rows: (rows @ rows.T)[_written_to(rows.detach() @ rows.detach().T)].view(2, -1).var(),
+        lambda rows: (rows @ rows.T)[_clamped()].view(2, -1).var(),
     ],
 )
 def test_masks_of_anything_else_are_refused(loss) -> None:

@@ -118,6 +118,12 @@ def narrowed_in_place(x):
     return x if torch.all(fine) else 2 * x
 
 
+def written_by_out(x):
+    fine = x.isfinite()
+    torch.gt(x, 9, out=fine)
+    return x if fine.all() else 2 * x
+
+
 def of_another(x):
     return x if torch.any(x.isnan() | (x > 9)) else 2 * x
 
@@ -193,6 +199,7 @@ def test_of_float16_nobody_knows():
         of_another,
         written_to,
         narrowed_in_place,
+        written_by_out,
     ],
 )
 def test_other_branches_are_refused(change):

@@ -10,12 +10,13 @@ from typing import Any, cast
 
 import pytest
 
+from autopar.bestfirst import PRICE_TOLERANCE
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import explore
 from autopar.joint.choice import _rather
 from autopar.joint.effort import Effort
-from autopar.joint.explore import CLOSE, Explorer
+from autopar.joint.explore import Explorer
 from autopar.joint.prove import Prover
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape
@@ -70,7 +71,7 @@ def test_the_walk_finds_what_there_is(cluster: str, room: float, monkeypatch: py
     walked = Explorer(context, SEARCH, math.inf, time.monotonic() + 600, quick_s=Prover(context).quick_s).run()
     best = All(context, SEARCH, math.inf, time.monotonic() + 600).run()
     assert (walked is None) == (best is None)
-    assert best is None or walked is None or walked.step_s <= best.step_s * (1 + 2 * CLOSE)
+    assert best is None or walked is None or walked.step_s <= best.step_s * (1 + 2 * PRICE_TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
+from autopar.cost.memory import ParameterBytes, itemsize, parameter_bytes, rests_in
 from autopar.cost.memory import host_bytes as host_bytes_of
-from autopar.cost.memory import itemsize, parameter_bytes, rests_in
 from autopar.memory.shares import Shares, named
 from autopar.memory.types import Entry
 from autopar.pipeline.stage_views import View
@@ -33,64 +33,61 @@ def instances(shares: Shares, views: Sequence[View]) -> dict[str, int]:
 
 def resting(shares: Shares, views: Sequence[View]) -> Iterator[Entry]:
     """The entries of parameters with their gradients and optimizer state, of buffers and of inputs."""
-    counts, plan = instances(shares, views), shares.plan
+    counts = instances(shares, views)
     for op in shares.program.ops.values():
-        if op.role not in ("param", "buffer", "constant", "input") or not counts[op.name]:
+        count = counts[op.name]
+        if not count:
             continue
-        count, numel = counts[op.name], elements(shares, op)
-        name = named(op)
         if op.role == "input":
-            yield Entry(
-                "inputs",
-                name,
-                op.where,
-                float(numel * itemsize(rests_in(str(op.out_dtypes[0]), plan.precision))),
-                count,
-                ALWAYS,
-                ALWAYS,
-            )
-            if plan.pipelined and (cast := cast_bytes(shares, op)):
-                yield Entry("pipeline buffers", name, op.where, cast, count, ALWAYS, ALWAYS)
-            continue
-        if op.role != "param":
-            yield Entry(
-                "buffers", name, op.where, float(numel * op.out_dtypes[0].itemsize * count), count, ALWAYS, ALWAYS
-            )
-            continue
-        lies = shares.lies((op.name, 0))
-        rest = shares.elements(op.call.outs[0].sizes, lies.rest)
-        held = parameter_bytes(
-            rest * count,
-            str(op.out_dtypes[0]).removeprefix("torch."),
-            precision=plan.precision,
-            optimizer=plan.optimizer,
-            training=plan.mode == "train" and op.call.outs[0].grad,
-            leaf=numel * count if lies.gathered else None,
-            offload=plan.offload,
-        )
-        if shares.habits.standing and held.gradients:
-            whole = numel * count if lies.gathered and EACH not in plan.nodes[op.name].runs else rest * count
-            held = replace(
-                held,
-                gradients=float(
-                    whole * (shares.habits.gradient_bytes or itemsize(rests_in(str(op.out_dtypes[0]), plan.precision)))
-                ),
-            )
-        # whole gradients add up over the microbatches
-        elif lies.gathered and plan.microbatches > 1 and EACH not in plan.nodes[op.name].runs:
-            held = replace(held, gradients=held.gradients * (1 + numel / max(rest, 1)))
-        if shares.habits.moment_bytes:
-            held = replace(
-                held,
-                optimizer=held.optimizer
-                * shares.habits.moment_bytes
-                / itemsize(rests_in(str(op.out_dtypes[0]), plan.precision)),
-            )
-        here = 1.0 - _hosted(shares, views)
-        held = replace(held, optimizer=held.optimizer * here, master=held.master * here)
-        for kind, nbytes in asdict(held).items():
-            if nbytes:
-                yield Entry(kind, name, op.where, nbytes, count, ALWAYS, ALWAYS)
+            yield from _of_input(shares, op, count)
+        elif op.role in ("buffer", "constant"):
+            nbytes = float(elements(shares, op) * op.out_dtypes[0].itemsize * count)
+            yield Entry("buffers", named(op), op.where, nbytes, count, ALWAYS, ALWAYS)
+        elif op.role == "param":
+            held = _of_parameter(shares, op, count, 1.0 - _hosted(shares, views))
+            for kind, nbytes in asdict(held).items():
+                if nbytes:
+                    yield Entry(kind, named(op), op.where, nbytes, count, ALWAYS, ALWAYS)
+
+
+def _of_input(shares: Shares, op: Op, count: int) -> Iterator[Entry]:
+    """An input, and in a pipeline its copy in the dtype of the computation."""
+    nbytes = float(elements(shares, op) * _rest_itemsize(shares, op))
+    yield Entry("inputs", named(op), op.where, nbytes, count, ALWAYS, ALWAYS)
+    if shares.plan.pipelined and (cast := cast_bytes(shares, op)):
+        yield Entry("pipeline buffers", named(op), op.where, cast, count, ALWAYS, ALWAYS)
+
+
+def _of_parameter(shares: Shares, op: Op, count: int, on_device: float) -> ParameterBytes:
+    """Bytes of `count` tensors of a parameter on this rank: weights at rest and gathered, gradients, optimizer state
+    and master weights. `on_device` is the share of the last two that is not in host memory."""
+    plan, habits = shares.plan, shares.habits
+    lies, leaf = shares.lies((op.name, 0)), elements(shares, op)
+    shard = shares.elements(op.call.outs[0].sizes, lies.rest)
+    held = parameter_bytes(
+        shard * count,
+        str(op.out_dtypes[0]).removeprefix("torch."),
+        precision=plan.precision,
+        optimizer=plan.optimizer,
+        training=plan.mode == "train" and op.call.outs[0].grad,
+        leaf=leaf * count if lies.gathered else None,
+        offload=plan.offload,
+    )
+    # whole gradients, which are scattered once per step
+    accumulated = lies.gathered and EACH not in plan.nodes[op.name].runs
+    if habits.standing and held.gradients:
+        numel = leaf * count if accumulated else shard * count
+        held = replace(held, gradients=float(numel * (habits.gradient_bytes or _rest_itemsize(shares, op))))
+    elif accumulated and plan.microbatches > 1:
+        held = replace(held, gradients=held.gradients * (1 + leaf / max(shard, 1)))
+    if habits.moment_bytes:
+        held = replace(held, optimizer=held.optimizer * habits.moment_bytes / _rest_itemsize(shares, op))
+    return replace(held, optimizer=held.optimizer * on_device, master=held.master * on_device)
+
+
+def _rest_itemsize(shares: Shares, op: Op) -> int:
+    """Bytes of one element of a parameter or input at rest."""
+    return itemsize(rests_in(str(op.out_dtypes[0]), shares.plan.precision))
 
 
 def host_bytes(shares: Shares, views: Sequence[View]) -> float:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from autopar.pipeline import SCHEDULES
 from autopar.runtime import Ranks, launch
 from autopar.runtime.count import Counted
 from autopar.verify.case import Case
 from autopar.verify.collectives import describe, differences, priced, ran
 from autopar.verify.compare import scale
-from autopar.verify.probe import first_difference
+from autopar.verify.probe import first_difference, unsplit
 from autopar.verify.reference import Results
 from autopar.verify.report import Report, Row
 from autopar.verify.second_step import NOT_FINITE, SECOND, second_wrong
@@ -27,6 +28,11 @@ BEHIND = {
 }
 """The diagnosis where every operator's value and gradient are right, by the kind of the wrong row; the most specific
 kind first."""
+SPLIT = (
+    "{} splits the backward of a stage, and wrong is the part for its weights (first that of {}); every gradient is "
+    "right where the backward runs as a whole"
+)
+"""The diagnosis where gradients are right without the split of the backward."""
 
 
 def verify(
@@ -55,7 +61,7 @@ def verify(
     )
     report = Report((*first, *later), case.plan.mesh, collectives=sum(map(len, seen.values())), notes=notes)
     if wrong := [row for row in first if not row.ok]:
-        return replace(report, first=_first(case, tolerance, ranks, wrong))
+        return replace(report, first=_first(case, tolerance, ranks, wrong, wanted))
     return report if report.ok else replace(report, first=second_wrong(key for key, row in rows.items() if not row.ok))
 
 
@@ -93,7 +99,7 @@ def _collectives(case: Case, seen: list[Counted], place: int, uneven: Uneven) ->
     ]
 
 
-def _first(case: Case, tolerance: float, ranks: Ranks | None, wrong: Sequence[Row]) -> str:
+def _first(case: Case, tolerance: float, ranks: Ranks | None, wrong: Sequence[Row], wanted: Results) -> str:
     """Run both sides again with every value recorded, and name the first node that differs; where none does, the
     diagnosis of the `wrong` rows."""
     kinds = {row.kind: row.name for row in reversed(wrong)}
@@ -103,4 +109,18 @@ def _first(case: Case, tolerance: float, ranks: Ranks | None, wrong: Sequence[Ro
         name: [(v.detach(), v.grad) for v in items] for name, items in case.reference(record=True)["values"].items()
     }
     found = str(_on_ranks(case, ranks, first_difference, case.source(probes=True), case.light, values, tolerance)[0])
+    if not found and kinds.keys() <= {"gradient", "parameter"} and _only_split(case, tolerance, ranks, wanted):
+        return f"no operator: {SPLIT.format(case.plan.schedule, kinds['gradient'])}"
     return found or next(f"no operator: {said.format(kinds[kind])}" for kind, said in BEHIND.items() if kind in kinds)
+
+
+def _only_split(case: Case, tolerance: float, ranks: Ranks | None, wanted: Results) -> bool:
+    """Whether the schedule splits backwards, and all gradients are right without the split."""
+    if not case.plan.stages or not SCHEDULES[case.plan.schedule].splits_backward:
+        return False
+    gaps = merged(_on_ranks(case, ranks, unsplit, case.source(), case.light, wanted), wanted, everywhere=False)
+    return all(
+        gaps["gradient", name] <= tolerance * scale(whole)
+        for name, whole in wanted["gradient"].items()
+        if ("gradient", name) in gaps
+    )

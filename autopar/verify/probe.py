@@ -20,8 +20,10 @@ from autopar.plan import Plan
 from autopar.problem.pairs import LayoutPair
 from autopar.runtime import PipelinedModule, ShardedModule, reshard, rng
 from autopar.runtime.replay import running_again
+from autopar.runtime.scopes import Stage
 from autopar.verify.compare import difference
-from autopar.verify.step import Light
+from autopar.verify.reference import Results
+from autopar.verify.step import Gaps, Light, gradient_gaps
 
 OUTSIDE = -1
 """The stage number of nodes outside of stages: all of a model without stages, and totals over all microbatches."""
@@ -107,10 +109,7 @@ def first_difference(source: str, light: Light, wanted: Mapping[str, list[Any]],
     its block."""
     module = light.build(source)
     probes = _Probes(module)
-    stages = module.STAGES if isinstance(module, PipelinedModule) else ()
-    for stage in stages:
-        stage.SEPARABLE = False
-    scopes = (type(module), *stages)
+    scopes = (type(module), *_with_whole_backwards(module))
     for kind in (*scopes, *(block for scope in scopes for block, _ in scope.RUNS.values())):
         setattr(kind, "probe", lambda *args: probes(*args))  # noqa: B010 -- classes of this source only; no other has it
     _run(module, light)
@@ -125,6 +124,24 @@ def first_difference(source: str, light: Light, wanted: Mapping[str, list[Any]],
         if wrong and runs[node[1:]] == 1:  # a node that several stages run has a part of its gradient in each
             return f"{node.name} (gradient{_instance(node.number, wanted[node.name])})"
     return ""
+
+
+def unsplit(source: str, light: Light, wanted: Results) -> Gaps:
+    """One rank: the differences of the gradients of a training step in which each backward of a stage runs as a whole,
+    whatever the schedule is."""
+    module = light.build(source)
+    _with_whole_backwards(module)
+    _run(module, light)
+    return gradient_gaps(module, wanted)
+
+
+def _with_whole_backwards(module: ShardedModule) -> Sequence[type[Stage]]:
+    """The stages of a pipeline, after their backwards were set to run as a whole. These classes are of one source, and
+    no other module has them."""
+    stages = module.STAGES if isinstance(module, PipelinedModule) else ()
+    for stage in stages:
+        stage.SEPARABLE = False
+    return stages
 
 
 def _run(module: ShardedModule, light: Light) -> None:

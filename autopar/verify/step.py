@@ -68,7 +68,7 @@ def step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted
             if wanted["buffer"]:
                 now |= _compare("buffer", _state(module), wanted, module)
             if training:
-                now |= _compare("gradient", _gradients(module), wanted, module)
+                now |= gradient_gaps(module, wanted)
         found |= {key: max(gap, found.get(key, 0.0)) for key, gap in now.items()}
     # a place may have stages without any
     steps = optimizer(held) if training and (held := list(module.parameters())) else None
@@ -76,6 +76,11 @@ def step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted
     if "second output" in wanted:
         found |= _second(module, light, steps, wanted)
     return found, list(seen)
+
+
+def gradient_gaps(module: ShardedModule, wanted: Results) -> Gaps:
+    """The differences of this rank's gradients from its parts of those of the reference."""
+    return dict(_compare("gradient", _gradients(module), wanted, module))
 
 
 def _updated(module: ShardedModule, steps: torch.optim.Optimizer | None, kind: str, wanted: Results) -> Gaps:

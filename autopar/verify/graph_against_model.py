@@ -8,7 +8,7 @@ dtype counts. Emitted programs are compared with the graph in float64 (`verify.c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,7 @@ from autopar.capture.leaves import by_field
 from autopar.capture.lift_dtype import lifted
 from autopar.capture.own_backwards import once
 from autopar.capture.to_graph import named_leaves
+from autopar.runtime.outputs import pack
 from autopar.text import first_line
 from autopar.verify.case import inputs_of
 from autopar.verify.compare import difference
@@ -42,8 +43,8 @@ SINGLE, DOUBLE = torch.float32, torch.float64
 def graph_rows(
     model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool
 ) -> tuple[list[Row], list[str]]:
-    """Compare `model(*args, **kwargs)` with `captured`: rows of kind "model" for outputs, gradients and new values of
-    buffers, and notes on what is not compared.
+    """Compare `model(*args, **kwargs)` with `captured`: rows of kind "model" for outputs, the structure that they come
+    in, gradients and new values of buffers, and notes on what is not compared.
 
     In training mode, unless the model draws random numbers other than dropout; and in evaluation mode, where that
     differs. A model that does not run in float32 is not compared. The model has its weights, on the CPU, and is not
@@ -116,7 +117,7 @@ def _rows(
     kinds = [entry["kind"] for entry in gm.meta["outputs"] if entry["kind"] != "mutation"] if training else []
     got = train_step(gm, weights, _cast(inputs_of(captured, args, kwargs), dtype), training=training)
     try:
-        outputs, gradients, buffers = _model_step(model, held, args, kwargs, kinds, captured.left_out, dtype)
+        result, outputs, gradients, buffers = _model_step(model, held, args, kwargs, kinds, captured.left_out, dtype)
     except RuntimeError as error:
         raise _Stopped(first_line(error)) from error
     if len(outputs) != len(got["output"]):
@@ -128,7 +129,8 @@ def _rows(
                 TOLERANCE,
             )
         ]
-    rows = [
+    rows = [_structure(captured, result)]
+    rows += [
         Row(name, "model", difference(value, wanted), TOLERANCE)
         for (name, value), wanted in zip(got["output"].items(), outputs, strict=True)
     ]
@@ -149,6 +151,43 @@ def _rows(
     ]
 
 
+def _structure(captured: Captured, result: Any) -> Row:
+    """The row that compares the structure in which the emitted module gives its outputs with that of `result`, what the
+    model gives."""
+    got, wanted = pack(captured.structure, lambda number: "tensor"), _form(result, captured.left_out)
+    same = got == wanted and _keys(got) == _keys(wanted)
+    return Row(
+        "structure of outputs" if same else f"structure of outputs: {got} of the graph, {wanted} of the model",
+        "model",
+        0.0 if same else float("inf"),
+        TOLERANCE,
+    )
+
+
+def _form(tree: Any, left_out: Collection[str], path: str = "") -> Any:
+    """The structure of what a model gives, as far as an emitted program can give it again: of dicts and tuples, with
+    None for numbers and for what is `left_out`."""
+    if path in left_out:
+        return None
+    if isinstance(tree, Tensor):
+        return "tensor"
+    if isinstance(tree, Mapping):
+        return {
+            key if type(key) is int else str(key): _form(item, left_out, f"{path}.{key}".removeprefix("."))
+            for key, item in tree.items()
+        }
+    if isinstance(tree, (tuple, list)):
+        return tuple(_form(item, left_out, f"{path}.{at}".removeprefix(".")) for at, item in enumerate(tree))
+    return tree if isinstance(tree, (str, bool)) else None
+
+
+def _keys(tree: Any) -> list[Any]:
+    """The keys of the dicts of a structure, in order, which two dicts that are equal need not share."""
+    if isinstance(tree, Mapping):
+        return [*tree, *map(_keys, tree.values())]
+    return [_keys(item) for item in tree] if isinstance(tree, tuple) else []
+
+
 def _model_step(
     model: nn.Module,
     held: Mapping[str, Tensor],
@@ -157,8 +196,9 @@ def _model_step(
     kinds: Sequence[str],
     left_out: Sequence[str],
     dtype: torch.dtype,
-) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """One step of the model: its output tensors in order, without those that are `left_out`; the gradients of its loss,
+) -> tuple[Any, list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """One step of the model: what it gives, dataclasses as dicts; its output tensors in order, without those that are
+    `left_out`; the gradients of its loss,
     the output whose entry in `kinds` is "loss" (none where `kinds` are empty); and after the forward, its buffers and
     the weights that do not train."""
     own = dict(model.named_parameters())
@@ -172,10 +212,10 @@ def _model_step(
         result = functional_call(
             model, placed, tuple(_cast(dict(enumerate(args)), dtype).values()), _cast(kwargs, dtype), tie_weights=False
         )
-    result = dict(result) if hasattr(result, "to_tuple") else result
+    result = by_field(dict(result) if hasattr(result, "to_tuple") else result)
     outputs = [
         leaf
-        for name, leaf in named_leaves(by_field(result)).items()
+        for name, leaf in named_leaves(result).items()
         if isinstance(leaf, Tensor) and not any(f"{name}.".startswith(f"{other}.") for other in left_out)
     ]
     if "loss" in kinds and len(kinds) == len(outputs):
@@ -189,6 +229,7 @@ def _model_step(
         if name in placed
     }
     return (
+        result,
         [output.detach() for output in outputs],
         {name: leaf.grad.to_dense() for name, leaf in leaves.items() if leaf.grad is not None},
         after,

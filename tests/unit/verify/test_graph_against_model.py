@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -212,7 +215,8 @@ def test_a_model_is_compared_as_it_evaluates() -> None:
         and [note[-len("in evaluation alone") :] for note in notes] == ["in evaluation alone"]
     )
     assert {row.name for row in rows} == {
-        f"{name}, in evaluation" for name in ("loss", *(f"gradient of {name}" for name, _ in model.named_parameters()))
+        f"{name}, in evaluation"
+        for name in ("structure of outputs", "loss", *(f"gradient of {name}" for name, _ in model.named_parameters()))
     }
     assert all(row.ok for row in rows)
     with mock.patch.dict(EVALUATED, {ops.statistic: ops.statistic}):  # the statistics of the batch
@@ -263,3 +267,44 @@ def test_a_model_that_does_not_run_in_float32_is_not_compared() -> None:
     model, x = Halves().bfloat16(), torch.randn(4, 8, dtype=torch.bfloat16)
     rows, notes = graph_rows(model, capture(model, (x,), mode="inference"), (x,), {}, training=False)
     assert rows == [] and len(notes) == 1 and "does not run in float32 on a CPU (" in notes[0] and "dtype" in notes[0]
+
+
+@dataclass
+class Record:
+    """What models of libraries of their own return."""
+
+    loss: torch.Tensor
+    parts: Any
+    label: str = "a label"
+
+
+class Giving(nn.Module):
+    """A loss and what else a function makes of it."""
+
+    def __init__(self, form: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.form = nn.Linear(4, 4), form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x)
+        return self.form(y.square().mean(), y)
+
+
+@pytest.mark.parametrize(
+    ("form", "other"),
+    [
+        (lambda loss, y: {"z": y, "loss": loss, "a": [y + 1, None]}, {"a": 0, "loss": 1, "z": (2, None)}),
+        (lambda loss, y: {"z": y, "loss": loss}, {"loss": 1, "z": 0}),  # the same items in another order
+        (lambda loss, y: (loss, (y, True, "said", 5)), (0, (1, True, "said", 5))),  # numbers are left out
+        (lambda loss, y: Record(loss, {0: y}), {"loss": 0, "parts": {1: 1}, "label": "a label"}),
+        (lambda loss, y: OrderedDict(loss=loss, none=(), y=y), {"loss": 0, "y": 1}),
+        (lambda loss, y: [loss, (y, y + 1)], (0, 1, 2)),
+    ],
+)
+def test_the_structure_of_outputs_is_compared(form: Callable[..., Any], other: Any) -> None:
+    model, x = Giving(form), torch.randn(2, 4)
+    captured = capture(model, (x,))
+    rows, _ = graph_rows(model, captured, (x,), {}, training=True)
+    assert all(row.ok for row in rows) and "structure of outputs" in {row.name for row in rows}
+    rows, _ = graph_rows(model, replace(captured, structure=other), (x,), {}, training=True)
+    assert [row.name[:20] for row in rows if not row.ok] == ["structure of outputs"]

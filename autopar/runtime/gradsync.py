@@ -7,13 +7,9 @@ rests whole, or reduce-scattered where it rests cut (ZeRO-1 and 2), in flat buck
   the next one begins when buckets of a later block have begun behind it (`autopar.deferred_waits`). All are finished
   when the backward ends, whoever called it.
 * Where branches run on different ranks at the same time (`placed`), gradients come in a different order on each rank.
-  Collectives then
-begin
-  in the order of the buckets, so that it is the same on all ranks.
+  Collectives then begin in the order of the buckets, so that it is the same on all ranks.
 * Gradients of weights that were gathered at their use (`gather`) come here whole (`sink`). They are scattered in the
-  background, then
-summed
-  in buckets where they are partial on other axes.
+  background, then summed in buckets where they are partial on other axes.
 * Only the gradient of *this* backward is summed, and then added to `param.grad`, so accumulation over several backwards
   is exact.
 * A parameter that a backward did not reach keeps its `grad` (None at first), as on one device.

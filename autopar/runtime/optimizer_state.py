@@ -44,7 +44,8 @@ def optimizer_state_dict(
 ) -> State:
     """As torch's get_optimizer_state_dict, with rows in original order. Parameters that have no state yet (no gradient
     has reached them, or there was no step) get the state with which their first step begins, so that the checkpoint is
-    complete for an optimizer that has not stepped. The optimizer is not changed.
+    complete for an optimizer that has not stepped. Those that are frozen and have none get none. The optimizer is not
+    changed.
 
     Raises RunError where it does not step the parameters of `model`."""
     _check_optimizer(model, optimizer)

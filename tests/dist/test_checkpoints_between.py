@@ -36,6 +36,32 @@ def test_what_is_frozen_when_a_checkpoint_is_loaded_has_its_state() -> None:
     )
 
 
+def _frozen_before() -> tuple[list[str], dict[str, float]]:
+    """One rank: whose state is saved where `up` was frozen in the only step, and the steps of each parameter after
+    loading, thawing and one more step."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    compiled = autopar.compile(Unused(), "cpu:1x2", (x,), recipe="zero1", time_limit_s=5.0)
+    step = torch.optim.AdamW(compiled.parameters(), 1e-2)
+    compiled.module.up.requires_grad_(False)
+    compiled.train_step(*compiled.shard_batch(x))
+    step.step()
+    saved, step = compiled.optimizer_state_dict(step), torch.optim.AdamW(compiled.parameters(), 1e-2)
+    compiled.load_optimizer_state_dict(step, saved)
+    compiled.module.up.requires_grad_(True)
+    compiled.train_step(*compiled.shard_batch(x))
+    step.step()
+    return [*saved["state"]], {
+        name: float(step.state[p]["step"]) for name, p in compiled.named_parameters() if p.grad is not None
+    }
+
+
+def test_what_was_frozen_before_a_checkpoint_begins_when_it_thaws() -> None:
+    rest = ["pooler.weight", "pooler.bias", "down.weight", "down.bias"]
+    steps = {"up.weight": 1, "up.bias": 1, "down.weight": 2, "down.bias": 2}
+    assert on_ranks(2, _frozen_before) == [(rest, steps)] * 2
+
+
 def _in_the_background(folder: str, recipe: str) -> list[bool]:
     """One rank: whether what was saved while steps went on is as when it was asked for, and these steps the same again
     from there."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.nn import functional as F
 
@@ -212,6 +215,11 @@ def test_bad_batches_are_errors_on_every_rank():
     on_ranks(4, _batches)
 
 
+def _gradients(sums):
+    """The numbers of elements that all-reduces of more than a loss have summed."""
+    return [size for call in sums.call_args_list if (size := call.args[0].numel()) > 1]
+
+
 def _buckets(limit):
     class Two(ShardedModule):
         MESH = Mesh((2, 2), ("x", "y"), "cpu")
@@ -237,14 +245,21 @@ def _buckets(limit):
     for held in model._held.values():
         held.renew(model.MESH)
         model._sync.attach(held)
+    started, finish = [], model._sync._finish
+    model._sync._finish = lambda: (started.append(len(_gradients(sums))), finish())
     whole = {k: v.clone().requires_grad_() for k, v in state.items()}
     for _ in range(2):
         y = x
         for i in range(5):
             y = F.linear(y, whole[f"w{i}"]) * (1.0 if i % 2 else 0.5)
         y.square().sum().backward()
-        with count() as seen:
+        with count() as seen, mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums:
             model.train_step(*model.shard_batch(x))
+    used = [sum(held.name != "w5" for held in bucket.members) for bucket in model._sync.buckets]
+    together = [16 * n for bucket, n in zip(model._sync.buckets, used, strict=True) if n for _ in bucket.moves]
+    assert sorted(_gradients(sums)) == sorted(together)  # one for each bucket and axis
+    full = sum(len(bucket.members) == n for bucket, n in zip(model._sync.buckets, used, strict=True))
+    assert min(started) >= full > 0  # before the backward ends
     grads = model.full_grads()
     for i in range(5):  # sync over axis 1 as well sums the two equal replicas
         torch.testing.assert_close(grads[f"w{i}"], whole[f"w{i}"].grad * (1 if i % 2 else 2), rtol=1e-12, atol=1e-12)

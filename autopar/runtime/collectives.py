@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.errors import RunError
 from autopar.runtime.mesh import Mesh
 
 Later = Callable[[], Tensor]
@@ -118,11 +119,19 @@ def start_all_to_all(
 
 
 def _then(work: Any, result: Callable[[], Result]) -> Callable[[], Result]:
-    """Wait for `work`, then `result`."""
+    """Wait for `work`, then `result`. Raises RunError where other ranks do not come (gloo; NCCL ends the process)."""
 
     def finish() -> Result:
         if work is not None:
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                said = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise RunError(
+                    f"waiting for the other ranks in a collective failed ({said}): one of them has raised "
+                    "an error of its own, has ended, or is in another step. Look for the rank that failed first: what "
+                    "it says is the cause. Let such an error end its process, so that torchrun ends the others"
+                ) from error
         return result()
 
     return finish

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 import autopar
 from autopar._torch import local_of
 from autopar.errors import RunError
+from autopar.runtime.collectives import start_all_reduce
 from tests.dist.test_api import model_and_batch, train
 from tests.helpers.ranks import on_new_ranks, on_ranks
 
@@ -107,3 +111,21 @@ def differing(recipe, who):
 def test_copies_of_a_weight_that_differ_are_refused(recipe, copies):
     for said in on_ranks(2, differing, recipe, 1):
         assert ("copies of one tensor are not the same" in said) is copies
+
+
+def _waiting(seconds):
+    """What rank 0 says of a sum to which the other rank does not come."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    if dist.get_rank():
+        return ""
+    mesh = SimpleNamespace(sizes=(2,), group=lambda axis, behind: group)
+    try:
+        return str(start_all_reduce(torch.ones(3), 0, mesh)())
+    except RunError as error:
+        return str(error)
+
+
+def test_a_rank_that_waits_for_one_that_failed_says_so():
+    waiting, _ = on_new_ranks(2, _waiting, 0.5)
+    assert waiting.startswith("waiting for the other ranks in a collective failed (")
+    assert "Look for the rank that failed first" in waiting

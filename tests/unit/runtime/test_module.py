@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 
 import pytest
@@ -34,6 +35,13 @@ def test_a_mesh_of_one_runs_without_ranks():
             assert model.get_parameter(name).grad is None
         else:
             torch.testing.assert_close(model.get_parameter(name).grad, p.grad)
+    for kind in (math.inf, 2.0):
+        norms = [
+            model.clip_grad_norm_(0.5, kind),
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5, kind),
+        ]
+        torch.testing.assert_close(*norms)
+        assert norms[0] > 0.5 or kind == 2.0  # the first one clips
 
 
 def test_a_tied_weight_loads_under_either_of_its_names():

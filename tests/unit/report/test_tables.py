@@ -20,8 +20,8 @@ from autopar.verify import Report, Row
 from tests.helpers.planned import graph, planned
 
 
-def text(renderable: object) -> str:
-    console = Console(file=io.StringIO(), width=140, markup=False)
+def text(renderable: object, width: int = 140) -> str:
+    console = Console(file=io.StringIO(), width=width, markup=False)
     console.print(renderable)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -88,3 +88,19 @@ def test_names_of_strategies_are_not_broken() -> None:
     table = fit_table("will it fit", ["batch", "sequence"])
     table.add_row("optimizer_offload", "2x2x2", *["22.5 GiB"] * 8, "yes", "120", "8192 (all positions)")
     assert "\noptimizer_offload  2x2x2" in text(table)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_narrow_terminals_lose_no_cell_and_break_no_short_word(width: int) -> None:
+    """Of the columns of `autopar memory` two were left of 13 at a width of 40, and numbers went over three lines."""
+    table, headers = fit_table("will it fit", ["batch", "sequence"]), ("weights", "fits", "largest sequence")
+    table.add_row("optimizer_offload", "2x2x2", *[f"{n}.25 GiB" for n in range(8)], "yes", "120", "8192 (all)")
+    shown = text(table, width).splitlines()
+    assert max(map(len, shown)) <= width
+    for words in ("optimizer_offload", "2x2x2", *(f"{n}.25 GiB" for n in range(8)), "8192 (all)", *headers):
+        assert any(words in line for line in shown), words
+    made = planned()
+    whole = text(report(made.plan, made.program), width)
+    assert max(map(len, whole.splitlines())) <= width
+    for name in [*PRICED, "up.weight", "2048x512", "replicated"]:
+        assert name in whole, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Mapping
@@ -18,6 +19,9 @@ from autopar.runtime.optimizer_state import optimizer_of
 from autopar.runtime.scaling import scaler_for
 
 WARM = 2
+QUIET = ("KINETO_LOG_LEVEL", "6")
+"""Torch's profiler writes lines to stderr on every rank where it begins and ends, at level 5. It reads the variable where
+it is used first; one that the user has set stays."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ def record(job: Job) -> Recorded:
     for _ in range(WARM):
         step()
     times = [_timed(step, cuda) for _ in range(job.steps)]
+    os.environ.setdefault(*QUIET)
     with torch.profiler.profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     ) as profiler:

@@ -14,7 +14,7 @@ from autopar.errors import ClusterError
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("megatron", marks=pytest.mark.slow), "zero3"])
-def test_what_is_predicted_is_measured(recipe: str, tmp_path: Path) -> None:
+def test_what_is_predicted_is_measured(recipe: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plan, cluster, trace = tmp_path / "plan.json", tmp_path / "c.toml", tmp_path / "t.json"
     ran = CliRunner().invoke(
         app,
@@ -35,6 +35,7 @@ def test_what_is_predicted_is_measured(recipe: str, tmp_path: Path) -> None:
         str(trace),
     ]
     ran = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert not capfd.readouterr().err  # lines of torch's profiler, from every rank
     assert ran.exit_code == 0 and "measured / predicted" in ran.stdout and "refitted cluster written" in ran.stdout
     data = json.loads((tmp_path / "p.json").read_text())
     rows = data["rows"]

@@ -27,6 +27,9 @@ SIZES = {"batch": 8, "seq": 128}
 RAN_AS = "autopar_model_"
 """What the names of modules that were run from a file begin with."""
 
+_RAN: dict[str, tuple[Path, bytes]] = {}
+"""The file that each such module is of, and its text, by the name of the module."""
+
 
 def find_factory(spec: str) -> Factory:
     """The callable that `spec` names. Raises CaptureError; what the user's own code raises goes through as it is
@@ -37,6 +40,11 @@ def find_factory(spec: str) -> Factory:
         raise CaptureError(f"cannot read the model {spec!r}: wanted {FORMS}")
     module = import_file(Path(place), spec) if place.endswith(".py") else import_module(place, spec)
     factory = getattr(module, name, None)
+    if isinstance(factory, nn.Module):
+        raise CaptureError(
+            f"model {spec!r}: {name} is a model, {type(factory).__name__}; wanted what makes one, and its inputs: "
+            f"def made(): return {name}, (inputs, ...)"
+        )
     if callable(factory):
         return factory
     there = [key for key, value in vars(module).items() if defined_here(value, module)]
@@ -118,10 +126,15 @@ def sizes_without_parameter(factory: Factory) -> tuple[str, ...]:
 
 
 def import_file(path: Path, spec: str) -> ModuleType:
-    """Run a Python file as a module. It can import what lies beside it, and the package that it is part of."""
+    """Run a Python file as a module. It can import what lies beside it, and the package that it is part of. One that
+    this process ran before, and that is as it was then, is not run again: it would register its operators anew, and
+    graphs and rules would have different ones."""
     if not path.is_file():
         raise CaptureError(f"model {spec!r}: no file {path} (looked from {Path.cwd()})")
-    name = module_name(path)
+    name, what = f"{RAN_AS}{path.stem}", (path.resolve(), path.read_bytes())
+    if name in sys.modules and _RAN.get(name) == what:
+        return sys.modules[name]
+    _RAN.pop(name, None)
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None and found.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(found)
@@ -129,12 +142,8 @@ def import_file(path: Path, spec: str) -> ModuleType:
     folder = path.resolve().parent
     with importable(Path.cwd(), folder, outside_packages(folder)):
         run_own(found.loader.exec_module, module)
+    _RAN[name] = what
     return module
-
-
-def module_name(path: Path) -> str:
-    """What a Python file is called as a module."""
-    return f"{RAN_AS}{path.stem}"
 
 
 def import_module(name: str, spec: str) -> ModuleType:

@@ -3,14 +3,12 @@ user's own operators."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from autopar.errors import RuleError
-from autopar.frontend.factory import import_file, module_name
+from autopar.frontend.factory import import_file
 from autopar.rules import as_rules
 from autopar.rules.rule import Rule
 
@@ -19,9 +17,9 @@ NAME = "RULES"
 
 
 def load_rules(spec: str) -> dict[Any, Rule]:
-    """The rules that `spec` names, by operator; none where it is empty. Call it when the model is made: a file that is
-    the model's too is not run again, which would register its operators anew. Raises RuleError where there are none;
-    what the user's own code raises goes through as it is."""
+    """The rules that `spec` names, by operator; none where it is empty. Call it when the model is made: its file may
+    register the operators. Raises RuleError where there are none; what the user's own code raises goes through as it
+    is."""
     if not spec:
         return {}
     place, name = spec.rsplit(":", 1) if not spec.endswith(".py") and ":" in spec else (spec, NAME)
@@ -31,7 +29,7 @@ def load_rules(spec: str) -> dict[Any, Rule]:
             f"rules {spec!r}: no Python file {place} (looked from {Path.cwd()}); wanted path/to/file.py, which has a "
             f"dict {NAME}, or path/to/file.py:NAME"
         )
-    module = _module(path, spec)
+    module = import_file(path, spec)
     found = getattr(module, name, None)
     if not isinstance(found, Mapping):
         wrong = f"has no {name}" if found is None else f"has {name}, but it is {type(found).__name__}"
@@ -40,14 +38,3 @@ def load_rules(spec: str) -> dict[Any, Rule]:
             f"{{torch.ops.mine.scale: 'b d -> b d'}}"
         )
     return as_rules(found)
-
-
-def _module(path: Path, spec: str) -> ModuleType:
-    """The file as a module: the one that it is already, or run now."""
-    there = sys.modules.get(module_name(path))
-    ran = getattr(there, "__file__", None)
-    return (
-        there
-        if there is not None and ran is not None and Path(ran).resolve() == path.resolve()
-        else import_file(path, spec)
-    )

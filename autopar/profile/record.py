@@ -20,8 +20,8 @@ from autopar.runtime.scaling import scaler_for
 
 WARM = 2
 QUIET = ("KINETO_LOG_LEVEL", "6")
-"""Torch's profiler writes lines to stderr on every rank where it begins and ends, at level 5. It reads the variable where
-it is used first; one that the user has set stays."""
+"""Torch's profiler writes lines to stderr on every rank where it begins and ends, at level 5. It reads the variable
+where it is used first; one that the user has set stays."""
 
 
 @dataclass(frozen=True)

@@ -58,3 +58,22 @@ def test_short_names(tmp_path):
     assert short_name("hf:models/hf/gpt2.json") == "gpt2"
     assert short_name(f"hf:{tmp_path}/llama/config.json") == short_name(f"hf:{tmp_path}/llama/") == "llama"
     assert short_name("models/gpt.py:small") == short_name("models.gpt:small") == "gpt.small"
+
+
+def test_a_file_is_run_again_only_where_it_has_changed(tmp_path):
+    """Each run registered its operators anew: rules were for others than the graph had."""
+    where = tmp_path / "own.py"
+    text = "from torch import nn\nRUN = []\ndef made():\n    RUN.append(0)\n    return nn.Linear(len(RUN), {}), ()\n"
+
+    def shape():
+        return tuple(load(f"{where}:made", batch=1, seq=1).model.weight.shape)
+
+    where.write_text(text.format(3))
+    assert [shape(), shape()] == [(3, 1), (3, 2)]
+    where.write_text(text.format(5))
+    assert shape() == (5, 1)
+    where.write_text("raise ValueError('on the way')")
+    with pytest.raises(ValueError, match="on the way"):
+        shape()
+    where.write_text(text.format(5))
+    assert shape() == (5, 1)

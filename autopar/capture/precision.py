@@ -32,15 +32,6 @@ def computation(precision: str, mode: str) -> tuple[torch.dtype, str]:
     return found, precision if precision in POLICIES and mode == "train" else str(found).removeprefix("torch.")
 
 
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """The floating dtype of most parameter elements of `model`; float32 where it has none."""
-    counts: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
-
-
 def resting(precision: str, mode: str) -> torch.dtype:
     """The dtype of stored weights for a model computed in `precision`. Raises PlanError as `computation` does."""
     dtype, stated = computation(precision, mode)
@@ -76,7 +67,7 @@ def _captured_in(
     mode: str,
     options: Mapping[str, Any],
 ) -> tuple[Captured, str]:
-    dtype, stated = computation(precision or str(dtype_of(model)).removeprefix("torch."), mode)
+    dtype, stated = computation(precision or str(loading.dtype_of(model)).removeprefix("torch."), mode)
     typed = in_dtype(model, dtype)
     if typed is model:
         return capture(model, args, kwargs, mode=mode, **options), stated

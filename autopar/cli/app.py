@@ -92,7 +92,7 @@ def plan(
         str,
         typer.Option(
             help="float32, bf16 or fp16 (mixed, float32 masters), a dtype that everything has (bfloat16), or auto: "
-            "what the model's config says"
+            "what the model's config says, or the dtype of what a factory makes"
         ),
     ] = "auto",
     mode: Annotated[Mode, typer.Option(help="train plans gradients and the optimizer too")] = Mode.train,
@@ -247,7 +247,7 @@ def memory(
         str,
         typer.Option(
             help="float32, bf16 or fp16 (mixed, float32 masters), a dtype that everything has (bfloat16), or auto: "
-            "what the model's config says"
+            "what the model's config says, or the dtype of what a factory makes"
         ),
     ] = "auto",
     mode: Annotated[Mode, typer.Option(help="train counts gradients, optimizer and activations too")] = Mode.train,

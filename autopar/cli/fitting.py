@@ -65,7 +65,7 @@ def _survey(asked: Asked, tell: Any) -> Survey:
     loaded = asked.load()
     rules = frontend.load_rules(asked.rules)
     captured, precision = capture_in(
-        loaded.model, loaded.args, loaded.kwargs, precision=asked.dtype, mode=asked.mode, progress=tell
+        loaded.model, loaded.args, loaded.kwargs, precision=asked.stated, mode=asked.mode, progress=tell
     )
     request = Request(
         Cluster.parse(asked.cluster),
@@ -82,7 +82,7 @@ def _tables(asked: Asked, survey: Survey, rows: Sequence[Row]) -> list[Any]:
     sizes = ", ".join(f"{NAMES.get(s, s)} {n}" for s, n in survey.hints.items())
     cluster = survey.request.cluster
     table = fit_table(
-        f"{asked.model} on {cluster.label}: {sizes}, {asked.dtype}, {asked.optimizer}; "
+        f"{asked.model} on {cluster.label}: {sizes}, {survey.request.settings.precision}, {asked.optimizer}; "
         f"{', '.join(_usable(part) for part in cluster.parts) or _usable(cluster)} usable",
         [NAMES.get(s, s) for s in symbols],
     )
@@ -119,6 +119,8 @@ def as_json(survey: Survey, rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "cluster": survey.request.cluster.label,
         "hints": dict(survey.hints),
+        "precision": survey.request.settings.precision,
+        "optimizer": survey.request.settings.optimizer,
         "usable_bytes": survey.limit_bytes,
         "rows": [
             {

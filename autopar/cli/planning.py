@@ -58,12 +58,12 @@ class Asked:
     def load(self) -> frontend.Loaded:
         """The model, on meta, with one batch. Raises CaptureError where it leads nowhere, or its factory cannot be told
         a size that is asked for."""
-        training = self.mode == "train"
+        training, stated = self.mode == "train", self.stated
         loaded = frontend.load(
             self.model,
             batch=self.batch,
             seq=self.seq,
-            dtype=resting(self.dtype, self.mode),
+            dtype=None if stated is None else resting(stated, self.mode),
             train=training,
             labels=training,
             seed=self.seed,
@@ -82,9 +82,9 @@ class Asked:
         return found
 
     @property
-    def dtype(self) -> str:
-        """The precision as `autopar.compile` has it; "auto" is what the model's config says. Raises PlanError for an
-        unknown one."""
+    def stated(self) -> str | None:
+        """The precision as `autopar.compile` has it; "auto" is what the model's config says, and None for a factory:
+        the dtype of the model that it makes. Raises PlanError for an unknown one."""
         if self.precision == AUTO:
             return frontend.stated_precision(self.model, train=self.mode == "train")
         if self.precision not in PRECISIONS:
@@ -112,7 +112,7 @@ def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
             recipe=asked.recipe,
             mesh=sizes,
             mode=asked.mode,
-            precision=asked.dtype,
+            precision=asked.stated,
             optimizer=asked.optimizer,
             batch=loaded.batch,
             seq=loaded.seq,

@@ -55,13 +55,13 @@ def load(
     batch: int | None,
     seq: int | None,
     device: str = "meta",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     train: bool = True,
     labels: bool = True,
     seed: int = 0,
 ) -> Loaded:
-    """Build the model that `spec` names, on `device` and in `dtype`, with inputs of `batch` samples of `seq` tokens
-    (None: the factory's default, or that of `factory.SIZES`).
+    """Build the model that `spec` names, on `device` and in `dtype` (None: its own, `dtype_of`), with inputs of `batch`
+    samples of `seq` tokens (None: the factory's default, or that of `factory.SIZES`).
 
     On "meta" nothing is allocated and the values mean nothing. Elsewhere weights and inputs follow from `seed`; the
     caller's random state stays as it was. Integer inputs keep their type. `labels` is for Hugging Face models: a
@@ -76,6 +76,7 @@ def load(
             factory = find_factory(spec)
             sizes = sizes_of(factory, batch=batch, seq=seq)
             model, made = call_factory(factory, spec, **sizes)
+    dtype = dtype or dtype_of(model)
     model = in_dtype(model, dtype).train(train)
     args, kwargs = made or inputs_for(model, **sizes, device=device, seed=seed, labels=labels)
     return Loaded(
@@ -89,11 +90,12 @@ def load(
     )
 
 
-def stated_precision(spec: str, *, train: bool) -> str:
+def stated_precision(spec: str, *, train: bool) -> str | None:
     """The precision that a spec asks for by itself: bfloat16 where a Hugging Face config says so, in training with
-    float32 masters; else float32."""
-    stated = stated_dtype(spec.removeprefix(HF)) if spec.startswith(HF) else None
-    return ("bf16" if train else "bfloat16") if stated == "bfloat16" else "float32"
+    float32 masters, else float32; None for a factory, whose model has the dtype that it is made in."""
+    if not spec.startswith(HF):
+        return None
+    return ("bf16" if train else "bfloat16") if stated_dtype(spec.removeprefix(HF)) == "bfloat16" else "float32"
 
 
 def short_name(spec: str) -> str:
@@ -104,6 +106,15 @@ def short_name(spec: str) -> str:
         return path.resolve().parent.name if path.name == "config.json" else path.resolve().stem
     place, _, factory = spec.rpartition(":")
     return f"{Path(place).stem if place.endswith('.py') else place.rpartition('.')[2]}.{factory}"
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The floating dtype of most parameter elements of `model`; float32 where it has none."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -172,3 +172,17 @@ def test_arguments_that_hold_several_inputs_or_none(tmp_path: Path, model: str) 
     assert done.returncode == 0 and "\nmodel " in done.stdout, done.stdout + done.stderr
     ran = autopar("run", "plan.json", "--steps", "1", "--json", "-", cwd=tmp_path)
     assert ran.returncode == 0 and json.loads(ran.stdout)["steps"][0]["loss"] < 10.0, ran.stderr
+
+
+def test_a_factory_says_in_what_dtype_its_model_is(tmp_path: Path) -> None:
+    """Models in bfloat16 were planned in float32, without a word."""
+    made = "Between().bfloat16(), (inputs(batch)[0].bfloat16(), 2.0, inputs(batch)[1].bfloat16())"
+    (tmp_path / "given.py").write_text(f"{GIVEN}\n\ndef half(batch=8):\n    return {made}\n")
+    ask = ("given.py:half", "--cluster", "cpu:1x2", "--recipe", "ddp", "--json", "-")
+    fits = json.loads(autopar("memory", *ask, cwd=tmp_path).stdout)
+    assert autopar("plan", *ask[:-2], "-o", "plan.json", cwd=tmp_path).returncode == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["precision"] == fits["precision"] == "bfloat16"
+    ran = autopar("run", "plan.json", "--steps", "1", "--json", "-", cwd=tmp_path)
+    assert ran.returncode == 0 and json.loads(ran.stdout)["steps"][0]["loss"] < 10.0, ran.stderr
+    asked = autopar("plan", *ask, "--precision", "float32", "-o", "plan.json", cwd=tmp_path)
+    assert asked.returncode == 0 and json.loads((tmp_path / "plan.json").read_text())["precision"] == "float32"

@@ -111,15 +111,17 @@ def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     """Raise CaptureError where the inputs do not fit the signature of forward, followed by `targets` inputs of the loss
     function."""
     signature = inspect.signature(model.forward)
-    got = f"got {len(args)} positional inputs" + (f" and {', '.join(kwargs)}" if kwargs else "")
+    got = f"got {len(args)} positional input{'s' * (len(args) != 1)}" + (f" and {', '.join(kwargs)}" if kwargs else "")
     if len(args) < targets:
         raise CaptureError(f"{type(model).__name__}: {got}, wanted those of the model and, last, {targets} for loss_fn")
     try:
         signature.bind(*args[: len(args) - targets], **kwargs)
     except TypeError as error:
-        taken = f", of which the last {targets} go to loss_fn" if targets else ""
+        last = "the last one goes" if targets == 1 else f"the last {targets} go"
+        taken = f", of which {last} to loss_fn" if targets else ""
         raise CaptureError(
-            f"{type(model).__name__} does not take these inputs: {error}; {got}{taken}, wanted forward{signature}"
+            f"{type(model).__name__} does not take these inputs: {error}; {got}{taken}, wanted forward{signature}: "
+            "give that in example_inputs (on the command line: in the args, or kwargs, that the factory returns)"
         ) from None
 
 

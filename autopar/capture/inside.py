@@ -66,6 +66,8 @@ DERIVED = (
     "what they are of; take those of each sample, torch.func.vmap(torch.func.grad(f)), use jacrev or hessian, or "
     "write them out as a formula"
 )
+ARRAYS = "give tensors in place of arrays (torch.from_numpy)"
+OBJECTS = "make it in forward, or in the model, of what tensors say (create_block_mask for a BlockMask)"
 WRAPPED = "functorch tensor"
 """In torch's errors on the operand of such a derivative."""
 
@@ -82,8 +84,7 @@ def why_untraced(error: BaseException, taken: list[str], inputs: Mapping[str, An
         }
         return (
             f"of its inputs {', '.join(f'{name} is a {kind}' for name, kind in kinds.items())}, and a graph takes "
-            "tensors and numbers; make it in forward, or in the model, of what tensors say (create_block_mask for a "
-            "BlockMask)"
+            f"tensors and numbers; {ARRAYS if set(kinds.values()) == {'ndarray'} else OBJECTS}"
         )
     if WRAPPED in str(error):
         return DERIVED

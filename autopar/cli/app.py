@@ -38,10 +38,12 @@ ModelSpec = Annotated[
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a file that `autopar plan -o` wrote")]
 Batch = Annotated[
-    int | None, typer.Option(min=1, help="global samples per step; else the default of the factory's batch=, or 8")
+    int | None,
+    typer.Option(min=1, metavar="N", help="global samples per step; else the default of the factory's batch=, or 8"),
 ]
 Seq = Annotated[
-    int | None, typer.Option(min=1, help="tokens per sample; else the default of the factory's seq=, or 128")
+    int | None,
+    typer.Option(min=1, metavar="N", help="tokens per sample; else the default of the factory's seq=, or 128"),
 ]
 RulesFile = Annotated[
     str,
@@ -68,10 +70,13 @@ def root(
         bool, typer.Option("--debug", help="show the traceback of an error (before or after the command)")
     ] = False,
 ) -> None:
-    """Plan how a PyTorch model runs on a cluster, and emit, run, verify and explain the plan."""
+    """Plan how a PyTorch model runs on a cluster; emit, run, verify and explain the plan.
+
+    Begin with `autopar plan MODEL --cluster cpu:1x4 -o plan.json`, then `autopar verify plan.json`.
+    """
 
 
-@app.command()
+@app.command(short_help="find a plan for a model and a cluster, and print it")
 def plan(
     model: ModelSpec,
     cluster: Annotated[
@@ -82,7 +87,9 @@ def plan(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="write the plan here; - is stdout")
     ] = None,
-    recipe: Annotated[str | None, typer.Option(help="force a named strategy; see `autopar recipes`")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="NAME", help="force a named strategy; see `autopar recipes`")
+    ] = None,
     mesh: Annotated[
         str | None,
         typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2; of a pipeline, those of each place"),
@@ -101,7 +108,7 @@ def plan(
         float, typer.Option(min=0.1, metavar="SECONDS", help="for all that the search does, proof included")
     ] = TIME_LIMIT_S,
     seed: Annotated[
-        int, typer.Option(min=0, max=(1 << 62) - 1, help="of the search, and later of weights and inputs")
+        int, typer.Option(min=0, max=(1 << 62) - 1, metavar="N", help="of the search, and later of weights and inputs")
     ] = 0,
     pareto: Annotated[
         bool, typer.Option("--pareto", help="plan for less and less memory too: step time against memory per device")
@@ -147,7 +154,7 @@ def plan(
     )
 
 
-@app.command()
+@app.command(short_help="write the sharded module of a plan into a folder")
 def emit(
     plan: PlanFile, output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="the folder to write")]
 ) -> None:
@@ -157,11 +164,11 @@ def emit(
     emit_command(plan, output)
 
 
-@app.command()
+@app.command(short_help="train on random data, on local CPU ranks or under torchrun")
 def run(
     plan: PlanFile,
-    steps: Annotated[int, typer.Option(min=1, help="training steps")] = 3,
-    lr: Annotated[float, typer.Option(min=0.0, help="learning rate")] = 1e-3,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="training steps")] = 3,
+    lr: Annotated[float, typer.Option(min=0.0, metavar="RATE", help="learning rate")] = 1e-3,
     json: Json = None,
 ) -> None:
     """Train on random data: on local CPU ranks, or on the ranks of torchrun."""
@@ -170,15 +177,16 @@ def run(
     run_command(plan, steps, lr, json)
 
 
-@app.command()
+@app.command(short_help="compare the sharded module with one device, in float64")
 def verify(
     plan: PlanFile,
     dtype: Annotated[str, typer.Option(help="of the comparison: float64 or float32")] = "float64",
     tolerance: Annotated[
-        float | None, typer.Option(min=0.0, help="largest relative difference; 1e-9 in float64, 1e-4 in float32")
+        float | None,
+        typer.Option(min=0.0, metavar="T", help="largest relative difference; 1e-9 in float64, 1e-4 in float32"),
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="another batch than planned")] = None,
-    seq: Annotated[int | None, typer.Option(min=1, help="another sequence than planned")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="another batch than planned")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, metavar="N", help="another sequence than planned")] = None,
     device: Annotated[
         str, typer.Option(help="of the ranks: cpu, or cuda, whose devices they share where there are fewer")
     ] = "cpu",
@@ -190,7 +198,7 @@ def verify(
     raise typer.Exit(verify_command(plan, dtype, tolerance, batch, seq, json, device))
 
 
-@app.command()
+@app.command(short_help="the price of each alternative of a node; what costs most")
 def explain(
     plan: PlanFile,
     node: Annotated[str | None, typer.Option(metavar="NAME", help="a node or parameter of the plan")] = None,
@@ -202,11 +210,11 @@ def explain(
     explain_command(plan, node, json)
 
 
-@app.command()
+@app.command(short_help="what differs between two plans")
 def diff(
     old: Annotated[Path, typer.Argument(metavar="OLD", help="a file that `autopar plan -o` wrote")],
     new: Annotated[Path, typer.Argument(metavar="NEW", help="another one")],
-    rows: Annotated[int, typer.Option(min=1, help="rows of nodes shown")] = 20,
+    rows: Annotated[int, typer.Option(min=1, metavar="N", help="rows of nodes shown")] = 20,
     json: Json = None,
 ) -> None:
     """Show what differs between two plans; exit code 0 only if they are the same."""
@@ -215,7 +223,7 @@ def diff(
     raise typer.Exit(diff_command(old, new, rows, json))
 
 
-@app.command()
+@app.command(short_help="one step event by event: time, memory, a trace")
 def simulate(
     plan: PlanFile,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="write a trace for Perfetto")] = None,
@@ -227,7 +235,7 @@ def simulate(
     simulate_command(plan, trace, json)
 
 
-@app.command()
+@app.command(short_help="will it fit? bytes per device under each strategy")
 def memory(
     context: typer.Context,
     model: Annotated[
@@ -238,7 +246,9 @@ def memory(
     ] = "here",
     batch: Batch = None,
     seq: Seq = None,
-    recipe: Annotated[list[str] | None, typer.Option(help="only this strategy; may be given more than once")] = None,
+    recipe: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="only this strategy; may be given more than once")
+    ] = None,
     mesh: Annotated[
         str | None,
         typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2; of a pipeline, those of each place"),
@@ -252,7 +262,7 @@ def memory(
     ] = "auto",
     mode: Annotated[Mode, typer.Option(help="train counts gradients, optimizer and activations too")] = Mode.train,
     optimizer: Annotated[str, typer.Option(help=f"whose state must fit: {', '.join(OPTIMIZERS)}")] = "adamw",
-    shown: Annotated[int, typer.Option(min=1, help="tensors shown of a plan's peak")] = 16,
+    shown: Annotated[int, typer.Option(min=1, metavar="N", help="tensors shown of a plan's peak")] = 16,
     rules: RulesFile = "",
     json: Json = None,
 ) -> None:
@@ -280,10 +290,12 @@ def _given(context: typer.Context) -> list[str]:
     ]
 
 
-@app.command()
+@app.command(short_help="run some steps; measured against predicted, by operator")
 def profile(
     plan: PlanFile,
-    steps: Annotated[int, typer.Option(min=1, help="steps that are timed, and steps that are profiled")] = 3,
+    steps: Annotated[
+        int, typer.Option(min=1, metavar="N", help="steps that are timed, and steps that are profiled")
+    ] = 3,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write the profiler's events of the first rank for Perfetto")
     ] = None,
@@ -291,7 +303,7 @@ def profile(
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="write a cluster file refitted to what was measured"),
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="rows shown")] = 20,
+    rows: Annotated[int, typer.Option(min=1, metavar="N", help="rows shown")] = 20,
     json: Json = None,
 ) -> None:
     """Run some steps on local ranks and show predicted against measured, by operator and collective, worst first."""
@@ -300,19 +312,22 @@ def profile(
     profile_command(plan, steps, trace, output, rows, json)
 
 
-@app.command()
+@app.command(short_help="measure this machine and write it as a cluster file")
 def calibrate(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="the cluster file to write, a .toml")],
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one")] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="local ranks; all GPUs, or 4 on a CPU. Under torchrun its ranks are measured"),
+        typer.Option(
+            min=1, metavar="N", help="local ranks; all GPUs, or 4 on a CPU. Under torchrun its ranks are measured"
+        ),
     ] = None,
     seconds: Annotated[
         float,
         typer.Option(
             min=1.0,
             max=3600.0,
+            metavar="S",
             help="about how long to measure, in all: more is closer where the machine has other work; an hour at most",
         ),
     ] = 60.0,
@@ -324,7 +339,7 @@ def calibrate(
     calibrate_command(output, device, ranks, seconds, json)
 
 
-@app.command()
+@app.command(short_help="list the strategies that --recipe takes")
 def recipes(json: Json = None) -> None:
     """List the named strategies."""
     from autopar.cli.lists import recipes_command
@@ -332,7 +347,7 @@ def recipes(json: Json = None) -> None:
     recipes_command(json)
 
 
-@app.command()
+@app.command(short_help="list the presets that --cluster takes")
 def clusters(json: Json = None) -> None:
     """List the presets of clusters."""
     from autopar.cli.presets import clusters_command
@@ -369,11 +384,12 @@ def main() -> None:
 def _said(error: Exception) -> str | None:
     """What to say of an error that is none of autopar's: where the user's own code (a factory, rules) raised it, and
     what files say; None for a bug of ours, of which all is shown."""
-    from autopar.frontend.factory import own_frames
+    from autopar.frontend.factory import own_frames, why_no_values
 
     frames = own_frames(error)
     if frames is not None:
         shown = traceback.TracebackException.from_exception(error)
         shown.stack = frames
-        return "error: your own code raised this (--debug shows how it was called)\n" + "".join(shown.format()).rstrip()
+        text = "".join(shown.format()) + why_no_values(error)
+        return f"error: your own code raised this (--debug shows how it was called)\n{text.rstrip()}"
     return f"error: {error}" if isinstance(error, OSError) else None

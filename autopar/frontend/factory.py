@@ -24,6 +24,11 @@ FORMS = "hf:FILE_OR_FOLDER, path/to/file.py:factory or package.module:factory"
 SIZES = {"batch": 8, "seq": 128}
 """What a factory may have parameters for, and the sizes where neither the caller nor the factory says one."""
 
+MADE_ON_META = (
+    "factories are called under torch.device('meta'), where nothing is allocated and tensors have no values; make it "
+    "with device='cpu' where its values are needed: torch.linspace(0, 1, 4, device='cpu').tolist()"
+)
+
 RAN_AS = "autopar_model_"
 """What the names of modules that were run from a file begin with."""
 
@@ -104,6 +109,12 @@ def own_frames(error: BaseException) -> traceback.StackSummary | None:
             if not frame.filename.startswith("<frozen importlib") and frame.filename != importlib.__file__
         ]
     )
+
+
+def why_no_values(error: BaseException) -> str:
+    """What to say of an error of the user's own code that asks a tensor on the meta device for its values; "" of any
+    other."""
+    return MADE_ON_META if "meta" in str(error) and isinstance(error, (RuntimeError, TypeError)) else ""
 
 
 def sizes_of(factory: Factory | None, *, batch: int | None, seq: int | None) -> dict[str, int]:

@@ -101,7 +101,18 @@ def test_an_error_of_the_users_own_code_is_shown_with_the_frames_of_that_code_al
             "on the command line: a factory whose model gives the loss, or --mode inference",
         ),
         ("nn.Linear(8, 8)", "name a factory that gives (model, args) on the command line"),
+        ("torch.linspace(0, 1, 4).tolist()", "tensors have no values; make it with device='cpu'"),
+        ("nn.Linear(torch.ones(4).nonzero().shape[0], 8)", "tensors have no values; make it with device='cpu'"),
         ("nn.Linear(8, 8), (torch.zeros(0, 8),)", "on the command line: in what the factory returns"),
+        (
+            "nn.Bilinear(8, 8, 8), (torch.zeros(8, 8),)",
+            "missing a required argument: 'input2'; got 1 positional input, wanted forward(input1: torch.Tensor, "
+            "input2: torch.Tensor) -> torch.Tensor: give that in example_inputs (on the command line: in the args, or",
+        ),
+        (
+            "nn.Linear(8, 8), (__import__('numpy').zeros((8, 8)),)",
+            "a ndarray, and a graph takes tensors and numbers; give tensors",
+        ),
     ],
 )
 def test_what_is_asked_for_is_said_in_words_of_the_command_line_too(here, monkeypatch, capsys, gives, wanted) -> None:

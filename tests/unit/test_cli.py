@@ -42,6 +42,7 @@ def test_help_lists_every_command() -> None:
         "clusters",
     ):
         assert f"\n  {name} " in done.stdout
+    assert "..." not in done.stdout.partition("Commands:")[2]  # what a command does was cut off in the middle
 
 
 def test_help_tells_the_two_plans_of_diff_apart() -> None:

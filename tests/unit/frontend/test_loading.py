@@ -61,6 +61,15 @@ def test_short_names(tmp_path):
     assert short_name("models/gpt.py:small") == short_name("models.gpt:small") == "gpt.small"
 
 
+def test_a_model_is_no_factory(tmp_path):
+    """It was called without inputs, and that error shown."""
+    (tmp_path / "own.py").write_text("from torch import nn\nmodel = nn.Linear(3, 3)\n")
+    with pytest.raises(
+        CaptureError, match=r"model is a model, Linear; wanted what makes one, .*def made\(\): return model, "
+    ):
+        load(f"{tmp_path}/own.py:model", batch=1, seq=1)
+
+
 def test_a_file_is_run_again_only_where_it_has_changed(tmp_path):
     """Each run registered its operators anew: rules were for others than the graph had."""
     where = tmp_path / "own.py"

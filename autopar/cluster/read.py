@@ -56,8 +56,8 @@ def _one(text: str, whole: str) -> Cluster:
         return read_file(Path(text))
     if text == "here":
         return parse(here())
-    name, colon, sizes = text.partition(":")
-    path = preset_path(name)
+    name, colon, sizes = text.rpartition(":") if ".toml:" in text else text.partition(":")
+    path = Path(name) if name.endswith(".toml") else preset_path(name)
     if path is None:
         raise ClusterError(
             f"cluster {whole!r}: there is no preset {name!r}; known: {', '.join(presets())}, or the path of a "
@@ -102,7 +102,7 @@ def read_file(path: Path) -> Cluster:
 def _rebase(data: dict[str, Any]) -> dict[str, Any]:
     """`data` laid over its base preset: device keys and the entries of its tables one by one, levels by their name."""
     check_keys(data, "the file", ("base", "name"), ("device", "levels"))
-    if not isinstance(data["base"], str) or data["base"].endswith(".toml") or "+" in data["base"]:
+    if not isinstance(data["base"], str) or ".toml" in data["base"] or "+" in data["base"]:
         fail("the file", "base", data["base"], "a preset, for example 'h100:4x8'")
     merged = parse(data["base"]).to_dict() | {"name": data["name"]}
     device = data.get("device", {})

@@ -281,9 +281,9 @@ class Cluster:
 
     @staticmethod
     def parse(text: str | Path) -> Cluster:
-        """`"h100:8x8"` (8 nodes of 8), `"a100-80:16"` (one node), `"h100"`, `"cpu:1x4"`, a .toml file, or `"here"`;
-        with + between them parts of one cluster: `"h100:2x8+a100-80:2x8"` (two kinds), `"h100:1x8+h100:1x4"` (unequal
-        nodes)."""
+        """`"h100:8x8"` (8 nodes of 8), `"a100-80:16"` (one node), `"h100"`, `"cpu:1x4"`, a .toml file, also with sizes
+        (`"ours.toml:2x8"`), or `"here"`; with + between them parts of one cluster: `"h100:2x8+a100-80:2x8"`
+        (two kinds), `"h100:1x8+h100:1x4"` (unequal nodes)."""
         from autopar.cluster.read import parse
 
         return parse(text)

@@ -172,6 +172,8 @@ def test_a_file_over_a_base_changes_only_what_it_names(tmp_path: Path) -> None:
     mine, base = Cluster.parse(str(path)), Cluster.parse("h100:4x8")
     assert mine.label == "mine:4x8" and mine.levels[1] == base.levels[1]
     assert mine.levels[0] == dataclasses.replace(base.levels[0], bandwidth_bytes_s=12.5e9)
+    assert Cluster.parse(f"{path}:2x4").label == "mine:2x4" and Cluster.parse(f"{path}:2x4").device == mine.device
+    assert Cluster.parse(f"{path}:2x4+h100:1x8").devices == 16
     assert mine.device.usable_memory == 0.8 and mine.device.flops("float16") == 5e14
     assert mine.device.flops("bfloat16") == base.device.flops("bfloat16")
 
@@ -204,6 +206,7 @@ BAD_TEXTS = [
     (8, r"cluster 8 \(int\): wanted text, as 'h100:1x8'"),
     (None, "cluster None"),
     ("nowhere.toml", "cluster file nowhere.toml: cannot be read: No such file"),
+    ("nowhere.toml:1x8", "cluster file nowhere.toml: cannot be read: No such file"),
 ]
 
 

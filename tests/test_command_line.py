@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
+from autopar.cli.app import app
 from autopar.plan import Plan
 from tests.helpers.apart import in_parts
-from tests.helpers.command import autopar
+from tests.helpers.command import ROOT, autopar
 
 
 def done(*arguments: str, fresh: bool = False) -> subprocess.CompletedProcess[str]:
@@ -81,6 +84,45 @@ def test_run(plan: Path, tmp_path: Path) -> None:
     steps = json.loads((tmp_path / "run.json").read_text())["steps"]
     assert shown.stdout.count("loss") == 2 and len(steps) == 2
     assert steps[1]["loss"] < steps[0]["loss"]  # the same batch twice
+
+
+ROW = re.compile(r"^\| `([\w -]+)` \| (`.*?`) \|", re.MULTILINE)
+FIELDS = dict(ROW.findall((ROOT / "docs" / "cli.md").read_text().partition("## JSON")[2]))
+"""The fields that docs/cli.md gives to the JSON of each command."""
+
+JSON_OF = {
+    "plan": ("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "tp"),
+    "explain": ("explain", "PLAN"),
+    "explain --node": ("explain", "PLAN", "--node", "head.weight"),
+    "diff": ("diff", "PLAN", "PLAN"),
+    "run": ("run", "PLAN", "--steps", "1"),
+    "verify": ("verify", "PLAN"),
+    "simulate": ("simulate", "PLAN"),
+    "memory MODEL": ("memory", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "tp"),
+    "memory PLAN": ("memory", "PLAN"),
+    "profile": ("profile", "PLAN", "--steps", "1"),
+    "calibrate": ("calibrate", "--device", "cpu", "--ranks", "1", "--seconds", "1", "-o", "CLUSTER"),
+    "recipes": ("recipes",),
+    "clusters": ("clusters",),
+}
+SLOW = ("run", "verify", "profile", "calibrate")
+
+
+def test_the_docs_have_the_json_of_all_commands() -> None:
+    taking = {
+        command.callback.__name__
+        for command in app.registered_commands
+        if "json" in signature(command.callback).parameters
+    }
+    assert {name.split()[0] for name in FIELDS} == taking and FIELDS.keys() == JSON_OF.keys()
+
+
+@pytest.mark.parametrize("of", [pytest.param(of, marks=pytest.mark.slow) if of in SLOW else of for of in JSON_OF])
+def test_json_has_the_fields_of_the_docs(plan: Path, tmp_path: Path, of: str) -> None:
+    given = {"PLAN": str(plan), "CLUSTER": str(tmp_path / "ours.toml")}
+    found = json.loads(done(*(given.get(each, each) for each in JSON_OF[of]), "--json", "-").stdout)
+    for each in found if isinstance(found, list) else [found]:
+        assert sorted(each) == sorted(FIELDS[of].strip("`").split("`, `"))
 
 
 def test_run_with_another_optimizer(tmp_path: Path) -> None:

@@ -58,8 +58,24 @@ def test_the_cluster_files_of_the_docs_are_some(tmp_path: Path) -> None:
 
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target, section in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", unfenced(page)):
+            to = page.parent / target if target else page
+            assert to.exists(), f"{page.name} links to {target}"
+            assert not section or section in anchors(to), f"{page.name} links to {target}#{section}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What links to the sections of a page end in."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_files_that_the_pages_name_exist() -> None:
+    """Under their paths in the repository, in autopar/ or tests/, or by their name alone."""
+    there = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    for page in PAGES:
+        for name in re.findall(r"`(?!path/to/)([a-z_]+(?:/\w+)+\.py)\b", page.read_text()):
+            assert any(f"/{path}".endswith(f"/{name}") for path in there), f"{page.name} names {name}"
 
 
 def test_options_in_the_pages_exist() -> None:
@@ -136,7 +152,7 @@ def _done(*arguments: str) -> str:
 def test_the_tests_that_hold_the_traps_exist() -> None:
     """docs/torch-traps.md names files under tests/, and tests in them by the beginning of their name."""
     for entry in re.findall(
-        r"`((?:dist|unit)/[^`]+)`(?:, `(::[^`]+)`)?", (ROOT / "docs" / "torch-traps.md").read_text()
+        r"`((?:dist|unit|gpu)/[^`]+)`(?:, `(::[^`]+)`)?", (ROOT / "docs" / "torch-traps.md").read_text()
     ):
         path, _, name = entry[0].partition("::")
         text = (ROOT / "tests" / path).read_text()
@@ -146,8 +162,13 @@ def test_the_tests_that_hold_the_traps_exist() -> None:
 
 def indented(page: Path) -> list[str]:
     """The indented blocks of a page, outside of fences, without their indent."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    return [textwrap.dedent(block) for block in re.findall(r"(?:(?:^    .*)?\n)+", text, re.MULTILINE) if block.strip()]
+    found = re.findall(r"(?:(?:^    .*)?\n)+", unfenced(page), re.MULTILINE)
+    return [textwrap.dedent(block) for block in found if block.strip()]
+
+
+def unfenced(page: Path) -> str:
+    """The text of a page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def is_python(block: str) -> bool:

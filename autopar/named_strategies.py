@@ -46,21 +46,21 @@ def undivided(program: Program, recipe: Recipe, sizes: tuple[int, ...]) -> str:
         return ""
     size = batches[0]
     return (
-        f"recipe {recipe.name} splits the samples over {ways} ranks (mesh {times(sizes)}), and a batch of {size} does "
-        f"not divide by {ways}: use a batch of {divisible(size, ways)}, another mesh or another recipe"
+        f"a batch of {size} does not divide by {ways}: recipe {recipe.name} splits the samples over {ways} ranks (mesh "
+        f"{times(sizes)}); use a batch of {divisible(size, ways)}, another mesh or another recipe"
     )
 
 
-def refused_meshes(planner: Planner, recipe: Recipe) -> dict[tuple[int, ...], str]:
-    """The meshes on which a recipe that was asked for is tried, each with why it cannot split the batch there, empty
-    where it can.
+def tried_meshes(planner: Planner, recipe: Recipe) -> dict[tuple[int, ...], str]:
+    """The meshes on which a recipe is tried, each with why it cannot split the batch there, empty where it can."""
+    meshes = meshes_for(recipe, planner.request.cluster, planner.request.mesh)
+    return {sizes: undivided(planner.program, recipe, sizes) for sizes in meshes}
 
-    Raises PlanError where there are none, or where it can on none.
-    """
-    request = planner.request
-    refused = {
-        sizes: undivided(planner.program, recipe, sizes) for sizes in meshes_for(recipe, request.cluster, request.mesh)
-    }
+
+def refused_meshes(planner: Planner, recipe: Recipe) -> dict[tuple[int, ...], str]:
+    """`tried_meshes` of a recipe that was asked for. Raises PlanError where there are none, or where it can split the
+    batch on none."""
+    request, refused = planner.request, tried_meshes(planner, recipe)
     if not refused:
         raise PlanError(
             f"recipe {recipe.name} needs a mesh of {len(recipe.roles)} "
@@ -93,10 +93,9 @@ def best_named(planner: Planner, timer: Timer, *, fits: bool) -> tuple[Candidate
     for recipe in sorted(asked, key=lambda recipe: not any(role in roles.BY_SAMPLE for role in recipe.roles)):
         if lacking := recipe.lacking(planner.program):
             raise PlanError(lacking)
-        refused = refused_meshes(planner, recipe) if request.recipe else {}
-        for sizes in meshes_for(recipe, request.cluster, request.mesh):
-            if refused.get(sizes):
-                tried.append(Alternative(recipe.name, sizes, None, None, refused[sizes]))
+        for sizes, refused in (refused_meshes if request.recipe else tried_meshes)(planner, recipe).items():
+            if refused:
+                tried.append(Alternative(recipe.name, sizes, None, None, refused))
                 continue
             if (recipe.name, sizes) in planner.settled or ((fits or best is not None) and timer.skips()):
                 continue

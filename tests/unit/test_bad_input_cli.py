@@ -270,9 +270,10 @@ def test_a_recipe_that_splits_samples_wants_a_batch_that_divides(here, monkeypat
         and "a batch of 6 does not divide by 4" in said
         and "4 or 8" in said
     )
-    capsys.readouterr()
-    assert run(monkeypatch, "memory", "net.py:good", "--cluster", "cpu:1x4", "--batch", "6", "--recipe", "ddp") == 0
-    assert "a batch of 6 does not divide by 4" in " ".join(capsys.readouterr().out.split())
+    for command, *more in (("memory", "--recipe", "ddp"), ("plan",)):  # plan had a price of it, computed whole on each
+        capsys.readouterr()
+        assert run(monkeypatch, command, "net.py:good", "--cluster", "cpu:1x4", "--batch", "6", *more) == 0
+        assert "a batch of 6 does not divide by 4: recipe ddp" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_batch_that_does_not_fall_into_microbatches_is_refused_before_ranks_start(here, monkeypatch, capsys) -> None:

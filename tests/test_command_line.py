@@ -70,6 +70,7 @@ def test_simulate(plan: Path, tmp_path: Path) -> None:
     shown = done("simulate", str(plan), "--trace", str(tmp_path / "trace.json"))
     assert (
         "MFU" in shown.stdout
+        and re.search(r"samples +\d{4,} per second and device", shown.stdout)  # 10580 was 1.058e+04
         and "exposed communication" in shown.stdout
         and json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     )

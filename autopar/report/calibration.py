@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 
 from autopar.calibrate import Calibration, Fit
 from autopar.report.grid import grid
-from autopar.text import seconds
+from autopar.text import seconds, three
 
 
 def calibration(found: Calibration) -> Group:
@@ -33,7 +33,7 @@ def _value(fit: Fit) -> str:
     if (fit.name.endswith("_s") and not fit.name.endswith("bytes_s")) or " on " in fit.name:
         return seconds(fit.value)
     if fit.name.endswith("bytes_s"):
-        return f"{fit.value / 1e9:.3g} GB/s"
+        return f"{three(fit.value / 1e9)} GB/s"
     if "flops" in fit.name:
-        return f"{fit.value / 1e9:.4g} GFLOP/s"
+        return f"{three(fit.value / 1e9)} GFLOP/s"
     return f"{fit.value:.3g}"

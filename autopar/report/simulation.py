@@ -10,7 +10,7 @@ from rich.text import Text
 
 from autopar.report.grid import grid
 from autopar.simulate.result import Place, Simulation
-from autopar.text import gibibytes, seconds
+from autopar.text import gibibytes, seconds, three
 
 PLACES_SHOWN = 16
 BARS = " ▁▂▃▄▅▆▇█"
@@ -47,7 +47,7 @@ def _facts(found: Simulation) -> dict[str, str]:
         **pipeline,
         "step": f"{seconds(found.step_s)}{apart}",
         "MFU": f"{100 * found.mfu:.1f} %",
-        found.tokens: f"{found.tokens_s:.4g} per second and device ({found.ranks} devices)",
+        found.tokens: f"{three(found.tokens_s)} per second and device ({found.ranks} device{'s' * (found.ranks != 1)})",
         "bubble": _share(found.bubble),
         "exposed communication": _share(found.exposed),
         "starting operators": f"{seconds(found.launch_s)} of the busiest place",

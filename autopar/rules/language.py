@@ -14,7 +14,7 @@
 
 A factor that an output lacks is summed over (or reduced by `Rule.reduce`): splitting it gives a partial result.
 `matches.options` makes of a rule all options of a node on one axis. Written as layout of the value / layout of its
-gradient:
+gradient (the table in docs/how-it-works.md):
 
     split f        operands that have f at dim d: S(d)/S(d); operands that lack it: R/P; outputs: S(d)/S(d) where they
                    have f, else P/R, and then added operands are P/R too

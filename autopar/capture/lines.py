@@ -11,16 +11,24 @@ from types import FrameType
 
 from torch import nn
 
+from autopar.capture.shadow import WithLoss
+
 LIBRARY = str(Path(inspect.__file__).parent) + "/"
 
 
 def source(error: BaseException | None, model: nn.Module) -> str:
-    """The last frame outside torch: the user's own line."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__ if error else None) if users(f.filename)]
+    """The last frame outside torch: the user's own line. Code that was made of text (`<string>`) has none to show."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__ if error else None) if users(f.filename) and f.line]
     if frames:
         return f"at {_short(frames[-1].filename)}:{frames[-1].lineno}: {frames[-1].line}"
     found = re.search(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(.+)', str(error))
-    return f"at {_short(found.group(1))}:{found.group(2)}: {found.group(3)}" if found else f"in {type(model).__name__}"
+    return f"at {_short(found.group(1))}:{found.group(2)}: {found.group(3)}" if found else f"in {_within(model)}"
+
+
+def _within(model: nn.Module) -> str:
+    """The user's class, and the loss function where one was added."""
+    inner = getattr(model, WithLoss.INNER, None)
+    return type(model).__name__ if inner is None else f"{type(inner).__name__} or in loss_fn"
 
 
 def place_of(frame: FrameType) -> str:

@@ -391,3 +391,8 @@ def test_what_torch_says_of_no_sizes_is_said_in_words():
         dims.explicit([], ((), {}), (), {}, inspect.signature(lambda: None)),
     )
     assert said.startswith("the model works only for some sizes") and "oo" not in said
+
+
+def test_a_loss_that_does_not_run_is_said_to_be_one():
+    with pytest.raises(CaptureError, match=r"(?s)Linear does not run on these inputs: Bool.*in Linear or in loss_fn;"):
+        capture(nn.Linear(4, 4), (torch.zeros(8, 4),) * 3, loss_fn=nn.functional.mse_loss)

@@ -42,7 +42,7 @@ def find_factory(spec: str) -> Factory:
     place, _, name = spec.rpartition(":")
     relative = place.startswith(".") and not place.endswith(".py")  # to which package?
     if not place or not name or relative:
-        raise CaptureError(f"cannot read the model {spec!r}: wanted {FORMS}")
+        raise CaptureError(f"cannot read the model {spec!r}: wanted {FORMS}{_meant(Path(spec))}")
     module = import_file(Path(place), spec) if place.endswith(".py") else import_module(place, spec)
     factory = getattr(module, name, None)
     if isinstance(factory, nn.Module):
@@ -55,6 +55,13 @@ def find_factory(spec: str) -> Factory:
     there = [key for key, value in vars(module).items() if defined_here(value, module)]
     wrong = f"has no {name!r}" if factory is None else f"has {name!r}, but it is {type(factory).__name__}, not callable"
     raise CaptureError(f"model {spec!r}: {place} {wrong}; callables defined there: {', '.join(there) or 'none'}")
+
+
+def _meant(path: Path) -> str:
+    """What to write for a file or folder that a spec names without the rest, as the end of a message."""
+    if path.suffix == ".py" and path.is_file():
+        return f"; say which function makes the model: {path}:FUNCTION"
+    return f"; a Hugging Face config is hf:{path}" if path.suffix == ".json" or path.is_dir() else ""
 
 
 def call_factory(factory: Factory, spec: str, *, batch: int, seq: int) -> tuple[nn.Module, Inputs | None]:

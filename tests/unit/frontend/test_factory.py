@@ -111,6 +111,8 @@ def test_file_in_a_package_imports_from_that_package(tmp_path):
     "spec, words",
     [
         ("gpt2", ["cannot read the model 'gpt2'", "hf:FILE_OR_FOLDER"]),
+        ("net.py", ["say which function makes the model: net.py:FUNCTION"]),
+        ("gpt2/config.json", ["a Hugging Face config is hf:gpt2/config.json"]),
         ("./net:make", ["cannot read the model './net:make'", "path/to/file.py:factory"]),
         ("..nets:make", ["cannot read the model '..nets:make'", "package.module:factory"]),
         ("missing.py:make", ["no file missing.py"]),

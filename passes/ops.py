@@ -229,6 +229,31 @@ def ragged_bags(
     )
 
 
+def picked_places(mask: Tensor, count: int) -> Tensor:
+    """The `count` places of each row of `mask [..., n]` where it is true, in order: [..., count].
+
+    Where a row has more or fewer of them a ValueError is raised (on a GPU, which is not waited for, its own assertion
+    fails).
+    """
+    if mask.is_meta or isinstance(mask, FakeTensor):  # sizes only: how many there are is data
+        return mask.new_empty((*mask.shape[:-1], count), dtype=torch.int64)
+    found = mask.sum(-1)
+    if found.device.type == "cpu" and bool((found != count).any()):
+        raise ValueError(
+            f"a mask in a buffer picks {found.flatten().tolist()[:8]} of {mask.shape[-1]}, and the program was made "
+            f"for {count}: the sizes of a program are fixed. Compile the model again with the mask that it has now"
+        )
+    assert_async((found == count).all(), f"a mask in a buffer does not pick {count}, for which the program was made")
+    return mask.int().argsort(dim=-1, descending=True, stable=True)[..., :count]
+
+
+CHECKED_PLACES = torch.library.custom_op(
+    "autopar::picked_places", picked_places, mutates_args=(), schema="(Tensor mask, int count) -> Tensor"
+)
+"""`picked_places` as an operator, which an export leaves as it is."""
+CHECKED_PLACES.register_fake(picked_places)
+
+
 def fill_rows(x: Tensor, places: Tensor, rows: Tensor) -> Tensor:
     """`x [b, s, d]` with `rows [b, n, d]`, one after the other, in the rows where `places [b, s]` is true: image
     features for image tokens.

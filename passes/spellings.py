@@ -392,4 +392,5 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.view_as_complex.default: _same_args(ops.as_complex, 1),
     aten.view_as.default: _as_another,
     aten.reshape_as.default: _as_another,
+    torch.ops.autopar.picked_places.default: _same_args(ops.picked_places, 2),
 }

@@ -156,7 +156,15 @@ def _attributes(root: nn.Module, shared: Mapping[int, None]) -> dict[Key, Any]:
 def _tensor(tensor: torch.Tensor | None, shared: Mapping[int, None]) -> Any:
     if tensor is None:
         return None
-    return (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, id(tensor) if id(tensor) in shared else None)
+    name = id(tensor) if id(tensor) in shared else None
+    return (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, name, _picked(tensor))
+
+
+def _picked(tensor: torch.Tensor) -> int | None:
+    """A hash of how many each row of a mask picks: what is picked has that size (`known_masks`)."""
+    if tensor.dtype is not torch.bool or tensor.is_meta or not tensor.dim():
+        return None
+    return hash(tuple(tensor.sum(-1).flatten().tolist()))
 
 
 def _comparable(value: Any) -> Any:

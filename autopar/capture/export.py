@@ -23,7 +23,15 @@ from autopar.capture.devices import on_meta
 from autopar.capture.dims import LEAST_POSITIONS, Dims
 from autopar.capture.empty_branches import nothing_of_nothing
 from autopar.capture.failures import advice, as_it_is, described, made_numbers, of_values, says, why_static
-from autopar.capture.forwards import assigned_buffers, becomes, functions_of, name_keywords, no_new_buffers, one_size
+from autopar.capture.forwards import (
+    assigned_buffers,
+    becomes,
+    functions_of,
+    known_buffers,
+    name_keywords,
+    no_new_buffers,
+    one_size,
+)
 from autopar.capture.hooks import refusing_hooks
 from autopar.capture.inside import traced_forward, why_untraced
 from autopar.capture.known_masks import KnownMasks
@@ -150,6 +158,7 @@ class _Exporting:
         )
         name_keywords(trial.model, self.kwargs)
         assigned_buffers(trial.model)
+        known_buffers(trial.model)
         one_size(trial.model, dims)
         _plain_outputs(trial.model, trial.left_out)
         return trial

@@ -14,7 +14,7 @@ from torch import nn
 from autopar._torch import pytree
 from autopar.capture.assigned import assigned, buffers_of, put_back, write_back
 from autopar.capture.dims import Dims
-from autopar.capture.shadow import WithLoss
+from autopar.capture.shadow import BUFFERS, WithLoss
 from autopar.errors import CaptureError
 from passes._torch import shape_check
 
@@ -83,6 +83,24 @@ def assigned_buffers(model: nn.Module) -> None:
         return result
 
     becomes(model, written, inspect.signature(forward))
+
+
+def known_buffers(model: nn.Module) -> None:
+    """Let `forward` begin by saying what the tensors are that torch.export has put in the place of buffers with known
+    values (`shadow.BUFFERS`)."""
+    forward, held = model.forward, {}
+    for name, tensor in buffers_of(model).items():
+        if tensor is not None and (value := BUFFERS.get(tensor)) is not None:
+            held[name] = value
+
+    def known(*args: Any, **kwargs: Any) -> Any:
+        for name, tensor in buffers_of(model).items():
+            if tensor is not None and name in held:
+                BUFFERS[tensor] = held[name]
+        return forward(*args, **kwargs)
+
+    if held:
+        becomes(model, known, inspect.signature(forward))
 
 
 @contextmanager

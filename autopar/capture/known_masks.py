@@ -1,4 +1,5 @@
-"""Selection by masks whose values follow from sizes alone: the number of selected rows is then known without values.
+"""Selection by masks whose values follow from sizes alone or are in a buffer: the number of selected rows is then known
+without values.
 
     mask = torch.eye(2 * b, dtype=torch.bool)
     negatives = similarity[~mask].view(2 * b, -1)          # SimCLR: all but the diagonal
@@ -7,7 +8,11 @@ How tensors are made from numbers and sizes (`torch.eye`, `arange`, comparisons,
 repeated with values where such a mask selects something. If each row of the mask selects equally many elements, that
 many columns of each row are gathered; a rank can do that for its shard of the rows. Else elements of the flattened
 tensor are selected. In both cases their positions come from sorting the mask, in the graph. The sizes of the mask
-become numbers, so the plan holds for these alone."""
+become numbers, so the plan holds for these alone.
+
+A buffer may have other values in a checkpoint. A mask that selects equally many elements then is right; for another one
+the graph raises an error when it runs (`ops.picked_places`).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,8 @@ from autopar._torch import pytree
 from autopar.capture.by_tensor import UntilChanged
 from autopar.capture.devices import changed
 from autopar.capture.leaves import tensors_of
-from autopar.capture.shadow import ATTRIBUTES
+from autopar.capture.shadow import ATTRIBUTES, BUFFERS
+from passes import ops
 
 FILLED: dict[str, float] = {"new_ones": 1, "new_zeros": 0, "ones_like": 1, "zeros_like": 0}
 """Functions that read only the sizes of their operand -> the number with which they fill the result."""
@@ -38,17 +44,18 @@ MOST_MASK_ELEMENTS = 2**27
 @dataclass(frozen=True, eq=False)
 class _Made:
     """How a tensor was made: by a call whose tensor arguments are `_Made` too. `changed`: the call changes its first
-    argument in place, and that is the tensor."""
+    argument in place, and that is the tensor. `held`: it was computed from buffers."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     changed: bool = False
+    held: bool = False
 
 
 class KnownMasks(TorchFunctionMode):
     """A mode in which selections by such masks have a known size, if `counting`. `left` counts the selections that were
-    not replaced because the mask's sizes are symbolic and `counting` is off."""
+    not replaced because `counting` is off: their size follows from symbolic sizes, or from a buffer."""
 
     def __init__(self, *, counting: bool) -> None:
         super().__init__()
@@ -93,12 +100,15 @@ class KnownMasks(TorchFunctionMode):
         known_args, known_kwargs = pytree.tree_map(
             lambda item: self._of(item) if isinstance(item, Tensor) else item, (args, kwargs)
         )
-        return _Made(func, known_args, known_kwargs, bool(changed(func, args, kwargs)))
+        held = any(leaf.held for leaf in pytree.tree_leaves((known_args, known_kwargs)) if isinstance(leaf, _Made))
+        return _Made(func, known_args, known_kwargs, bool(changed(func, args, kwargs)), held)
 
     def _of(self, tensor: Tensor) -> _Made | None:
-        """How a tensor was made, if known; a plain attribute of the model counts as a constant."""
-        if self._made.get(tensor) is None and (held := ATTRIBUTES.get(tensor)) is not None:
-            self._made.keep(tensor, _Made(held.cpu, (), {}))
+        """How a tensor was made, if known; plain attributes and buffers of the model count as constants."""
+        if self._made.get(tensor) is None:
+            for values in (ATTRIBUTES, BUFFERS):
+                if (value := values.get(tensor)) is not None:
+                    self._made.keep(tensor, _Made(value.cpu, (), {}, held=values is BUFFERS))
         return self._made.get(tensor)
 
     def _picked(self, rows: Tensor, index: Any) -> Tensor | None:
@@ -107,7 +117,7 @@ class KnownMasks(TorchFunctionMode):
         if (found := _masked(rows, index)) is None or (made := self._of(found[0])) is None:
             return None
         mask, first = found
-        if any(isinstance(size, torch.SymInt) for size in mask.shape) and not self.counting:
+        if (made.held or any(isinstance(size, torch.SymInt) for size in mask.shape)) and not self.counting:
             self.left += 1
             return None
         # asked of symbolic sizes, too: they are those of the mask then
@@ -115,7 +125,7 @@ class KnownMasks(TorchFunctionMode):
             return None
         if mask.numel() > MOST_MASK_ELEMENTS or (counts := _counts(made)) is None:
             return None
-        return _rows(rows, mask, first, counts)
+        return _rows(rows, mask, first, counts, ops.CHECKED_PLACES if made.held else _places)
 
 
 def _masked(rows: Tensor, index: Any) -> tuple[Tensor, int] | None:
@@ -131,14 +141,20 @@ def _masked(rows: Tensor, index: Any) -> tuple[Tensor, int] | None:
     return (mask, first) if whole and 0 <= first <= rows.dim() - mask.dim() else None
 
 
-def _rows(rows: Tensor, mask: Tensor, first: int, counts: list[int]) -> Tensor:
+def _places(mask: Tensor, count: int) -> Tensor:
+    """The first `count` positions of each row of `mask [..., n]` where it is true: [..., count]."""
+    return mask.int().argsort(dim=-1, descending=True, stable=True)[..., :count]
+
+
+def _rows(
+    rows: Tensor, mask: Tensor, first: int, counts: list[int], places_of: Callable[[Tensor, int], Tensor]
+) -> Tensor:
     """The rows selected by `mask`, which indexes the dims of `rows` from `first` on; `counts` is how many each row of
-    the mask selects along its last dim."""
+    the mask selects along its last dim. `places_of` finds their positions."""
     last = first + mask.dim() - 1
     if mask.dim() == 1 or len(set(counts)) > 1:
-        places = mask.flatten().int().argsort(dim=-1, descending=True, stable=True)[: sum(counts)]
-        return rows.flatten(first, last).index_select(first, places)
-    places = mask.int().argsort(dim=-1, descending=True, stable=True)[..., : counts[0]]
+        return rows.flatten(first, last).index_select(first, places_of(mask.flatten(), sum(counts)))
+    places = places_of(mask, counts[0])
     wide = places.reshape(*[1] * first, *places.shape, *[1] * (rows.dim() - last - 1)).expand(
         *rows.shape[:first], *places.shape, *rows.shape[last + 1 :]
     )

@@ -25,6 +25,8 @@ from autopar.text import first_line
 
 ATTRIBUTES: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 """Plain tensor attributes of a shadow's modules -> the same in the model; no checkpoint changes these."""
+BUFFERS: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+"""Buffers of integers and masks of a shadow's modules -> the same in the model; a checkpoint may change these."""
 
 
 def shadow(model: nn.Module, keep: Mapping[str, Mapping[int, int]] | None = None) -> nn.Module:
@@ -70,16 +72,24 @@ def _remember(root: nn.Module, memo: dict[int, Any], skip: Sequence[nn.Module] =
         for tensor in table.values():
             if tensor is not None and id(tensor) not in memo:
                 memo[id(tensor)] = _on_meta(tensor)
+    for buffer in root._buffers.values():
+        if buffer is not None and not buffer.is_floating_point() and not buffer.is_complex():
+            _value_of(memo[id(buffer)], buffer, BUFFERS)
     for value in vars(root).values():
         if isinstance(value, torch.Tensor) and id(value) not in memo:
-            twin = memo[id(value)] = _on_meta(value)
-            if (held := ATTRIBUTES.get(value, None if value.is_meta else value)) is not None:
-                ATTRIBUTES[twin] = held
+            memo[id(value)] = _on_meta(value)
+            _value_of(memo[id(value)], value, ATTRIBUTES)
         elif isinstance(value, ModuleType):
             memo[id(value)] = value  # `self.backend = torch`: a module of Python is there once
     if not any(root is other for other in skip):
         for child in root.children():
             _remember(child, memo, skip)
+
+
+def _value_of(twin: torch.Tensor, tensor: torch.Tensor, values: MutableMapping[torch.Tensor, torch.Tensor]) -> None:
+    """Put into `values` what the twin of a tensor is in the model, if that has values."""
+    if (held := values.get(tensor, None if tensor.is_meta else tensor)) is not None:
+        values[twin] = held
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -192,4 +192,5 @@ RULES: dict[Any, Rule] = {
     aten.select_scatter.default: Rule(part_write, linear="all"),
     aten.slice_scatter.default: Rule(part_write, linear="all"),
     ops.fill_rows: Rule("b s! d, b s!, b n! d -> b s! d", linear="0+2"),
+    ops.picked_places: Rule("... n! -> ... k!"),
 }

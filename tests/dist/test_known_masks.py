@@ -1,4 +1,4 @@
-"""Losses of what masks of sizes pick (SimCLR), on ranks that have some of the rows."""
+"""Losses of what masks of sizes and masks in buffers pick (SimCLR, RealNVP), on ranks that have some of the rows."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def subject(name: str) -> Subject:
         ("simclr", "searched"),
         ("simclr_with_labels", "ddp"),
         ("of_features", "random 0"),
+        ("halves", "tp"),
         *(
             pytest.param(name, how, marks=pytest.mark.slow)
             for name in MODELS

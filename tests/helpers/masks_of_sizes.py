@@ -1,5 +1,5 @@
-"""Losses of pairs of rows that masks pick whose values follow from sizes: SimCLR's, and products of all pairs of
-features."""
+"""Losses of what masks pick whose values follow from sizes, SimCLR's and products of all pairs of features, or are in
+buffers: the halves that coupling layers map."""
 
 from __future__ import annotations
 
@@ -33,6 +33,50 @@ class KeepsMask(Pairs):
 
     def forward(self, one: Tensor, other: Tensor) -> Tensor:
         return super().forward(one, other)[self.others].view(8, -1).logsumexp(1).mean()
+
+
+class Coupling(nn.Module):
+    """One half of the features is moved by the other one (RealNVP); a buffer says which."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+        kept = int(mask.sum())
+        self.scale, self.shift = (nn.Linear(kept, WIDTH - kept) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, y = x[..., self.mask], torch.empty_like(x)
+        y[..., self.mask] = kept
+        y[..., ~self.mask] = x[..., ~self.mask] * self.scale(kept).tanh().exp() + self.shift(kept)
+        return y
+
+
+class Picking(nn.Module):
+    """What a mask in a buffer picks is counted, and no weight has the size of it."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) * x[:, self.mask].cumsum(1).view(len(x), -1)[:, -1:]
+
+
+class Blocks(nn.Module):
+    """Blocks with a mask each."""
+
+    def __init__(self, block: Callable[[Tensor], nn.Module], masks: list[Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*map(block, masks))
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        return (self.blocks(one) - other).square().mean()
+
+
+def every(step: int) -> Tensor:
+    """A mask of every so many features."""
+    return torch.arange(WIDTH) % step == 0
 
 
 def _similarity(rows: Tensor) -> Tensor:
@@ -88,7 +132,11 @@ LOSSES = {loss.__name__: loss for loss in (simclr, simclr_with_labels, changed_i
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{name: partial(Pairs, loss) for name, loss in LOSSES.items()},
     "kept by the model": KeepsMask,
+    "halves": lambda: Blocks(Coupling, [every(2), ~every(2)] * 2),
+    "more in one block": lambda: Blocks(Picking, [every(4), every(4), every(2), every(4), every(4)]),
 }
+SYMBOLIC = ("of_features", "halves", "more in one block")
+"""Models whose masks are the same for any batch."""
 
 
 def batch(samples: int = 4) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What masks pick that follow from sizes alone has sizes that are known."""
+"""What masks pick that follow from sizes alone, or are in buffers, has sizes that are known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from autopar.capture import capture
 from autopar.errors import CaptureError
 from autopar.verify import graph_rows
-from tests.helpers.masks_of_sizes import MODELS, Pairs, batch
+from passes.interpret import Interpret
+from tests.helpers.masks_of_sizes import MODELS, SYMBOLIC, Blocks, Coupling, Pairs, batch, every
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -19,7 +20,7 @@ def test_the_graph_is_the_model(name: str) -> None:
     rows, notes = graph_rows(model, captured, batch(), {}, training=True)
     assert not notes and all(row.ok for row in rows), rows
     assert not captured.evaluation.why and not captured.evaluation.differs
-    assert captured.hints == ({"b": 4} if name == "of_features" else {}) and any(
+    assert captured.hints == ({"b": 4} if name in SYMBOLIC else {}) and any(
         "b is static" in note for note in captured.notes
     ) != bool(captured.hints)
 
@@ -43,6 +44,18 @@ def _clamped() -> torch.Tensor:
     mask = torch.ones(8, 8).triu(1) - 0.5
     torch.nn.functional.relu(mask.view(-1), inplace=True)
     return mask.bool()
+
+
+def test_another_mask_in_a_buffer_picks_as_many() -> None:
+    """Or the step raises an error: a program has fixed sizes."""
+    model = Blocks(Coupling, [every(2)])
+    captured = capture(model, batch())
+    weights = {**model.state_dict(), "blocks.0.mask": ~every(2)}
+    model.load_state_dict(weights)
+    inputs = dict(zip(captured.input_names, batch(), strict=True))
+    assert torch.allclose(Interpret(captured.gm, weights).run_named(inputs)[0], model(*batch()))
+    with pytest.raises(ValueError, match=r"a mask in a buffer picks \[2\] of 8, and the program was made for 4"):
+        Interpret(captured.gm, {**weights, "blocks.0.mask": every(4)}).run_named(inputs)
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,7 @@ INDEXING: Samples = {
     aten.select_scatter.default: [case(f(5, 4, 6), f(5, 6), 1, 2)],
     aten.slice_scatter.default: [case(f(5, 4, 6), f(5, 2, 6), 1, 1, 3)],
     ops.fill_rows: [case(f(6, 5, 4), T((6, 5), "n2"), f(6, 2, 4))],
+    ops.picked_places: [case(torch.eye(6).bool(), 1), case(torch.arange(6) % 3 == 0, 2)],
 }
 
 STILL = (

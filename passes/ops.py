@@ -244,7 +244,7 @@ def picked_places(mask: Tensor, count: int) -> Tensor:
             f"for {count}: the sizes of a program are fixed. Compile the model again with the mask that it has now"
         )
     assert_async((found == count).all(), f"a mask in a buffer does not pick {count}, for which the program was made")
-    return mask.int().argsort(dim=-1, descending=True, stable=True)[..., :count]
+    return mask.int().argsort(dim=-1, descending=True, stable=True)[..., :count].contiguous()
 
 
 CHECKED_PLACES = torch.library.custom_op(

@@ -287,6 +287,7 @@ FORWARD: dict[Any, Bytes] = {
     ops.count_valid: taken("a"),
     ops.experts: lambda local: 0.5 * local.extra,  # results put in order and weighted
     ops.noised: lambda local: 0.0 if local.grad(1) else local.out,
+    ops.picked_places: lambda local: 16 * local.ins[0],  # as int32, sorted, and all places
 }
 """Bytes beside operands, results and what is kept, while the forward runs."""
 

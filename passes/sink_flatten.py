@@ -139,11 +139,19 @@ def _sink_topk(node: fx.Node) -> None:
 
 def merge(node: fx.Node) -> bool:
     """Whether the reshape `node` is back to sizes that were there before, with only reshapes between; then it goes
-    away."""
+    away. Where dims of size 1 are others than before (one head), it is a reshape of what was there before."""
     operand = node.args[0]
     while isinstance(operand, fx.Node):
         if facts.shape(operand) == facts.shape(node):
             edit.replace(node, operand)
             return True
+        if operand is not node.args[0] and _longer(operand) == _longer(node):
+            node.update_arg(0, operand)
+            return True
         operand = operand.args[0] if operand.target is aten.reshape.default else None
     return False
+
+
+def _longer(node: fx.Node) -> list[facts.Size]:
+    """The sizes that are not 1."""
+    return [size for size in facts.shape(node) if size != 1]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import sympy
 import torch
 from torch.nn import functional as F
 
+from passes import facts
 from tests.helpers.export import B, S, targets
 from tests.helpers.small_graphs import data, normalized
 
@@ -58,6 +60,21 @@ def test_matmuls_lose_flattening(name):
     found = targets(gm)
     assert not [item for item in found if item in ("aten.addmm.default", "aten.baddbmm.default", "aten.mm.default")]
     assert "aten.reshape.default" not in found
+
+
+def test_batch_and_sequence_stay_apart_where_there_is_one_head():
+    """Rows of one head, flattened for a product and back to other sizes than before: without the dim of heads."""
+    gm = normalized(
+        lambda m, x, y: F.linear(x.unsqueeze(2).reshape(-1, 6), m.w).view(x.shape),
+        data(4, 5, 6),
+        dims={"x": {0: B, 1: S}},
+    )
+    assert all(
+        size.is_Atom
+        for node in gm.graph.nodes
+        if facts.is_tensor(node)
+        for size in map(sympy.sympify, facts.shape(node))
+    )
 
 
 def test_convolution_bias_is_added_apart():

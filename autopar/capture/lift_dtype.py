@@ -1,12 +1,15 @@
 """All floating computation of a captured graph in one dtype.
 
 Casts to float32 are baked into captured graphs (logits, norms), and their rounding would hide errors of 1e-8. A check
-in float64 therefore lifts every float dtype: of placeholders, of casts, of factories.
+in float64 therefore lifts every float dtype: of placeholders, of casts, of factories. Floats that are computed of
+integers (`arange(n) + 0.5`) have torch's default dtype: run what is lifted inside of `by_default`.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +29,17 @@ def lift(gm: fx.GraphModule, dtype: torch.dtype = torch.float64) -> fx.GraphModu
                 _lift_node(node, dtype)
             module.recompile()
     return lifted
+
+
+@contextmanager
+def by_default(dtype: torch.dtype) -> Iterator[None]:
+    """A context in which `dtype` is torch's default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _lift_node(node: fx.Node, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture import Captured, lift
-from autopar.capture.lift_dtype import lifted
+from autopar.capture.lift_dtype import by_default, lifted
 from autopar.codegen.edges import Edges, edges
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
@@ -39,6 +39,7 @@ class Case:
     mutate     applied to the emitted text: tests plant errors with it
     later      whether a second step and an evaluation are compared too (verify.second_step), which takes two to
                three times as long
+    dtype      that of the check
     """
 
     gm: fx.GraphModule
@@ -50,6 +51,7 @@ class Case:
     notes: tuple[str, ...] = ()
     mutate: Callable[[str], str] = str
     later: bool = True
+    dtype: torch.dtype = torch.float64
 
     @property
     def training(self) -> bool:
@@ -60,7 +62,7 @@ class Case:
     def light(self) -> Light:
         """The part of the case that ranks need, without the graph."""
         fetches = any(r.fetches(self.plan.mesh) for r in self.edges[1].reshards)
-        return Light(self.plan, self.weights, self.constants, self.batch, fetches, self.second)
+        return Light(self.plan, self.weights, self.constants, self.batch, fetches, self.second, self.dtype)
 
     def source(self, *, probes: bool = False) -> str:
         """The emitted text."""
@@ -70,14 +72,15 @@ class Case:
         """The results of one device, computed in this process; the same for every plan of the same graph, weights and
         batch. With `record` the value and gradient of every node."""
         second = Second(self.second, self.training and not self.names.unevaluated, self.names.changing)
-        return train_step(
-            self.gm,
-            {**self.weights, **self.constants},
-            self.batch,
-            training=self.training,
-            record=record,
-            second=second if self.later and not record else None,
-        )
+        with by_default(self.dtype):
+            return train_step(
+                self.gm,
+                {**self.weights, **self.constants},
+                self.batch,
+                training=self.training,
+                record=record,
+                second=second if self.later and not record else None,
+            )
 
     @cached_property
     def second(self) -> dict[str, Tensor]:
@@ -110,7 +113,7 @@ def case_of(
     names = Names.of(captured)
     gm = lift(captured.parted(plan.parted).gm, dtype)
     notes = keep_all(gm)
-    return Case(gm, plan, names, to(weights), to(captured.constants), to(batch), notes)
+    return Case(gm, plan, names, to(weights), to(captured.constants), to(batch), notes, dtype=dtype)
 
 
 def inputs_of(captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.capture.lift_dtype import by_default
 from autopar.layout import NO_GRAD, Layout, dim_of, is_shard, sections_of, show
 from autopar.plan import Plan
 from autopar.problem.pairs import LayoutPair
@@ -112,7 +113,8 @@ def first_difference(source: str, light: Light, wanted: Mapping[str, list[Any]],
     scopes = (type(module), *_with_whole_backwards(module))
     for kind in (*scopes, *(block for scope in scopes for block, _ in scope.RUNS.values())):
         setattr(kind, "probe", lambda *args: probes(*args))  # noqa: B010 -- classes of this source only; no other has it
-    _run(module, light)
+    with by_default(light.dtype):
+        _run(module, light)
     found = _together(
         [_verdict(node, seen, wanted, light.plan, module, tolerance) for node, seen in probes.seen.items()], module
     )

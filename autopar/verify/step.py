@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autopar._torch import local_of
 from autopar.bundle import Bundle
+from autopar.capture.lift_dtype import by_default
 from autopar.layout import Layout, parse
 from autopar.plan import Plan
 from autopar.runtime import PipelinedModule, ShardedModule, count
@@ -32,7 +33,7 @@ GRADIENTS = ("gradient", "accumulated")
 @dataclass(frozen=True)
 class Light:
     """The part of a Case that a rank needs, picklable. `gathers`: whether the plan gathers weights at their use;
-    `second`: the batch of the second step."""
+    `second`: the batch of the second step; `dtype`: that of floats that are computed of integers."""
 
     plan: Plan
     weights: Mapping[str, Tensor]
@@ -40,6 +41,7 @@ class Light:
     batch: Mapping[str, Tensor]
     gathers: bool = False
     second: Mapping[str, Tensor] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
 
     def build(self, source: str) -> ShardedModule:
         """The emitted module on this rank. Its outputs are by name, whatever the user's own structure is."""
@@ -52,6 +54,11 @@ def step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted
     """On one rank: run the step, and give every difference from `wanted` and the collectives that ran. Where weights
     are gathered at their use, the step runs twice from the same state: both runs are compared, and the collectives of
     the second are counted, since gathers are prefetched only from then on (`runtime.prefetch`)."""
+    with by_default(light.dtype):
+        return _step(source, light, wanted)
+
+
+def _step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted]]:
     module = light.build(source)
     training = light.plan.mode == "train"
     batch = module.shard_batch(**light.batch)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.capture.lift_dtype import lift
+from autopar.capture.lift_dtype import by_default, lift
 from passes import facts
 
 LITERALS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -68,7 +68,7 @@ def test_tensors_from_elsewhere_are_where_all_others_are() -> None:
 
 
 class Factories(nn.Module):
-    """Makes floating and complex numbers of default dtypes."""
+    """Makes floating and complex numbers of default dtypes, of integers too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,8 @@ class Factories(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         turned = torch.polar(torch.ones(4, 2), torch.arange(8.0).view(4, 2))
         rotated = torch.view_as_real(torch.view_as_complex(self.linear(x).view(4, 2, 2)) * turned).flatten(1)
-        return (rotated * torch.ones(4) + torch.zeros(4, 1) + torch.full((4,), 0.5)).sum()
+        centres = (torch.arange(4) + 0.5) / torch.arange(1, 5).sqrt()
+        return (rotated * torch.ones(4) + torch.zeros(4, 1) + torch.full((4,), 0.5) * centres).sum()
 
 
 def test_what_is_lifted_has_the_dtypes_that_it_says() -> None:
@@ -89,7 +90,8 @@ def test_what_is_lifted_has_the_dtypes_that_it_says() -> None:
             ran[node] = torch.zeros([int(n) for n in node.meta["val"].shape], dtype=node.meta["val"].dtype)
         elif node.op == "call_function" and facts.tensors(node):
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), ran.__getitem__)
-            ran[node] = node.target(*args, **kwargs)
+            with by_default(torch.float64):
+                ran[node] = node.target(*args, **kwargs)
             assert ran[node].dtype == node.meta["val"].dtype, node.format_node()
     assert {value.dtype for value in ran.values()} >= {torch.float64, torch.complex128}
 

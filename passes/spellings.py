@@ -268,12 +268,12 @@ def _repeated(node: fx.Node) -> fx.Node:
     return _as(aten.reshape.default, node, (wide, reshape_sizes(wide, node)))
 
 
-def _made(target: Callable[..., Any], count: int) -> Callable[[fx.Node], fx.Node]:
+def _made(target: Callable[..., Any], count: int, first: int = 1) -> Callable[[fx.Node], fx.Node]:
     """A tensor made from sizes alone, without the operand, which gave only dtype and sizes but would make it depend on
     values. Uninitialised tensors are filled with zeros."""
 
     def spell(node: fx.Node) -> fx.Node:
-        return edit.call(node.graph, target, node.args[1 : 1 + count], {"dtype": facts.dtype(node)}, like=node)
+        return edit.call(node.graph, target, node.args[first : first + count], {"dtype": facts.dtype(node)}, like=node)
 
     return spell
 
@@ -354,6 +354,7 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
         _side_by_side,
     ),
     aten.cross.default: _crossed,
+    aten.empty.memory_format: _made(aten.zeros.default, 1, 0),
     aten.fill.Scalar: _full,
     aten.flatten.using_ints: _reshape,
     aten.fliplr.default: _flipped(1),

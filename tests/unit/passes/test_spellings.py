@@ -20,6 +20,19 @@ def test_numbers_become_matrices():
     assert targets(gm).count("aten.reshape.default") == 2
 
 
+@pytest.mark.parametrize("made", [lambda x: torch.empty(x.shape, dtype=x.dtype), lambda x: x.new_empty(x.shape)])
+def test_what_is_not_filled_is_zeros(made):
+    """These have a part for each microbatch, and hold nothing that a test could not repeat."""
+
+    def function(m, x, y):
+        halves = made(x)
+        halves[:, :2], halves[:, 2:] = x[:, :2] @ m.w, x[:, 2:]
+        return halves
+
+    gm = normalized(function, data(4, 5, 6), dims={"x": {0: B}})
+    assert "aten.zeros.default" in targets(gm) and "aten.empty.memory_format" not in targets(gm)
+
+
 @pytest.mark.parametrize(
     "function",
     [

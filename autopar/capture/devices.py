@@ -22,6 +22,7 @@ from autopar._torch import pytree
 from autopar.capture.flexible import plain_flex_attention
 from autopar.capture.leaves import tensors_of
 from autopar.capture.lines import caller
+from autopar.capture.observers import plain_observers
 from autopar.errors import CaptureError
 
 LITERALS = (torch.tensor, torch.as_tensor)
@@ -107,12 +108,13 @@ def _of_cpu(self: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
 def on_meta() -> Iterator[None]:
     """A context in which all tensors are on meta (see the module docstring). SyncBatchNorm computes as BatchNorm, since
     captured programs take statistics over all ranks anyway and it requires GPUs. Code compiled by torch.compile runs
-    uncompiled."""
+    uncompiled, and fused observers of quantisation are written with common operators."""
     with (
         torch.device("meta"),
         _Meeting(),
         mock.patch.object(torch.amp.autocast, "__init__", _of_cpu),
         mock.patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm2d.forward),
         plain_flex_attention(),
+        plain_observers(),
     ):
         yield

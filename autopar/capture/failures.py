@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,6 +55,14 @@ _SPECIAL = (
 )
 """(pattern, advice) for tensors whose sizes depend on values: what torch's error, or the line that makes such a tensor,
 contains; and what to write instead."""
+_IN_LIBRARY = {
+    "/torch/ao/quantization/": (
+        "modules of torch.ao.quantization that observe and quantise one after the other branch on what they have seen: "
+        "use the fused ones, FusedMovingAvgObsFakeQuantize, which torch.ao.quantization.get_default_qat_qconfig has, "
+        "and run the model on one batch before it is compiled"
+    ),
+}
+"""What to write in place of modules of torch, by a part of the paths of their files."""
 REPEATS = (torch.ops.aten.repeat_interleave.self_Tensor, torch.ops.aten.repeat_interleave.Tensor)
 _ADVICE = "another size needs a capture of its own, with example inputs of that size"
 
@@ -104,6 +113,11 @@ def advice(error: BaseException, place: str = "") -> str:
             "depth by multiplication)"
         )
     if (special := next((what for pattern, what in _SPECIAL if pattern.search(f"{error} {place}")), None)) is not None:
+        return special
+    paths = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if (
+        special := next((what for part, what in _IN_LIBRARY.items() if any(part in path for path in paths)), None)
+    ) is not None:
         return special
     if isinstance(error, (AttributeError, LookupError, TypeError)):
         return (

@@ -81,6 +81,19 @@ def _quantized(layer: nn.Module, x: Tensor) -> Tensor:
     return torch.fake_quantize_per_tensor_affine(torch.nn.functional.linear(taken, weight, layer.bias), 0.1, 3, 0, 15)
 
 
+class _Observed(nn.Linear):
+    """Quantisation-aware: what comes in is observed for a whole batch, weights for each row."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        made = torch.ao.quantization.get_default_qat_qconfig("x86")
+        self.taken, self.rows = made.activation(), made.weight()
+        self.rows(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(self.taken(x), self.rows(self.weight), self.bias)
+
+
 def _averaged(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x.transpose(1, 2)).transpose(1, 2)
 
@@ -116,6 +129,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "einsums": lambda: First(Product(_einsums, (WIDTH, 4), (4, WIDTH)), lambda layer, x: layer(x)),
     "products": lambda: First(Product(_products, (4, 4, WIDTH), (WIDTH, 4), (4, WIDTH)), lambda layer, x: layer(x)),
     "quantized": lambda: First(nn.Linear(WIDTH, WIDTH), _quantized),
+    "observed": lambda: First(_Observed(), lambda layer, x: layer(x)),
     "mean of all batches": lambda: First(nn.BatchNorm1d(WIDTH, momentum=None), _averaged),
     "mean of all batches, twice": lambda: First(
         nn.BatchNorm1d(WIDTH, momentum=None), lambda layer, x: _averaged(layer, _averaged(layer, x).tanh())
@@ -157,6 +171,7 @@ def subject(name: str) -> Subject:
         ("einsums", "tp"),
         ("products", "tp"),
         ("quantized", "tp"),
+        ("observed", "zero3"),
         ("mean of all batches", "random 1"),
         ("mean of all batches, twice", "zero3"),
         ("adaptive softmax", "tp"),
@@ -164,7 +179,7 @@ def subject(name: str) -> Subject:
             pytest.param(name, how, marks=pytest.mark.slow)
             for name in LAYERS
             for how in ("tp", "zero3", "random 0", "random 1", "1f1b", "zbv_zero_bubble")
-            if name not in ("quantized", "mean of all batches", "mean of all batches, twice")
+            if name not in ("quantized", "observed", "mean of all batches", "mean of all batches, twice")
             or not how.endswith(("1f1b", "bubble"))
             if (name, how) != ("spectral norm", "zbv_zero_bubble")
         ),

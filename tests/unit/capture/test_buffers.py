@@ -362,7 +362,21 @@ class Observes(Centred):
         self.quantized = torch.ao.quantization.FusedMovingAvgObsFakeQuantize()
 
     def change(self, y):
-        return self.quantized(y)
+        made = self.quantized
+        seen = made.activation_post_process
+        return torch.ops.aten.fused_moving_avg_obs_fake_quant(
+            y,
+            made.observer_enabled,
+            made.fake_quant_enabled,
+            seen.min_val,
+            seen.max_val,
+            made.scale,
+            made.zero_point,
+            0.01,
+            0,
+            255,
+            -1,
+        )
 
 
 def test_operators_that_change_others_beside_their_result_are_refused() -> None:

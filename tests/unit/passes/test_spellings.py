@@ -22,7 +22,7 @@ def test_numbers_become_matrices():
 
 @pytest.mark.parametrize("made", [lambda x: torch.empty(x.shape, dtype=x.dtype), lambda x: x.new_empty(x.shape)])
 def test_what_is_not_filled_is_zeros(made):
-    """These have a part for each microbatch, and hold nothing that a test could not repeat."""
+    """Each microbatch makes its own part of these."""
 
     def function(m, x, y):
         halves = made(x)

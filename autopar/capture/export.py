@@ -22,7 +22,7 @@ from autopar.capture.batched import batched
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import LEAST_POSITIONS, Dims
 from autopar.capture.empty_branches import nothing_of_nothing
-from autopar.capture.failures import advice, as_it_is, described, made_numbers, of_values, says, why_static
+from autopar.capture.failures import advice, as_it_is, described, made_number, made_numbers, of_values, says, why_static
 from autopar.capture.forwards import (
     assigned_buffers,
     becomes,
@@ -113,6 +113,8 @@ class _Exporting:
     masks: KnownMasks
     # the first one, and the first one with floating inputs that have positions
     failures: dict[bool, BaseException] = field(default_factory=dict)
+    # of the last attempt that left a size to the model's conditions, by that size
+    conditions: dict[str, BaseException] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     # sizes that the model makes numbers: it is not traced with them once more, least of all with a loop over positions
     # at the user's own size
@@ -210,6 +212,8 @@ class _Exporting:
                 self.fresh, ((trial.args, trial.kwargs), (self.args, self.kwargs)), self.dims, error
             )
         self.failures.setdefault(trial.dims.wide, error)
+        if trial.dims.loose:
+            self.conditions[trial.dims.loose] = error
         self.numbers |= {(trial.dims.wide, name) for name in made_numbers(error)}
         return False
 
@@ -225,8 +229,12 @@ class _Exporting:
             allowed = span(program, dims.of, dims.loose, dims.hints[dims.loose], dims.limits.get(dims.loose))
         except Fixed:
             self.numbers.add((dims.wide, dims.loose))
+            self.conditions[dims.loose] = ValueError(made_number(dims.loose))
             return False
         if allowed is None:
+            self.conditions[dims.loose] = ValueError(
+                f"the model works only where {dims.loose} is {dims.hints[dims.loose]} (a loop over parts of it)"
+            )
             return False
         if allowed.most < (dims.limits.get(dims.loose) or LARGEST_TRIED_SIZE) or allowed.step > 1:
             self.notes.append(
@@ -241,7 +249,11 @@ class _Exporting:
         """All notes for the user."""
         picked = [UNPICKED] if self.least and self.training else []
         fixed = [name for name in self.dims.hints if name not in trial.dims.hints]
-        static = [why_static(self.failures.get(trial.dims.wide), fixed, self.dims, trial.model)] if fixed else []
+        # what still fixes a size where it may be such that other conditions of it hold
+        why = next(
+            (self.conditions[name] for name in fixed if name in self.conditions), self.failures.get(trial.dims.wide)
+        )
+        static = [why_static(why, fixed, self.dims, trial.model)] if fixed else []
         return [*self.notes, *picked, *static, *trial.notes]
 
 

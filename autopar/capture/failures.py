@@ -25,6 +25,7 @@ _GUARD = re.compile(r"satisfy the generated guard (.+?)\.?$", re.M)
 _SIZE = re.compile(r"(\w+) = (L\[[^=]*?\.size\(\)\[\d+\])")  # b = L['x'].size()[0]
 _BULLET = re.compile(r"^\s*-\s+(.+)$", re.M)
 _NUMBER = re.compile(r"You marked (\w+) as dynamic but your code specialized it to be a constant")
+_NUMBERS = "int(), a loop over positions, a key of a cache, a library that wants plain sizes"
 _NO_SPAN = "Cannot create Dim with inconsistent"
 _FROM_VALUES = "data-dependent"
 _NO_VALUES = "meta"  # in what torch says of tensors without values: `item() cannot be called on meta tensors`
@@ -85,12 +86,15 @@ def says(error: BaseException | None, dims: Dims, size: str = "") -> str:
     if _NO_SPAN in line:
         line = "the model works only for some sizes (it divides them into equal parts, or compares them with others)"
     if number := _NUMBER.search(line):
-        line = (
-            f"the model makes a number of {number.group(1)} (int(), a key of a cache, a library that wants plain sizes)"
-        )
+        line = made_number(number.group(1))
     if _FROM_VALUES in line:
         line = f"control flow or a size depends on the values of a tensor, which are not known ({line})"
     return re.sub(r"\bs\d+\b", next(iter(dims.hints)) if len(dims.hints) == 1 else "a symbolic size", line)
+
+
+def made_number(size: str) -> str:
+    """The text for a size that the model turns into a number."""
+    return f"the model makes a number of {size} ({_NUMBERS})"
 
 
 def of_values(error: BaseException) -> bool:

@@ -88,6 +88,25 @@ def test_what_is_beyond_is_said():
     assert note.startswith(f"s may be 16 to {LARGEST_TRIED_SIZE}, multiples of 8: the model works only where ")
 
 
+def test_what_fixes_a_size_is_said_and_not_what_it_need_only_be_a_multiple_of():
+    """Chunks of four, and a loop over them: it is the loop that has one length."""
+
+    class Chunks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(8, 4)
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            x, state = x.view(x.shape[0], x.shape[1] // 4, 4, 4), 0
+            for number in range(x.shape[1]):
+                state = state * 0.5 + x[:, number].square()
+            return state.mean()
+
+    (note,) = capture(Chunks(), (torch.zeros(4, 8, dtype=torch.long),)).notes
+    assert note.startswith("s is static: the model works only where s is 8 (a loop over parts of it); ")
+
+
 def test_a_loop_over_positions_is_static():
     class Loop(nn.Module):
         def __init__(self):

@@ -145,12 +145,16 @@ def order_only(schedule: type[Any]) -> type[Any]:
     )
 
 
-def with_transfers(
-    order: Mapping[int, Sequence[Any]], place_of: Callable[[int], int], stages: int
-) -> Mapping[int, Sequence[Any]]:
-    """The order of compute of each place with the transfers between its actions, as torch's schedules of several stages
-    per place run them."""
-    return schedules._add_send_recv({place: list(line) for place, line in order.items()}, place_of, stages)
+def with_transfers(schedule: Any) -> Mapping[int, Sequence[Any]]:
+    """The actions of each place of a schedule of a class by `order_only`, with the transfers between them, as torch's
+    schedules of several stages per place run them.
+
+    Where a receive is depends on gathers and sums of torch's own wrappers too: these do nothing here, but have their
+    places in the order in which torch asks which transfers are due.
+    """
+    schedules._PipelineScheduleRuntime._prepare_schedule_with_comms(schedule, schedule.pipeline_order)
+    order: Mapping[int, Sequence[Any]] = schedule.pipeline_order_with_comms
+    return order
 
 
 def waits_late(schedule: type[Any]) -> bool:

@@ -16,7 +16,8 @@ from autopar.memory.operators import backward_bytes, hands_on, in_place
 from autopar.memory.shares import named
 from autopar.memory.storages import Storage
 from autopar.memory.summed_gradients import made_whole
-from autopar.memory.walked import Blocks, Step, Value
+from autopar.memory.walked import Blocks, Split, Step, Value
+from autopar.memory.weights_part import WeightsPart
 from autopar.problem.at_rest import EACH
 from autopar.problem.graph import Op
 
@@ -28,9 +29,11 @@ class Backward:
     """The backward of one recorded forward. Where gradients `stay`, this backward makes those of parameters, and they
     are there to the end of the step; else they are added to existing ones."""
 
-    def __init__(self, forward: Forward, *, stay: bool, scattering: bool = True) -> None:
+    def __init__(self, forward: Forward, *, stay: bool, split: Split = "") -> None:
         self.forward, self.book, self.shares = forward, forward.book, forward.shares
-        self.stay, self.scattering, self.habits = stay, scattering, self.shares.habits
+        self.stay, self.habits = stay, self.shares.habits
+        self.scattering = split != "apart"  # gradients of gathered weights, as they come
+        self.weights = WeightsPart({scope: stop - first for scope, (first, stop) in forward.part.blocks.items()})
         self.final: list[Storage] = []  # gradients of parameters
         self.late: Queue[Whole] = Queue(BUCKETS * BUCKET_BYTES)
         self.grown = 0.0  # by how much more of them are on their way behind one block than behind the one before
@@ -247,6 +250,8 @@ class Backward:
         self.forward.passing(op, backward=True)
         for index, value in enumerate(step.ins):
             if value.grad_bytes:
+                if value.leaf is not None:
+                    self.weights.add((op.name, op.scope), value.leaf.name, value.grad_bytes, self._wider(value.leaf))
                 handed = hands_on(op, index, step.local) and value.leaf is None
                 inside = step.kept[0] if index == 0 and in_place(op, self.habits) else None
                 self._arrived(value, slots[0] if handed else inside or self._gradient(op, value))

@@ -34,9 +34,9 @@ WEIGHTS, SUMS, UPDATE = "backward for weights", "sums of gradients", "update"
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A candidate for the peak: its bytes, what happens, the stage that runs (-1: none) and the time in its profile;
-    for each stage the numbers of microbatches that wait for their backward, or for the part for weights; what is in
-    transit; and whether all gradients of parameters exist."""
+    """A candidate for the peak: its bytes, what happens, the stage that runs (-1: none) and the time in its profile (-1:
+    in none of its walked passes); for each stage the numbers of microbatches that wait for their backward, or for the
+    part for weights; what is in transit; and whether all gradients of parameters exist."""
 
     nbytes: float
     phase: str
@@ -113,18 +113,21 @@ class Holding:
         flying = [(action, self._beside(kept, halfway, transit)) for action, kept, halfway, transit in self._flying()]
         for index, (action, beside) in enumerate(flying):
             back = back or action.kind != "F"
+            profile = self.profiles[action.stage]
             nbytes, time = (
-                (0.0, 0) if action.kind == "W" else self.profiles[action.stage].peak(forward=action.kind == "F")
+                (profile.kept_bytes + profile.halfway_bytes + profile.weights_bytes, 0)
+                if action.kind == "W"
+                else profile.peak(forward=action.kind == "F")
             )
-            kept, there = self.profiles[action.stage].kept_bytes, held if back else 0.0
+            there = held if back else 0.0
             after = self._later(flying, index)
             begin, end = base + before + (there if several else 0.0), base + after + there
             found.append(
                 Level(
                     begin,
-                    max(begin, end, base + beside + nbytes + (there if several else 0.0) + kept * (action.kind == "W")),
+                    max(begin, end, base + beside + nbytes + (there if several else 0.0)),
                     end,
-                    self.profiles[action.stage].share(time, forward=action.kind == "F"),
+                    profile.share(time, forward=action.kind == "F"),
                 )
             )
             before = after
@@ -203,12 +206,17 @@ class Holding:
             if action.kind == "W":  # what it needs is there when it begins
                 waiting[action.stage] += 1
                 halfway[action.stage] += 1
-                total = base + self._beside(waiting, halfway, transit) + (held if several else 0.0)
+                total = (
+                    base
+                    + self._beside(waiting, halfway, transit)
+                    + self.profiles[action.stage].weights_bytes
+                    + (held if several else 0.0)
+                )
                 yield Moment(
                     total,
                     WEIGHTS,
+                    action.stage,
                     -1,
-                    0,
                     tuple(waiting[i] for i in stages),
                     tuple(halfway[i] for i in stages),
                     transit,
@@ -232,12 +240,12 @@ class Holding:
         """After the backward: sums of gradients over ranks, then the optimizer."""
         nothing = (0,) * len(self.profiles)
         summed = sum(e.nbytes for e in (*still, *gradients))
-        yield Moment(summed + self.sums_bytes(), SUMS, -1, 0, nothing, nothing, {}, True)
+        yield Moment(summed + self.sums_bytes(), SUMS, -1, -1, nothing, nothing, {}, True)
         yield Moment(
             sum(e.nbytes for e in _rested(still, gradients)) + self.update_bytes(),
             UPDATE,
             -1,
-            0,
+            -1,
             nothing,
             nothing,
             {},
@@ -304,8 +312,8 @@ class Holding:
         ]
 
     def _when(self, peak: Moment) -> str:
-        if peak.stage < 0:
-            return peak.phase
+        if peak.time < 0:
+            return f"{peak.phase} in stage {peak.stage}" if peak.stage >= 0 else peak.phase
         label = self.profiles[peak.stage].book.labels[peak.time]
         return f"{label} in stage {peak.stage}" if self.staged else label
 
@@ -327,9 +335,12 @@ class Holding:
             Entry("pipeline buffers", f"stage {stage}, {kind} in transit", "", n * self._passing(kind, stage), n)
             for (kind, stage), n in peak.transit.items()
         ]
-        if peak.stage >= 0:
+        if peak.time >= 0:
             found += self.profiles[peak.stage].entries(peak.time)
-        elif peak.phase != WEIGHTS:
+        elif peak.phase == WEIGHTS:
+            nbytes = self.profiles[peak.stage].weights_bytes
+            found.append(Entry("temporaries", "gradients of weights", "", nbytes))
+        else:
             nbytes = self.sums_bytes() if peak.phase == SUMS else self.update_bytes()
             found += [
                 Entry(

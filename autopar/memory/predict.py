@@ -15,7 +15,7 @@ from autopar.memory.place import Holding
 from autopar.memory.shares import Shares
 from autopar.memory.stage import Profile, profile
 from autopar.memory.types import Prediction
-from autopar.memory.walked import Part
+from autopar.memory.walked import Part, Split
 from autopar.pipeline.orders import Action, lines_of
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.pipeline.stage_views import View, views, whole
@@ -70,10 +70,9 @@ def _holding(
     plan = shares.plan
     here = [view for view, stage in zip(stages, plan.stages, strict=True) if stage.place == number]
     training, extra = plan.mode == "train", extra_bytes(shares)
-    splits = len(plan.stages) > 1 and SCHEDULES[plan.schedule].splits_backward
     profiles = {}
     for view in here:
-        part, scattering = _part(view, plan), not (splits and view.separable)
+        part, split = _part(view, plan), _split(view, plan)
         blocks = tuple((scope, first > 0, stop - first) for scope, (first, stop) in part.blocks.items())
         key = (
             part.ops,
@@ -85,7 +84,7 @@ def _holding(
             tuple(part.again.items()),
             part.brought,
             part.leaves,
-            scattering,
+            split,
         )
         if key not in known:
             known[key] = profile(
@@ -95,11 +94,19 @@ def _holding(
                 part,
                 training=training,
                 stay=plan.microbatches == 1 and not shares.habits.standing,
-                scattering=scattering,
+                split=split,
             )
         profiles[view.index] = known[key]
     synced = frozenset(reshard.ref[0] for reshard in found.reshards if reshard.role == "sync")
     return Holding(shares, number, here, profiles, len(plan.stages) > 1, *line, synced)
+
+
+def _split(view: View, plan: Plan) -> Split:
+    """A stage that cannot be taken apart runs all of its backward where its part for inputs is due
+    (runtime.stages.OwnStage)."""
+    if len(plan.stages) == 1 or not SCHEDULES[plan.schedule].splits_backward:
+        return ""
+    return "apart" if view.separable else "inputs"
 
 
 def _part(view: View, plan: Plan) -> Part:

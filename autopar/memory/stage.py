@@ -15,7 +15,7 @@ from autopar.memory.forward import Forward
 from autopar.memory.shares import Shares
 from autopar.memory.storages import Book, Storage
 from autopar.memory.types import Entry
-from autopar.memory.walked import Part
+from autopar.memory.walked import Part, Split
 from autopar.pipeline.transit import Kind
 from autopar.problem.graph import Op
 
@@ -23,15 +23,16 @@ from autopar.problem.graph import Op
 @dataclass(eq=False)
 class Profile:
     """`turn` is the time at which the forward ends. `gradients` are those of parameters that this backward makes and
-    that stay. `waiting_bytes` are gradients of activations that wait for the part for weights of a backward in two
-    parts; `early` is what is freed with the part before. `transit_bytes` are bytes of one microbatch on its way to the
-    stage or from it, by kind."""
+    that stay. Of a backward in two parts, for inputs and for weights: `waiting_bytes` are gradients of activations that
+    exist between the two, `early` is what was kept and is freed with the first part, `weights_bytes` what the part for
+    weights takes. `transit_bytes` are bytes of one microbatch on its way to the stage or from it, by kind."""
 
     book: Book
     turn: int
     gradients: list[Storage]
     waiting_bytes: float = 0.0
     early: Sequence[Storage] = ()
+    weights_bytes: float = 0.0
     transit_bytes: Mapping[Kind, float] = field(default_factory=dict)
 
     @cached_property
@@ -80,17 +81,16 @@ def profile(
     *,
     training: bool,
     stay: bool,
-    scattering: bool = True,
+    split: Split = "",
 ) -> Profile:
     """Walk one microbatch through `part`, forward and, in training, backward. `stay`: it is the only microbatch, so its
-    backward makes the gradients of parameters. `scattering`: gradients of gathered weights are scattered as they are
-    made."""
+    backward makes the gradients of parameters. `split`: how its backward is taken apart."""
     forward = Forward(shares, edges, extra_bytes, Book(), part)
     forward.walk()
     turn = forward.book.now
     if not training:
         return Profile(forward.book, turn, [])
-    backward = Backward(forward, stay=stay, scattering=scattering)
+    backward = Backward(forward, stay=stay, split=split)
     backward.walk()
     received = [forward.values[ref] for ref in part.receives]
     transit: dict[Kind, float] = {
@@ -99,11 +99,10 @@ def profile(
         "sent activation": sum(shares.value(value.ref, value.pair.value) for value in forward.sent),
         "sent gradient": sum(value.grad_bytes for value in received),
     }
-    return Profile(
-        forward.book,
-        turn,
-        backward.final,
-        backward.waiting_bytes,
-        backward.early(),
-        transit if shares.habits.keeps_sent else {},
-    )
+    made = Profile(forward.book, turn, backward.final, transit_bytes=transit if shares.habits.keeps_sent else {})
+    if split == "inputs":
+        made.early = made.kept
+    else:
+        made.waiting_bytes, made.early = backward.waiting_bytes, backward.early()
+        made.weights_bytes = backward.weights.bytes_beside(made.kept_bytes + made.halfway_bytes)
+    return made

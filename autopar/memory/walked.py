@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from autopar.codegen.edges import Reshard
 from autopar.memory.local import Local
 from autopar.memory.storages import Storage
 from autopar.problem.graph import Op, Ref, Run
 from autopar.problem.pairs import LayoutPair
+
+Split: TypeAlias = Literal["", "apart", "inputs"]
+"""What runs where of a backward with two actions, one for inputs and one for weights: each part in its own (`apart`),
+or the whole backward in that for inputs; empty where the schedule has no such actions."""
 
 
 @dataclass(eq=False, slots=True)

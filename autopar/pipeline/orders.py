@@ -49,25 +49,23 @@ def orders(schedule: str, places: int, stages: int, microbatches: int) -> tuple[
     stages."""
     if schedule in PLAIN:
         return tuple(tuple(PLAIN[schedule](place, places, microbatches)) for place in range(places))
-    lines = laid_out(schedule, places, stages, microbatches)
+    lines: Mapping[int, Sequence[Any]] = laid_out(schedule, places, stages, microbatches).pipeline_order
     return tuple(tuple(actions_of(lines[place])) for place in range(places))
 
 
-def laid_out(schedule: str, places: int, stages: int, microbatches: int) -> Mapping[int, Sequence[Any]]:
-    """The actions of each place as torch writes them, with None where it waits, of a schedule that is not in `PLAIN`.
-    Raises PlanError as `orders` does."""
+def laid_out(schedule: str, places: int, stages: int, microbatches: int) -> Any:
+    """torch's schedule, of one that is not in `PLAIN`: its `pipeline_order` has the actions of each place, with None
+    where it waits. Raises PlanError as `orders` does."""
     about = SCHEDULES[schedule]
     kind = order_only(getattr(pipelining.schedules, about.torch_name))
     mine = [_Stage(i, 0, places, stages) for i in range(stages) if about.place(i, places) == 0]
     try:
-        made = kind(mine, microbatches, loss_fn=len, scale_grads=False)
+        return kind(mine, microbatches, loss_fn=len, scale_grads=False)
     except ValueError as error:
         raise PlanError(
             f"schedule {schedule} cannot run {microbatches} microbatches in {stages} stages on {places} groups of "
             f"ranks: {' '.join(str(error).split())}"
         ) from error
-    order: Mapping[int, Sequence[Any]] = made.pipeline_order
-    return order
 
 
 def lines_of(plan: Plan) -> Sequence[Sequence[Action]]:

@@ -42,7 +42,7 @@ def transits(schedule: str, places: int, stages: int, microbatches: int) -> tupl
             for line in orders(schedule, places, stages, microbatches)
         )
     place_of: Callable[[int], int] = lambda stage: SCHEDULES[schedule].place(stage, places)  # noqa: E731
-    lines = with_transfers(laid_out(schedule, places, stages, microbatches), place_of, stages)
+    lines = with_transfers(laid_out(schedule, places, stages, microbatches))
     return tuple(
         tuple(_walked(lines[place], stages, [i for i in range(stages) if place_of(i) == place]))
         for place in range(places)

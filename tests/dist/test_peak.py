@@ -21,13 +21,13 @@ from models import gpt
 from tests.helpers.peak import Counted, counted_on_rank
 from tests.helpers.peak_modules import (
     ALIKE,
+    APART,
     SQUARES,
     TAKING,
     Attending,
     Heads,
     Loss,
     Normed,
-    Rectified,
     Recurrent,
     Scaled,
     Squared,
@@ -329,11 +329,20 @@ def test_the_peak_of_each_place_of_a_pipeline_is_counted(
         ), place.number
 
 
-def test_a_backward_that_is_taken_apart_keeps_all_until_its_part_for_inputs_ends() -> None:
-    model, x = Rectified(), torch.randn(2048, 128)
-    made = autopar.compile(model, "cpu:1x2", (x,), recipe="zero_bubble", mesh=(1,), time_limit_s=5.0)
-    seen = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})
-    for place, counted in zip(made.memory().places, seen, strict=True):
+@pytest.mark.parametrize(
+    ("name", "level"), [("large activations", "none"), ("large weights", "none"), ("large activations", "full")]
+)
+def test_the_peak_of_a_backward_with_two_actions_is_counted(name: str, level: str) -> None:
+    """Taken apart, all that is kept is there until its part for inputs ends, and the part for weights has gradients of
+    two layers at once beside those that add up. Blocks that are run again are not taken apart: what a microbatch keeps
+    goes with the first action."""
+    build, drawn = APART[name]
+    model, x = build(), drawn()
+    who = Subject(name, "train", capture(model, (x,)), model.state_dict())
+    made = rematerialised(who, by_stages(who, (1,), "single", 2, 4, "zbv_zero_bubble", 2), level)
+    bundle = Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
+    seen = living(2).run(counted_on_rank, bundle, dict(who.weights), {who.captured.input_names[0]: x})
+    for place, counted in zip(memory_of(who.captured.gm, made).places, seen, strict=True):
         assert beside_state(place, "forward", "backward", WEIGHTS, "sums of gradients") == pytest.approx(
             counted.step_bytes, rel=0.05
         ), place.number

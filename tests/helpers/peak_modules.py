@@ -158,3 +158,13 @@ class Rectified(nn.Module):
         for layer in self.layers:
             x = layer(x).relu()
         return x.sum()
+
+
+APART = {
+    "large activations": (Rectified, lambda: torch.randn(2048, 128)),
+    "large weights": (
+        lambda: Loss(nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)))),
+        lambda: torch.randn(64, 512),
+    ),
+}
+"""Models whose backward is taken apart, with inputs."""

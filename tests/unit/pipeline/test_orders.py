@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import pipelining
 
+from autopar._torch import with_transfers
 from autopar.errors import PlanError
 from autopar.pipeline.makespan import step_s
-from autopar.pipeline.orders import Action, Flying, StageTime, _Stage, actions_of, in_flight, orders
+from autopar.pipeline.orders import Action, Flying, StageTime, _Stage, actions_of, in_flight, laid_out, orders
 from autopar.pipeline.schedules import SCHEDULES
 
 CASES = [
@@ -49,7 +50,7 @@ def test_every_stage_runs_every_microbatch_once_forward_and_backward(name: str, 
 @pytest.mark.parametrize(("name", "virtual"), [case for case in CASES if case[0] not in ("gpipe", "1f1b")])
 def test_the_order_alone_is_that_of_the_whole_schedule(name: str, virtual: int) -> None:
     """`_torch.order_only` leaves out what torch makes of the order, and with it torch's last checks: they have nothing
-    to say."""
+    to say. `_torch.with_transfers` adds what torch adds."""
     places = 3
     for micro in (1, 2, 3, 5, 6, 7, 12):
         whole: list[Any] = []
@@ -60,14 +61,13 @@ def test_the_order_alone_is_that_of_the_whole_schedule(name: str, virtual: int) 
         ]
         with suppress(ValueError):
             whole.append(
-                getattr(pipelining.schedules, SCHEDULES[name].torch_name)(
-                    mine, micro, loss_fn=len, scale_grads=False
-                ).pipeline_order
+                getattr(pipelining.schedules, SCHEDULES[name].torch_name)(mine, micro, loss_fn=len, scale_grads=False)
             )
         with suppress(PlanError):
             assert orders(name, places, places * virtual, micro) == tuple(
-                tuple(actions_of(whole[0][place])) for place in range(places)
+                tuple(actions_of(whole[0].pipeline_order[place])) for place in range(places)
             )
+            assert with_transfers(laid_out(name, places, places * virtual, micro)) == whole[0].pipeline_order_with_comms
             whole.clear()
         assert not whole, f"torch can run {micro} microbatches, and the order alone could not be had"
 

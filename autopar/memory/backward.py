@@ -34,7 +34,8 @@ class Backward:
         self.stay, self.habits = stay, self.shares.habits
         self.scattering = split != "apart"  # gradients of gathered weights, as they come
         self.weights = WeightsPart({scope: stop - first for scope, (first, stop) in forward.part.blocks.items()})
-        self.final: list[Storage] = []  # gradients of parameters
+        # gradients of parameters, or what scatters bring that is added to those of the microbatches before in the end
+        self.final: list[Storage] = []
         self.late: Queue[Whole] = Queue(BUCKETS * BUCKET_BYTES)
         self.grown = 0.0  # by how much more of them are on their way behind one block than behind the one before
         # what the block that is walked has scattered late, with what comes on the way
@@ -195,10 +196,11 @@ class Backward:
                 self.book.step(f"backward of {blocks.run.scope}")
                 self.late.add(Whole(self.book, self.book.like(slot, self.book.now), ways), unit)
             self.grown = self._late_bytes() - before
-        for value, op, slot in leaves.values() if self.stay else ():
-            self.final.append(
-                self._rests(value, op, count) if self._scattered(value) else self.book.like(slot, self.book.now, count)
-            )
+        for value, op, slot in leaves.values():
+            if self._scattered(value) and not self.habits.standing:
+                self.final.append(self._rests(value, op, count))
+            elif self.stay:
+                self.final.append(self.book.like(slot, self.book.now, count))
 
     def _late_bytes(self) -> float:
         """Bytes of whole gradients of gathered weights whose scatter is not done."""
@@ -335,11 +337,12 @@ class Backward:
         """The gradient of a parameter's leaf: it stays, or it is scattered, and the shard stays."""
         scattered = self._scattered(value)
         grad.kind = "whole gradients" if scattered else "gradients"
-        if self.stay:
+        brings = scattered and not self.habits.standing
+        if self.stay or brings:
             self.final.append(self._rests(value, op) if scattered else grad)
         if scattered:
             self.buckets.add(
-                self.shares.lies(value.ref), grad, self.block or object(), self.final[-1] if self.stay else None
+                self.shares.lies(value.ref), grad, self.block or object(), self.final[-1] if brings else None
             )
 
     def _scattered(self, value: Value) -> bool:

@@ -22,10 +22,10 @@ from tests.helpers.peak import Counted, counted_on_rank
 from tests.helpers.peak_modules import (
     ALIKE,
     APART,
+    HEADS,
     SQUARES,
     TAKING,
     Attending,
-    Heads,
     Loss,
     Normed,
     Recurrent,
@@ -219,18 +219,20 @@ def test_gradients_of_blocks_come_as_what_blocks_keep_goes() -> None:
     _is_counted(lambda: Widened(8), rows=256)
 
 
-@pytest.mark.parametrize("recipe", ["megatron", "ulysses"])
-def test_heads_that_come_from_other_ranks_are_put_in_order(recipe: str) -> None:
-    """Joining heads is a copy then, of which the next product keeps all; of heads that a rank has made itself it is
-    none."""
-    model, x = Loss(Heads()), torch.randn(16, 128, 128)
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("heads", "megatron"), ("heads", "ulysses"), ("torch's layers", "ddp"), ("torch's layers", "tp_sp")],
+)
+def test_the_peak_of_attention_whose_heads_are_joined_is_counted(name: str, recipe: str) -> None:
+    """Joining heads is a copy where they, or their queries, come from other ranks, of which the next product keeps all;
+    of heads that a rank has made itself it is none. torch's layers copy queries, keys and values before."""
+    build, drawn = HEADS[name]
+    model, x = Loss(build()), drawn()
     made = autopar.compile(model, "cpu:1x2", (x,), recipe=recipe, time_limit_s=5.0)
-    counted = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[
-        0
-    ]
+    seen = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})
     assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
-        counted.step_bytes, rel=0.03
-    )
+        max(counted.step_bytes for counted in seen), rel=0.03
+    ), "of the rank that has most"
 
 
 @pytest.mark.parametrize(("dropped", "precision"), [(0.1, "float32"), (0.1, "bf16"), (0.0, "bf16"), (0.0, "float32")])
@@ -345,4 +347,18 @@ def test_the_peak_of_a_backward_with_two_actions_is_counted(name: str, level: st
     for place, counted in zip(memory_of(who.captured.gm, made).places, seen, strict=True):
         assert beside_state(place, "forward", "backward", WEIGHTS, "sums of gradients") == pytest.approx(
             counted.step_bytes, rel=0.05
+        ), place.number
+
+
+def test_what_scatters_of_each_microbatch_bring_is_there_beside_the_sums() -> None:
+    """ZeRO-2 in a pipeline: until the backward ends, when it is added to the gradients of the microbatches before."""
+    build, drawn = APART["large weights"]
+    model, x = build(), drawn()
+    who = Subject("large weights", "train", capture(model, (x,)), model.state_dict())
+    made = by_stages(who, (2,), "zero2", 2, 4, "1f1b")
+    bundle = Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
+    seen = living(4).run(counted_on_rank, bundle, dict(who.weights), {who.captured.input_names[0]: x})
+    for place in memory_of(who.captured.gm, made).places:
+        assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(
+            max(counted.step_bytes for counted in seen[2 * place.number : 2 * place.number + 2]), rel=0.05
         ), place.number

@@ -136,6 +136,20 @@ class Heads(nn.Module):
         return self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(x.shape))
 
 
+HEADS = {
+    "heads": (Heads, lambda: torch.randn(16, 128, 128)),
+    "torch's layers": (
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True),
+            3,
+            enable_nested_tensor=False,
+        ),
+        lambda: torch.randn(64, 32, 64),
+    ),
+}
+"""Models of attention, with inputs."""
+
+
 class Recurrent(nn.Module):
     """The mean of what a recurrent network gives."""
 

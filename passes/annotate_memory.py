@@ -66,15 +66,35 @@ def joins_heads(node: fx.Node) -> bool:
     """Whether `node` joins the heads of an attention's result without a copy.
 
     The fused kernels write their result in the order of the query's memory (`empty_like`), which graphs traced without
-    a device do not show: for a query laid out [b, s, h, d] the transposed result is contiguous.
+    a device do not show: for a query laid out [b, s, h, d] the transposed result is contiguous, for one laid out
+    [s, b, h, d] (nn.MultiheadAttention) the permuted one.
     """
     turned = node.args[0] if node.target is aten.reshape.default else None
-    made = turned.args[0] if isinstance(turned, fx.Node) and turned.target is aten.transpose.int else None
+    if not isinstance(turned, fx.Node) or turned.target not in TURNS:
+        return False
+    made = turned.args[0]
     if not isinstance(made, fx.Node) or made.target is not aten.scaled_dot_product_attention.default:
         return False
     (query,) = facts.tensors(made.args[0]) if isinstance(made.args[0], fx.Node) else (None,)
-    head, row = query.stride()[1:3] if query is not None and query.dim() == 4 else (0, 0)
-    return isinstance(head, int) and isinstance(row, int) and head < row
+    if query is None or query.dim() != 4:
+        return False
+    strides = [facts.example(node, stride) for stride in query.stride()]
+    lies = [strides[dim] for dim in TURNS[turned.target](turned)]
+    return strides[1] < strides[2] and lies == sorted(lies, reverse=True)
+
+
+def _swapped(node: fx.Node) -> list[int]:
+    dims = list(range(4))
+    first, second = (int(dim) for dim in node.args[1:3])  # type: ignore[arg-type]
+    dims[first], dims[second] = dims[second], dims[first]
+    return dims
+
+
+TURNS: dict[Any, Callable[[fx.Node], list[int]]] = {
+    aten.transpose.int: _swapped,
+    aten.permute.default: lambda node: [int(dim) for dim in node.args[1]],  # type: ignore[union-attr, arg-type]
+}
+"""Views of four dims in another order: which dims of their operand theirs are."""
 
 
 def _viewable(node: fx.Node, before: torch.Tensor, after: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes import edit, facts
+from passes import edit, facts, memory_order
 from passes._torch import shape_check
 from passes.grads import needs_grad
 
@@ -40,13 +40,16 @@ def drop_what_gives_itself(gm: fx.GraphModule) -> None:
 def drop_noops(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
     does: removes ops that give an operand unchanged, asserts, and calls that nothing uses.
-    gives: the same values with fewer nodes."""
+    gives: the same values with fewer nodes, with their own memory order where a dropped copy had another."""
     for node in edit.calls(gm, *ASSERTS):
         gm.graph.erase_node(node)
+    moved: dict[fx.Node, None] = {}
     for node in edit.calls(gm):
         if node.target in IDENTITY and IDENTITY[node.target](node):
             operand = node.args[0]
             assert isinstance(operand, fx.Node)
+            if memory_order.differ(node, operand):
+                moved.update(dict.fromkeys(node.users))
             edit.replace(node, operand)
     for node in edit.calls(gm, aten.slice_scatter.default):
         if _writes_all(node):
@@ -55,6 +58,7 @@ def drop_noops(gm: fx.GraphModule) -> fx.GraphModule:
         if (apart := edit.call_of(node.args[0], aten.unsqueeze.default)) is not None and _same_dim(node, apart):
             edit.replace(node, apart.args[0])  # type: ignore[arg-type]  # a tensor, by the operator's schema
     _drop_detach(gm)
+    memory_order.follow(gm.graph, moved)
     return edit.finish(gm)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
+import torch
+
 from autopar.codegen.edges import Edges, Reshard
 from autopar.layout import moving
 from autopar.memory.ahead import Unit, begin_ahead, gather_into
@@ -26,6 +28,8 @@ from autopar.problem.pairs import LayoutPair
 from autopar.problem.view_ops import makes_view
 from autopar.rules.tiles import weight_of
 from passes.annotate_memory import joins_heads
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 class Forward:
@@ -45,6 +49,7 @@ class Forward:
         self.plain: dict[str, None] = {}
         self.moved: dict[tuple[Ref, str, LayoutPair, str], Value] = {}
         self.narrowed: dict[Storage, Storage] = {}
+        self.arrived: dict[str, Storage | None] = {}  # queries, by the attention that reads them
         self.steps: list[Step | Blocks] = []
         self.frame: list[Storage | None] = []
         # what came: the storage of one that is passed on becomes that of its copy
@@ -183,8 +188,10 @@ class Forward:
         self.book.step(op.name)
         for value in ins:
             self.book.use(value.storage)
+        if op.target is ATTENTION:
+            self.arrived[op.name] = ins[0].storage
         local = self._local(op, ins)
-        outs, view = [], makes_view(op) and not _put_in_order(op, ins)
+        outs, view = [], makes_view(op) and not (joins_heads(op.node) and self._came_in_order(op, ins[0]))
         for index, nbytes in enumerate(local.outs):
             storage = ins[0].storage if view else self._made(op, ins, nbytes)
             outs.append(self._value((op.name, index), storage))
@@ -195,6 +202,13 @@ class Forward:
         self.book.new("temporaries", op.name, op.where, forward_bytes(local, runs, self.habits))
         self.passing(op, backward=False)
         steps.append(Step(ins, tuple(outs), op, local, kept=self._kept(op, ins, outs, local, runs)))
+
+    def _came_in_order(self, op: Op, heads: Value) -> bool:
+        """Whether `op` copies the heads that it joins: if ranks have sent them to each other, or the query that they
+        are of, which then lies in the order of its own dims, and they as it does."""
+        attention = self.program.ops[self.program.ops[op.operands[0][0]].operands[0][0]]
+        query = self.arrived.get(attention.name)
+        return any(each is not None and each.kind == "reshards" for each in (heads.storage, query))
 
     def passing(self, op: Op, *, backward: bool) -> None:
         """Parts of weights, and of their whole gradients, that an algorithm of `op` holds only while it runs."""
@@ -363,9 +377,3 @@ class Forward:
                 elif reached and storage not in made:
                     made.append(storage)
         return stored, made
-
-
-def _put_in_order(op: Op, ins: Sequence[Value]) -> bool:
-    """Whether joining heads copies: results received from another rank are in the order of their own dims, not in that
-    of the query's memory."""
-    return joins_heads(op.node) and ins[0].storage is not None and ins[0].storage.kind == "reshards"

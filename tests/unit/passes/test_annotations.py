@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from passes import ANNOTATE, NORMALIZE, edit, facts, run
+from passes.annotate_memory import annotate_memory, is_view
 from tests.helpers.export import B, S, export_graph
 
 aten = torch.ops.aten
@@ -161,3 +162,42 @@ def test_facts_name_the_pass_that_is_missing():
         facts.flops(node)
     with pytest.raises(ValueError, match="annotate_memory"):
         facts.read_bytes(node)
+
+
+class OrderOfMemory(nn.Module):
+    """What is made of `contiguous` copies, which normalization drops."""
+
+    def forward(self, x):
+        turned = x.transpose(0, 1).contiguous()
+        return turned.view(-1, 8).relu() @ x[0].t().contiguous().view(8, -1)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        OrderOfMemory(),
+        Attention(),
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0),
+    ],
+    ids=["copies", "attention", "torch's layer, batch first", "torch's layer"],
+)
+def test_views_are_what_shares_memory_when_it_runs(model):
+    gm = run(export_graph(model, (torch.randn(3, 5, 8),)), (*NORMALIZE, annotate_memory))
+    wrong, seen = [], []
+
+    class Watching(fx.Interpreter):
+        def run_node(self, node):
+            made = super().run_node(node)
+            if node.op == "call_function" and node.target is aten.reshape.default:
+                seen.append(node.name)
+                operand = self.env[node.args[0]]
+                if is_view(node) != (made.untyped_storage().data_ptr() == operand.untyped_storage().data_ptr()):
+                    wrong.append(node.name)
+            return made
+
+    given = [
+        torch.randn(node.meta["val"].shape, requires_grad=True) for node in gm.graph.nodes if node.op == "placeholder"
+    ]
+    Watching(gm).run(*given)
+    assert seen and not wrong

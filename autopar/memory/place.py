@@ -34,9 +34,10 @@ WEIGHTS, SUMS, UPDATE = "backward for weights", "sums of gradients", "update"
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A candidate for the peak: its bytes, what happens, the stage that runs (-1: none) and the time in its profile (-1:
-    in none of its walked passes); for each stage the numbers of microbatches that wait for their backward, or for the
-    part for weights; what is in transit; and whether all gradients of parameters exist."""
+    """A candidate for the peak: its bytes, what happens, the stage that runs (-1: none), and where that is one of the
+    walked passes, `walked` and the time in that profile (-1: none); for each stage the numbers of microbatches that wait
+    for their backward, or for the part for weights; what is in transit; and whether all gradients of parameters
+    exist."""
 
     nbytes: float
     phase: str
@@ -46,6 +47,7 @@ class Moment:
     halfway: tuple[int, ...]
     transit: Transit
     gradients: bool
+    walked: Profile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class Holding:
             nbytes, time = (
                 (profile.kept_bytes + profile.halfway_bytes + profile.weights_bytes, 0)
                 if action.kind == "W"
-                else profile.peak(forward=action.kind == "F")
+                else profile.walked(action.kind).peak(forward=action.kind == "F")
             )
             there = held if back else 0.0
             after = self._later(flying, index)
@@ -127,7 +129,7 @@ class Holding:
                     begin,
                     max(begin, end, base + beside + nbytes + (there if several else 0.0)),
                     end,
-                    profile.share(time, forward=action.kind == "F"),
+                    profile.walked(action.kind).share(time, forward=action.kind == "F"),
                 )
             )
             before = after
@@ -223,7 +225,8 @@ class Holding:
                     several,
                 )
                 continue
-            nbytes, time = self.profiles[action.stage].peak(forward=forward)
+            walked = self.profiles[action.stage].walked(action.kind)
+            nbytes, time = walked.peak(forward=forward)
             total = base + self._beside(waiting, halfway, transit) + nbytes + (held if several and back else 0.0)
             yield Moment(
                 total,
@@ -234,6 +237,7 @@ class Holding:
                 tuple(halfway[i] for i in stages),
                 transit,
                 several and back,
+                walked,
             )
 
     def _after(self, still: Sequence[Entry], gradients: Sequence[Entry]) -> Iterator[Moment]:
@@ -312,9 +316,9 @@ class Holding:
         ]
 
     def _when(self, peak: Moment) -> str:
-        if peak.time < 0:
+        if peak.walked is None:
             return f"{peak.phase} in stage {peak.stage}" if peak.stage >= 0 else peak.phase
-        label = self.profiles[peak.stage].book.labels[peak.time]
+        label = peak.walked.book.labels[peak.time]
         return f"{label} in stage {peak.stage}" if self.staged else label
 
     def _entries(self, peak: Moment, still: Sequence[Entry], gradients: Sequence[Entry]) -> tuple[Entry, ...]:
@@ -335,8 +339,8 @@ class Holding:
             Entry("pipeline buffers", f"stage {stage}, {kind} in transit", "", n * self._passing(kind, stage), n)
             for (kind, stage), n in peak.transit.items()
         ]
-        if peak.time >= 0:
-            found += self.profiles[peak.stage].entries(peak.time)
+        if peak.walked is not None:
+            found += peak.walked.entries(peak.time)
         elif peak.phase == WEIGHTS:
             nbytes = self.profiles[peak.stage].weights_bytes
             found.append(Entry("temporaries", "gradients of weights", "", nbytes))

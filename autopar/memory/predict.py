@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -87,15 +88,18 @@ def _holding(
             split,
         )
         if key not in known:
-            known[key] = profile(
+            walked = partial(
+                profile,
                 shares,
                 found,
                 extra,
                 part,
                 training=training,
                 stay=plan.microbatches == 1 and not shares.habits.standing,
-                split=split,
             )
+            known[key] = walked(split=split)
+            if split == "apart" and any(action.kind == "B" for action in line[0]):
+                known[key].whole = walked()
         profiles[view.index] = known[key]
     synced = frozenset(reshard.ref[0] for reshard in found.reshards if reshard.role == "sync")
     return Holding(shares, number, here, profiles, len(plan.stages) > 1, *line, synced)

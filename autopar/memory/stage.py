@@ -34,6 +34,11 @@ class Profile:
     early: Sequence[Storage] = ()
     weights_bytes: float = 0.0
     transit_bytes: Mapping[Kind, float] = field(default_factory=dict)
+    whole: Profile | None = None  # of microbatches whose backward is one action, where that of others is taken apart
+
+    def walked(self, kind: str) -> Profile:
+        """The profile of an action of that kind."""
+        return self.whole if kind == "B" and self.whole is not None else self
 
     @cached_property
     def totals(self) -> np.ndarray:

@@ -74,13 +74,18 @@ def _walked(line: Sequence[Any], stages: int, mine: Sequence[int]) -> list[Trans
                 now["activation" if kind == "F" else "gradient", int(stage)] += 1
             else:
                 sent["sent activation" if kind == "F" else "sent gradient"] = int(stage)
+        made = Counter[tuple[Kind, int]]()  # by the first of two actions that overlap: it goes when both have ended
         for action in actions_of([item]):
             stage = action.stage
             if action.kind == "F" and stage and stage - 1 not in mine:
                 now["activation", stage] -= 1
             if action.kind in "BI" and stage + 1 < stages:
                 now["gradient", stage] -= 1
-            found.append({**+now, **dict.fromkeys(sent.items(), 1)})
+            found.append(+(now + made + Counter(dict.fromkeys(sent.items(), 1))))
             if action.kind in "BI" and stage - 1 in mine:
                 now["gradient", stage - 1] += 1
+            elif action.kind in "BI" and stage:
+                made["sent gradient", stage] += 1
+            elif action.kind == "F" and stage + 1 < stages and stage + 1 not in mine:
+                made["sent activation", stage] += 1
     return found

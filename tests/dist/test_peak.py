@@ -332,16 +332,23 @@ def test_the_peak_of_each_place_of_a_pipeline_is_counted(
 
 
 @pytest.mark.parametrize(
-    ("name", "level"), [("large activations", "none"), ("large weights", "none"), ("large activations", "full")]
+    ("name", "level", "schedule"),
+    [
+        ("large activations", "none", "zbv_zero_bubble"),
+        ("large activations", "none", "dualpipev"),
+        ("large activations", "full", "zbv_zero_bubble"),
+        ("large weights", "none", "zbv_zero_bubble"),
+    ],
 )
-def test_the_peak_of_a_backward_with_two_actions_is_counted(name: str, level: str) -> None:
+def test_the_peak_of_a_backward_with_two_actions_is_counted(name: str, level: str, schedule: str) -> None:
     """Taken apart, all that is kept is there until its part for inputs ends, and the part for weights has gradients of
-    two layers at once beside those that add up. Blocks that are run again are not taken apart: what a microbatch keeps
-    goes with the first action."""
+    two layers at once beside those that add up. DualPipeV takes only some of them apart, and sends what the first of
+    two actions that overlap makes when both have ended. Blocks that are run again are not taken apart: what a
+    microbatch keeps goes with the first action."""
     build, drawn = APART[name]
     model, x = build(), drawn()
     who = Subject(name, "train", capture(model, (x,)), model.state_dict())
-    made = rematerialised(who, by_stages(who, (1,), "single", 2, 4, "zbv_zero_bubble", 2), level)
+    made = rematerialised(who, by_stages(who, (1,), "single", 2, 4, schedule, 2), level)
     bundle = Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
     seen = living(2).run(counted_on_rank, bundle, dict(who.weights), {who.captured.input_names[0]: x})
     for place, counted in zip(memory_of(who.captured.gm, made).places, seen, strict=True):

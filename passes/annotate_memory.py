@@ -26,6 +26,9 @@ GATHERS = (aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.
 BAGS = (ops.bag, ops.ragged_bags)
 """Operators that read a row of their first operand for each index in the second."""
 
+COMPUTE_WIDE = (aten.float_power.Scalar, aten.float_power.Tensor_Scalar, aten.float_power.Tensor_Tensor)
+"""Compute in float64 or complex128, whatever they are given."""
+
 
 def annotate_memory(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: a normalized graph; folded bodies are annotated too, per instance.
@@ -47,8 +50,23 @@ def annotate_memory(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _saved(node: fx.Node, grads: list[bool]) -> Saved:
     positions = saved_positions(node.target, grads)
-    copies = copied(node, positions)
-    return Saved(tuple(position for position in positions if position not in copies), copies, beside(node, grads))
+    copies, cast = copied(node, positions), _cast(node, positions)
+    return Saved(
+        tuple(position for position in positions if position not in (*copies, *cast)),
+        copies,
+        beside(node, grads) + sum(facts.dtype(node).itemsize * facts.numel(operand) for operand in cast.values()),
+    )
+
+
+def _cast(node: fx.Node, positions: tuple[int, ...]) -> dict[int, fx.Node]:
+    """The operands at `positions` that are kept as they are cast to the dtype in which the operator computes."""
+    if node.target not in COMPUTE_WIDE:
+        return {}
+    return {
+        position: operand
+        for position, operand in enumerate(edit.tensor_operands(node))
+        if position in positions and facts.dtype(operand) != facts.dtype(node)
+    }
 
 
 def is_view(node: fx.Node) -> bool:

@@ -201,3 +201,39 @@ def test_views_are_what_shares_memory_when_it_runs(model):
     ]
     Watching(gm).run(*given)
     assert seen and not wrong
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: torch.float_power(x, 3.0),
+        lambda x: torch.float_power(2.0, x),
+        lambda x: torch.float_power(x[:, 0], x[:, 1]),
+    ],
+    ids=["of tensors", "to tensors", "both"],
+)
+def test_powers_keep_what_they_cast(body):
+    """They compute in float64."""
+
+    class Power(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Parameter(torch.rand(6, 2, 8))
+
+        def forward(self, x):
+            return body(self.base) * x
+
+    model, kept = Power(), {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        body(model.base)
+    gm = run(export_graph(model, (torch.rand(1),)), (*NORMALIZE, annotate_memory))
+    (power,) = [node for node in edit.calls(gm) if "float_power" in str(node.target)]
+    tensors, saved = [*edit.tensor_operands(power), power], power.meta["saved"]
+    assert sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) == saved.extra_bytes + sum(
+        facts.nbytes(tensors[position]) for position in saved.positions
+    )

@@ -1,7 +1,9 @@
 """Timetables: a pipeline schedule with a number of stages per place, and the seconds and memory of a step under it.
 
-SEARCHED are the kinds that the search tries. GPipe is not among them because 1F1B takes as long with less memory, nor
-are looped schedules that run the forwards of all microbatches first, for the same reason. Recipes name such schedules.
+SEARCHED are the kinds that the search tries. Schedules that run all forwards first keep the activations of all
+microbatches. They are tried because no forward waits for a backward to come back: where sends take time, GPipe is
+faster than 1F1B, and looped BFS than interleaved 1F1B. Looped BFS has two stages per place: more of them send more, and
+over links on which that costs nothing interleaved 1F1B is as fast.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class Kind:
 
 SEARCHED = (
     Kind("1f1b"),
+    Kind("gpipe"),
     Kind("interleaved_1f1b", None),
+    Kind("looped_bfs", 2),
     Kind("interleaved_zero_bubble", None),
     Kind("zbv_zero_bubble", 2),
     Kind("dualpipev", 2),
@@ -96,9 +100,8 @@ class Timetable:
         """The numbers of microbatches that are simulated: its own, or two smaller ones from which the step is
         extrapolated.
 
-        Once a pipeline is full, every further round of `places` microbatches takes as long as the one before, and keeps
-        no more: exact for even stages, within half a percent for uneven ones (tests/unit/joint/test_timetables.py, all
-        schedules).
+        Once a pipeline is full, every further round of `places` microbatches takes as long as the one before: exact for
+        even stages, within half a percent for uneven ones (tests/unit/joint/test_timetables.py, all schedules).
         """
         if self.microbatches <= (FILLING_ROUNDS + 2) * self.places:
             return (self.microbatches,)
@@ -122,8 +125,10 @@ class Timetable:
 
     @property
     def _orders(self) -> Sequence[Sequence[Action]]:
-        """The actions of each place, of as many microbatches as fill the pipeline."""
-        return orders(self.kind.schedule, self.places, self.stages, self.short[-1])
+        """The actions of each place, of as many microbatches as fill the pipeline; where all forwards run first, of all
+        microbatches, since every further one is kept as well."""
+        count = self.microbatches if self.schedule.forwards_first else self.short[-1]
+        return orders(self.kind.schedule, self.places, self.stages, count)
 
     def ends_s(self, times: Sequence[StageTime], *, whole: bool = False, alone: float = 1.0) -> list[float]:
         """Seconds until each place is done with a step, for the times of each stage. `whole`: simulate all microbatches

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """`torch_name` is the class in torch.distributed.pipelining; `virtual` says how many stages a rank holds (None: any
-    number); `splits_backward` that gradients of inputs and of weights are taken apart (zero bubble)."""
+    number); `splits_backward` that gradients of inputs and of weights are taken apart (zero bubble); `forwards_first`
+    that the forwards of all microbatches run before any backward, so that activations of all of them are kept."""
 
     name: str
     torch_name: str
     virtual: int | None
     shape: str
     splits_backward: bool = False
+    forwards_first: bool = False
 
     def place(self, stage: int, places: int) -> int:
         """The place of `stage` on a pipeline axis of `places`."""
@@ -29,11 +31,11 @@ class Schedule:
 
 
 _TABLE = (
-    Schedule("naive", "ScheduleGPipe", 1, "loop"),
-    Schedule("gpipe", "ScheduleGPipe", 1, "loop"),
+    Schedule("naive", "ScheduleGPipe", 1, "loop", forwards_first=True),
+    Schedule("gpipe", "ScheduleGPipe", 1, "loop", forwards_first=True),
     Schedule("1f1b", "Schedule1F1B", 1, "loop"),
     Schedule("interleaved_1f1b", "ScheduleInterleaved1F1B", None, "loop"),
-    Schedule("looped_bfs", "ScheduleLoopedBFS", None, "loop"),
+    Schedule("looped_bfs", "ScheduleLoopedBFS", None, "loop", forwards_first=True),
     Schedule("interleaved_zero_bubble", "ScheduleInterleavedZeroBubble", None, "loop", splits_backward=True),
     Schedule("zbv_zero_bubble", "ScheduleZBVZeroBubble", 2, "v", splits_backward=True),
     Schedule("dualpipev", "ScheduleDualPipeV", 2, "v", splits_backward=True),

@@ -18,10 +18,11 @@ from autopar.joint.prove import CLOSER_LOOKS, CLOSEST_LOOKS, FEW_CLAIMS, GLANCE_
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_bounds import Timed, cut_s
 from autopar.joint.shapes import Shape
-from autopar.joint.spaces import SEARCH
+from autopar.joint.spaces import SEARCH, of_recipe
 from autopar.plan import Plan
 from autopar.problem.remat import LEVELS
 from autopar.problem.settings import Settings
+from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 from tests.helpers.verify import Subject, subject
 
@@ -211,6 +212,33 @@ def test_several_microbatches_short_of_memory_are_no_faster_than_is_proven(place
                 assert short.price(shape, [table], level, exact=True).step_s >= bound_s * (1 - 1e-9)
                 priced += 1
     assert priced
+
+
+@pytest.mark.slow
+def test_no_named_pipeline_is_faster_than_is_proven_of_its_shape() -> None:
+    """Over links so slow that 1F1B waits for every backward to come back, and GPipe does not: it was no timetable of
+    the search, so that a plan of it was faster than what was proven of all plans."""
+    who, shape, base = subject("hf-llama-deep"), Shape(5, (1,), 12), Cluster.parse("cpu:1x5")
+    levels = tuple(
+        replace(
+            level,
+            bandwidth_bytes_s=level.bandwidth_bytes_s / 6,
+            protocols=tuple(replace(protocol, start_s=1e-6, hop_s=1e-7) for protocol in level.protocols),
+        )
+        for level in base.levels
+    )
+    request = Request(replace(base, levels=levels, device=replace(base.device, launch_s=1e-7)), Settings("train"))
+    context = SearchContext(who.captured.gm, {**who.captured.hints, "b": 12}, request)
+    named_s = dict[str, float]()
+    for recipe in PIPELINES.values():  # one rank on a place: they differ in their schedules alone
+        if recipe.schedule != "naive" and recipe.schedule not in named_s:
+            pricing = Pricing(context, of_recipe(recipe))
+            with suppress(InfeasibleError):
+                named_s[recipe.schedule] = pricing.price(shape, pricing.tables(shape), "none", exact=True).step_s
+    assert named_s["gpipe"] < 0.95 * named_s["1f1b"]
+    assert Prover(context).bound_s(shape) <= min(named_s.values()), named_s
+    free = Pricing(context, SEARCH)
+    assert free.price(shape, free.tables(shape), "none", exact=True).step_s <= min(named_s.values()) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from autopar.joint.timetables import SEARCHED, WORTH_GAIN, Kind, Timetable
 from autopar.pipeline.makespan import finishes_s
 from autopar.pipeline.orders import StageTime, in_flight, orders
+from autopar.pipeline.schedules import SCHEDULES
 
 
 @pytest.mark.parametrize("places", [2, 3, 4, 8])
@@ -38,6 +39,23 @@ def test_a_long_step_is_told_from_short_ones(kind: Kind, places: int) -> None:
     assert table.ends_s(times) == pytest.approx(finishes_s(lines, times, table.at), rel=5e-3)
     assert table.ends_s(times, whole=True) == finishes_s(lines, times, table.at)
     assert table.flying == in_flight(lines, table.stages)
+
+
+def test_every_schedule_of_several_microbatches_is_searched() -> None:
+    """Recipes have no other ones: what is proven of all plans is proven of theirs."""
+    assert {kind.schedule for kind in SEARCHED} == {*SCHEDULES} - {"naive"}
+
+
+@pytest.mark.parametrize(("kind", "slower"), [("gpipe", "1f1b"), ("looped_bfs", "interleaved_1f1b")])
+def test_where_all_forwards_run_first_sends_are_waited_for_once(kind: str, slower: str) -> None:
+    """With free sends both take as long; with sends of a fifth of a stage the other one is slower."""
+    virtual = SCHEDULES[kind].virtual or 2
+    for send_s, least in ((0.0, 1.0), (0.2, 1.04)):
+        first_s, second_s = (
+            max(table.ends_s([StageTime(1 / 3, 2 / 3, send_s=send_s)] * table.stages, whole=True))
+            for table in (Timetable(Kind(name, virtual), 4, 16) for name in (kind, slower))
+        )
+        assert second_s >= first_s * least * (1 - 1e-9) and (send_s or second_s == pytest.approx(first_s))
 
 
 @given(

@@ -29,7 +29,9 @@ TABLES = [
     for schedule, virtual, places, microbatches in (
         ("1f1b", 1, 3, 4),
         ("1f1b", 1, 2, 20),
+        ("gpipe", 1, 2, 20),
         ("interleaved_1f1b", 2, 2, 4),
+        ("looped_bfs", 2, 2, 3),
         ("interleaved_zero_bubble", 2, 2, 2),
         ("zbv_zero_bubble", 2, 2, 4),
         ("dualpipev", 2, 2, 5),

@@ -21,6 +21,8 @@ TABLES = [
     timetable(Kind(schedule, virtual), places, microbatches)
     for schedule, virtual, places, microbatches in (
         ("gpipe", 1, 2, 3),
+        ("gpipe", 1, 2, 20),
+        ("looped_bfs", 2, 2, 3),
         ("1f1b", 1, 3, 4),
         ("interleaved_1f1b", 3, 2, 4),
         ("interleaved_1f1b", 2, 4, 8),

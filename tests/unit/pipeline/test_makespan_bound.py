@@ -13,8 +13,10 @@ from autopar.pipeline.orders import StageTime
 SECONDS = st.one_of(st.just(0.0), st.floats(0.01, 10.0))
 SHAPES = {
     Kind("1f1b"): (3, 4),
+    Kind("gpipe"): (3, 4),
     Kind("interleaved_1f1b", 2): (2, 4),
     Kind("interleaved_1f1b", 4): (2, 2),
+    Kind("looped_bfs", 2): (2, 3),
     Kind("interleaved_zero_bubble", 2): (3, 3),
     Kind("zbv_zero_bubble", 2): (3, 5),
     Kind("dualpipev", 2): (2, 5),

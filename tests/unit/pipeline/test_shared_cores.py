@@ -13,7 +13,7 @@ from autopar.pipeline.orders import StageTime, orders
 from autopar.simulate import schedule
 from autopar.simulate.engine import run
 
-KINDS = (*(kind for searched in SEARCHED for kind in searched.decided(2, 2, 8)), Kind("gpipe"), Kind("naive"))
+KINDS = (*(kind for searched in SEARCHED for kind in searched.decided(2, 2, 8)), Kind("naive"))
 
 
 def drawn(kind: Kind, places: int, send_s: float) -> tuple[Timetable, list[StageTime]]:

@@ -117,6 +117,26 @@ def test_it_is_said_where_a_pipeline_is_faster_by_less_than_prices_tell(step_s: 
     assert not list(_rather(made, []))
 
 
+@pytest.mark.parametrize(
+    ("known_s", "chosen"), [(math.inf, "simple"), (1.1, "simple"), (1.0, "fast"), (0.985, "simple"), (0.9, "simple")]
+)
+def test_what_is_simpler_is_only_taken_where_it_beats_what_is_known_as_the_fastest_does(
+    known_s: float, chosen: str
+) -> None:
+    """The fastest takes 0.981 and a simpler one 0.99, which prices tell from 1.1 and not from 1.0."""
+    context: Any = SimpleNamespace()
+    walk, steps_s = Explorer(context, SEARCH, known_s, math.inf), {"simple": (1, 0.99), "fast": (2, 0.981)}
+    found: Any = {
+        Shape(places, (2,), 4): SimpleNamespace(
+            name=name, step_s=step_s, table=SimpleNamespace(places=places, stages=places, microbatches=4)
+        )
+        for name, (places, step_s) in steps_s.items()
+    }
+    walk.found = found
+    best: Any = walk.best
+    assert best.name == chosen
+
+
 @pytest.mark.parametrize(("proven_s", "solved"), [(0.8, ["near"]), (0.995, [])])
 def test_what_is_near_the_best_is_solved_where_only_that_may_be_faster_than_what_others_have(
     proven_s: float, solved: list[str], monkeypatch: pytest.MonkeyPatch

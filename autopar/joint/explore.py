@@ -84,9 +84,10 @@ class Explorer:
     @property
     def best(self) -> Found | None:
         """The simplest of the results that prices do not tell from the fastest: fewest places, then fewest stages, then
-        fewest microbatches. Where the fastest beats `known_s` by more than PRICE_TOLERANCE, so does this one: otherwise a plan
-        from elsewhere would be taken that is slower than the fastest by up to twice that."""
-        fastest_s, beating_s = min((f.step_s for f in self.fit.values()), default=0.0), self.known_s * (1 - PRICE_TOLERANCE)
+        fewest microbatches. Where the fastest beats `known_s` by more than PRICE_TOLERANCE, so does this one: otherwise
+        a plan from elsewhere would be taken that is slower than the fastest by up to twice that."""
+        fastest_s = min((f.step_s for f in self.fit.values()), default=0.0)
+        beating_s = self.known_s * (1 - PRICE_TOLERANCE)
         near = [
             f
             for f in self.fit.values()

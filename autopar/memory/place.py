@@ -35,8 +35,8 @@ WEIGHTS, SUMS, UPDATE = "backward for weights", "sums of gradients", "update"
 @dataclass(frozen=True, slots=True)
 class Moment:
     """A candidate for the peak: its bytes, what happens, the stage that runs (-1: none), and where that is one of the
-    walked passes, `walked` and the time in that profile (-1: none); for each stage the numbers of microbatches that wait
-    for their backward, or for the part for weights; what is in transit; and whether all gradients of parameters
+    walked passes, `walked` and the time in that profile (-1: none); for each stage the numbers of microbatches that
+    wait for their backward, or for the part for weights; what is in transit; and whether all gradients of parameters
     exist."""
 
     nbytes: float

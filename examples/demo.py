@@ -39,7 +39,7 @@ def main(model: str = MODEL) -> int:
         plans = {name: Path(folder) / f"{number}.json" for number, name in enumerate(STRATEGIES)}
         for name, path in plans.items():
             print(f"\n=== {name} ===\n", flush=True)
-            plan_command(Asked(model, "cpu:1x4", batch=8, seq=128, recipe=STRATEGIES[name]), path, None)
+            plan_command(Asked(model, "cpu:1x4", recipe=STRATEGIES[name]), path, None)
         right = compare(plans)
     print(
         f"\n{'All values agree with the single device' if right else 'SOME VALUES ARE WRONG'}; "

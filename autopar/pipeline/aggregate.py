@@ -7,7 +7,7 @@ same for all pieces of a scope. Where this is known to be wrong it is corrected:
     first gathers     of a backward after its forward overlap what the model computes before its blocks' backward
     after the blocks  gathers of a stage overlap its last blocks
     no blocks         a piece overlaps no more than itself and the one before it
-    program order     of a step of one stage, see pipeline.clock
+    program order     of a step of one stage, and of a stage that a pipeline may have, see pipeline.clock
 """
 
 from __future__ import annotations

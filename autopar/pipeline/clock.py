@@ -10,13 +10,15 @@ gradient only after that gradient.
                its leaf is waited for when enough bytes are queued behind it (autopar.deferred_waits); then the gradient
                is summed over ranks in buckets (runtime.gradsync)
 
-Of a long run of blocks MOST are run through; those in the middle take as long as these do there.
+Stages of a pipeline are priced so, each by itself (`waits_s`). Of a long run of blocks MOST are run through; those in
+the middle take as long as these do there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from autopar.layout import BUCKET_BYTES
 from autopar.pipeline.pass_clock import OUTSIDE, Clock, LeafBucket, Turn
@@ -109,14 +111,11 @@ class Timeline:
         them."""
         walked = {scope: min(MOST, self.blocks(scope)) for scope in scopes if scope}
         turns = self._turns(walked, backward=backward)
-        exposed_s = Clock(turns, contention, () if backward else self._buckets(walked)).run(gathers_first=gathers_first)
-        begins: dict[Hashable, float] = {}
-        for turn, so_far_s in zip(turns, exposed_s[:-1], strict=True):
-            begins.setdefault(turn.block, so_far_s)
-        return exposed_s[-1] + sum(
-            (self.blocks(scope) - count) * _each_s(begins, scope, count)
-            for scope, count in walked.items()
-            if count < self.blocks(scope)
+        clock = Clock(turns, contention, () if backward else self._buckets(walked))
+        return _of_all_s(
+            turns,
+            clock.run(gathers_first=gathers_first),
+            {scope: (count, self.blocks(scope)) for scope, count in walked.items()},
         )
 
     def _turns(self, walked: Mapping[str, int], *, backward: bool) -> list[Turn]:
@@ -165,13 +164,78 @@ def _bucket(members: Sequence[tuple[_Leaf, Hashable]]) -> LeafBucket:
     )
 
 
-def _each_s(begins: Mapping[Hashable, float], scope: str, count: int) -> float:
+def _of_all_s(turns: Sequence[Turn], exposed_s: Sequence[float], runs: Mapping[Hashable, tuple[int, int]]) -> float:
+    """Exposed seconds of a pass, given those before each turn and at its end where of each run of blocks only some were
+    walked: (so many, of how many)."""
+    begins: dict[Hashable, float] = {}
+    for turn, so_far_s in zip(turns, exposed_s[:-1], strict=True):
+        begins.setdefault(turn.block, so_far_s)
+    return exposed_s[-1] + sum(
+        (blocks - walked) * _each_s(begins, run, walked) for run, (walked, blocks) in runs.items() if walked < blocks
+    )
+
+
+def _each_s(begins: Mapping[Hashable, float], scope: Hashable, count: int) -> float:
     """Exposed seconds of one block in the middle of `count`, by the exposed seconds before each."""
     first, last = sorted((begins.get((scope, count // 4), 0.0), begins.get((scope, count - 1 - count // 4), 0.0)))
     return (last - first) / (count - 1 - 2 * (count // 4))
 
 
-def waits_s(stops: Sequence[Stop], contention: float) -> float:
-    """Exposed seconds of a pass over a pipeline stage that has no blocks: its operators `stops` in the order in which
-    they run."""
-    return Clock([Turn(stop) for stop in stops], contention).run(gathers_first=False)[-1]
+@dataclass(frozen=True, eq=False, slots=True)
+class Line:
+    """The operators of a piece, or of one block, in the order of its `forward` and of its `backward`, where what runs
+    again of a block comes first."""
+
+    forward: tuple[Stop, ...]
+    backward: tuple[Stop, ...]
+    block: bool
+
+
+@lru_cache(maxsize=1024)  # equal stages of a cut, and of further cuts of the same choices
+def waits_s(lines: tuple[tuple[Line, int], ...], way: int, contention: float) -> float:
+    """Exposed seconds of the pass `way` over a pipeline stage of these pieces in the order of its forward, each so many
+    times in a row."""
+    backward = way == BACKWARD
+    turns, runs = list[Turn](), dict[Hashable, tuple[int, int]]()
+    for place, (line, count) in enumerate(reversed(lines) if backward else lines):
+        walked = min(MOST, count) if line.block else count
+        if line.block:
+            runs[place] = walked, count
+        stops = line.backward if backward else line.forward
+        turns += [Turn(stop, (place, number) if line.block else OUTSIDE) for number in range(walked) for stop in stops]
+    turns = _once(turns)
+    return _of_all_s(turns, Clock(turns, contention).run(gathers_first=False), runs)
+
+
+def _once(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns of a stage, with what several operators share (Sent.key) once: gathers with the first of these in the
+    order of the pass, gradients with the last."""
+    gathers = _Shared([sent for turn in turns for _, sent in (*turn.stop.opens, *turn.stop.takes)])
+    sends = _Shared([sent for turn in reversed(turns) for sent in turn.stop.sends[::-1]])
+    sums = _Shared([one.sent for turn in reversed(turns) for one in turn.stop.sums[::-1]])
+    if not (gathers.again or sends.again or sums.again):
+        return [*turns]
+    return [
+        Turn(
+            replace(
+                turn.stop,
+                opens=[at for at in turn.stop.opens if at[1] not in gathers],
+                takes=[at for at in turn.stop.takes if at[1] not in gathers],
+                sends=[sent for sent in turn.stop.sends if sent not in sends],
+                sums=[one for one in turn.stop.sums if one.sent not in sums],
+            ),
+            turn.block,
+        )
+        for turn in turns
+    ]
+
+
+class _Shared:
+    """Those of some gathers or gradients that are there before, by Sent.key (`again`, their ids)."""
+
+    def __init__(self, sent: Sequence[Sent]) -> None:
+        first: dict[Hashable, Sent] = {}
+        self.again = {id(one) for one in sent if one.key is not None and first.setdefault(one.key, one) is not one}
+
+    def __contains__(self, one: Sent) -> bool:
+        return id(one) in self.again

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from autopar.pipeline.clock import Line
 from autopar.pipeline.once_per_step import merged
-from autopar.pipeline.pass_ends import AHEAD, BACK, BLOCKS, Stop
+from autopar.pipeline.pass_ends import AGAIN, AHEAD, BACK, BLOCKS
 from autopar.pipeline.passes import Passes
 from autopar.pipeline.stretches import Cost
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did, Pass
@@ -23,14 +24,15 @@ from autopar.problem.step_shares import ForwardPrices
 
 @dataclass(eq=False)
 class _Held:
-    """Running sums for one piece (all blocks of a run): bytes, as in stretches.Cost, and seconds of the optimizer's
-    step."""
+    """Running sums for one piece (all blocks of a run): bytes and `adds` as in stretches.Cost, and seconds of the
+    optimizer's step."""
 
     update_s: float = 0.0
     kept_bytes: float = 0.0
     halfway_bytes: float = 0.0
     rest_bytes: float = 0.0
     live_bytes: float = 0.0
+    adds: dict[str, float] = field(default_factory=dict)
 
 
 def costs(
@@ -52,12 +54,15 @@ def costs(
         here.live_bytes += live
         here.kept_bytes += float(a.memory_bytes[c]) - live
         here.halfway_bytes += halfway_bytes(program, micro, index, c)
-        for number, name in enumerate(_holders(program, op, did.home)):
+        holders = _holders(program, op, did.home)
+        for number, name in enumerate(holders):
             held[name].rest_bytes += float(b.memory_bytes[c])
             if op.role == "param" and (apart or not number):
                 held[name].update_s += once.update_s(index, c)
                 for way in (BACKWARD, WEIGHTS, BOTH):
                     did.did[name].passes[way].adding_s += micro.update_s(index, c)
+                if len(holders) > 1:
+                    held[name].adds[op.name] = micro.update_s(index, c)
     for link, net in zip(micro.links, micro.problem.nets, strict=True):
         row = net.row[choice[net.producer]]
         for column, name in did.readings(link, net):
@@ -73,14 +78,15 @@ def costs(
         if apart and micro.prices.overlap > 0.0
     }
     contention = micro.prices.contention if micro.prices.overlap > 0.0 else 1.0
-    in_order = apart and not count and micro.prices.overlap > 0.0
+    lines = {name: _line(did, name) for name in did.did if apart and micro.prices.overlap > 0.0}
     return [
         replace(
             _per_instance(held[unit.name], seconds[unit.name], did.did[unit.name], count.get(unit.name, 1)),
             ends_s=ends.get(unit.name, ()),
             contention=contention,
-            stops=_stops(did, unit.name) if in_order else ((), ()),
-            work_s=_work_s(did.did[unit.name]),
+            adds=(*held[unit.name].adds.items(),) if apart else (),
+            line=lines.get(unit.name),
+            work_s=_work_s(did.did[unit.name], count.get(unit.name, 1)),
             hidden_s=(0.0, 0.0)
             if unit.name in count or not count
             else _hidden_s(did.did[unit.name], seconds[unit.name]),
@@ -97,19 +103,23 @@ def _hidden_s(did: Did, seconds: Sequence[float]) -> tuple[float, float]:
     return forward_s, backward_s
 
 
-def _stops(did: Passes, name: str) -> tuple[tuple[Stop, ...], tuple[Stop, ...]]:
-    """The operators of a piece outside of blocks with their collectives, in the order of its forward and of its
-    backward."""
-    forward, backward = (
-        tuple([stop for op, stop in did.stops.named("", way).items() if did.home[op] == name]) for way in (AHEAD, BACK)
+def _line(did: Passes, name: str) -> Line:
+    """The operators of a piece, or of one of its blocks, with their collectives."""
+    stops, order = did.stops, did.program.order
+    if name in did.program.runs:
+        return Line((*stops.of(name, AHEAD),), (*stops.of(name, AGAIN), *stops.of(name, BACK)), block=True)
+    ahead, back = (
+        [stop for op, stop in sorted(stops.named("", way).items(), key=lambda at: order[at[0]]) if did.home[op] == name]
+        for way in (AHEAD, BACK)
     )
-    return forward, backward[::-1]
+    return Line((*ahead,), (*back[::-1],), block=False)
 
 
-def _work_s(did: Did) -> tuple[float, float]:
-    """Seconds of the work of a piece in its forward and in its backward: without background collectives and sums of
-    gradients."""
-    return did.passes[FORWARD].work_s, did.passes[BACKWARD].work_s - sum(one.seconds - one.behind_s for one in did.each)
+def _work_s(did: Did, count: int) -> tuple[float, float]:
+    """Seconds of the work of a piece (of `count` alike ones) in its forward and in its backward: without all that the
+    stops of its Line have in the background."""
+    forward_s, backward_s = (part.work_s - part.in_order_s - part.after.moving_s for part in did.passes[:2])
+    return forward_s / count, backward_s / count
 
 
 def _each_s(did: Did, seconds: Sequence[float]) -> tuple[float, float, float]:

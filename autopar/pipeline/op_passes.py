@@ -24,7 +24,7 @@ class OpPasses:
     """What the operators of all pieces of `program` do in each pass, under the solution `choice` of `model`; `forward`
     and `apart` as in Passes.
 
-    `did` has it by piece; `stops` in program order, per block, of operators whose position counts (`_recorded`).
+    `did` has it by piece; `stops` in program order, per block.
     """
 
     def __init__(
@@ -44,11 +44,6 @@ class OpPasses:
     def by_block(self) -> bool:
         """Whether stages are made of blocks."""
         return self.apart and bool(self.program.runs)
-
-    def _recorded(self, op: Op) -> bool:
-        """Whether the position of an operator in program order is recorded in `stops`: where stages are made of blocks
-        that of operators of these (`ends_s`), else of all (pipeline.clock)."""
-        return bool(op.scope) or not self.by_block
 
     def _add_node(self, index: int, cluster: Cluster) -> None:
         """Add the operators of a node: forward, backward, the collectives inside of them, and what of its cost in the
@@ -84,13 +79,12 @@ class OpPasses:
 
     def _record_compute(self, op: Op, forward_s: float, back_s: float) -> None:
         """Record the compute of an operator in program order, per block."""
-        if self._recorded(op):
-            for seconds, way in ((forward_s, AHEAD), (back_s, BACK)):
-                self.stops.at(op, way).compute_s = seconds / self.line.blocks(op.scope)
+        for seconds, way in ((forward_s, AHEAD), (back_s, BACK)):
+            self.stops.at(op, way).compute_s = seconds / self.line.blocks(op.scope)
 
     def _record_waits(self, op: Op, waits: Sequence[Sequence[Wait]]) -> None:
         """Record the collectives inside an operator in program order."""
-        for each, way in zip(waits, (AHEAD, BACK), strict=True) if self._recorded(op) else ():
+        for each, way in zip(waits, (AHEAD, BACK), strict=True):
             stop = self.stops.at(op, way)
             stop.waits += [(LAST, self._load(wait)) for wait in each if not wait.last]
             stop.behind += [self._load(wait) for wait in each if wait.last]
@@ -121,7 +115,7 @@ class OpPasses:
         self._add_compute(name, 0.0, compute_s, 0.0)
         for load, count in inside if share > 0 else ():
             self._add_waits(name, (), [load], 0.0, share * count)
-        if op.scope and share > 0 and not self.by_block:
+        if op.scope and share > 0:
             stop, blocks = self.stops.at(op, AGAIN), self.line.blocks(op.scope)
             stop.compute_s += compute_s / blocks
             stop.waits += [(LAST, load.times(share * count / blocks)) for load, count in inside]

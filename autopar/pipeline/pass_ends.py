@@ -13,7 +13,7 @@ block runs again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cluster import MeshAxis
@@ -37,7 +37,8 @@ class Sent:
     `way`: its collectives, one after the other. `nbytes`: of the tensor as it is used on a rank (not sharded).
     `held`: of a gradient, the bytes that each of the collectives reads, which exist until it has ended.
     `axes`: of what goes in buckets, whose `way` has the local copies around collectives too, the mesh axis of each
-    collective. `operand`: of a gradient, the number of its operand; autograd comes to the last one first.
+    collective. `operand`: of a gradient, the number of its operand; autograd comes to the last one first. `key`:
+    operators of a stage with the same key share it, as they read the same weight; None: nobody else has it.
     """
 
     way: Sequence[Load]
@@ -45,6 +46,7 @@ class Sent:
     held: Sequence[float] = ()
     axes: Sequence[MeshAxis] = ()
     operand: int = 0
+    key: Hashable = None
 
     def times(self, factor: float) -> Sent:
         """`factor` of them as one."""
@@ -54,6 +56,7 @@ class Sent:
             [factor * nbytes for nbytes in self.held],
             self.axes,
             self.operand,
+            self.key,
         )
 
 
@@ -81,7 +84,7 @@ class Sum:
     by autopar.deferred_waits. None where the backward makes the gradient in that layout.
     """
 
-    key: object
+    key: Hashable
     sent: Sent
     first: Sent | None = None
 

@@ -17,7 +17,7 @@ buckets save in the start of collectives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from autopar.cluster import MeshAxis
@@ -39,8 +39,7 @@ from autopar.problem.types import Net
 
 class _Read(NamedTuple):
     """A net as the piece `name` reads it: its producer `made` it, readers `asked` for it. `cost_s`: seconds per step in
-    the Problem. `at`: the readers whose position in program order is recorded (`Passes._recorded`), each with the
-    number of its operand."""
+    the Problem. `at`: these readers, each with the number of its operand."""
 
     link: Link
     made: LayoutPair
@@ -79,12 +78,17 @@ class Passes(OpPasses):
     def readings(self, link: Link, net: Net) -> list[tuple[int, str]]:
         """The distinct columns of a net that its readers ask for, each with the piece of its first reader. A weight
         outside of blocks that pieces in different stages read is read by each of them."""
-        each = self.apart and link.weight and not link.cluster.scope
+        each = self._by_piece(link)
         found: dict[tuple[int, str], tuple[int, str]] = {}
-        for use in net.uses:
-            column, place = int(use.column[self.choice[use.node]]), self.home[self.model.clusters[use.node].root.name]
+        for (op, _), use in zip(link.readers, net.uses, strict=True):
+            column, place = int(use.column[self.choice[use.node]]), self.home[op.name]
             found.setdefault((column, place if each else ""), (column, place))
         return list(found.values())
+
+    def _by_piece(self, link: Link) -> bool:
+        """Whether each piece that reads a value has a copy of it: a weight outside of blocks, of pieces in different
+        stages."""
+        return self.apart and link.weight and not link.cluster.scope
 
     def seconds(self, contention: float, shared: bool) -> dict[str, list[float]]:
         """By piece, the seconds of each pass, exposed communication included. Background collectives take `contention`
@@ -114,7 +118,8 @@ class Passes(OpPasses):
         at = [
             (op, max(operand, 0))
             for (op, operand), use in zip(link.readers, net.uses, strict=True)
-            if self._recorded(op) and int(use.column[self.choice[use.node]]) == column
+            if int(use.column[self.choice[use.node]]) == column
+            and (self.home[op.name] == name or not self._by_piece(link))
         ]
         moves = made.value != asked.value or made.back != asked.back
         read = _Read(link, made, asked, float(net.cost_s[row, column]), name, at if moves else [])
@@ -122,6 +127,11 @@ class Passes(OpPasses):
             self._add_weight(read)
         else:
             self._add_activation(read)
+
+    def _shared_key(self, read: _Read) -> Hashable:
+        """The key of the gathers and scatters that the pieces of a stage share which read a weight in the same layouts
+        (Sent.key)."""
+        return (read.link.ref, read.asked) if self._by_piece(read.link) else None
 
     def _add_activation(self, read: _Read) -> None:
         """Add the reshards of an activation and of its gradient, which compute waits for. What its cost in the Problem
@@ -143,22 +153,19 @@ class Passes(OpPasses):
     ) -> None:
         """Record what the reshard of an operand does in the forward and in the backward, `count` times per step.
         `left_s`: seconds per step that it is charged with in the backward."""
-        # of stages copies are priced with their block
-        ahead, back = (split(loads)[1] if self.by_block else loads for loads in moved)
-        blocks, (ahead_s, back_s) = self.line.blocks(op.scope), map(sum_s, moved)
-        each = 1.0 if self.by_block else count / blocks
+        (ahead, back), blocks, (ahead_s, back_s) = moved, self.line.blocks(op.scope), map(sum_s, moved)
+        each = count / blocks
         self.stops.at(op, AHEAD).waits += [(operand, load.times(each)) for load in ahead]
         charged = min(1.0, max(0.0, left_s) / (count * back_s)) if back_s > 0 else 0.0  # 0 where no gradient is wanted
         self.stops.at(op, BACK).last += [load.times(charged * each) for load in back]
         again_s = left_s - count * back_s  # of what runs again
-        if op.scope and not self.by_block and again_s > 0 < ahead_s:
+        if op.scope and again_s > 0 < ahead_s:
             self.stops.at(op, AGAIN).waits += [(operand, load.times(again_s / ahead_s / blocks)) for load in ahead]
 
     def _record_copies(self, op: Op, loads: Sequence[Load], way: int) -> Stop:
-        """The Stop of an operator, to which the local copies of a gather or scatter are added (those of blocks are
-        priced with their block)."""
+        """The Stop of an operator, to which the local copies of a gather or scatter are added."""
         stop = self.stops.at(op, way)
-        stop.compute_s += 0.0 if self.by_block else sum_s(split(loads)[0])
+        stop.compute_s += sum_s(split(loads)[0])
         return stop
 
     def _opening(self, link: Link, name: str) -> bool:
@@ -209,9 +216,10 @@ class Passes(OpPasses):
             (did.passes[way].hide if gathers and prefetched else did.passes[way].wait)(ahead, times)
         if not gathers or not read.at:
             return
-        gathered, (reader, operand) = Sent(split(ahead)[1], used_bytes), read.at[0]
+        gathered, (reader, operand) = Sent(split(ahead)[1], used_bytes, key=self._shared_key(read)), read.at[0]
         if opening:
             self.stops.at(reader, AHEAD).opens.append((operand, gathered))
+            did.passes[FORWARD].in_order_s += link.count * sum_s(gathered.way)
         else:
             self._record_copies(reader, ahead, AHEAD).takes.append((operand, gathered))
         needing = [at for at in read.at if at[0].needs_again(at[1])][-1:]  # the last reader's backward comes first
@@ -221,6 +229,7 @@ class Passes(OpPasses):
             way = BACK
         for reader, operand in needing if again and link.again_ahead else ():
             self._record_copies(reader, ahead, way).takes.append((operand, gathered))
+            did.passes[BACKWARD].in_order_s += again * sum_s(gathered.way) * first
 
     def _add_gradient(self, read: _Read, *, gathers: bool, opening: bool) -> None:
         """Add the scatter of a weight's gradient to the layout of its leaf, and the sum over ranks, which all readers
@@ -234,15 +243,18 @@ class Passes(OpPasses):
             grad_bytes * fraction(read.asked.value, self.prices.sizes),
             routes.held_bytes(read.asked.back, leaf, grad_bytes),
             operand=read.at[0][1] if read.at else 0,
+            key=self._shared_key(read),
         )
         if gathers and not opening:
             did.passes[BACKWARD].hide(back, link.count, last)
-            if read.at:
-                sends = self._record_copies(read.at[0][0], back, BACK).sends
-                sends.append(sent)
-                sends.sort(key=lambda one: -one.operand)
         else:
             did.passes[BACKWARD].wait(back, link.count)
+        scatters = gathers and (self.apart or not opening)
+        if scatters and read.at:
+            did.passes[BACKWARD].in_order_s += link.count * sum_s(sent.way) * opening
+            sends = self._record_copies(read.at[0][0], back, BACK).sends
+            sends.append(sent)
+            sends.sort(key=lambda one: -one.operand)
         for way in (WEIGHTS, BOTH):
             did.passes[way].wait(back, link.count)
         weight = link.ref[0], id(did) if self.apart else 0
@@ -250,7 +262,7 @@ class Passes(OpPasses):
             self._summed[weight] = None
             # sums begin when gradients have come to their leaf: one block later for each collective of the scatter
             exposed = 1.0 if opening else min(1.0, last * len(sent.way))
-            self._add_sum(read, leaf, exposed, sent if gathers and sent.way and not opening else None)
+            self._add_sum(read, leaf, exposed, sent if scatters and sent.way else None)
 
     def _add_sum(self, read: _Read, leaf: Layout, exposed: float, first: Sent | None) -> None:
         """Add the sum of a weight's gradient over ranks, in buckets, and the gather of its leaf where that happens once
@@ -292,7 +304,7 @@ class Passes(OpPasses):
             )
         if made.each or not self.sums_at_end:
             self.line.add_sum(
-                self._first_reader(link),
+                self._first_reader(link, read.name),
                 Sum(
                     (made.each, *kinds),
                     Sent(
@@ -301,6 +313,7 @@ class Passes(OpPasses):
                         routes.held_bytes(leaf, made.back, grad_bytes),
                         self._axes(moving),
                         read.at[0][1] if read.at else 0,
+                        link.ref if self._by_piece(link) else None,
                     ),
                     first,
                 ),
@@ -331,7 +344,7 @@ class Passes(OpPasses):
         gathers = all(kind == "all_gather" for kind, _ in kinds)  # else each is moved by itself, where it is needed
         ahead = self.buckets.share_ahead.get(link.cluster.scope, 0.0) if gathers else 0.0
         self.line.add_leaf(
-            self._first_reader(link),
+            self._first_reader(link, self.home[link.readers[0][0].name]),
             Sent(gathered, self.buckets.leaf_bytes(link, made), (), self._axes(moving)),
             kinds,
             ahead=gathers,
@@ -348,6 +361,7 @@ class Passes(OpPasses):
         """Bytes of the whole gradient of a weight."""
         return self.prices.gradient_bytes(self.program.ops[link.ref[0]], link.size_bytes)
 
-    def _first_reader(self, link: Link) -> str:
-        """The operator that reads a weight first."""
-        return min((op.name for op, _ in link.readers), key=lambda name: self.program.order[name])
+    def _first_reader(self, link: Link, piece: str) -> str:
+        """The operator of `piece` that reads a weight first; of all pieces, where these share it."""
+        readers = [op.name for op, _ in link.readers if not self._by_piece(link) or self.home[op.name] == piece]
+        return min(readers, key=self.program.order.__getitem__)

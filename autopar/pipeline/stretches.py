@@ -3,17 +3,17 @@ stage)."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from autopar.pipeline.clock import waits_s
+from autopar.pipeline.clock import Line, waits_s
 from autopar.pipeline.memory_shares import Need
 from autopar.pipeline.once_per_step import Sums, each_s
 from autopar.pipeline.orders import Flying, StageTime
-from autopar.pipeline.pass_ends import Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,10 @@ class Cost:
     each, each_s            sums after every microbatch; their exposed seconds in the backward, in the part for
                             weights, and in `both_s`
     contention              seconds that an overlapped collective adds to the compute beside it, per second
-    stops, work_s           for a model without blocks: its operators in the forward and in the backward, and the
-                            seconds of their work
+    adds                    weights outside of blocks that other pieces read too, each with the seconds of adding its
+                            gradient to those of earlier microbatches, once per stage
+    line, work_s            its operators in program order (None where nothing overlaps), and the seconds of their work
+                            in the forward and in the backward
     """
 
     micro_s: float = 0.0
@@ -59,7 +61,8 @@ class Cost:
     each: tuple[Sums, ...] = ()
     each_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     contention: float = 1.0
-    stops: tuple[tuple[Stop, ...], tuple[Stop, ...]] = ((), ())
+    adds: tuple[tuple[str, float], ...] = ()
+    line: Line | None = None
     work_s: tuple[float, float] = (0.0, 0.0)
 
 
@@ -91,9 +94,11 @@ def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bo
         sum(c.micro_s for c in part) + begin_s + first_s + last_s,
         sum(c.forward_s for c in part) + begin_s,
     )
+    twice_s, in_order = _added_twice_s(part), training and all(c.line for c in part)
+    forward_s = _in_order_s(part, 0) if in_order else forward_s
     if split and training:
         weights_s, both_s = (
-            sum(each) + _summed_s(part, each, way, shown=not blocks)
+            sum(each) - twice_s + _summed_s(part, each, way, shown=not blocks)
             for way, each in ((1, [c.weights_s for c in part]), (2, [c.both_s for c in part]))
         )
         return StageTime(
@@ -103,17 +108,26 @@ def stage_time(part: Sequence[Cost], send_s: float, *, split: bool, training: bo
             send_s,
             both_s + action_s,
         )
-    seconds += _summed_s(part, [c.micro_s - c.forward_s for c in part], 0, shown=not blocks)
+    if in_order:
+        return StageTime(forward_s + action_s, _in_order_s(part, 1) - twice_s + action_s, 0.0, send_s)
+    seconds += _summed_s(part, [c.micro_s - c.forward_s for c in part], 0, shown=not blocks) - twice_s
     back_s = max(0.0, seconds - forward_s) if training else 0.0
-    if training and any(c.stops[0] for c in part):
-        forward_s, back_s = max(forward_s, _in_order_s(part, 0)), max(back_s, _in_order_s(part[::-1], 1))
-        seconds = forward_s + back_s
     return StageTime(seconds - back_s + action_s, back_s + action_s, 0.0, send_s)
 
 
+def _added_twice_s(part: Sequence[Cost]) -> float:
+    """Seconds by which the backwards of the pieces of one stage are too long together: a gradient is added up once per
+    stage."""
+    adds = [each for c in part for each in c.adds]
+    return sum(seconds for _, seconds in adds) - sum(dict(adds).values())
+
+
 def _in_order_s(part: Sequence[Cost], way: int) -> float:
-    """Seconds of a pass over a stage without blocks."""
-    return sum(c.work_s[way] for c in part) + waits_s([stop for c in part for stop in c.stops[way]], part[0].contention)
+    """Seconds of a pass over a stage in program order; no less than with the collectives of each run of blocks
+    overlapped by all compute of the run, and all others hidden, so that bounds hold (problem.pass_tables)."""
+    least_s = sum((c.micro_s - c.forward_s if way else c.forward_s) if c.ends_s else c.work_s[way] for c in part)
+    rows = [(line, len(list(same))) for line, same in itertools.groupby(c.line for c in part) if line is not None]
+    return max(least_s, sum(c.work_s[way] for c in part) + waits_s((*rows,), way, part[0].contention))
 
 
 def _summed_s(part: Sequence[Cost], took_s: Sequence[float], way: int, *, shown: bool) -> float:

@@ -25,12 +25,15 @@ class Pass:
     behind       other collectives in the background: scatters and sums of gradients
     after        collectives after the last compute, all of which are exposed
     adding_s     seconds of adding gradients to those of earlier microbatches, after that
+    in_order_s   a part of `waited`: seconds of collectives of weights that overlap compute, depending on what is in the
+                 stage; found in program order (pass_ends.Stop has them as well)
     lag_s        a part of the background's seconds: as the first buckets must be filled before sums begin, the
                  background overlaps only the share 1 - lag_s / background_s of the work
     """
 
     compute_s: float = 0.0
     adding_s: float = 0.0
+    in_order_s: float = 0.0
     lag_s: float = 0.0
     waited: Loads = field(default_factory=Loads)
     ahead: Loads = field(default_factory=Loads)
@@ -65,6 +68,7 @@ class Pass:
         """Add the same pass over another piece."""
         self.compute_s += other.compute_s
         self.adding_s += other.adding_s
+        self.in_order_s += other.in_order_s
         self.lag_s += other.lag_s
         self.waited.merge(other.waited)
         self.ahead.merge(other.ahead)

@@ -112,10 +112,12 @@ class Timeline:
         walked = {scope: min(MOST, self.blocks(scope)) for scope in scopes if scope}
         turns = self._turns(walked, backward=backward)
         clock = Clock(turns, contention, () if backward else self._buckets(walked))
-        return _of_all_s(
-            turns,
-            clock.run(gathers_first=gathers_first),
-            {scope: (count, self.blocks(scope)) for scope, count in walked.items()},
+        exposed_s = clock.run(gathers_first=gathers_first)
+        begins = _begins(turns, exposed_s)
+        return exposed_s[-1] + sum(
+            (self.blocks(scope) - count) * _each_s(begins, scope, count)
+            for scope, count in walked.items()
+            if count < self.blocks(scope)
         )
 
     def _turns(self, walked: Mapping[str, int], *, backward: bool) -> list[Turn]:
@@ -164,15 +166,12 @@ def _bucket(members: Sequence[tuple[_Leaf, Hashable]]) -> LeafBucket:
     )
 
 
-def _of_all_s(turns: Sequence[Turn], exposed_s: Sequence[float], runs: Mapping[Hashable, tuple[int, int]]) -> float:
-    """Exposed seconds of a pass, given those before each turn and at its end where of each run of blocks only some were
-    walked: (so many, of how many)."""
+def _begins(turns: Sequence[Turn], exposed_s: Sequence[float]) -> dict[Hashable, float]:
+    """The exposed seconds before each block, given those before each turn."""
     begins: dict[Hashable, float] = {}
     for turn, so_far_s in zip(turns, exposed_s[:-1], strict=True):
         begins.setdefault(turn.block, so_far_s)
-    return exposed_s[-1] + sum(
-        (blocks - walked) * _each_s(begins, run, walked) for run, (walked, blocks) in runs.items() if walked < blocks
-    )
+    return begins
 
 
 def _each_s(begins: Mapping[Hashable, float], scope: Hashable, count: int) -> float:
@@ -191,20 +190,40 @@ class Line:
     block: bool
 
 
-@lru_cache(maxsize=1024)  # equal stages of a cut, and of further cuts of the same choices
-def waits_s(lines: tuple[tuple[Line, int], ...], way: int, contention: float) -> float:
+def waits_s(lines: Sequence[tuple[Line, int]], way: int, contention: float) -> float:
     """Exposed seconds of the pass `way` over a pipeline stage of these pieces in the order of its forward, each so many
     times in a row."""
-    backward = way == BACKWARD
-    turns, runs = list[Turn](), dict[Hashable, tuple[int, int]]()
-    for place, (line, count) in enumerate(reversed(lines) if backward else lines):
-        walked = min(MOST, count) if line.block else count
-        if line.block:
-            runs[place] = walked, count
-        stops = line.backward if backward else line.forward
-        turns += [Turn(stop, (place, number) if line.block else OUTSIDE) for number in range(walked) for stop in stops]
-    turns = _once(turns)
-    return _of_all_s(turns, Clock(turns, contention).run(gathers_first=False), runs)
+    walked = tuple([(line, min(MOST, count) if line.block else count) for line, count in lines])
+    exposed_s, each_s = _walked_s(walked, way, contention)
+    return exposed_s + sum(
+        (count - few) * more_s
+        for (_, count), (_, few), more_s in zip(lines, walked, each_s, strict=True)
+        if few < count  # in the middle of a long run blocks take as long as these do there
+    )
+
+
+@lru_cache(maxsize=1024)  # stages that differ only in how long their long runs are, and equal ones of further cuts
+def _walked_s(lines: tuple[tuple[Line, int], ...], way: int, contention: float) -> tuple[float, tuple[float, ...]]:
+    """`waits_s` of a stage all blocks of which are run through; and for each of its lines the exposed seconds of one
+    block in the middle of MOST of them (0 of others)."""
+    places = range(len(lines))
+    turns = _once(
+        [
+            Turn(stop, (place, number) if line.block else OUTSIDE)
+            for place in (reversed(places) if way == BACKWARD else places)
+            for line, count in (lines[place],)
+            for number in range(count)
+            for stop in (line.backward if way == BACKWARD else line.forward)
+        ]
+    )
+    exposed_s = Clock(turns, contention).run(gathers_first=False)
+    begins = _begins(turns, exposed_s)
+    return exposed_s[-1], tuple(
+        [
+            _each_s(begins, place, MOST) if line.block and count == MOST else 0.0
+            for place, (line, count) in enumerate(lines)
+        ]
+    )
 
 
 def _once(turns: Sequence[Turn]) -> list[Turn]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.pipeline.clock import Line
 from autopar.pipeline.once_per_step import merged
-from autopar.pipeline.pass_ends import AGAIN, AHEAD, BACK, BLOCKS
+from autopar.pipeline.pass_ends import AGAIN, AHEAD, BACK, BLOCKS, in_few
 from autopar.pipeline.passes import Passes
 from autopar.pipeline.stretches import Cost
 from autopar.pipeline.work import BACKWARD, BOTH, FORWARD, INPUTS, WEIGHTS, Did, Pass
@@ -112,7 +112,7 @@ def _line(did: Passes, name: str) -> Line:
         [stop for op, stop in sorted(stops.named("", way).items(), key=lambda at: order[at[0]]) if did.home[op] == name]
         for way in (AHEAD, BACK)
     )
-    return Line((*ahead,), (*back[::-1],), block=False)
+    return Line((*in_few(ahead),), (*in_few(back[::-1]),), block=False)
 
 
 def _work_s(did: Did, count: int) -> tuple[float, float]:

@@ -14,7 +14,7 @@ block runs again.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.cluster import MeshAxis
 from autopar.cost.comm import collective_s, link_shares
@@ -118,6 +118,16 @@ class Stop:
     last: list[Load] = field(default_factory=list)
 
     @property
+    def begins(self) -> bool:
+        """Whether it waits for anything before it computes."""
+        return bool(self.opens or self.takes or self.waits)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether any collective comes behind its compute."""
+        return bool(self.behind or self.sends or self.sums or self.last)
+
+    @property
     def work_s(self) -> float:
         """Seconds of compute and of the collectives that it waits for (`waits`, `behind`, `last`)."""
         return self.compute_s + sum(
@@ -152,10 +162,28 @@ class Stops:
         return self._found.get((scope, way), {})
 
     def of(self, scope: str, way: int) -> list[Stop]:
-        """The Stops of a scope, in the order in which they run."""
+        """The Stops of a scope, in the order in which they run (`in_few`)."""
         found = self.named(scope, way)
         order = sorted(found, key=self.program.order.__getitem__, reverse=way == BACK)
-        return [found[name] for name in order]
+        return in_few([found[name] for name in order])
+
+
+def in_few(stops: Sequence[Stop]) -> list[Stop]:
+    """The same with compute that no collective is in between of in one Stop: there are fewer to run through."""
+    found = list[Stop]()
+    for stop in stops:
+        last = found[-1] if found else None
+        if last is None or stop.begins or last.goes_on:
+            found.append(stop)
+        else:
+            found[-1] = replace(
+                stop,
+                compute_s=last.compute_s + stop.compute_s,
+                opens=last.opens,
+                takes=last.takes,
+                waits=last.waits,
+            )
+    return found
 
 
 def ends_s(stops: Sequence[Stop], blocks: int, contention: float) -> tuple[float, float]:

@@ -108,9 +108,9 @@ class Pricing:
         """`found`, or the same with other results kept of the blocks that it runs again, where that is faster."""
         if not self._runs_again(found):
             return found
-        made = self._open(found.chosen).fastest(
-            lambda chosen: self._glanced(found.shape, found.table, found.ground, chosen)
-        )
+        way = found.table, found.ground
+        made = self._open(found.chosen).fastest(lambda chosen: self._glanced(found.shape, way, chosen))
+        made = made and self._glanced(found.shape, way, made.chosen, shifts=True)
         return found if made is None or made.step_s >= found.step_s else made
 
     def _open(self, chosen: Chosen) -> Fuller:
@@ -125,7 +125,7 @@ class Pricing:
         opened = self._open(chosen)
 
         def laid(way: tuple[Timetable, Ground]) -> Callable[[Chosen], Found]:
-            return lambda chosen: self._glanced(shape, *way, chosen)
+            return lambda chosen: self._glanced(shape, way, chosen)
 
         least: list[tuple[float, int, tuple[Timetable, Ground]]] = []
         for way in itertools.product(self.tables(shape), self.context.grounds(shape)):
@@ -135,9 +135,9 @@ class Pricing:
             if (made := opened.fastest(laid(way))) is not None:
                 yield Glance(made.step_s, *way, made.chosen)
 
-    def _glanced(self, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen) -> Found:
-        """`chosen` laid out at a glance."""
-        return lay(self.context, self.space.name, shape, table, ground, chosen)
+    def _glanced(self, shape: Shape, way: tuple[Timetable, Ground], chosen: Chosen, *, shifts: bool = False) -> Found:
+        """`chosen` laid out at a glance; `shifts` as in staging.lay."""
+        return lay(self.context, self.space.name, shape, *way, chosen, shifts=shifts)
 
     def _runs_again(self, found: Found) -> bool:
         """Whether it runs blocks again, and the request leaves open what these keep."""
@@ -269,7 +269,7 @@ class Pricing:
         def laid(way: tuple[Timetable, Ground]) -> Found:
             if exact:
                 return self._whole(shape, *way, chosen)
-            made = self._glanced(shape, *way, chosen)
+            made = self._glanced(shape, way, chosen, shifts=True)
             self.laid.setdefault(shape, []).append(Glance(made.step_s, *way, chosen))
             return made
 

@@ -83,12 +83,13 @@ def lay(
     chosen: Chosen,
     *,
     whole: bool = False,
+    shifts: bool = True,
 ) -> Found:
     """Lay out the choices `chosen` of a shape under `table`, on the places of `ground`, with as few blocks run again as
     memory requires.
 
-    `whole`: time the order of the whole step, not of a shorter one, and walk its memory, in place of adding it up; cuts
-    are shifted (pipeline.cut_search) also where a model has many.
+    `whole`: time the order of the whole step, not of a shorter one, and walk its memory, in place of adding it up.
+    `shifts`: cuts are shifted (pipeline.cut_search), where a model has many only with `whole`.
 
     Raises InfeasibleError where no cut fits, or a place would have nothing to train.
     """
@@ -111,7 +112,8 @@ def lay(
     fastest_s = min(f.step_s for f in found)
     best = next(f for f in found if f.step_s <= fastest_s * (1 + ALIKE))
     shifts = (
-        table.stages > 1
+        shifts
+        and table.stages > 1
         and context.request.cluster.device.alone <= 1
         and (whole or are_few(len(context.units), table.stages, context.barred))
     )

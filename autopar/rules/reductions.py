@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.arguments import Spec, dims, given, line, named, rank_of, rule, words
+from autopar.rules.arguments import Spec, dims, given, line, named, rank_of, replicated, rule, words
 from autopar.rules.language import Call
 from autopar.rules.rule import Rule
 from passes import ops
@@ -96,6 +96,8 @@ def _pair(call: Call, along: int, left: str = "") -> str:
     """Two operands that broadcast against each other, whole along dim `along`; `left` is the word for that dim in the
     result, "" where it is removed."""
     rank = max(len(t.shape) for t in call.ins)
+    if not rank:  # torch takes two scalars too
+        return replicated(call)
     whole = along % rank
     ins = [
         [

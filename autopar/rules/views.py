@@ -24,8 +24,9 @@ def permute(call: Call) -> str:
 def transpose(call: Call) -> str:
     """Two dims are exchanged."""
     after = words(rank_of(call))
-    one, other = (d % len(after) for d in call.args[1:3])
-    after[one], after[other] = after[other], after[one]
+    if after:  # torch takes a scalar too
+        one, other = (d % len(after) for d in call.args[1:3])
+        after[one], after[other] = after[other], after[one]
     return rule([line(len(after))], [" ".join(after)])
 
 
@@ -149,6 +150,12 @@ def _pads_zeros(call: Call) -> str:
     return "" if given(call)["value"] not in (None, 0, 0.0) else "all"
 
 
+def _subtracts(call: Call) -> str:
+    """Differences of truth values are exclusive ors, which are not linear: parts of truth values are put together by
+    or."""
+    return "" if any(t.itemsize == 1 and not t.floating for t in call.ins) else "all"
+
+
 def diff(call: Call) -> str:
     """Differences of neighbours along a dim that stays whole; other tensors may be put before and after the operand."""
     rank = rank_of(call)
@@ -173,7 +180,6 @@ def pixel_shuffle(call: Call) -> str:
 MOVES: dict[Any, Spec] = {
     aten.cat.default: cat,
     aten.chunk.default: chunk,
-    aten.diff.default: diff,
     aten.expand.default: expand,
     aten.flatten.using_ints: reshape,
     aten.flip.default: along("dims"),
@@ -204,6 +210,7 @@ MOVES: dict[Any, Spec] = {
 RULES: dict[Any, Rule] = {
     **{op: Rule(spec, linear="all") for op, spec in MOVES.items()},
     aten.constant_pad_nd.default: Rule(pad, linear=_pads_zeros),
+    aten.diff.default: Rule(diff, linear=_subtracts),
     aten.pad.default: Rule(pad, linear=_pads_zeros),
     aten.tril.default: Rule("... r! c! -> ... r! c!", linear="all"),
     aten.triu.default: Rule("... r! c! -> ... r! c!", linear="all"),

@@ -57,6 +57,11 @@ def patches(samples: int) -> Spec:
     return spec
 
 
+def _of_floats(call: Call) -> str:
+    """Means and interpolations are linear, but those of integers are rounded."""
+    return "all" if call.ins[0].floating else ""
+
+
 NONLINEAR = {
     1: "adaptive_max_pool1d.default max_pool1d_with_indices.default lp_pool1d_.default",
     2: "max_pool2d_with_indices.default adaptive_max_pool2d.default",
@@ -75,7 +80,7 @@ LINEAR = {
 POOLS = {
     n: {
         op: linear
-        for linear, names in (("", f"max_pool{n}d.default"), ("all", f"avg_pool{n}d.default"))
+        for linear, names in (("", f"max_pool{n}d.default"), (_of_floats, f"avg_pool{n}d.default"))
         for op in named(names)
     }
     for n in (1, 2, 3)
@@ -88,7 +93,7 @@ RULES: dict[Any, Rule] = {
         for op, linear in ops.items()
     },
     **{op: Rule(positions_whole(n)) for n, names in NONLINEAR.items() for op in named(names)},
-    **{op: Rule(positions_whole(n), linear="all") for n, names in LINEAR.items() for op in named(names)},
+    **{op: Rule(positions_whole(n), linear=_of_floats) for n, names in LINEAR.items() for op in named(names)},
     aten.channel_shuffle.default: Rule("b c! ... -> b c! ...", linear="all"),
     aten.col2im.default: Rule(patches(3), linear="all"),
     aten.grid_sampler.default: Rule(lambda call: _grid_sampler(call), linear="first"),

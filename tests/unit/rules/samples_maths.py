@@ -378,6 +378,7 @@ REDUCTIONS: Samples = {
             case(f(5, 4), f(4)),
             case(f(5, 4), f(5, 1)),
             case(f(5, 1, 4), f(5, 1, 4)),
+            case(f(), f()),
         ],
     ),
     **named_ops(
@@ -388,6 +389,7 @@ REDUCTIONS: Samples = {
             case(f(5, 4, 6), f(4, 1), 1),
             case(f(5, 4), f(1, 4), 0),
             case(f(1, 4, 6), f(1, 4, 6), 1),
+            case(f(), f(), 0),
         ],
     ),
     **named_ops("trapezoid.dx", [case(f(5, 4))]),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from tests.unit.rules.samples import Samples, T, case, f
+from tests.unit.rules.samples import Samples, T, case, f, i
 from tests.unit.rules.samples_maths import IMAGE, SIGNAL, SOLID, aten, named_ops
 
 VISION: Samples = {
     **named_ops("max_pool1d.default", [case(SIGNAL, [2]), case(f(2, 3, 13), [3], [2], [1], [1], True)]),
     **named_ops("max_pool1d_with_indices.default", [case(SIGNAL, [2])]),
-    **named_ops("avg_pool1d.default", [case(SIGNAL, [2]), case(SIGNAL, [3], [2], [1], False, False)]),
+    **named_ops(
+        "avg_pool1d.default", [case(SIGNAL, [2]), case(SIGNAL, [3], [2], [1], False, False), case(i(9, 5, 4, 8), [2])]
+    ),
     **named_ops(
         "max_pool2d.default",
         [
@@ -24,6 +26,7 @@ VISION: Samples = {
             case(f(4, 6, 6), [3, 3], [1, 1], [1, 1]),
             case(IMAGE, [3], [2], [1, 1], False, False),
             case(f(2, 3, 12, 12), [3, 3], [3, 1], [1, 0], False, False),
+            case(i(9, 5, 4, 6, 6), [2, 2]),
         ],
     ),
     **named_ops("max_pool2d_with_indices.default", [case(IMAGE, [2, 2]), case(f(4, 6, 6), [3, 3], [1, 1], [1, 1])]),

@@ -264,8 +264,8 @@ CUT = {  # the spatial dims of each sample that 2 ranks may cut
     "max_pool1d.default": ["0", "0"],
     "max_pool2d.default": ["01", "01", "01"],
     "max_pool3d.default": ["012"],
-    "avg_pool1d.default": ["0", ""],
-    "avg_pool2d.default": ["01", "01", "", "1"],
+    "avg_pool1d.default": ["0", "", ""],
+    "avg_pool2d.default": ["01", "01", "", "1", ""],
     "avg_pool3d.default": ["012"],
 }
 

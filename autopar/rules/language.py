@@ -267,7 +267,7 @@ class FittedRule:
         an output from operands that all lack the factor."""
         given = {f for dims in self.ins for dim in dims for f in dim.factors}
         made = {f for dims in self.outs for dim in dims for f in dim.factors} - given - {*self.spec.whole, "1"}
-        if made and self.ins and self.call.target not in SIZED:
+        if made and self.call.target not in SIZED:
             raise RuleError(
                 f"rule {text!r} for {self.call.target}: factor {min(made)} is in outputs and in no operand, so that a "
                 f"rank would compute all of it: keep it whole ({min(made)}!), or name the dim of an operand that it "

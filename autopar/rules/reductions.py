@@ -21,7 +21,7 @@ def reduced(mark: str = "", name: str = "dim", stays: str = "keepdim") -> Spec:
     def spec(call: Call) -> str:
         rank, arguments = rank_of(call), given(call)
         gone = dims(arguments.get(name), rank)
-        if arguments.get(name) == [] and len(call.outs[0].shape) == rank and not arguments.get(stays):
+        if arguments.get(name) == [] and call.outs[0].shape == call.ins[0].shape:
             gone = []  # all.dims and any.dims: an empty list stands for no dims
         right = [
             w for i, w in enumerate(words(rank, dict.fromkeys(gone, "1"))) if i not in gone or arguments.get(stays)

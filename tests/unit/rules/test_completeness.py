@@ -1,8 +1,10 @@
-"""Rules leave nothing out: each mark `!` is needed, and every operand that an operator is linear in may be a part of a
-sum. `test_oracle.py` proves that they allow nothing wrong."""
+"""Rules leave nothing out: each mark `!` is needed, every cut that comes out right is an option, and every operand that
+an operator is linear in may be a part of a sum. `test_oracle.py` proves that they allow nothing wrong."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from autopar.errors import RuleError
 from autopar.rules import RULES, recurrent
 from autopar.rules.arguments import replicated
-from autopar.rules.language import Call
+from autopar.rules.language import Call, Use
 from autopar.rules.oracle import call_of
 from autopar.rules.rule import Rule
 from passes import ops
@@ -35,6 +37,9 @@ COMPARED = [
 
 UNCHECKED = (aten.gru.input, aten.lstm.input, aten.rnn_relu.input, aten.rnn_tanh.input)
 """Kernels that do not check sizes: what does not go together would end the process."""
+
+UNEQUAL = (aten._weight_norm.default, aten.lu_unpack.default, aten.segment_reduce.default)
+"""The same of operands that are cut each by itself."""
 
 QUICK = (
     aten.linear.default,
@@ -79,6 +84,45 @@ WHOLE: dict[Any, tuple[str, str]] = {
     ops.experts: ("k", "a token has few experts"),
 }
 """Factors that stay whole although they might be cut, and why."""
+
+UNCUT: dict[Any, tuple[str, ...]] = {
+    aten.any.default: (OR, "0 -", "1 -"),
+    aten.any.dim: (OR, "1 -", "2 -"),
+    aten.any.dims: (OR, "0 -", "1 -", "2 -"),
+    aten.bucketize.Tensor: (WHOLE[aten.bucketize.Tensor][1], "- 0 -"),
+    aten.cross_entropy_loss.default: ("against probabilities, which passes write as plain operators", "0 0 -"),
+    aten.histc.default: (WHOLE[aten.histc.default][1], "0 -"),
+    aten.index_put.default: ("by a mask of all dims, which passes write as masked_fill", "0 0 - 0", "1 1 - 1"),
+    aten.instance_norm.default: (WHOLE[aten.instance_norm.default][1], "0 - - - - 0"),
+    aten.isin.Tensor_Tensor: (WHOLE[aten.isin.Tensor_Tensor][1], "- 0 -", "- 1 -"),
+    **dict.fromkeys(
+        (
+            aten.linalg_matrix_rank.atol_rtol_float,
+            aten.linalg_matrix_rank.atol_rtol_tensor,
+            aten.linalg_matrix_rank.default,
+        ),
+        ("ranks of parts add up where no rows depend on each other", "0 -", "2 -"),
+    ),
+    aten.linalg_norm.default: (ORDER, "2 -"),
+    aten.linalg_vector_norm.default: (ORDER, "1 -"),
+    aten.pairwise_distance.default: (ORDER, "1 1 -"),
+    aten.scaled_dot_product_attention.default: (
+        "of operands with different numbers of dims, or values alone with samples: what torch broadcasts",
+        *("- - 0 0", "- - 2 3", "- - 3 3", "- 0 0 0", "0 - - 0", "0 1 1 1"),
+        *("1 - - 2", "1 0 0 1", "1 1 1 1", "2 - - 2"),
+    ),
+    aten.searchsorted.Tensor: ("as bucketize", "0 - -", "1 - -"),
+    aten.slice.Tensor: (WHOLE[aten.slice.Tensor][1], "0 0"),
+    aten.squeeze.default: (WHOLE[aten.squeeze.default][1], "2 1"),
+    aten.triplet_margin_loss.default: ("of rows of unequal lengths", "0 - 0 0"),
+    ops.bag: (WHOLE[ops.bag][1], "- 1 -", "- 1 1 -", "- 2 2 -"),
+    ops.experts: (WHOLE[ops.experts][1], "- 1 1 - - -", "- 1 1 - - - -", "- 2 2 - - -", "- 2 2 - - - -"),
+    ops.statistic: ("the running ones lie as the sums do", "1 - 1"),
+}
+"""Cuts that come out right and are no options all the same, and why: the dim of each operand and result, - for none."""
+
+MOST_CUTS = 64
+"""Of one size, of a call; a call with more is not tried with that size."""
 
 NANS = "only of finite numbers"
 LOGARITHMS = "what is multiplied with logarithms, of which 0 counts whatever these are"
@@ -188,6 +232,61 @@ def test_every_mark_is_needed(target):
     assert idle == set(WHOLE.get(target, ("", ""))[0].split())
 
 
+def _cuts(call: Call) -> Iterator[tuple[int | None, ...]]:
+    """Every way to choose at most one dim of each tensor of a call, of one size and at least one of an operand."""
+    shapes, ins = [t.shape for t in (*call.ins, *call.outs)], len(call.ins)
+    for size in dict.fromkeys(n for shape in shapes[:ins] for n in shape if n != 1):
+        places = [[None, *(dim for dim, n in enumerate(shape) if n == size)] for shape in shapes]
+        found = itertools.product(*places) if math.prod(map(len, places)) <= MOST_CUTS else ()
+        yield from (cut for cut in found if any(dim is not None for dim in cut[:ins]))
+
+
+def _cut(call: Call, dims: tuple[int | None, ...], reduce: str) -> Rule:
+    """A rule with one factor, at `dims` of operands and results; all else is whole."""
+    sides = [
+        " ".join("f" if dim == cut else f"x{i}n{dim}!" for dim in range(len(tensor.shape)))
+        for i, (tensor, cut) in enumerate(zip((*call.ins, *call.outs), dims, strict=True))
+    ]
+    return Rule(f"{', '.join(sides[: len(call.ins)])} -> {', '.join(sides[len(call.ins) :])}", reduce=reduce)
+
+
+def _layouts(rule: Rule, call: Call, ways: int) -> set[tuple[tuple[Use, ...], tuple[Use, ...]]]:
+    """How operands and results lie under each option that divides the work."""
+    return {(option.ins, option.outs) for option in rule.options(call, ways) if option.split}
+
+
+def _left_out(target: Any, one: Case, call: Call, dims: tuple[int | None, ...]) -> bool:
+    """Whether a cut comes out right, on 2 ranks and on 3 where it can be, and is no option of the table's rule."""
+    rule = _cut(call, dims, RULES[target].reduce)
+    try:
+        new = {ways: _layouts(rule, call, ways) - _layouts(RULES[target], call, ways) for ways in (2, 3)}
+        return any(new.values()) and not any(
+            wrong(target, rule, one, ways) for ways in new if _layouts(rule, call, ways)
+        )
+    except (RuleError, RuntimeError):  # the cut is of what the operator makes, or the backward refuses what it is given
+        return False
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(op, id=str(op).split(" at ")[0], marks=() if op in QUICK else pytest.mark.slow)
+        for op in COMPARED
+        if op not in (*UNCHECKED, *UNEQUAL)
+    ],
+)
+def test_every_cut_that_comes_out_right_is_an_option(target):
+    """Of one dim of each tensor. A row that replicates what might be cut has no mark that `every_mark_is_needed` could
+    take off of several operands at once."""
+    found = {
+        " ".join("-" if dim is None else str(dim) for dim in dims)
+        for one, call in _calls(target)
+        for dims in (_cuts(call) if call.ins else ())
+        if _left_out(target, one, call, dims)
+    }
+    assert found == set(UNCUT.get(target, ("",))[1:])
+
+
 def _has(call: Call, target: Any, claim: str) -> bool:
     """Whether the rule lets a part of a sum through in operand `claim`, or in all of them together."""
     named = [
@@ -216,5 +315,7 @@ def test_parts_of_sums_go_through_what_is_linear(target):
 
 def test_what_is_left_out_is_of_rows_that_are_compared():
     assert (
-        not {*WHOLE, *LINEAR} - set(COMPARED) and set(UNCHECKED) < set(recurrent.RULES) and set(QUICK) < set(COMPARED)
+        not {*WHOLE, *LINEAR, *UNCUT, *UNEQUAL} - set(COMPARED)
+        and set(UNCHECKED) < set(recurrent.RULES)
+        and set(QUICK) < set(COMPARED)
     )

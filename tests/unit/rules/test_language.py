@@ -34,6 +34,7 @@ MALFORMED = {
     "(a b -> a": "is not closed",
     "... a ... -> a": "more than one '...'",
     "a a -> a": "factor a is twice in one tensor",
+    "a -> a a": "factor a is twice in one tensor",
     "a! b, a@ring -> b": "factor a is marked '!' and '@ring'",
 }
 
@@ -50,8 +51,11 @@ def test_malformed_rules_are_refused(text):
     [
         ("a -> a", [(4,), (4,)], "1 operands and 1 outputs"),
         ("a b -> a", [(4,)], "written with 2 dims"),
+        ("a -> a", [(4, 4)], "written with 1 dims has shape .4, 4."),
+        ("... a b -> a", [(4,)], "written with 3 dims has shape .4,."),
         ("a, a -> a", [(4,), (5,)], "factor a is 4 in one tensor and 5 in another"),
         ("a -> b", [(6,)], "factor b is in outputs and in no operand"),
+        (" -> a", [], "factor a is in outputs and in no operand"),
         ("(a b), b -> a", [(10,), (2,)], "factor a is 5 in one tensor and 4 in another|do not make a dim"),
         ("a b, (a b) -> a", [(4, 2), (9,)], "factors a, b of sizes .4, 2. do not make a dim of 9"),
     ],
@@ -175,6 +179,13 @@ def test_compound_dims_split_by_section():
     assert "b" not in by_factor("(a b) -> a b", call((10,), outs=((2, 5),)))  # uneven sections
 
 
+def test_sizes_of_factors_follow_from_those_of_other_compound_dims():
+    found = by_factor("(c b), (b a), a -> c! b!, a", call((20,), (10,), (2,), outs=((4, 5), (2,))))
+    assert {"a", "b"} & set(found) == {"a"}
+    found = by_factor("(c b), (b a), a -> a", call((20,), (10,), (2,), outs=((2,),)))
+    assert found["c"] == (["S0|S0", "R|P", "R|P"], ["P|R"]) and "b" not in found
+
+
 def test_pieces_side_by_side_split_together():
     found = by_factor("{q|k|v} -> q, k, v", call((12,), outs=((8,), (2,), (2,))))
     assert found["q|k|v"] == (["S0/4:1:1|S0/4:1:1"], ["S0|S0"] * 3)
@@ -211,6 +222,16 @@ def test_maxima_split_without_gradient_only():
 )
 def test_no_rank_is_left_empty(size, ways, split):
     assert ("a" in by_factor("a -> a", call((size,), outs=((size,),)), ways)) == split
+
+
+@pytest.mark.parametrize("symbolic", range(3))
+def test_factors_of_symbolic_size_are_cut_evenly(symbolic):
+    """Wherever the symbol stands: at other sizes, cuts of which some ranks have more are other cuts."""
+    size = sympy.Symbol("s", positive=True, integer=True)
+    for number, split in ((6, True), (7, False)):
+        one, other, out = (Tensor((size if i == symbolic else number,), hint=(number,)) for i in range(3))
+        found = options("a, a -> a", Call("op", (one, other), {}, (out,)), 2)
+        assert any(o.split for o in found) == split
 
 
 def test_no_operands():

@@ -53,7 +53,8 @@ RANDOM = named("""alpha_dropout.default bernoulli.default bernoulli.p cauchy.def
 
 def features(call: Call) -> str:
     """One random number for each sample and channel: the other dims are whole."""
-    line = " ".join(["n", "c", *(f"d{i}!" for i in range(2, len(call.ins[0].shape)))])
+    rank = len(call.ins[0].shape)
+    line = " ".join([*["n", "c"][:rank], *(f"d{i}!" for i in range(2, rank))])
     return rule([line], [line])
 
 

@@ -99,10 +99,13 @@ def unbind(call: Call) -> str:
 
 
 def cat(call: Call) -> str:
-    """Operands concatenated along one dim. They are all cut together, each in its section; or another dim is cut."""
-    rank, pieces = len(call.outs[0].shape), [f"p{i}" for i in range(len(call.ins))]
+    """Operands concatenated along one dim. They are all cut together, each in its section; or another dim is cut. Torch
+    skips empty operands of one dim, whatever the rank of the others."""
+    rank = len(call.outs[0].shape)
     dim = given(call)["dim"] % rank
-    return rule([line(rank, {dim: p}) for p in pieces], [line(rank, {dim: _side_by_side(pieces)})])
+    sides = [f"p{i}!" if len(t.shape) < rank else line(rank, {dim: f"p{i}"}) for i, t in enumerate(call.ins)]
+    pieces = [f"p{i}" for i, t in enumerate(call.ins) if len(t.shape) == rank]
+    return rule(sides, [line(rank, {dim: _side_by_side(pieces)})])
 
 
 def stack(call: Call) -> str:

@@ -59,7 +59,7 @@ SPECIAL: Samples = {
     aten.div.Tensor_mode: [case(f(5, 4), T((4,), "p"), rounding_mode="trunc")],
     aten.alpha_dropout.default: [case(f(5, 4), 0.5, False)],
     aten.dropout.default: [case(f(5, 4), 0.5, False)],
-    aten.feature_alpha_dropout.default: [case(f(5, 4, 3), 0.5, False)],
+    aten.feature_alpha_dropout.default: [case(f(5, 4, 3), 0.5, False), case(f(5), 0.5, False)],
     aten.feature_dropout.default: [case(f(5, 4, 3, 3), 0.5, False), case(f(5, 4), 0.5, False)],
     ops.noised: [case(f(6, 5, 4), f(6, 1, 1), 0.5), case(f(6, 4), f(6, 4), 1.0)],
     aten.rrelu.default: [case(f(5, 4), 0.25, 0.5, False)],

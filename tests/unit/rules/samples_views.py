@@ -11,7 +11,12 @@ aten = torch.ops.aten
 B = T((5, 4), "b")
 
 VIEWS: Samples = {
-    aten.cat.default: [case([f(4, 6), f(4, 12)], -1), case([f(5, 3), f(2, 3), f(1, 3)]), case([f(5, 3)], 1)],
+    aten.cat.default: [
+        case([f(4, 6), f(4, 12)], -1),
+        case([f(5, 3), f(2, 3), f(1, 3)]),
+        case([f(5, 3)], 1),
+        case([f(0), f(5, 4)], 1),
+    ],
     aten.chunk.default: [case(f(5, 12), 3, -1), case(f(5, 4), 3, 1), case(f(5, 7), 3, 1)],
     aten.constant_pad_nd.default: [
         case(f(5, 4, 6), [1, 2]),

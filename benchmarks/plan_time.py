@@ -76,12 +76,14 @@ def one(
 
 
 def main() -> None:
+    from autopar.timer import TIME_LIMIT_S
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--cluster")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--seq", type=int)
-    parser.add_argument("--time-limit", type=float, default=30.0)
+    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S)
     parser.add_argument(
         "--prove",
         action="store_true",

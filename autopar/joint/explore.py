@@ -6,8 +6,7 @@ allow.
     walk           visit the starts, each also with fewer microbatches (or all shapes, if there are few). After each
                    start, visit the neighbours of the best shape not yet expanded, and go on with the first one that is
                    faster; after all starts, repeat that while it finds anything near the best. Starts are in order of
-                   their floors; after SLOWER_STARTS of them in a row that got slower, the
-                   rest is left out
+                   their floors; after SLOWER_STARTS of them in a row that got slower, the rest is left out
     polish         solve the best shape exactly and walk its memory; then shapes near it that may be faster. If another
                    shape becomes the best, walk on from that
     hone           improve the result by descent on the price of the whole step (joint.pipeline_honing)
@@ -201,8 +200,10 @@ class Explorer:
 
     def _least_of(self, shape: Shape) -> float:
         """The fastest step with the places and mesh of `shape` and any number of microbatches; for beaten shapes their
-        proven bound; infinite where nothing fits."""
-        return min((self._reached_s(other) for other in self.found if other.key == shape.key), default=math.inf)
+        proven bound; where none was visited, the floor of `shape`; infinite where nothing fits."""
+        return min(
+            (self._reached_s(other) for other in self.found if other.key == shape.key), default=self.floors[shape]
+        )
 
     def _climb(self, shapes: list[Shape]) -> None:
         """Visit neighbours of the best shape, as long as one of them is faster."""
@@ -290,11 +291,16 @@ class Explorer:
         ignores memory, so that it proves little where blocks must run again."""
         if self.quick_s is None or shape in self.raised or math.isinf(self.least_s) or self._must_rerun(shape):
             return
-        family = next(each for each in families(self.context, self.floors) if shape in each)
+        family = next(each for each in self._families if shape in each)
         bound_s = self.quick_s(family, self.least_s)
         self.raised.update(family)
         for each in family:
             self.floors[each] = max(self.floors[each], bound_s)
+
+    @cached_property
+    def _families(self) -> list[tuple[Shape, ...]]:
+        """The shapes of the space that are bounded together."""
+        return families(self.context, self.floors)
 
     def _must_rerun(self, shape: Shape) -> bool:
         """Whether blocks must run again to fit, even if all that is held were cut evenly."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autopar.cluster import Cluster
 from autopar.cost.comm import collective_s
+from autopar.pipeline.clock import MOST, Line, waits_s
 from autopar.pipeline.pass_clock import Clock, LeafBucket, Turn
-from autopar.pipeline.pass_ends import Sent, Stop, Sum, in_one_bucket
+from autopar.pipeline.pass_ends import Sent, Stop, Sum, in_few, in_one_bucket
 from autopar.problem.hiding import Load, together_s
 
 
@@ -104,3 +108,38 @@ def test_a_bucket_waits_for_all_gradients_that_it_has_from_the_beginning() -> No
     buckets = [in_one_bucket([one.sent for one in turn.stop.sums]) for turn in turns]
     # the second one begins when compute ends, the first one follows it; otherwise one of 25 MB would begin a second ago
     assert _exposed_s(turns) == pytest.approx(sum(load.seconds for bucket in buckets for load in bucket))
+
+
+_LOADS = st.builds(_on, st.integers(0, 1), st.floats(0.1, 4.0), link=st.floats(0.2, 1.0))
+_STOPS = st.builds(
+    Stop,
+    st.floats(0.0, 3.0),
+    takes=st.lists(st.tuples(st.just(0), st.builds(Sent, st.lists(_LOADS, min_size=1, max_size=2), st.just(1e7)))),
+    waits=st.lists(st.tuples(st.just(1), _LOADS), max_size=1),
+    behind=st.lists(_LOADS, max_size=1),
+    last=st.lists(_LOADS, max_size=1),
+) | st.builds(Stop, st.floats(0.0, 3.0))
+
+
+@given(st.lists(_STOPS, max_size=12), st.sampled_from([0.0, 0.2]))
+def test_compute_with_no_collective_in_between_is_run_through_at_once(stops: list[Stop], contention: float) -> None:
+    few = in_few(stops)
+    assert sum(stop.compute_s for stop in few) == pytest.approx(sum(stop.compute_s for stop in stops))
+    assert all(stop.begins or before.goes_on for before, stop in pairwise(few))
+    one, other = (_exposed_s([Turn(stop, "block") for stop in each], contention) for each in (stops, few))
+    assert other == pytest.approx(one, abs=1e-9)
+
+
+@pytest.mark.parametrize("moves_s", [0.5, 2.0, 3.5])
+@pytest.mark.parametrize("way", [0, 1])
+def test_a_stage_of_many_blocks_waits_as_long_as_if_all_of_them_were_run_through(way: int, moves_s: float) -> None:
+    """Gathers in the forward, and in the backward with waits: of three seconds of compute in each block."""
+    stops = (
+        Stop(1.0, takes=[(0, Sent([_on(0, moves_s)], 1e9))], waits=[(1, _on(1, 0.25 * way))]),
+        Stop(2.0, last=[_on(1, 0.25)]),
+    )
+    block, head = Line(stops, stops[::-1], block=True), Line((Stop(1.0),), (Stop(2.0),), block=False)
+    count = 3 * MOST
+    turns = [Turn(stop, number) for number in range(count) for stop in (stops[::-1] if way else stops)]
+    turns = [Turn(Stop(2.0)), *turns] if way else [*turns, Turn(Stop(1.0))]
+    assert waits_s([(block, count), (head, 1)], way, 0.1) == pytest.approx(_exposed_s(turns, 0.1), rel=0.01)

@@ -294,7 +294,8 @@ BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
 
 def _similar(node: fx.Node, grads: Sequence[bool]) -> Size:
     """Per operand with a gradient: the normalised operand at the broadcast sizes, and two norms per row."""
-    dim = facts.shape(edit.tensor_operands(node)[0])[edit.args_of(node)["dim"]]
+    sizes = facts.shape(edit.tensor_operands(node)[0])
+    dim = sizes[edit.args_of(node)["dim"]] if sizes else 1  # a scalar is a vector of one
     return sum(grads) * facts.nbytes(node) * (dim + 2)
 
 

@@ -22,7 +22,7 @@ from autopar.capture.batched import batched
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import LEAST_POSITIONS, Dims
 from autopar.capture.empty_branches import nothing_of_nothing
-from autopar.capture.failures import advice, as_it_is, described, made_number, made_numbers, of_values, says, why_static
+from autopar.capture.failures import advice, as_it_is, described, made_numbers, of_values, says, why_static
 from autopar.capture.forwards import (
     assigned_buffers,
     becomes,
@@ -229,7 +229,6 @@ class _Exporting:
             allowed = span(program, dims.of, dims.loose, dims.hints[dims.loose], dims.limits.get(dims.loose))
         except Fixed:
             self.numbers.add((dims.wide, dims.loose))
-            self.conditions[dims.loose] = ValueError(made_number(dims.loose))
             return False
         if allowed is None:
             self.conditions[dims.loose] = ValueError(

@@ -116,7 +116,7 @@ def _first(case: Case, tolerance: float, ranks: Ranks | None, wrong: Sequence[Ro
 
 def _only_split(case: Case, tolerance: float, ranks: Ranks | None, wanted: Results) -> bool:
     """Whether the schedule splits backwards, and all gradients are right without the split."""
-    if not case.plan.stages or not SCHEDULES[case.plan.schedule].splits_backward:
+    if len(case.plan.stages) < 2 or not SCHEDULES[case.plan.schedule].splits_backward:
         return False
     gaps = merged(_on_ranks(case, ranks, unsplit, case.source(), case.light, wanted), wanted, everywhere=False)
     return all(

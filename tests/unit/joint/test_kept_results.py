@@ -77,12 +77,12 @@ class Levels(Pricing):
         return False
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2])
-def test_a_shape_short_of_memory_keeps_what_makes_it_fastest(shape: Shape) -> None:
+@pytest.mark.parametrize(("shape", "shares"), [(SHAPES[0], (0.9, 0.65)), (SHAPES[1], (0.9, 0.4))])
+def test_a_shape_short_of_memory_keeps_what_makes_it_fastest(shape: Shape, shares: tuple[float, ...]) -> None:
     """A glance is no slower than with what levels say, and for some room it is faster; what comes of it as it runs fits
-    and is no slower."""
+    and is no slower. (Of two places the fastest is DualPipeV; with half of its room others need not run again.)"""
     gained = []
-    for share in (0.9, 0.65):
+    for share in shares:
         pricing = short(shape, share)
         plain = Levels(pricing.context, SEARCH)
         best, level = (each.glance(shape, math.inf) for each in (pricing, plain))

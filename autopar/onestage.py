@@ -34,6 +34,9 @@ from autopar.search import ilp
 from autopar.text import gibibytes, seconds, times
 from autopar.timer import Timer
 
+ALONE = 0.6
+"""The share of the time left that plans of one stage have, where pipelines are yet to be searched."""
+
 
 def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
     """Plan one captured graph. `about` fills the Plan's fields model, graph_hash, source and notes.
@@ -197,7 +200,7 @@ class _Levels:
         self._finish(begun)
 
     def _finish(self, begun: Sequence[_Level]) -> None:
-        until = self.timer.halfway
+        until = self.timer.after(ALONE)
         for level in sorted(begun, key=lambda level: level.fastest_s):
             level.finish(self.fastest_s, until)
 

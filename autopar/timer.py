@@ -27,7 +27,11 @@ class Timer:
     @property
     def halfway(self) -> float:
         """When half of what is left is over (time.monotonic)."""
-        return self.ends_at - self.left_s / 2
+        return self.after(0.5)
+
+    def after(self, share: float) -> float:
+        """When that share of what is left is over (time.monotonic)."""
+        return self.ends_at - self.left_s * (1 - share)
 
     @property
     def late(self) -> bool:

@@ -31,7 +31,7 @@ def best(context: SearchContext, **about: Any) -> Plan:
     flat, failed = None, None
     several = request.recipe is None and request.search == "ilp" and request.settings.training
     first = Explorer(context, SEARCH, float("inf"), timer.ends_at)
-    if context.on_devices is None:
+    if context.on_devices is None and not request.cluster.parts:  # where nothing is proven
         first.quick_s = Prover(context).quick_s
     elsewhere = (
         bestfirst.Elsewhere(lambda known_s: NEARER * first.probe(known_s), first.searched, context.answered)

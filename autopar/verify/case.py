@@ -23,7 +23,7 @@ from autopar.runtime.batch import bind
 from autopar.verify.randomness import keep_all
 from autopar.verify.reference import Results, Second, train_step
 from autopar.verify.second_step import second_batch
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from passes import facts
 
 
@@ -59,10 +59,10 @@ class Case:
         return self.plan.mode == "train"
 
     @property
-    def light(self) -> Light:
+    def rank_case(self) -> RankCase:
         """The part of the case that ranks need, without the graph."""
         fetches = any(r.fetches(self.plan.mesh) for r in self.edges[1].reshards)
-        return Light(self.plan, self.weights, self.constants, self.batch, fetches, self.second, self.dtype)
+        return RankCase(self.plan, self.weights, self.constants, self.batch, fetches, self.second, self.dtype)
 
     def source(self, *, probes: bool = False) -> str:
         """The emitted text."""

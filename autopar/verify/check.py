@@ -44,7 +44,7 @@ def verify(
     the plan has), so that neither is made again. Raises RunError when a rank fails.
     """
     wanted = case.reference() if reference is None else reference
-    results = _on_ranks(case, ranks, step, case.source(), case.light, wanted)
+    results = _on_ranks(case, ranks, step, case.source(), case.rank_case, wanted)
     gaps = merged([gaps for gaps, _ in results], wanted, everywhere=case.plan.places == 1)
     rows = {key: _row(*key, gap / scale(wanted[key[0]][key[1]]), tolerance) for key, gap in gaps.items()}
     first, later = ([row for (kind, _), row in rows.items() if (kind in SECOND) is after] for after in (False, True))
@@ -108,7 +108,9 @@ def _first(case: Case, tolerance: float, ranks: Ranks | None, wrong: Sequence[Ro
     values = {
         name: [(v.detach(), v.grad) for v in items] for name, items in case.reference(record=True)["values"].items()
     }
-    found = str(_on_ranks(case, ranks, first_difference, case.source(probes=True), case.light, values, tolerance)[0])
+    found = str(
+        _on_ranks(case, ranks, first_difference, case.source(probes=True), case.rank_case, values, tolerance)[0]
+    )
     if not found and kinds.keys() <= {"gradient", "parameter"} and _only_split(case, tolerance, ranks, wanted):
         return f"no operator: {SPLIT.format(case.plan.schedule, kinds['gradient'])}"
     return found or next(f"no operator: {said.format(kinds[kind])}" for kind, said in BEHIND.items() if kind in kinds)
@@ -118,7 +120,7 @@ def _only_split(case: Case, tolerance: float, ranks: Ranks | None, wanted: Resul
     """Whether the schedule splits backwards, and all gradients are right without the split."""
     if len(case.plan.stages) < 2 or not SCHEDULES[case.plan.schedule].splits_backward:
         return False
-    gaps = merged(_on_ranks(case, ranks, unsplit, case.source(), case.light, wanted), wanted, everywhere=False)
+    gaps = merged(_on_ranks(case, ranks, unsplit, case.source(), case.rank_case, wanted), wanted, everywhere=False)
     return all(
         gaps["gradient", name] <= tolerance * scale(whole)
         for name, whole in wanted["gradient"].items()

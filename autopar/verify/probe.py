@@ -24,7 +24,7 @@ from autopar.runtime.replay import running_again
 from autopar.runtime.scopes import Stage
 from autopar.verify.compare import difference
 from autopar.verify.reference import Results
-from autopar.verify.step import Gaps, Light, gradient_gaps
+from autopar.verify.step import Gaps, RankCase, gradient_gaps
 
 OUTSIDE = -1
 """The stage number of nodes outside of stages: all of a model without stages, and totals over all microbatches."""
@@ -104,19 +104,19 @@ def _places(module: ShardedModule) -> Iterator[tuple[int, tuple[int, int]]]:
             yield from ((id(block), (index, first)) for block in blocks)
 
 
-def first_difference(source: str, light: Light, wanted: Mapping[str, list[Any]], tolerance: float) -> str:
+def first_difference(source: str, rank_case: RankCase, wanted: Mapping[str, list[Any]], tolerance: float) -> str:
     """One rank: run with probes and name the first node whose value differs, or the last whose gradient does; "" where
     none does; the same on all ranks. `wanted` has the value and the gradient of every node, one pair per instance of
     its block."""
-    module = light.build(source)
+    module = rank_case.build(source)
     probes = _Probes(module)
     scopes = (type(module), *_with_whole_backwards(module))
     for kind in (*scopes, *(block for scope in scopes for block, _ in scope.RUNS.values())):
         setattr(kind, "probe", lambda *args: probes(*args))  # noqa: B010 -- classes of this source only; no other has it
-    with by_default(light.dtype):
-        _run(module, light)
+    with by_default(rank_case.dtype):
+        _run(module, rank_case)
     found = _together(
-        [_verdict(node, seen, wanted, light.plan, module, tolerance) for node, seen in probes.seen.items()], module
+        [_verdict(node, seen, wanted, rank_case.plan, module, tolerance) for node, seen in probes.seen.items()], module
     )
     for node, wrong, _ in found:
         if wrong:
@@ -128,12 +128,12 @@ def first_difference(source: str, light: Light, wanted: Mapping[str, list[Any]],
     return ""
 
 
-def unsplit(source: str, light: Light, wanted: Results) -> Gaps:
+def unsplit(source: str, rank_case: RankCase, wanted: Results) -> Gaps:
     """One rank: the differences of the gradients of a training step in which each backward of a stage runs as a whole,
     whatever the schedule is."""
-    module = light.build(source)
+    module = rank_case.build(source)
     _with_whole_backwards(module)
-    _run(module, light)
+    _run(module, rank_case)
     return gradient_gaps(module, wanted)
 
 
@@ -146,10 +146,10 @@ def _with_whole_backwards(module: ShardedModule) -> Sequence[type[Stage]]:
     return stages
 
 
-def _run(module: ShardedModule, light: Light) -> None:
+def _run(module: ShardedModule, rank_case: RankCase) -> None:
     """Run a training step, or a forward of a plan for inference."""
-    batch = module.shard_batch(**light.batch)
-    if light.plan.mode != "train":
+    batch = module.shard_batch(**rank_case.batch)
+    if rank_case.plan.mode != "train":
         module(*batch)
     elif isinstance(module, PipelinedModule):
         module.train_step(*batch)

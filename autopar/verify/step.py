@@ -31,7 +31,7 @@ GRADIENTS = ("gradient", "accumulated")
 
 
 @dataclass(frozen=True)
-class Light:
+class RankCase:
     """The part of a Case that a rank needs, picklable. `gathers`: whether the plan gathers weights at their use;
     `second`: the batch of the second step; `dtype`: that of floats that are computed of integers."""
 
@@ -50,21 +50,21 @@ class Light:
         return module
 
 
-def step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted]]:
+def step(source: str, rank_case: RankCase, wanted: Results) -> tuple[Gaps, list[Counted]]:
     """On one rank: run the step, and give every difference from `wanted` and the collectives that ran. Where weights
     are gathered at their use, the step runs twice from the same state: both runs are compared, and the collectives of
     the second are counted, since gathers are prefetched only from then on (`runtime.prefetch`)."""
-    with by_default(light.dtype):
-        return _step(source, light, wanted)
+    with by_default(rank_case.dtype):
+        return _step(source, rank_case, wanted)
 
 
-def _step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counted]]:
-    module = light.build(source)
-    training = light.plan.mode == "train"
-    batch = module.shard_batch(**light.batch)
+def _step(source: str, rank_case: RankCase, wanted: Results) -> tuple[Gaps, list[Counted]]:
+    module = rank_case.build(source)
+    training = rank_case.plan.mode == "train"
+    batch = module.shard_batch(**rank_case.batch)
     found: Gaps = {}
-    for again in range(2 if light.gathers else 1):
-        with _as_it_was(module) if light.gathers and not again else nullcontext(), count() as seen:
+    for again in range(2 if rank_case.gathers else 1):
+        with _as_it_was(module) if rank_case.gathers and not again else nullcontext(), count() as seen:
             now: Gaps = {}
             for outputs in _run(module, batch, training):
                 now |= {
@@ -81,7 +81,7 @@ def _step(source: str, light: Light, wanted: Results) -> tuple[Gaps, list[Counte
     steps = optimizer(held) if training and (held := list(module.parameters())) else None
     found |= _updated(module, steps, "parameter", wanted) if training else {}
     if "second output" in wanted:
-        found |= _second(module, light, steps, wanted)
+        found |= _second(module, rank_case, steps, wanted)
     return found, list(seen)
 
 
@@ -97,13 +97,13 @@ def _updated(module: ShardedModule, steps: torch.optim.Optimizer | None, kind: s
     return dict(_compare(kind, _state(module), wanted, module))
 
 
-def _second(module: ShardedModule, light: Light, steps: torch.optim.Optimizer | None, wanted: Results) -> Gaps:
+def _second(module: ShardedModule, rank_case: RankCase, steps: torch.optim.Optimizer | None, wanted: Results) -> Gaps:
     """Run the second step and the evaluation (`second_step`), and give the differences. Before each pass the parameters
     are set to those of the reference: an optimizer step amplifies the rounding of gradients, and a second one would
     amplify it again."""
-    training = light.plan.mode == "train"
+    training = rank_case.plan.mode == "train"
     _reset(module, wanted["parameter"])
-    batch = module.shard_batch(**light.second)
+    batch = module.shard_batch(**rank_case.second)
     *_, outputs = _run(module, batch, training)
     found = dict(_compare("second output", _outputs(module, outputs, wanted["second output"]), wanted, module))
     del outputs
@@ -114,7 +114,7 @@ def _second(module: ShardedModule, light: Light, steps: torch.optim.Optimizer | 
         _reset(module, wanted["second parameter"])
         module.eval()
         with torch.no_grad():
-            outputs = module(*module.shard_batch(**light.batch))
+            outputs = module(*module.shard_batch(**rank_case.batch))
         found |= _compare("evaluated", _outputs(module, outputs, wanted["evaluated"]), wanted, module)
     return found | dict(_compare("second buffer", _state(module), wanted, module))
 

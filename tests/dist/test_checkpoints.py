@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import RunError
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.helpers.ranks import on_ranks
 from tests.helpers.verify import Sizes, by_stages, planned, subject
 
 BATCH = 24  # divides by 3 ranks, and in 4 microbatches by 2
 MODEL = "gpt"  # fused q, k, v (sections at rest under tensor parallelism), a tied head, folded blocks
-Emitted = tuple[str, Light]
+Emitted = tuple[str, RankCase]
 
 
 def emitted(sizes: Sizes, how: str, schedule: str = "", virtual: int = 1) -> Emitted:
@@ -31,7 +31,7 @@ def emitted(sizes: Sizes, how: str, schedule: str = "", virtual: int = 1) -> Emi
     case = who.case(
         by_stages(who, sizes, how, 2, 4, schedule, virtual) if schedule else planned(who, sizes, how), BATCH
     )
-    return case.source(), case.light
+    return case.source(), case.rank_case
 
 
 def optimizer(parameters: object) -> torch.optim.Optimizer:

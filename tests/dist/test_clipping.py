@@ -14,7 +14,7 @@ from autopar._torch import local_of
 from autopar.errors import RunError
 from autopar.plan import Plan
 from autopar.verify.reference import train_step
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.helpers.ranks import living
 from tests.helpers.verify import Subject, by_chance, by_recipe, by_stages, subject
 
@@ -25,22 +25,22 @@ KINDS = (2.0, 1.0, 3.5, math.inf)
 """Norms that are compared."""
 
 
-def _clipped(source: str, light: Light) -> dict[float, tuple[float, dict[str, Tensor]]]:
+def _clipped(source: str, rank_case: RankCase) -> dict[float, tuple[float, dict[str, Tensor]]]:
     """One rank: by kind of norm the norm, and what it holds whole of its gradients afterwards."""
-    found, module = dict[float, tuple[float, dict[str, Tensor]]](), light.build(source)
+    found, module = dict[float, tuple[float, dict[str, Tensor]]](), rank_case.build(source)
     for kind in KINDS:
         module.zero_grad()
-        module.train_step(*module.shard_batch(**light.batch))
+        module.train_step(*module.shard_batch(**rank_case.batch))
         norm = module.clip_grad_norm_(NORM, norm_type=kind, error_if_nonfinite=True)  # which a finite one is not
         found[kind] = float(norm), {name: grad for name, grad in module.full_grads().items() if grad is not None}
     return found
 
 
-def _not_finite(source: str, light: Light, kind: float) -> tuple[str, float, bool]:
+def _not_finite(source: str, rank_case: RankCase, kind: float) -> tuple[str, float, bool]:
     """One rank: where one element of one gradient is nan on the last rank, what is said, the norm, and whether
     gradients were as they are when that was said."""
-    module = light.build(source)
-    module.train_step(*module.shard_batch(**light.batch))
+    module = rank_case.build(source)
+    module.train_step(*module.shard_batch(**rank_case.batch))
     own = [local_of(p.grad) for p in module.parameters() if p.grad is not None and local_of(p).numel()]
     if dist.get_rank() == dist.get_world_size() - 1:
         own[-1].view(-1)[-1] = math.nan
@@ -79,7 +79,7 @@ def _right(plan: Callable[[Subject], Plan]) -> None:
     case = who.case(made)
     wanted = train_step(case.gm, {**case.weights, **case.constants}, case.batch, training=True)["gradient"]
     params = [torch.nn.Parameter(torch.zeros_like(g)) for g in wanted.values()]
-    results = living(made.ranks).run(_clipped, case.source(), case.light)
+    results = living(made.ranks).run(_clipped, case.source(), case.rank_case)
     for kind in KINDS:
         for p, g in zip(params, wanted.values(), strict=True):
             p.grad = g.clone()
@@ -99,7 +99,7 @@ def test_a_norm_that_is_not_finite_is_an_error_on_every_rank(plan: str, kind: fl
     who = subject("hf-gpt2")
     made = {**FLAT, **STAGED}[plan](who)
     case = who.case(made)
-    for said, norm, same in living(made.ranks).run(_not_finite, case.source(), case.light, kind):
+    for said, norm, same in living(made.ranks).run(_not_finite, case.source(), case.rank_case, kind):
         assert "the norm of all gradients is nan, and error_if_nonfinite was asked for: no gradient was scaled" in said
         assert math.isnan(norm) and same
 
@@ -108,9 +108,9 @@ UNKNOWN = (0, -1.0, math.nan, "2", None)
 """What is no kind of norm."""
 
 
-def _unknown(source: str, light: Light) -> list[str]:
+def _unknown(source: str, rank_case: RankCase) -> list[str]:
     """One rank: what is said of each."""
-    module, said = light.build(source), []
+    module, said = rank_case.build(source), []
     for kind in UNKNOWN:
         with pytest.raises(RunError) as error:
             module.clip_grad_norm_(NORM, norm_type=kind)  # type: ignore[arg-type]
@@ -121,5 +121,5 @@ def _unknown(source: str, light: Light) -> list[str]:
 def test_other_norms_are_refused() -> None:
     who = subject("hf-gpt2")
     case = who.case(by_recipe(who, (1,), "single"))
-    for kind, said in zip(UNKNOWN, living(1).run(_unknown, case.source(), case.light)[0], strict=True):
+    for kind, said in zip(UNKNOWN, living(1).run(_unknown, case.source(), case.rank_case)[0], strict=True):
         assert f"norm_type is {kind!r}; wanted a number above 0, or math.inf" in said

@@ -12,19 +12,19 @@ import autopar
 from autopar.frontend import load
 from autopar.frontend.loading import cast
 from autopar.runtime import count
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.helpers.ranks import on_new_ranks
 from tests.helpers.tiny import TINY
 
 
-def _steps(source: str, light: Light) -> list[tuple[dict[str, Tensor], int]]:
+def _steps(source: str, rank_case: RankCase) -> list[tuple[dict[str, Tensor], int]]:
     """One rank: whole gradients of a step, and the bytes of all that was scattered, eager and with compiled blocks."""
     found = []
     for compiled in (False, True):
-        module = light.build(source)
+        module = rank_case.build(source)
         if compiled:
             module.compile_blocks(backend="aot_eager")
-        batch = module.shard_batch(**light.batch)
+        batch = module.shard_batch(**rank_case.batch)
         with count() as seen:
             module.train_step(*batch)
         scattered_bytes = sum(item.bytes for item in seen if item.kind == "reduce_scatter")
@@ -46,8 +46,10 @@ def test_gradients_of_gathered_weights_are_summed_as_wide_as_all_others(remat: s
     assert compiled.captured is not None
     args, kwargs = cast((loaded.args, loaded.kwargs), torch.bfloat16)
     batch = dict(zip(compiled.captured.input_names, [*args, *kwargs.values()], strict=True))
-    light = Light(compiled.plan, dict(loaded.model.state_dict()), compiled.bundle.constants, batch)
-    for (eager, eager_bytes), (grads, compiled_bytes) in on_new_ranks(2, _steps, compiled.source, light, timeout_s=240):
+    rank_case = RankCase(compiled.plan, dict(loaded.model.state_dict()), compiled.bundle.constants, batch)
+    for (eager, eager_bytes), (grads, compiled_bytes) in on_new_ranks(
+        2, _steps, compiled.source, rank_case, timeout_s=240
+    ):
         assert compiled_bytes == eager_bytes > 0
         for name, grad in eager.items():
             assert grads[name].dtype == torch.float32

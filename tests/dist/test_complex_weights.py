@@ -79,8 +79,8 @@ def test_equals_one_device(sizes: tuple[int, ...], how: str) -> None:
     assert any(row.kind == "gradient" and row.name == "layers.0.weight" for row in report.rows)
 
 
-def _loaded(source, light, state):
-    module = light.build(source)
+def _loaded(source, rank_case, state):
+    module = rank_case.build(source)
     result = module.load_state_dict({**module.full_state_dict(), **state})
     return result.missing_keys, result.unexpected_keys
 
@@ -93,7 +93,7 @@ def test_state_that_is_no_tensor_is_told_and_passed_over() -> None:
     )
     case = case_of(captured, planned(who, (2,), "zero3"), who.weights, batch())
     extra = {name: value for name, value in who.weights.items() if not isinstance(value, Tensor)}
-    assert len(extra) == 2 and on_ranks(2, _loaded, case.source(), case.light, extra) == [([], [])] * 2
+    assert len(extra) == 2 and on_ranks(2, _loaded, case.source(), case.rank_case, extra) == [([], [])] * 2
 
 
 def test_models_keep_their_imaginary_parts_in_another_dtype() -> None:

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, optim
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.helpers.ranks import living
 from tests.helpers.verify import by_recipe, by_stages, subject
 
 RATE, DECAY = 0.1, 0.5
 
 
-def _copied(source: str, light: Light) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+def _copied(source: str, rank_case: RankCase) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """One rank: losses of a module, of its copy, of both when the copy has stepped; weights of both."""
-    module = light.build(source)
+    module = rank_case.build(source)
     module.extra = {"of": ["the user"]}  # type: ignore[assignment]  # whatever users put there
-    batch = module.shard_batch(**light.batch)
+    batch = module.shard_batch(**rank_case.batch)
     losses = [module.train_step(*batch)]
     twin = copy.deepcopy(module.eval())
     assert not twin.training and twin.extra == module.extra and twin.extra is not module.extra
@@ -37,11 +37,11 @@ def _copied(source: str, light: Light) -> tuple[list[float], dict[str, Tensor], 
     return [float(loss) for loss in losses], module.full_state_dict(), twin.full_state_dict()
 
 
-def _averaged(source: str, light: Light) -> tuple[dict[str, Tensor], dict[str, Tensor], float, float]:
+def _averaged(source: str, rank_case: RankCase) -> tuple[dict[str, Tensor], dict[str, Tensor], float, float]:
     """One rank: the weights of a moving average, and what they should be; the loss that it has, and that of a module
     with these weights."""
-    module = light.build(source)
-    batch = module.shard_batch(**light.batch)
+    module = rank_case.build(source)
+    batch = module.shard_batch(**rank_case.batch)
     average, optimizer = (
         AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(DECAY)),
         optim.SGD(module.parameters(), RATE),
@@ -85,7 +85,7 @@ def test_a_copy_is_a_module_of_its_own(name: str, plan: str) -> None:
     who = subject(name)
     made = PLANS[plan](who)
     case = who.case(made)
-    for (first, same, again, stepped), mine, theirs in living(made.ranks).run(_copied, case.source(), case.light):
+    for (first, same, again, stepped), mine, theirs in living(made.ranks).run(_copied, case.source(), case.rank_case):
         assert first == pytest.approx(same, rel=1e-12) == pytest.approx(again, rel=1e-12) and stepped < 0.99 * first
         assert all(
             torch.equal(value, who.weights[name].to(value.dtype)) for name, value in mine.items() if name in who.weights
@@ -105,7 +105,7 @@ def test_averages_of_weights(name: str, plan: str) -> None:
     who = subject(name)
     made = PLANS[plan](who)
     case = who.case(made)
-    for got, wanted, loss, right in living(made.ranks).run(_averaged, case.source(), case.light):
+    for got, wanted, loss, right in living(made.ranks).run(_averaged, case.source(), case.rank_case):
         for parameter, value in got.items():
             torch.testing.assert_close(value, wanted[parameter], rtol=1e-12, atol=1e-12)
         assert loss == pytest.approx(right, rel=1e-12)

@@ -13,7 +13,7 @@ from autopar.capture import capture
 from autopar.errors import PlanError
 from autopar.pipeline import barred, units
 from autopar.verify import case_of, verify
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.helpers.ranks import living
 from tests.helpers.verify import Subject, by_stages, planner_of
 
@@ -63,9 +63,9 @@ def subject(first: bool) -> Subject:
     return Subject("counting", "train", capture(model, (data().float(),)), model.state_dict())
 
 
-def trained(source: str, light: Light) -> tuple[list[float], dict[str, Tensor]]:
+def trained(source: str, rank_case: RankCase) -> tuple[list[float], dict[str, Tensor]]:
     """One rank: the losses of some steps, and the buffers of all stages behind them."""
-    module = light.build(source)
+    module = rank_case.build(source)
     batch = module.shard_batch(data())
     losses = [float(module.train_step(*batch)) for _ in range(STEPS)]
     return losses, {
@@ -93,7 +93,7 @@ def test_all_stages_count_alike(first: bool, microbatches: int, schedule: str) -
     made = by_stages(who, (1,), "single", 2, microbatches, schedule, 2 if schedule.startswith("zbv") else 1)
     case = case_of(who.captured, made, who.weights, {"x": data()})
     assert verify(case, ranks=living(2)).ok
-    places = living(2).run(trained, case.source(), case.light)
+    places = living(2).run(trained, case.source(), case.rank_case)
     for losses, buffers in places:
         assert losses == pytest.approx(right, rel=1e-12)
         assert all(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.helpers.ranks import living
 from tests.helpers.remat import rematerialised
 from tests.helpers.tiny import TINY
@@ -60,10 +60,10 @@ class _Made(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _step(source: str, light: Light) -> list[str]:
+def _step(source: str, rank_case: RankCase) -> list[str]:
     """One rank: what a step and an evaluation make so."""
-    module = light.build(source)
-    batch = module.shard_batch(**light.batch)
+    module = rank_case.build(source)
+    batch = module.shard_batch(**rank_case.batch)
     module.train_step(*batch)
     with _Made() as made:
         module.train_step(*batch)
@@ -94,7 +94,9 @@ CASES = [
 def test_what_names_no_device_is_seen() -> None:
     case = subject("hf-llama").case(planned(subject("hf-llama"), (2,), "ddp"))
     plain = case.source().replace(", device=MESH.device_type", "")
-    assert plain != case.source() and all("arange in" in rank[0] for rank in living(2).run(_step, plain, case.light))
+    assert plain != case.source() and all(
+        "arange in" in rank[0] for rank in living(2).run(_step, plain, case.rank_case)
+    )
 
 
 @pytest.mark.parametrize(("schedule", "virtual", "remat"), [("1f1b", 1, False), ("interleaved_1f1b", 2, True)])
@@ -102,11 +104,11 @@ def test_so_does_a_pipeline(schedule: str, virtual: int, remat: bool) -> None:
     who = subject("hf-gpt2")
     made = by_stages(who, (1,), "single", 2, 4, schedule, virtual)
     case = who.case(rematerialised(who, made, "full") if remat else made)
-    assert not [each for rank in living(2).run(_step, case.source(), case.light) for each in rank]
+    assert not [each for rank in living(2).run(_step, case.source(), case.rank_case) for each in rank]
 
 
 @pytest.mark.parametrize(("name", "sizes", "how"), CASES)
 def test_a_step_names_the_device_of_what_it_makes(name: str, sizes: Sizes, how: str) -> None:
     case = subject(name).case(planned(subject(name), sizes, how))
-    found = living(2).run(_step, case.source(), case.light)
+    found = living(2).run(_step, case.source(), case.rank_case)
     assert not [each for rank in found for each in rank]

@@ -15,7 +15,7 @@ from autopar.capture import capture
 from autopar.errors import RunError
 from autopar.plan import Plan
 from autopar.verify import case_of, verify
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.helpers.ranks import living
 from tests.helpers.verify import Subject, by_stages, planned
 
@@ -139,9 +139,9 @@ def _plan(who: Subject, how: str) -> Plan:
     return by_stages(who, (1,), "single", 2, 1 if how == "naive" else 2, how, 2 if how.startswith("zbv") else 1)
 
 
-def _life(source: str, light: Light) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+def _life(source: str, rank_case: RankCase) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """One rank: outputs in evaluation, of a step of training, and in evaluation again; the buffers behind each."""
-    module = light.build(source)
+    module = rank_case.build(source)
     batch, outputs, buffers = module.shard_batch(data()), [], []
     for training in (False, True, False):
         with torch.no_grad():
@@ -181,7 +181,7 @@ def test_evaluation_is_that_of_the_model(name: str, how: str) -> None:
     model.double().load_state_dict(dict(who.weights))
     wanted = model.eval()(data())[1].detach()
     kept = {n: t.clone() for n, t in model.state_dict().items()}
-    for outputs, buffers in living(2).run(_life, case.source(), case.light):
+    for outputs, buffers in living(2).run(_life, case.source(), case.rank_case):
         evaluated, trained, again = outputs
         torch.testing.assert_close(evaluated, wanted, rtol=1e-9, atol=1e-12)
         assert not torch.allclose(trained, wanted, rtol=1e-3)
@@ -201,11 +201,13 @@ def test_evaluation_is_that_of_the_model(name: str, how: str) -> None:
             torch.testing.assert_close(again, model.eval()(data())[1].detach(), rtol=1e-6, atol=1e-9)
 
 
-def _evaluated_first(source: str, light: Light, mode: Callable[[], AbstractContextManager[None]]) -> dict[str, Tensor]:
+def _evaluated_first(
+    source: str, rank_case: RankCase, mode: Callable[[], AbstractContextManager[None]]
+) -> dict[str, Tensor]:
     """One rank: what a module that was built in a mode without gradients, took statistics there and evaluated there
     when a weight had been frozen, comes to in training."""
     with mode():
-        module = light.build(source)
+        module = rank_case.build(source)
     batch = module.shard_batch(data())
     with mode():
         module(*batch)
@@ -225,7 +227,7 @@ def test_what_inference_mode_leaves_can_train(how: str) -> None:
     who, _ = subject("batch norm")
     case = case_of(who.captured, _plan(who, how), who.weights, {"x": data()})
     ran = [
-        living(2).run(_evaluated_first, case.source(), case.light, mode)
+        living(2).run(_evaluated_first, case.source(), case.rank_case, mode)
         for mode in (torch.inference_mode, torch.no_grad)
     ]
     for found, wanted in zip(*ran, strict=True):
@@ -264,8 +266,8 @@ class AlwaysDropping(nn.Module):
         return F.dropout(self.linear(x), 0.5).square().mean()
 
 
-def _refused(source: str, light: Light) -> str:
-    module = light.build(source)
+def _refused(source: str, rank_case: RankCase) -> str:
+    module = rank_case.build(source)
     module.train_step(*module.shard_batch(data()))
     try:
         module.eval()
@@ -287,7 +289,7 @@ def test_what_no_flag_turns_off_is_refused(kind: type[nn.Module], why: str) -> N
     model = kind()
     who = Subject("refused", "train", capture(model, (data().float(),)), model.state_dict())
     case = case_of(who.captured, planned(who, (2,), "zero3"), who.weights, {"x": data()})
-    for said in living(2).run(_refused, case.source(), case.light):
+    for said in living(2).run(_refused, case.source(), case.rank_case):
         assert why in said and 'mode="inference"' in said
 
 
@@ -315,14 +317,14 @@ def test_a_module_for_inference_evaluates_either_way() -> None:
     who = Subject("inference", "inference", captured, model.state_dict())
     case = case_of(captured, planned(who, (2,), "random 0"), who.weights, {"x": data()})
     wanted = model.double()(data())[1].detach()
-    for outputs, _ in living(2).run(_life, case.source(), case.light):
+    for outputs, _ in living(2).run(_life, case.source(), case.rank_case):
         for number, output in enumerate(outputs):
             torch.testing.assert_close(output, wanted * (number + 2) / 2, rtol=1e-9, atol=1e-12)
 
 
-def _of_a_part(source: str, light: Light) -> tuple[list[str], list[bool]]:
+def _of_a_part(source: str, rank_case: RankCase) -> tuple[list[str], list[bool]]:
     """One rank: what is said where a part is to have another mode than the model, and the modes of its modules."""
-    module, said, modes = light.build(source), [], []
+    module, said, modes = rank_case.build(source), [], []
     for training in (True, False):
         module.train(training)
         for part in (module.layer, module.up):
@@ -337,7 +339,7 @@ def _of_a_part(source: str, light: Light) -> tuple[list[str], list[bool]]:
 def test_a_part_alone_has_no_mode() -> None:
     who, _ = subject("batch norm")
     case = case_of(who.captured, planned(who, (2,), "ddp"), who.weights, {"x": data()})
-    for said, modes in living(2).run(_of_a_part, case.source(), case.light):
+    for said, modes in living(2).run(_of_a_part, case.source(), case.rank_case):
         assert all(modes) and len(modes) > 4
         assert [text.split("()")[0] for text in said] == ["eval", "eval", "train", "train"] and all(
             "of a part of a sharded model would change nothing" in text for text in said

@@ -16,7 +16,7 @@ from autopar.capture import capture
 from autopar.errors import RunError
 from autopar.plan import Plan
 from autopar.verify import case_of
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.helpers.ranks import living
 from tests.helpers.verify import Subject, by_recipe, by_stages
 
@@ -54,9 +54,9 @@ def subject() -> Subject:
     return Subject("scaled", "train", captured, model.state_dict())
 
 
-def losses(source: str, light: Light) -> list[float]:
+def losses(source: str, rank_case: RankCase) -> list[float]:
     """One rank: losses of the ways to pass them, and what other values do."""
-    module = light.build(source)
+    module = rank_case.build(source)
     x, wanted = batch()
     mine = module.shard_batch(x, 2.0, wanted, deep=True)
     assert all(torch.equal(a, b) for a, b in zip(mine, module.shard_batch(x, wanted), strict=True))
@@ -80,7 +80,7 @@ def test_plain_arguments(places: int) -> None:
     model = Scaled().double()
     model.load_state_dict(dict(who.weights))
     right = float(model(x, 2.0, wanted, deep=True).detach())
-    for found in living(2).run(losses, case.source(), case.light):
+    for found in living(2).run(losses, case.source(), case.rank_case):
         assert found == pytest.approx([right] * 3, rel=1e-12)
 
 
@@ -136,9 +136,9 @@ def held(inputs: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str,
     }
 
 
-def fed(source: str, light: Light) -> list[float]:
+def fed(source: str, rank_case: RankCase) -> list[float]:
     """One rank: losses of the ways to pass them, and what others do."""
-    module = light.build(source)
+    module = rank_case.build(source)
     args, kwargs = held(given())
     mine = module.shard_batch(*args, **kwargs)
     assert all(torch.equal(a, b) for a, b in zip(mine, module.shard_batch(**given()), strict=True))
@@ -172,5 +172,5 @@ def test_arguments_that_hold_several_inputs(places: int) -> None:
     who = Subject("fed", "train", captured, model.state_dict())
     plan: Plan = by_recipe(who, (2,), "ddp") if places == 1 else by_stages(who, (1,), "single", 2, 2, "1f1b")
     case = case_of(captured, plan, who.weights, given())
-    for found in living(2).run(fed, case.source(), case.light):
+    for found in living(2).run(fed, case.source(), case.rank_case):
         assert found == pytest.approx([float(model(*args, **kwargs).detach())] * 4, rel=1e-12)

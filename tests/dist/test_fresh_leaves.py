@@ -15,7 +15,7 @@ from autopar.errors import RunError
 from autopar.plan import Plan
 from autopar.recipes import roles
 from autopar.verify.reference import trainable
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from passes.interpret import Interpret
 from tests.helpers.ranks import living
 from tests.helpers.verify import Subject, by_recipe, by_roles, by_stages, subject
@@ -87,10 +87,10 @@ def alone(name: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {n: p.detach() for n, p in params.items()}
 
 
-def lived(source: str, light: Light) -> tuple[list[float], dict[str, Tensor]]:
+def lived(source: str, rank_case: RankCase) -> tuple[list[float], dict[str, Tensor]]:
     """The same on one rank."""
-    module = light.build(source)
-    batch = module.shard_batch(**light.batch)
+    module = rank_case.build(source)
+    batch = module.shard_batch(**rank_case.batch)
 
     def evaluate() -> float:
         with torch.no_grad():
@@ -100,7 +100,7 @@ def lived(source: str, light: Light) -> tuple[list[float], dict[str, Tensor]]:
         module.load_state_dict(
             {
                 n: w * factor if w.is_floating_point() else w
-                for n, w in light.weights.items()
+                for n, w in rank_case.weights.items()
                 if n in module.state_dict()
             }
         )
@@ -143,7 +143,7 @@ def test_a_leaf_is_never_stale(plan: str) -> None:
     case = who.case(made)
     losses, params = alone("hf-gpt2")
     seen: dict[str, None] = {}
-    for got, state in living(made.ranks).run(lived, case.source(), case.light):
+    for got, state in living(made.ranks).run(lived, case.source(), case.rank_case):
         assert got == pytest.approx(losses, rel=1e-9)
         for name, value in state.items():
             torch.testing.assert_close(value, params[name], rtol=0, atol=1e-9)
@@ -151,11 +151,11 @@ def test_a_leaf_is_never_stale(plan: str) -> None:
     assert set(seen) == set(params)
 
 
-def _two_forwards(source: str, light: Light) -> tuple[float, str]:
+def _two_forwards(source: str, rank_case: RankCase) -> tuple[float, str]:
     """One rank: the gradient of two forwards at once against twice that of one, and what a backward says whose weights
     have changed."""
-    module = light.build(source)
-    batch = module.shard_batch(**light.batch)
+    module = rank_case.build(source)
+    batch = module.shard_batch(**rank_case.batch)
     (module(*batch)["loss"] + module(*batch)["loss"]).backward()
     both = {n: local_of(p.grad).clone() for n, p in module.named_parameters() if p.grad is not None}
     for p in module.parameters():
@@ -179,6 +179,6 @@ def _two_forwards(source: str, light: Light) -> tuple[float, str]:
 def test_graphs_of_unchanged_weights_stay_good_and_others_say_so() -> None:
     who = subject("hf-gpt2")
     case = who.case(by_recipe(who, (4,), "zero1"))
-    for gap, words in living(4).run(_two_forwards, case.source(), case.light):
+    for gap, words in living(4).run(_two_forwards, case.source(), case.rank_case):
         assert gap < 1e-12
         assert "modified by an in-place operation between forward and backward" in words

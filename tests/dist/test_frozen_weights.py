@@ -18,7 +18,7 @@ from autopar.frontend import load
 from autopar.plan import Plan
 from autopar.recipes import roles
 from autopar.verify import case_of, graph_rows, verify
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.helpers.ranks import living, on_new_ranks
 from tests.helpers.tiny import TINY
 from tests.helpers.verify import Subject, by_stages, planned
@@ -78,11 +78,11 @@ def _plan(who: Subject, how: str) -> Plan:
     return planned(who, (2,), how)
 
 
-def _thawed(source: str, light: Light) -> tuple[str, list[str]]:
+def _thawed(source: str, rank_case: RankCase) -> tuple[str, list[str]]:
     """One rank: what it says when a frozen weight is to train; and which weights have gradients when one that trained
     is frozen."""
-    module, said = light.build(source), ""
-    batch = module.shard_batch(**light.batch)
+    module, said = rank_case.build(source), ""
+    batch = module.shard_batch(**rank_case.batch)
     module.words.weight.requires_grad_(True)
     try:
         module.train_step(*batch)
@@ -98,18 +98,18 @@ def test_what_was_frozen_stays_so() -> None:
     who = subject(0)
     for how in ("zero3", "zero1"):
         case = case_of(who.captured, _plan(who, how), who.weights, data(8))
-        for said, graded in living(2).run(_thawed, case.source(), case.light):
+        for said, graded in living(2).run(_thawed, case.source(), case.rank_case):
             assert "parameter words.weight was frozen when the model was compiled" in said
             assert set(graded) == {f"blocks.{n}.{kind}.weight" for n in range(DEPTH) for kind in ("down", "up")} - {
                 "blocks.1.up.weight"
             }
 
 
-def _frozen_later(source: str, light: Light, name: str) -> tuple[list[bool], str]:
+def _frozen_later(source: str, rank_case: RankCase, name: str) -> tuple[list[bool], str]:
     """One rank: whether a weight that several places hold has a gradient when it trains, when it is frozen, and with
     what was there before; and what is said where one place alone froze it."""
-    module = light.build(source)
-    batch, weight, found = module.shard_batch(**light.batch), dict(module.named_parameters()).get(name), []
+    module = rank_case.build(source)
+    batch, weight, found = module.shard_batch(**rank_case.batch), dict(module.named_parameters()).get(name), []
     for frozen in (False, True, True):
         if weight is not None:
             weight.requires_grad_(not frozen)
@@ -130,7 +130,7 @@ def _frozen_later(source: str, light: Light, name: str) -> tuple[list[bool], str
 def test_a_weight_of_several_places_that_is_frozen_later_has_no_gradient() -> None:
     who = by_name("hf-gpt2")
     case = who.case(by_stages(who, (1,), "single", 2, 2, "1f1b"))
-    for found, said in on_new_ranks(2, _frozen_later, case.source(), case.light, "transformer.wte.weight"):
+    for found, said in on_new_ranks(2, _frozen_later, case.source(), case.rank_case, "transformer.wte.weight"):
         assert found == [True, False, True]
         assert (
             "parameter transformer.wte.weight, of which several places of the pipeline have a copy, is frozen on some "
@@ -138,16 +138,16 @@ def test_a_weight_of_several_places_that_is_frozen_later_has_no_gradient() -> No
         )
 
 
-def _run_again(source: str, light: Light) -> list[dict[str, Tensor | None]]:
+def _run_again(source: str, rank_case: RankCase) -> list[dict[str, Tensor | None]]:
     """One rank: gradients where all that the first block reads is frozen, eager and with compiled blocks."""
     found = []
     for compiled in (False, True):
-        module = light.build(source)
+        module = rank_case.build(source)
         if compiled:
             module.compile_blocks(backend="aot_eager")
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name.startswith("blocks.1"))
-        module.train_step(*module.shard_batch(**light.batch))
+        module.train_step(*module.shard_batch(**rank_case.batch))
         found.append(module.full_grads())
     return found
 
@@ -167,8 +167,8 @@ def test_a_compiled_block_in_which_all_is_frozen_does_not_run_again() -> None:
     )
     assert "remat(block" in made.source and made.captured is not None
     batch = dict(zip(made.captured.input_names, [*loaded.args, *loaded.kwargs.values()], strict=True))
-    light = Light(made.plan, dict(loaded.model.state_dict()), made.bundle.constants, batch)
-    for eager, compiled in on_new_ranks(2, _run_again, made.source, light, timeout_s=240):
+    rank_case = RankCase(made.plan, dict(loaded.model.state_dict()), made.bundle.constants, batch)
+    for eager, compiled in on_new_ranks(2, _run_again, made.source, rank_case, timeout_s=240):
         assert any(grad is not None for grad in eager.values())
         for name, grad in eager.items():
             torch.testing.assert_close(compiled[name], grad, rtol=1e-4, atol=1e-6)

@@ -14,7 +14,7 @@ from torch import Tensor, optim
 
 from autopar.plan import Plan
 from autopar.runtime import ShardedModule
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.helpers.ranks import living
 from tests.helpers.verify import Subject, by_chance, by_recipe, by_stages, subject
 
@@ -22,14 +22,14 @@ STEPS, HALF, RATE = 8, 4, 1e-2
 Said = tuple[list[float], dict[str, Tensor]]
 
 
-def _batches(light: Light) -> Iterator[dict[str, Tensor]]:
+def _batches(rank_case: RankCase) -> Iterator[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(5)
     for _ in range(STEPS):
         yield {
             name: torch.randn(value.shape, generator=generator, dtype=value.dtype)
             if value.is_floating_point()
             else value[torch.randperm(len(value), generator=generator)]
-            for name, value in light.batch.items()
+            for name, value in rank_case.batch.items()
         }
 
 
@@ -44,17 +44,17 @@ def _optimizer(module: ShardedModule) -> optim.Optimizer:
     )
 
 
-def _lived(source: str, light: Light, start: int, stop: int, folder: str) -> Said:
+def _lived(source: str, rank_case: RankCase, start: int, stop: int, folder: str) -> Said:
     """One rank: what it says in the steps `[start, stop)`, and its weights behind them. It begins with what is in
     `folder`, or leaves it there."""
-    module = light.build(source)
+    module = rank_case.build(source)
     optimizer, said = _optimizer(module), list[float]()
     if start:
         state = {"model": module.state_dict(), "optimizer": module.optimizer_state_dict(optimizer)}
         dcp.load(state, checkpoint_id=folder)
         module.load_state_dict(state["model"])
         module.load_optimizer_state_dict(optimizer, state["optimizer"])
-    for number, batch in enumerate(_batches(light)):
+    for number, batch in enumerate(_batches(rank_case)):
         if start <= number < stop:
             mine = module.shard_batch(**batch)
             for group in optimizer.param_groups:
@@ -96,7 +96,7 @@ PAIRS = [
 
 def _run(who: Subject, made: Plan, *more: object) -> list[Said]:
     case = who.case(made)
-    found: list[Said] = living(made.ranks).run(_lived, case.source(), case.light, *more)
+    found: list[Said] = living(made.ranks).run(_lived, case.source(), case.rank_case, *more)
     return found
 
 

@@ -17,7 +17,7 @@ import autopar
 from autopar import GradScaler, RunError
 from autopar._torch import local_of
 from autopar.compiled import Compiled
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.dist.test_loaders import Model, dataset
 from tests.helpers.ranks import living
 
@@ -45,7 +45,7 @@ class Faint(nn.Module):
 
 
 @cache
-def planned(recipe: str) -> tuple[str, Light, dict[str, Tensor]]:
+def planned(recipe: str) -> tuple[str, RankCase, dict[str, Tensor]]:
     """The source, what it takes, and the gradients of one device in float64."""
     torch.manual_seed(0)
     model, x = Faint(), torch.randn(BATCH, WIDTH)
@@ -54,25 +54,25 @@ def planned(recipe: str) -> tuple[str, Light, dict[str, Tensor]]:
     wide.load_state_dict(model.state_dict())
     wide(x.double()).backward()
     grads = {name: p.grad for name, p in wide.named_parameters() if p.grad is not None}
-    return made.source, Light(made.plan, dict(model.state_dict()), made.bundle.constants, {"x": x.half()}), grads
+    return made.source, RankCase(made.plan, dict(model.state_dict()), made.bundle.constants, {"x": x.half()}), grads
 
 
-def _gradients(source: str, light: Light, enabled: bool) -> tuple[float, dict[str, Tensor]]:
+def _gradients(source: str, rank_case: RankCase, enabled: bool) -> tuple[float, dict[str, Tensor]]:
     """One rank: the loss, and whole gradients, divided by the scale."""
-    module = light.build(source)
+    module = rank_case.build(source)
     optimizer, scaler = torch.optim.SGD(module.parameters(), lr=0.1), GradScaler("cpu", enabled=enabled)
     loss = 0.0
     for _ in range(2):  # gradients of both add up
-        loss = float(module.train_step(*module.shard_batch(**light.batch), scaler=scaler))
+        loss = float(module.train_step(*module.shard_batch(**rank_case.batch), scaler=scaler))
     scaler.unscale_(optimizer)
     return loss, {name: grad for name, grad in module.full_grads().items() if grad is not None}
 
 
 @pytest.mark.parametrize("recipe", ["zero1", "1f1b"])
 def test_gradients_do_not_underflow(recipe: str) -> None:
-    source, light, grads = planned(recipe)
+    source, rank_case, grads = planned(recipe)
     for enabled in (True, False):
-        ran = living(2).run(_gradients, source, light, enabled)
+        ran = living(2).run(_gradients, source, rank_case, enabled)
         assert {name for _, found in ran for name in found} == set(grads)
         for loss, found in ran:
             assert 0 < loss < 100 * FAINT
@@ -86,14 +86,14 @@ def test_gradients_do_not_underflow(recipe: str) -> None:
 
 
 def _overflows(
-    source: str, light: Light, who: int, kind: str
+    source: str, rank_case: RankCase, who: int, kind: str
 ) -> tuple[float, bool, tuple[float, dict[str, float]], bool]:
     """One rank: the scale after a step in which rank `who` alone has a gradient that is no number in its last
     parameter, and whether anything moved; whether parameters are those that other ranks have, and whether the next step
     moves."""
-    module = light.build(source)
+    module = rank_case.build(source)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=kind == "fused")
-    scaler, batch = GradScaler("cpu", init_scale=2.0**12), module.shard_batch(**light.batch)
+    scaler, batch = GradScaler("cpu", init_scale=2.0**12), module.shard_batch(**rank_case.batch)
     module.train_step(*batch, scaler=scaler)
     if dist.get_rank() == who:
         *_, last = (local_of(p.grad) for p in module.parameters() if p.grad is not None)
@@ -136,19 +136,19 @@ def _overflows(
     ],
 )
 def test_all_ranks_leave_a_step_out_or_none(recipe: str, kind: str) -> None:
-    source, light, _ = planned(recipe)
+    source, rank_case, _ = planned(recipe)
     for who in (0, 1):
-        found = living(2).run(_overflows, source, light, who, kind)
+        found = living(2).run(_overflows, source, rank_case, who, kind)
         assert [(scale, moved, after) for scale, moved, _, after in found] == [(2.0**11, False, True)] * 2
         (scale, here), (other, there) = found[0][2], found[1][2]
         assert scale == other and all(here[name] == there[name] for name in here if name in there)
 
 
-def _refused(source: str, light: Light) -> list[str]:
-    module, said = light.build(source), []
+def _refused(source: str, rank_case: RankCase) -> list[str]:
+    module, said = rank_case.build(source), []
     for scaler in (None, torch.amp.GradScaler("cpu"), ShardedGradScaler("cpu")):
         try:
-            module.train_step(*module.shard_batch(**light.batch), scaler=scaler)
+            module.train_step(*module.shard_batch(**rank_case.batch), scaler=scaler)
         except RunError as error:
             said.append(str(error))
     return said
@@ -156,8 +156,8 @@ def _refused(source: str, light: Light) -> list[str]:
 
 @pytest.mark.parametrize("recipe", ["zero1", "1f1b"])
 def test_float16_without_a_scaler_of_all_ranks_is_refused(recipe: str) -> None:
-    source, light, _ = planned(recipe)
-    for none, torchs, fsdps in living(2).run(_refused, source, light):
+    source, rank_case, _ = planned(recipe)
+    for none, torchs, fsdps in living(2).run(_refused, source, rank_case):
         assert 'scaler = autopar.GradScaler("cpu")' in none
         assert "scaler is a torch.amp.grad_scaler.GradScaler" in torchs and "ShardedGradScaler" in fsdps
 

@@ -14,7 +14,7 @@ from autopar.compiled import Compiled
 from autopar.memory import memory_of
 from autopar.runtime.scaling import scaler_for
 from autopar.verify import case_of, verify
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.helpers.ranks import living
 
 WIDTH, ROWS, STEPS = 8, 1024, 300
@@ -67,14 +67,14 @@ def data(*sizes: int) -> Tensor:
     return (torch.randn(*sizes, generator=torch.Generator().manual_seed(1)) + 0.5).bfloat16().float()
 
 
-def light(compiled: Compiled, model: nn.Module, x: Tensor) -> Light:
+def rank_case(compiled: Compiled, model: nn.Module, x: Tensor) -> RankCase:
     assert compiled.captured is not None
-    return Light(
+    return RankCase(
         compiled.plan, dict(model.state_dict()), compiled.bundle.constants, {compiled.captured.input_names[0]: x}
     )
 
 
-def _trained(source: str, what: Light) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _trained(source: str, what: RankCase) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Buffers of a rank after STEPS steps, and its whole state dict."""
     module = what.build(source)
     batch, scaler = module.shard_batch(**what.batch), scaler_for(module)
@@ -89,7 +89,7 @@ def test_what_steps_change_is_what_it_is_in_float32(recipe: str, precision: str)
     torch.manual_seed(0)
     model, x = Counting(), data(ROWS, WIDTH)
     compiled = autopar.compile(model, "cpu:1x2", (x,), precision=precision, recipe=recipe, time_limit_s=5.0)
-    ranks = living(2).run(_trained, compiled.source, light(compiled, model, x))
+    ranks = living(2).run(_trained, compiled.source, rank_case(compiled, model, x))
     for _ in range(STEPS):
         model(x)
     for held, saved in ranks:
@@ -124,9 +124,9 @@ def test_buffers_take_as_much_as_is_said() -> None:
     assert compiled.captured is not None
     said = memory_of(compiled.captured.gm, compiled.plan).fullest.rest["buffers"]
     assert said == sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-    for got in living(4).run(_bytes, compiled.source, light(compiled, model, x)):
+    for got in living(4).run(_bytes, compiled.source, rank_case(compiled, model, x)):
         assert got == said
 
 
-def _bytes(source: str, what: Light) -> int:
+def _bytes(source: str, what: RankCase) -> int:
     return sum(buffer.numel() * buffer.element_size() for buffer in what.build(source).buffers())

@@ -34,7 +34,7 @@ from autopar.runtime.scaling import scaler_for
 from autopar.simulate.stages import Stages
 from autopar.verify import case_of, verify
 from autopar.verify.reference import trainable
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from passes.interpret import Interpret
 from tests.helpers.captures import captured_once
 from tests.helpers.ranks import living
@@ -55,8 +55,8 @@ class Mixed:
     batch: dict[str, Tensor]
 
     @property
-    def light(self) -> Light:
-        return Light(self.compiled.plan, self.weights, self.compiled.bundle.constants, self.batch)
+    def rank_case(self) -> RankCase:
+        return RankCase(self.compiled.plan, self.weights, self.compiled.bundle.constants, self.batch)
 
 
 @cache
@@ -107,12 +107,12 @@ def alone(name: str = "hf-gpt2", precision: str = "bf16") -> tuple[list[float], 
 
 
 def _trained(
-    source: str, light: Light
+    source: str, rank_case: RankCase
 ) -> tuple[list[float], dict[str, Tensor], float, dict[str, set[str]], dict[str, int]]:
     """One rank: losses of two steps, whole gradients of the first, how far the parameters after it are from what the
     optimizer makes of them alone, the dtypes of everything, and bytes by kind of collective of parameters."""
-    module = light.build(source)
-    batch, scaler = module.shard_batch(**light.batch), scaler_for(module)
+    module = rank_case.build(source)
+    batch, scaler = module.shard_batch(**rank_case.batch), scaler_for(module)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     with count() as seen:
         losses = [float(module.train_step(*batch, scaler=scaler))]
@@ -157,7 +157,7 @@ def _trained(
 def test_equals_one_device_that_does_the_same(recipe: str, precision: str) -> None:
     what = mixed(recipe, precision=precision)
     losses, grads = alone(precision=precision)
-    for got, whole, gap, dtypes, moved in living(4).run(_trained, what.compiled.source, what.light):
+    for got, whole, gap, dtypes, moved in living(4).run(_trained, what.compiled.source, what.rank_case):
         assert got == pytest.approx(losses, rel=2e-2)
         assert gap <= 1e-7
         assert dtypes == {
@@ -189,13 +189,13 @@ def test_in_float64_nothing_is_rounded(recipe: str, precision: str) -> None:
 def test_small_gradients_add_up() -> None:
     """256 + 1 is 256 in bfloat16: gradients of steps that are not cleared add up in float32."""
     what = mixed("zero1")
-    for once, often in living(4).run(_accumulated, what.compiled.source, what.light):
+    for once, often in living(4).run(_accumulated, what.compiled.source, what.rank_case):
         assert often == pytest.approx(40 * once, rel=1e-5)
 
 
-def _accumulated(source: str, light: Light) -> tuple[float, float]:
-    module = light.build(source)
-    batch = module.shard_batch(**light.batch)
+def _accumulated(source: str, rank_case: RankCase) -> tuple[float, float]:
+    module = rank_case.build(source)
+    batch = module.shard_batch(**rank_case.batch)
 
     def norm() -> float:
         return sum(float(local_of(p.grad).double().abs().sum()) for p in module.parameters() if p.grad is not None)
@@ -207,12 +207,12 @@ def _accumulated(source: str, light: Light) -> tuple[float, float]:
     return once, norm()
 
 
-def _from_images(source: str, light: Light) -> list[float]:
+def _from_images(source: str, rank_case: RankCase) -> list[float]:
     """One rank: losses of float32 images and of the same in 16 bits."""
-    module = light.build(source)
+    module = rank_case.build(source)
     wide, narrow = (
-        light.batch,
-        {name: value.bfloat16() if value.is_floating_point() else value for name, value in light.batch.items()},
+        rank_case.batch,
+        {name: value.bfloat16() if value.is_floating_point() else value for name, value in rank_case.batch.items()},
     )
     return [float(module.train_step(*module.shard_batch(**batch))) for batch in (wide, narrow)]
 
@@ -221,7 +221,7 @@ def _from_images(source: str, light: Light) -> list[float]:
 def test_floating_inputs_are_cast(recipe: str) -> None:
     what = mixed(recipe, "hf-vit")
     images = {name: value.float() if value.is_floating_point() else value for name, value in what.batch.items()}
-    for wide, narrow in living(4).run(_from_images, what.compiled.source, replace(what.light, batch=images)):
+    for wide, narrow in living(4).run(_from_images, what.compiled.source, replace(what.rank_case, batch=images)):
         assert wide == narrow > 0
 
 
@@ -256,20 +256,20 @@ def test_weights_in_tiles_equal_one_device_that_does_the_same() -> None:
     made = in_tiles(captured, what.compiled.plan, 2)
     losses, grads = alone()
     source = emit(captured.gm, made, Names.of(captured))
-    got, whole, gap, dtypes, _ = living(4).run(_trained, source, replace(what.light, plan=made))[0]
+    got, whole, gap, dtypes, _ = living(4).run(_trained, source, replace(what.rank_case, plan=made))[0]
     assert got == pytest.approx(losses, rel=2e-2) and gap <= 1e-7 and dtypes["gradient"] == {"torch.float32"}
     assert all(
         float((grad - grads[name]).norm()) <= 0.05 * float(grads[name].norm()) + 1e-4 for name, grad in whole.items()
     )
-    seen = living(4).run(_in_tiles, source, replace(what.light, plan=made))[0]
+    seen = living(4).run(_in_tiles, source, replace(what.rank_case, plan=made))[0]
     assert seen["reduce_scatter"] == seen["all_gather"]  # twice in bfloat16, once in float32
 
 
-def _in_tiles(source: str, light: Light) -> Counter[str]:
+def _in_tiles(source: str, rank_case: RankCase) -> Counter[str]:
     """Bytes by kind of collective of tiles in one step."""
-    module = light.build(source)
+    module = rank_case.build(source)
     with count() as seen:
-        module.train_step(*module.shard_batch(**light.batch))
+        module.train_step(*module.shard_batch(**rank_case.batch))
     found: Counter[str] = Counter()
     for item in seen:
         found[item.kind] += item.bytes if item.name.startswith("tiled") else 0

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from autopar.errors import RunError
 from autopar.plan import Plan
 from autopar.runtime import GradScaler
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.helpers.ranks import living
 from tests.helpers.verify import Subject, by_chance, by_recipe, by_stages, subject
 
@@ -55,12 +55,12 @@ PLANS: dict[str, Callable[[Subject], Plan]] = {
 }
 
 
-def _stepped(source: str, light: Light, names: list[str]) -> list[dict[str, Tensor]]:
+def _stepped(source: str, rank_case: RankCase, names: list[str]) -> list[dict[str, Tensor]]:
     """One rank: the whole parameters after some steps of each optimizer."""
     found = []
     for name in names:
-        module = light.build(source)
-        batch = module.shard_batch(**light.batch)
+        module = rank_case.build(source)
+        batch = module.shard_batch(**rank_case.batch)
         optimizer = MADE[name](list(module.parameters()))
         # Muon rounds so much that whose sums come first shows
         with mock.patch.object(Tensor, "bfloat16", lambda self: self):
@@ -88,8 +88,8 @@ def test_optimizers_step_as_on_one_device(name: str, plan: str) -> None:
     who, names = subject(name), list(MADE)
     alone, made = who.case(by_recipe(who, (1,), "single")), PLANS[plan](who)
     case = who.case(made)
-    (wanted,) = living(1).run(_stepped, alone.source(), alone.light, names)
-    for got in living(made.ranks).run(_stepped, case.source(), case.light, names):
+    (wanted,) = living(1).run(_stepped, alone.source(), alone.rank_case, names)
+    for got in living(made.ranks).run(_stepped, case.source(), case.rank_case, names):
         for optimizer, right, found in zip(names, wanted, got, strict=True):
             for parameter, value in found.items():
                 torch.testing.assert_close(
@@ -101,9 +101,9 @@ def test_optimizers_step_as_on_one_device(name: str, plan: str) -> None:
                 )
 
 
-def _refused(source: str, light: Light, name: str) -> str:
-    module = light.build(source)
-    module.train_step(*module.shard_batch(**light.batch))
+def _refused(source: str, rank_case: RankCase, name: str) -> str:
+    module = rank_case.build(source)
+    module.train_step(*module.shard_batch(**rank_case.batch))
     try:
         REFUSED[name][0](list(module.parameters())).step()
     except RuntimeError as error:
@@ -116,24 +116,24 @@ def test_what_torch_cannot_step_on_shards_says_so(name: str) -> None:
     """When this fails, torch can: say so in docs/training.md, and of what is fused in autopar/optimizers.py."""
     who = subject("gpt")
     case = who.case(by_recipe(who, (2,), "zero3"))
-    for said in living(2).run(_refused, case.source(), case.light, name):
+    for said in living(2).run(_refused, case.source(), case.rank_case, name):
         assert REFUSED[name][1] in said
 
 
-def _plain(source: str, light: Light) -> dict[str, Tensor]:
+def _plain(source: str, rank_case: RankCase) -> dict[str, Tensor]:
     """One rank: what `_hooked` comes to."""
-    module = light.build(source)
+    module = rank_case.build(source)
     optimizer = optim.SGD(module.parameters(), 0.05)
     for _ in range(STEPS):
-        module.train_step(*module.shard_batch(**light.batch))
+        module.train_step(*module.shard_batch(**rank_case.batch))
         optimizer.step()
         optimizer.zero_grad()
     return module.full_state_dict()
 
 
-def _hooked(source: str, light: Light) -> dict[str, Tensor]:
+def _hooked(source: str, rank_case: RankCase) -> dict[str, Tensor]:
     """One rank: each parameter steps as soon as its gradient, which a hook halves, is there."""
-    module = light.build(source)
+    module = rank_case.build(source)
     steps = {parameter: optim.SGD([parameter], 0.1) for parameter in module.parameters()}
 
     def step(parameter: Tensor) -> None:
@@ -144,7 +144,7 @@ def _hooked(source: str, light: Light) -> dict[str, Tensor]:
         parameter.register_hook(lambda grad: grad * 0.5)
         parameter.register_post_accumulate_grad_hook(step)
     for _ in range(STEPS):
-        module.train_step(*module.shard_batch(**light.batch))
+        module.train_step(*module.shard_batch(**rank_case.batch))
     assert all(parameter.grad is None for parameter in module.parameters())
     return module.full_state_dict()
 
@@ -160,17 +160,17 @@ def test_hooks_of_gradients_are_called(plan: str) -> None:
             True,
             False,
         }
-    (wanted,) = living(1).run(_plain, alone.source(), alone.light)
-    for got in living(made.ranks).run(_hooked, case.source(), case.light):
+    (wanted,) = living(1).run(_plain, alone.source(), alone.rank_case)
+    for got in living(made.ranks).run(_hooked, case.source(), case.rank_case):
         for name, value in got.items():
             torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-12)
 
 
-def _centred(source: str, light: Light) -> tuple[dict[str, Tensor | None], list[str]]:
+def _centred(source: str, rank_case: RankCase) -> tuple[dict[str, Tensor | None], list[str]]:
     """One rank: gradients of two steps, of which the first is less its mean (Yong et al. 2020), as DTensor computes it;
     and those that it has laid otherwise."""
-    module, moved = light.build(source), []
-    batch = module.shard_batch(**light.batch)
+    module, moved = rank_case.build(source), []
+    batch = module.shard_batch(**rank_case.batch)
     module.train_step(*batch)
     for name, parameter in module.named_parameters():
         if parameter.grad is not None and parameter.ndim > 1:
@@ -181,10 +181,10 @@ def _centred(source: str, light: Light) -> tuple[dict[str, Tensor | None], list[
     return {**{f"{name}, centred": grad for name, grad in centred.items()}, **module.full_grads()}, moved
 
 
-def _summed(source: str, light: Light) -> Tensor:
+def _summed(source: str, rank_case: RankCase) -> Tensor:
     """One rank: the gradient of its first parameter in two steps, the first one's a part of a sum on each rank."""
-    module = light.build(source)
-    module.train_step(*module.shard_batch(**light.batch))
+    module = rank_case.build(source)
+    module.train_step(*module.shard_batch(**rank_case.batch))
     name, parameter = next(
         (name, p)
         for name, p in module.named_parameters()
@@ -194,7 +194,7 @@ def _summed(source: str, light: Light) -> Tensor:
     parameter.grad = DTensor.from_local(
         whole / parameter.device_mesh.size(), parameter.device_mesh, [Partial()] * parameter.device_mesh.ndim
     )
-    module.train_step(*module.shard_batch(**light.batch))
+    module.train_step(*module.shard_batch(**rank_case.batch))
     found = module.full_grads()[name]
     assert found is not None
     return found / whole
@@ -206,8 +206,8 @@ def test_gradients_that_are_laid_otherwise_by_users_add_up(plan: str) -> None:
     who = subject("gpt")
     alone, made = who.case(by_recipe(who, (1,), "single")), PLANS[plan](who)
     case = who.case(made)
-    ((wanted, _),) = living(1).run(_centred, alone.source(), alone.light)
-    for got, moved in living(made.ranks).run(_centred, case.source(), case.light):
+    ((wanted, _),) = living(1).run(_centred, alone.source(), alone.rank_case)
+    for got, moved in living(made.ranks).run(_centred, case.source(), case.rank_case):
         assert moved
         for name, grad in got.items():
             torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=1e-12)
@@ -222,15 +222,15 @@ def test_a_gradient_that_is_a_sum_over_ranks_adds_up(name: str, plan: str) -> No
     who = subject(name)
     made = PLANS[plan](who)
     case = who.case(made)
-    for twice in living(made.ranks).run(_summed, case.source(), case.light):
+    for twice in living(made.ranks).run(_summed, case.source(), case.rank_case):
         torch.testing.assert_close(twice, torch.full_like(twice, 2.0), rtol=1e-9, atol=0.0)
 
 
-def _hooked_pipeline(source: str, light: Light) -> str:
-    module = light.build(source)
+def _hooked_pipeline(source: str, rank_case: RankCase) -> str:
+    module = rank_case.build(source)
     next(iter(module.parameters())).register_post_accumulate_grad_hook(lambda _: None)
     try:
-        module.train_step(*module.shard_batch(**light.batch))
+        module.train_step(*module.shard_batch(**rank_case.batch))
     except RunError as error:
         return str(error)
     return ""
@@ -239,15 +239,15 @@ def _hooked_pipeline(source: str, light: Light) -> str:
 def test_hooks_of_gradients_are_refused_in_pipelines() -> None:
     who = subject("gpt")
     case = who.case(PLANS["1f1b"](who))
-    for said in living(2).run(_hooked_pipeline, case.source(), case.light):
+    for said in living(2).run(_hooked_pipeline, case.source(), case.rank_case):
         assert "has a hook for its gradient" in said
 
 
-def _apart(source: str, light: Light) -> tuple[list[int], dict[str, Tensor]]:
+def _apart(source: str, rank_case: RankCase) -> tuple[list[int], dict[str, Tensor]]:
     """One rank: an optimizer for each of the first and the last parameter, saved, loaded and under a scaler; of how
     many it has state in each, and the weights."""
-    module, scaler = light.build(source), GradScaler("cpu")
-    ends = next(iter(light.weights)), list(light.weights)[-1]
+    module, scaler = rank_case.build(source), GradScaler("cpu")
+    ends = next(iter(rank_case.weights)), list(rank_case.weights)[-1]
 
     def made() -> list[optim.Optimizer]:
         return [
@@ -256,7 +256,7 @@ def _apart(source: str, light: Light) -> tuple[list[int], dict[str, Tensor]]:
 
     optimizers = made()
     for _ in range(STEPS):
-        module.train_step(*module.shard_batch(**light.batch), scaler=scaler)
+        module.train_step(*module.shard_batch(**rank_case.batch), scaler=scaler)
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
@@ -271,8 +271,8 @@ def test_an_optimizer_of_which_a_place_has_nothing_steps_where_it_has() -> None:
     who = subject("mlp")
     alone, made = who.case(by_recipe(who, (1,), "single")), PLANS["1f1b"](who)
     case = who.case(made)
-    ((_, wanted),) = living(1).run(_apart, alone.source(), alone.light)
-    (first, weights), (second, _) = living(2).run(_apart, case.source(), case.light)
+    ((_, wanted),) = living(1).run(_apart, alone.source(), alone.rank_case)
+    (first, weights), (second, _) = living(2).run(_apart, case.source(), case.rank_case)
     assert sorted((first, second)) == [[0, 1], [1, 0]]
     for name, value in weights.items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-12)

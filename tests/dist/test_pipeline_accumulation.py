@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime.stepping import Engine
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.helpers.ranks import living
 from tests.helpers.verify import by_stages, subject
 
 
-def _accumulated(source: str, light: Light) -> tuple[dict[str, Tensor], dict[str, Tensor], set[float]]:
+def _accumulated(source: str, rank_case: RankCase) -> tuple[dict[str, Tensor], dict[str, Tensor], set[float]]:
     """One rank: whole gradients after one step, and after two more without clearing them, with one in between that ends
     in an error on all ranks; and the losses."""
-    module = light.build(source)
-    batch = module.shard_batch(**light.batch)
+    module = rank_case.build(source)
+    batch = module.shard_batch(**rank_case.batch)
     losses = {float(module.train_step(*batch))}
     first = {name: grad.clone() for name, grad in module.full_grads().items() if grad is not None}
     with mock.patch.object(Engine, "step", side_effect=MemoryError), pytest.raises(MemoryError):
@@ -33,7 +33,7 @@ def _accumulated(source: str, light: Light) -> tuple[dict[str, Tensor], dict[str
 def test_three_steps_give_three_times_the_gradient() -> None:
     who = subject("hf-gpt2")  # the table is on the first and on the last place
     case = who.case(by_stages(who, (1,), "single", 2, 2, "1f1b"))
-    results = living(2).run(_accumulated, case.source(), case.light)
+    results = living(2).run(_accumulated, case.source(), case.rank_case)
     assert len({loss for *_, losses in results for loss in losses}) == 1
     for first, last, _ in results:
         assert "transformer.wte.weight" in first

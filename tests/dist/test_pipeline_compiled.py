@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.helpers.ranks import on_new_ranks
 from tests.helpers.verify import by_stages, subject
 
@@ -16,16 +16,16 @@ PLANS = {"1f1b": ("tp", 2, 2, 1), "interleaved_1f1b": ("zero3", 2, 4, 2), "zbv_z
 """Recipe and ranks of a place, microbatches, stages of a place."""
 
 
-def _compiled(source: str, light: Light) -> tuple[dict[str, tuple[Tensor, Tensor]], int]:
+def _compiled(source: str, rank_case: RankCase) -> tuple[dict[str, tuple[Tensor, Tensor]], int]:
     """One rank: whole gradients of two steps, eager and with compiled blocks; how many graphs were compiled."""
     import torch._dynamo.utils as utils
 
     found, made = [], utils.counters["stats"]["unique_graphs"]  # of the process that these ranks were forked from
     for compiled in (False, True):
-        module = light.build(source)
+        module = rank_case.build(source)
         if compiled:
             module.compile_blocks(backend="aot_eager")
-        batch = module.shard_batch(**light.batch)
+        batch = module.shard_batch(**rank_case.batch)
         for _ in range(2):
             module.train_step(*batch)
         found.append(module.full_grads())
@@ -41,7 +41,7 @@ def test_gradients_are_those_of_eager_blocks(schedule: str) -> None:
     who = subject("hf-gpt2")
     made = by_stages(who, (ranks,), recipe, 2, micro, schedule, virtual)
     case = who.case(made)
-    results = on_new_ranks(made.ranks, _compiled, case.source(), case.light, timeout_s=240)
+    results = on_new_ranks(made.ranks, _compiled, case.source(), case.rank_case, timeout_s=240)
     assert sum(graphs for _, graphs in results) >= 1
     for grads, _ in results:
         assert grads

@@ -9,17 +9,17 @@ import pytest
 import torch.distributed as dist
 
 from autopar.errors import RunError
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.helpers.ranks import on_new_ranks
 from tests.helpers.verify import by_recipe, by_stages, subject
 
 
-def _started_again(source: str, light: Light, store: str) -> tuple[list[float], str]:
+def _started_again(source: str, rank_case: RankCase, store: str) -> tuple[list[float], str]:
     """One rank: losses and norms of gradients before and behind another start, and what a module of before it says."""
     said, old = list[float](), ""
     for start in range(2):
-        module = light.build(source)
-        batch = module.shard_batch(**light.batch)
+        module = rank_case.build(source)
+        batch = module.shard_batch(**rank_case.batch)
         said += [float(module.train_step(*batch)), float(module.clip_grad_norm_(1.0))]
         rank, ranks = dist.get_rank(), dist.get_world_size()
         if not start:
@@ -38,7 +38,7 @@ def test_ranks_that_start_again(plan: str, tmp_path: Path) -> None:
     made = by_stages(who, (1,), "single", 2, 2, "1f1b") if plan == "1f1b" else by_recipe(who, (2,), plan)
     case = who.case(made)
     for (loss, norm, *again), old in on_new_ranks(
-        2, _started_again, case.source(), case.light, str(tmp_path / "store")
+        2, _started_again, case.source(), case.rank_case, str(tmp_path / "store")
     ):
         assert again == pytest.approx([loss, norm], rel=1e-12)
         assert "torch.distributed was shut down and started again since this module was made" in old

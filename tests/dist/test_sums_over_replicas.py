@@ -8,16 +8,16 @@ from torch import Tensor
 
 from autopar.runtime.gradient_buckets import Bucket
 from autopar.runtime.gradsync import GradSync
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.helpers.ranks import on_ranks
 from tests.helpers.verify import planned, subject
 
 
-def _summed(source: str, light: Light) -> tuple[list[int], dict[str, Tensor | None], dict[str, Tensor | None]]:
+def _summed(source: str, rank_case: RankCase) -> tuple[list[int], dict[str, Tensor | None], dict[str, Tensor | None]]:
     """One rank: how many buckets begin in a backward before it ends, in each of two steps, where no whole gradient
     waits behind another block; its gradients, and those of a step as it is."""
-    module, early = light.build(source), list[int]()
-    batch = module.shard_batch(**light.batch)
+    module, early = rank_case.build(source), list[int]()
+    batch = module.shard_batch(**rank_case.batch)
     sync: GradSync = module._sync
     module.train_step(*batch)
     wanted = module.full_grads()
@@ -47,7 +47,7 @@ def test_sums_over_replicas_begin_in_the_backward() -> None:
     waited for the end."""
     who = subject("gpt")
     case = who.case(planned(who, (2, 2), "hsdp"))
-    for (first, second, buckets), found, wanted in on_ranks(4, _summed, case.source(), case.light):
+    for (first, second, buckets), found, wanted in on_ranks(4, _summed, case.source(), case.rank_case):
         assert first == second >= buckets - 2 > 2
         for name, grad in wanted.items():
             assert grad is not None and found[name] is not None, name

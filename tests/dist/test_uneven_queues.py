@@ -45,9 +45,9 @@ def subject() -> Subject:
     return Subject("odd", "train", capture(model, (torch.randn(8, 8),)), model.state_dict())
 
 
-def _with_limit(limit_bytes, source, light, wanted):
+def _with_limit(limit_bytes, source, rank_case, wanted):
     with mock.patch.object(GradSync.__init__, "__defaults__", (limit_bytes,)):
-        gaps, _ = step(source, light, wanted)
+        gaps, _ = step(source, rank_case, wanted)
     return max(gaps.values())
 
 
@@ -61,4 +61,4 @@ def test_ranks_begin_collectives_in_one_order(how: str, limit_bytes: int) -> Non
         who.weights,
         {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(1))},
     )
-    assert max(on_ranks(4, _with_limit, limit_bytes, case.source(), case.light, case.reference())) < 1e-9
+    assert max(on_ranks(4, _with_limit, limit_bytes, case.source(), case.rank_case, case.reference())) < 1e-9

@@ -280,7 +280,7 @@ def test_probes_of_a_right_pipeline_name_nothing(name: str, how: tuple[Any, ...]
     made = by_stages(who, *how)
     case = who.case(made)
     assert not any(
-        living(made.ranks).run(first_difference, case.source(probes=True), case.light, _recorded(case), 1e-9)
+        living(made.ranks).run(first_difference, case.source(probes=True), case.rank_case, _recorded(case), 1e-9)
     )
 
 
@@ -297,7 +297,7 @@ def test_probes_of_a_right_program_name_nothing(name: str, sizes: tuple[int, ...
     made = planned(who, sizes, how)
     case = who.case(made)
     assert not any(
-        living(made.ranks).run(first_difference, case.source(probes=True), case.light, _recorded(case), 1e-9)
+        living(made.ranks).run(first_difference, case.source(probes=True), case.rank_case, _recorded(case), 1e-9)
     )
 
 

@@ -26,7 +26,7 @@ from autopar.runtime import Mesh, Param, ShardedModule, count, gradsync
 from autopar.runtime.params import Held
 from autopar.verify import Report
 from autopar.verify.reference import trainable
-from autopar.verify.step import Light
+from autopar.verify.step import RankCase
 from tests.helpers.ranks import living
 from tests.helpers.verify import Sizes, by_recipe, by_roles, by_stages, subject
 from tests.helpers.zero_plans import ROLES, offloaded
@@ -207,9 +207,9 @@ def test_pipelines_on_the_host_equal_one_device(
     _right(who.verified(replace(by_stages(who, (2,), used, 2, 4, schedule, virtual), offload=held)))
 
 
-def _to_the_host(source: str, light: Light) -> tuple[list[str], list[str]]:
+def _to_the_host(source: str, rank_case: RankCase) -> tuple[list[str], list[str]]:
     """One rank: whose gradients go to `param.grad` in a step, each time that they do; and whose are there."""
-    module, went = light.build(source), list[str]()
+    module, went = rank_case.build(source), list[str]()
 
     def deposit(held: Held, grads: Sequence[Tensor]) -> None:
         went.append(held.name)
@@ -217,7 +217,7 @@ def _to_the_host(source: str, light: Light) -> tuple[list[str], list[str]]:
 
     real, gradsync._deposit = gradsync._deposit, deposit
     try:
-        module.train_step(*module.shard_batch(**light.batch))
+        module.train_step(*module.shard_batch(**rank_case.batch))
     finally:
         gradsync._deposit = real
     return went, [name for name, p in module.named_parameters() if p.grad is not None]
@@ -227,7 +227,7 @@ def test_gradients_go_to_the_host_once_in_a_step() -> None:
     """Those of four microbatches add up on the device, though they are scattered after each."""
     who = subject("hf-gpt2")
     case = who.case(replace(by_stages(who, (2,), (roles.zero2,), 2, 4, "1f1b"), offload="parameters"))
-    for went, there in living(4).run(_to_the_host, case.source(), case.light):
+    for went, there in living(4).run(_to_the_host, case.source(), case.rank_case):
         assert there and sorted(went) == sorted(there)
 
 
@@ -285,10 +285,10 @@ def _held(module: ShardedModule) -> int:
     return sum(t.nbytes for t in own if t is not None)
 
 
-def _counted(source: str, light: Light) -> tuple[int, dict[str, int]]:
-    module = light.build(source)
+def _counted(source: str, rank_case: RankCase) -> tuple[int, dict[str, int]]:
+    module = rank_case.build(source)
     with count() as seen:
-        module.train_step(*module.shard_batch(**light.batch))
+        module.train_step(*module.shard_batch(**rank_case.batch))
     kinds = [item.kind for item in seen if item.name in module._held]
     return _held(module), {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
@@ -297,7 +297,7 @@ def test_what_a_rank_holds_and_how_often_it_talks() -> None:
     """Shard, whole leaf, shard of the gradient; one gather and one scatter per parameter."""
     who = subject("hf-gpt2")
     case = who.case(by_recipe(who, (4,), "zero1"))
-    for held, kinds in living(4).run(_counted, case.source(), case.light):
+    for held, kinds in living(4).run(_counted, case.source(), case.rank_case):
         params = [p for n, p in case.weights.items() if n in trainable(case.gm)]
         whole = sum(p.numel() for p in params)
         longest = sum(min(most_elements(tuple(p.shape), (f"S{d}",), (4,)) for d in range(p.dim())) for p in params)

@@ -15,9 +15,11 @@ from torch.profiler import ProfilerActivity, profile
 from autopar._torch import local_of
 from autopar.bundle import Bundle
 
-STEPS = 3
+STEPS, SHORT_STEPS = 3, 40
 """Steps of which the least is taken: threads of gloo let go of what they have sent when they are next scheduled, on a
-busy machine much later."""
+busy machine much later. Of SHORT_STEPS where there are less than SHORT_BYTES of weights: a step is over then before
+they are."""
+SHORT_BYTES = 1e6
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def counted_on_rank(
     curves = []
     step()
     optimizer.step()
-    for _ in range(STEPS):
+    short = sum(weight.nbytes for weight in weights.values()) < SHORT_BYTES
+    for _ in range(SHORT_STEPS if short else STEPS):
         optimizer.zero_grad()
         gc.collect()  # what cycles of the step before hold is to go now, not in the middle of what is counted
         curves.append(allocations(step))

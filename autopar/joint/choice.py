@@ -80,13 +80,11 @@ def staged(
     walks: list[Explorer] = []
     for space in spaces:
         wider = walks[0].proven if walks else context.roomy
-        walk = Explorer(
-            context, space, known_s, deadline if known_s < math.inf else deadline + context.timer.limit_s, wider, reach
-        )
+        until = deadline if known_s < math.inf else deadline + context.timer.limit_s
         if first is not None and not walks:
-            walk.found, walk.beaten, walk.why = first.found, first.beaten, first.why
-            walk.polished, walk.expanded, walk.pricing = first.polished, first.expanded, first.pricing
-            walk.floors, walk.raised, walk.quick_s = first.floors, first.raised, first.quick_s
+            walk = first.again(known_s, until, wider, reach)
+        else:
+            walk = Explorer(context, space, known_s, until, wider, reach)
         walks.append(walk)
         found = walk.run()
         found = _with_own_layouts(context, found, known_s)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.bestfirst import HONED, PRICE_TOLERANCE
@@ -74,6 +74,12 @@ class Explorer:
     def pricing(self) -> Pricing:
         """What prices the shapes."""
         return Pricing(self.context, self.space)
+
+    def again(self, known_s: float, deadline: float, wider: Mapping[Shape, float], reach: float) -> Explorer:
+        """Another walk through the same space, which reuses all results of this one."""
+        other = replace(self, known_s=known_s, deadline=deadline, wider=wider, reach=reach, hurried=False)
+        other.pricing = self.pricing
+        return other
 
     @property
     def fit(self) -> dict[Shape, Found]:

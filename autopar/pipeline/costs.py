@@ -72,16 +72,18 @@ def costs(
             held[name].kept_bytes += float(net.memory_bytes[row, column]) - live
     seconds = did.seconds(micro.prices.contention, shared=micro.prices.overlap == 0.0)
     count = {run.scope: run.count for run in program.runs.values()}
+    overlaps = apart and micro.prices.overlap > 0.0
     ends = {
         scope: tuple([did.ends_s(scope, blocks) for blocks in range(1, BLOCKS + 1)])
         for scope in count
-        if apart and micro.prices.overlap > 0.0
+        if overlaps and not micro.prices.settings.training
     }
     contention = micro.prices.contention if micro.prices.overlap > 0.0 else 1.0
-    lines = {name: _line(did, name) for name in did.did if apart and micro.prices.overlap > 0.0}
+    lines = {name: _line(did, name) for name in did.did if overlaps}
     return [
         replace(
             _per_instance(held[unit.name], seconds[unit.name], did.did[unit.name], count.get(unit.name, 1)),
+            block=overlaps and unit.name in count,
             ends_s=ends.get(unit.name, ()),
             contention=contention,
             adds=(*held[unit.name].adds.items(),) if apart else (),

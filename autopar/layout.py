@@ -54,7 +54,9 @@ MOST_SECTIONS, DIGITS = 1 << 20, 18
 BUCKET_BYTES = 25_000_000
 """Tensors that take the same step at once (gradients that are summed, weights that are gathered once per step) travel
 in flat buckets of about so many bytes, as in torch's DistributedDataParallel (bucket_cap_mb=25): large enough to fill a
-link. What is larger goes alone."""
+link. A tensor of so many bytes or more has collectives of its own: to pack it takes longer than to start these."""
+PACKED = ("all_gather", "all_reduce", "reduce_scatter")
+"""Kinds of steps that tensors take together in buckets; a tensor that takes any other goes its whole way by itself."""
 LOCAL = ("slice", "mask")
 """Kinds of steps that a rank does on its own."""
 SOON = 0.1

@@ -120,9 +120,10 @@ def steps_s(steps: Sequence[Step], full_bytes: float, mesh: Mesh) -> float:
 
 
 def step_s(step: Step, full_bytes: float, mesh: Mesh) -> float:
-    """Seconds of one step, with the copies that put chunks in order around it."""
+    """Seconds of one step of a tensor that travels by itself, with the local copies around its collective
+    (`copies_s`)."""
     nbytes = group_bytes(step, full_bytes, mesh.sizes)
-    return collective_s(step.kind, nbytes, mesh.axes[step.axis]) + _repack_s(step, full_bytes, mesh)
+    return collective_s(step.kind, nbytes, mesh.axes[step.axis]) + copies_s(step, full_bytes, mesh)
 
 
 def group_bytes(step: Step, full_bytes: float, sizes: tuple[int, ...]) -> float:
@@ -135,18 +136,48 @@ def group_bytes(step: Step, full_bytes: float, sizes: tuple[int, ...]) -> float:
     return full_bytes * fraction(step.before, sizes) * times
 
 
-def _repack_s(step: Step, full_bytes: float, mesh: Mesh) -> float:
-    """Collectives cut and join along dim 0; any other dim, or sections, takes a copy before (`after`) or after
-    (`before`)."""
-    if mesh.sizes[step.axis] == 1 or step.kind not in ("all_gather", "reduce_scatter", "all_to_all"):
+def copies_s(step: Step, full_bytes: float, mesh: Mesh) -> float:
+    """Seconds of the local copies around the collective of a tensor that travels by itself (runtime.moves).
+
+    Collectives cut and join along dim 0; any other dim, or sections, takes a copy before (`after`) or after (`before`).
+    A sum over ranks is of a copy, since autograd may still need what is summed.
+    """
+    if mesh.sizes[step.axis] == 1 or step.kind not in _COPIED:
         return 0.0
-    whole = step.after if step.kind == "all_gather" else step.before
-    moved = sum(
-        1
+    copies = 1 if step.kind == "all_reduce" else _reordered(step)
+    return copies * copy_s(_copied_bytes(step, full_bytes, mesh), mesh.device)
+
+
+def packed_copies_s(step: Step, full_bytes: float, mesh: Mesh, share: float) -> float:
+    """As `copies_s`, of a tensor that travels with others in one flat buffer (runtime.coalesced), which starts the
+    collective with the share `share` of its bytes.
+
+    One kernel copies all that is summed or scattered into the buffer; what has to be reordered is copied before, one
+    tensor at a time. What comes out of an all-gather lies in pieces, which one copy of each tensor joins.
+    """
+    if mesh.sizes[step.axis] == 1 or step.kind not in _COPIED:
+        return 0.0
+    nbytes = _copied_bytes(step, full_bytes, mesh)
+    if step.kind == "all_gather":
+        return copy_s(nbytes, mesh.device)
+    packing_s = share * mesh.device.launch_s + mesh.device.memory_s(2 * nbytes)
+    return packing_s + (_reordered(step) * copy_s(nbytes, mesh.device) if step.kind == "reduce_scatter" else 0.0)
+
+
+_COPIED = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+
+
+def _copied_bytes(step: Step, full_bytes: float, mesh: Mesh) -> float:
+    """Bytes of the larger of what a step reads and writes on a rank."""
+    return full_bytes * fraction(step.after if step.kind == "all_gather" else step.before, mesh.sizes)
+
+
+def _reordered(step: Step) -> int:
+    """How many of the two ends of a step cut or join along another dim than 0, or in sections."""
+    return sum(
+        is_shard(entry) and (dim_of(entry) > 0 or len(sections_of(entry)) > 1)
         for entry in (step.before[step.axis], step.after[step.axis])
-        if is_shard(entry) and (dim_of(entry) > 0 or len(sections_of(entry)) > 1)
     )
-    return moved * copy_s(full_bytes * fraction(whole, mesh.sizes), mesh.device) if moved else 0.0
 
 
 class Line(NamedTuple):

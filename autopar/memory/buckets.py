@@ -3,12 +3,13 @@ as runtime.gradsync does it."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.deferred_waits import Queue
-from autopar.layout import BUCKET_BYTES
+from autopar.layout import BUCKET_BYTES, dim_of, sections_of
 from autopar.memory.storages import Book, Storage
+from autopar.problem.pairs import LayoutPair
 
 
 class Whole:
@@ -46,38 +47,45 @@ class Whole:
         self.coming = self.book.new(held.kind, held.node, held.where, halfway[0]) if halfway else None
 
 
+def copied(lies: LayoutPair, nbytes: float) -> bool:
+    """Whether a gradient of `nbytes` of a parameter that `lies` so is copied before it is summed over ranks: not where
+    it travels by itself, and is cut along dim 0 (runtime.coalesced)."""
+    cuts = [lies.rest[axis] for axis in lies.gathered]
+    return nbytes < BUCKET_BYTES or not cuts or any(dim_of(cut) or len(sections_of(cut)) > 1 for cut in cuts)
+
+
 @dataclass(eq=False)
 class Buckets:
-    """The flat copy of a bucket stays until its scatter is waited for: when a later block has begun others after it
-    (autopar.deferred_waits). `staged`: while a scatter runs there is one more copy, in which gloo sums; scatters run
-    one by one."""
+    """What a bucket sends, a flat copy of its small gradients and its large ones, stays until the scatter is waited
+    for: when a later block has begun others after it (autopar.deferred_waits). `staged`: while a scatter runs there is
+    one more copy, in which gloo sums; scatters run one by one."""
 
     book: Book
     staged: bool
-    filling: dict[Hashable, list[Storage]] = field(default_factory=dict)
+    filling: dict[LayoutPair, list[Storage]] = field(default_factory=dict)
     resting: dict[Storage, Storage] = field(default_factory=dict)
     running: Queue[Whole] = field(default_factory=lambda: Queue(BUCKET_BYTES))
 
-    def add(self, together: Hashable, gradient: Storage, unit: object, rest: Storage | None = None) -> None:
-        """Add a gradient of the block `unit`. Gradients with equal `together` share a bucket, which is sent when full.
-        `rest` is the result of this one's scatter, which is there from then on."""
+    def add(self, lies: LayoutPair, gradient: Storage, unit: object, rest: Storage | None = None) -> None:
+        """Add a gradient of the block `unit`. Those of parameters that lie alike share a bucket, which is sent when
+        full. `rest` is the result of this one's scatter, which is there from then on."""
         if rest is not None:
             self.resting[gradient] = rest
-        members = self.filling.setdefault(together, [])
+        members = self.filling.setdefault(lies, [])
         members.append(gradient)
         if sum(member.nbytes for member in members) >= BUCKET_BYTES:
-            self._begin(self.filling.pop(together), unit)
+            self._begin(lies, self.filling.pop(lies), unit)
 
     def drain(self) -> None:
         """The backward has ended: send the buckets that are not full, and wait for all."""
-        for members in self.filling.values():
+        for lies, members in self.filling.items():
             self.book.step("whole gradients scattered")
-            self._begin(members, object())
+            self._begin(lies, members, object())
         self.filling = {}
         self.running.drain()
 
-    def _begin(self, members: list[Storage], unit: object) -> None:
-        """Copy a bucket and send it; wait for those of earlier blocks as the queue says."""
+    def _begin(self, lies: LayoutPair, members: list[Storage], unit: object) -> None:
+        """Send a bucket; wait for those of earlier blocks as the queue says."""
         for member in members:
             self.book.use(member)
             if member in self.resting:
@@ -85,4 +93,10 @@ class Buckets:
         first, nbytes = members[0], sum(member.nbytes for member in members)
         if self.staged:
             self.book.new("temporaries", first.node, first.where, nbytes)
-        self.running.add(Whole(self.book, self.book.new("whole gradients", first.node, first.where, nbytes)), unit)
+        copied_bytes = sum(member.nbytes for member in members if copied(lies, member.nbytes))
+        if copied_bytes:
+            sent = self.book.new("whole gradients", first.node, first.where, copied_bytes)
+            self.running.add(Whole(self.book, sent), unit)
+        for member in members:
+            if not copied(lies, member.nbytes):
+                self.running.add(Whole(self.book, member), unit)

@@ -18,6 +18,7 @@ from autopar.memory.at_rest import (
     roots_bytes,
     workspace,
 )
+from autopar.memory.buckets import copied
 from autopar.memory.shares import Shares
 from autopar.memory.stage import Profile
 from autopar.memory.types import Entry, Place
@@ -268,21 +269,24 @@ class Holding:
         more = self._bucket_bytes([ops[name] for name in scattered if name not in wait]) + (
             self._bucket_bytes([ops[name] for name in scattered]) if self.shares.on_cpu else 0.0
         )
-        return self._bucket_bytes([op for op in ops.values() if op.role == "param" and op.name in self.synced]) + more
+        synced = [op for op in ops.values() if op.role == "param" and op.name in self.synced]
+        return self._bucket_bytes(synced, copies=True) + more
 
-    def _bucket_bytes(self, ops: Sequence[Op]) -> float:
-        """The largest flat copy of gradients of `ops` that are summed together, in the dtype of parameters at rest. The
-        gradient that fills a bucket is in it as a whole; gradients that are summed over other axes have buckets of
-        their own (runtime.gradsync)."""
-        most, filling = 0.0, dict[tuple[int, ...], float]()
+    def _bucket_bytes(self, ops: Sequence[Op], *, copies: bool = False) -> float:
+        """Bytes of the gradients of `ops` in their largest bucket, in the dtype of parameters at rest; `copies`: of
+        those that are copied for it. The gradient that fills a bucket is in it as a whole; gradients that are summed
+        over other axes have buckets of their own (runtime.gradsync)."""
+        most, filling = 0.0, dict[tuple[int, ...], tuple[float, float]]()
         for op in self._in_turn(ops[::-1]):
             lies = self.shares.lies((op.name, 0))
             size = float(
                 self.shares.elements(op.call.outs[0].sizes, lies.value)
                 * itemsize(rests_in(str(op.out_dtypes[0]), self.shares.plan.precision))
             )
-            full = filling.get(lies.gathered, 0.0) + size
-            most, filling[lies.gathered] = max(most, full), 0.0 if full >= BUCKET_BYTES else full
+            before, found = filling.get(lies.gathered, (0.0, 0.0))
+            found += size if not copies or copied(lies, size) else 0.0
+            filling[lies.gathered] = (before + size, found) if before + size < BUCKET_BYTES else (0.0, 0.0)
+            most = max(most, found)
         return most
 
     def _in_turn(self, ops: Sequence[Op]) -> Iterator[Op]:

@@ -22,7 +22,7 @@ from autopar.deferred_waits import BUCKETS
 from autopar.layout import BUCKET_BYTES, SOON, legs
 from autopar.prefetching import ends
 from autopar.problem.graph import Op, Program
-from autopar.problem.hiding import LOCAL_AXIS, Load, moves
+from autopar.problem.hiding import LOCAL_AXIS, Load, Loads, moves
 
 LAST = 1_000
 """A number above those of all operands: events with it come after them."""
@@ -61,18 +61,27 @@ class Sent:
 
 
 def in_one_bucket(sent: Sequence[Sent]) -> list[Load]:
-    """The collectives of several that go together: each runs once, over the bytes of all; and the copies around
-    them."""
+    """The collectives of a bucket, with the copies around them: each runs once over the bytes of all that is packed,
+    and once for each tensor of BUCKET_BYTES or more (runtime.coalesced), one right after the other."""
     found = list[Load]()
     for number, parts in enumerate(zip(*(legs(one.way, moves) for one in sent), strict=True)):
         copies_s = sum(load.seconds for part in parts for load in part if not moves(load))
         found += [Load(LOCAL_AXIS, copies_s, {}, "copy")] if copies_s > 0.0 else []
-        moved = [load for part in parts for load in part if moves(load)]
+        moved = [
+            (load, one.nbytes >= BUCKET_BYTES)
+            for one, part in zip(sent, parts, strict=True)
+            for load in part
+            if moves(load)
+        ]
         if moved:
-            nbytes, kind, axis = sum(load.nbytes for load in moved), moved[0].kind, sent[0].axes[number]
-            found.append(
-                Load(moved[0].axis, collective_s(kind, nbytes, axis), link_shares(kind, nbytes, axis), kind, nbytes)
+            (first, _), axis = moved[0], sent[0].axes[number]
+            packed_bytes = sum(load.nbytes for load, alone in moved if not alone)
+            each = [*([packed_bytes] if packed_bytes else []), *(load.nbytes for load, alone in moved if alone)]
+            loads = Loads(
+                Load(first.axis, collective_s(first.kind, nbytes, axis), link_shares(first.kind, nbytes, axis))
+                for nbytes in each
             )
+            found += [replace(load, kind=first.kind, nbytes=sum(each)) for load in loads.moving()]
     return found
 
 

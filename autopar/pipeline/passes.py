@@ -320,7 +320,7 @@ class Passes(OpPasses):
                 link.count,
             )
             for way in (BACKWARD, WEIGHTS, BOTH):
-                did.passes[way].after.add(local, link.count)
+                did.passes[way].wait(local, link.count)
                 for load, share in zip(moving, hidden, strict=True):
                     did.passes[way].after.add([load], link.count * (1.0 - share))
                     did.passes[way].behind.add([load], link.count * share)
@@ -349,7 +349,7 @@ class Passes(OpPasses):
             kinds,
             ahead=gathers,
         )
-        did.passes[FORWARD].after.add(local, link.count)
+        did.passes[FORWARD].wait(local, link.count)
         did.passes[FORWARD].after.add(moving, link.count * (1 - ahead))
         did.passes[FORWARD].ahead.add(moving, link.count * ahead)
 

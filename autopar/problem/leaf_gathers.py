@@ -28,10 +28,12 @@ from autopar.problem.graph import Program
 @dataclass(frozen=True, eq=False)
 class Leaves:
     """The leaves of a run of `count` blocks (`in_a_row`). For each weight, in the order in which they are read:
-    `nbytes` [rows], 0 where it is not gathered once per step, and `seconds` of its gather [rows, columns, axes]."""
+    `nbytes` [rows], 0 where it is not gathered once per step, `seconds` of its gather [rows, columns, axes], and
+    whether it `packs` [rows, columns], as it takes gathers alone."""
 
     nbytes: Sequence[np.ndarray]
     seconds: Sequence[np.ndarray]
+    packs: Sequence[np.ndarray]
     count: float
 
     @property
@@ -42,11 +44,11 @@ class Leaves:
 
     @cached_property
     def bytes_s(self) -> np.ndarray:
-        """[axes] the price p of a byte: L / B where each weight has its slowest choice. At it the bound is exact for
-        these choices."""
+        """[axes] the price p of a byte: L / B where each weight has the slowest choice of those that go in buckets. At
+        it the bound is exact for these choices."""
         whole_s, whole = np.zeros(self.seconds[0].shape[-1]), np.zeros(self.seconds[0].shape[-1])
-        for nbytes, seconds in zip(self.nbytes, self.seconds, strict=True):
-            at = seconds.max(1)  # [rows, axes]
+        for nbytes, seconds, packs in zip(self.nbytes, self.seconds, self.packs, strict=True):
+            at = np.where(packs[..., None], seconds, 0.0).max(1)  # [rows, axes]
             whole_s += at.max(0)
             whole += np.where(at.max(0) > 0, nbytes[at.argmax(0)], 0.0)
         return np.divide(whole_s, whole, out=np.zeros_like(whole), where=whole > 0)

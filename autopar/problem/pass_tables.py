@@ -277,9 +277,16 @@ class PassTables(Quantities):
                 found[scope] = Leaves(
                     [self.gathered(self.model.links[index]) for index in own],
                     seconds,
+                    [self._packs(self.model.links[index]) for index in own],
                     in_a_row(self.model.links[0].program, scope),
                 )
         return found
+
+    def _packs(self, link: Link) -> np.ndarray:
+        """bool [rows, columns]: whether the leaf of a weight may be gathered in a bucket with others."""
+        routes = self.model.prices.routes
+        found = routes.packs(routes.between(link.rows, link.columns).leaf)
+        return np.broadcast_to(found, (len(link.rows), len(link.columns)))
 
     @cached_property
     def of_blocks(self) -> Mapping[str, list[int]]:
@@ -359,8 +366,8 @@ class PassTables(Quantities):
         self, found: np.ndarray, moved: NetSeconds, times: np.ndarray, first: int, hidden: np.ndarray
     ) -> None:
         """Add collectives in buckets, `times` times: of the first collective of each chain the share hidden[0] [rows],
-        of later ones hidden[1], in the background, as the quantities by axis from `first` on. The rest, and local
-        copies, come after the last compute."""
+        of later ones hidden[1], in the background, as the quantities by axis from `first` on. The rest comes after the
+        last compute. Local copies are work."""
         all_s, next_s = (moved.by_axis[:, at : at + 2].sum(1) for at in (0, 2))
         for share, moving_s, linked_s in (
             (hidden[0], all_s - next_s, moved.linked_s[:, 0] - moved.linked_s[:, 1]),
@@ -374,5 +381,5 @@ class PassTables(Quantities):
             add_to(found, exposed, moved.at, times * (1.0 - share)[:, None])
             add_to(found, background, moved.at, times * share[:, None])
         copies = np.zeros((len(moved.each), self.width))
-        copies[:, SHOWN] = moved.local_s
+        copies[:, COMPUTE] = copies[:, SHOWN] = moved.local_s
         add_to(found, copies, moved.at, times)

@@ -17,8 +17,22 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.cluster import Mesh
-from autopar.cost.comm import LOCAL, collective_s, group_bytes, link_shares, step_s
-from autopar.layout import Entry, Layout, Step, dim_of, fraction, is_placed, is_shard, moving, sections_of, shard, steps
+from autopar.cost.comm import LOCAL, collective_s, copies_s, group_bytes, link_shares, packed_copies_s, step_s
+from autopar.layout import (
+    BUCKET_BYTES,
+    PACKED,
+    Entry,
+    Layout,
+    Step,
+    dim_of,
+    fraction,
+    is_placed,
+    is_shard,
+    moving,
+    sections_of,
+    shard,
+    steps,
+)
 from autopar.problem.hiding import LOCAL_AXIS, Load, split
 
 NO_STEP = -1
@@ -63,7 +77,8 @@ class Routes:
 
     Sizes of tensors are `size_bytes`, of the whole tensor on one device. `bucket_bytes`, where it is not 0, are the
     bytes of the bucket on a rank in which the tensor travels with others: it then costs its share of the bucket's
-    collectives, so that the latency is divided.
+    collectives, so that the latency is divided, and is copied into the bucket and out of it. A tensor that has
+    BUCKET_BYTES on a rank at either end of its route travels by itself (runtime.coalesced).
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -76,6 +91,8 @@ class Routes:
         self._padded_routes = np.zeros((0, 1), int)
         self._gathers: list[bool] = []
         self._result_share: list[float] = []
+        # the larger share of the tensor on a rank, of the two ends; infinite where buckets cannot take the steps
+        self._packed_share: list[float] = []
         self._collectives: list[int] = []
         self._intermediate_share: list[float] = []
         # number of a route -> the share of the tensor on a rank before each of its collectives
@@ -96,22 +113,26 @@ class Routes:
 
     def seconds(self, table: RouteTable, size_bytes: float, bucket_bytes: float = 0.0) -> np.ndarray:
         """[...]: seconds of each route, all its steps one after the other."""
-        known = self._sized(size_bytes, bucket_bytes)
+        found = []
         for number in table.numbers:
+            own_bytes = self._own_bucket(number, size_bytes, bucket_bytes)
+            known = self._sized(size_bytes, own_bytes)
             if number not in known.route_s:
                 known.route_s[number] = sum(
-                    [self._step_s(known, index, size_bytes, bucket_bytes) for index in self._routes[number]]
+                    [self._step_s(known, index, size_bytes, own_bytes) for index in self._routes[number]]
                 )
-        return np.array([known.route_s[number] for number in table.numbers], float)[table.at]
+            found.append(known.route_s[number])
+        return np.array(found, float)[table.at]
+
+    def _own_bucket(self, number: int, size_bytes: float, bucket_bytes: float) -> float:
+        """`bucket_bytes` of a tensor on one route; 0 where it travels by itself."""
+        return bucket_bytes if self._packed_share[number] * size_bytes < BUCKET_BYTES else 0.0
 
     def loads(self, source: Layout, target: Layout, size_bytes: float, bucket_bytes: float = 0.0) -> tuple[Load, ...]:
         """The loads of one route, in order: the collective of each step, and the local copies before or after it. Their
         sum is the `seconds` of the route."""
-        return tuple(
-            self._route_loads(
-                self._sized(size_bytes, bucket_bytes), self.number(source, target), size_bytes, bucket_bytes
-            )
-        )
+        number = self.number(source, target)
+        return tuple(self._route_loads(number, size_bytes, self._own_bucket(number, size_bytes, bucket_bytes)))
 
     def kinds(self, source: Layout, target: Layout) -> tuple[tuple[str, int], ...]:
         """(kind, mesh axis) of each step of one route. Tensors share a bucket only where these are equal."""
@@ -132,9 +153,12 @@ class Routes:
     def seconds_by_axis(self, table: RouteTable, size_bytes: float, bucket_bytes: float = 0.0) -> np.ndarray:
         """[distinct routes, 1 + 6 axes]: the quantities of problem.net_seconds.NetSeconds for each of
         `table.numbers`."""
-        known, axes = self._sized(size_bytes, bucket_bytes), len(self.sizes)
-        distinct, at = np.unique(self._padded[list(table.numbers)], return_inverse=True)
-        rows = np.array([self._step_by_axis_s(known, step, size_bytes, bucket_bytes) for step in distinct.tolist()])
+        axes, numbers = len(self.sizes), list(table.numbers)
+        packed = [self._own_bucket(number, size_bytes, bucket_bytes) > 0 for number in numbers]
+        distinct, at = np.unique(2 * self._padded[numbers] + np.array(packed, int)[:, None], return_inverse=True)
+        rows = np.array(
+            [self._step_by_axis_s(key // 2, size_bytes, bucket_bytes if key % 2 else 0.0) for key in distinct.tolist()]
+        )
         each = rows[at.reshape(len(table.numbers), -1)]
         later, moving = each.copy(), slice(1, 1 + 2 * axes)
         later[np.arange(len(each)), each[..., moving].any(-1).argmax(1)] = 0.0  # all but the first collective
@@ -143,9 +167,10 @@ class Routes:
             [whole[:, :1], whole[:, moving], later[:, moving], whole[:, moving.stop :], later[:, moving.stop :]], 1
         )
 
-    def _step_by_axis_s(self, known: _Sized, step: int, size_bytes: float, bucket_bytes: float) -> list[float]:
+    def _step_by_axis_s(self, step: int, size_bytes: float, bucket_bytes: float) -> list[float]:
         """[1 + 3 axes] of one step: seconds of local copies; then by axis those of all-gathers, those of other
         collectives, and both times the share of the axis's busiest link that they use. All 0 for NO_STEP."""
+        known = self._sized(size_bytes, bucket_bytes)
         if step not in known.by_axis_s:
             axes = len(self.sizes)
             row = known.by_axis_s[step] = [0.0] * (1 + 3 * axes)
@@ -188,7 +213,8 @@ class Routes:
             )
         return known.step_s[index]
 
-    def _route_loads(self, known: _Sized, number: int, size_bytes: float, bucket_bytes: float) -> list[Load]:
+    def _route_loads(self, number: int, size_bytes: float, bucket_bytes: float) -> list[Load]:
+        known = self._sized(size_bytes, bucket_bytes)
         return [
             load for index in self._routes[number] for load in self._step_loads(known, index, size_bytes, bucket_bytes)
         ]
@@ -202,25 +228,19 @@ class Routes:
         """The loads of one step: a local one alone, or a collective (of a bucket, the tensor's share) with the copies
         around it, which follow a gather and precede others."""
         axis, nbytes = self.mesh.axes[step.axis], group_bytes(step, size_bytes, self.sizes)
-        whole_s, alone_s = step_s(step, size_bytes, self.mesh), collective_s(step.kind, nbytes, axis)
         if step.kind in LOCAL:
+            whole_s = step_s(step, size_bytes, self.mesh)
             return [Load(LOCAL_AXIS, whole_s, {}, step.kind)] if whole_s else []
         together = max(nbytes, bucket_bytes)
         share = nbytes / together if together else 1.0
-        moved = (
-            [
-                Load(
-                    step.axis,
-                    share * collective_s(step.kind, together, axis),
-                    link_shares(step.kind, together, axis),
-                    step.kind,
-                    nbytes,
-                )
-            ]
-            if alone_s
-            else []
+        moved_s = share * collective_s(step.kind, together, axis)
+        copied_s = (
+            packed_copies_s(step, size_bytes, self.mesh, share)
+            if bucket_bytes
+            else copies_s(step, size_bytes, self.mesh)
         )
-        copies = [Load(LOCAL_AXIS, whole_s - alone_s, {}, "copy")] if whole_s > alone_s else []
+        moved = [Load(step.axis, moved_s, link_shares(step.kind, together, axis), step.kind, nbytes)] if moved_s else []
+        copies = [Load(LOCAL_AXIS, copied_s, {}, "copy")] if copied_s else []
         return [*moved, *copies] if step.kind == "all_gather" else [*copies, *moved]
 
     def waited_s(
@@ -229,17 +249,22 @@ class Routes:
         """[...]: seconds of each route that compute waits for where its collectives run in the background
         (`hiding.split`): those of its local copies, and the share `later` of those of its collectives after the first
         one."""
-        known = self._sized(size_bytes, bucket_bytes).waited_s.setdefault(later, {})
+        found = []
         for number in table.numbers:
+            own_bytes = self._own_bucket(number, size_bytes, bucket_bytes)
+            known = self._sized(size_bytes, own_bytes).waited_s.setdefault(later, {})
             if number not in known:
-                known[number] = self._route_waited_s(number, size_bytes, bucket_bytes, later)
-        return np.array([known[number] for number in table.numbers], float)[table.at]
+                known[number] = self._route_waited_s(number, size_bytes, own_bytes, later)
+            found.append(known[number])
+        return np.array(found, float)[table.at]
 
     def _route_waited_s(self, number: int, size_bytes: float, bucket_bytes: float, later: float) -> float:
-        waited, behind = split(
-            self._route_loads(self._sized(size_bytes, bucket_bytes), number, size_bytes, bucket_bytes)
-        )
+        waited, behind = split(self._route_loads(number, size_bytes, bucket_bytes))
         return sum(load.seconds for load in waited) + later * sum(load.seconds for load in behind[1:])
+
+    def packs(self, table: RouteTable) -> np.ndarray:
+        """bool [...]: whether tensors that take each route may travel in buckets."""
+        return np.array([self._packed_share[number] < math.inf for number in table.numbers], bool)[table.at]
 
     def gathers(self, table: RouteTable) -> np.ndarray:
         """bool [...]: whether each route has an all-gather."""
@@ -271,6 +296,11 @@ class Routes:
         self._collectives.append(len(moved))
         self._intermediate_share.append(sum(fraction(step.before, self.sizes) for step in moved[1:]))
         made = [s.after for s in route if not is_placed(s.after[s.axis])]
+        self._packed_share.append(
+            max(fraction(source, self.sizes), fraction(target, self.sizes))
+            if all(step.kind in PACKED for step in route if self.sizes[step.axis] > 1)
+            else math.inf
+        )
         self._result_share.append(fraction(made[-1], self.sizes) if made else math.nan)
         return number
 

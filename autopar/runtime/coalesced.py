@@ -1,5 +1,6 @@
-"""Buckets: many tensors that take the same chain of collectives, packed into one flat buffer for each collective, in
-the background.
+"""Buckets: many tensors that take the same chain of collectives in the background. Small ones are packed into one flat
+buffer for each collective; a large one has a collective of its own, since packing it would take longer than to start
+that.
 
 Exact for uneven shards: they are padded to equal lengths, as in `moves`.
 """
@@ -12,17 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.layout import Step, dim_of, most_elements
+from autopar.layout import BUCKET_BYTES, Step, dim_of, most_elements
 from autopar.runtime.collectives import start_all_gather, start_reduce_scatter
 from autopar.runtime.count import counting, record
 from autopar.runtime.cuts import cut, join, pad
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.moves import Shape, scatter_parts, step_bytes
+from autopar.runtime.moves import START, Shape, scatter_parts, settled, step_bytes
 from autopar.runtime.profiler_ranges import mark
 
 Finish = Callable[[], list[Tensor]]
-KINDS = ("all_gather", "all_reduce", "reduce_scatter")
-"""The steps that can run for many tensors at once."""
 
 
 class Together:
@@ -30,7 +29,9 @@ class Together:
     `ways[i]`. All ways have the same kinds of steps on the same axes (of two or more ranks), and all tensors one dtype.
 
     The constructor starts the first collective. `go_on` waits for the running one and starts the next; after the last
-    one it frees that one's input. The tensors are copied, so they may change. `names` are for runtime.count."""
+    one it frees that one's input. Tensors of `limit_bytes` or more on a rank, before they are scattered or once they
+    are gathered, are not packed; these must not change until the first collective is over. `names` are for
+    runtime.count. `into`: where the last all-gathers put their results, from their start on (contiguous)."""
 
     def __init__(
         self,
@@ -39,8 +40,18 @@ class Together:
         shapes: Sequence[Shape],
         mesh: Mesh,
         names: Sequence[str],
+        into: Sequence[Tensor] = (),
+        limit_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.shapes, self.mesh, self.names = shapes, mesh, names
+        self.shapes, self.mesh, self.names, self.into = shapes, mesh, names, into
+        large = [
+            max(most_elements(shape, layout, mesh.sizes) for layout in (way[0].before, way[-1].after))
+            * x.element_size()
+            >= limit_bytes
+            for way, x, shape in zip(ways, tensors, shapes, strict=True)
+        ]
+        self._alone = [index for index, own in enumerate(large) if own]
+        self._packed = [index for index, own in enumerate(large) if not own]
         self._left = list(zip(*ways, strict=True))[::-1]
         self._running = self._start(tensors)
 
@@ -86,11 +97,42 @@ class Together:
         self._scatters = steps[0].kind == "reduce_scatter"
         marked = ("sync", steps[0].kind, steps[0].axis)
         with mark(*marked):
-            done = _START[steps[0].kind](steps, tensors, self.shapes, self.mesh)
+            done = self._begin(steps, tensors)
 
         def finish() -> list[Tensor]:
             with mark(*marked):
                 return done()
+
+        return finish
+
+    def _begin(self, steps: Sequence[Step], tensors: Sequence[Tensor]) -> Finish:
+        """Start one collective for all tensors that are packed, and one for each of the others."""
+        kind, packed, alone = steps[0].kind, self._packed, self._alone
+        into = self.into if not self._left else ()
+        together: Finish = list
+        if packed:
+            together = _PACKED[kind](
+                [steps[i] for i in packed],
+                [tensors[i] for i in packed],
+                [self.shapes[i] for i in packed],
+                self.mesh,
+                [into[i] for i in packed] if into else (),
+            )
+        own = [
+            START[kind](
+                settled(tensors[i]),
+                steps[i],
+                self.shapes[i],
+                self.mesh,
+                behind=True,
+                **({"out": into[i]} if into else {}),
+            )
+            for i in alone
+        ]
+
+        def finish() -> list[Tensor]:
+            results = dict(zip((*packed, *alone), (*together(), *(done() for done in own)), strict=True))
+            return [results[index] for index in range(len(results))]
 
         return finish
 
@@ -100,7 +142,9 @@ class Together:
                 record(step.kind, step.axis, step_bytes(step, shape, x.element_size(), self.mesh), name)
 
 
-def _reduce(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:
+def _reduce(
+    steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh, into: Sequence[Tensor]
+) -> Finish:
     flat = torch.cat([x.reshape(-1) for x in tensors])
     work = dist.all_reduce(flat, group=mesh.group(steps[0].axis, behind=True), async_op=True)
     sizes = [tuple(x.shape) for x in tensors]
@@ -113,7 +157,9 @@ def _reduce(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[S
     return finish
 
 
-def _scatter(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:
+def _scatter(
+    steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh, into: Sequence[Tensor]
+) -> Finish:
     cuts = [scatter_parts(x, step, shape, mesh) for x, step, shape in zip(tensors, steps, shapes, strict=True)]
     sizes, lengths = [tuple(piece.shape[1:]) for piece, _, _ in cuts], [(dim, length) for _, dim, length in cuts]
     done = start_reduce_scatter(
@@ -128,7 +174,9 @@ def _scatter(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[
     return finish
 
 
-def _gather(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh) -> Finish:
+def _gather(
+    steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh, into: Sequence[Tensor]
+) -> Finish:
     dims = [dim_of(step.before[step.axis]) for step in steps]
     cuts = [
         cut(shape[dim], step.after, step.before, dim, step.axis, mesh.sizes, mesh.coord)
@@ -139,8 +187,11 @@ def _gather(steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[S
     done = start_all_gather(torch.cat([x.reshape(-1) for x in padded]), steps[0].axis, mesh, behind=True)
 
     def finish() -> list[Tensor]:
-        pieces = zip(_split(done(), sizes), sizes, dims, cuts, strict=True)
-        return [join([part.view(size) for part in piece.unbind(0)], dim, how) for piece, size, dim, how in pieces]
+        outs: Sequence[Tensor | None] = into or [None] * len(sizes)
+        pieces = zip(_split(done(), sizes), sizes, dims, cuts, outs, strict=True)
+        return [
+            join([part.view(size) for part in piece.unbind(0)], dim, how, out) for piece, size, dim, how, out in pieces
+        ]
 
     return finish
 
@@ -150,7 +201,7 @@ def _split(flat: Tensor, sizes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]
     return flat.split([torch.Size(size).numel() for size in sizes], -1)
 
 
-_START: dict[str, Callable[[Sequence[Step], Sequence[Tensor], Sequence[Shape], Mesh], Finish]] = {
+_PACKED: dict[str, Callable[[Sequence[Step], Sequence[Tensor], Sequence[Shape], Mesh, Sequence[Tensor]], Finish]] = {
     "all_gather": _gather,
     "all_reduce": _reduce,
     "reduce_scatter": _scatter,

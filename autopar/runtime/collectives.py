@@ -65,14 +65,14 @@ def all_gather(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
     return start_all_gather(x, axis, mesh)()
 
 
-def start_all_gather(x: Tensor, axis: int, mesh: Mesh, *, behind: bool = False) -> Later:
-    """`all_gather` in the background; the result comes from calling what this returns. `x` must not change until
-    then."""
+def start_all_gather(x: Tensor, axis: int, mesh: Mesh, out: Tensor | None = None, *, behind: bool = False) -> Later:
+    """`all_gather` in the background, into `out` (`[n * m, ...]`, contiguous) where that is given; the result comes
+    from calling what this returns. `x` must not change until then."""
     x = x.contiguous()
-    out = x.new_empty((mesh.sizes[axis] * x.shape[0], *x.shape[1:]))
+    into = x.new_empty((mesh.sizes[axis] * x.shape[0], *x.shape[1:])) if out is None else out
     return _then(
-        _all_gather(out, x, group=mesh.group(axis, behind=behind), async_op=True),
-        lambda: out.view(mesh.sizes[axis], *x.shape),
+        _all_gather(into, x, group=mesh.group(axis, behind=behind), async_op=True),
+        lambda: into.view(mesh.sizes[axis], *x.shape),
     )
 
 

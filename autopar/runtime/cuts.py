@@ -74,8 +74,9 @@ def take(x: Tensor, dim: int, ranges: Sequence[Range]) -> Tensor:
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
 
-def join(parts: Sequence[Tensor], dim: int, how: Cut) -> Tensor:
-    """The inverse of `take` on all ranks: put what rank c has, `parts[c]` (perhaps padded), where it belongs."""
+def join(parts: Sequence[Tensor], dim: int, how: Cut, out: Tensor | None = None) -> Tensor:
+    """The inverse of `take` on all ranks: put what rank c has, `parts[c]` (perhaps padded), where it belongs; in `out`,
+    where that is given."""
     placed: list[tuple[int, Tensor]] = []
     for part, ranges in zip(parts, how.ranges, strict=True):
         offset = 0
@@ -85,6 +86,8 @@ def join(parts: Sequence[Tensor], dim: int, how: Cut) -> Tensor:
     placed.sort(key=lambda item: item[0])
     if not placed:
         return parts[0].narrow(dim, 0, 0)
+    if out is not None:
+        return torch.cat([part for _, part in placed], dim, out=out)
     return torch.cat([part for _, part in placed], dim) if len(placed) > 1 else placed[0][1]
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autopar.layout import Step, steps
-from autopar.runtime.coalesced import KINDS, Together
+from autopar.layout import PACKED, Step, steps
+from autopar.runtime.coalesced import Together
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import Held
 
@@ -40,7 +40,7 @@ def buckets_of(held: Sequence[Held], mesh: Mesh, limit_bytes: int) -> list[Bucke
     buckets: list[Bucket] = []
     for h in reversed(held):
         moves = tuple((step.kind, step.axis) for step in sync_steps(h, mesh))
-        if not moves or not h.leaf.requires_grad or not all(kind in KINDS for kind, _ in moves):
+        if not moves or not h.leaf.requires_grad or not all(kind in PACKED for kind, _ in moves):
             continue
         members = filling.setdefault((moves, h.local.dtype, h.info.each), [])
         members.append(h)

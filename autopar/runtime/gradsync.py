@@ -307,7 +307,7 @@ class GradSync:
             [sync_steps(held, self.mesh) for held in bucket.ready],
             [held.info.shape for held in bucket.ready],
         )
-        # copies even a single one: its memory may be part of a gradient still on its way elsewhere
+        # sums change no gradient in place: its memory may be part of another one that is still on its way
         bucket.sums = Together(ways, grads, shapes, self.mesh, [held.name for held in bucket.ready])
         del grads
         for held in bucket.ready:

@@ -22,13 +22,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from autopar._torch import copy_all
 from autopar.layout import BUCKET_BYTES, Step, crosses, steps
 from autopar.prefetching import due
 from autopar.runtime.coalesced import Together
 from autopar.runtime.lifetimes import weakly
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
-from autopar.runtime.params import Held, fill
+from autopar.runtime.params import Held, filling
 
 
 class Reader(Protocol):
@@ -117,29 +118,34 @@ class Leaves:
             if bucket.moved is not None:
                 bucket.moved.go_on()
                 continue
-            shards = [h.on_device(h.leaf.dtype) for h in bucket.members]
+            members = bucket.members
             bucket.moved = Together(
-                bucket.ways, shards, [h.info.shape for h in bucket.members], self.mesh, [h.name for h in bucket.members]
+                bucket.ways,
+                [h.on_device(h.leaf.dtype) for h in members],
+                [h.info.shape for h in members],
+                self.mesh,
+                [h.name for h in members],
+                [h.leaf.detach() for h in members],
             )
 
     def _fill(self, bucket: _Bucket) -> None:
-        if bucket.moved is not None:
-            wholes: Sequence[Tensor] = bucket.moved.finish()
-            bucket.moved = None
-        else:
-            with torch.no_grad():
-                wholes = [
-                    relayout(
-                        h.local.detach() if h.info.leaf_entries == h.info.entries else h.on_device(h.leaf.dtype),
-                        h.info.entries,
-                        h.info.leaf_entries,
-                        h.info.shape,
-                        self.mesh,
-                        h.name,
-                    )
-                    for h in bucket.members
-                ]
-        fill(bucket.members, wholes)
+        with filling(bucket.members):
+            if bucket.moved is not None:
+                bucket.moved.finish()
+                bucket.moved = None
+                return
+            wholes = [
+                relayout(
+                    h.local.detach() if h.info.leaf_entries == h.info.entries else h.on_device(h.leaf.dtype),
+                    h.info.entries,
+                    h.info.leaf_entries,
+                    h.info.shape,
+                    self.mesh,
+                    h.name,
+                )
+                for h in bucket.members
+            ]
+            copy_all([h.leaf for h in bucket.members], wholes)
 
 
 def owners(blocks: Iterable[Reader]) -> dict[int, int]:

@@ -74,7 +74,7 @@ class Chain:
         _note(x, last, self.shape, self.mesh, self.name)
         marked = _marked(x, last, self.shape, self.mesh)
         with mark(*marked):
-            done = _START[last.kind](x, last, self.shape, self.mesh, behind=self.behind)
+            done = START[last.kind](x, last, self.shape, self.mesh, behind=self.behind)
 
         def come() -> Tensor:
             with mark(*marked):
@@ -118,12 +118,15 @@ def step_bytes(step: Step, shape: Shape, itemsize: int, mesh: Mesh) -> int:
     return torch.Size(local_shape(shape, layout, mesh.sizes, mesh.coord)).numel() * itemsize
 
 
-def _gather(x: Tensor, step: Step, shape: Shape, mesh: Mesh, *, behind: bool) -> Later:
+def _gather(x: Tensor, step: Step, shape: Shape, mesh: Mesh, *, behind: bool, out: Tensor | None = None) -> Later:
     dim = dim_of(step.before[step.axis])
     how = cut(shape[dim], step.after, step.before, dim, step.axis, mesh.sizes, mesh.coord)
     plain = how.even and dim == 0
-    finish = start_all_gather(x if plain else pad(x, dim, max(how.lengths)), step.axis, mesh, behind=behind)
-    return (lambda: finish().flatten(0, 1)) if plain else (lambda: join(finish().unbind(0), dim, how))
+    if plain:
+        finish = start_all_gather(x, step.axis, mesh, out, behind=behind)
+        return lambda: finish().flatten(0, 1)
+    finish = start_all_gather(pad(x, dim, max(how.lengths)), step.axis, mesh, behind=behind)
+    return lambda: join(finish().unbind(0), dim, how, out)
 
 
 def _reduce(x: Tensor, step: Step, shape: Shape, mesh: Mesh, *, behind: bool) -> Later:
@@ -193,10 +196,12 @@ def _mask(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
 
 
 _LOCAL: dict[str, Callable[[Tensor, Step, Shape, Mesh], Tensor]] = {"mask": _mask, "slice": _slice}
-_START: dict[str, Callable[..., Later]] = {
+START: dict[str, Callable[..., Later]] = {
     "all_gather": _gather,
     "all_reduce": _reduce,
     "all_to_all": _exchange,
     "broadcast": _broadcast,
     "reduce_scatter": _scatter,
 }
+"""What starts the collective of a step on one tensor: (tensor, step, global shape, mesh, behind) -> what waits for the
+result. An all-gather may have it put into a tensor `out`."""

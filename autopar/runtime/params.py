@@ -10,16 +10,18 @@ same doors move it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from autopar._torch import as_parameter, copy_all, keeping_versions, local_of, wrap_like
+from autopar._torch import as_parameter, keeping_versions, local_of, wrap_like
 from autopar.errors import RunError
 from autopar.layout import Layout, dim_of, is_placed, is_shard, local_shape, most_elements, parse, sections_of
 from autopar.runtime.mesh import Mesh
@@ -190,18 +192,17 @@ def grad_at_rest(param: Tensor) -> Tensor | None:
     return param.grad
 
 
-def fill(held: Sequence[Held], wholes: Sequence[Tensor]) -> None:
-    """Copy `wholes` into the leaves of `held`. Where a registered tensor is unchanged since the last time, the leaf
-    keeps its version counter, so that autograd graphs that saved it can still run their backward, as on one device;
-    else autograd raises an error there."""
-    if not held:
-        return
+@contextmanager
+def filling(held: Sequence[Held]) -> Iterator[None]:
+    """Inside, what rests of `held` is brought to their leaves. Where a registered tensor is unchanged since the last
+    time, the leaf keeps its version counter, so that autograd graphs that saved it can still run their backward, as on
+    one device; else autograd raises an error there."""
     states = [one.state() for one in held]
-    with (
-        torch.no_grad(),
-        keeping_versions([one.leaf for one, state in zip(held, states, strict=True) if state == one.version]),
-    ):
-        copy_all([one.leaf for one in held], wholes)
+    changed = [one for one, state in zip(held, states, strict=True) if state != one.version]
+    with torch.no_grad(), keeping_versions([one.leaf for one in held if one not in changed]):
+        yield
+    for one in changed:
+        increment_version(one.leaf)  # collectives that write to it do not
     for one, state in zip(held, states, strict=True):
         one.version = state
 

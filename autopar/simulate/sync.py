@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autopar.cluster import Mesh
 from autopar.codegen.edges import Edges, out_pair
-from autopar.layout import BUCKET_BYTES, LOCAL, Step, most_elements
+from autopar.layout import BUCKET_BYTES, LOCAL, PACKED, Step, most_elements
 from autopar.pipeline.stage_views import View
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
@@ -83,9 +83,10 @@ class Sync:
         return tuple(step for step in steps if self.mesh.sizes[step.axis] > 1)
 
     def _bucket(self, entries: Sequence[_Entry]) -> Bucket:
-        """One bucket: each collective runs once, over the bytes of all members together."""
+        """One bucket: each collective runs once over all small members together, and once for each large one."""
         rows = list(zip(*(e.sums for e in entries), strict=True))
-        sums = [piece for steps in rows for piece in self._together([e.member for e in entries], steps, gradients=True)]
+        members, packed = [e.member for e in entries], all(step.kind in PACKED for step in entries[0].sums)
+        sums = [piece for steps in rows for piece in self._together(members, steps, gradients=True, packed=packed)]
         held = [
             sum(self._held_bytes(e.member, step) for e, step in zip(entries, steps, strict=True))
             for steps in rows
@@ -93,12 +94,16 @@ class Sync:
         ]
         name, instance = entries[-1].member
         block = (self.program.ops[name].scope, instance) if instance >= 0 else None
-        return Bucket(tuple(e.member for e in entries), tuple(sums), tuple(held), entries[0].each, block)
+        return Bucket(tuple(members), tuple(sums), tuple(held), entries[0].each, block)
 
     def _gradient_bytes(self, member: Member) -> float:
         """Bytes of the gradient of a leaf on the rank that has most of it, in the dtype in which it is summed."""
         op = self.program.ops[member[0]]
         return self.prices.gradient_bytes(op, self.local_bytes(op))
+
+    def _leaf_bytes(self, member: Member) -> float:
+        """Bytes of a leaf on the rank that has most of it."""
+        return self.local_bytes(self.program.ops[member[0]])
 
     def _held_bytes(self, member: Member, step: Step) -> float:
         """Bytes of a gradient on the rank before a step."""
@@ -164,18 +169,22 @@ class Sync:
             piece
             for member in members
             for step in moved[member]
-            for piece in self._together([member], [step], gradients=False)
+            for piece in self._together([member], [step], gradients=False, packed=False)
         ]
         return Filling(tuple(pieces), False, (*dict.fromkeys(readers),))
 
-    def _together(self, members: Sequence[Member], steps: Sequence[Step], *, gradients: bool) -> list[Piece]:
-        """The same step of all members (or of their gradients) as one collective with the copies around it. The copies
-        run on the compute stream, as in runtime.coalesced. A local step is a copy."""
+    def _together(
+        self, members: Sequence[Member], steps: Sequence[Step], *, gradients: bool, packed: bool = True
+    ) -> list[Piece]:
+        """The same step of all members (or of their gradients) with the copies around its collectives; `packed`: small
+        ones in one buffer. The copies run on the compute stream, as in runtime.coalesced. A local step is a copy."""
         ops = [self.program.ops[name] for name, _ in members]
         full = [self.program.bytes_of((op.name, 0)) for op in ops]
         full = [self.prices.gradient_bytes(op, size) for op, size in zip(ops, full, strict=True)] if gradients else full
         first, last = ops[0].name, ops[-1].name
-        return together(steps, full, self.mesh, first if first == last else f"{first} ... {last}")
+        nbytes_of = self._gradient_bytes if gradients else self._leaf_bytes
+        small = [number for number, one in enumerate(members) if packed and nbytes_of(one) < BUCKET_BYTES]
+        return together(steps, full, small, self.mesh, first if first == last else f"{first} ... {last}")
 
     def local_bytes(self, op: Op) -> float:
         """Bytes of one instance of a parameter's leaf on the rank that holds most of it."""

@@ -38,7 +38,8 @@ def test_the_first_buckets_hold_no_more(each: list[list[float]], data: st.DataOb
 def test_leaves_are_as_late_as_is_said_at_least(each: list[list[float]], data: st.DataObject) -> None:
     options = [np.array(one) * BUCKET_BYTES for one in each]
     seconds = [np.array([[[data.draw(st.floats(0.0, 3.0)) * (nbytes > 0)]] for nbytes in one]) for one in options]
-    leaves, rows = Leaves(options, seconds, 4), [data.draw(st.integers(0, len(one) - 1)) for one in options]
+    packs = [np.array([[data.draw(st.booleans())] for _ in one]) for one in options]
+    leaves, rows = Leaves(options, seconds, packs, 4), [data.draw(st.integers(0, len(one) - 1)) for one in options]
     chosen = [float(one[row]) for one, row in zip(options, rows, strict=True)]
     all_s, whole = sum(own[row].item() for own, row in zip(seconds, rows, strict=True)), sum(chosen)
     late_s = all_s * (1 - leaves.share * held_bytes(chosen) / whole) if whole else 0.0
@@ -51,7 +52,7 @@ def test_of_weights_that_fill_the_first_buckets_it_is_said_exactly() -> None:
     with the large ones."""
     options = [np.array(one) * BUCKET_BYTES for one in ([0.5, 1.3], [0.5, 1.3], [3.0], [3.0], [3.0])]
     seconds = [one[:, None, None] / BUCKET_BYTES for one in options]
-    leaves = Leaves(options, seconds, 10**9)
+    leaves = Leaves(options, seconds, [np.ones((len(one), 1), bool) for one in options], 10**9)
     assert leaves.first == (
         pytest.approx(7 * BUCKET_BYTES),
         pytest.approx([2.2 * BUCKET_BYTES, 2.2 * BUCKET_BYTES, 0.0, 0.0, 0.0]),

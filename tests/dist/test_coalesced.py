@@ -1,0 +1,89 @@
+"""Buckets: what is packed into one buffer and what travels by itself comes out as each tensor alone would."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.layout import local_shape, parse, steps
+from autopar.runtime import Mesh
+from autopar.runtime.coalesced import Together
+from autopar.runtime.cuts import own
+from autopar.runtime.moves import relayout
+from tests.helpers.ranks import on_ranks
+
+SIZES = (2, 2)
+WAYS = [
+    ("S0,R", "R,R"),
+    ("S1,R", "R,R"),
+    ("S0,S0", "R,R"),
+    ("S1,S0", "R,R"),
+    ("P,R", "S0,R"),
+    ("P,R", "S1,R"),
+    ("P,P", "S0,S0"),
+    ("P,P", "S1,R"),
+    ("P,P", "R,R"),
+]
+SHAPES = [(4, 4), (8, 2), (5, 3), (1, 6), (12, 10), (3, 4, 6)]
+ITEM_BYTES = 8
+
+
+def _part(shape: tuple[int, ...], layout: str, seed: int, mesh: Mesh) -> Tensor:
+    """This rank's part of a tensor, whole numbers in float64: partial sums differ by rank, copies do not."""
+    entries = parse(layout)
+    partial = [axis for axis, entry in enumerate(entries) if entry == "P"]
+    seed = 1000 * seed + sum(10**axis * mesh.coord[axis] for axis in partial)
+    whole = torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(seed)).double()
+    rest = tuple("R" if entry == "P" else entry for entry in entries)
+    return own(whole, rest, mesh.sizes, mesh.coord).clone()
+
+
+def _moved(limit_bytes: int) -> None:
+    mesh = Mesh(SIZES, ("x", "y"), "cpu")
+    draw = random.Random(limit_bytes)
+    for source, target in WAYS:
+        shapes = draw.choices(SHAPES, k=draw.randint(1, 4))
+        src, dst = parse(source), parse(target)
+        parts = [_part(shape, source, seed, mesh) for seed, shape in enumerate(shapes)]
+        kept = [part.clone() for part in parts]
+        wanted = [relayout(part, src, dst, shape, mesh) for part, shape in zip(parts, shapes, strict=True)]
+        ways, names = [steps(src, dst, SIZES)] * len(shapes), list(map(str, range(len(shapes))))
+        gathers = all(step.kind == "all_gather" for step in ways[0])
+        into = [torch.empty(local_shape(shape, dst, SIZES, mesh.coord), dtype=torch.float64) for shape in shapes]
+        for out in ((), into) if gathers else ((),):
+            bucket = Together(ways, parts, shapes, mesh, names, out, limit_bytes)
+            found = bucket.finish()
+            for one, two, part, before in zip(found, wanted, parts, kept, strict=True):
+                torch.testing.assert_close(one, two, rtol=0, atol=0)
+                torch.testing.assert_close(part, before, rtol=0, atol=0)  # nothing is summed in place
+            for one, two in zip(out, wanted, strict=False):
+                torch.testing.assert_close(one, two, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 20 * ITEM_BYTES, 1000 * ITEM_BYTES], ids=["alone", "both", "packed"])
+def test_each_comes_out_as_it_would_alone(limit_bytes: int) -> None:
+    """Of even and uneven shapes, along any dim, over one and two axes."""
+    on_ranks(4, _moved, limit_bytes)
+
+
+def _started(limit_bytes: int) -> None:
+    """How many collectives start for two small tensors and one large one."""
+    mesh = Mesh(SIZES, ("x", "y"), "cpu")
+    shapes = [(4, 4), (4, 2), (64, 4)]
+    way = steps(parse("P,R"), parse("S0,R"), SIZES)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        Together(
+            [way] * 3, [torch.ones(shape) for shape in shapes], shapes, mesh, ["a", "b", "c"], (), limit_bytes
+        ).finish()
+    names = [event.name for event in profile.events()]
+    started = sum("c10d::_reduce_scatter_base_" in name or "c10d::reduce_scatter" in name for name in names)
+    packed = sum(event.name == "aten::cat" for event in profile.events())
+    assert (started, packed) == {512: (2, 1), 10_000: (1, 1), 1: (3, 0)}[limit_bytes]
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 512, 10_000])
+def test_what_is_large_is_not_packed(limit_bytes: int) -> None:
+    on_ranks(4, _started, limit_bytes)

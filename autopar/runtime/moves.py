@@ -147,6 +147,9 @@ def scatter_parts(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> tuple[Tens
     own_length = how.lengths[mesh.coord[step.axis]]
     if how.even and dim == 0:
         return x.unflatten(0, (mesh.sizes[step.axis], -1)), dim, own_length
+    if dim == 0 and len(set(how.lengths)) == 1:  # sections: one copy puts those of each rank together
+        ordered = take(x, 0, [part for ranges in how.ranges for part in ranges])
+        return ordered.unflatten(0, (mesh.sizes[step.axis], -1)), dim, own_length
     longest = max(how.lengths)
     return torch.stack([pad(take(x, dim, ranges), dim, longest) for ranges in how.ranges]), dim, own_length
 

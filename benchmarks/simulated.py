@@ -76,6 +76,13 @@ CASES = (
     Case("llama3-70b", 512, 4096, "bf16", "h100:32x8"),
     Case("mixtral-8x7b", 32, 2048, "bf16", "h100:8x8"),
     Case("mixtral-8x7b", 512, 4096, "bf16", "h100:8x8"),
+    Case("mixtral-8x7b", 32, 2048, "bf16", "a100-80:2x8"),
+    Case("gpt2", 64, 1024, "bf16", "a100-80:2x8"),
+    Case("llama3.2-1b", 32, 2048, "bf16", "rtx4090:2x8"),
+    Case("bert", 64, 512, "bf16", "l4:2x4"),
+    Case("t5", 64, 512, "bf16", "h100:2x4"),
+    Case("vit", 256, 1, "bf16", "a100-80:2x4"),
+    Case("resnet50", 256, 1, "bf16", "a100-80:1x8"),
 )
 
 

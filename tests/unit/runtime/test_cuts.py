@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar._torch import TorchDispatchMode
 from autopar.errors import RunError
-from autopar.layout import local_shape, pieces
+from autopar.layout import local_shape, parse, pieces, steps
 from autopar.runtime.cuts import check_shape, cut, join, own, pad, take
+from autopar.runtime.moves import scatter_parts
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
 
@@ -59,3 +63,29 @@ def test_a_wrong_local_shape_says_what_was_wanted():
         RunError, match=r"reshard w: the rank at \(1,\) has a tensor of shape \(3,\), wanted \(2,\).*layout S0"
     ):
         check_shape(torch.ones(3), ("S0",), (5,), (2,), (1,), "reshard w")
+
+
+class _Copied(TorchDispatchMode):
+    """Adds up the bytes that `cat` and `stack` write."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func._schema.name in ("aten::cat", "aten::stack"):
+            self.nbytes += found.nbytes
+        return found
+
+
+@pytest.mark.parametrize(("entry", "copies"), [("S0", 0), ("S0/2", 1), ("S0/3", 1), ("S0/2:1", 1), ("S1", 1)])
+def test_what_ranks_get_of_a_scatter_is_copied_as_often_as_priced(entry: str, copies: int) -> None:
+    """cost.comm.step_s has one copy, and none of even parts side by side along dim 0."""
+    x, layout, sizes = torch.arange(48.0).reshape(12, 4), parse(entry), (2,)
+    (step,) = steps(("P",), layout, sizes)
+    mesh: Any = SimpleNamespace(sizes=sizes, coord=(1,))
+    with _Copied() as copied:
+        parts, dim, length = scatter_parts(x, step, tuple(x.shape), mesh)
+    assert copied.nbytes == copies * x.nbytes
+    for rank, part in enumerate(parts):
+        assert torch.equal(part, own(x, layout, sizes, (rank,)))
+    assert length == parts.shape[1 + dim]

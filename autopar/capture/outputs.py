@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import fx, nn
@@ -49,13 +50,28 @@ def other_outputs(left_out: Mapping[str, str], structure: Any) -> Iterator[str]:
         f"the model returns a {name}: it is a plain tuple in the sharded module ({', '.join(fields)}, in this order)"
         for name, fields in dict(_named_tuples(structure)).items()
     )
+    yield from (
+        f"the model returns a dict with the key {key!r}, a {type(key).__name__}, which an emitted file cannot write: "
+        f"it is the text {written_key(key)!r} in the sharded module"
+        for key in _keys(structure)
+        if written_key(key) != key
+    )
 
 
 def plain(structure: Any) -> Any:
-    """The user's pytree as plain dicts, lists and numbers: what an emitted file can say. Raises CaptureError on nodes
-    that are none of these."""
+    """The user's pytree as plain dicts, lists and numbers: what an emitted file can say. Keys are equal to the user's
+    where they can be written, else texts. Raises CaptureError on nodes that are none of these, and where two keys of a
+    dict would be the same text."""
     if isinstance(structure, Mapping):
-        return {k if type(k) is int else str(k): plain(v) for k, v in structure.items()}
+        keys: dict[Any, Any] = {}
+        for key in structure:
+            if written_key(key) in keys:
+                raise CaptureError(
+                    f"the model returns a dict with the keys {keys[written_key(key)]!r} and {key!r}, which are both "
+                    f"{written_key(key)!r} in an emitted file: give them keys that are other texts or numbers"
+                )
+            keys[written_key(key)] = key
+        return {written_key(key): plain(value) for key, value in structure.items()}
     if isinstance(structure, (tuple, list)):
         return tuple(plain(v) for v in structure)
     if structure is not None and not isinstance(structure, (bool, int, str)):
@@ -73,3 +89,34 @@ def _named_tuples(structure: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
     if isinstance(structure, (Mapping, tuple, list)):
         for item in structure.values() if isinstance(structure, Mapping) else structure:
             yield from _named_tuples(item)
+
+
+def _keys(structure: Any) -> Iterator[Any]:
+    """All keys of dicts in the user's pytree."""
+    if isinstance(structure, Mapping):
+        yield from structure
+    if isinstance(structure, (Mapping, tuple, list)):
+        for item in structure.values() if isinstance(structure, Mapping) else structure:
+            yield from _keys(item)
+
+
+def written_key(key: Any) -> Any:
+    """A key of a dict as a literal that is equal to it (members of `IntEnum` are equal to their numbers), or as text
+    where no literal is."""
+    if isinstance(key, tuple):
+        parts = tuple(map(written_key, key))
+        return parts if parts == key else str(key)
+    if key is None or isinstance(key, bool):
+        return key
+    if isinstance(key, float) and not math.isfinite(key):
+        return str(key)
+    return next((made(key) for kind, made in _PLAIN.items() if isinstance(key, kind)), str(key))
+
+
+_PLAIN: Mapping[type, Callable[[Any], Any]] = {
+    str: str.__str__,
+    int: int.__int__,
+    float: float.__float__,
+    bytes: bytes,
+}
+"""Makes of a key, which may be a member of an enumeration, a plain one that is equal to it."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +170,19 @@ def _names(spec: Any) -> list[str]:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """`loss`, `logits`, `states.0` for the leaves of a pytree, in order."""
-    return {label(path): leaf for path, leaf in pytree.tree_flatten_with_path(tree)[0]}
+    """`loss`, `logits`, `states.0` for the leaves of a pytree, in order. A label that an earlier leaf has (of the keys
+    1 and "1") is given a number."""
+    found: dict[str, Any] = {}
+    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+        name = label(path)
+        found[next(other for other in _numbered(name) if other not in found)] = leaf
+    return found
+
+
+def _numbered(name: str) -> Iterator[str]:
+    """`name`, `name_1`, `name_2` and so on."""
+    yield name
+    yield from (f"{name}_{number}" for number in itertools.count(1))
 
 
 def label(path: Any) -> str:

@@ -24,6 +24,7 @@ from autopar.capture.flags import undropped
 from autopar.capture.flexible import plain_flex_attention
 from autopar.capture.leaves import by_field
 from autopar.capture.lift_dtype import lifted
+from autopar.capture.outputs import written_key
 from autopar.capture.own_backwards import once
 from autopar.capture.to_graph import named_leaves
 from autopar.runtime.outputs import pack
@@ -173,8 +174,7 @@ def _form(tree: Any, left_out: Collection[str], path: str = "") -> Any:
         return "tensor"
     if isinstance(tree, Mapping):
         return {
-            key if type(key) is int else str(key): _form(item, left_out, f"{path}.{key}".removeprefix("."))
-            for key, item in tree.items()
+            written_key(key): _form(item, left_out, f"{path}.{key}".removeprefix(".")) for key, item in tree.items()
         }
     if isinstance(tree, (tuple, list)):
         return tuple(_form(item, left_out, f"{path}.{at}".removeprefix(".")) for at, item in enumerate(tree))

@@ -3,8 +3,11 @@ conditions on the batch."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
+from enum import Enum
+from http import HTTPStatus
 from typing import NamedTuple
 
 import pytest
@@ -287,6 +290,49 @@ def test_named_tuples_are_plain_ones_and_that_is_told():
     assert captured.notes == (
         "the model returns a Pair: it is a plain tuple in the sharded module (x, more, in this order)",
     )
+
+
+class Word(str, Enum):  # noqa: UP042  whose str() is "Word.HIDDEN", unlike that of a StrEnum
+    HIDDEN = "hidden"
+
+
+class Keyed(Map):
+    def __init__(self, *keys):
+        super().__init__()
+        self.keys = keys
+
+    def forward(self, x):
+        return {"loss": self.linear(x).square().mean(), **{key: x * number for number, key in enumerate(self.keys)}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted", "told"),
+    [
+        ((Word.HIDDEN, HTTPStatus.OK), ("hidden", 200), 0),
+        (
+            ((0, (Word.HIDDEN, 2.5)), (), 0.5, True, None, b"x", "it's"),
+            ((0, ("hidden", 2.5)), (), 0.5, True, None, b"x", "it's"),
+            0,
+        ),
+        ((1, "1", "1_1"), (1, "1", "1_1"), 0),
+        ((torch.float32, (math.inf, 1)), ("torch.float32", "(inf, 1)"), 2),
+    ],
+)
+def test_keys_of_outputs_are_those_of_the_model_where_a_file_can_write_them(keys, wanted, told):
+    model = Keyed(*keys)
+    compiled = autopar.compile(model, "cpu:1x1", (X,), recipe="single")
+    assert sum("the model returns a dict with the key" in note for note in compiled.plan.notes) == told
+    for value, key, made in zip(model(X).values(), ("loss", *wanted), compiled(X).items(), strict=True):
+        assert made[0] == key
+        torch.testing.assert_close(made[1], value)
+    same(model, X)
+
+
+def test_keys_of_outputs_that_would_be_one_text_are_refused():
+    with pytest.raises(
+        CaptureError, match=r"the keys torch.float32 and 'torch.float32', which are both 'torch.float32'"
+    ):
+        capture(Keyed(torch.float32, "torch.float32"), (X,))
 
 
 class Opaque(Map):

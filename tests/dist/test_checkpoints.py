@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.errors import RunError
@@ -188,6 +189,29 @@ def test_every_rank_has_the_whole_state_whatever_its_place(how: str) -> None:
             grad is not None for grad in grads.values()
         )
         assert loss == pytest.approx(again, rel=1e-12)
+
+
+def _within(what: Emitted) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """One rank: what it has when a module around the model loaded a whole state dict, and then what is in the state
+    dict of that module, whole."""
+    outer = nn.ModuleDict({"inner": what[1].build(what[0])})
+    outer.load_state_dict({f"inner.{name}": value * 2 for name, value in what[1].weights.items()})
+    state = {name: value.clone() for name, value in outer.state_dict().items()}
+    loaded = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+    for parameter in outer.parameters():
+        parameter.detach().zero_()
+    outer.load_state_dict(state)
+    return loaded, outer["inner"].full_state_dict()
+
+
+@pytest.mark.parametrize("how", ["pp2 x zero1", "tp on 4"])
+def test_the_model_may_be_part_of_a_module(how: str) -> None:
+    what = emitted(*PLANS[how])
+    wanted = {name: value * 2 for name, value in what[1].weights.items()}
+    for loaded, whole in on_ranks(what[1].plan.ranks, _within, what):
+        assert loaded and whole.keys() >= wanted.keys()
+        for name, value in {**loaded, **{f"inner.{name}": value for name, value in whole.items()}}.items():
+            torch.testing.assert_close(value, wanted[name.removeprefix("inner.")].to(value), rtol=0, atol=0)
 
 
 LAZY: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {

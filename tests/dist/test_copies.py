@@ -7,10 +7,11 @@ import copy
 import pytest
 import torch
 from torch import Tensor, optim
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
+from autopar.runtime import Mesh, Param, ShardedModule
 from autopar.verify.step import RankCase
-from tests.helpers.ranks import living
+from tests.helpers.ranks import living, on_ranks
 from tests.helpers.verify import by_recipe, by_stages, subject
 
 RATE, DECAY = 0.1, 0.5
@@ -109,3 +110,37 @@ def test_averages_of_weights(name: str, plan: str) -> None:
         for parameter, value in got.items():
             torch.testing.assert_close(value, wanted[parameter], rtol=1e-12, atol=1e-12)
         assert loss == pytest.approx(right, rel=1e-12)
+
+
+class Held(ShardedModule):
+    """A weight and a buffer."""
+
+    MESH = Mesh((2,), ("dp",), "cpu")
+    PARAMS = {"weight": Param((4, 3), "float64", "S0")}  # noqa: RUF012  as emitted code states it
+    BUFFERS = {"mean": Param((4,), "float64", "R")}  # noqa: RUF012
+
+
+def _with_buffers() -> None:
+    """One rank: torch refuses lists of parameters and buffers; one by one, averages are what they should be."""
+    before, after = (
+        {"weight": torch.full((4, 3), x, dtype=torch.float64), "mean": torch.full((4,), -x, dtype=torch.float64)}
+        for x in (1.0, 3.0)
+    )
+    module = Held().load_full(before)
+    averages = [
+        AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True),
+        AveragedModel(module, avg_fn=get_ema_avg_fn(DECAY), use_buffers=True),
+    ]
+    for average in averages:
+        average.update_parameters(module)
+    module.load_full(after)
+    with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
+        averages[0].update_parameters(module)
+    averages[1].update_parameters(module)
+    for name, value in averages[1].module.full_state_dict().items():
+        torch.testing.assert_close(value, DECAY * before[name] + (1 - DECAY) * after[name])
+
+
+def test_averages_of_buffers() -> None:
+    """When this fails, torch averages lists of DTensors and plain tensors together: say so in docs/training.md."""
+    on_ranks(2, _with_buffers)

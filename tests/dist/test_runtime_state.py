@@ -16,6 +16,8 @@ from autopar.runtime.gradsync import GradSync
 from tests.helpers.emitted import Plain, batch, sharded
 from tests.helpers.ranks import on_new_ranks, on_ranks
 
+WHOLE = torch.arange(1.0, 13.0, dtype=torch.float64).view(4, 3)
+
 
 def _plain():
     torch.manual_seed(0)
@@ -77,6 +79,46 @@ def test_checkpoint_of_model_and_optimizer_continues_under_another_mesh(tmp_path
     on_ranks(4, _saved, folder)
     on_ranks(4, _loaded, (1, 4), folder)
     on_ranks(2, _loaded, (2, 1), folder)
+
+
+def _placed(layout):
+    class Model(ShardedModule):
+        MESH = Mesh((2,), ("rank",), "cpu")
+        PARAMS = {"w": Param((4, 3), "float64", layout)}  # noqa: RUF012  as emitted code states it
+
+    return Model().load_full({"w": WHOLE})
+
+
+def _of_one_rank(folder, layout):
+    """Save what rests on one rank, and load it where it rests with `layout`, and back."""
+    placed, other = _placed("O1"), _placed(layout)
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in (placed, other)]
+    for model, optimizer in zip((placed, other), optimizers, strict=True):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * 2
+        optimizer.step()
+    wanted = other.full_state_dict()["w"]
+    assert torch.equal(placed.full_state_dict()["w"], wanted) and not torch.equal(wanted, WHOLE)
+    for number, (one, its) in enumerate(zip((placed, other), optimizers, strict=True)):
+        then = _placed((layout, "O1")[number])
+        its_own = torch.optim.AdamW(then.parameters(), 1e-2)
+        saved, state = (
+            {"model": model.state_dict(), "optimizer": model.optimizer_state_dict(optimizer)}
+            for model, optimizer in ((one, its), (then, its_own))
+        )
+        assert torch.equal(saved["model"]["w"].full_tensor(), wanted)
+        dcp.save(saved, checkpoint_id=f"{folder}{number}")
+        dcp.load(state, checkpoint_id=f"{folder}{number}")
+        then.load_state_dict(state["model"])
+        then.load_optimizer_state_dict(its_own, state["optimizer"])
+        assert torch.equal(then.full_state_dict()["w"], wanted)
+        moment = then.optimizer_state_dict(its_own)["state"]["w"]["exp_avg"]
+        torch.testing.assert_close(moment.full_tensor(), 0.1 * 2 * WHOLE, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["S0", "R", "O1"])
+def test_checkpoint_of_what_rests_on_one_rank(layout, tmp_path):
+    on_ranks(2, _of_one_rank, str(tmp_path / "saved"), layout)
 
 
 def _whole_tensors():

@@ -148,19 +148,35 @@ def _looked_up(node: fx.Node, written: Size) -> Size:
     return facts.numel(chosen) * facts.shape(table)[1] * facts.dtype(table).itemsize if node.target in BAGS else written
 
 
-def _attention(node: fx.Node, grads: list[bool]) -> Saved | None:
-    """What attention keeps on a CPU where the fused kernel refuses (a mask with a gradient, dropout: sdp_utils_cpp.cpp)
-    and plain products are used (_scaled_dot_product_attention_math): scaled queries and keys in the layout of a batched
-    product, values in that layout, and the softmax; with dropout also the noise and the softmax after dropout. All at
-    least in float32."""
+def _is_fused(node: fx.Node, grads: list[bool]) -> bool:
+    """Whether the CPU has a fused kernel for an attention (sdp_utils_cpp.cpp, use_flash_attention_cpp): without dropout
+    and without a gradient of the mask, for queries, keys and values of four dims, with equal sizes of batch, heads
+    (unless groups of queries share them) and head."""
     given = edit.args_of(node)
-    if not (any(grads[3:]) or given["dropout_p"]):
+    query, key, value = (facts.shape(given[name]) for name in ("query", "key", "value"))
+    alike = (0, 3) if given["enable_gqa"] else (0, 1, 3)
+    return (
+        not (any(grads[3:]) or given["dropout_p"])
+        and len(query) == len(key) == len(value) == 4
+        and all(query[dim] == key[dim] == value[dim] for dim in alike)
+    )
+
+
+def _attention(node: fx.Node, grads: list[bool]) -> Saved | None:
+    """What attention keeps on a CPU where the fused kernel refuses (`_is_fused`) and plain products are used
+    (_scaled_dot_product_attention_math): scaled queries and keys in the layout of a batched product, values in that
+    layout, and the softmax; with dropout also the noise and the softmax after dropout. All at least in float32."""
+    given = edit.args_of(node)
+    if _is_fused(node, grads):
         return None
     itemsize = facts.dtype(node).itemsize
     wide = max(torch.float32.itemsize, itemsize)
     scores = wide * prod((*facts.shape(node)[:-1], facts.shape(given["key"])[-2]))
     wider = (wide - itemsize) * sum(facts.numel(given[name]) for name in ("query", "key", "value"))
-    return Saved((), (0, 1, 2), scores * (3 if given["dropout_p"] else 1) + wider)
+    extra = scores * (3 if given["dropout_p"] else 1) + wider
+    # a batched product takes values of three dims as they are
+    as_given = len(facts.shape(given["value"])) == 3 and wide == itemsize
+    return Saved((2,), (0, 1), extra) if as_given else Saved((), (0, 1, 2), extra)
 
 
 def _rms_norm(node: fx.Node, grads: list[bool]) -> Saved:

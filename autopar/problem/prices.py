@@ -27,6 +27,7 @@ from autopar.problem.graph import Op
 from autopar.problem.kernels import Kernels
 from autopar.problem.layout_pairs import Between, routes_on
 from autopar.problem.op_algorithms import Wait, sites, waits
+from autopar.problem.operand_copies import copy_of
 from autopar.problem.pairs import LayoutPair
 from autopar.problem.settings import Settings
 from autopar.rules.experts import INSIDE
@@ -287,10 +288,7 @@ class Prices:
             for option in options
         )
         for index in op.copies:
-            own += self.local_bytes(
-                math.prod(op.call.ins[index].sizes) * op.call.ins[index].itemsize,
-                tuple(option.ins[index].value for option in options),
-            )
+            own += self.local_bytes(*copy_of(op, index, options))
         return (own + self.local_bytes(op.extra_bytes, layout)) * op.count
 
     def passing_bytes(self, op: Op, options: tuple[Option, ...]) -> float:

@@ -90,12 +90,24 @@ def test_frozen_weights_keep_what_the_gradients_of_others_take(first: int, recip
     assert predicted == pytest.approx(held, rel=0.02)
 
 
+def heads(x: Tensor) -> Tensor:
+    """[b, s, 64] as four heads: [b, 4, s, 16]."""
+    return x.reshape(*x.shape[:2], 4, 16).transpose(1, 2)
+
+
 FUSED = {
     "differences": lambda p, q, x: F.l1_loss(p, q),
     "distances": lambda p, q, x: F.pairwise_distance(p, q).square().mean(),
     "cosines": lambda p, q, x: F.cosine_similarity(p, q, dim=-1).mean(),
     "counts": lambda p, q, x: F.poisson_nll_loss(p, x.abs()) + q.mean(),
     "a product with the input": lambda p, q, x: torch.addcmul(p, q, x).square().mean(),
+    "a matmul of each sample with four others": lambda p, q, x: (
+        p.unsqueeze(1) @ q.reshape(-1, 4, 4, 64).transpose(-1, -2)
+    ).mean(),
+    "attention of three dims": lambda p, q, x: F.scaled_dot_product_attention(p, q, p).mean(),
+    "attention of values of another size": lambda p, q, x: F.scaled_dot_product_attention(
+        heads(p), heads(q), heads(p)[..., :8]
+    ).mean(),
 }
 
 

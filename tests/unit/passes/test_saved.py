@@ -215,14 +215,27 @@ EXTRA = {
 """Bytes that a row may leave out: masks, statistics, pooling indices, counts."""
 
 
+WITHOUT_ROW = (
+    aten._conj.default, aten.alpha_dropout.default, aten.batch_norm.default, aten.complex.default, aten.conj.default,
+    aten.conv1d.padding, aten.cosine_embedding_loss.default, aten.cross_entropy_loss.default,
+    aten.feature_alpha_dropout.default, aten.feature_dropout.default, aten.fft_ihfft.default, aten.group_norm.default,
+    aten.imag.default, aten.instance_norm.default, aten.ldexp.Tensor, aten.linalg_cond.default, aten.linalg_cond.p_str,
+    aten.linalg_matrix_norm.default, aten.linalg_matrix_norm.str_ord, aten.linalg_norm.default,
+    aten.linalg_norm.ord_str, aten.lu_unpack.default, aten.native_layer_norm.default, aten.real.default,
+    aten.resolve_conj.default,
+)  # fmt: skip
+"""Operators that are taken to keep all operands, which autograd does not, or not as they are."""
+
+
 def test_every_row_has_a_sample():
+    assert not set(WITHOUT_ROW) & set(SAVED) and set(WITHOUT_ROW) <= set(PROVEN)
     assert set(SAVED) - set(VIEWS) == set(SAMPLES) | (set(PROVEN) & set(SAVED) - set(VIEWS))
     assert set(SAMPLES) <= set(SAVED)
 
 
 @pytest.mark.parametrize(
     "target",
-    [target for target in PROVEN if target in SAVED and target not in SAMPLES],
+    [target for target in PROVEN if target not in SAMPLES and target not in WITHOUT_ROW],
     ids=lambda target: str(target).split(" at 0x")[0],
 )
 def test_row_agrees_with_autograd_on_the_samples_of_rules(target):

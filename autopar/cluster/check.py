@@ -78,6 +78,14 @@ def check_number(where: str, key: str, value: object, rule: str) -> None:
         fail(where, key, value, f"{low:g} to {high:g} ({meaning})")
 
 
+def whole(data: Mapping[str, Any]) -> dict[str, Any]:
+    """`data` with whole numbers that are written as floats (`memory_bytes = 80e9`) as ints, where ints are wanted."""
+    return {
+        key: int(value) if key in INTEGERS and isinstance(value, float) and value.is_integer() else value
+        for key, value in data.items()
+    }
+
+
 def check_fields(obj: object, where: str) -> None:
     """Check every field of a dataclass object that RANGES or TEXTS knows."""
     for key, value in vars(obj).items():
@@ -105,7 +113,7 @@ def check_keys(data: Any, where: str, required: tuple[str, ...], optional: tuple
     if unknown:
         raise ClusterError(
             f"{where}: unknown key {', '.join(map(repr, unknown))}; known: "
-            f"{', '.join(known)}{near(str(unknown[0]), known)}"
+            f"{', '.join(known)}{''.join(near(str(key), known) for key in unknown)}"
         )
     missing = [key for key in required if key not in data]
     if missing:

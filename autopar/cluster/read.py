@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from autopar.cluster.check import check_keys, check_number, fail
+from autopar.cluster.check import check_keys, check_number, fail, whole
 from autopar.cluster.mixed import join
 from autopar.cluster.presets import preset_path, presets
 from autopar.cluster.this_machine import here
@@ -116,7 +116,8 @@ def _rebase(data: dict[str, Any]) -> dict[str, Any]:
     for change in _listed(data.get("levels", [])):
         check_keys(change, "levels", ("name",), (*_names(Level), "latency_s"))
         if not isinstance(change["name"], str) or change["name"] not in levels:
-            fail("levels", "name", change["name"], f"a level of {data['base']}: {', '.join(levels)}")
+            hint = near(str(change["name"]), levels)
+            fail("levels", "name", change["name"], f"a level of {data['base']}: {', '.join(levels)}{hint}")
         if change["name"] in seen:
             fail("levels", "name", change["name"], "each level once")
         seen[change["name"]] = None
@@ -132,7 +133,7 @@ def from_dict(data: dict[str, Any]) -> Cluster:
         return _of_parts(data)
     if isinstance(data, dict) and "base" in data:
         data = _rebase(data)
-    check_keys(data, "cluster", ("name", "device", "levels"))
+    check_keys(data, "cluster", ("name", "device", "levels"), ("base", "parts"))  # of these two none is left here
     return Cluster(data["name"], tuple(_level(level) for level in _listed(data["levels"])), _device(data["device"]))
 
 
@@ -207,7 +208,7 @@ def _device(data: Any) -> Device:
         key: data[key] for key in ("attention", "unaligned") if key in data and (key, data[key]) != ("attention", None)
     }
     for key, pair in pairs.items():
-        if not (isinstance(pair, list) and all(isinstance(share, float) for share in pair)):
+        if not (isinstance(pair, list) and all(type(share) in (int, float) for share in pair)):
             fail(
                 "device",
                 key,
@@ -216,7 +217,7 @@ def _device(data: Any) -> Device:
             )
     return Device(
         **(
-            data
+            whole(data)
             | {
                 "best_shape": tuple(shape) if shape is not None else None,
                 **{key: tuple(pair) for key, pair in pairs.items()},
@@ -231,7 +232,7 @@ def _level(data: Any) -> Level:
     check_keys(data, where, required, (*_names(Level), "latency_s"))
     if ("latency_s" in data) == ("protocols" in data):
         raise ClusterError(f"{where}: give either latency_s or protocols")
-    rest = {key: value for key, value in data.items() if key not in ("latency_s", "protocols")}
+    rest = {key: value for key, value in whole(data).items() if key not in ("latency_s", "protocols")}
     if "latency_s" in data:
         return Level(**rest, protocols=_default_protocols(where, data["latency_s"]))
     if not isinstance(data["protocols"], list):
@@ -244,7 +245,7 @@ def _protocol(data: Any, where: str) -> Protocol:
     kinds = data.get("kinds", [])
     if not isinstance(kinds, list):
         fail(f"{where}, protocol {data['name']!r}", "kinds", kinds, "a list of collectives")
-    return Protocol(**(data | {"kinds": tuple(kinds)}))
+    return Protocol(**(whole(data) | {"kinds": tuple(kinds)}))
 
 
 def _default_protocols(where: str, latency_s: Any) -> tuple[Protocol, ...]:

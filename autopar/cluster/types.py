@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.cluster.check import DTYPES, TABLES, check_fields, check_name, fail
+from autopar.text import near
 
 if TYPE_CHECKING:
     from autopar.cluster.mesh import Mesh
@@ -206,7 +207,8 @@ class Device:
             fail(where, "peak_flops", sorted(self.peak_flops), "at least float32")
         for key in TABLES:
             if unknown := [dtype for dtype in getattr(self, key) if dtype not in DTYPES]:
-                fail(where, key, unknown, f"dtypes of {', '.join(DTYPES)}")
+                hints = "".join(near(str(dtype), DTYPES) for dtype in unknown)
+                fail(where, key, unknown, f"dtypes of {', '.join(DTYPES)}{hints}")
         if self.attention is not None and not (
             len(self.attention) == 2 and all(0 < share <= 1 for share in self.attention)
         ):

@@ -196,6 +196,15 @@ def test_a_level_may_state_only_a_latency(tmp_path: Path) -> None:
     assert {p.algorithm for p in level.protocols} == {"ring", "tree", "direct"}
 
 
+def test_whole_numbers_may_be_written_as_floats(tmp_path: Path) -> None:
+    text = 'name = "mine"\nbase = "h100:2x8"\n[device]\nmemory_bytes = {}\n[[levels]]\nname = "node"\nsize = {}\n'
+    floats, ints = (
+        Cluster.parse(write(tmp_path, text.format(*numbers))) for numbers in (("80e9", "4.0"), ("80000000000", "4"))
+    )
+    assert floats == ints and floats.to_dict() == ints.to_dict()
+    assert type(floats.device.memory_bytes) is type(floats.levels[0].size) is int
+
+
 BAD_TEXTS = [
     ("h900:8x8", "there is no preset 'h900'; known: a100-40, a100-80, a100-80-pcie"),
     ("h100:", "does not name sizes of node x gpu"),
@@ -302,6 +311,18 @@ def test_a_missing_key_is_named() -> None:
             'name = "m"\nbase = "h100"\n[device]\nusable_memry = 0.8\n',
             r"device: unknown key 'usable_memry'; known: .* \(near: usable_memory.*\)$",
         ),
+        (
+            'name = "m"\nbase = "h100"\n[device]\nusable_memry = 0.8\nsustaned = 0.9\n',
+            r"unknown key 'usable_memry', 'sustaned'; .* \(near: usable_memory.*\) \(near: sustained\)$",
+        ),
+        ('name = "m"\nbse = "h100"\n', r"cluster: unknown key 'bse'; known: .* \(near: base\)$"),
+        ("prts = []\n", r"cluster: unknown key 'prts'; known: .* \(near: parts\)$"),
+        ('name = "m"\nbase = "h100"\n[[levels]]\nname = "nodes"\n', r"name is 'nodes'; .* \(near: node\)$"),
+        (
+            'name = "m"\nbase = "h100"\n[device]\npeak_flops = {bf16 = 1e15}\n',
+            r"peak_flops is \['bf16'\]; wanted dtypes of .* \(near: bfloat16.*\)$",
+        ),
+        ('name = "m"\nbase = "h100"\n[device]\nmemory_bytes = 80.5e0\n', "memory_bytes is 80.5; wanted a whole number"),
         (
             'name = "m"\nbase = "h100"\n[[level]]\nname = "node"\n',
             r"the file: unknown key 'level'; known: base, name, device, levels \(near: levels\)$",

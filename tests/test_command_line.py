@@ -197,6 +197,8 @@ def test_a_plan_whose_blocks_are_in_parts(tmp_path: Path, model: tuple[str, ...]
         "later/" in (explained := done("explain", str(path)).stdout)
         and f"one microbatch of {made.microbatches} through all stages" in explained
     )
+    said = json.loads(done("explain", str(path), "--json", "-").stdout)
+    assert said["prices_of"] == "microbatch" and said["microbatches"] == made.microbatches
     done("memory", str(path))
     done("emit", str(path), "-o", str(tmp_path / "out"))
     assert (tmp_path / "out" / "sharded.py").read_text().count("(Block):") == 2

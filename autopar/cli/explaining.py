@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -35,15 +36,18 @@ def explain_command(where: Path, node: str | None, json: str | None) -> None:
     if node is not None:
         cluster = model.clusters[why.find(model, node)]
         held = [op.name for op in cluster.members]
-        if not write_json(json, {"node": node, "decided_with": held, "alternatives": [row.to_dict() for row in rows]}):
+        found = {"node": node, "decided_with": held, "alternatives": [row.to_dict() for row in rows]}
+        if not write_json(json, found | _prices(rebuilt.plan, priced_s)):
             show(
-                _alternatives(f"{node} ({cluster.root.where or cluster.name})", rows, "; ".join(rebuilt.plan.axes)),
+                _alternatives(f"{node} ({cluster.root.where or cluster.name})", rows, rebuilt.plan),
                 "",
                 f"decided together: {', '.join(held)}",
                 *_whose(rebuilt.plan, priced_s),
             )
     elif not write_json(
-        json, {"nodes": [part.to_dict() for part in parts], "reshards": [row.to_dict() for row in moved]}
+        json,
+        {"nodes": [part.to_dict() for part in parts], "reshards": [row.to_dict() for row in moved]}
+        | _prices(rebuilt.plan, priced_s),
     ):
         show(
             _nodes(parts),
@@ -53,6 +57,18 @@ def explain_command(where: Path, node: str | None, json: str | None) -> None:
             *_whose(rebuilt.plan, priced_s),
             "the alternatives of one node: autopar explain PLAN --node NAME",
         )
+
+
+def _prices(plan: Plan, priced_s: float) -> dict[str, Any]:
+    """For JSON, what the prices of nodes are of: one step, or of a pipeline one of `microbatches` through all stages,
+    which takes `priced_s` with the choices of the plan; and what the tables say of that below them."""
+    return {
+        "prices_of": "microbatch" if plan.pipelined else "step",
+        "microbatches": plan.microbatches,
+        "priced_s": priced_s,
+        "predicted_step_s": plan.predicted.step_s,
+        "notes": _whose(plan, priced_s),
+    }
 
 
 def _whose(plan: Plan, priced_s: float) -> list[str]:
@@ -76,8 +92,9 @@ def _whose(plan: Plan, priced_s: float) -> list[str]:
     return found
 
 
-def _alternatives(title: str, rows: Sequence[why.Row], axes: str) -> Table:
-    table = grid(title, "", f"split on {axes}", "result lies as", "step", "difference", "memory")
+def _alternatives(title: str, rows: Sequence[why.Row], plan: Plan) -> Table:
+    priced = "one microbatch" if plan.pipelined else "step"
+    table = grid(title, "", f"split on {'; '.join(plan.axes)}", "result lies as", priced, "difference", "memory")
     mine = next(row for row in rows if row.chosen)
     for row in rows:
         table.add_row(

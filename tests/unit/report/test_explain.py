@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from rich.table import Table
 
-from autopar.cli.explaining import _reshards, _whose
+from autopar.cli.explaining import _alternatives, _prices, _reshards, _whose
 from autopar.errors import PlanError
 from autopar.report import explain as why
 from autopar.report.reshards import Row
@@ -82,6 +82,20 @@ def test_prices_that_are_not_the_step_of_the_plan_say_so() -> None:
     assert line.startswith("prices are those of each choice alone") and line.endswith(
         f"the plan's step {seconds(made.predicted.step_s)}"
     )
+
+
+def test_prices_of_a_pipeline_are_said_to_be_of_a_microbatch() -> None:
+    """In the table and in JSON, where `step_s` of an alternative was taken for that of the step."""
+    made = planned("zero3")
+    model, choice = made.model, why.choice_of(made.model, made.plan)
+    rows = why.explain(model, choice, "up.weight")
+    for microbatches, of, header in ((1, "step", "step"), (4, "microbatch", "one microbatch")):
+        plan = dataclasses.replace(made.plan, microbatches=microbatches)
+        said = _prices(plan, 1.0)
+        assert (said["prices_of"], said["microbatches"]) == (of, microbatches)
+        assert (said["priced_s"], said["predicted_step_s"]) == (1.0, plan.predicted.step_s)
+        assert any(f"one microbatch of {microbatches}" in note for note in said["notes"]) == (of == "microbatch")
+        assert header in [str(column.header) for column in _alternatives("up.weight", rows, plan).columns]
 
 
 def test_where_nothing_moves_there_is_no_empty_table() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from textwrap import shorten
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -152,9 +151,6 @@ def _splits(plan: Plan) -> str:
 SEARCHED = "search"
 """The strategy of plans that are no recipe and have several stages or microbatches."""
 
-WHY = 72
-"""Characters of a reason in a table; all of it is in the plan."""
-
 
 def _alternatives(plan: Plan) -> list[Table]:
     """What was priced beside the chosen plan, the fastest first; and what has no price, by the reason why."""
@@ -163,7 +159,7 @@ def _alternatives(plan: Plan) -> list[Table]:
     reasons: dict[str, dict[str, None]] = {}
     for other in sorted(plan.alternatives, key=lambda a: (a.step_s is None, a.step_s or 0.0, a.name)):
         if other.step_s is None:
-            reasons.setdefault(shorten(other.why or "does not fit", WHY), {})[_called(other)] = None
+            reasons.setdefault(other.why or "does not fit", {})[_called(other)] = None
             continue
         ratio = "-" if best <= 0 else f"{other.step_s / best:.2f}"
         note = "; ".join(filter(None, ("chosen" * _is(other, plan), other.how)))

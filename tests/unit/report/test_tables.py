@@ -61,6 +61,20 @@ def test_no_two_of_what_was_priced_look_alike() -> None:
     )
 
 
+def test_reasons_without_a_price_are_shown_whole() -> None:
+    """They were cut at 72 characters, and two that differ behind that were one row."""
+    made = planned()
+    whys = tuple(f"{'needs more memory than a device has to give, ' * 3}{end}" for end in ("by 1 GiB", "by 2 GiB"))
+    missing = tuple(
+        replace(made.plan.alternatives[0], name=name, step_s=None, memory_bytes=None, why=why)
+        for name, why in zip(("first", "second"), whys, strict=True)
+    )
+    shown = text(overview(replace(made.plan, alternatives=missing)), 100)
+    table = " ".join(shown.partition("without a price")[2].split())
+    assert "by 1 GiB" in table and "by 2 GiB" in table and "..." not in table
+    assert max(map(len, shown.splitlines())) <= 100
+
+
 def test_a_forced_recipe_has_no_proof() -> None:
     made = planned("tp")
     shown = text(report(made.plan, made.program))

@@ -243,14 +243,18 @@ class ShardedModule(ModuleState):
 
     @torch.no_grad()
     def full(self, outputs: Any) -> Any:
-        """Outputs of the last call with every tensor whole, on every rank; a collective operation."""
+        """Outputs of the last call with every tensor whole, on every rank; a collective operation. Raises RunError
+        where `outputs` are some of them only."""
         at = self.spreads()
         structure = self._structure(len(self._results()) or len(at))
-        values = {
-            i: self._whole(leaf, at.get(i))
-            for i, leaf in zip(leaves(structure), leaves(outputs), strict=True)
-            if is_number(i)
-        }
+        wanted, given = list(leaves(structure)), list(leaves(outputs))
+        if len(wanted) != len(given):
+            names = ", ".join(name for _, name in self._results() if name)
+            raise RunError(
+                f"full takes all that the last call returned, {len(wanted)} outputs{f' ({names})' * bool(names)}, and "
+                f"was given {len(given)}: how one lies on the ranks is known by its number; pick from what full returns"
+            )
+        values = {i: self._whole(leaf, at.get(i)) for i, leaf in zip(wanted, given, strict=True) if is_number(i)}
         return pack(structure, values.__getitem__)
 
     def _whole(self, value: Tensor, at: Spread | None) -> Tensor:

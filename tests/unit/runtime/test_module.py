@@ -113,6 +113,15 @@ class Keeps(ShardedModule):
         return (x, y, x)[: self.results]
 
 
+def test_full_takes_all_outputs_and_says_so():
+    """One of several was taken for the first one, and refused for its shape."""
+    model = Keeps().load_full({"w": torch.ones(2), "last": torch.ones(2), "always": torch.ones(2)})
+    out = model(torch.ones(2))
+    for given in ((), (out.y, out.y)):
+        with pytest.raises(RunError, match=rf"all that .* returned, 1 outputs \(y\), and was given {len(given)}: "):
+            model.full(given)
+
+
 def _kept(model):
     return {name: value.tolist() for name, value in model.named_buffers()}
 

@@ -9,6 +9,10 @@ import torch
 from torch.nn import functional as F
 
 from autopar.errors import RunError
+from autopar.rules import RULES
+from autopar.rules.algorithms import ALGORITHMS
+from autopar.rules.language import Call, Tensor
+from autopar.rules.site import Site
 from autopar.runtime import Mesh, count
 from autopar.runtime.algorithms import ring_attention
 from autopar.runtime.algorithms.ring_order import Order
@@ -110,6 +114,34 @@ def test_what_a_ring_sends(ways, rows, causal):
         assert sum(nbytes for _, nbytes in seen) == (3 * ways - 2) * kv + (
             (q + kv) + q + 2 * q + (q + kv) if halves else 0
         )
+
+
+def _priced(ways, rows, causal, groups, width, dtype):
+    """The sends that the rule prices, forward and backward, as (kind, bytes); rows are in halves, or in even chunks."""
+    shapes = ((2, 4, rows, 8), (2, groups, rows, 8), (2, groups, rows, width), (2, 4, rows, width))
+    *ins, out = (Tensor(shape, True, (), True, dtype.itemsize) for shape in shapes)
+    target = torch.ops.aten.scaled_dot_product_attention.default
+    call = Call(target, tuple(ins), {"is_causal": causal, "enable_gqa": groups < 4}, (out,))
+    (option,) = (option for option in RULES[target].options(call, ways) if option.run == "ring")
+    site = Site(call.ins, (option,), (ways,), call=call)
+    inner = ALGORITHMS["ring"].inner(training=True)
+    return [(each.kind, each.nbytes(site)) for each in inner for _ in range(each.times(site))]
+
+
+def _sent(ways, *args):
+    rows, causal, groups, width, dtype = args
+    close = 1e-12 if dtype is torch.float64 else 6e-2
+    return _compare(ways, rows, causal=causal, groups=groups, width=width, dtype=dtype, close=close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "causal", "groups", "width"), [(12, True, 2, 5), (12, False, 4, 8), (9, True, 1, 8)])
+@pytest.mark.parametrize("ways", [1, 3])
+def test_a_ring_sends_what_is_priced(ways, rows, causal, groups, width, dtype):
+    """Values of another width than keys, one head for all; gradients of bfloat16 go round in float32."""
+    wanted = sorted(_priced(ways, rows, causal, groups, width, dtype))
+    for seen in on_ranks(ways, _sent, ways, rows, causal, groups, width, dtype):
+        assert sorted(seen) == wanted
 
 
 @pytest.mark.parametrize("ways", [2, 3, 4, 5])

@@ -36,10 +36,8 @@ def borders(call: Call, ways: int) -> Together:
 
 def spatial(call: Call) -> range:
     """The dims of the image over which windows move."""
-    rank, arguments = len(call.ins[IMAGE].shape), given(call)
-    if "weight" in arguments:
-        return range(rank - len(call.ins[1].shape) + 2, rank)
-    return range(rank - int(call.target._schema.name.removesuffix("d")[-1]), rank)  # max_pool2d
+    rank = len(call.ins[IMAGE].shape)
+    return range(rank - int(call.target._schema.name.removesuffix("d")[-1]), rank)  # conv2d, max_pool2d
 
 
 def window(call: Call, dim: int) -> Window:

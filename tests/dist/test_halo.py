@@ -10,8 +10,12 @@ import torch
 
 from autopar.errors import RunError
 from autopar.layout import chunk
+from autopar.rules import RULES
+from autopar.rules.algorithms import ALGORITHMS
 from autopar.rules.halo import paddings, window
+from autopar.rules.language import Call, Tensor
 from autopar.rules.oracle import call_of
+from autopar.rules.site import Site
 from autopar.runtime import Mesh, count
 from autopar.runtime.algorithms import halo
 from autopar.runtime.cuts import own
@@ -177,6 +181,39 @@ def test_ranks_send_the_rows_that_windows_read_and_their_gradients_back(ways, ke
     for image_grad in (True, False):
         for seen in on_ranks(ways, _sends, ways, args, image_grad):
             assert seen == [(0, rows * 2 * 3 * 6 * 8)] * (0 if not rows else 2 if image_grad else 1)
+
+
+def _priced(sizes, args, dims, image_grad):
+    """The sends that the rule prices, forward and backward, as (axis, bytes)."""
+    image, weight = (Tensor(shape, grad, (), True, 8) for shape, grad in zip(args[:2], (image_grad, True), strict=True))
+    out = Tensor((image.shape[0], weight.shape[0], *image.shape[2:]), True, (), True, 8)
+    call = Call(aten.conv2d.default, (image, weight, *args[2:]), {}, (out,))
+    options = [
+        option
+        for dim, ways in zip(dims, sizes, strict=True)
+        for option in RULES[call.target].options(call, ways)
+        if option.run == "halo" and option.ins[0].value == f"S{dim}"
+    ]
+    sites = [Site(call.ins, options, sizes, axis, call) for axis in range(len(sizes))]
+    inner = ALGORITHMS["halo"].inner(training=True)
+    return [(site.axis, each.nbytes(site)) for site in sites for each in inner for _ in range(each.times(site))]
+
+
+def _sent(sizes, args, dims, image_grad):
+    return _compare(sizes, aten.conv2d.default, args, dims, image_grad=image_grad)
+
+
+@pytest.mark.parametrize("image_grad", [True, False])
+@pytest.mark.parametrize("dims", [(2, 3), (3, 2)])
+@pytest.mark.parametrize("kernel", [3, 1])
+def test_halos_of_both_dims_send_what_is_priced(dims, kernel, image_grad):
+    """The second axis sends the corners, which the first one brought, too."""
+    pads = [kernel // 2, kernel // 2]
+    args = [(2, 3, 8, 12), (4, 3, kernel, kernel), None, [1, 1], pads]
+    wanted = sorted(_priced((2, 2), args, dims, image_grad))
+    assert len(wanted) == (0 if kernel == 1 else 4 if image_grad else 2)
+    for seen in on_ranks(4, _sent, (2, 2), args, dims, image_grad):
+        assert sorted(seen) == wanted
 
 
 @pytest.mark.parametrize("ways", [1, 2, 3, 4, 5])

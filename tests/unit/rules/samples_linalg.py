@@ -80,7 +80,7 @@ LINALG: Samples = {
     ],
     aten.linalg_eigh.default: [case(d(5, 4, 4)), case(d(4, 4), "U")],
     aten.linalg_pinv.default: [case(f(5, 4, 3), 1e-9)],
-    aten.linalg_solve.default: SOLVED,
+    aten.linalg_solve.default: [*SOLVED, case(d(5, 4, 4), f(4))],
     aten.linalg_svd.default: [case(f(5, 4, 3), False), case(f(4, 4))],
     aten.cholesky.default: [case(d(5, 4, 4)), case(d(4, 4))],
     aten.cholesky_inverse.default: [case(d(5, 4, 4)), case(d(4, 4))],

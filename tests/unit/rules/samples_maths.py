@@ -62,6 +62,8 @@ CONTRACTIONS: Samples = {
         case("bhqd,bhkd->bhqk", [f(4, 1, 3, 2), f(4, 5, 6, 2)]),
         case("i,j->ij", [f(5), f(4)]),
         case("bid,bjd->b", [f(5, 3, 2), f(5, 4, 2)]),
+        case("...ij,...jk", [f(3, 5, 4), f(3, 4, 6)]),
+        case("b...i,b...i->b...", [f(1, 5, 1), f(6, 5, 4)]),
     ],
     aten.embedding.default: [
         case(f(257, 3), i(257, 4, 5)),

@@ -66,5 +66,5 @@ VISION: Samples = {
     ],
     aten.grid_sampler.default: [case(IMAGE, T((5, 3, 4, 2), "u"), 0, 0, False)],
     aten.pixel_unshuffle.default: [case(f(5, 4, 8, 6), 2)],
-    aten.prelu.default: [case(IMAGE, f(4)), case(f(5, 4), f(1))],
+    aten.prelu.default: [case(IMAGE, f(4)), case(f(5, 4), f(1)), case(f(5, 4), f())],
 }

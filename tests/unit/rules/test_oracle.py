@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar._torch import pytree
 from autopar.codegen.expressions import Written, write
 from autopar.rules import RULES
+from autopar.rules import halo as windows
 from autopar.rules.halo import borders
 from autopar.rules.language import Call, Tensor
 from autopar.rules.oracle import RunOnAllRanks, call_of, failures, shapes_of, shards_of
@@ -254,6 +255,17 @@ def test_ring_splits_rows_and_keys_of_every_kind_of_attention():
     assert not [o for o in RULES[target].options(call_of(target, args, kwargs), 2) if o.run]
 
 
+@pytest.mark.parametrize(
+    ("query", "key", "grouped"),
+    [((1, 6, 5, 3), (4, 6, 5, 3), False), ((4, 1, 5, 3), (4, 6, 5, 3), False), ((1, 6, 5, 3), (4, 2, 5, 3), True)],
+    ids=["samples", "heads", "samples of groups"],
+)
+def test_rings_are_not_for_queries_that_are_broadcast(query, key, grouped):
+    target = aten.scaled_dot_product_attention.default
+    args, kwargs = fill(([f(*query), f(*key), f(*key)], {"enable_gqa": grouped}))
+    assert not [o for o in RULES[target].options(call_of(target, args, kwargs), 2) if o.run == "ring"]
+
+
 CUT = {  # the spatial dims of each sample that 2 ranks may cut
     "conv1d.default": ["0", "0", "0", "0"],
     "conv1d.padding": ["0", ""],
@@ -285,6 +297,22 @@ def test_which_dims_windows_go_over_may_be_cut(target):
             assert all(str(use) == "R|P" for use in option.ins[1:])
         found.append("".join(option.factor[1] for option in here))
     assert found == CUT[str(target).removeprefix("aten.")]
+
+
+@pytest.mark.parametrize("size", [7, 8])
+@pytest.mark.parametrize("spatial", [1, 2, 3])
+@pytest.mark.parametrize("named", ["same", "valid"])
+def test_paddings_by_name_are_numbers(named, spatial, size):
+    """Of kernels 3 and 2 with dilations 1 and 2, whose sums of padding are even."""
+    torch.manual_seed(0)
+    kernel, dilation = [3, 2, 3][:spatial], [1, 2, 2][:spatial]
+    image, weight = (torch.randn(*lead, dtype=torch.float64) for lead in ((2, 3, *[size] * spatial), (4, 3, *kernel)))
+    by_name, by_numbers = (getattr(getattr(aten, f"conv{spatial}d"), overload) for overload in ("padding", "default"))
+    call = call_of(by_name, (image, weight, None, [1] * spatial, named, dilation), {})
+    got = by_numbers(image, weight, None, [1] * spatial, windows.paddings(call, ()), dilation)
+    torch.testing.assert_close(got, by_name(image, weight, None, [1] * spatial, named, dilation))
+    first, *others = windows.spatial(call)
+    assert windows.paddings(call, (first,)) == [0, *(windows.padding(call, dim) for dim in others)]
 
 
 def test_windows_that_reach_beyond_the_ranks_beside_are_refused():

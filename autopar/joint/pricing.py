@@ -317,8 +317,7 @@ class Pricing:
 
     def floor_s(self, shape: Shape, level: str) -> float:
         """A lower bound in seconds on plans of `shape` with all blocks run again at `level`: its share of the least
-        work, followed by the least update on hosts; or that work with the least wait of a pipeline for its first
-        microbatch, where that is more."""
+        work, and then the least update on hosts; or, where that is more, that work and the least wait of a pipeline."""
         work_s = self.context.work(shape.places, level).step_s(
             self.context.request.cluster.devices, shape.places, shape.microbatches
         )
@@ -328,7 +327,8 @@ class Pricing:
 
     def _wait(self, shape: Shape) -> float:
         """The least ratio of the length of a step to its work, where each place has one stage."""
-        return min(least_wait(paces, shape.microbatches) for paces in self.context.paces(shape))
+        wait = min(least_wait(paces, shape.microbatches) for paces in self.context.paces(shape))
+        return max(1.0, wait / self.context.request.cluster.device.alone)  # places are faster while others wait
 
     @property
     def levels(self) -> tuple[str, ...]:

@@ -16,12 +16,13 @@ from autopar.joint import search_context, staging
 from autopar.joint.pricing import Pricing
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape
-from autopar.joint.spaces import SEARCH
+from autopar.joint.spaces import SEARCH, of_recipe
 from autopar.joint.staging import Found, lay
 from autopar.joint.timetables import Kind
 from autopar.memory import Entry, Prediction, predict
 from autopar.pipeline import views
 from autopar.problem.settings import Settings
+from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 from tests.helpers.planned import graph
 from tests.helpers.verify import subject
@@ -163,3 +164,16 @@ def test_a_glance_at_what_can_be_taken_apart_begins_at_the_choices_of_all() -> N
     assert not models.separable.micro.problem.price(start).feasible
     assert time_s(exact=False, start=start) == pytest.approx(time_s(exact=True))
     assert time_s(exact=False) > 1.5 * time_s(exact=True)
+
+
+@pytest.mark.parametrize(("recipe", "microbatches"), [("naive_mp", 1), ("gpipe", 4), ("1f1b", 4)])
+@pytest.mark.parametrize("alone", [1.0, 4.0])
+def test_places_that_are_faster_while_others_wait_are_no_faster_than_their_floor(
+    recipe: str, microbatches: int, alone: float
+) -> None:
+    """The floor counted the wait for other places in full, which cost nothing where these shared all cores."""
+    base, shape = Cluster.parse("cpu:1x4"), Shape(4, (1,), microbatches)
+    request = Request(replace(base, device=replace(base.device, alone=alone)), Settings("train"))
+    pricing = Pricing(SearchContext(graph(4), {"b": 512}, request), of_recipe(PIPELINES[recipe]))
+    step_s = pricing.price(shape, pricing.tables(shape), "none", exact=True).step_s
+    assert 0.6 * step_s < pricing.floor_s(shape, "none") <= step_s

@@ -16,7 +16,8 @@ from autopar.joint.explore import NEAR, NEARER, PRICE_TOLERANCE, Explorer
 from autopar.joint.own_layouts import each_apart
 from autopar.joint.prove import Prover
 from autopar.joint.search_context import SearchContext
-from autopar.joint.spaces import SEARCH, Space, asked, of_recipe
+from autopar.joint.shapes import Shape
+from autopar.joint.spaces import FREE, SEARCH, Space, asked, of_recipe
 from autopar.joint.staging import Found
 from autopar.plan import Alternative, Plan, Predicted
 from autopar.recipes.pipelines import PIPELINES
@@ -48,7 +49,7 @@ def best(context: SearchContext, **about: Any) -> Plan:
         if flat is None:
             raise failed or AssertionError("no plan, and no reason")
         return flat
-    spaces = [SEARCH, *(of_recipe(recipe) for recipe in PIPELINES.values())]
+    spaces = [*FREE, *(of_recipe(recipe) for recipe in PIPELINES.values())]
     try:
         return staged(context, spaces, flat, about, first)
     except InfeasibleError as error:
@@ -68,9 +69,9 @@ def staged(
 ) -> Plan:
     """The best of `flat`, a plan of one stage and one microbatch, and of all plans in `spaces`.
 
-    The first space contains the others, so that what is proven there holds for these; `first` is a walk through it
-    whose results are reused. `reach` as in Explorer. Raises InfeasibleError where there is no `flat` and nothing is
-    faster than `known_s`.
+    The free spaces, which come first, contain the others, so that what is proven there holds for these; `first` is a
+    walk through the first space whose results are reused. `reach` as in Explorer. Raises InfeasibleError where there is
+    no `flat` and nothing is faster than `known_s`.
     """
     known_s = min(known_s, flat.predicted.step_s if flat is not None else float("inf"))
     deadline = context.timer.ends_at
@@ -79,7 +80,7 @@ def staged(
     why: list[str] = []
     walks: list[Explorer] = []
     for space in spaces:
-        wider = walks[0].proven if walks else context.roomy
+        wider = context.roomy if space in FREE else _proven(walks)
         until = deadline if known_s < math.inf else deadline + context.timer.limit_s
         if first is not None and not walks:
             walk = first.again(known_s, until, wider, reach)
@@ -95,8 +96,10 @@ def staged(
             context.answered(known_s)
     context.timer.hurried |= any(walk.hurried for walk in walks)
     if not context.request.settings.offload:
-        context.roomy.update(walks[0].pricing.roomy)
-    bound_s = min(walks[0].least_floor_s, _bound_s(context, flat)) if context.request.recipe is None else 0.0
+        for walk in walks:
+            context.roomy.update(walk.pricing.roomy if walk.space in FREE else {})
+    least_s = min(walk.least_floor_s for walk in walks)
+    bound_s = min(least_s, _bound_s(context, flat)) if context.request.recipe is None else 0.0
     if best is not None:
         made = _finished(context, best, flat, tried, bound_s, about)
     elif flat is not None:
@@ -104,6 +107,11 @@ def staged(
     else:
         raise _none_fits(context, spaces, known_s, "; ".join(why[-3:]) or walks[0].reason)
     return replace(made, notes=context.timer.noted((*made.notes, *_rather(made, walks))))
+
+
+def _proven(walks: Sequence[Explorer]) -> dict[Shape, float]:
+    """What walks through free spaces have proven of shapes: a lower bound in seconds for each."""
+    return {shape: bound_s for walk in walks if walk.space in FREE for shape, bound_s in walk.proven.items()}
 
 
 def _with_own_layouts(context: SearchContext, found: Found | None, known_s: float) -> Found | None:

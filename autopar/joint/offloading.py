@@ -19,7 +19,7 @@ from autopar.joint import offload_gain
 from autopar.joint.choice import staged
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape
-from autopar.joint.spaces import SEARCH
+from autopar.joint.spaces import FREE
 from autopar.memory import hosts
 from autopar.named_strategies import refused_meshes
 from autopar.plan import Alternative, Plan
@@ -155,7 +155,7 @@ def _best(there: SearchContext, known_s: float, open_: list[str], about: Mapping
     try:
         return staged(
             there,
-            [SEARCH],
+            FREE,
             flat,
             about,
             known_s=known_s,

@@ -10,6 +10,9 @@ claim with the lowest bound is refined first. Its looks, each closer than the on
                microbatches holds for all (not where a cache makes small data cheaper, `_spills`)
     shape      one shape, by the least length of its timetables (pipeline.makespan_bound), with its memory limit
 
+Naive pipelines are one claim, of which every look takes one shape at a time. Their floor is as many times the least
+work as there are places, since these wait for each other.
+
 The bound of one shape consists of:
 
     length    the least time that the schedule needs for the passes of all pieces, however these are cut into stages,
@@ -43,7 +46,7 @@ from autopar.joint.pricing import Pricing
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_bounds import Alone, Timed
 from autopar.joint.shapes import Shape
-from autopar.joint.spaces import SEARCH
+from autopar.joint.spaces import FREE, NAIVE, SEARCH
 from autopar.problem.settings import OFFLOADED
 from autopar.recipes.free import spaces
 
@@ -143,6 +146,14 @@ class Prover:
         return Pricing(self.context, SEARCH)
 
     @cached_property
+    def naive(self) -> Pricing:
+        """The same of naive pipelines."""
+        return Pricing(self.context, NAIVE)
+
+    def _priced(self, shape: Shape) -> Pricing:
+        return self.naive if shape.naive else self.pricing
+
+    @cached_property
     def all_claims(self) -> list[Claim]:
         """The initial claims, in the order of their numbers on the board."""
         return self.claims()
@@ -197,12 +208,16 @@ class Prover:
         flat = flat if self.mesh is None else list(dict.fromkeys([*flat, self.mesh]))
         return [
             *(Shape(1, mesh, 1) for mesh in flat),
-            *(SEARCH.shapes(self.context) if request.settings.training else ()),
+            *(shape for each in FREE if request.settings.training for shape in each.shapes(self.context)),
         ]
 
     def claims(self) -> list[Claim]:
-        """The initial claims: one for each set of shapes that may be bounded together, with their floor."""
-        return [Claim(min(map(self.floor_s, shapes)), shapes) for shapes in families(self.context, self.shapes())]
+        """The initial claims, with their floors: one for each set of shapes that may be bounded together, and one for
+        all naive pipelines, those of the lowest floors first."""
+        shapes = self.shapes()
+        together = families(self.context, [shape for shape in shapes if not shape.naive])
+        naive = tuple(sorted((shape for shape in shapes if shape.naive), key=self.floor_s))
+        return [Claim(min(map(self.floor_s, each)), each) for each in (*together, naive) if each]
 
     def closer(self, claim: Claim, cutoff_s: float) -> Iterator[Claim]:
         """`claim` after one more look. Where that look takes one shape at a time, the claim is divided: the first shape
@@ -210,20 +225,20 @@ class Prover:
         together, effort = LOOKS[claim.looks]
         first, others = claim.shapes[:1], claim.shapes[1:]
         self.context.request.say(f"proving: {first[0]}")
-        if together:
+        if together and not first[0].naive:
             yield Claim(
                 max(claim.bound_s, self.together_s(claim.shapes, cutoff_s, effort)), claim.shapes, claim.looks + 1
             )
             return
-        yield Claim(max(claim.bound_s, self.bound_s(first[0], cutoff_s, effort)), first, claim.looks + 1)
+        bound_s = self.together_s(first, cutoff_s, effort) if together else self.bound_s(first[0], cutoff_s, effort)
+        yield Claim(max(claim.bound_s, bound_s), first, claim.looks + 1)
         if others:
-            yield Claim(claim.bound_s, others)
+            yield Claim(max(claim.bound_s, self.floor_s(others[0]) if first[0].naive else 0.0), others)
 
     def floor_s(self, shape: Shape) -> float:
-        """The least work in seconds on all devices of a shape."""
-        return self.context.work(shape.places).step_s(
-            self.context.request.cluster.devices, shape.places, shape.microbatches
-        )
+        """The least work in seconds on all devices of a shape; of naive pipelines with the wait of places for each
+        other."""
+        return self._priced(shape).floor_s(shape, "none")
 
     def quick_s(self, shapes: tuple[Shape, ...], cutoff_s: float) -> float:
         """`together_s` by the first look, which takes less time than a glance at one of `shapes`. Nothing that it makes
@@ -263,7 +278,9 @@ class Prover:
         if shape not in self._bounded:
             try:
                 self._bounded[shape] = (
-                    Alone(self.context, shape) if shape.microbatches == 1 else Timed(self.context, self.pricing, shape)
+                    Alone(self.context, shape)
+                    if (shape.places, shape.microbatches) == (1, 1)
+                    else Timed(self.context, self._priced(shape), shape)
                 )
             except InfeasibleError:
                 self._bounded[shape] = None

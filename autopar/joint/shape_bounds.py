@@ -30,7 +30,7 @@ from autopar.joint.shape_problems import Models
 from autopar.joint.shapes import Shape
 from autopar.joint.timetables import Timetable, flow_of
 from autopar.joint.wait_cases import bound_s
-from autopar.pipeline.makespan_bound import Example, Least, least, mean
+from autopar.pipeline.makespan_bound import Example, Least, chain, least, mean
 from autopar.problem.build import Model
 from autopar.problem.pass_quantities import INPUTS, SHOWN
 from autopar.problem.pass_tables import BACKWARD, PASSES, PassTables
@@ -166,8 +166,8 @@ class Alone:
 
 
 class Timed:
-    """Bounds of several microbatches on one or more places, which may have layouts of their own, under any timetable.
-    Raises InfeasibleError where there is no timetable, or some operator has no choice."""
+    """Bounds of several microbatches on one or more places, or of one on several, which may have layouts of their own,
+    under any timetable. Raises InfeasibleError where there is no timetable, or some operator has no choice."""
 
     def __init__(self, context: SearchContext, pricing: Pricing, shape: Shape) -> None:
         self.context, self.shape = context, shape
@@ -274,17 +274,21 @@ class Timed:
         return max(roomy_s, cut_s([limited, *again], cutoff_s, effort, []))
 
     def mean(self, *, hosted: bool) -> Relaxed:
-        """The relaxed step whose seconds are the mean of the work of all places, which holds for any timetable, without
-        memory limit."""
-        return timed(
-            self.passing,
-            self.models.micro,
-            self.models,
-            self.tables[0],
-            mean(self.shape.places, self.shape.microbatches),
-            math.inf,
-            hosted=hosted,
-        )
+        """The relaxed step whose seconds are the mean of the work of all places, or all of it where they run one after
+        the other. It holds for any timetable, without memory limit."""
+        return self._weighed(self._plain, hosted=hosted)
+
+    def _weighed(self, weights: Least, *, hosted: bool) -> Relaxed:
+        """The relaxed step with these weights for any timetable, without memory limit."""
+        micro = self.models.micro
+        return timed(self.passing, micro, self.models, self.tables[0], weights, math.inf, hosted=hosted)
+
+    @property
+    def _plain(self) -> Least:
+        """The weights of a bound for any timetable."""
+        if self.shape.naive:
+            return chain(self.shape.places, self.context.request.cluster.device.alone)
+        return mean(self.shape.places, self.shape.microbatches)
 
     @cached_property
     def _cases(self) -> Sequence[Key]:
@@ -307,7 +311,7 @@ class Timed:
     def _example(self, choice: tuple[int, ...], *, hosted: bool) -> Example:
         """The passes of a solution, as an example for pipeline.makespan_bound: background collectives count by the
         compute that they slow down."""
-        plain = self.mean(hosted=hosted)
+        plain = self._weighed(mean(self.shape.places, self.shape.microbatches), hosted=hosted)  # all that a step has
         sums, scopes, hides = (
             plain.sums(choice),
             self.passing.scopes,
@@ -367,7 +371,7 @@ class Timed:
         found = [
             (
                 table,
-                mean(table.places, table.microbatches)
+                self._plain
                 if alike
                 else least(
                     flow_of(table.kind, table.places, table.microbatches),

@@ -30,6 +30,11 @@ class Shape:
         )
 
     @property
+    def naive(self) -> bool:
+        """Whether places run one after the other, as they have one microbatch between them."""
+        return self.places > 1 and self.microbatches == 1
+
+    @property
     def key(self) -> tuple[int, ...]:
         """Places and axes as four numbers, from the slowest links to the fastest."""
         return (self.places, *(1,) * (3 - len(self.mesh)), *self.mesh)

@@ -97,7 +97,20 @@ class Space:
         )
 
 
-SEARCH = Space("search", lambda mesh: (roles.nothing,) if mesh == (1,) else space(mesh), SEARCHED, axes=2, alone=True)
+def _anything(mesh: tuple[int, ...]) -> Used:
+    """What the axes of a place may do in the free search."""
+    return (roles.nothing,) if mesh == (1,) else space(mesh)
+
+
+SEARCH = Space("search", _anything, SEARCHED, axes=2, alone=True)
+"""Several microbatches, on one place or more."""
+
+NAIVE = Space("naive", _anything, (Kind("naive"),), axes=2)
+"""One microbatch on several places, which run one after the other: where every microbatch costs much to start, or the
+batch cannot be cut into any."""
+
+FREE = (SEARCH, NAIVE)
+"""The spaces of the free search. Each named pipeline is part of one of them."""
 
 
 def of_recipe(recipe: PipelineRecipe) -> Space:

@@ -66,6 +66,13 @@ def mean(places: int, microbatches: int) -> Least:
     return Least(microbatches / places, microbatches / places, 0.0, 1 / places)
 
 
+def chain(places: int, alone: float = 1.0) -> Least:
+    """The bound for one microbatch: places run one after the other, each `alone` times as fast as if all ran
+    (Device.alone), but no faster than all together."""
+    speed = min(alone, places)
+    return Least(1 / speed, 1 / speed, 0.0, 0.0)
+
+
 def least(flow: Flow, stages: int, microbatches: int, example: Example, sends_s: Sequence[float] = ()) -> Least:
     """The weights for `flow` that give the highest bound for `example`. `sends_s`: the least seconds of a send between
     each stage and the next (default: 0)."""

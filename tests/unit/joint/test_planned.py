@@ -17,7 +17,7 @@ from autopar.errors import InfeasibleError
 from autopar.joint.choice import staged
 from autopar.joint.explore import Explorer
 from autopar.joint.search_context import SearchContext
-from autopar.joint.spaces import SEARCH, of_recipe
+from autopar.joint.spaces import NAIVE, SEARCH, of_recipe
 from autopar.joint.timetables import Kind
 from autopar.plan import Plan
 from autopar.problem.settings import Settings
@@ -86,6 +86,20 @@ def test_microbatches_on_one_place_are_right_on_ranks(model: str, mesh: tuple[in
     made = staged(context, [ALONE], None, {"model": who.name, "graph_hash": who.captured.graph_hash})
     assert made.places == 1 and made.microbatches > 1 and made.mesh == mesh
     report = who.verified(made)
+    assert report.ok, [row for row in report.rows if not row.ok][:4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [8, 1])
+def test_one_microbatch_on_several_places_is_right_on_ranks(batch: int) -> None:
+    """What the free search makes of it; a batch of one sample has no other pipeline."""
+    who = subject("hf-llama")
+    context = SearchContext(
+        who.captured.gm, {**who.captured.hints, "b": batch}, Request(Cluster.parse("cpu:1x4"), Settings(), mesh=(2,))
+    )
+    made = staged(context, [NAIVE], None, {"model": who.name, "graph_hash": who.captured.graph_hash})
+    assert (made.strategy, made.schedule, made.grid, made.microbatches) == ("naive", "naive", (2, 2), 1)
+    report = who.verified(made, batch)
     assert report.ok, [row for row in report.rows if not row.ok][:4]
 
 

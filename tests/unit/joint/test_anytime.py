@@ -4,6 +4,7 @@ never for a worse plan."""
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -13,7 +14,9 @@ from autopar import timer
 from autopar.bestfirst import Elsewhere
 from autopar.cluster import Cluster
 from autopar.joint import UNPROVEN, fastest
+from autopar.joint.explore import Explorer
 from autopar.joint.search_context import SearchContext
+from autopar.joint.spaces import FREE, Space
 from autopar.onestage import SIMPLER, plan_with
 from autopar.plan import Plan
 from autopar.planner import Planner
@@ -96,3 +99,20 @@ def test_what_is_found_in_no_time_at_all_splits_the_work() -> None:
     made = fastest(SearchContext(graph(), {"b": 4 * BATCH}, request), model="stack", graph_hash="0" * 64)
     tried = {row.name: row.step_s for row in made.alternatives}
     assert made.strategy != "single" and "single" not in tried, (made.strategy, tried)
+
+
+@pytest.mark.parametrize("space", FREE, ids=lambda space: space.name)
+@pytest.mark.parametrize(
+    ("known_s", "left_s", "why"),
+    [
+        (1e-9, math.inf, "no plan of it is faster than 1 ns"),
+        (1.0, -1.0, "time was up before all of it was priced, and no plan faster than 1 s was found until then"),
+        (math.inf, -1.0, "time was up before all of it was priced, and no plan was found until then"),
+    ],
+)
+def test_a_walk_without_an_answer_says_whether_that_is_for_want_of_time(
+    space: Space, known_s: float, left_s: float, why: str
+) -> None:
+    context = SearchContext(graph(), {"b": 8}, Request(Cluster.parse("h100:1x2")))
+    walk = Explorer(context, space, known_s, time.monotonic() + left_s)
+    assert walk.run() is None and walk.reason == why

@@ -31,11 +31,12 @@ def best(context: SearchContext, **about: Any) -> Plan:
         return staged(context, [asked(PIPELINES[request.recipe], context)], None, about)
     flat, failed = None, None
     several = request.recipe is None and request.search == "ilp" and request.settings.training
-    first = Explorer(context, SEARCH, float("inf"), timer.ends_at)
+    begun = [Explorer(context, space, math.inf, timer.ends_at) for space in FREE]
+    first = begun[FREE.index(SEARCH)]
     if context.on_devices is None and not request.cluster.parts:  # where nothing is proven
         first.quick_s = Prover(context).quick_s
     elsewhere = (
-        bestfirst.Elsewhere(lambda known_s: NEARER * first.probe(known_s), first.searched, context.answered)
+        bestfirst.Elsewhere(lambda known_s: NEARER * _probed(begun, known_s), first.searched, context.answered)
         if several
         else None
     )
@@ -51,11 +52,18 @@ def best(context: SearchContext, **about: Any) -> Plan:
         return flat
     spaces = [*FREE, *(of_recipe(recipe) for recipe in PIPELINES.values())]
     try:
-        return staged(context, spaces, flat, about, first)
+        return staged(context, spaces, flat, about, begun)
     except InfeasibleError as error:
         if failed is None:
             raise
         raise InfeasibleError(f"{failed}\nin pipeline stages: {error}", missing_bytes=failed.missing_bytes) from error
+
+
+def _probed(walks: Sequence[Explorer], known_s: float) -> float:
+    """The fastest step known after the starts of all walks were visited, `known_s` included."""
+    for walk in walks:
+        known_s = walk.probe(known_s)
+    return known_s
 
 
 def staged(
@@ -63,15 +71,15 @@ def staged(
     spaces: Sequence[Space],
     flat: Plan | None,
     about: Mapping[str, Any],
-    first: Explorer | None = None,
+    begun: Sequence[Explorer] = (),
     known_s: float = float("inf"),
     reach: float = float("inf"),
 ) -> Plan:
     """The best of `flat`, a plan of one stage and one microbatch, and of all plans in `spaces`.
 
-    The free spaces, which come first, contain the others, so that what is proven there holds for these; `first` is a
-    walk through the first space whose results are reused. `reach` as in Explorer. Raises InfeasibleError where there is
-    no `flat` and nothing is faster than `known_s`.
+    The free spaces, which come first, contain the others, so that what is proven there holds for these; `begun` are
+    walks through some spaces whose results are reused. `reach` as in Explorer. Raises InfeasibleError where there is no
+    `flat` and nothing is faster than `known_s`.
     """
     known_s = min(known_s, flat.predicted.step_s if flat is not None else float("inf"))
     deadline = context.timer.ends_at
@@ -82,10 +90,8 @@ def staged(
     for space in spaces:
         wider = context.roomy if space in FREE else _proven(walks)
         until = deadline if known_s < math.inf else deadline + context.timer.limit_s
-        if first is not None and not walks:
-            walk = first.again(known_s, until, wider, reach)
-        else:
-            walk = Explorer(context, space, known_s, until, wider, reach)
+        before = next((walk for walk in begun if walk.space == space), None) or Explorer(context, space, known_s, until)
+        walk = before.again(known_s, until, wider, reach)
         walks.append(walk)
         found = walk.run()
         found = _with_own_layouts(context, found, known_s)

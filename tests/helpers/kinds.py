@@ -1,4 +1,4 @@
-"""Clusters of two kinds of devices, one of them `times` as slow as the other in everything."""
+"""Clusters that differ from the presets: of two kinds of devices, or with slow links."""
 
 from __future__ import annotations
 
@@ -31,3 +31,20 @@ def two_kinds(text: str, times: float, memory: float = 1.0) -> Cluster:
     """`text`, then as many devices that are `times` as slow."""
     fast = Cluster.parse(text)
     return join([fast, slower(fast, times, memory)])
+
+
+def far(text: str) -> Cluster:
+    """`text` over links with a tenth of the bandwidth and twice the latency: sums over them are dear."""
+    base = Cluster.parse(text)
+    levels = tuple(
+        replace(
+            level,
+            bandwidth_bytes_s=level.bandwidth_bytes_s / 10,
+            protocols=tuple(
+                replace(protocol, start_s=2 * protocol.start_s, hop_s=2 * protocol.hop_s)
+                for protocol in level.protocols
+            ),
+        )
+        for level in base.levels
+    )
+    return replace(base, levels=levels)

@@ -22,6 +22,7 @@ from autopar.plan import Plan
 from autopar.planner import Planner
 from autopar.problem.settings import Settings
 from autopar.request import Request
+from tests.helpers.kinds import far
 from tests.helpers.planned import BATCH, graph
 
 SHORT_BYTES = 140 * 2**20
@@ -68,6 +69,15 @@ def test_everything_is_looked_at_before_anything_is_solved(planned: Callable[[fl
     closer = [number for number, what in enumerate(said) if what.startswith(("honing", "solving"))]
     assert len(looks) > said.count("search on 4") > 1, "devices are short of memory"
     assert max(looks) < said.index("pipelines") < min(closer)
+
+
+@pytest.mark.slow
+def test_all_kinds_of_pipelines_are_looked_at_before_anything_is_solved() -> None:
+    said = list[str]()
+    request = Request(far("h100:1x4"), time_limit_s=60.0, progress=said.append)
+    fastest(SearchContext(graph(8), {"b": 2}, request), model="stack", graph_hash="0" * 64)
+    first = {what: next(n for n, each in enumerate(said) if each.startswith(what)) for what in ("search:", "naive:")}
+    assert max(first.values()) < next(n for n, each in enumerate(said) if each.startswith(("honing", "solving"))), said
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from autopar.problem.remat import LEVELS
 from autopar.problem.settings import Settings
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
+from tests.helpers.kinds import far
 from tests.helpers.planned import graph
 from tests.helpers.verify import Subject, subject
 
@@ -244,27 +245,10 @@ def test_no_named_pipeline_is_faster_than_is_proven_of_its_shape() -> None:
     assert free.price(shape, free.tables(shape), "none", exact=True).step_s <= min(named_s.values()) * (1 + 1e-9)
 
 
-def _far(text: str) -> Cluster:
-    """`text` over links with a tenth of the bandwidth and twice the latency: sums over them are dear."""
-    base = Cluster.parse(text)
-    levels = tuple(
-        replace(
-            level,
-            bandwidth_bytes_s=level.bandwidth_bytes_s / 10,
-            protocols=tuple(
-                replace(protocol, start_s=2 * protocol.start_s, hop_s=2 * protocol.hop_s)
-                for protocol in level.protocols
-            ),
-        )
-        for level in base.levels
-    )
-    return replace(base, levels=levels)
-
-
 def test_one_microbatch_on_several_places_is_no_faster_than_is_proven() -> None:
     """Each rank steps the optimizer of its own stage alone, so that such a plan is faster than all others here. It was
     in no claim."""
-    context = SearchContext(graph(8), {"b": 2}, Request(_far("h100:1x2"), Settings("train")))
+    context = SearchContext(graph(8), {"b": 2}, Request(far("h100:1x2"), Settings("train")))
     prover, pricing = Prover(context), Pricing(context, NAIVE)
     (shape,) = NAIVE.shapes(context)
     step_s = pricing.price(shape, pricing.tables(shape), "none", exact=True).step_s
@@ -277,7 +261,7 @@ def test_one_microbatch_on_several_places_is_no_faster_than_is_proven() -> None:
 @pytest.mark.slow
 def test_one_microbatch_on_several_places_is_found() -> None:
     """With all of the batch on both ranks of each place: the named pipeline, which splits samples there, is slower."""
-    request = Request(_far("h100:1x4"), Settings("train"))
+    request = Request(far("h100:1x4"), Settings("train"))
     made = plan(graph(8), {"b": 2}, request, model="stack", graph_hash="0" * 64)
     assert (made.strategy, made.grid, made.microbatches) == ("naive", (2, 2), 1)
     others_s = [other.step_s for other in made.alternatives if other.step_s is not None and other.name != "naive"]

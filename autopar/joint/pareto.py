@@ -39,25 +39,27 @@ def frontier(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **a
             found.append(joint.with_proof(less, joint.anywhere(less, **about), found[0].predicted.bound_s))
         except InfeasibleError:
             break
-    every = [*found, *_recipes(context, found, about)]
+    every = [*found, *between(context, found, about)]
     return unbeaten([replace(plan, alternatives=()) if plan is not found[0] else plan for plan in every])
 
 
-def _recipes(context: SearchContext, found: Sequence[Plan], about: Mapping[str, Any]) -> Iterator[Plan]:
-    """The recipes that were priced along the way and are beaten by none of `found`, each as fast as it is with all the
-    memory there is."""
+def between(context: SearchContext, found: Sequence[Plan], about: Mapping[str, Any]) -> Iterator[Plan]:
+    """The recipes that were priced along the way and are beaten by none of `found`, each on its mesh and as fast as it
+    is with all the memory there is; what is proven of the first plan of `found` is proven of them."""
     names = (*RECIPES, *PIPELINES)
-    between = [
-        row.name
+    unbeaten_rows = [
+        (row.name, row.mesh[1:] if row.name in PIPELINES else row.mesh)
         for row in found[0].alternatives
         if row.name in names
         and row.step_s is not None
         and row.memory_bytes is not None
         and all(row.step_s < plan.predicted.step_s or row.memory_bytes < plan.predicted.memory_bytes for plan in found)
     ]
-    for name in dict.fromkeys(between):
+    for name, mesh in dict.fromkeys(unbeaten_rows):
         context.restart()
-        yield joint.anywhere(context.named(name), **about)
+        made = joint.anywhere(context.named(name, mesh), **about)
+        bound_s = min(made.predicted.step_s, found[0].predicted.bound_s)
+        yield replace(made, predicted=replace(made.predicted, bound_s=bound_s))
 
 
 def unbeaten(plans: list[Plan]) -> list[Plan]:

@@ -105,10 +105,10 @@ class SearchContext:
         other.limit_bytes = other._asked_bytes = limit_bytes
         return other
 
-    def named(self, recipe: str) -> SearchContext:
-        """The same for a recipe."""
+    def named(self, recipe: str, mesh: tuple[int, ...]) -> SearchContext:
+        """The same for a recipe on a mesh."""
         other = self._derived()
-        other.request = replace(self.request, recipe=recipe)
+        other.request = replace(self.request, recipe=recipe, mesh=mesh)
         other.whole = self.whole.anew(other.request)
         return other
 

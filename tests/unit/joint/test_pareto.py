@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from autopar.cluster import Cluster
 from autopar.joint import plan
-from autopar.joint.pareto import frontier
-from autopar.plan import Plan
+from autopar.joint.pareto import between, frontier
+from autopar.joint.search_context import SearchContext
+from autopar.plan import Alternative, Plan
 from autopar.problem.settings import Settings
 from autopar.recipes import RECIPES
 from autopar.request import Request
 from tests.helpers.kinds import two_kinds
+from tests.helpers.planned import graph
 from tests.helpers.verify import subject
 
 
@@ -56,3 +59,16 @@ def test_the_first_plan_is_the_one_without_a_frontier_and_all_are_bounded(prove:
     for made in others:
         assert alone.predicted.bound_s <= made.predicted.bound_s <= made.predicted.step_s
     assert any(made.predicted.bound_s > alone.predicted.bound_s for made in others) == prove
+
+
+def test_recipes_are_on_the_meshes_that_they_were_priced_on_and_are_bounded() -> None:
+    """Each recipe was planned anew, on whatever mesh is fastest, with nothing proven."""
+    request = Request(Cluster.parse("h100:2x2"), Settings("train"), recipe="single")
+    context = SearchContext(graph(), {"b": 64}, replace(request, recipe=None))
+    first = plan(graph(), {"b": 64}, request)
+    priced = [("zero3", (4,)), ("hsdp", (2, 2)), ("1f1b", (4, 1)), ("1f1b", (2, 2))]
+    rows = [Alternative(name, mesh, 1.0, 0.0) for name, mesh in priced]
+    first = replace(first, alternatives=tuple(rows), predicted=replace(first.predicted, bound_s=1e-6))
+    found = list(between(context, [first], {}))
+    assert [(made.strategy, made.grid) for made in found] == [(row.name, row.mesh) for row in rows]
+    assert {made.predicted.bound_s for made in found} == {1e-6}

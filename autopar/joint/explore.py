@@ -120,9 +120,9 @@ class Explorer:
         """Why there is no answer."""
         if not self.floors:
             return self.space.none(self.context)
-        faster = f" faster than {seconds(self.known_s)}" if self.known_s < math.inf else ""
         if self.hurried:
-            return f"time was up before all of it was priced, and no plan{faster} was found until then"
+            known = f"; none yet is faster than {seconds(self.known_s)}" if self.known_s < math.inf else ""
+            return f"time was up before all of it was priced{known}"
         return self.why[0] if self.why and not self.beaten else f"no plan of it is faster than {seconds(self.known_s)}"
 
     @property

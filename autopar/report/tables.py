@@ -148,8 +148,8 @@ def _splits(plan: Plan) -> str:
     return "; ".join(f"{name}: {', '.join(f'{count} {kind}' for kind, count in found)}" for name, found in each)
 
 
-SEARCHED = "search"
-"""The strategy of plans that are no recipe and have several stages or microbatches."""
+SEARCHED = {"search": "pipelines (search)", "naive": "pipelines of one microbatch (search)"}
+"""The strategies of plans that are no recipe and have several stages or microbatches, as people read them."""
 
 
 def _alternatives(plan: Plan) -> list[Table]:
@@ -172,8 +172,8 @@ def _alternatives(plan: Plan) -> list[Table]:
 
 
 def _called(other: Alternative) -> str:
-    """Its name, for people: the space of the search for pipelines has that of the whole search."""
-    return "pipelines (search)" if other.name == SEARCHED else other.name
+    """Its name, for people: the spaces of the search for pipelines have short ones."""
+    return SEARCHED.get(other.name, other.name)
 
 
 def _is(other: Alternative, plan: Plan) -> bool:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from autopar import joint
 from autopar.cluster import Cluster
+from autopar.plan import Alternative
 from autopar.recipes import RECIPES
 from autopar.recipes.pipelines import PIPELINES
 from autopar.report.checks import checked
@@ -73,6 +74,13 @@ def test_reasons_without_a_price_are_shown_whole() -> None:
     table = " ".join(shown.partition("without a price")[2].split())
     assert "by 1 GiB" in table and "by 2 GiB" in table and "..." not in table
     assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_the_spaces_of_the_search_are_named_as_such() -> None:
+    rows = tuple(Alternative(name, (2, 2), 1.0, 2.0) for name in ("search", "naive", "naive_mp"))
+    shown = text(report(replace(planned().plan, alternatives=rows), planned().program))
+    for name in ("pipelines (search)", "pipelines of one microbatch (search)", "naive_mp"):
+        assert f"{name} 2x2" in " ".join(shown.split()), name
 
 
 def test_a_forced_recipe_has_no_proof() -> None:

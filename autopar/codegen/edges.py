@@ -151,66 +151,84 @@ def edges(program: Program, plan: Plan) -> Edges:
     reruns, as_made = reruns_of(program, plan), dict[str, None]()
     sync: dict[Ref, tuple[int, ...]] = {}
     for ref in (*program.readers, *(feed for feed in program.fed if feed not in program.readers)):
-        producer, readers = program.ops[ref[0]], program.readers.get(ref, ())
-        rest = out_pair(plan, ref)
-        asked: dict[tuple[str, LayoutPair], list[tuple[Op, int]]] = {}
-        for op, operand in readers:
-            dst = in_pair(plan, op.name, operand)
-            asked.setdefault((op.scope, dst), []).append((op, operand))
-        src = given(program, plan, ref)
+        rest, src = out_pair(plan, ref), given(program, plan, ref)
         if program.is_weight(ref) and rest.has_grad:
             axes = sync.setdefault((program.source(ref), 0), _sync_axes(rest, _in_the_end(program, plan, ref)))
             src = src.partial(axes)
-            if producer.role == "param" and src != rest:
-                found.append(
-                    Reshard(
-                        ref,
-                        LayoutPair(rest.rest, rest.grad),
-                        src,
-                        "sync",
-                        producer.scope,
-                        producer.count,
-                        True,
-                        False,
-                        (),
-                        each=EACH in plan.nodes[ref[0]].runs,
-                    )
-                )
-        for (scope, dst), group in asked.items():
-            if (
-                scope in reruns
-                and src.value == dst.value
-                and any((op.name, i) in reruns[scope].reads for op, i in group)
-            ):
+            if program.ops[ref[0]].role == "param" and src != rest:
+                found.append(_to_leaf(program, plan, ref, src))
+        for (scope, dst), readers in _readers_by_layout(program, plan, ref).items():
+            scope_rerun = reruns.get(scope)
+            if scope_rerun and src.value == dst.value and any((op.name, i) in scope_rerun.reads for op, i in readers):
                 as_made[ref[0]] = None
             # the gradient of what it makes is as its readers leave it
-            follows = any(op.name in program.following for op, _ in group)
+            follows = any(op.name in program.following for op, _ in readers)
             if needed(src, dst._replace(grad=src.grad) if follows else dst):
-                saved = any(op.needs_again(operand) for op, operand in group) and not any(
-                    beside(plan, op.name) for op, _ in group
-                )
-                spared = not any(op.needs_again(operand, first=True) for op, operand in group)
-                names = tuple(op.name for op, _ in group)
-                replay = _replay(reruns[scope], group, ref, moves=src.value != dst.value) if scope in reruns else ""
-                found.append(
-                    Reshard(
-                        ref,
-                        src,
-                        dst,
-                        "edge",
-                        scope,
-                        group[0][0].count,
-                        program.is_weight(ref),
-                        saved,
-                        names,
-                        producer.late,
-                        spared,
-                        replay,
-                    )
-                )
+                found.append(_edge(program, plan, ref, src, dst, readers, scope_rerun))
     found += _fed(program, plan, sync)
+    found += _carried(program, plan)
+    return Edges(tuple(found), sync, reruns, as_made)
+
+
+def _readers_by_layout(program: Program, plan: Plan, ref: Ref) -> dict[tuple[str, LayoutPair], list[tuple[Op, int]]]:
+    """(scope, layout pair that is asked for) -> the readers of `ref`, each with the number of its operand. The readers
+    of one entry share a reshard."""
+    found: dict[tuple[str, LayoutPair], list[tuple[Op, int]]] = {}
+    for op, operand in program.readers.get(ref, ()):
+        found.setdefault((op.scope, in_pair(plan, op.name, operand)), []).append((op, operand))
+    return found
+
+
+def _to_leaf(program: Program, plan: Plan, ref: Ref, leaf: LayoutPair) -> Reshard:
+    """The reshard of role sync of a parameter: from its layout at rest to that of its leaf, and gradients back."""
+    producer, rest = program.ops[ref[0]], out_pair(plan, ref)
+    return Reshard(
+        ref,
+        LayoutPair(rest.rest, rest.grad),
+        leaf,
+        "sync",
+        producer.scope,
+        producer.count,
+        weight=True,
+        saved=False,
+        readers=(),
+        each=EACH in plan.nodes[ref[0]].runs,
+    )
+
+
+def _edge(
+    program: Program,
+    plan: Plan,
+    ref: Ref,
+    src: LayoutPair,
+    dst: LayoutPair,
+    readers: list[tuple[Op, int]],
+    scope_rerun: Rerun | None,
+) -> Reshard:
+    """The reshard of role edge that `readers`, all in one scope, share. `scope_rerun`: what of that scope runs again
+    in the backward; None where nothing does."""
+    on_some_ranks = any(beside(plan, op.name) for op, _ in readers)
+    return Reshard(
+        ref,
+        src,
+        dst,
+        "edge",
+        readers[0][0].scope,
+        readers[0][0].count,
+        program.is_weight(ref),
+        saved=any(op.needs_again(operand) for op, operand in readers) and not on_some_ranks,
+        readers=tuple(op.name for op, _ in readers),
+        late=program.ops[ref[0]].late,
+        spared=not any(op.needs_again(operand, first=True) for op, operand in readers),
+        replay=_replay(scope_rerun, readers, ref, moves=src.value != dst.value) if scope_rerun else "",
+    )
+
+
+def _carried(program: Program, plan: Plan) -> list[Reshard]:
+    """The reshards of the values that a block hands to the next block of its run."""
+    found = []
     for run in program.runs.values():
-        outer = program.ops[run.ports[0]].count // run.count
+        calls = program.ops[run.ports[0]].count // run.count  # of the whole run, per step
         for port, ref in zip(run.ports, run.carried, strict=False):
             src, dst = out_pair(plan, ref), in_pair(plan, port, 0)
             if needed(src, dst) and run.count > 1:
@@ -221,14 +239,14 @@ def edges(program: Program, plan: Plan) -> Edges:
                         dst,
                         "carry",
                         run.scope,
-                        outer * (run.count - 1),
-                        False,
-                        False,
-                        (port,),
-                        program.ops[ref[0]].late,
+                        calls * (run.count - 1),
+                        weight=False,
+                        saved=False,
+                        readers=(port,),
+                        late=program.ops[ref[0]].late,
                     )
                 )
-    return Edges(tuple(found), sync, reruns, as_made)
+    return found
 
 
 def _fed(program: Program, plan: Plan, sync: Mapping[Ref, tuple[int, ...]]) -> list[Reshard]:

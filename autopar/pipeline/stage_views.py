@@ -1,7 +1,8 @@
 """What each stage of a plan computes, holds, receives and sends.
 
-Values go from stage to stage in order: one that is read further on rides through the stages between. The state of a run
-of blocks that is cut crosses under the name of what its blocks give.
+Called by code generation, by the prices of pipelines and by the simulator. Values go from stage to stage in order: a
+value that a later stage reads is received and sent on by every stage in between. Where a run of blocks is cut, the
+values that its blocks carry on cross the cut under the names of the run's results.
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ RESULTS = ("loss", "output", "mutation")
 
 @dataclass(frozen=True)
 class View:
-    """One stage. `ops` are names of top-level operators that run here, `blocks` the instances `[first, stop)` of each
-    run; `held` and `inputs` the parameters, buffers, constants and the inputs that are read, in program order; `given`
-    the values taken over the whole batch before; `results` the outputs of the model that are made here, as (number,
-    op)."""
+    """One stage.
+
+    ops                the top-level operators that run here, by name
+    blocks             the instances `[first, stop)` of each run of blocks
+    held, inputs       the parameters, buffers and constants, and the inputs, that it reads, in program order
+    given              the totals that it reads, computed over the whole batch before the first microbatch
+    receives, sends    the values from the stage before, and to the next one
+    results            the outputs of the model that are made here, as (number, op)
+    """
 
     index: int
     ops: Mapping[str, None]
@@ -35,9 +41,9 @@ class View:
     sends: tuple[Ref, ...]
     results: tuple[tuple[int, Op], ...]
     separable: bool = True
-    """Whether the backward may be taken apart. Every weight must meet what is received, or torch loses its gradient;
-    and blocks that are run again for the backward would be run again once more for each group of weights, and weights
-    that are gathered again, whole or in tiles, gathered so."""
+    """Whether the backward may be split into the part for inputs and that for weights. False where torch would lose the
+    gradient of a weight (`_separable`), where blocks run again in the backward, and where it gathers weights again,
+    whole or in tiles: these would run, or be gathered, once more for each group of weights."""
 
     def runs(self, name: str) -> bool:
         """Whether the top-level operator `name` runs here."""
@@ -46,31 +52,70 @@ class View:
 
 def views(program: Program, plan: Plan) -> tuple[View, ...]:
     """The views of all stages of `plan`, first to last."""
-    count = len(plan.stages)
     totals = [total_ref(text) for text in plan.totals]
-    ops = [dict.fromkeys(stage.nodes) for stage in plan.stages]
-    reads = [_reads(program, stage) for stage in plan.stages]
     made = [_made(program, stage) for stage in plan.stages]
     owners = _owners(program, made, totals)
-    for index, op in _results(program):
-        for owner in owners[index]:
-            reads[owner].update(
-                dict.fromkeys([op.operands[0], *([(program.buffers[op.fqn], 0)] if op.role == "mutation" else [])])
+    reads = _all_reads(program, plan, owners, totals)
+    arriving = _arriving(program, plan, reads, made, totals)
+    regathered = (*tiled(plan.runs), *_gathering_again(program, plan))
+    found = []
+    for index, stage in enumerate(plan.stages):
+        ops = dict.fromkeys(stage.nodes)
+        names = dict.fromkeys(ref[0] for ref in reads[index])
+        holders = {name: None for name, op in program.ops.items() if name in names and op.role in HOLDERS}
+        runs_again = any(plan.again(stage, scope, stop - first) for scope, (first, stop) in stage.blocks.items())
+        gathers_again = any(name in ops or program.ops[name].scope in stage.blocks for name in regathered)
+        found.append(
+            View(
+                index,
+                ops,
+                stage.blocks,
+                held={n: None for n in holders if program.ops[n].role != "input"},
+                inputs={n: None for n in holders if program.ops[n].role == "input"},
+                given=tuple(r for r in totals if r in reads[index]),
+                receives=tuple(arriving[index]),
+                sends=tuple(arriving[index + 1]),
+                results=tuple((i, op) for i, op in _results(program) if index in owners[i]),
+                separable=not runs_again and not gathers_again and _separable(program, stage, arriving[index]),
             )
+        )
+    return tuple(found)
+
+
+def _all_reads(program: Program, plan: Plan, owners: list[list[int]], totals: list[Ref]) -> list[dict[Ref, None]]:
+    """For each stage the values that it reads: of its operators and blocks, of the results of the model that it makes
+    (`owners`), and what it holds although nobody reads it."""
+    reads = [_reads(program, stage) for stage in plan.stages]
+    for index, op in _results(program):
+        buffer = [(program.buffers[op.fqn], 0)] if op.role == "mutation" else []
+        for owner in owners[index]:
+            reads[owner].update(dict.fromkeys([op.operands[0], *buffer]))
+    reads[0].update(dict.fromkeys(_unread(program)))  # the state dict has them
+    for index in _firsts(plan) if totals else ():  # every place computes the totals itself
+        reads[index].update(
+            {(name, 0): None for name in ancestors(program, totals) if program.ops[name].role in ("buffer", "constant")}
+        )
+    return reads
+
+
+def _unread(program: Program) -> list[Ref]:
+    """The parameters and buffers outside of blocks that nothing reads and no result changes."""
     read = {ref[0] for ref in program.readers} | {feed[0] for run in program.runs.values() for feed in run.feeds}
     changed = {program.buffers[op.fqn] for op in program.results if op.role == "mutation"}
-    idle = [
+    return [
         (op.name, 0)
         for op in program.ops.values()
         if op.role in ("param", "buffer") and not op.scope and op.name not in {*read, *changed}
     ]
-    reads[0].update(dict.fromkeys(idle))  # what nobody reads is in the state dict nevertheless
-    for index in _firsts(plan) if totals else ():  # every place takes the totals itself
-        reads[index].update(
-            {(name, 0): None for name in ancestors(program, totals) if program.ops[name].role in ("buffer", "constant")}
-        )
-    arriving: list[dict[Ref, None]] = [{} for _ in range(count + 1)]
-    for index in reversed(range(count)):
+
+
+def _arriving(
+    program: Program, plan: Plan, reads: list[dict[Ref, None]], made: list[dict[Ref, None]], totals: list[Ref]
+) -> list[dict[Ref, None]]:
+    """For each stage the values that it receives, and behind the last one an empty dict. A stage receives what it reads
+    or sends on, does not make, and what is neither held by each stage that reads it nor a total."""
+    arriving: list[dict[Ref, None]] = [{} for _ in range(len(plan.stages) + 1)]
+    for index in reversed(range(len(plan.stages))):
         wanted = {**reads[index], **arriving[index + 1]}
         outside = {
             r: None
@@ -79,31 +124,7 @@ def views(program: Program, plan: Plan) -> tuple[View, ...]:
         }
         arriving[index] = {**_unfinished(program, plan.stages[index]), **outside}
     assert not arriving[0], f"nothing can come before the first stage, but {list(arriving[0])} would"
-    found, in_tiles, gathering = [], tiled(plan.runs), _gathering_again(program, plan)
-    for index, stage in enumerate(plan.stages):
-        names = dict.fromkeys(ref[0] for ref in reads[index])
-        holders = {name: None for name, op in program.ops.items() if name in names and op.role in HOLDERS}
-        found.append(
-            View(
-                index,
-                ops[index],
-                stage.blocks,
-                held={n: None for n in holders if program.ops[n].role != "input"},
-                inputs={n: None for n in holders if program.ops[n].role == "input"},
-                given=tuple(r for r in totals if r in reads[index]),
-                receives=tuple(arriving[index]),
-                sends=tuple(arriving[index + 1]),
-                results=tuple((i, op) for i, op in _results(program) if index in owners[i]),
-                separable=not any(
-                    plan.again(stage, scope, stop - first) for scope, (first, stop) in stage.blocks.items()
-                )
-                and not any(
-                    name in ops[index] or program.ops[name].scope in stage.blocks for name in (*in_tiles, *gathering)
-                )
-                and _separable(program, stage, arriving[index]),
-            )
-        )
-    return tuple(found)
+    return arriving
 
 
 def whole(program: Program) -> View:

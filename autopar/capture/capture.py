@@ -106,11 +106,25 @@ def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, mask
     left_out |= numbers
     check_loss(gm, mode, model, left_out)
     refuse_sizes_of_values(gm, asked.name)
+    notes = (*asked.notes, *_of_capture(why, found, differs=evaluating.differs and not model.training))
+    return _described(asked, gm, known.hints, structure, left_out, evaluating, notes, clock)
+
+
+def _described(
+    asked: Asked,
+    gm: fx.GraphModule,
+    hints: Mapping[str, int],
+    structure: Any,
+    left_out: Mapping[str, str],
+    evaluating: Evaluation,
+    notes: tuple[str, ...],
+    clock: _Clock,
+) -> Captured:
+    """The finished graph `gm` with all that a Captured says of the model beside it; further notes follow `notes`."""
+    model = asked.model
     with clock("constants"):
         values, valueless = constants(asked.rests or model, gm)
-    notes = (
-        *asked.notes,
-        *_of_capture(why, found, differs=evaluating.differs and not model.training),
+    further = (
         *valueless.values(),
         *other_outputs(left_out, structure),
         *_changed_weights(model, gm),
@@ -118,19 +132,19 @@ def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, mask
     )
     if gm.meta.get("noises", 0) != evaluating.noises:
         evaluating = Evaluation("what training multiplies by random numbers is not found in its graph")
-    leaves = [n.meta["input"] for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("role") == "input"]
+    inputs = [n.meta["input"] for n in gm.graph.nodes if n.op == "placeholder" and n.meta.get("role") == "input"]
     signature = inspect.signature(asked.with_loss(model).forward)
     return Captured(
         gm,
         asked.name,
-        known.hints,
-        tuple(leaves),
+        hints,
+        tuple(inputs),
         plain(structure),
         _aliases(model),
         values,
         graph_hash(gm),
         fleeting(model),
-        notes,
+        (*notes, *further),
         clock.seconds,
         tuple(valueless),
         fixed=gm.meta["fixed"],

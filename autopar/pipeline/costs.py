@@ -46,37 +46,18 @@ def costs(
     optimizer.
     """
     did = Passes(program, micro, choice, forward, apart=apart, sums_at_end=True)
-    held: dict[str, _Held] = {name: _Held() for name in did.did}
-    for index, (a, b) in enumerate(zip(micro.problem.nodes, once.problem.nodes, strict=True)):
-        op, c = micro.clusters[index].members[0], choice[index]
-        here = held[did.home[micro.clusters[index].root.name]]
-        live = 0.0 if a.live_bytes is None else float(a.live_bytes[c])
-        here.live_bytes += live
-        here.kept_bytes += float(a.memory_bytes[c]) - live
-        here.halfway_bytes += halfway_bytes(program, micro, index, c)
-        holders = _holders(program, op, did.home)
-        for number, name in enumerate(holders):
-            held[name].rest_bytes += float(b.memory_bytes[c])
-            if op.role == "param" and (apart or not number):
-                held[name].update_s += once.update_s(index, c)
-                for way in (BACKWARD, WEIGHTS, BOTH):
-                    did.did[name].passes[way].adding_s += micro.update_s(index, c)
-                if len(holders) > 1:
-                    held[name].adds[op.name] = micro.update_s(index, c)
-    for link, net in zip(micro.links, micro.problem.nets, strict=True):
-        row = net.row[choice[net.producer]]
-        for column, name in did.readings(link, net):
-            live = 0.0 if net.live_bytes is None else float(net.live_bytes[row, column])
-            live = float(net.memory_bytes[row, column]) if net.group >= 0 else live
-            held[name].live_bytes += live
-            held[name].kept_bytes += float(net.memory_bytes[row, column]) - live
+    held = {name: _Held() for name in did.did}
+    for index in range(len(micro.problem.nodes)):
+        _hold_node(held, did, program, micro, once, index, choice[index], apart)
+    _hold_nets(held, did, micro, choice)
     seconds = did.seconds(micro.prices.contention, shared=micro.prices.overlap == 0.0)
     count = {run.scope: run.count for run in program.runs.values()}
     overlaps = apart and micro.prices.overlap > 0.0
+    in_order = micro.prices.settings.training  # each stage is priced in program order (`line`), not by `ends_s`
     ends = {
         scope: tuple([did.ends_s(scope, blocks) for blocks in range(1, BLOCKS + 1)])
         for scope in count
-        if overlaps and not micro.prices.settings.training
+        if overlaps and not in_order
     }
     contention = micro.prices.contention if micro.prices.overlap > 0.0 else 1.0
     lines = {name: _line(did, name) for name in did.did if overlaps}
@@ -95,6 +76,47 @@ def costs(
         )
         for unit in did.pieces
     ]
+
+
+def _hold_node(
+    held: Mapping[str, _Held],
+    did: Passes,
+    program: Program,
+    micro: Model,
+    once: Model,
+    index: int,
+    c: int,
+    apart: bool,
+) -> None:
+    """Add what node number `index` holds under its choice `c` to the pieces that hold it: bytes of a microbatch and at
+    rest, and of a parameter the seconds of its update and of adding up its gradient."""
+    cluster, node, at_rest = micro.clusters[index], micro.problem.nodes[index], once.problem.nodes[index]
+    op, here = cluster.members[0], held[did.home[cluster.root.name]]
+    live = 0.0 if node.live_bytes is None else float(node.live_bytes[c])
+    here.live_bytes += live
+    here.kept_bytes += float(node.memory_bytes[c]) - live
+    here.halfway_bytes += halfway_bytes(program, micro, index, c)
+    holders = _holders(program, op, did.home)
+    for number, name in enumerate(holders):
+        held[name].rest_bytes += float(at_rest.memory_bytes[c])
+        if op.role == "param" and (apart or not number):
+            held[name].update_s += once.update_s(index, c)
+            for way in (BACKWARD, WEIGHTS, BOTH):
+                did.did[name].passes[way].adding_s += micro.update_s(index, c)
+            if len(holders) > 1:
+                held[name].adds[op.name] = micro.update_s(index, c)
+
+
+def _hold_nets(held: Mapping[str, _Held], did: Passes, micro: Model, choice: Sequence[int]) -> None:
+    """Add the bytes of copies that reshards make, and of gathered weights, to the pieces that read them."""
+    for link, net in zip(micro.links, micro.problem.nets, strict=True):
+        row = net.row[choice[net.producer]]
+        for column, name in did.readings(link, net):
+            nbytes = float(net.memory_bytes[row, column])
+            live = 0.0 if net.live_bytes is None else float(net.live_bytes[row, column])
+            live = nbytes if net.group >= 0 else live  # a gathered weight is there while its block runs
+            held[name].live_bytes += live
+            held[name].kept_bytes += nbytes - live
 
 
 def _hidden_s(did: Did, seconds: Sequence[float]) -> tuple[float, float]:
@@ -140,6 +162,8 @@ def _overlapped(part: Pass, took_s: float) -> float:
 
 
 def _per_instance(held: _Held, seconds: Sequence[float], did: Did, count: int) -> Cost:
+    """The Cost of one of the `count` instances of a piece, without the fields that `costs` adds. `seconds`: of each
+    pass over all instances."""
     once_s = held.update_s + did.once.all_s
     return Cost(
         (seconds[FORWARD] + seconds[BACKWARD]) / count,

@@ -268,57 +268,33 @@ class Passes(OpPasses):
         """Add the sum of a weight's gradient over ranks, in buckets, and the gather of its leaf where that happens once
         per step.
 
-        `exposed`: the share of the sum that comes after the last compute, at least. `first`: the scatter that brings
-        the gradient to its leaf before.
+        `leaf`: the layout of the gradient before the sum. `exposed`: the share of the sum that comes after the last
+        compute, at least. `first`: the scatter that brings the gradient to `leaf`, None where there is none.
         """
-        link, made, did, routes, grad_bytes = (
-            read.link,
-            read.made,
-            self.did[read.name],
-            self.prices.routes,
-            self._grad_bytes(read.link),
-        )
-        together = self.buckets.summed_bytes(made, leaf)
-        sums = routes.loads(
-            leaf, made.back, grad_bytes, self.prices.grad_bucket_bytes(link.size_bytes, grad_bytes, together)
-        )
+        link, made, did, routes = read.link, read.made, self.did[read.name], self.prices.routes
+        grad_bytes = self._grad_bytes(link)
+        together_bytes = self.buckets.summed_bytes(made, leaf)
+        full_bytes = self.prices.grad_bucket_bytes(link.size_bytes, grad_bytes, together_bytes)
+        sums = routes.loads(leaf, made.back, grad_bytes, full_bytes)
         local, moving = split(sums)
         ratio = grad_bytes / link.size_bytes if link.size_bytes else 0.0
-        bucket = min(1.0, BUCKET_BYTES / max(1.0, ratio * together))  # the share of all gradients that one bucket is
-        # by collective, the share in the background: the last bucket is half full on average; each further collective
-        # begins one bucket later
-        hidden = [
-            max(0.0, 1.0 - max(exposed, (number + 0.5) * bucket)) if bucket < 1.0 else 0.0
-            for number in range(len(moving))
-        ]
-        kinds, whole_bytes = routes.kinds(leaf, made.back), ratio * self.buckets.leaf_bytes(link, made)
+        bucket = min(1.0, BUCKET_BYTES / max(1.0, ratio * together_bytes))  # one bucket's share of all gradients
+        hidden = _hidden_shares(len(moving), bucket, exposed)
+        kinds, own_bytes = routes.kinds(leaf, made.back), ratio * self.buckets.leaf_bytes(link, made)
         if self.sums_at_end:  # places may have less than a full bucket (once_per_step)
-            (did.each if made.each else did.sums).append(
-                Sums(
-                    kinds,
-                    (whole_bytes,),
-                    self.prices.grad_bucket_bytes(link.size_bytes, grad_bytes, together),
-                    tuple([(load.kind, self.prices.mesh.axes[load.axis], load.seconds) for load in moving]),
-                    sum(load.seconds * share for load, share in zip(moving, hidden, strict=True)),
-                )
-            )
+            behind_s = sum(load.seconds * share for load, share in zip(moving, hidden, strict=True))
+            moves = tuple([(load.kind, self.prices.mesh.axes[load.axis], load.seconds) for load in moving])
+            (did.each if made.each else did.sums).append(Sums(kinds, (own_bytes,), full_bytes, moves, behind_s))
         if made.each or not self.sums_at_end:
-            self.line.add_sum(
-                self._first_reader(link, read.name),
-                Sum(
-                    (made.each, *kinds),
-                    Sent(
-                        sums,
-                        whole_bytes,
-                        routes.held_bytes(leaf, made.back, grad_bytes),
-                        self._axes(moving),
-                        read.at[0][1] if read.at else 0,
-                        link.ref if self._by_piece(link) else None,
-                    ),
-                    first,
-                ),
-                link.count,
+            sent = Sent(
+                sums,
+                own_bytes,
+                routes.held_bytes(leaf, made.back, grad_bytes),
+                self._axes(moving),
+                read.at[0][1] if read.at else 0,
+                link.ref if self._by_piece(link) else None,
             )
+            self.line.add_sum(self._first_reader(link, read.name), Sum((made.each, *kinds), sent, first), link.count)
             for way in (BACKWARD, WEIGHTS, BOTH):
                 did.passes[way].wait(local, link.count)
                 for load, share in zip(moving, hidden, strict=True):
@@ -365,3 +341,13 @@ class Passes(OpPasses):
         """The operator of `piece` that reads a weight first; of all pieces, where these share it."""
         readers = [op.name for op, _ in link.readers if not self._by_piece(link) or self.home[op.name] == piece]
         return min(readers, key=self.program.order.__getitem__)
+
+
+def _hidden_shares(collectives: int, bucket: float, exposed: float) -> list[float]:
+    """Of each of the successive `collectives` of a sum in buckets, the share that can overlap the backward. `bucket`:
+    one bucket's share of all gradients; with one bucket (1.0) nothing overlaps. `exposed`: the share that comes after
+    the last compute, at least. The last bucket is half full on average, and each further collective begins one bucket
+    later."""
+    if bucket >= 1.0:
+        return [0.0] * collectives
+    return [max(0.0, 1.0 - max(exposed, (number + 0.5) * bucket)) for number in range(collectives)]

@@ -110,60 +110,58 @@ class _Reader:
         self.refs[node] = run.carried[index] if run else (self.refs[source][0], index)
 
     def _op(self, node: fx.Node, ports: Mapping[str, Fed]) -> None:
-        name = self.full_name(node)
-        role = str(node.meta["role"]) if node.op == "placeholder" and "role" in node.meta else "op"
-        if node.op == "placeholder" and role == "op":
-            role = "port"
+        """Add the Op of a node with tensor values."""
+        name, role = self.full_name(node), _role(node)
         operands = tuple(self.refs[n] for n in tensor_operands(node))
         known = self.program.ops
-        grads = tuple(known[ref[0]].call.outs[ref[1]].grad for ref in operands)
+        read = [known[ref[0]].call.outs[ref[1]] for ref in operands]
+        grads = tuple(tensor.grad for tensor in read)
         weights = tuple(self.weight[ref] for ref in operands)
         gradient, weight = self._flow(node, role, grads, weights, ports)
         first = tuple(grad and self.early[ref[0]] for ref, grad in zip(operands, grads, strict=True))
         self.early[name] = (
             ports[node.name].early if role == "port" else self._flow(node, role, first, weights, ports)[0]
         )
-        held = facts.tensors(node)
-        outs = tuple(
-            self._tensor(node, i if isinstance(facts.value(node), (tuple, list)) else None, gradient)
-            for i in range(len(held))
-        )
-        lookup = [known[ref[0]].call.outs[ref[1]] for ref in operands]
+        several = isinstance(facts.value(node), (tuple, list))
+        outs = tuple(self._tensor(node, i if several else None, gradient) for i in range(len(facts.tensors(node))))
         if role == "op" and not gradient:  # its operands may have one from others
-            lookup = [replace(tensor, grad=False) for tensor in lookup]
-        arguments = ((outs[0],), {}) if role == "port" else _substitute(node, lookup)  # a port passes its value on
-        call = Call(node.target, *arguments, outs)
+            read = [replace(tensor, grad=False) for tensor in read]
+        arguments = ((outs[0],), {}) if role == "port" else _substitute(node, read)  # a port passes its value on
         op = Op(
             name,
             self.scope,
             node,
             role,
-            call,
+            Call(node.target, *arguments, outs),
             operands,
             self.count,
             str(node.meta.get("fqn", "")),
             weight=weights,
-            out_dtypes=tuple(t.dtype for t in held),
+            late=gradient and not self.early[name],
+            first_grads=first,
+            out_dtypes=tuple(t.dtype for t in facts.tensors(node)),
             dtype=_computes_in(node),
             where=facts.where(node),
         )
         if role == "op":
-            op.flops, op.backward_flops = self.number(facts.flops(node)), self.number(facts.backward_flops(node))
-            op.bytes = self.number(facts.read_bytes(node)) + self.number(facts.written_bytes(node))
-            if gradient:
-                kept = saved(node, self.program.device)
-                op.saves, op.copies, op.extra_bytes = kept.positions, kept.copies, self.number(kept.extra_bytes)
-                op.first_saves = (
-                    op.saves
-                    if first == grads
-                    else tuple(i for i in op.saves if i in saved_positions(node.target, first))
-                )
-        op.late, op.first_grads = gradient and not self.early[name], first
+            self._add_work(op, gradient, grads)
         op.batch = tuple(frozenset(d for d, n in enumerate(t.shape) if _has_batch(n)) for t in op.tensors)
         known[name] = op
         self.refs[node] = (name, 0)
-        for i in range(len(outs)):
-            self.weight[name, i] = weight
+        self.weight.update({(name, i): weight for i in range(len(outs))})
+
+    def _add_work(self, op: Op, gradient: bool, grads: tuple[bool, ...]) -> None:
+        """Fill in the FLOPs and bytes of an operator, and where it has a `gradient`, what its backward keeps. `grads`:
+        whether each operand has one."""
+        node = op.node
+        op.flops, op.backward_flops = self.number(facts.flops(node)), self.number(facts.backward_flops(node))
+        op.bytes = self.number(facts.read_bytes(node)) + self.number(facts.written_bytes(node))
+        if gradient:
+            kept, first = saved(node, self.program.device), op.first_grads
+            op.saves, op.copies, op.extra_bytes = kept.positions, kept.copies, self.number(kept.extra_bytes)
+            op.first_saves = (
+                op.saves if first == grads else tuple(i for i in op.saves if i in saved_positions(node.target, first))
+            )
 
     def _flow(
         self, node: fx.Node, role: str, grads: tuple[bool, ...], weights: tuple[bool, ...], ports: Mapping[str, Fed]
@@ -252,6 +250,14 @@ class _Reader:
             batch=(batch,),
             where="the model's outputs",
         )
+
+
+def _role(node: fx.Node) -> str:
+    """`Op.role` of a node that is no result of the model."""
+    if node.op != "placeholder":
+        return "op"
+    role = str(node.meta.get("role", "op"))
+    return "port" if role == "op" else role
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:

@@ -1,9 +1,10 @@
-"""Problem -> Solution. One file per strategy, one line per strategy below (and its name in the command line's help); a
-search never sees torch or the graph.
+"""The search strategies: from a Problem (numbers only) to a Solution. Called by the planner through the table SEARCHES;
+a search never sees torch or the graph.
 
-Every strategy takes a time limit in seconds, a seed and a known feasible solution that it must not fall behind, and
-raises InfeasibleError (with the shortfall) when nothing fits. `Problem.evaluate` prices what it returns. What a
-strategy that is not in the table answers (`compile(..., search=function)`) is `checked`.
+A strategy is one file of this package, one row of SEARCHES and one word of the command line's help. It takes a time
+limit in seconds, a seed, and a feasible solution that its result must not be worse than. It raises InfeasibleError
+(with the shortfall) when nothing fits. `Problem.evaluate` prices its result. The results of a strategy that is not in
+the table (`compile(..., search=function)`) are validated by `checked`.
 """
 
 from __future__ import annotations
@@ -37,26 +38,26 @@ SEARCHES: dict[str, Search] = {
 
 
 def checked(search: Search) -> Search:
-    """`search`, whose answers are looked at: PlanError where one is no Solution, has no choice for each node, is
-    infeasible, or has a bound above what it takes itself."""
+    """`search` with its results validated. The wrapped search raises PlanError where a result is no Solution, does not
+    have one choice for each node, is infeasible, or claims a bound above its own time."""
 
-    def asked(
+    def validated(
         problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None
     ) -> Solution:
         found = search(problem, time_limit_s=time_limit_s, seed=seed, start=start)
-        if wrong := _wrong(problem, found):
-            got, wanted = wrong
+        if defect := _defect(problem, found):
+            got, wanted = defect
             raise PlanError(
                 f"the search gave {got} for {problem.name}; wanted {wanted} (autopar.search.Search says what a search "
                 "takes and gives)"
             )
         return replace(found, choice=tuple(int(c) for c in found.choice))
 
-    return asked
+    return validated
 
 
-def _wrong(problem: Problem, found: object) -> tuple[str, str] | None:
-    """Got and wanted, where something is wrong with an answer."""
+def _defect(problem: Problem, found: object) -> tuple[str, str] | None:
+    """What is wrong with a result of a search, as the texts (got, wanted) of an error; None where nothing is."""
     if not isinstance(found, Solution):
         return f"{found!r}", "a Solution"
     if not isinstance(found.choice, Sized) or len(found.choice) != len(problem.nodes):

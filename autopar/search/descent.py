@@ -1,4 +1,4 @@
-"""Coordinate descent over one solution, and which of two solutions to keep: what every strategy builds on."""
+"""Coordinate descent from one solution, which every strategy builds on; and which of two solutions is better."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import numpy as np
 from autopar.problem.types import Problem
 from autopar.search.state import TOLERANCE, Penalty, State
 
-_SWEEPS = 4  # there and back twice: what message passing starts from need not be a local optimum
-_RAISES = 24  # the price of a byte grows fourfold each time: 14 orders of magnitude
+_SWEEPS = 4  # forwards and backwards twice: message passing does not need a local optimum to start from
+_RAISES = 24  # how often the price of a byte over the limit is raised, by 4 each time: 14 orders of magnitude
 
 
 def descend(
     problem: Problem, start: tuple[int, ...] | None, deadline: float, state: State | None = None
 ) -> tuple[int, ...] | None:
-    """A solution that no single move improves, from `start` or built up from nothing; None when it is infeasible.
+    """A solution that no move of a single node improves, reached from `start`, or from an empty assignment where that
+    is None. Returns None when the result is infeasible.
 
-    `deadline` is a time of `time.perf_counter`; past it, the sweep at hand is the last. `state` is one of `problem` to
-    work with, for callers that descend often.
+    `deadline` is a time of `time.perf_counter`; the sweep that runs past it is the last one. `state` is a State of
+    `problem` to work with, for callers that descend often.
     """
     placed = [-1] * len(problem.nodes) if start is None else start
     if state is None:

@@ -1,14 +1,16 @@
-"""A lower bound by message passing on layouts, and the choices that it rules out.
+"""A lower bound on the time of every feasible solution (Lagrangian relaxation), and the choices that it rules out.
+Called by search.exact, and by search.ilp for a quick bound of one Problem among several.
 
-For any price of memory y_m >= 0 and of lateness 0 <= mu_g <= 1 the time of a feasible solution is at least
+The memory limit and the overlap of each group g are relaxed, with prices y >= 0 (seconds per byte) and 0 <= mu_g <= 1
+(seconds of time per second by which the collectives of g exceed the compute that hides them). For any such prices the
+time of a feasible solution is at least
 
-    sum_v (cost + y_m memory - mu_g hide)[x_v] + sum_t (shown + mu_g hideable + y_m memory)[distinct reshards] - y_m
-    limit
+    sum_v (cost + y memory - mu_g hide)[x_v] + sum_t (shown + mu_g hideable + y memory)[distinct reshards] - y limit
 
-which is a sum of nodes and nets (work in one of the n lanes of a stretch counts 1/n: the largest lane is at least the
-mean). Its least is bounded from below by moving cost between nets and nodes (search/messages.py), and a choice whose
-entry raises that over the time of a known solution can be in no better one. y and mu follow the subgradient at decoded
-solutions.
+with v the nodes and t the nets. Work in one of the n lanes of a stretch counts 1/n, because the longest lane is at
+least the mean. This is a sum of functions of single nodes and nets, so its minimum is bounded from below by moving cost
+between nets and nodes (search.messages). A choice is ruled out where the bound with that choice fixed exceeds the time
+of a known solution. y and mu follow the subgradient at solutions that are decoded from the messages.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ from autopar.search.descent import better, descend
 from autopar.search.messages import FORBIDDEN, MAX_SHARED, Messages, split
 from autopar.search.state import State
 
-ROUNDS = 60
+ROUNDS = 60  # at most: two sweeps of messages and one step of the prices each
 _ENTRIES = 40_000.0  # table entries that take as long as the fixed cost of one part of a net
-_IDLE = 4  # rounds without progress: the LP that follows does better
+_IDLE = 4  # rounds without progress until it ends: the LP that follows does better
 _SLACK = 1e-9  # relative: a choice is ruled out only when it is worse than the known solution by more
 
 
 @dataclass
 class Bound:
-    """`bound_s` holds for every feasible solution; no better one than `choice` uses a choice outside `keep` (per node,
-    indices)."""
+    """The result: `bound_s` holds for every feasible solution. `choice` is the best known solution, and none that is
+    better uses a choice outside of `keep` (per node, indices). `rounds` is how many were run."""
 
     bound_s: float
     choice: tuple[int, ...]
@@ -88,6 +90,17 @@ def bound(
 
 
 class _Dual:
+    """The relaxed problem at its present prices.
+
+    known, known_s    the best known solution and its time
+    best_s            the highest bound so far
+    limit             the memory limit in bytes, 0 where there is none
+    memory_s          y times the limit, in seconds
+    late              [groups] mu
+    pace, stuck       factor of the next step of the prices, and rounds since the bound rose
+    waiting           factors of nets without seconds, which join once bytes have a price
+    """
+
     def __init__(self, problem: Problem, known: tuple[int, ...], state: State) -> None:
         self.problem, self.known, self.state = problem, known, state
         self.known_s = problem.price(known).time_s
@@ -99,7 +112,6 @@ class _Dual:
         self.memory_s, self.late = 0.0, self._first_late()
         self.pace, self.stuck = 1.0, 0
         self.tried: set[tuple[int, ...]] = set()  # decoded solutions that were descended from
-        # cost nothing while bytes do not
         self.waiting = [f for net in problem.nets if not net.cost_s.any() for f in split(net)] if self.limit else []
         self.messages = Messages(
             [f for net in problem.nets if net.cost_s.any() for f in split(net)],
@@ -124,13 +136,13 @@ class _Dual:
         return (late > 0).astype(float)
 
     def _price(self) -> None:
-        """Nodes and tables at the present prices."""
+        """Set the costs of all nodes and nets by the present prices."""
         byte_s = self.memory_s / self.limit if self.limit else 0.0
         messages, big_s = self.messages, self.messages.big_s
         for v, (node, keep) in enumerate(zip(self.problem.nodes, messages.keep, strict=True)):
             hide = self.late[node.group] * node.hide_s if node.group >= 0 else 0.0
             messages.own[v] = np.where(
-                keep, np.where(keep, self._alone_s(node), 0.0) + byte_s * node.memory_bytes - hide, big_s
+                keep, np.where(keep, self._least_s(node), 0.0) + byte_s * node.memory_bytes - hide, big_s
             )
         for factor in messages.factors:
             net = factor.net
@@ -140,8 +152,9 @@ class _Dual:
             factor.table = factor.share * np.where(finite, cost_s, big_s)
         messages.least = np.zeros(len(messages.own))
 
-    def _alone_s(self, node: Node) -> np.ndarray:
-        """Seconds of each choice, at least, whatever else its lane does."""
+    def _least_s(self, node: Node) -> np.ndarray:
+        """[choices] seconds that each choice of a node adds at least: its share of the mean of all lanes beside its
+        own."""
         if node.lane is None:
             return node.cost_s
         lanes = self.problem.lanes
@@ -149,7 +162,8 @@ class _Dual:
         return node.cost_s / abreast
 
     def rule_out(self, v: int, total: np.ndarray) -> None:
-        """Drops choices of node `v` that no better solution has; `total` is what its choices cost."""
+        """Drop the choices of node `v` that no solution better than the known one can have; `total` [choices] is what
+        each costs after all messages to it."""
         rest_s = self.value() - self.messages.least[v]
         worse = self.messages.keep[v] & (rest_s + total > self.known_s * (1 + _SLACK))
         worse[self.known[v]] = False
@@ -161,16 +175,17 @@ class _Dual:
         return self.messages.value - self.memory_s
 
     def progress(self) -> tuple[int, int, float]:
-        """Grows while rounds are worth their time: with the bound (by thousandths of the first solution's time),
-        choices ruled out and better solutions."""
+        """A tuple that increases while rounds are worth their time: the bound (in thousandths of the first solution's
+        time), the number of choices ruled out, and the time of the known solution."""
         return int(1000 * self.best_s / self.first_s), -sum(int(k.sum()) for k in self.messages.keep), -self.known_s
 
     def closed(self) -> bool:
-        """Whether the bound meets the known solution, or nothing else is left."""
+        """Whether the bound has reached the time of the known solution, or no other choice is left."""
         return self.best_s >= self.known_s * (1 - _SLACK) or all(int(k.sum()) == 1 for k in self.messages.keep)
 
     def step(self, deadline: float) -> None:
-        """Notes the bound, tries the decoded solution, and moves the prices along the subgradient (Polyak's step)."""
+        """Note the bound, descend from the decoded solution, and move the prices along the subgradient (Polyak's
+        step)."""
         value = self.value()
         self.stuck = 0 if value > self.best_s * (1 + 1e-4) else self.stuck + 1
         self.best_s = max(self.best_s, value)
@@ -198,8 +213,8 @@ class _Dual:
             self._price()
 
     def _violation(self, choice: tuple[int, ...]) -> tuple[float, np.ndarray]:
-        """Bytes over the limit as a share of it, and comm - hide of every group in seconds (forbidden pairs count
-        nothing)."""
+        """By how much `choice` violates what is relaxed: bytes over the limit as a share of the limit, and [groups] the
+        seconds of collectives that exceed the compute that hides them. A forbidden pair has no seconds."""
         late, memory = np.zeros(self.problem.groups), 0.0
         for node, c in zip(self.problem.nodes, choice, strict=True):
             memory += node.memory_bytes[c]

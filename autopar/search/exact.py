@@ -1,11 +1,12 @@
-"""The exact core of `ilp`: from a feasible solution to the optimum, or as close as time allows, with a proven bound.
+"""The exact part of the strategy `ilp`: from a feasible solution to the optimum, or as close as time allows, with a
+proven bound.
 
-    `dual.bound`: a bound, a better solution, choices ruled out
-    -> LP over what is left, and again while its reduced costs rule out much
-    -> where it is fractional, the integer program over the rest
+    1. message passing (`dual.bound`): a bound, a better solution, choices ruled out
+    2. the LP relaxation over the choices that are left; again while its reduced costs rule out many
+    3. where the LP solution is fractional, the integer program over the choices that are left
 
-Every step keeps all solutions better than the best known, so the smallest bound proven at the end holds for the whole
-problem; with time short the solution carries the largest bound known by then.
+Every step keeps all solutions that are better than the best known one, so a bound of the reduced problem is one of the
+whole problem. When time is up, the result has the largest bound that was proven until then.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ from autopar.search.solver import GLOP, HIGHS, Answer, is_integral, read_choice,
 
 GAP = 1e-7  # relative: closer than this is called optimal
 _DUAL_SHARE = 0.25  # of the time limit, at most, for message passing
-# at most (dual.effort): most of what it proves it proves early, the LP does the rest; about 0.4 s
-_DUAL_EFFORT = 2500.0
-_LP_ROUNDS = 4
+_DUAL_EFFORT = 2500.0  # units of dual.effort that message passing may take, about 0.4 s: its bound rises early
+_LP_ROUNDS = 4  # LPs in a row, at most
 _WORTHWHILE = 0.9  # another LP when the last one left less than this share of the choices
 
 
@@ -41,12 +41,13 @@ class Exact:
 
 @dataclass
 class _Run:
-    """A problem that shrinks, its best known solution and bound; `kept` leads back to the choices of `whole`."""
+    """The state of one run of `minimise`: `problem` is `whole` with only the choices `kept` of each node, `best` is the
+    best known solution, in choices of `whole`."""
 
     whole: Problem
     problem: Problem
     kept: list[np.ndarray]
-    best: tuple[int, ...]  # in choices of `whole`
+    best: tuple[int, ...]
     bound_s: float
     deadline: float
     seed: int
@@ -55,36 +56,39 @@ class _Run:
 
     @property
     def best_s(self) -> float:
+        """Seconds of the best known solution."""
         return self.whole.price(self.best).time_s
 
     @property
     def closed(self) -> bool:
+        """Whether the bound is within the gap of the best known solution, or has reached `cutoff_s`."""
         return self.bound_s >= min(self.best_s, self.cutoff_s) * (1 - max(GAP, self.gap))
 
     @property
     def left_s(self) -> float:
+        """Seconds that are left; negative past the deadline."""
         return self.deadline - time.perf_counter()
 
     def offer(self, choice: tuple[int, ...] | None) -> None:
-        """Takes `choice` (of the present problem) when it is feasible and better."""
+        """Take `choice` (of the present problem) as the best solution if it is feasible and better."""
         if choice is not None:
             lifted = tuple(int(k[c]) for k, c in zip(self.kept, choice, strict=True))
             self.best = better(self.whole, self.best, lifted) or self.best
 
     def raise_bound(self, bound_s: float) -> None:
-        """Takes a bound of the present problem, which no solution better than the best can beat."""
+        """Take a bound of the present problem. It holds for `whole` up to the time of the best known solution."""
         if np.isfinite(bound_s):
             self.bound_s = max(self.bound_s, min(bound_s, self.best_s))
 
     def shrink(self, keep: list[np.ndarray]) -> None:
-        """Leaves only the choices `keep` (and the best solution's, so that it stays one of the problem)."""
+        """Keep only the choices `keep` of the present problem, and those of the best known solution."""
         own = self.incumbent()
         keep = [np.union1d(k, [c]) for k, c in zip(keep, own, strict=True)]
         self.problem = select(self.problem, keep)
         self.kept = [old[new] for old, new in zip(self.kept, keep, strict=True)]
 
     def incumbent(self) -> tuple[int, ...]:
-        """The best solution in choices of the present problem."""
+        """The best known solution, in choices of the present problem."""
         return tuple(int(np.searchsorted(k, c)) for k, c in zip(self.kept, self.best, strict=True))
 
 
@@ -108,7 +112,7 @@ def minimise(
 
 
 def _solve(run: _Run, dual_s: float) -> str:
-    """Improves `run` until it is closed or time is up; returns how."""
+    """Improve `run` until it is closed or time is up. Returns a note on the steps that were needed."""
     deadline = min(run.deadline, time.perf_counter() + dual_s)
     rounds = int(_DUAL_EFFORT / dual.effort(run.problem))  # work and not time, so that a busy machine finds the same
     ruled = dual.bound(
@@ -131,7 +135,8 @@ def _solve(run: _Run, dual_s: float) -> str:
 
 
 def _relax(run: _Run) -> str:
-    """One LP: its bound, its rounding, and what its reduced costs rule out; returns why to stop ("" to go on)."""
+    """Solve one LP: take its bound and its rounded solution, and drop the choices that its reduced costs rule out.
+    Returns why `run` is to end, "" to go on."""
     model = build(run.problem)
     relaxed = solve(model, GLOP, integer=False, time_limit_s=run.left_s, seed=run.seed)
     if relaxed.status == "infeasible":  # only for rounding: the best solution is always part of the problem
@@ -151,6 +156,7 @@ def _relax(run: _Run) -> str:
 
 
 def _choices(problem: Problem) -> int:
+    """The number of choices of all nodes together."""
     return sum(len(node.labels) for node in problem.nodes)
 
 

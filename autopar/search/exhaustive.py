@@ -14,7 +14,8 @@ from autopar.problem.types import Net, Problem, Solution
 from autopar.search.feasible import shortfall
 
 LIMIT = 2_000_000
-_BLOCK = 100_000
+"""The most combinations of choices that a problem may have."""
+_BLOCK = 100_000  # combinations that are priced at a time
 
 
 def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple[int, ...] | None = None) -> Solution:

@@ -1,10 +1,10 @@
 """Min-marginals of one net whose readers share reshards, by numpy.
 
 A net over the row r and the columns d_1..d_k of its readers costs the sum over *distinct* d of table[r, d]. With a
-number per column for every reader (m_u, the messages) the least over all columns is a least over the set partitions of
-the readers, where each part B agrees on one column: sum_B min_d (table[r, d] + sum_{u in B} m_u[d]). Parts that pick
-the same column are charged twice, which never is the least. So one pass over 2^k - 1 tables is exact, and no
-k-dimensional table is made.
+number per column for every reader (m_u, the messages) the minimum over all columns is a minimum over the set partitions
+of the readers, where all readers of a part B ask for one column: sum_B min_d (table[r, d] + sum_{u in B} m_u[d]). Parts
+that pick the same column are charged twice, which is never less than as one part. So one pass over 2^k - 1 tables is
+exact, and no k-dimensional table is made. Called by search.messages.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Solutions that need little memory: where searches start that found nothing that fits, and the proof that nothing
-does."""
+"""Solutions of little memory, and the proof that no solution fits. Called where a search has found nothing within the
+memory limit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from autopar.search.exact import GAP, minimise
 from autopar.search.model import build
 from autopar.search.solver import HIGHS, read_choice, solve
 
-_GIB = 2**30
+_GIB = 2**30  # bytes
 
 
 def feasible(problem: Problem, *, time_limit_s: float) -> tuple[int, ...]:
-    """A solution that fits: where descent by bytes ends, or else that of `least_memory`, with its errors."""
+    """A solution within the memory limit: by descent on bytes, or where that does not fit by `least_memory`, whose
+    errors it raises."""
     deadline = time.perf_counter() + time_limit_s
     found = descend(in_bytes(problem), None, deadline)
     return (
@@ -54,7 +55,7 @@ def least_memory(problem: Problem, *, time_limit_s: float) -> tuple[int, ...]:
 
 
 def check_room(problem: Problem) -> None:
-    """Raises InfeasibleError where the limit is below what every node and every net needs at least by itself: no search
+    """Raises InfeasibleError where the limit is below the sum of the least bytes of every node and every net: no search
     is needed to see that."""
     if np.isinf(problem.memory_limit_bytes):
         return
@@ -65,7 +66,8 @@ def check_room(problem: Problem) -> None:
 
 
 def in_bytes(problem: Problem) -> Problem:
-    """`problem` with bytes for seconds, without limit and groups: its optimum is the solution of least memory."""
+    """`problem` with its bytes as seconds, and without memory limit and overlap groups: its optimum is the solution of
+    least memory."""
     nodes = tuple(
         replace(
             node,
@@ -102,7 +104,7 @@ def _allowed(problem: Problem, deadline: float) -> tuple[int, ...]:
 
 
 def shortfall(problem: Problem, least_bytes: float) -> InfeasibleError:
-    """The error that says what is missing, given bytes that no solution is below."""
+    """The error that nothing fits, where every solution needs at least `least_bytes`."""
     limit = problem.memory_limit_bytes
     return InfeasibleError(
         f"{problem.name or 'the problem'} needs {_size(least_bytes)} per device or more, the limit is {_size(limit)}: "
@@ -112,4 +114,5 @@ def shortfall(problem: Problem, least_bytes: float) -> InfeasibleError:
 
 
 def _size(size_bytes: float) -> str:
+    """A number of bytes as text."""
     return f"{size_bytes / _GIB:.3f} GiB" if size_bytes >= 0.1 * _GIB else f"{int(np.ceil(size_bytes))} bytes"

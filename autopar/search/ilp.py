@@ -1,7 +1,7 @@
-"""The strategy by linear and integer programming with OR-tools; the formulation is in search/model.py.
+"""The strategy `ilp`: linear and integer programming with OR-tools; the formulation is in search/model.py.
 
-presolve (exact) -> a first solution (`greedy`) -> `exact.minimise`: message passing, LP, integer program -> the way
-back
+presolve (exact) -> a first solution (`greedy`) -> `exact.minimise` (message passing, LP, integer program) ->
+the solution in choices of the whole problem
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def glance(
     return finish(problem, best, seen.bound_s, f"message passing, {seen.rounds} rounds")
 
 
-GLANCE_ROUNDS = 6
+GLANCE_ROUNDS = 6  # of message passing in a glance
 FAR = 0.25
 """Relative: a solution farther from its bound than this is worth a second start."""
 DEARER = 2.0
@@ -84,8 +84,8 @@ DEARER = 2.0
 
 
 def _passed(problem: Problem, time_limit_s: float, cutoff_s: float = math.inf) -> tuple[tuple[int, ...], dual.Bound]:
-    """A solution by descent and a few rounds of message passing, and the bound that these prove. Raises InfeasibleError
-    where nothing fits."""
+    """A solution by descent and GLANCE_ROUNDS of message passing, and the bound that these prove. Raises
+    InfeasibleError where nothing fits."""
     state = State(problem, [-1] * len(problem.nodes))
     first = greedy.search(problem, time_limit_s=time_limit_s, state=state).choice
     seen = dual.bound(
@@ -100,11 +100,9 @@ def _passed(problem: Problem, time_limit_s: float, cutoff_s: float = math.inf) -
 
 
 def _calmer(problem: Problem, time_limit_s: float) -> tuple[int, ...] | None:
-    """A local optimum of `problem` from another start: the solution of the same with dearer reshards. None where that
-    does not fit.
-
-    Descent from the node-by-node cheapest choices tends to end at solutions that change layouts all the time.
-    """
+    """A local optimum of `problem`, reached from a solution with fewer reshards: that of the same problem in which
+    reshards are dearer. None where it does not fit. Descent from each node's cheapest choice tends to end at solutions
+    that change layouts all the time."""
     dearer = replace(problem, nets=tuple(replace(net, cost_s=DEARER * net.cost_s) for net in problem.nets))
     try:
         found, _ = _passed(dearer, time_limit_s)
@@ -114,7 +112,7 @@ def _calmer(problem: Problem, time_limit_s: float) -> tuple[int, ...] | None:
 
 
 def finish(problem: Problem, choice: tuple[int, ...], bound_s: float, note: str) -> Solution:
-    """The Solution of a choice and a bound, which is clipped to the choice's own time because solvers round."""
+    """The Solution of a choice and a bound. The bound is clipped to the time of the choice, because solvers round."""
     time_s = problem.evaluate(choice).time_s
     bound_s = min(max(bound_s, 0.0), time_s)
     gap = (time_s - bound_s) / time_s if time_s > 0 else 0.0

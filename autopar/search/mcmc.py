@@ -18,7 +18,7 @@ from autopar.search.descent import better, descend
 from autopar.search.state import Penalty, State, scale_s
 
 _PATIENCE = 50  # proposals per node without a new best before a restart
-_RESTARTS = 6
+_RESTARTS = 6  # chains, the first one included
 _BETA = 30.0  # of the first chain, per share of the start's time; doubled at each restart
 
 

@@ -1,9 +1,11 @@
-"""Messages between nodes and nets of a Problem: a lower bound of costs that just add up (SRMP: Kolmogorov, "A new look
-at reweighted message passing", 2015).
+"""Message passing: a lower bound of a Problem whose cost is a sum over nodes and nets (SRMP: Kolmogorov, "A new look at
+reweighted message passing", 2015). Called by search.dual and search.recosted.
 
-Going over the nodes forwards and backwards, each takes the min-marginals of its nets and gives a share back to those
-still ahead. The bound is then the sum of every node's least. Messages move costs, so that those of other costs are as
-good to begin with: any messages prove something.
+A message moves cost from a net to a node, by layout; it changes no solution's total cost. A sweep visits the nodes in
+order, or in reverse. Each node takes the whole min-marginal of every net that it is in, and gives a share of what its
+choices cost above the cheapest one back to the nets that have nodes still to be visited. After a sweep the bound is the
+sum over nodes of the cost of their cheapest choice. Any messages give a valid bound, so those found at some costs are a
+good start at similar costs.
 """
 
 from __future__ import annotations
@@ -16,30 +18,32 @@ import numpy as np
 from autopar.problem.types import Net
 from autopar.search.factors import column_marginal, row_marginal
 
-FORBIDDEN = 1e3  # of a time that no good solution exceeds, instead of infinity
-MAX_SHARED = 4  # readers that one factor holds; more are split, each part paying its share of the net
+FORBIDDEN = 1e3  # the cost of a forbidden choice, as a multiple of a time that no good solution exceeds
+MAX_SHARED = 4  # readers of one factor; a net with more is several factors, each with its share of the cost
 
 
 @dataclass
 class Factor:
-    """Part of a net: at most `MAX_SHARED` of its readers, who pay `share` of its cost."""
+    """Part of a net: the producer and at most MAX_SHARED of the readers, `uses`, which are charged with `share` of its
+    cost `table` [rows, columns]. `messages`: to the producer [rows], then to each of `uses` [columns]."""
 
     net: Net
     share: float
     uses: list[int]
     table: np.ndarray
-    messages: list[np.ndarray]  # to the producer [rows], then to each of `uses` [columns]
+    messages: list[np.ndarray]
 
     def members(self) -> list[int]:
-        """Node of each message."""
+        """The nodes of the factor in the order of `messages`: the producer, then the readers."""
         return [self.net.producer, *(self.net.uses[u].node for u in self.uses)]
 
     def layouts(self, slot: int) -> np.ndarray:
-        """Row or column of each choice of the member at `slot`."""
+        """[choices] for each choice of the member number `slot` its row (of the producer) or column."""
         return self.net.row if slot == 0 else self.net.uses[self.uses[slot - 1]].column
 
     def marginal(self, slot: int) -> np.ndarray:
-        """The whole min-marginal of the member at `slot`, by its rows or columns."""
+        """The min-marginal of the member number `slot`, by row or column: the least cost of the factor with that layout
+        fixed, less the messages to the other members."""
         if len(self.uses) == 1:  # most factors: one table, no readers that share
             return np.asarray(
                 np.minimum.reduce(self.table - self.messages[1], 1)
@@ -54,7 +58,7 @@ class Factor:
 
 
 def split(net: Net) -> list[Factor]:
-    """The factors of a net."""
+    """The factors of a net, with messages of 0."""
     count = len(net.uses)
     parts = [list(range(first, min(first + MAX_SHARED, count))) for first in range(0, count, MAX_SHARED)]
     height, width = net.cost_s.shape
@@ -66,14 +70,15 @@ def split(net: Net) -> list[Factor]:
 
 @dataclass
 class Seat:
-    """A node in a factor: `slot` of its message, and whether a later or an earlier node is in the factor too."""
+    """The membership of one node in one factor: `slot` is its number there, `layouts` [choices] as Factor.layouts has
+    it. `later`, `earlier`: whether the factor also has a node with a higher, or a lower, number. `dead`: the rows or
+    columns that no choice of the node has that is kept; None where they are to be found again."""
 
     factor: Factor
     slot: int
     later: bool
     earlier: bool
     layouts: np.ndarray
-    # rows or columns that none of the node's choices has any more; None: to be looked at anew
     dead: np.ndarray | None = None
 
     def __post_init__(self) -> None:
@@ -83,10 +88,10 @@ class Seat:
         self.used = ordered[self.starts]
 
     def collect(self, keep: np.ndarray, big_s: float) -> np.ndarray:
-        """Moves the whole min-marginal into the message; what it adds to each choice of the node.
+        """Set the message to the whole min-marginal. Returns what that adds to the cost of each choice of the node.
 
-        A row or column that none of the node's choices in `keep` has costs `big_s` from here on: without that the
-        others would see a layout nobody can take as free.
+        A row or column that no choice in `keep` has costs `big_s` from here on. Otherwise other members would see a
+        layout that nobody can take, at no cost.
         """
         message = self.factor.marginal(self.slot)
         if self.dead is None:
@@ -99,15 +104,16 @@ class Seat:
         return np.asarray(message[self.layouts])
 
     def give(self, spare: np.ndarray) -> None:
-        """Gives the factor back what each layout has to spare: the least of its choices, nothing where it has none."""
+        """Give cost back to the factor: `spare` [choices] is what each choice of the node has to give; a layout gives
+        the least of its choices, and nothing where it has none."""
         message = self.factor.messages[self.slot].copy()
         message[self.used] -= np.minimum.reduceat(spare[self.order], self.starts)
         self.factor.messages[self.slot] = message
 
 
 class Messages:
-    """Those of `factors`; `own` are the costs of each node's choices, of which those in `keep` count, and all others
-    cost `big_s`."""
+    """The messages of `factors`. `own` [nodes][choices] are the costs of the nodes themselves; choices outside of
+    `keep` cost `big_s`. `least` [nodes] is the cost of each node's cheapest choice in the last sweep."""
 
     def __init__(self, factors: Sequence[Factor], own: list[np.ndarray], keep: list[np.ndarray], big_s: float) -> None:
         self.factors, self.own, self.keep, self.big_s = list(factors), own, keep, big_s
@@ -115,7 +121,8 @@ class Messages:
         self.seat()
 
     def seat(self) -> None:
-        """The factors that each node is in, and the share that each of them gets of what it has to give."""
+        """Find the factors of each node (`seats`), and the share of its spare cost that it gives to each of them
+        (`shares`)."""
         out: list[list[Seat]] = [[] for _ in self.own]
         for factor in self.factors:
             members = factor.members()
@@ -126,11 +133,12 @@ class Messages:
 
     @property
     def value(self) -> float:
-        """The bound that the last sweep, a backward one, has found."""
+        """The bound of the last sweep, which must have been a backward one."""
         return float(self.least.sum())
 
     def sweep(self, *, forwards: bool, look: Callable[[int, np.ndarray], None] | None = None) -> None:
-        """One pass over the nodes; `look` is given each node's number and what its choices cost by then."""
+        """Visit all nodes once, in order or (`forwards` False) in reverse. `look`, where given, is called for each node
+        with its number and [choices] the cost of its choices after all messages to it."""
         order = range(len(self.own))
         for v in order if forwards else reversed(order):
             total = self.own[v].copy()
@@ -143,21 +151,23 @@ class Messages:
             self._give(v, total - self.least[v], forwards)
 
     def _give(self, v: int, spare: np.ndarray, forwards: bool) -> None:
-        """Gives every net still ahead its share of what node `v` has over its least."""
+        """Give a share of `spare` [choices] to each factor of node `v` that has a node still to be visited. `spare` is
+        the cost of each choice above that of the cheapest one."""
         part = self.shares[v] * spare
         for seat in self.seats[v]:
             if seat.later if forwards else seat.earlier:
                 seat.give(part)
 
     def drop(self, v: int, worse: np.ndarray) -> None:
-        """Choices of a node that do not count any more."""
+        """Take the choices `worse` (bool) of node `v` out of `keep`."""
         self.keep[v] &= ~worse
         self.own[v][worse] = self.big_s
         for seat in self.seats[v]:
             seat.dead = None
 
     def decode(self) -> tuple[int, ...]:
-        """Node by node, the best given the producers already placed and the messages of nets further on."""
+        """A solution: node by node the choice of least cost, given the choices of the nodes before it, and with the
+        messages in place of nodes that have none yet. May use forbidden pairs."""
         choice: list[int] = [-1] * len(self.own)
         asked: list[set[int]] = [set() for _ in self.factors]
         index = {id(f): i for i, f in enumerate(self.factors)}

@@ -3,8 +3,7 @@
     x[v,c]    node v takes choice c                                                      binary
     f[u,r,d]  use u reads row r of its net in column d (a flow on layouts, not on choices) continuous
     y[t,r,d]  net t is brought from row r to column d, for one reader or for many         continuous
-    e[g]      seconds of overlap group g that stick out                                   continuous
-
+    e[g]      seconds by which the collectives of overlap group g exceed what hides them  continuous
     m[s]      seconds of stretch s, whose lanes work side by side                         continuous
 
     minimise  sum cost x (without a lane) + sum m + sum shown y + sum e (`shown`: all of a net without a group)

@@ -1,8 +1,8 @@
-"""One Problem at ever other costs that just add up: what its messages were at the last costs is near what they are at
-these.
+"""Lower bounds of one Problem whose costs change again and again, as in a cutting-plane or subgradient method. Each
+bound starts from the messages of the one before, since similar costs have similar messages. Called by autopar.joint.
 
-    bound       sweeps until the bound is as high as anybody asks for, or does not rise any more
-    solution    where it stays below, by descent from what the messages say
+    bound_s     sweeps of messages until the bound reaches a target, or rises no more
+    solution    a solution at the last costs, by descent from the solution that the messages suggest
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from autopar.search.messages import FORBIDDEN, Messages, split
 from autopar.search.state import State, scale_s
 
 SWEEPS = 12
-"""There and back so many times at most."""
+"""Pairs of a forward and a backward sweep, at most."""
 
 STALL = 1e-4
-"""Relative: a bound that rises by less is as good as it gets."""
+"""Relative: sweeps end when the bound rises by less."""
 
 
 class Recosted:
-    """`problem` has no memory limit, no overlap groups and no lanes; what is infinite stays so at all costs. Raises
-    InfeasibleError where a node has no choice."""
+    """`problem` must have no memory limit, overlap groups or lanes; its infinite entries are infinite at all costs.
+    Raises InfeasibleError where a node has no choice."""
 
     def __init__(self, problem: Problem) -> None:
         self._selected = Selected.of(problem)
-        small = self.problem = self._selected.problem  # without what is forbidden, at the last costs
+        small = self.problem = self._selected.problem  # without forbidden choices; gets the costs of each call
         self._factors = [split(net) for net in small.nets]
         self._messages = Messages(
             [factor for parts in self._factors for factor in parts],
@@ -43,8 +43,8 @@ class Recosted:
         self._state: State | None = None
 
     def bound_s(self, node_s: Sequence[np.ndarray], net_s: Sequence[np.ndarray], target_s: float) -> float:
-        """Seconds that no solution beats at costs `node_s` [choices] and `net_s` [rows, columns]; no more than
-        `target_s` is asked for."""
+        """A lower bound in seconds of all solutions at costs `node_s` [nodes][choices] and `net_s` [nets][rows,
+        columns]. Ends early once it is at least `target_s`."""
         self._price(node_s, net_s)
         found_s = -math.inf
         for _ in range(SWEEPS):
@@ -56,10 +56,11 @@ class Recosted:
         return found_s
 
     def seconds(self, choice: Choice) -> float:
-        """What a choice of the whole problem takes at the last costs."""
+        """Seconds of a choice of the whole problem at the last costs."""
         return self.problem.price(self._selected.small(choice)).time_s
 
     def _price(self, node_s: Sequence[np.ndarray], net_s: Sequence[np.ndarray]) -> None:
+        """Set the costs of the problem and of all factors."""
         own, tables = self._selected.costs(node_s, net_s)
         nodes = tuple(replace(node, cost_s=each) for node, each in zip(self.problem.nodes, own, strict=True))
         nets = tuple(replace(net, cost_s=each) for net, each in zip(self.problem.nets, tables, strict=True))
@@ -71,8 +72,8 @@ class Recosted:
                 factor.table = factor.share * finite_s
 
     def solution(self) -> Choice | None:
-        """A choice of the whole problem that no single move makes better at the last costs; None where what the
-        messages say ends at one that is forbidden."""
+        """A choice of the whole problem that no move of a single node improves at the last costs; None where descent
+        ends at one that is forbidden."""
         start = self._messages.decode()
         if self._state is None:
             self._state = State(self.problem, start)

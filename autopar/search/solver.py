@@ -1,7 +1,8 @@
-"""One door to OR-tools: arrays in, values, bound and a readable error out.
+"""The interface to OR-tools: a model as arrays in; the values of its variables, a bound and readable errors out. Called
+by search.exact, search.feasible and the bounds of pipelines.
 
 The model is written as a math_opt ModelProto straight from the arrays and handed to the solver as such: the Python
-objects of math_opt (one per variable, and one dictionary entry per value) would cost more than the solving does.
+objects of math_opt (one per variable, and one dictionary entry per value) would take longer than the solver.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _IMPRECISE = (result_pb2.TERMINATION_REASON_IMPRECISE, result_pb2.TERMINATION_RE
 
 @dataclass(frozen=True)
 class Answer:
-    """What a solver said: `values` is None when it has no solution; `bound` is in the units of the objective."""
+    """The result of a solver. `values` are those of the variables, None where it has found no solution; `bound` is
+    proven, in the units of the objective."""
 
     status: str  # "optimal", "infeasible", "limit"
     values: np.ndarray | None
@@ -111,6 +113,7 @@ def solve(model: Linear, kind: int, *, integer: bool, time_limit_s: float, seed:
 def _call(
     proto: model_pb2.ModelProto, kind: int, params: parameters_pb2.SolveParametersProto
 ) -> result_pb2.SolveResultProto:
+    """The solver's result for a model. Raises SolverError where OR-tools fails."""
     name = parameters_pb2.SolverTypeProto.Name(kind)
     try:
         return solver.solve(
@@ -129,6 +132,7 @@ def _call(
 
 
 def _answer(result: result_pb2.SolveResultProto, model: Linear) -> Answer:
+    """An Answer from the solver's result."""
     reason = result.termination.reason
     bounds = result.termination.objective_bounds
     values = reduced = dual = None

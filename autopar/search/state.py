@@ -1,4 +1,5 @@
-"""A solution that local search changes: what moving a node would cost, for all its choices at once.
+"""A solution that local search changes, with the cost of every possible move of a single node. Called by the searches,
+and by pipeline.honing_state with other seconds.
 
 A column of totals is [exposed seconds, bytes, forbidden pairs, comm - hide of group 0, 1, ..., work in lane 0, 1, ...].
 Every node adds the column of its choice to them, every net the distinct columns that its readers ask for. The change of
@@ -94,7 +95,7 @@ class State:
                 self.totals[self.slots[t], 0] += table[:, row, self._asked(self.columns[t])].sum(1)
 
     def move(self, v: int, c: int) -> None:
-        """Puts node `v` on choice `c`."""
+        """Move node `v` to choice `c`."""
         changes = self._changes_of(v)
         self.totals = self.totals + changes[:, c : c + 1]
         changes -= changes[:, c : c + 1].copy()
@@ -102,11 +103,11 @@ class State:
         self._stale.update(self.near[v])
 
     def after(self, v: int, choices: np.ndarray) -> np.ndarray:
-        """Totals, one column for each of `choices` of node `v`."""
+        """[totals, choices]: the totals after moving node `v` to each of `choices`."""
         return np.asarray(self.totals + self._changes_of(v)[:, choices])
 
     def after_all(self, v: int) -> np.ndarray:
-        """Totals, one column for every choice of node `v`."""
+        """[totals, choices]: the totals after moving node `v` to each of its choices."""
         return np.asarray(self.totals + self._changes_of(v))
 
     def restless(self, penalty: Penalty) -> np.ndarray:
@@ -151,7 +152,7 @@ class State:
         return FIXED + self.problem.groups + len(self.problem.lanes)
 
     def _idle(self, v: int) -> np.ndarray:
-        """What the nets that `v` reads cost before it is placed."""
+        """What the nets that `v` reads cost while `v` has no choice: the columns that other readers ask for."""
         out = np.zeros((len(self.totals), 1))
         for t, produced, _, others in self.touching[v]:
             maker = self.choice[self.problem.nets[t].producer]
@@ -160,7 +161,7 @@ class State:
         return out
 
     def _count(self, v: int) -> np.ndarray:
-        """What each choice of node `v` accounts for, with all others as they are."""
+        """[totals, choices]: what node `v` and its nets add under each of its choices, all other nodes unchanged."""
         out = self.own[v].copy()
         for t, produced, own, others in self.touching[v]:
             net, table, columns = self.problem.nets[t], self.tables[t], self._asked(others)
@@ -172,7 +173,7 @@ class State:
         return out
 
     def _asked(self, readers: list[tuple[int, list[int]]]) -> list[int]:
-        """Distinct columns that those of `readers` ask for that are placed."""
+        """The distinct columns that the placed ones of `readers` ask for."""
         choice = self.choice
         return sorted({column[choice[node]] for node, column in readers if choice[node] >= 0})
 
@@ -211,6 +212,7 @@ class State:
 
 
 def _members(net: Net) -> list[int]:
+    """The nodes of a net: the producer, then the readers."""
     return [net.producer, *(use.node for use in net.uses)]
 
 
@@ -229,8 +231,8 @@ def _reading(row: np.ndarray, own: list[np.ndarray], columns: list[int]) -> np.n
 
 
 def scale_s(problem: Problem) -> float:
-    """Seconds that no feasible solution exceeds: the sum of the largest finite entry of every table, 1 where that is
-    nothing."""
+    """Seconds that no feasible solution exceeds: the sum of the largest finite entry of every table; 1 where that sum
+    is 0."""
     total = 0.0
     for node in problem.nodes:
         total += float(np.abs(node.cost_s[np.isfinite(node.cost_s)]).max(initial=0.0))

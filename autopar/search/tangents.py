@@ -1,11 +1,11 @@
-"""Honing that can leave a local optimum. Near a solution the State's time is nearly linear, and the optimum of that
-linearised Problem is a start elsewhere.
+"""Local search that can leave a local optimum: near a solution the State's seconds are nearly linear, and the optimum
+of the linearised Problem is another place to start from. Called by the planner after `ilp`, where a step is priced by
+its passes.
 
-    tangent     the linear Problem with the slopes that the State's seconds have at a solution, taken over a small or a
-                wide spread: what is steep near by may be flat farther off
-    glance      a quick solution of the tangent, then descent by the State from there; repeated from there while that is
-                faster
-    honed       the fastest solution by the State, honed by the price of a step (search.honing)
+    tangent     the linear Problem with the slopes of the State's seconds at a solution. They are difference quotients
+                over a small or a wide spread, because the seconds may be steep near by and flat farther off
+    descent     a quick solution of the tangent, then descent by the State from there; repeated while that gains
+    honed       the fastest solution by the State, improved by the price of a step (search.honing)
 
 Deterministic unless it is cut short by time.
 """
@@ -39,14 +39,16 @@ def roamed(
     late: Callable[[], bool] = lambda: False,
     tried: int = PRICED_MOVES,
 ) -> tuple[Choice, float]:
-    """As `honing.honed`: a solution that fits and no slower than `start`, which fits, and its seconds by `price_s`."""
-    best, start_s = _valley(state, start, late), price_s(start)
+    """As `honing.honed`: a solution that fits and is no slower than `start`, which fits; and its seconds by
+    `price_s`."""
+    best, start_s = _by_tangents(state, start, late), price_s(start)
     found, found_s = honed(state, best, price_s, late, tried)
     return (found, found_s) if found_s < start_s or best == start else honed(state, start, price_s, late, tried)
 
 
 def promises(state: State, start: Choice, below_s: float) -> bool:
-    """Whether a tangent at `start`, of any spread, leads to a solution below `below_s` by the State."""
+    """Whether descent from a tangent at `start`, of any spread, ends at a solution that takes less than `below_s` by
+    the State."""
     for spread in SPREADS:
         state.reset(start)
         if float(state.seconds(state.totals)[0]) <= 0.0:
@@ -56,7 +58,7 @@ def promises(state: State, start: Choice, below_s: float) -> bool:
     return False
 
 
-def _valley(state: State, start: Choice, late: Callable[[], bool]) -> Choice:
+def _by_tangents(state: State, start: Choice, late: Callable[[], bool]) -> Choice:
     """The fastest solution by the State that is reached from `start` by tangents and descent."""
     state.reset(start)
     best, best_s, before_s = start, float(state.seconds(state.totals)[0]), math.inf
@@ -71,8 +73,8 @@ def _valley(state: State, start: Choice, late: Callable[[], bool]) -> Choice:
 
 
 def _descended(problem: Problem, state: State) -> Choice | None:
-    """Where descent by `state` ends, begun at a solution of the tangent `problem`; leaves `state` there. None where
-    nothing fits."""
+    """The end of a descent by `state` that begins at a solution of the tangent `problem`; `state` is left there. None
+    where nothing fits."""
     try:
         return descend(problem, ilp.glance(problem, time_limit_s=GLANCE_S).choice, math.inf, state)
     except InfeasibleError:
@@ -84,11 +86,11 @@ def tangent(state: State, spread: float) -> Problem:
     Memory and forbidden entries are unchanged. Raises ValueError where the present solution takes no time."""
     slopes = _slopes(state, spread)
     nodes = [
-        Node(node.name, node.labels, _limited(own, slopes), own[BYTES], np.zeros(own.shape[1]))
+        Node(node.name, node.labels, _linear_s(own, slopes), own[BYTES], np.zeros(own.shape[1]))
         for node, own in zip(state.problem.nodes, state.own, strict=True)
     ]
     nets = [
-        Net(net.name, net.producer, net.row, net.uses, _limited(table, slopes[state.slots[t]]), table[BYTES])
+        Net(net.name, net.producer, net.row, net.uses, _linear_s(table, slopes[state.slots[t]]), table[BYTES])
         for t, (net, table) in enumerate(zip(state.problem.nets, state.tables, strict=True))
     ]
     return replace(
@@ -96,13 +98,15 @@ def tangent(state: State, spread: float) -> Problem:
     )
 
 
-def _limited(features: np.ndarray, slopes: np.ndarray) -> np.ndarray:
-    """Seconds of table entries with these slopes, at least 0; infinite where forbidden."""
+def _linear_s(features: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+    """[...] seconds of table entries `features` [totals, ...] with these slopes, at least 0; infinite where
+    forbidden."""
     return np.where(features[FORBIDDEN] > 0, np.inf, np.maximum(0.0, np.tensordot(slopes, features, 1)))
 
 
 def _slopes(state: State, spread: float) -> np.ndarray:
-    """The slope of the State's seconds in each total, by a difference quotient; 0 for bytes and forbidden pairs."""
+    """[totals] the slope of the State's seconds in each total, by a difference quotient; 0 for bytes and forbidden
+    pairs."""
     totals = state.totals
     step = spread * float(state.seconds(totals)[0])
     if step <= 0.0:

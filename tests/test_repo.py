@@ -235,6 +235,19 @@ def test_public_names_have_docstrings() -> None:
     assert not wrong
 
 
+MAPPED = ("codegen", "pipeline", "problem", "search", "simulate")
+"""Packages whose docstring says what each module is for."""
+
+
+@pytest.mark.parametrize("package", MAPPED)
+def test_docstrings_of_packages_name_every_module(package: str) -> None:
+    folder = ROOT / "autopar" / package
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    rows = [line for line in text.split("\n") if "  " in line]
+    missing = {path.stem for path in folder.glob("*.py")} - {"__init__", *re.findall(r"\w+", " ".join(rows))}
+    assert not missing, f"autopar/{package}/__init__.py has no row for {sorted(missing)}"
+
+
 @pytest.mark.parametrize(
     "order", ["import passes; import autopar; autopar.compile", "import autopar; autopar.compile; import passes"]
 )

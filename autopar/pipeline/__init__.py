@@ -1,12 +1,31 @@
-"""Pipelines: what runs in which stage, what crosses between stages, and what several microbatches have in common.
+"""Pipelines: stages, what crosses between them, what several microbatches share, and what all of that costs. Called by
+autopar.joint for the search, by codegen and memory for the stages of a plan, and by simulate and predict.
 
-    units(program)                the pieces that a stage takes whole, in execution order
-    stages_of(program, bounds)    stages from the places where the list of units is cut
-    views(program, plan)          what each stage of a plan computes, receives, sends and holds
-    microbatching(...)            how each value is shared by the microbatches of a step
+    units, stage_views        the pieces that a stage takes whole; what each stage of a plan computes, sends and holds
+    crossing                  what a cut in front of each piece sends
+    microbatches,
+    microbatch_splits         how each value is shared by the microbatches of a step
+    schedules, orders         torch's schedules, and the order of actions of each place
+    in_flight, transit        microbatches in flight; tensors between stages
+    assemble                  a plan of one stage, cut into stages and microbatches
+
+    passes, op_passes         what each piece does in each pass: as sums (work), and operator by operator (pass_ends)
+    weight_buckets            which sums and gathers of weights share a bucket
+    aggregate                 seconds of passes with all background collectives of a scope overlapping all of its work
+    clock, pass_clock,
+    streams                   the same in program order, collective by collective
+    costs, stretches          the cost of each piece, and of any consecutive pieces
+    single_stage              the cost of a step without a pipeline
+    once_per_step,
+    shared_weights            what is paid once per step
+
+    balance, filling,
+    memory_shares             where to cut a model; cut_search, rerun_counts: improvements of a cut
+    makespan, shared_cores    the length of a step from the times of its stages; makespan_bound: a lower bound
+    honing_state              the State of search for local search on these prices
 
 A stage is a part of the graph, not a graph of its own: layouts, reshards and prices are those of the whole program, and
-a value that crosses is sent by each rank to the rank with the same coordinates in the next stage, as it lies.
+a value that crosses is sent by each rank to the rank with the same coordinates in the next stage, in its layout.
 """
 
 from autopar.pipeline.schedules import SCHEDULES, Schedule

@@ -1,10 +1,17 @@
 """The search strategies: from a Problem (numbers only) to a Solution. Called by the planner through the table SEARCHES;
 a search never sees torch or the graph.
 
-A strategy is one file of this package, one row of SEARCHES and one word of the command line's help. It takes a time
-limit in seconds, a seed, and a feasible solution that its result must not be worse than. It raises InfeasibleError
-(with the shortfall) when nothing fits. `Problem.evaluate` prices its result. The results of a strategy that is not in
-the table (`compile(..., search=function)`) are validated by `checked`.
+    exhaustive, greedy, ilp,
+    mcmc                        the strategies: one file each, one row of SEARCHES, one word of the command line's help
+    descent, state              local search: one solution, and the cost of every move of a node
+    feasible                    solutions of little memory, and the proof that none fits
+    exact                       the core of `ilp`: dual, then LP and integer program (model, solver)
+    dual, messages, factors     lower bounds by message passing; recosted: again and again at other costs
+    honing, tangents            local search by the price of a step as it runs
+
+A strategy takes a time limit in seconds, a seed, and a feasible solution that its result must not be worse than. It
+raises InfeasibleError (with the shortfall) when nothing fits. `Problem.evaluate` prices its result. The results of a
+strategy that is not in the table (`compile(..., search=function)`) are validated by `checked`.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ pieces.py     what operators and reshards do on a rank, with their prices
 work.py       the forward of a stage in the order of the emitted code
 chains.py     collectives in the background, one after the other
 rank.py       forward and backward of a stage as tasks, as the runtime starts them
-sync.py       what a step does once: sums in buckets, weights on several places
+sync.py       buckets: gathers of leaves, and sums of gradients
 stages.py     each distinct stage once
 schedule.py   the actions of a pipeline and what they send
-step.py       all of it together
+step.py       the simulation of a step: stages, pipeline, and what happens once per step
 memory.py     the memory of a place over time
 result.py     what a simulation finds, as plain data
 trace.py      a simulation as a file for Perfetto

@@ -1,10 +1,12 @@
 """How a parameter rests and how its readers see it.
 
     use on an axis   at rest  leaf   gradient
-    R|R              R        R      R: summed over the axis once per step where readers leave parts (data parallelism)
+    R|R              R        R      R: summed over the axis once per step where readers leave partial sums (data
+                                     parallelism)
     S0|S0            S0       S0     S0: readers that want it whole gather it at each use (ZeRO-3), others do not
-                     (tensor parallelism)
-    R|S0             S0       R      readers leave parts, scattered to S0: gathered once per step (ZeRO-1 and 2)
+                                     (tensor parallelism)
+    R|S0             S0       R      readers leave partial sums, which are scattered to S0; the leaf is gathered once
+                                     per step (ZeRO-1 and 2)
 
 At *rest* is what the optimizer updates, so it lies as its gradient does; the *leaf* is what autograd computes with.
 Where the two differ the leaf is made once per step, and its gradient is partial on that axis until it is scattered:
@@ -26,8 +28,8 @@ EACH = "each"
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """One way to hold a parameter: layouts of leaf and rest, and whether gradients are scattered after each
-    microbatch."""
+    """The layouts of a parameter's leaf and of the parameter at rest, and whether its gradient is scattered after
+    `each` microbatch."""
 
     leaf: Layout
     rest: Layout
@@ -35,7 +37,7 @@ class Resting:
 
     @staticmethod
     def of(options: Sequence[Option]) -> Resting:
-        """From one option of a parameter per axis."""
+        """From the options of a parameter, one per axis."""
         uses = [option.outs[0] for option in options]
         rest = tuple(use.value if use.grad == NO_GRAD else use.grad for use in uses)
         return Resting(tuple(use.value for use in uses), rest, any(option.run == EACH for option in options))
@@ -57,5 +59,5 @@ def one_cadence(options: Sequence[Option]) -> bool:
 
 
 def is_gathered(option: Option) -> bool:
-    """Whether a parameter's option is to be whole for its readers and cut at rest."""
+    """Whether under this option of a parameter its leaf is whole on the axis and the parameter rests cut."""
     return option.outs[0].value == "R" and is_shard(option.outs[0].grad)

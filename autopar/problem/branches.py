@@ -23,7 +23,7 @@ from autopar.problem.graph import HOLDERS, Op, Program, Ref
 from autopar.rules.language import Option, Tensor, Use
 
 LEAST_DENSE = 2  # dense operators that a branch must have
-_EXIT = -1
+_EXIT = -1  # in the graph of clusters: what every cluster leads to
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,16 @@ class Branches:
     of: dict[str, Branch] = field(default_factory=dict)
 
     def options(self, op: Op, ways: int) -> list[Option]:
-        """The placements of `op` on an axis of `ways` ranks, `O(0)` first.
-
-        Coordinates are alike, so the largest branch is offered the first only, the next one the first two, and so on.
-        """
+        """The placements of `op` on an axis of `ways` ranks, `O(0)` first. All coordinates are equivalent, so the
+        largest branch is offered the first one only, the next branch the first two, and so on."""
         branch = self.of.get(op.name)
         if branch is None or ways < 2:
             return []
         return [self._option(op, branch, c) for c in range(min(ways, branch.index + 1))]
 
     def _option(self, op: Op, branch: Branch, coordinate: int) -> Option:
+        """`op`, an operator of `branch`, on one coordinate: operands from inside of the branch are there, those from
+        outside are on all ranks and get partial gradients."""
         entry = f"O{coordinate}"
         trained = op.graded
         if op.role == "port":
@@ -98,7 +98,8 @@ def find(program: Program, clusters: Sequence[Cluster]) -> Branches:
 
 
 def _graph(program: Program, clusters: Sequence[Cluster]) -> nx.DiGraph:
-    """Which cluster feeds which, and the exit that all of them reach; what lies still is no part of it."""
+    """The graph of clusters that compute: an edge where one reads a value of another, and from each that none reads to
+    the node _EXIT. Clusters of values at rest (parameters, buffers, inputs) are left out."""
     home = {op.name: i for i, c in enumerate(clusters) for op in c.members}
     moving = [i for i, c in enumerate(clusters) if c.members[0].role not in HOLDERS]
     graph = nx.DiGraph()
@@ -120,7 +121,8 @@ def _independent(
     heads: Sequence[int],
     under: Mapping[int, Sequence[int]],
 ) -> list[list[int]]:
-    """The branches that end in `heads`, largest first, that can be placed and have no path between them."""
+    """The branches whose last clusters are `heads`, largest first, that can be placed and have no path between them.
+    `under`: the children of each cluster in the post-dominator tree."""
     branches = [(h, members) for h in heads if _placeable(members := _subtree(h, under), clusters, program)]
     branches.sort(key=lambda b: (-_work(b[1], clusters), b[0]))
     chosen: list[list[int]] = []
@@ -134,6 +136,7 @@ def _independent(
 
 
 def _subtree(head: int, under: Mapping[int, Sequence[int]]) -> list[int]:
+    """All clusters under `head` in the post-dominator tree, itself included."""
     found, pending = [], [head]
     while pending:
         index = pending.pop()

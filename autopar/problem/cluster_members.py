@@ -1,5 +1,6 @@
-"""What each member of a cluster does under the cluster's choices: its distinct ways, which choice has which of them,
-and their prices, each asked for once."""
+"""The members of a cluster under the choices of the cluster. Many choices split a member in the same *way* (one option
+per axis), so that each distinct way is kept, and priced, once. Made by problem.build, read by prices and tables of
+Problems."""
 
 from __future__ import annotations
 
@@ -21,8 +22,13 @@ Way = tuple[Option, ...]  # what one Op does: an option per axis
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """One Op of a cluster: its distinct `ways`, and `at` [choices] which of them each choice has. Of each way: whether
-    an algorithm of the runtime `runs` on some axis, and whether weights are gathered in `tiles`."""
+    """One Op of a cluster.
+
+    ways     its distinct ways
+    at       [choices] the number of the way under each choice
+    runs     for each way, whether a runtime algorithm runs on some axis
+    tiles    for each way, whether weights are gathered in tiles
+    """
 
     op: Op
     ways: list[Way]
@@ -32,7 +38,7 @@ class Member:
 
     @staticmethod
     def of(op: Op, ways: Sequence[Way]) -> Member:
-        """From what it does under every choice."""
+        """From the way of `op` under each choice."""
         numbers: dict[tuple[int, ...], int] = {}
         at = np.array([numbers.setdefault(tuple(map(id, way)), len(numbers)) for way in ways], int)
         first = np.full(len(numbers), len(ways))
@@ -42,8 +48,8 @@ class Member:
         return Member(op, distinct, at, runs, [run and tiled(way) > 1 for run, way in zip(runs, distinct, strict=True)])
 
     def each(self, price: Callable[[Op, Way], float], wanted: Sequence[bool] | None = None) -> np.ndarray:
-        """[choices]: the `price` of the way that each choice has, of those ways that are `wanted` (all), 0 of the
-        others."""
+        """[choices]: the `price` of the Op in the way that each choice has; 0 for ways that are not `wanted` (None: all
+        are)."""
         return np.array(
             [price(self.op, way) if wanted is None or wanted[i] else 0.0 for i, way in enumerate(self.ways)], float
         )[self.at]
@@ -51,7 +57,7 @@ class Member:
     def both(
         self, price: Callable[[Op, Way], tuple[float, float]], wanted: Sequence[bool] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As `each`, of two prices at once."""
+        """As `each`, for a function that gives two prices."""
         found = np.array(
             [price(self.op, way) if wanted is None or wanted[i] else (0.0, 0.0) for i, way in enumerate(self.ways)],
             float,
@@ -59,7 +65,7 @@ class Member:
         return found[:, 0], found[:, 1]
 
     def lying(self, output: int) -> list[Layout]:
-        """How an output lies under each way."""
+        """The layout of output number `output` in each way."""
         return [tuple([option.outs[output].value for option in way]) for way in self.ways]
 
     @property

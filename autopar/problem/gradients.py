@@ -93,7 +93,7 @@ def _after(gm: fx.GraphModule, call: fx.Node, reached: Collection[fx.Node], give
 
 
 def _opened(gm: fx.GraphModule, call: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """The body of a run and its ports."""
+    """The body of a run of blocks, and the placeholders of it that take what the run is fed or carries."""
     body = gm.get_submodule(str(call.target))
     assert isinstance(body, fx.GraphModule)
     return body, [
@@ -115,7 +115,7 @@ def _walk(gm: fx.GraphModule, ends: list[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _body(gm: fx.GraphModule, call: fx.Node) -> dict[fx.Node, None]:
-    """What one run of blocks needs: inside its body, and of its arguments."""
+    """The nodes inside the body of a run that its results depend on, and the arguments of the run that these need."""
     body, ports = _opened(gm, call)
     inside = _walk(body, edit.results(body))
     feeds = [node for node in call.args if isinstance(node, fx.Node) and facts.tensors(node)]
@@ -123,4 +123,5 @@ def _body(gm: fx.GraphModule, call: fx.Node) -> dict[fx.Node, None]:
 
 
 def _differentiable(node: fx.Node) -> bool:
+    """Whether autograd records a node."""
     return node.target not in NO_GRADIENT and (not facts.tensors(node) or facts.is_float(node))

@@ -104,8 +104,8 @@ class Op:
 
     @property
     def first_share(self) -> float:
-        """The share of its backward that the first block of a run does: the number of its operands that have a gradient
-        there, over that of those that have one in other blocks. The bias of a matmul does not count."""
+        """The backward in the first block of a run, as a share of the backward in other blocks: the number of operands
+        with a gradient in the first block over that in other blocks. The bias of a matmul does not count."""
         bias = bias_of(self.call)
         graded = [
             first

@@ -1,5 +1,5 @@
-"""How long some work takes with collectives in the background: the model of `simulate.engine` (streams, shared links
-and units), spread evenly over time.
+"""Seconds of work with collectives in the background: the model of `simulate.engine` (streams, shared links and compute
+units), with both spread evenly over time. Called by the prices of passes (autopar.pipeline).
 
     work          seconds of compute, and of collectives that compute waits for, alternating in small pieces
     background    other collectives; those of one mesh axis run one after the other, and all are ready from the
@@ -21,9 +21,13 @@ LOCAL_AXIS = -1
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`seconds` of collectives on one mesh axis (LOCAL_AXIS: of local copies). `shares`: by level of the cluster, the
-    share of its link that they take while they run. `kind`: of the collective, "" where they are of several kinds.
-    `nbytes`: of all of them in a group, as `cost.comm.collective_s` takes it (0: not known)."""
+    """Collectives on one mesh axis, or local copies (LOCAL_AXIS).
+
+    seconds    of all of them, one after the other, if nothing slows them
+    shares     by level of the cluster, the share of its link that they take while they run
+    kind       of the collective; "" where there are several kinds
+    nbytes     of all of them in a group, as `cost.comm.collective_s` takes it (0: not known)
+    """
 
     axis: int
     seconds: float
@@ -32,18 +36,18 @@ class Load:
     nbytes: float = 0.0
 
     def times(self, factor: float) -> Load:
-        """`factor` of them one after the other."""
+        """`factor` such loads, one after the other."""
         return Load(self.axis, self.seconds * factor, self.shares, self.kind, self.nbytes * factor)
 
 
 def moves(load: Load) -> bool:
-    """Whether it is of collectives, not of local copies."""
+    """Whether a load is of collectives, not of local copies."""
     return load.axis != LOCAL_AXIS
 
 
 def split(loads: Iterable[Load]) -> tuple[list[Load], list[Load]]:
-    """The local copies, which compute waits for, and the collectives of a chain that runs in the background
-    (`layout.legs`)."""
+    """The loads of a chain that runs in the background (`layout.legs`) as (local copies, which compute waits for;
+    collectives)."""
     waited: list[Load] = []
     behind: list[Load] = []
     for load in loads:
@@ -101,10 +105,10 @@ class Loads:
 
 
 def together_s(compute_s: float, waited: Sequence[Load], behind: Sequence[Load], contention: float) -> float:
-    """Seconds from the begin of the work to the end of work and background.
+    """Seconds from the begin of the work to the end of both the work and the background.
 
-    `waited` and `behind` (the background) have one load per axis. The background is followed from the end of one load
-    to the end of the next.
+    `waited` (collectives that compute waits for) and `behind` (the background) have one load per axis. The background
+    is followed from the end of one of its loads to the end of the next.
     """
     alone_s = compute_s + sum(load.seconds for load in waited)
     left, done, total_s = list(behind), 0.0, 0.0  # `done`: the share of the work that is done
@@ -138,13 +142,13 @@ def merged(loads: Iterable[Load]) -> list[Load]:
 
 
 def slower(load: Load, running: Sequence[Load]) -> float:
-    """The factor by which a load is slowed by all that runs, itself included: the most that they want of any link of
-    its own."""
+    """The factor by which a load is slowed down by all that is `running`, itself included: the largest sum of their
+    shares on any link of its own, at least 1."""
     return max((1.0, *(sum(other.shares.get(level, 0.0) for other in running) for level in load.shares)))
 
 
 def _alone_s(behind: Sequence[Load]) -> float:
-    """Seconds of what is left of the background after the work."""
+    """Seconds of the rest of the background when the work is done."""
     total_s, left = 0.0, list(behind)
     while left:
         took = [load.seconds * slower(load, left) for load in left]

@@ -1,4 +1,5 @@
-"""Work side by side in a Problem: which choices run in which lane, and branches that are placed whole."""
+"""Independent branches (problem.branches) in a Problem: the lane in which each placed choice works, and the pairs of
+choices that would place one branch in two ways. Called by problem.build."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def in_lanes(
 
 
 def whole(net: Net, clusters: Sequence[Cluster], choices: Sequence[Sequence[Choice]], branches: Branches) -> Net:
-    """`net` with the pairs forbidden in which one end of an edge inside a branch is placed otherwise than the other."""
+    """`net` with those pairs forbidden in which two clusters of one branch are placed on different coordinates."""
     producer = clusters[net.producer]
     branch = branches.of.get(producer.root.name)
     if branch is None or producer.members[0].role == "param":
@@ -57,4 +58,5 @@ def whole(net: Net, clusters: Sequence[Cluster], choices: Sequence[Sequence[Choi
 
 
 def _coordinates(combo: Choice) -> tuple[int | None, ...]:
+    """For each axis the coordinate on which a choice is placed; None where all ranks work."""
     return tuple(coordinate_of(joint.options[-1]) for joint in combo)

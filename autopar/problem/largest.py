@@ -1,4 +1,4 @@
-"""The largest parameters of a program, for people whose model does not fit."""
+"""The largest parameters of a program, for the message that a model does not fit (onestage)."""
 
 from __future__ import annotations
 

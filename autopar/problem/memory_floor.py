@@ -1,4 +1,5 @@
-"""What no plan can do without: the memory of a model cut evenly over all devices."""
+"""A lower bound of the memory that a plan needs: that of the model, divided evenly over all devices. Called by the
+planner and autopar.joint."""
 
 from __future__ import annotations
 

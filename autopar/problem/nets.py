@@ -164,6 +164,7 @@ def _link(
     count: int,
     kind: str,
 ) -> Link:
+    """The link of the value `ref` with `readers`. `home`: op -> (cluster, position among its members)."""
     producer, member = home[ref[0]]
     made = members[producer][member]
     rows, row = _rows(made, ref[1], members[producer][0])

@@ -35,9 +35,9 @@ def sites(
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A collective inside an operator with which nothing of it runs: it comes before the operator's work, or behind it
-    (`last`), `times` times in a row on mesh axis `axis`, `seconds` in all. It goes over the same links, and in the same
-    line, as any other collective of the axis."""
+    """A collective inside an operator that does not overlap the operator's own work: it runs before the work, or after
+    it (`last`), `times` times in a row on mesh axis `axis`, `seconds` in all. It shares links with, and queues behind,
+    all other collectives of the axis."""
 
     kind: str
     axis: int
@@ -48,7 +48,7 @@ class Wait:
 
 
 def waits(used: Sequence[tuple[Site, Sequence[InnerCollective]]], mesh: Mesh, settings: Settings) -> tuple[Wait, ...]:
-    """Those of some algorithms in one direction."""
+    """The collectives of some algorithms, in one direction, that their operator waits for."""
     found: list[Wait] = []
     for at, inner in used:
         site = replace(at, in_a_row=settings.in_a_row)

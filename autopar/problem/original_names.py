@@ -35,6 +35,8 @@ def first_path(naming: Naming) -> str:
 
 
 def _heads(names: list[tuple[str, str]]) -> Naming:
+    """The naming of an instance, from its (name in the block, original name) pairs: first part of a name in the block
+    -> the path that stands for it."""
     found: dict[str, str] = {}
     for short, name in names:
         head, _, rest = short.partition(".")

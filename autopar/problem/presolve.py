@@ -45,8 +45,8 @@ def allowed(problem: Problem) -> tuple[Problem, Callable[[Choice], Choice]]:
 
 @dataclass(frozen=True, eq=False)
 class Selected:
-    """`problem` is a Problem without what is forbidden: of each node the choices `kept`, of each net's table the
-    `cells` (None: all)."""
+    """A smaller Problem without the forbidden choices of another one: of each node the choices `kept`, of each net's
+    table the `cells` (None: all)."""
 
     problem: Problem
     kept: Sequence[np.ndarray]
@@ -54,7 +54,7 @@ class Selected:
 
     @staticmethod
     def of(problem: Problem) -> Selected:
-        """That of `problem`. Raises InfeasibleError where a node has no choice left."""
+        """From `problem`. Raises InfeasibleError where a node has no choice left."""
         keep = _allowed(problem)
         kept = [np.flatnonzero(k) for k in keep]
         if all(k.all() for k in keep):
@@ -64,23 +64,22 @@ class Selected:
     def costs(
         self, node_s: Sequence[np.ndarray], net_s: Sequence[np.ndarray]
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Costs of all choices and pairs, as those of `problem` has them."""
+        """The costs of the smaller Problem, from those of all choices `node_s` and of all pairs `net_s`."""
         return [each[kept] for each, kept in zip(node_s, self.kept, strict=True)], [
             each if cells is None else each[cells] for each, cells in zip(net_s, self.cells, strict=True)
         ]
 
     def small(self, choice: Choice) -> Choice:
-        """A choice of all, none of which is forbidden, as one of `problem`."""
+        """A choice of the whole Problem, with nothing forbidden, in choices of the smaller one."""
         return tuple(int(np.searchsorted(kept, c)) for kept, c in zip(self.kept, choice, strict=True))
 
     def restore(self, choice: Choice) -> Choice:
-        """A choice of `problem`, as one of all."""
+        """A choice of the smaller Problem in choices of the whole one."""
         return tuple(int(kept[c]) for kept, c in zip(self.kept, choice, strict=True))
 
 
 def _changed(before: Problem, after: Problem) -> list[bool]:
-    """For each node whether one of its nets lost rows or columns: only then more of its choices can be dominated than
-    were."""
+    """For each node, whether one of its nets lost rows or columns: only then further choices of it may be dominated."""
     found = [False] * len(after.nodes)
     for old, new in zip(before.nets, after.nets, strict=True):
         if old.cost_s.shape != new.cost_s.shape:
@@ -106,6 +105,7 @@ def select(problem: Problem, keep: list[np.ndarray]) -> Problem:
 
 
 def _select_net(net: Net, keep: list[np.ndarray]) -> Net:
+    """A net with only the choices `keep`, and only the rows and columns that they use."""
     asked = [use.column[keep[use.node]] for use in net.uses]
     made = net.row[keep[net.producer]]
     height, width = net.cost_s.shape
@@ -142,7 +142,7 @@ def _used(count: int, indices: list[np.ndarray]) -> np.ndarray:
 
 
 def _place(used: np.ndarray) -> np.ndarray:
-    """For each that is used its number among them."""
+    """For each index that is used, its number among the used ones."""
     return np.asarray(np.cumsum(used) - 1)
 
 

@@ -1,12 +1,14 @@
-"""Seconds and bytes of the parts of a problem: operators on shards, reshards, parameters at rest.
+"""Seconds and bytes of the parts of a Problem on one mesh: operators on shards, reshards, parameters at rest. Called by
+problem.build for Problems, and by whatever prices a plan (pipeline, simulate, explain).
 
 operator   forward + backward roofline time of its local FLOPs and bytes on the slowest rank, times how often it
-           runs, and what of its own collectives (rules.algorithms) that is exposed
+           runs, and the exposed part of its own collectives (rules.algorithms)
 reshard    steps(value -> value) forward and steps(gradient -> gradient) backward (layout.steps: what the runtime
            runs)
-update     the optimizer's pass over what the rank holds of a parameter
-weight     a reshard whose gather is repeated where the backward needs it (the gathered copy is not kept); once per
-           step the way from rest to leaf, and that of the leaf's gradient to where it is summed (`problem.at_rest`)
+update     the optimizer's pass over the part of a parameter that the rank holds weight     a reshard whose gather is
+repeated where the backward needs it (the gathered copy is not kept); once per
+           step the gather of its leaf, and the reshard of the leaf's gradient to the layout at rest
+           (`problem.at_rest`)
 """
 
 from __future__ import annotations
@@ -207,6 +209,7 @@ class Prices:
         return np.asarray(self._sums_wait_s(here, size_bytes, grad_bytes, last) + (1.0 - ahead) * leaf_s)
 
     def _sums_wait_s(self, here: Between, size_bytes: float, grad_bytes: float, last: np.ndarray) -> np.ndarray:
+        """[rows, columns]: seconds of sums of gradients that compute waits for."""
         bucket_bytes = self.grad_bucket_bytes(size_bytes, grad_bytes)
         return (1.0 - last) * self.routes.waited_s(here.summed, grad_bytes, bucket_bytes) + last * self.routes.seconds(
             here.summed, grad_bytes, bucket_bytes
@@ -217,9 +220,12 @@ class Prices:
         return np.where(self.routes.between(rows, columns).regathers & np.array(twice), 2.0, 1.0)
 
     def _back_s(self, here: Between, size_bytes: float, weight: bool, leaf_bytes: float) -> np.ndarray:
-        """[rows, columns]: seconds of the way back of the gradient of `size_bytes`, anything where there is none. That
-        of a weight of `leaf_bytes` comes to its leaf, and from there to where it rests, in buckets; with it the gather
-        of leaves that are made once per step, which all readers share as they share that sum."""
+        """[rows, columns]: seconds of the reshard of the gradient of `size_bytes`; of any value where there is no
+        gradient.
+
+        The gradient of a weight of `leaf_bytes` goes to the layout of its leaf, and from there in buckets to that at
+        rest. With that sum comes the gather of leaves that are made once per step, because all readers share both.
+        """
         if not weight:
             return self.routes.seconds(here.back, size_bytes)
         return (
@@ -244,23 +250,24 @@ class Prices:
     def made_bytes(
         self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """For each row and column whether the reshard's result has memory of its own, and how many bytes per device
-        that is."""
+        """(bool, bytes) [rows, columns]: whether the result of each reshard has memory of its own, and how many bytes
+        per device that is."""
         held = self.routes.result_share(self.routes.between(rows, columns).forward)
         fresh = ~np.isnan(held)
         return fresh, np.where(fresh, size_bytes * held, 0.0)
 
     def halfway_bytes(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float) -> np.ndarray:
-        """[rows, columns]: bytes per device of what comes on the way of a weight that several collectives gather, one
-        after the other."""
+        """[rows, columns]: bytes per device of the intermediate results where several collectives, one after the other,
+        gather a weight."""
         here = self.routes.between(rows, columns)
         return np.where(
             self.routes.gathers(here.forward), size_bytes * self.routes.intermediate_share(here.forward), 0.0
         )
 
     def rest_bytes(self, op: Op, options: Sequence[Option]) -> float:
-        """Bytes on the rank that holds most of a value that lies still (parameter, buffer, constant, input), all its
-        instances; a parameter with its gradient, its optimizer state, and its leaf where that is another tensor."""
+        """Bytes, on the rank that holds most, of a value at rest (parameter, buffer, constant, input), all its
+        instances. A parameter counts with its gradient, its optimizer state, and its leaf where that is a tensor of its
+        own."""
         lies = Resting.of(options)
         if op.role != "param":
             return float(self._elements(op, lies.leaf) * op.out_dtypes[0].itemsize * op.count)
@@ -292,8 +299,8 @@ class Prices:
         return (own + self.local_bytes(op.extra_bytes, layout)) * op.count
 
     def passing_bytes(self, op: Op, options: tuple[Option, ...]) -> float:
-        """Bytes per device of what algorithms of one Op gather of weights at a time: one tile of each, as one copy of
-        each gathered weight counts. They have more at their fullest moment, but not all at once."""
+        """Bytes per device of the tiles in which algorithms of one Op gather weights. One tile per weight is counted,
+        as one copy of each gathered weight is; at their peak the algorithms have more."""
         return sum(tile_bytes(site) for algorithm, site in sites(op, options, self.sizes) if algorithm.gathers)
 
     def update_s(self, op: Op, options: Sequence[Option]) -> float:
@@ -318,9 +325,9 @@ class Prices:
         return moved_s + brought_s + self.device.update_s * op.count
 
     def adding_s(self, op: Op, options: Sequence[Option]) -> float:
-        """Seconds in which the gradients of one parameter that a microbatch leaves, all instances, are added to those
-        of the microbatches before it: cast to the dtype that they add up in where that is another one, then both read
-        and one written, as whole as they are then."""
+        """Seconds of adding the gradients of one parameter after a microbatch, all its instances, to those of earlier
+        microbatches. They are cast to the dtype of the sum where that is another one, then two tensors are read and one
+        is written. They have the layout of the leaf, or, where each microbatch scatters them, that at rest."""
         if op.role != "param" or not (self.settings.training and op.call.outs[0].grad):
             return 0.0
         lies = Resting.of(options)
@@ -331,8 +338,8 @@ class Prices:
         )
 
     def _host_update_s(self, op: Op, rests: float) -> float:
-        """Seconds of a step on the host: gradients of `rests` bytes go there, the optimizer's pass, what is computed
-        with is cast and comes back."""
+        """Seconds of an update on the host: gradients of `rests` bytes are copied there, the optimizer's pass runs, and
+        the weights are cast to the dtype of the computation and copied back."""
         state = rests * OPTIMIZERS[self.settings.optimizer].state
         back = rests * op.out_dtypes[0].itemsize / itemsize(self._rest_dtype(op))
         passed_s = (

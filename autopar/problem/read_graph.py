@@ -189,6 +189,7 @@ class _Reader:
         )
 
     def _run(self, node: fx.Node) -> None:
+        """Add a run of blocks: its body as a scope of its own, and the Run that says how it is fed."""
         body = self.gm.get_submodule(str(node.target))
         assert isinstance(body, fx.GraphModule)
         scope = str(node.target)
@@ -222,6 +223,7 @@ class _Reader:
             self.weight[ref], self.early[ref[0]] = False, True  # of the last block
 
     def _output(self, node: fx.Node) -> tuple[Ref, ...]:
+        """The values that the scope returns; at the top level, also add an Op for each result of the model."""
         args = node.args[0]
         flat = list(args) if isinstance(args, (tuple, list)) else [args]  # keeps repeats and order
         refs = tuple(self.refs[n] for n in flat if isinstance(n, fx.Node))
@@ -232,6 +234,7 @@ class _Reader:
         return refs
 
     def _result(self, node: fx.Node, name: str, ref: Ref, entry: Mapping[str, str]) -> None:
+        """Add the Op of a result of the model: the value `ref`, which `entry` of the graph's outputs describes."""
         tensor = self.program.ops[ref[0]].call.outs[ref[1]]
         kind = entry["kind"]
         tensor = replace(tensor, grad=tensor.grad and kind == "loss")

@@ -1,12 +1,11 @@
-"""A Problem in which some blocks are run again in the backward: the same choices, other seconds and bytes.
+"""A Problem in which some blocks run again in the backward: the same choices, other seconds and bytes.
 
-    seconds   what runs again of the forward (problem.rerun): operators and their collectives, changes of layout; a
-              weight that is gathered for it is there for the backward, and not gathered once more
-    bytes     what stays from forward to backward: one tensor per instance and placeholder of the block, and what is
-              kept; and, once, what one instance keeps while it has been run again (`live_bytes`)
+    seconds   more: operators of the forward that run again (problem.rerun), with their collectives and reshards. A
+              weight that is gathered for that is there for the backward too, and not gathered once more
+    bytes     from forward to backward: one tensor per instance and placeholder of the block, and results that are kept.
+              Beside that, once: all that one instance saves while it has been run again (`live_bytes`)
 
-Of several scopes that are run again the live bytes add up, although one is run again at a time: a little too much, and
-linear.
+The live bytes of several scopes add up here, although one scope runs again at a time: a little too much, but linear.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ def rematerialised(model: Model, forward: ForwardPrices, wanted: Levels) -> Mode
 
 
 def price(again: Cost, plain: Cost) -> str:
-    """What running blocks again costs and saves, as a line for people: against the same choices with nothing run
-    again."""
+    """A line of text for users: the seconds that running blocks again (`again`) costs, and the bytes that it saves,
+    against the same choices with nothing run again (`plain`)."""
     return (
         f"running blocks again takes {seconds(again.time_s - plain.time_s)} of the step and saves "
         f"{gibibytes(plain.memory_bytes - again.memory_bytes)} per device"
@@ -71,6 +70,7 @@ def price(again: Cost, plain: Cost) -> str:
 
 
 def _node(model: Model, index: int, node: Node, forward: ForwardPrices, before: Kept, after: Kept) -> Node:
+    """A node of `model` with what runs again of its operators, and what these keep."""
     cluster, members = model.clusters[index], model.members[index]
     about = after.reruns.get(cluster.scope)
     if about is None or cluster.root.role == "param":
@@ -90,6 +90,7 @@ def _node(model: Model, index: int, node: Node, forward: ForwardPrices, before: 
 
 
 def _net(link: Link, net: Net, model: Model, forward: ForwardPrices, after: Kept) -> Net:
+    """A net of `model` with the reshards that run again, and the bytes that it counts now."""
     scope = link.readers[0][0].scope if link.kind == "edge" else ""
     about = after.reruns.get(scope)
     if about is None:
@@ -117,22 +118,22 @@ def _net(link: Link, net: Net, model: Model, forward: ForwardPrices, after: Kept
 
 
 def _stored(link: Link, about: Rerun) -> np.ndarray:
-    """Of each row of a net to operators of a block that is run again, whether the value is stored: not what has an
-    algorithm of the runtime."""
+    """bool [rows]: for a net to operators of a block that runs again, whether its value is stored for the second run. A
+    value that a runtime algorithm makes is not: the algorithm runs again."""
     return (link.ref[0] in about.kept) & ~link.by_algorithm
 
 
 def _held(link: Link, net: Net, model: Model, after: Kept, stored: np.ndarray) -> Net:
-    """`net` with the bytes of a value that a block's readers want again: where it is not `stored` it is there while one
-    instance has been run again."""
+    """`net` with the bytes of a value that operators of a block need in the second run. Where the value is not `stored`
+    it exists only while one instance has been run again."""
     live = np.where(stored, 0.0, net.memory_bytes / link.count)
     held = net_bytes(apart(link, after)[0], after, model.prices, set()) if link.moves and stored.any() else 0.0
     return replace(net, memory_bytes=np.where(stored, held, live), live_bytes=live)
 
 
 def _of_stored(model: Model, after: Kept) -> tuple[list[Link], list[Net]]:
-    """What counts bytes alone of values that are stored for their readers, which are more than those whose backward
-    keeps them: links and their nets."""
+    """The links and nets that count only bytes of stored values. More readers need such a value than those whose
+    backward keeps it."""
     links, nets = [], []
     for link in model.links:
         about = after.reruns.get(link.readers[0][0].scope)

@@ -26,7 +26,8 @@ from autopar.problem.rerun import keepable, rerun, saves_results
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One way to run a block again: seconds of what is run again, bytes of what is kept, and what that is."""
+    """One way to run a block again: the seconds of the operators that run again, and the results that are `kept`, with
+    their bytes."""
 
     seconds: float
     nbytes: float

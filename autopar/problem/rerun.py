@@ -65,7 +65,7 @@ class Rerun:
     last: int
 
     def reached(self, name: str) -> bool:
-        """Whether the line of an operator is come to again; behind it nothing runs."""
+        """Whether the second run comes to an operator: it ends with the last one that saves something."""
         return self.order[name] <= self.last
 
     def stops_before(self, name: str) -> bool:
@@ -152,7 +152,8 @@ def heavy(op: Op) -> bool:
 
 
 def check(program: Program, remat: Mapping[str, Collection[str]]) -> None:
-    """Raises PlanError where a plan's `remat` names what is not there or cannot be."""
+    """Raises PlanError where a plan's `remat` names a run of blocks or an operator that does not exist, or a result
+    that cannot be kept."""
     for scope, kept in remat.items():
         if scope not in program.runs:
             raise PlanError(

@@ -84,8 +84,8 @@ class Kept:
     reruns: Mapping[str, Rerun] = field(default_factory=dict)
 
     def beside(self, op: Op) -> bool:
-        """Whether what `op` keeps beside tensors of the graph (masks, statistics) stays until the backward: not where
-        `op` runs again."""
+        """Whether what `op` keeps apart from tensors of the graph (masks, statistics) stays until the backward: not
+        where `op` runs again."""
         return op.scope not in self.reruns or op.name in self.reruns[op.scope].kept
 
     def held(self, ref: Ref) -> bool:

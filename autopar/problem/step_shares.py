@@ -57,15 +57,15 @@ class MicroPrices(Prices):
     def _late_s(
         self, here: Between, size_bytes: float, grad_bytes: float, block_bytes: float, last: np.ndarray
     ) -> np.ndarray:
-        """Of sums after every microbatch: the others wait for the end of the step."""
+        """Seconds of sums after every microbatch; others happen once per step."""
         return np.where(here.each, self._sums_wait_s(here, size_bytes, grad_bytes, last), 0.0)
 
     def rest_bytes(self, op: Op, options: Sequence[Option]) -> float:
-        """Nothing: what rests is there once."""
+        """0: bytes at rest belong to StepPrices."""
         return 0.0
 
     def update_s(self, op: Op, options: Sequence[Option]) -> float:
-        """Adding gradients up: the optimizer runs once per step."""
+        """Seconds of adding gradients up; the optimizer's step belongs to StepPrices."""
         return self.adding * self.adding_s(op, options)
 
 
@@ -95,7 +95,7 @@ class StepPrices(Prices):
     late = True
 
     def work_s(self, op: Op, options: tuple[Option, ...]) -> tuple[float, float]:
-        """Nothing: operators run in every microbatch, and sums at the end of a step have no compute to hide under."""
+        """0: operators run in every microbatch, and sums at the end of a step have no compute to hide under."""
         return 0.0, 0.0
 
     def table_s(
@@ -125,22 +125,23 @@ class StepPrices(Prices):
         )
 
     def extra_bytes(self, op: Op, options: tuple[Option, ...]) -> float:
-        """Nothing: kept by microbatches."""
+        """0: what the backward keeps belongs to MicroPrices."""
         return 0.0
 
     def passing_bytes(self, op: Op, options: tuple[Option, ...]) -> float:
-        """Nothing: there while a microbatch runs."""
+        """0: tiles exist only while a microbatch runs."""
         return 0.0
 
     def local_bytes(self, size_bytes: float, layout: Layout) -> float:
-        """Nothing: kept by microbatches."""
+        """0: activations belong to MicroPrices."""
         return 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What stands for a step in the search: weights of seconds per microbatch and per step, of bytes kept by a
-    microbatch and of bytes at rest."""
+    """The weights with which the search adds up the Problem of one microbatch and that of what happens once per step,
+    as an estimate of a whole step: of `micro` seconds, `once` seconds, bytes `kept` by a microbatch, and bytes at
+    `rest`."""
 
     micro: float
     once: float
@@ -149,7 +150,7 @@ class Share:
 
 
 def combined(micro: Model, once: Model, share: Share, memory_limit_bytes: float) -> Model:
-    """The Problem of a step under `share`; its choices are those of both."""
+    """The Problem of a step: `micro` and `once`, which have the same choices, added up with the weights of `share`."""
     nodes = tuple(
         Node(
             a.name,
@@ -191,6 +192,7 @@ def combined(micro: Model, once: Model, share: Share, memory_limit_bytes: float)
 
 
 def held_bytes(part: Node | Net, kept: float) -> np.ndarray:
-    """Bytes of `kept` microbatches: what is there only while a scope runs is there once."""
+    """Bytes of a node or net with `kept` microbatches in flight; bytes that exist only while a scope runs count
+    once."""
     live = 0.0 if part.live_bytes is None else part.live_bytes
     return kept * (part.memory_bytes - live) + live

@@ -1,5 +1,5 @@
-"""Which weights the search may gather in tiles (`rules.tiles`): those that take a large share of a device, so that
-others cost it no choices."""
+"""Which weights may be gathered in tiles (`rules.tiles`): those that are large for a device, so that all others add no
+choices to the search."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from autopar.rules import tiles
 
 
 def large(memory_bytes: float, planned: Mapping[str, Sequence[str]]) -> Tiles:
-    """The numbers of tiles that are offered on devices of `memory_bytes`, and those that are `planned` (the runtime
-    algorithms of nodes)."""
+    """A function (op, ranks of an axis) -> the numbers of tiles that are offered for the op's weight on devices of
+    `memory_bytes`. The numbers that a plan has (`planned`: op -> its runtime algorithms) are always among them."""
 
     def offered(op: Op, ways: int) -> Sequence[int]:
         if not tileable(op):
@@ -24,14 +24,15 @@ def large(memory_bytes: float, planned: Mapping[str, Sequence[str]]) -> Tiles:
 
 
 def tileable(op: Op) -> bool:
-    """Whether there are tiles of the weight of an operator, whose backward does the same in all blocks: in a first
-    block whose input has no gradient it would gather no tiles again."""
+    """Whether the weight of an operator can be gathered in tiles. False where its backward in the first block of a run
+    saves other tensors than in other blocks: tiles would not be gathered again there."""
     if op.role != "op" or not tiles.can(op.call) or op.saves != op.first_saves:
         return False
     return [i for i in (0, 1) if op.weight[i]] == [tiles.NAMES[tiles.OPERATORS[op.target]]]
 
 
 def tiled(runs: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """The operators that gather their weight in tiles, and how many, of the runtime algorithms of nodes."""
+    """The operators that gather their weight in tiles, with the number of tiles; `runs`: op -> its runtime
+    algorithms."""
     counts = {name: max(map(tiles.tiles, node), default=1) for name, node in runs.items()}
     return {name: count for name, count in counts.items() if count > 1}

@@ -1,5 +1,5 @@
-"""The least that a step can take on a shape, whatever its plan: every operator cut over all devices, at the best rates
-that a device has, and nothing sent."""
+"""A lower bound on the seconds of a step of any plan: every operator divided evenly over all devices, at the best rates
+that a device has, and nothing sent. Called by the planner and autopar.joint."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from autopar.problem.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Seconds of all operators of a model on one device at its best rates, forward and backward, and of starting them
-    once."""
+    """The work of a model on one device, forward and backward: seconds of its operators at the device's best rates, and
+    seconds of launching each of them once."""
 
     rates_s: float
     starts_s: float
 
     @staticmethod
     def of(program: Program, device: Device, settings: Settings, again: Collection[str] = ()) -> Work:
-        """The work of `program`, the operators of `again` run forward twice; no operator gets cheaper per sample when
-        it gets smaller (autopar.cost.compute), so that of its microbatches is no less."""
+        """The work of `program`, where the operators of `again` run forward twice. No operator gets cheaper per sample
+        when it gets smaller (autopar.cost.compute), so n microbatches have at least this work together."""
         return _whole(by_piece(program, device, settings, again))
 
     @staticmethod
     def mixed(
         program: Program, devices: Sequence[tuple[Device, int]], settings: Settings, again: Collection[str] = ()
     ) -> Work:
-        """The work of a pipeline on so many of each device: on one that is as fast as all are on average.
+        """The work of a pipeline on several kinds of devices, (device, number of them), as work on one average device.
 
-        Device d weighs w_d, in proportion to how fast it does all of the work, 1 on average. However pieces (operators
-        and blocks) are dealt to places, the last one ends no sooner than the mean of w_d times what each has to do, and
-        so than each piece's least of w_d times its work on d.
+        Device d gets the weight w_d, in proportion to its speed on the whole model, with mean 1. The slowest place
+        takes at least the mean over all places of w_d times the time of its pieces (operators and blocks). So whichever
+        place a piece is on, it adds at least the least of w_d times its work on d, over all d.
         """
         each = [by_piece(program, device, settings, again) for device, _ in devices]
         alone_s = [_whole(own).rates_s for own in each]
@@ -55,8 +55,8 @@ class Work:
         )
 
     def step_s(self, devices: int, places: int, microbatches: int) -> float:
-        """The least on so many devices, where each place has its part of the operators and starts them for every
-        microbatch."""
+        """A lower bound of a step on `devices` devices in so many places: each place has a part of the operators, and
+        launches them for every microbatch."""
         return self.rates_s / devices + self.starts_s * microbatches / places
 
 
@@ -75,18 +75,26 @@ def by_piece(program: Program, device: Device, settings: Settings, again: Collec
 
 
 def _whole(each: Mapping[str, Work]) -> Work:
+    """The sum of the work of all pieces."""
     return Work(sum(work.rates_s for work in each.values()), sum(work.starts_s for work in each.values()))
 
 
 def least_wait(paces: Sequence[float], microbatches: int) -> float:
-    """The length of a step over its work where each place runs one stage, with whole backwards: how long places wait
-    for each other at least.
+    """A lower bound of (seconds of a step) / (seconds of the work on all places together), where each place runs one
+    stage with whole backwards: how long the places of a pipeline wait for each other at least. `paces`: the relative
+    speeds s_q of the places, first to last. `microbatches`: m.
 
-    Place q does x_q of the work, sum x_q = 1, at `paces` s_q: t_q = x_q / s_q of a microbatch. Before its first and
-    behind its last one the places in front of it have to do theirs: a step takes at least m t_q + sum of t_p over p <
-    q, for each q; and so at least their mean with any weights w_q, sum w_q = 1, which is sum over q of x_q / s_q (m w_q
-    + sum of w_p over p > q). The weights that make all terms of this sum alike (or, where that wants w_q < 0, none
-    smaller) give a bound that holds for all x.
+    Place q does the share x_q of the work, sum x_q = 1, and takes t_q = x_q / s_q per microbatch. Before its first and
+    after its last microbatch the places in front of it have to do theirs, so a step takes at least
+
+        m t_q + sum over p < q of t_p        for each q
+
+    and so at least the mean of these with any weights w_q >= 0, sum w_q = 1, which is
+
+        sum over q of x_q / s_q (m w_q + sum over p > q of w_p)
+
+    The weights are chosen such that all factors of x_q are equal (or, where that needs w_q < 0, such that none is
+    smaller). The mean then has the same lower bound for all x.
     """
     behind = 0.0
     for pace in reversed(paces):
@@ -95,8 +103,8 @@ def least_wait(paces: Sequence[float], microbatches: int) -> float:
 
 
 def _direction_s(op: Op, direction: int, device: Device, settings: Settings) -> float:
-    """Seconds of one Op forward (0) or backward (1) on one device: no cut has less to calculate or to move than its
-    even share."""
+    """Seconds of one Op forward (0) or backward (1) on one device at its best rates. No shard has less to compute or to
+    move than its even share of the Op."""
     flops = (op.flops, op.backward_flops)[direction]
     moved = ((op.bytes, op.backward_bytes), (op.fused_bytes, op.fused_backward_bytes))[settings.fused][direction]
     bandwidth_bytes_s = max(
@@ -106,7 +114,7 @@ def _direction_s(op: Op, direction: int, device: Device, settings: Settings) -> 
 
 
 def _best_rate(op: Op, direction: int, device: Device, settings: Settings) -> float:
-    """FLOP/s that no shard of `op` is above: what Prices has for sizes that fill the device."""
+    """FLOP/s that no shard of `op` exceeds: the rate of Prices for sizes that fill the device."""
     if not multiplies(op):
         return vector_rate(op.dtype, device)
     dtype = matmul_dtype(op, settings)

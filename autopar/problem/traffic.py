@@ -32,16 +32,18 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 POINTWISE = frozenset((*UNARY, *BINARY, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self))
+"""Operators that fuse with a reader which is one of them or of ENDS."""
 ENDS = frozenset(
     (aten.cat.default, aten.softmax.int, aten.log_softmax.int, aten.layer_norm.default, aten.rms_norm.default)
 )
+"""Operators that end a fused kernel: pointwise operators fuse into them, they into none."""
 NORMS = frozenset((aten.layer_norm.default, aten.rms_norm.default))
 LOSSES = (ops.cross_entropy_sum, ops.cross_entropy_each)
 SOFTMAXES = frozenset((aten.softmax.int, aten.log_softmax.int))
 DRAWN_BYTES = 4
-"""Bytes per element whose traffic takes as long as drawing the mask of a dropout."""
+"""Drawing the mask of a dropout takes as long as moving so many bytes per element."""
 PLAIN_NORM = (7, 20)
-"""Passes over all elements, read or written, of an RMSNorm that runs as plain operators, forward and backward."""
+"""How often an RMSNorm that runs as plain operators reads or writes all elements, forward and backward."""
 PIECES = frozenset((aten.split_with_sizes.default, aten.unbind.int))
 """Views whose gradient is no view: the gradients of their results are concatenated in new memory."""
 SUMS = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar))

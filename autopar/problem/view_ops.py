@@ -1,4 +1,4 @@
-"""Operators whose results are views."""
+"""Which operators return views: these keep no storage of their own (problem.saved, autopar.memory)."""
 
 from __future__ import annotations
 

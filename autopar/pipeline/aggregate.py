@@ -68,6 +68,7 @@ class Aggregate:
         return self._seconds({scope: [1.0 for _ in PASSES] for scope in self._scopes()})
 
     def _scope(self, name: str) -> str:
+        """The scope of a piece."""
         return name if name in self.program.runs else ""
 
     def _scopes(self) -> dict[str, list[Pass]]:
@@ -92,9 +93,9 @@ class Aggregate:
         }
 
     def _without_blocks(self, found: dict[str, list[float]], contention: float) -> None:
-        """Raise the seconds of pieces of a model without blocks. Which of them will share a stage is not known yet, so
-        that one overlaps at most as much compute as it has itself and as all pieces before it have, during which its
-        gathers begin and the scatters go on."""
+        """Raise the seconds of pieces of a model without blocks. Which pieces will share a stage is not known yet. So
+        the background collectives of a piece overlap at most its own compute, and no more than all pieces before it
+        compute: during that its gathers begin and the scatters of the others go on."""
         before_s = [0.0] * len(PASSES)
         for name, did in self.did.items():
             for way, part in enumerate(did.passes):
@@ -112,9 +113,9 @@ class Aggregate:
     def _overlap_first_gathers(
         self, scopes: Mapping[str, Sequence[Pass]], exposed: Mapping[str, list[float]], contention: float
     ) -> None:
-        """A backward that follows its forward begins with the gathers of the block whose backward comes first
-        (runtime.regather). They overlap what the model computes before that block: lower the exposed share of that run
-        of blocks by it."""
+        """Lower the exposed share of the run of blocks whose backward comes first. A backward that follows its forward
+        begins with the gathers of the first block of that run (runtime.regather), which overlap what the model computes
+        before the run."""
         first = next(
             (
                 scope
@@ -137,9 +138,9 @@ class Aggregate:
         exposed[first][BACKWARD] = min(exposed[first][BACKWARD], exposed_s / blocks.background_s)
 
     def _exposed_after_blocks(self, scopes: Mapping[str, Sequence[Pass]], share: float, contention: float) -> float:
-        """The exposed share of what a stage gathers for operators after its blocks. These gathers begin with the last
-        block, or a few blocks earlier (runtime.prefetch), and overlap the compute of these that the blocks' own
-        collectives leave. `share` where there are no blocks."""
+        """The exposed share of the gathers of a stage for operators after its blocks; `share` where there are no
+        blocks. These gathers begin with the last block, or a few blocks earlier (runtime.prefetch), and overlap the
+        compute of those blocks that the blocks' own collectives do not overlap."""
         outside, last = (
             scopes[""][FORWARD],
             next((scope for scope in reversed(self.program.runs) if scope in scopes), None),

@@ -7,8 +7,9 @@ fullest.
                                                                                         6          3
                                                                                         5          4
 
-Where stages keep alike, all of these are as full. Where one keeps more per microbatch, as it runs fewer of its blocks
-again, the moment matters.
+Each row is a moment, with the microbatches in flight of both stages. If both stages keep equally many bytes per
+microbatch, the place is equally full at all of them. If one keeps more, because fewer of its blocks run again, it is
+fullest at one of them.
 """
 
 from __future__ import annotations

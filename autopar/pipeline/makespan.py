@@ -17,7 +17,8 @@ from autopar.errors import PlanError
 from autopar.pipeline.orders import Action, StageTime
 
 KINDS = "FBIW"
-FORWARD, WHOLE, INPUTS, WEIGHTS = range(4)
+"""Kinds of actions (orders.Action.kind): forward, whole backward, its parts for inputs and for weights."""
+FORWARD, WHOLE, INPUTS, WEIGHTS = range(4)  # indices of KINDS
 AT_ONCE = 512
 """Sets of times that are evaluated side by side: with more of them the arrays leave the cache."""
 
@@ -106,6 +107,7 @@ class Flow:
         )
 
     def _ends_all_s(self, took_s: np.ndarray, send_s: np.ndarray) -> np.ndarray:
+        """[places, sets]: `ends_all_s` of so few sets that the arrays stay in the cache."""
         clock, free = ([np.zeros(took_s.shape[2])] * self.places for _ in range(2))
         sends = send_s.max(axis=1, initial=0.0) > 0.0
         done: list[np.ndarray] = []

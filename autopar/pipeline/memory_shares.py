@@ -1,5 +1,5 @@
-"""How several stages on one place share its memory: in proportion to what they hold, and where that is too much for the
-place, with the same share of each stage's blocks run again."""
+"""How several stages on one place share its memory: in proportion to the bytes that they hold, and where these exceed
+the place, with the same share of each stage's blocks run again. Called by pipeline.filling, and by autopar.joint."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 
 class Need(NamedTuple):
-    """Bytes of a stage: what it holds, how much less that is if all its blocks run again (`freed`), and what exists
-    only while a piece runs (`live`) or runs again (`live_again`)."""
+    """Bytes of a stage that it holds, the part of them that is `freed` if all its blocks run again, and those that
+    exist only while a piece runs (`live`), or runs and runs again (`live_again`)."""
 
     held: float
     freed: float
@@ -20,8 +20,8 @@ class Need(NamedTuple):
 
 
 class Split(NamedTuple):
-    """For the stages of one place: the share of each in what they hold together, and the bytes that exist only while
-    one of them runs (`live`)."""
+    """For the stages of one place: the share of each in the bytes that they hold together, and the bytes that exist
+    only while a piece of one of them runs (`live`)."""
 
     shares: list[float]
     live: float
@@ -40,13 +40,14 @@ def split(needs: Sequence[Need], limit_bytes: float) -> Split:
 
 
 def _parts(values: Sequence[float]) -> list[float]:
+    """Each value as a share of their sum; equal shares where that is 0."""
     whole = sum(values)
     return [value / whole for value in values] if whole > 0.0 else [1 / len(values)] * len(values)
 
 
 def rooms(needs: Sequence[Need], limit_bytes: float) -> list[tuple[float, float]]:
-    """For each stage of one place: its limit in bytes, and the part of it that is reserved for what exists only while a
-    stage runs, which all stages share."""
+    """For each stage of one place: its limit in bytes, and the part of it that is reserved for bytes that exist only
+    while a piece runs. All stages share that part, since one runs at a time."""
     if len(needs) == 1:
         return [(limit_bytes, 0.0)]
     found = split(needs, limit_bytes)
@@ -54,7 +55,8 @@ def rooms(needs: Sequence[Need], limit_bytes: float) -> list[tuple[float, float]
 
 
 class Spent(NamedTuple):
-    """What a stage takes: seconds, bytes that it holds, and bytes that exist only while it runs."""
+    """What a stage takes: seconds of a microbatch, bytes that it holds, and bytes that exist only while a piece of it
+    runs."""
 
     seconds: float
     held: float
@@ -62,8 +64,8 @@ class Spent(NamedTuple):
 
 
 class May(NamedTuple):
-    """What a stage may take: seconds and bytes, of which `spare` bytes are reserved for what exists only while a stage
-    runs."""
+    """What a stage may take: seconds of a microbatch and bytes, `spare` of which are reserved for those that exist only
+    while a piece runs."""
 
     seconds: float
     nbytes: float
@@ -71,20 +73,17 @@ class May(NamedTuple):
 
 
 class Budgets:
-    """How much time and memory of its place each stage may take, given what the stages before it on that place have
-    taken.
-
-    `at` is the place of each stage, `limits` the bytes of that place, `whole` what a stage there would take that had
-    all of the model.
-    """
+    """What each stage may take of the time and memory of its place, given what the stages before it on that place have
+    taken. `at`: the place of each stage; `limits`: the bytes of that place; `whole`: the memory that a stage there
+    would need for the whole model."""
 
     def __init__(self, at: Sequence[int], limits: Sequence[float], whole: Sequence[Need]) -> None:
         self.before: list[list[int]] = [
             [other for other in range(stage) if at[other] == place] for stage, place in enumerate(at)
         ]
         self.limits, count = limits, len(at)
-        # per stage: reserved bytes; and cumulated over the stages of its place up to it, its time in units of a stage
-        # and its share of the bytes
+        # per stage: reserved bytes (live); the number of stages of its place up to it (time); and the share of these in
+        # the other bytes of the place (memory)
         self.live, self.time, self.memory = (np.zeros(count) for _ in range(3))
         for place in dict.fromkeys(at):
             mine = [stage for stage, other in enumerate(at) if other == place]
@@ -101,8 +100,8 @@ class Budgets:
             self.memory[mine[-1]] = 1.0
 
     def of(self, stage: int, limit_s: float, spent: Sequence[Spent]) -> May:
-        """What `stage` may take if the stages of a place may take `limit_s` each on average, and those before it have
-        `spent` what they did."""
+        """What `stage` may take where the stages of a place may take `limit_s` each on average, and `spent` is what
+        each stage before it has taken."""
         before, limit, live = (
             [spent[other] for other in self.before[stage]],
             self.limits[stage],

@@ -163,7 +163,7 @@ def _check_run(
     count: int,
     shared: Container[str] = (),
 ) -> None:
-    """Raises PlanError where what a port gets is laid out otherwise over microbatches than what it passes on."""
+    """Raises PlanError where microbatches share a value that is fed to a port in another way than the port itself."""
     for port, ref in zip(ports, feeds, strict=True):
         made, wanted = options[ref[0]].outs[ref[1]].value, options[port].ins[0].value
         if made != wanted and f"{port}:0" not in shared:

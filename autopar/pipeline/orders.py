@@ -21,7 +21,7 @@ from autopar.errors import PlanError
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.plan import Plan
 
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")  # as torch writes them: stage, kind, microbatch
 
 
 class Action(NamedTuple):
@@ -86,11 +86,13 @@ def lines_of(plan: Plan) -> Sequence[Sequence[Action]]:
 
 
 def _gpipe(place: int, places: int, microbatches: int) -> list[Action]:
+    """The actions of a place: all forwards, then all backwards."""
     return [Action(kind, place, m) for kind in "FB" for m in range(microbatches)]
 
 
 def _one_forward_one_backward(place: int, places: int, microbatches: int) -> list[Action]:
-    """As torch runs it; the order that torch shows of it has a microbatch too many on the last place."""
+    """The actions of a place as torch runs 1F1B. The order that torch itself reports has a microbatch too many on the
+    last place."""
     if microbatches < places:
         raise PlanError(
             f"schedule 1f1b cannot run {microbatches} microbatches in {places} stages: it wants at least as many "
@@ -110,8 +112,8 @@ PLAIN = {"naive": _gpipe, "gpipe": _gpipe, "1f1b": _one_forward_one_backward}
 
 
 def actions_of(line: Sequence[Any]) -> list[Action]:
-    """Torch's actions as ours, in order, without transfers; two that overlap one after the other, as eager execution
-    has them."""
+    """torch's actions as Actions, in order, without transfers. Two actions that torch overlaps follow each other here,
+    as in eager execution."""
     return [
         Action(kind, int(stage), int(micro))
         for item in line
@@ -155,7 +157,7 @@ _MORE = {"F": Flying(1), "I": Flying(0, 1), "W": Flying(-1, -1), "B": Flying(-1)
 
 
 def changed(line: Sequence[Action]) -> Iterator[tuple[int, Flying]]:
-    """For each action of a place, its stage, and the change of the microbatches in flight there."""
+    """For each action of a place, its stage, and by how much the microbatches in flight there change."""
     split = {(a.stage, a.microbatch) for a in line if a.kind == "W"}
     for action in line:
         yield (

@@ -52,8 +52,8 @@ class LeafBucket:
 
 
 class Clock:
-    """One pass over `turns`, as far as it has come. `leaves` are gathered during it. Background collectives take the
-    share `contention` of the compute units."""
+    """One pass over `turns`, up to the present moment. The gathers of `leaves` run during it. Each background
+    collective takes the share `contention` of the compute units."""
 
     def __init__(self, turns: Sequence[Turn], contention: float, leaves: Sequence[LeafBucket] = ()) -> None:
         self.streams = Streams(contention)
@@ -74,11 +74,9 @@ class Clock:
         self._begun: list[_BucketSum] = []
 
     def run(self, *, gathers_first: bool) -> list[float]:
-        """Run the pass to its end, and wait for all that is on its way: the exposed seconds before each turn, and at
-        last those of the whole pass.
-
-        `gathers_first`: the first gathers begin with the pass, as in a backward right after its forward.
-        """
+        """Run the pass to its end, when all collectives have ended. Returns the exposed seconds before each turn, and
+        as the last entry those of the whole pass. `gathers_first`: the first gathers begin with the pass, as in a
+        backward right after its forward."""
         exposed_s = []
         if gathers_first:
             self._begin_gathers()
@@ -98,6 +96,7 @@ class Clock:
         return self.streams.now_s - self.streams.work_s
 
     def _run_operator(self, stop: Stop, block: Hashable, number: int) -> None:
+        """Run one operator of `block`, which is turn number `number`: its waits, its compute, its sends."""
         for event in self._events[number]:
             if isinstance(event, Sent):
                 self._take_gather()
@@ -119,7 +118,7 @@ class Clock:
             self.streams.run(load)
 
     def _end(self) -> None:
-        """Wait for all that is on its way."""
+        """Wait for all collectives that have begun."""
         while self._filled < len(self._leaves):
             self._fill_next()
         self._scatters.drain()
@@ -131,12 +130,13 @@ class Clock:
             chain.finish()
 
     def _begin_gathers(self) -> None:
-        """Where the next gather begins its unit, gathers begin and go on."""
+        """Before the first gather of a unit: begin the gathers that are due, and the next collectives of those that
+        have begun."""
         for number in self._due.pop(self._taken, ()):
             self._gathers[number].next()
 
     def _take_gather(self) -> None:
-        """Wait for the next gather."""
+        """Wait for the next gather, as its weight is used."""
         self._begin_gathers()
         self._gathers[self._taken].finish()
         self._taken += 1
@@ -159,7 +159,7 @@ class Clock:
             self._fill_next()
 
     def _fill_next(self) -> None:
-        """Wait for the next leaves."""
+        """Wait for the next bucket of leaves."""
         bucket = self._leaves[self._filled]
         if self._legs[self._filled]:
             self._fills[self._filled].finish()
@@ -170,9 +170,9 @@ class Clock:
         self._begin_leaves()
 
     def at_leaf(self, number: int, at: int) -> None:
-        """A gradient of turn `number` has come to its leaf, the one of its sums `at`: its bucket begins to be summed if
-        it was the last one missing. It belongs to the block that has filled it, whose other sums do not wait for
-        it."""
+        """Gradient number `at` of turn `number` has reached its leaf. If it was the last one that its bucket waited
+        for, the sum of the bucket begins. The bucket belongs to the block that completes it, whose other sums do not
+        wait for it."""
         bucket = self._buckets[number, at]
         bucket.missing -= 1
         if not bucket.missing:
@@ -215,7 +215,7 @@ def _buckets(turns: Sequence[Turn]) -> Mapping[tuple[int, int], _Bucket]:
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:
-    """A gather as `autopar.prefetching` knows it."""
+    """A gather in the form that `autopar.prefetching` takes."""
 
     sent: Sent
     unit: Hashable
@@ -230,8 +230,8 @@ class _Fetch:
 
 
 class _Chain:
-    """Collectives in the background, of which the next one begins when the one before it has been waited for, and the
-    copies in front of it are made (layout.legs)."""
+    """Background collectives that run one after the other: the next one begins after the one before has been waited for
+    and the copies in front of it are made (layout.legs)."""
 
     def __init__(self, streams: Streams, way: Sequence[Load]) -> None:
         *self.legs, self._rest = legs(way, moves)
@@ -258,7 +258,7 @@ class _Chain:
         self._running = None
 
     def finish(self) -> None:
-        """Do all that is left."""
+        """Run and wait for all collectives that are left."""
         while self.more:
             self.next()
         self.wait()
@@ -270,8 +270,9 @@ class _Chain:
 
 
 class _BucketSum(_Chain):
-    """The sum of a bucket. `held`: bytes that exist in front of each collective. A last reduce-scatter stays in the
-    queue until it is waited for, because the memory of its operand is freed only then (runtime.coalesced)."""
+    """The sum of a bucket. `held`: bytes that exist in front of each collective. After a last reduce-scatter it stays
+    in the queue until that has been waited for, because the memory of the operand is freed only then
+    (runtime.coalesced)."""
 
     def __init__(self, streams: Streams, way: Sequence[Load], held: Sequence[float]) -> None:
         super().__init__(streams, way)
@@ -283,7 +284,7 @@ class _BucketSum(_Chain):
         return self._held[self.begun - 1] if self.begun else 0.0
 
     def go_on(self) -> bool:
-        """Begin the next collective if there is one, or wait for the last; whether to go on later."""
+        """Begin the next collective if there is one, or wait for the last. Returns whether to call it again."""
         if not self.more:
             self.wait()
             return False
@@ -292,7 +293,7 @@ class _BucketSum(_Chain):
 
 
 class _Scatter(_BucketSum):
-    """The scatter of a gradient; what follows when it is at its leaf is `then`."""
+    """The scatter of a gradient to the layout of its leaf; `then` is called when it is there."""
 
     def __init__(
         self, streams: Streams, way: Sequence[Load], held: Sequence[float], then: Callable[[], None] | None
@@ -301,7 +302,7 @@ class _Scatter(_BucketSum):
         self._then = then
 
     def go_on(self) -> bool:
-        """Begin the next collective, or do what follows; whether to go on later."""
+        """Begin the next collective, or call `then`. Returns whether to call it again."""
         if self.more:
             self.next()
             return True

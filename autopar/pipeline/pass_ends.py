@@ -178,7 +178,8 @@ class Stops:
 
 
 def in_few(stops: Sequence[Stop]) -> list[Stop]:
-    """The same with compute that no collective is in between of in one Stop: there are fewer to run through."""
+    """The same Stops, with consecutive ones in one where no collective comes between their compute: fewer to walk
+    through."""
     found = list[Stop]()
     for stop in stops:
         last = found[-1] if found else None
@@ -238,8 +239,9 @@ def ends_s(stops: Sequence[Stop], blocks: int, contention: float) -> tuple[float
 
 
 def _blocks_that_scatter(stops: Sequence[Stop]) -> int:
-    """Of how many blocks the second and later collectives of their scatters have not begun when the last block has
-    computed (autopar.deferred_waits): one, and as many more as it takes to queue SOON of the bytes that may wait."""
+    """The number of last blocks of which the second and later collectives of the scatters have not begun when the last
+    block has computed: one, and as many more as it takes to queue SOON of the bytes that may wait
+    (autopar.deferred_waits)."""
     return 1 + int(SOON * BUCKETS * BUCKET_BYTES / max(1.0, sum(sent.nbytes for stop in stops for sent in stop.sends)))
 
 
@@ -267,12 +269,13 @@ def _prefetched(stops: Sequence[Stop], blocks: int, axes: _Axes, now_s: float) -
 
 @dataclass(eq=False)
 class _Axes:
-    """When each mesh axis is free, by (axis, whether in the background): these have process groups of their own."""
+    """The time at which each mesh axis is free, by (axis, whether in the background): the two have process groups of
+    their own."""
 
     free_s: dict[tuple[int, bool], float] = field(default_factory=dict)
 
     def run(self, loads: Sequence[Load], now_s: float, *, background: bool = True) -> float:
-        """Run collectives one after the other from `now_s` on. When the last one has ended."""
+        """Run collectives one after the other from `now_s` on. Returns when the last one has ended."""
         for load in loads:
             key = load.axis, background
             now_s = self.free_s[key] = max(now_s, self.free_s.get(key, 0.0)) + load.seconds

@@ -38,8 +38,14 @@ from autopar.problem.types import Net
 
 
 class _Read(NamedTuple):
-    """A net as the piece `name` reads it: its producer `made` it, readers `asked` for it. `cost_s`: seconds per step in
-    the Problem. `at`: these readers, each with the number of its operand."""
+    """A net as one piece reads it.
+
+    made      the layouts in which its producer makes it
+    asked     the layouts in which these readers want it
+    cost_s    seconds per step in the Problem
+    name      the piece
+    at        these readers, each with the number of its operand
+    """
 
     link: Link
     made: LayoutPair

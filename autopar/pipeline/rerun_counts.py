@@ -1,10 +1,10 @@
 """How many blocks of each stage run again, for stages that are cut: as few as the memory of each place allows at every
 moment of the schedule.
 
-`balance` cuts for the microbatches in flight when a place is fullest whose stages all keep alike. Stages that run fewer
-of their blocks again keep more, and may be fullest at another moment (pipeline.in_flight): of stages that are too full
-then, further blocks run again, where that frees most at this moment; where there is room, fewer do, those first that
-take the least room.
+`balance` assumes that all stages of a place keep equally many bytes per microbatch, which tells at which moment a place
+is fullest. A stage that runs fewer of its blocks again keeps more, so that the place may be fullest at another moment
+(pipeline.in_flight). Where the place exceeds its memory then, another block runs again, of the stage where that frees
+most at that moment. Where there is room, one block less runs again, of the stage where that takes least.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class _Place:
         return np.array([table.halfway(*ends) for table, ends in zip(self.tables, self.ends, strict=True)])
 
     def _more(self, again: Sequence[int]) -> list[int] | None:
-        """One block more run again, of the stage where that frees most when the place is fullest; None where that frees
-        nothing."""
+        """`again` with one block more run again, of the stage where that frees most when the place is fullest; None
+        where nothing frees anything."""
         freed, fullest = list[float](), self.flying.fullest(self._kept(again), self._halfway)
         ways = [self._next(stage, again[stage]) for stage in range(len(again))]
         for (first, _), table, n, way, flying in zip(self.ends, self.tables, again, ways, fullest, strict=True):
@@ -93,7 +93,8 @@ class _Place:
         return _with(again, best, ways[best]) if freed[best] > 0.0 else None
 
     def _less(self, again: Sequence[int], limit_bytes: float) -> list[int] | None:
-        """One block less run again, of the stage where that takes least room; None where there is none, or no room."""
+        """`again` with one block less run again, of the stage where that takes least memory; None where no block runs
+        again, or there is no room."""
         ways = [_with(again, stage, self._before(stage, n)) for stage, n in enumerate(again) if n]
         fit = [(nbytes, -max(self._seconds(way)), way) for way in ways if (nbytes := self.bytes(way)) <= limit_bytes]
         return min(fit)[-1] if fit else None
@@ -116,4 +117,5 @@ class _Place:
 
 
 def _with(again: Sequence[int], stage: int, count: int) -> list[int]:
+    """`again` with another number for one stage."""
     return [*again[:stage], count, *again[stage + 1 :]]

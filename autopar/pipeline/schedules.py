@@ -1,8 +1,8 @@
-"""The schedules of torch.distributed.pipelining as plain data: which stages a rank holds, and what runs at the same
-time.
+"""The schedules of torch.distributed.pipelining as plain data: how many stages a place has, which these are, and what
+they split. Read by all that prices, emits or checks a pipeline.
 
-The names are torch's own. `places` maps a stage to its place on the pipeline axis: in a *loop*, stage i is on place i
-mod p; in a *V*, the second half comes back (p = 2: stages 0 1 2 3 on places 0 1 1 0).
+The names are torch's own, in lower case. `Schedule.place` maps a stage to its place on the pipeline axis: in a *loop*,
+stage i is on place i mod p; in a *V*, the second half comes back (p = 2: stages 0 1 2 3 on places 0 1 1 0).
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`torch_name` is the class in torch.distributed.pipelining; `virtual` says how many stages a rank holds (None: any
-    number); `splits_backward` that gradients of inputs and of weights are taken apart (zero bubble); `forwards_first`
-    that the forwards of all microbatches run before any backward, so that activations of all of them are kept."""
+    """One schedule.
+
+    torch_name        its class in torch.distributed.pipelining
+    virtual           the number of stages per place; None: any number
+    shape             "loop" or "v"
+    splits_backward   gradients of inputs and of weights are computed in separate actions (zero bubble)
+    forwards_first    all forwards run before any backward, so that activations of all microbatches are kept
+    """
 
     name: str
     torch_name: str

@@ -17,6 +17,7 @@ from autopar.problem.graph import HOLDERS, Op, Program, Ref
 from autopar.problem.tiling import tiled
 
 RESULTS = ("loss", "output", "mutation")
+"""Roles of Ops that are results of the model."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def _made(program: Program, stage: Stage) -> dict[Ref, None]:
 
 
 def _unfinished(program: Program, stage: Stage) -> dict[Ref, None]:
-    """The states of runs of blocks that began in an earlier stage."""
+    """The carried values of runs of blocks that began in an earlier stage and go on in this one."""
     return {ref: None for scope, (first, _) in stage.blocks.items() if first > 0 for ref in program.runs[scope].carried}
 
 
@@ -214,7 +215,7 @@ def _gathering_again(program: Program, plan: Plan) -> dict[str, None]:
 
 
 def _gathered(lies: str, asked: str, sizes: tuple[int, ...]) -> bool:
-    """Whether a weight is gathered between two uses of a plan."""
+    """Whether a weight is gathered from the use `lies` to the use `asked` of a plan."""
     (src, _), (dst, _) = (text.split("|") for text in (lies, asked))
     if src == dst or any(map(is_placed, parse(dst))):
         return False

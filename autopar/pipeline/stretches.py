@@ -124,8 +124,8 @@ def _ends_s(part: Sequence[Cost], blocks: int) -> tuple[float, float]:
 
 
 def _added_twice_s(part: Sequence[Cost]) -> float:
-    """Seconds by which the backwards of the pieces of one stage are too long together: a gradient is added up once per
-    stage."""
+    """Seconds that the pieces of one stage have too many of together in their backwards: each is priced with the
+    addition of the gradient of a weight that several of them read, which happens once per stage."""
     adds = [each for c in part for each in c.adds]
     return sum(seconds for _, seconds in adds) - sum(dict(adds).values())
 

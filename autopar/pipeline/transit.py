@@ -1,9 +1,9 @@
-"""What is between two stages of a pipeline while something else runs: it has come and is not used yet, or has gone and
-is not known to have arrived.
+"""Tensors in transit between the stages of a pipeline while an action runs: received and not used yet, or sent and not
+known to have arrived. Called by the walk over the memory of a place (autopar.memory).
 
-torch's schedules of several stages per place receive when the other side sends, which may be some actions before what
-came is used. Those of one stage per place receive right before, but hold what they received and sent last until they do
-the next of it.
+torch's schedules of several stages per place receive when the other side sends, which may be some actions before the
+tensor is used. Those of one stage per place receive right before the use, but hold the last tensors that they received
+and sent until the next transfer of that kind.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from autopar.plan import Plan
 
 Kind: TypeAlias = Literal["activation", "gradient", "sent activation", "sent gradient"]
 Transit: TypeAlias = Mapping[tuple[Kind, int], int]
-"""How many there are of a kind, by the stage that receives them, or of what was sent by the stage that sends it."""
+"""The number of tensors of a kind, by the stage that receives them, or of sent ones by the stage that sent them."""
 
-_TRANSFER = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
+_TRANSFER = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")  # as torch writes them: stage, way, kind, microbatch
 
 
 def transits_of(plan: Plan) -> Sequence[Sequence[Transit]]:
@@ -50,9 +50,9 @@ def transits(schedule: str, places: int, stages: int, microbatches: int) -> tupl
 
 
 def _held(line: Sequence[Action], stages: int, *, at_once: bool) -> Iterator[Transit]:
-    """Along the actions of a place of one stage: sends are waited for `at_once`, or when all of one direction are under
-    way."""
-    there, back = 0, 0
+    """What is in transit during each action of `line`, of a place with one stage. Sends are waited for `at_once`, or
+    only when all sends of one direction have been posted."""
+    there, back = 0, 0  # forwards and backwards so far
     for action in line:
         stage, forward = action.stage, action.kind == "F"
         counts: dict[tuple[Kind, int], int] = {
@@ -65,9 +65,10 @@ def _held(line: Sequence[Action], stages: int, *, at_once: bool) -> Iterator[Tra
 
 
 def _walked(line: Sequence[Any], stages: int, mine: Sequence[int]) -> list[Transit]:
-    """Along the actions and transfers of one place, which has the stages `mine`."""
+    """What is in transit during each action of `line`, the actions and transfers of a place that has the stages
+    `mine`."""
     now, found = Counter[tuple[Kind, int]](), list[Transit]()
-    sent: dict[Kind, int] = {}  # the stage whose was the last one: those before have arrived (runtime.stages)
+    sent: dict[Kind, int] = {}  # the stage that sent last: earlier sends have arrived (runtime.stages)
     for item in line:
         for stage, way, kind, _ in _TRANSFER.findall(str(item)):
             if way == "RECV":

@@ -1,8 +1,8 @@
 """The pieces that a pipeline stage takes whole, and stages made of them.
 
 A unit is an operator of the top-level graph or one instance of a repeated block. Operators that cost next to nothing to
-repeat are no units but *free*: what depends on sizes, inputs and buffers alone (masks, positions, rope tables) and what
-is made of weights alone (casts, transposes) runs in every stage that reads it, instead of crossing.
+repeat are no units but *free*: operators that depend on sizes, inputs and buffers alone (masks, positions, rope tables)
+or on weights alone (casts, transposes) run in every stage that reads them, and their results are never sent.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def free_ops(program: Program) -> dict[str, None]:
 
 
 def barred(program: Program) -> tuple[int, ...]:
-    """Positions in `units(program)` in front of which no stage can begin: between what reads a buffer and what makes
-    its new value, of activations or weights (a value of buffers and sizes alone is made wherever the buffer is
-    read)."""
+    """Positions in `units(program)` in front of which no stage can begin: those between the units that read a buffer
+    and the unit that computes its new value from activations or weights. (A new value from buffers and sizes alone is
+    computed in every stage that reads the buffer.)"""
     pieces, free = units(program), free_ops(program)
     at = {
         name: [i for i, unit in enumerate(pieces) if unit.name == name]
@@ -165,8 +165,8 @@ def _needed(
     *,
     last: bool,
 ) -> dict[str, None]:
-    """The free operators that a stage reads, directly or through others; and those that make new values of buffers that
-    it reads, of which it has a copy."""
+    """The free operators that run in a stage: all that its operators and blocks read, directly or through other free
+    operators; and those that compute the new values of buffers that it reads, because it has a copy of the buffer."""
     changed = {op.fqn: op.operands[0] for op in program.results if op.role == "mutation" and op.operands[0][0] in free}
     queue = [ref for name in own for ref in program.ops[name].operands]
     queue += [ref for scope in blocks for ref in program.runs[scope].feeds]

@@ -100,7 +100,7 @@ class WeightBuckets:
         }
 
     def _made(self, link: Link) -> LayoutPair:
-        """In which layouts a weight is made."""
+        """The layouts in which a weight is made under the solution."""
         return link.rows[link.row[self.choice[link.producer]]]
 
     @property

@@ -13,6 +13,7 @@ from autopar.pipeline.once_per_step import Sums
 from autopar.problem.hiding import Load, Loads, merged, split, together_s
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS, BOTH = PASSES = range(5)
+"""The passes of a microbatch, as indices (pipeline.passes)."""
 
 
 @dataclass(eq=False)
@@ -41,12 +42,13 @@ class Pass:
     after: Loads = field(default_factory=Loads)
 
     def wait(self, loads: Sequence[Load], factor: float) -> None:
-        """Collectives that compute waits for."""
+        """Add collectives that compute waits for, `factor` times."""
         self.waited.add(loads, factor)
 
     def hide(self, loads: Sequence[Load], factor: float, last: float = 0.0) -> None:
-        """Collectives of one chain that run in the background, and their local copies, which do not (`hiding.split`).
-        Of the second and later collectives the share `last` runs after the last compute."""
+        """Add the collectives of one chain that run in the background, and their local copies, which compute waits for
+        (`hiding.split`), `factor` times. Of the second and later collectives the share `last` runs after the last
+        compute."""
         copies, collectives = split(loads)
         self.waited.add(copies, factor)
         for number, load in enumerate(collectives):
@@ -61,7 +63,7 @@ class Pass:
 
     @property
     def work_s(self) -> float:
-        """Seconds of all that is not in the background: nothing of it overlaps anything else of it."""
+        """Seconds of all that is not in the background, one after the other."""
         return self.compute_s + self.waited.all_s + self.after.all_s + self.adding_s
 
     def add(self, other: Pass) -> None:

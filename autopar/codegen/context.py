@@ -1,4 +1,5 @@
-"""What all writers of one file share: the program, the plan, its reshards, names of classes, prices for comments."""
+"""What all writers of one emitted file share: the program, the plan, its reshards, names of classes, prices for
+comments. Made by codegen.module for each file."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from autopar.rules.site import InnerCollective, Site
 from autopar.rules.tiles import tiled
 from autopar.text import megabytes, seconds
 
-_VERBS = {
+_VERBS = {  # kind of a step -> its name in comments
     "all_gather": "all-gather",
     "all_reduce": "all-reduce",
     "reduce_scatter": "reduce-scatter",
@@ -70,7 +71,8 @@ class Context:
         return tuple(a for a in range(len(self.sizes)) if cut and all(layout[a] == "S0" for layout in cut))
 
     def micro(self, ref: Ref) -> str:
-        """How microbatches share a value: cut (`S0`), as parts of a sum (`P`), or the same for all (`R`)."""
+        """How the microbatches share a value: cut along a dim (`S0`), each a part of a sum (`P`), or all the same
+        (`R`)."""
         entries = self.plan.nodes[ref[0]].micro
         return entries[ref[1]] if entries else "R"
 

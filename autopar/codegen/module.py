@@ -86,6 +86,8 @@ def _module_class(program: Program, run: Run) -> str:
 
 
 def _header(context: Context) -> str:
+    """The begin of the file: docstring, imports and the mesh. To be written last, when all marks, functions and
+    algorithms that the classes use are noted in `context`."""
     plan = context.plan
     predicted = plan.predicted
     cluster = plan.cluster.get("name", "cluster")
@@ -144,6 +146,7 @@ def _algorithms(context: Context) -> str:
 
 
 def _block(context: Context, gm: fx.GraphModule, run: Run) -> str:
+    """The class of the blocks of a run."""
     body = gm.get_submodule(run.scope)
     assert isinstance(body, fx.GraphModule)
     writer = ScopeWriter(context, body, run.scope)
@@ -177,6 +180,7 @@ def _ops(context: Context, scope: str) -> list[Op]:
 
 
 def _model(context: Context, gm: fx.GraphModule, names: Names) -> str:
+    """The class of a model without a pipeline."""
     writer = ScopeWriter(context, gm, "")
     lines = writer.write()
     inputs = [op for op in context.program.ops.values() if op.role == "input"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from autopar.codegen.algorithms import IMPORTED
 
 COMMENT_COLUMN = 88
+"""A statement that ends before this column has its comment on the same line, from this column on."""
 REPLAYED = {"kept": "keep", "skipped": "skip"}
+"""Reshard.replay -> the function that the call is written in."""
 USED_IN_SCOPES = (
     "self",
     "F",
@@ -22,6 +24,7 @@ USED_IN_SCOPES = (
     "i",
     *IMPORTED,
 )
+"""Names that no variable of an emitted forward may have."""
 
 
 def atom(text: str) -> str:

@@ -91,6 +91,7 @@ _ON_HOST = {"": "", "optimizer": ", host_state=True", "parameters": ", host=True
 
 
 def _parameter(context: Context, op: Op) -> str:
+    """The entry of one parameter or buffer in PARAMS or BUFFERS."""
     lies = out_pair(context.plan, (op.name, 0))
     layout = lies.rest if op.role == "param" else lies.value
     leaf = f', leaf="{show(lies.value)}"' if lies.value != layout else ""
@@ -227,6 +228,8 @@ def even_lines(context: Context) -> list[str]:
 
 
 def _size_line(context: Context, names: Mapping[Ref, str], symbol: str) -> str | None:
+    """The line that computes the global size `symbol` from the local size of an input that has it; None where none
+    has."""
     for op in context.program.ops.values():
         if op.role != "input":
             continue

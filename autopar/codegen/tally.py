@@ -209,6 +209,7 @@ class Tally:
         return stop - first
 
     def _in_stage(self, view: View, reshard: Reshard) -> int:
+        """How often per step a reshard runs in one stage; of role sync, the number of tensors."""
         ops, micro = self.program.ops, self.plan.microbatches
         if reshard.role == "sync":
             scope = ops[reshard.ref[0]].scope

@@ -78,9 +78,12 @@ def collective_s(kind: str, nbytes: float, axis: MeshAxis) -> float:
 
 
 def sent_once(axis: MeshAxis, reached: Callable[[int], float]) -> MeshAxis:
-    """The axis as all-to-alls of rows see it that are for several ranks each, where what goes over a level goes there
-    once for each of its parts (as DeepEP does: https://github.com/deepseek-ai/DeepEP). `reached` says of so many equal
-    parts of the axis how many a row is for."""
+    """The axis for all-to-alls in which a row may be for several ranks, and is sent once to each part of a level and
+    forwarded inside of it (as DeepEP does: https://github.com/deepseek-ai/DeepEP).
+
+    `reached(n)`: of n equal parts of the axis, how many a row is for on average. A level between n parts carries
+    reached(n) / reached(ranks) of the bytes, which is expressed by a higher bandwidth.
+    """
     parts = itertools.accumulate((span.size for span in axis.spans[:-1]), operator.mul)
     faster = [
         replace(
@@ -106,6 +109,7 @@ def link_shares(kind: str, nbytes: float, axis: MeshAxis) -> dict[str, float]:
 
 @lru_cache(maxsize=4096)
 def _priced_ways(kind: str, axis: MeshAxis) -> tuple[tuple[Way, Line], ...]:
+    """The ways that may be the fastest for some size, each with its price."""
     return tuple((way, way_line(way)) for way in fastest_ways(kind, axis))
 
 
@@ -250,6 +254,7 @@ def _inside(spans: Sequence[Span]) -> list[int]:
 
 
 def _rings(kind: str, spans: tuple[Span, ...]) -> list[Way]:
+    """The ways by rings on all levels."""
     total, outside = math.prod(span.size for span in spans), 1
     rounds = 2 if kind == "all_reduce" else 1
     bytes_share = 1.0 if kind == "broadcast" else rounds * (total - 1) / total
@@ -261,6 +266,7 @@ def _rings(kind: str, spans: tuple[Span, ...]) -> list[Way]:
 
 
 def _trees(kind: str, spans: tuple[Span, ...]) -> list[Way]:
+    """The ways by double binary trees."""
     if kind not in ("all_reduce", "broadcast"):
         return []
     rounds = 2 if kind == "all_reduce" else 1
@@ -273,10 +279,12 @@ def _trees(kind: str, spans: tuple[Span, ...]) -> list[Way]:
 
 
 def _switches(kind: str, spans: tuple[Span, ...]) -> list[Way]:
+    """The ways by reduction in the switch."""
     return _product(kind, spans, [("switch", 1, 1.0)]) if kind == "all_reduce" and len(spans) == 1 else []
 
 
 def _directs(kind: str, spans: tuple[Span, ...]) -> list[Way]:
+    """The ways in which each pair of devices talks directly."""
     if kind == "send":
         return _product(kind, spans[:1], [("direct", 1, 1.0)])
     if kind != "all_to_all":

@@ -53,15 +53,15 @@ def op_s(
 
 
 def vector_rate(dtype: str, device: Device) -> float:
-    """FLOP/s of operators that are no matmul: what was measured, or the peak that bounds them."""
+    """FLOP/s of operators that are no matmul: the measured rate of the device, else the peak that bounds them."""
     bound, share = vector_bound(dtype, device)
     return device.vector_flops or device.flops(bound) * share
 
 
 def vector_bound(dtype: str, device: Device) -> tuple[str, float]:
-    """The dtype whose peak bounds operators that are no matmul, and the share of it: the slower of `dtype` and float32.
-    Tensor cores do float64 as fast as the vector units do float32, and these do it at half of that at best (A100, H100,
-    MI300X datasheets)."""
+    """(dtype, share): operators that are no matmul run at most at this share of the peak of this dtype. It is the
+    slower one of `dtype` and float32. The float64 peak of tensor cores is as high as the float32 peak of vector units,
+    which do float64 at half of that at best (A100, H100, MI300X datasheets)."""
     if dtype.removeprefix("torch.") == "float64" and device.flops(dtype) > WIDE * device.flops(VECTOR_DTYPE):
         return VECTOR_DTYPE, WIDE
     return min(dtype, VECTOR_DTYPE, key=device.flops), 1.0
@@ -75,8 +75,9 @@ def matmul_efficiency(flops: float, matmul: Shape, device: Device) -> float:
 
 
 def straight_share(device: Device, norm_bytes: float | None = None) -> float:
-    """Share of the memory's rate that is left for eager kernels that do not read and write straight through; for a norm
-    of rows of `norm_bytes` each. A CPU's go by cache lines all the same."""
+    """The share of the memory bandwidth that eager kernels reach which do not read and write in one straight pass
+    (`problem.traffic.by_rows`); with `norm_bytes`, norms of rows of so many bytes. 1 on a CPU, whose accesses are by
+    cache lines in any case."""
     rate = (
         BY_ROWS_BYTES_S
         if norm_bytes is None
@@ -90,8 +91,9 @@ def straight_share(device: Device, norm_bytes: float | None = None) -> float:
 
 
 def aligned_share(sizes: tuple[float, ...], itemsize: int, device: Device) -> float:
-    """Share of the rate that is left by rows of `sizes` elements, which begin where these end: NVIDIA, Matrix
-    Multiplication Background User's Guide, section 4, and `Device.unaligned`. A CPU copies them first."""
+    """The share of its rate that a matmul reaches whose operands have rows of `sizes` elements, one after the other in
+    memory: less than 1 where these are no multiples of ALIGNED_BYTES (NVIDIA, Matrix Multiplication Background User's
+    Guide, section 4; `Device.unaligned`). 1 on a CPU, which copies such rows first."""
     if device.kind == "cpu" or all(size * itemsize % ALIGNED_BYTES == 0 for size in sizes):
         return 1.0
     return device.unaligned[0 if itemsize == 2 and any(size % 2 for size in sizes) else 1]
@@ -105,7 +107,8 @@ def attention_share(device: Device, direction: int, width: float, rate: float = 
 
 
 def narrow_share(device: Device, width: float) -> float:
-    """Share of the rate of fused attention on heads of HEAD that those `width` wide have (`Device.attention_width`)."""
+    """The rate of fused attention on heads `width` wide, over that on heads of HEAD (`Device.attention_width`); at most
+    1."""
     exponentials = device.attention_width
     return min(1.0, width * (HEAD + exponentials) / (HEAD * (width + exponentials))) if exponentials else 1.0
 
@@ -128,9 +131,10 @@ products with a column or a row (benchmarks/README.md, one GPU)."""
 
 NORM_BYTES_S = (9.7e9, 17e9)
 NARROW_BYTES = 1536
-"""The same of norms there and back: of rows of so many bytes and less, and at most. A block of threads does a row
-forward, and 32 columns of the gradients of weights, so that narrow rows leave multiprocessors without work: measured on
-one H100, 16-bit rows of 768 (1.24 to 1.28 TB/s on 132), of 2048 (2.3) and of 4096 (2.1 TB/s)."""
+"""The same for norms, forward and backward together: for rows of NARROW_BYTES and less, and the most for wider ones. A
+block of threads computes one row forward, and 32 columns of the gradients of weights, so that narrow rows leave
+multiprocessors without work: measured on one H100, 16-bit rows of 768 (1.24 to 1.28 TB/s on 132), of 2048 (2.3) and of
+4096 (2.1 TB/s)."""
 
 RAMP = 2
 """Fused attention has keys / (keys + so many tiles) of its rate, of the keys that a row sees on the mean: half of all
@@ -162,7 +166,8 @@ def shape_factor(m: float, n: float, k: float, batch: float, device: Device) -> 
 
 @lru_cache(maxsize=1 << 16)
 def _best_tiling(m: float, n: float, k: float, batch: float, tile: int, units: int) -> float:
-    """Cached for all operators, layouts and meshes with the same local sizes: a search asks for few others."""
+    """`shape_factor` for a given tile and number of multiprocessors; cached, because a search asks for few local sizes,
+    over many layouts and meshes."""
     return max(
         _tiled(m, n, k, batch, (width * tile, height * tile), split, tile, units)
         for width, height in TILES

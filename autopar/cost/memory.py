@@ -101,14 +101,16 @@ def parameter_bytes(
     *,
     offload: str = "",
 ) -> ParameterBytes:
-    """Bytes of `numel` trainable elements that are computed with in `dtype`; `leaf` elements where those that are
-    computed with are more than those that rest (problem.at_rest), else as many.
+    """Bytes of `numel` trainable elements at rest, which are computed with in `dtype`. `leaf`: the number of elements
+    that are computed with, where it is another one (problem.at_rest).
 
-    One dtype and one layout: weights, gradients and optimizer state, all of that dtype, as plain torch has it. Under a
-    policy, or with a leaf: the weights that are computed with, and what rests as the master copy, with gradients and
-    state in its dtype. Not training: weights only. `offload` (problem.settings.OFFLOADED): the optimizer's state is on
-    the host, or what rests too. Integers (quantised weights, counters) keep their dtype and have no gradient. Raises
-    PlanError on unknown names.
+    * One dtype and one layout: weights, gradients and optimizer state, all of that dtype, as plain torch has it.
+    * Under a policy (POLICIES), or with a leaf: the weights that are computed with, and the master copy at rest, whose
+      dtype gradients and state have.
+    * Not training: weights only.
+    * `offload` (problem.settings.OFFLOADED): the optimizer's state is on the host, or all that rests.
+
+    Integers (quantised weights, counters) keep their dtype and have no gradient. Raises PlanError on unknown names.
     """
     if optimizer not in OPTIMIZERS:
         raise PlanError(

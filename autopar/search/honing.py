@@ -1,9 +1,9 @@
-"""Honing: descent on the price of a step as it runs. That price is slow to ask, so a State, a cheap approximation, says
-which moves are worth pricing.
+"""Honing: local search by the price of a step as it runs. That price is slow to compute, so a State, which approximates
+it, selects the moves that are worth pricing. Called by search.tangents.
 
-    one    moves of one node, the most promising first; the first that is faster by its price is made
-    two    where there is none, moves of two nodes at once that share no net, so that what they change adds up. One may
-           free memory, or compute to hide under, that the other needs
+    one    moves of one node, the most promising first; the first one that is faster by its price is made
+    two    if no such move is: moves of two nodes that share no net, so that their changes add up. One of them may free
+           memory that the other needs, or add compute that hides the other's collectives
 
 Deterministic: the order of moves follows from the State and the prices alone.
 """

@@ -14,20 +14,20 @@ from autopar.simulate.pieces import Piece
 
 
 class Starts(Protocol):
-    """What a chain needs of a simulated rank (`simulate.rank.Rank`)."""
+    """The methods of a simulated rank (`simulate.rank.Rank`) that a chain calls."""
 
     def do(self, pieces: Sequence[Piece], during: str) -> None:
         """Run pieces one after the other; compute waits for collectives."""
 
     def collective(self, piece: Piece, during: str) -> int:
-        """Start a collective in the background; gives the number of its task."""
+        """Start a collective in the background. Returns the number of its task."""
 
     def wait(self, task: int) -> None:
-        """What computes next waits for a task."""
+        """Let the next compute wait for a task."""
 
 
 class Chain:
-    """A sequence of pieces whose collectives run in the background one after the other (`layout.legs`), counted for the
+    """Pieces whose collectives run in the background, one after the other (`layout.legs`). Their time counts for the
     pass `during` ("": the running one)."""
 
     def __init__(self, rank: Starts, pieces: Sequence[Piece], during: str = "") -> None:
@@ -61,7 +61,7 @@ class Chain:
         self._running = None
 
     def finish(self) -> None:
-        """Run all that is left, and wait for it."""
+        """Run all pieces that are left, and wait for the last collective."""
         while self.more:
             self.go_on()
         self.wait()
@@ -70,8 +70,8 @@ class Chain:
 
 @dataclass(eq=False)
 class Sums:
-    """The reduction of a bucket, once started. `held[i]` are the bytes on the rank before collective i. After a
-    reduce-scatter as the last collective it is continued once more, to wait for it and free its input
+    """The reduction of one bucket that has started. `held[i]`: bytes on the rank before collective i. If the last
+    collective is a reduce-scatter, `go_on` is called once more after it, to wait for it and free its input
     (runtime.coalesced)."""
 
     chain: Chain
@@ -96,7 +96,7 @@ class Sums:
         return self.chain.more or self.chain.scatters
 
     def wait(self) -> None:
-        """Wait for what runs."""
+        """Wait for the running collective."""
         self.chain.wait()
 
 
@@ -136,8 +136,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """Leaves that are gathered together: the collectives and the copies around them, whether they run in the background
-    (`behind`), and the blocks that wait for them (None: the model itself)."""
+    """A bucket of leaves that are gathered together: the collectives and the copies around them, whether they run in
+    the background (`behind`), and the blocks that wait for them (None: the model itself)."""
 
     pieces: tuple[Piece, ...]
     behind: bool
@@ -220,4 +220,5 @@ class Leaves:
 
 
 def _moves(piece: Piece) -> bool:
+    """Whether a piece is a collective."""
     return piece.axis >= 0

@@ -120,6 +120,7 @@ class _State:
         return True
 
     def _end(self, index: int) -> None:
+        """End task number `index`."""
         self.end_s[index] = self.now_s
         self.left -= 1
         stream = self.tasks[index].stream

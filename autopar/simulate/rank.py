@@ -53,7 +53,8 @@ class Mark:
 
 @dataclass(eq=False)
 class Rank:
-    """Collects the tasks of one rank; `pieces` says on what mesh and device."""
+    """One rank: its methods append the tasks of what the runtime would do, in order; `run` executes them. `pieces` has
+    its mesh and device; `marks[i]` says what task i stands for."""
 
     pieces: Pieces
     tasks: list[Task] = field(default_factory=list)
@@ -75,7 +76,7 @@ class Rank:
     # -- pieces
 
     def forward(self, turns: Sequence[Turn]) -> None:
-        """The forward of a stage."""
+        """Append the forward of a stage."""
         self.during, self._ahead = (
             "forward",
             Ahead(self, [Fetch(t.item.forward, t.item.full_bytes, _unit(t)) for t in turns if t.item.fetches]),
@@ -90,8 +91,9 @@ class Rank:
     def backward(
         self, turns: Sequence[Turn], buckets: Sequence[Bucket] = (), part: str = "backward", *, at_once: bool = False
     ) -> None:
-        """The backward of a stage, or its `part` for "inputs" or "weights"; `buckets` start as it goes on. `at_once`:
-        it follows its forward, so that its first gathers begin with it."""
+        """Append the backward of a stage, or its `part` "inputs" or "weights". The reductions of `buckets` start in it,
+        as their gradients arrive. `at_once`: it follows its forward directly, so that its first gathers begin with
+        it."""
         self.during, self._ahead = part, Ahead(self, _fetches_back(turns) if part != "weights" else [])
         if at_once:
             self._ahead.go_on()
@@ -125,7 +127,7 @@ class Rank:
         self.during = part
 
     def _moved(self, turn: Turn, pieces: Sequence[Piece]) -> None:
-        """Run the pieces of an item in a forward or a recomputation; a gather that was prefetched is waited for."""
+        """Append the pieces of an item of a forward or a recomputation; wait for its gather if that was prefetched."""
         if turn.item.fetches and pieces:
             self._ahead.take()
         else:
@@ -205,6 +207,7 @@ class Rank:
         self._waiting.append(task)
 
     def _do(self, pieces: Sequence[Piece], lane: Spot | None) -> None:
+        """Append pieces on one lane."""
         for piece in pieces:
             if piece.axis >= 0:
                 self._waiting.append(self._collective(piece))
@@ -212,6 +215,7 @@ class Rank:
                 self._compute(piece, lane)
 
     def _compute(self, piece: Piece, lane: Spot | None) -> None:
+        """Append local work: after all that compute waits for, on one lane or (None) on all of them."""
         others = [task for spot, task in self._last.items() if spot != lane and (lane is None or spot is None)]
         stream = "compute" if lane is None else f"compute on {lane[1]} of {self.mesh.names[lane[0]]}"
         links = ("cores",) if self.shared else ()
@@ -230,6 +234,7 @@ class Rank:
             self._waiting.clear()
 
     def _collective(self, piece: Piece, *, behind: bool = False) -> int:
+        """Append a collective, in the background (`behind`) or waited for. Returns the number of its task."""
         axis = self.mesh.axes[piece.axis]
         links = {"cores": 1.0} if self.shared else link_shares(piece.kind, piece.nbytes, axis)
         after = (*dict.fromkeys((*self._waiting, *self._last.values())),)
@@ -240,18 +245,19 @@ class Rank:
         )
 
     def _add(self, task: Task, piece: Piece) -> int:
+        """Append a task with its mark. Returns its number."""
         self.tasks.append(task)
         self.marks.append(Mark(self.during, piece, self.instance))
         return len(self.tasks) - 1
 
     def run(self) -> Ran:
-        """Let the engine run what was collected."""
+        """Run all tasks that were appended."""
         return Ran(tuple(self.tasks), tuple(self.marks), run(self.tasks))
 
 
 @dataclass(frozen=True)
 class Ran:
-    """The tasks of one rank, what they stand for (`marks`), and when they ran."""
+    """The tasks of one rank after they have run: what each stands for (`marks`), and when it ran."""
 
     tasks: tuple[Task, ...]
     marks: tuple[Mark, ...]
@@ -283,6 +289,7 @@ class Ran:
         return sum(mark.piece.kind in ("compute", "copy") for mark in self.marks)
 
     def _spans(self, *, computing: bool) -> list[tuple[float, float]]:
+        """The (begin, end) of all tasks that compute, or of all others."""
         return [
             (a, b)
             for a, b, mark in zip(self.timeline.begin_s, self.timeline.end_s, self.marks, strict=True)

@@ -78,8 +78,8 @@ class Stages:
         return self.plan.mode == "train"
 
     def ran(self, stage: int, part: str) -> Ran:
-        """One microbatch in one stage, by itself. `part` is "forward", "backward", or a part of a split backward:
-        "inputs" or "weights"."""
+        """One microbatch in one stage, simulated without other places. `part` is "forward", "backward", or a part of a
+        split backward: "inputs" or "weights"."""
         key = (self._first[stage], part)
         if key not in self._ran:
             place = self.plan.stages[stage].place

@@ -25,6 +25,7 @@ from autopar.simulate.stages import Stages
 
 # a task after the last action of a place: its number, "sync" or "optimizer", and its own tasks if there are any
 Ending = tuple[int, str, Ran | None]
+# kind of an action -> the pass of a stage (Stages.ran)
 PARTS = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
 # spans of all actions; beyond it only the first and the last microbatch are shown operator by operator
 DETAILED = 200_000
@@ -52,7 +53,7 @@ def simulate(gm: fx.GraphModule, plan: Plan, progress: Callable[[str], None] | N
 
 
 def _alone(stages: Stages, held: Holding) -> Place:
-    """A plan without a pipeline: one rank stands for all."""
+    """The single Place of a plan without a pipeline; one rank stands for all."""
     ran = stages.whole()
     ends = {
         during: max(
@@ -189,6 +190,7 @@ class _Pipeline:
         return found
 
     def _add(self, task: Task) -> int:
+        """Append a task. Returns its number."""
         self.tasks.append(task)
         self.actions.append(None)
         return len(self.tasks) - 1
@@ -196,6 +198,7 @@ class _Pipeline:
     def _place(
         self, place: int, timeline: Timeline, mine: Sequence[int], ending: Sequence[Ending], detailed: bool
     ) -> Place:
+        """The result of one place: `mine` are its tasks in `timeline`, `ending` those after its last action."""
         did = [ran for index in mine if (ran := self.ran(self._action(index))) is not None]
         once_s = {
             what: sum(timeline.end_s[index] - timeline.begin_s[index] for index, kind, _ in ending if kind == what)
@@ -238,6 +241,7 @@ class _Pipeline:
         return took_s / work_s if work_s > 0 and (device.alone > 1 or device.action_s > 0) else 1.0
 
     def _action(self, index: int) -> Action:
+        """The action that task number `index` stands for."""
         action = self.actions[index]
         assert action is not None, "only actions are of a place"
         return action
@@ -275,6 +279,7 @@ def _flops(op: Op, stages: Stages) -> float:
 
 
 def _summed(stages: Stages, places: Sequence[Place]) -> Simulation:
+    """The Simulation of all places together."""
     plan, at = stages.plan, stages.places
     peak = stages.cluster.flops(computes_in(plan.precision)) * plan.ranks / stages.cluster.devices
     step_s = max(p.compute_s + p.exposed_s + p.idle_s + p.optimizer_s for p in places)

@@ -107,6 +107,7 @@ class Walk:
         return bool(view.given) and all((op.name, i) in view.given for i in range(len(op.call.outs)))
 
     def _ordered(self, gm: fx.GraphModule, scope: str) -> list[fx.Node]:
+        """The nodes of a scope in the order in which the emitted code has them."""
         spots: dict[fx.Node, Spot] = {}
         for node in gm.graph.nodes:
             name = self.program.runs[str(node.target)].ports[0] if node.op == "call_module" else self._full(node, scope)
@@ -181,6 +182,7 @@ class Walk:
             yield from self._operands(self.program.ops[name], scope, resharded)
 
     def _operator(self, op: Op, scope: str, resharded: dict[tuple[Ref, str], None]) -> list[Item]:
+        """The items of an operator: the reshards that it is the first to need, and itself."""
         node = self.plan.nodes[op.name]
         forward, backward = self.pieces.operator(op, node)
         again = tuple(
@@ -231,6 +233,7 @@ class Walk:
         return found
 
     def _reshard(self, reshard: Reshard) -> Item:
+        """The item of a reshard."""
         forward, backward = self._way(reshard, "forward"), self._way(reshard, "backward")
         ref = reshard.ref
         fetches = reshard.fetches(self.plan.mesh) and bool(forward)

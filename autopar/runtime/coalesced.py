@@ -25,10 +25,11 @@ Finish = Callable[[], list[Tensor]]
 
 
 class Together:
-    """A bucket on its way. `tensors[i]` is this rank's part of a tensor of global `shapes[i]` and takes the steps
-    `ways[i]`. All ways have the same kinds of steps on the same axes (of two or more ranks), and all tensors one dtype.
+    """The collectives of one bucket, in the background.
 
-    The constructor starts the first collective. `go_on` waits for the running one and starts the next; after the last
+    `tensors[i]` is this rank's part of a tensor of global `shapes[i]` and takes the steps `ways[i]`. All ways have the
+    same kinds of steps on the same axes (of two or more ranks), and all tensors one dtype. The constructor starts the
+    first collective. `go_on` waits for the running one and starts the next; after the last
     one it frees that one's input. Tensors of `limit_bytes` or more on a rank, before they are scattered or once they
     are gathered, are not packed; these must not change until the first collective is over. `names` are for
     runtime.count. `into`: where the last all-gathers put their results, from their start on (contiguous)."""
@@ -77,7 +78,7 @@ class Together:
         self._running()
 
     def finish(self) -> list[Tensor]:
-        """The results; the collectives that are left are done now."""
+        """Run the collectives that are left. Returns the resulting tensors."""
         while self._left:
             self.go_on()
         return self._running()
@@ -88,6 +89,7 @@ class Together:
         return lambda: came
 
     def _start(self, tensors: Sequence[Tensor]) -> Finish:
+        """Start the next collective of all tensors. Returns the function that waits for it and gives the results."""
         steps = self._left.pop()
         self.nbytes = sum(
             most_elements(shape, step.before, self.mesh.sizes) * x.element_size()
@@ -145,6 +147,7 @@ class Together:
 def _reduce(
     steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh, into: Sequence[Tensor]
 ) -> Finish:
+    """Start one all-reduce of all tensors."""
     flat = torch.cat([x.reshape(-1) for x in tensors])
     work = dist.all_reduce(flat, group=mesh.group(steps[0].axis, behind=True), async_op=True)
     sizes = [tuple(x.shape) for x in tensors]
@@ -160,6 +163,7 @@ def _reduce(
 def _scatter(
     steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh, into: Sequence[Tensor]
 ) -> Finish:
+    """Start one reduce-scatter of all tensors."""
     cuts = [scatter_parts(x, step, shape, mesh) for x, step, shape in zip(tensors, steps, shapes, strict=True)]
     sizes, lengths = [tuple(piece.shape[1:]) for piece, _, _ in cuts], [(dim, length) for _, dim, length in cuts]
     done = start_reduce_scatter(
@@ -177,6 +181,7 @@ def _scatter(
 def _gather(
     steps: Sequence[Step], tensors: Sequence[Tensor], shapes: Sequence[Shape], mesh: Mesh, into: Sequence[Tensor]
 ) -> Finish:
+    """Start one all-gather of all tensors; `into`: where the results go, if it is not empty."""
     dims = [dim_of(step.before[step.axis]) for step in steps]
     cuts = [
         cut(shape[dim], step.after, step.before, dim, step.axis, mesh.sizes, mesh.coord)

@@ -164,7 +164,7 @@ class GradSync:
             bucket.ready, bucket.sums = [], None
 
     def of(self, leaf: Tensor) -> Held | None:
-        """The parameter whose leaf `leaf` is; None for other tensors."""
+        """The parameter that `leaf` is the leaf of; None for other tensors."""
         held = self.held_of.get(id(leaf))
         return held if held is not None and held.leaf is leaf else None
 
@@ -221,7 +221,7 @@ class GradSync:
             self._move(held)
 
     def _rests(self, held: Held, grad: Tensor) -> None:
-        """Add a part of the gradient of `held` that already has the layout at rest."""
+        """Add a part of the gradient of `held` that is already in the layout at rest."""
         before = self.scattered.get(held.name)
         self.scattered[held.name] = grad if before is None else before + grad
 
@@ -243,6 +243,9 @@ class GradSync:
             self.waiting = {}
 
     def _arrived(self, leaf: Tensor) -> None:
+        """Hook of a leaf, after autograd has accumulated its gradient: start the reduction, unless further parts of the
+        gradient are to come. Raises RunError where the leaf is no longer that of a parameter, or a gradient arrives
+        twice."""
         held = self.of(leaf)
         if held is None:
             raise RunError(
@@ -300,6 +303,7 @@ class GradSync:
 
     @torch.no_grad()
     def _start(self, bucket: Bucket) -> None:
+        """Start the reduction of a bucket over the gradients that are ready, and take them out of the leaves."""
         came = {held.name for held in bucket.ready}
         bucket.ready = [held for held in bucket.members if held.name in came]
         grads = [_grad(held) for held in bucket.ready]

@@ -52,6 +52,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True, slots=True)
 class _Report:
+    """What a rank sends after a job: whether it succeeded, when, the pickled result, or the traceback."""
+
     ok: bool
     time_s: float
     value: bytes
@@ -275,6 +277,7 @@ def _rank(
     device_type: str,
     timeout_s: float,
 ) -> None:
+    """The main function of a rank: run all `jobs` and report each through `end`; then wait to be stopped."""
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller too, which then stops the ranks
     for ending in (signal.SIGTERM, signal.SIGHUP):
@@ -375,6 +378,8 @@ def _receive(end: Connection, child: Any) -> _Report:
 
 
 def _raise_first(reports: dict[int, _Report], team: _Team, timeout_s: float) -> None:
+    """Raise RunError with the traceback of the first rank that failed, or with the ranks that did not report in
+    time."""
     nprocs = len(team.ends)
     errors = sorted((report.time_s, rank) for rank, report in reports.items() if not report.ok)
     if errors:

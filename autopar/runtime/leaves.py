@@ -110,6 +110,7 @@ class Leaves:
 
     @torch.no_grad()
     def _begin(self) -> None:
+        """Start the collectives that are due (`prefetching.due`)."""
         for number in due(
             [bucket.legs for bucket in self.buckets], [bucket.begun for bucket in self.buckets], self.done
         ):
@@ -129,6 +130,7 @@ class Leaves:
             )
 
     def _fill(self, bucket: _Bucket) -> None:
+        """Wait for the leaves of a bucket, or where it has no collectives of its own reshard them one by one."""
         with filling(bucket.members):
             if bucket.moved is not None:
                 bucket.moved.finish()

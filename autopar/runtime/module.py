@@ -177,6 +177,8 @@ class ShardedModule(ModuleState):
         return any(role == "loss" for role, _ in self.OUTPUTS)
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_weight: float = 1.0) -> list[Tensor]:
+        """One forward: check the inputs, refresh the leaves, run, and take over new values of buffers. Returns the
+        outputs of the model."""
         inputs = self._bound(args, kwargs, loss_weight)
         self._sync.renew(self._held.values())
         self._leaves.refresh()

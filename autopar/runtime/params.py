@@ -113,8 +113,8 @@ class Built(Protocol):
 
 @dataclass(eq=False)
 class Held:
-    """One parameter or buffer of a built module: where it is registered, and who reads its leaf: its local part, or
-    what is gathered from it (`runtime.leaves`)."""
+    """One parameter or buffer of a built module: the registered tensor, and its leaf, which is the local part of that
+    tensor or is gathered from it (`runtime.leaves`), with the tables that hold the leaf."""
 
     name: str
     info: Param
@@ -154,7 +154,7 @@ class Held:
 
     @property
     def _computes_in(self) -> torch.dtype:
-        """The dtype of the leaf: that of what rests, as users may have cast it, unless the plan names one."""
+        """The dtype of the leaf: as the plan says, else that of the registered tensor, which users may have cast."""
         return _dtype(self.info.compute) if self.info.compute else self.local.dtype
 
     @torch.inference_mode(False)

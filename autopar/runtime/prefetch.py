@@ -54,14 +54,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Learned:
-    """The recorded gathers of one kind of pass, in order, and by number of a gather those that start a collective
-    before it (`prefetching.timetable`)."""
+    """The recorded gathers of one kind of pass, in order; and for each gather the numbers of those that start a
+    collective before it is used (`prefetching.timetable`)."""
 
     calls: tuple[Call, ...]
     due: Mapping[int, tuple[int, ...]]
 
 
-NOTHING = Learned((), {})
+NOTHING = Learned((), {})  # of a pass that has not been recorded yet
 
 
 class Orders:
@@ -75,8 +75,8 @@ class Orders:
         self._open: dict[Going, None] = {}
 
     def step(self) -> None:
-        """A step begins: adopt the orders that the first pass of each kind recorded in the last step, and drop passes
-        that an error left open."""
+        """Begin a step: from now on follow the orders that the first pass of each kind recorded in the last step, and
+        drop passes that an error left open."""
         for going in self._open:
             going.drop()
         for kind, going in self._first.items():
@@ -96,13 +96,13 @@ class Orders:
         return made
 
     def over(self, going: Going) -> None:
-        """A pass has ended."""
+        """End a pass."""
         self._open.pop(going, None)
 
     def call(
         self, x: Tensor, turn: Turn, src: Layout, dst: Layout, shape: tuple[int, ...], name: str, unit: Any
     ) -> Call:
-        """What is known of one gather."""
+        """The Call of one gather."""
         way = moving(steps(src, dst, self.mesh.sizes), self.mesh.sizes)
         gathers = any(step.kind == "all_gather" for step in way)
         nbytes = most_elements(shape, dst, self.mesh.sizes) * (turn.casts[-1] if turn.casts else x.dtype).itemsize
@@ -110,7 +110,8 @@ class Orders:
 
 
 class Going:
-    """One pass in one direction. It records its gathers, and follows `learned` as long as these agree with it."""
+    """One running pass in one direction. It records its gathers, and prefetches by `learned` as long as these agree
+    with it."""
 
     def __init__(self, orders: Orders, learned: Learned) -> None:
         self.orders, self.plan = proxy(orders), learned.calls  # weak: `orders` hold this pass until the next step
@@ -132,8 +133,8 @@ class Going:
         turn: Turn,
         unit: Any,
     ) -> Tensor:
-        """As `relayout` of `x` as `turn` makes it, of a gather that may have begun. `leaf` is `x` as autograd has it;
-        the gather belongs to `unit`."""
+        """Gather a weight: `relayout` of `x` after `turn`, which may have begun already. `leaf` is `x` as autograd sees
+        it; the gather belongs to `unit`."""
         if self.ended:
             return relayout(turn.of(x), src, dst, shape, mesh, name)
         call, at = self.orders.call(leaf, turn, src, dst, shape, name, unit), len(self.seen)
@@ -150,23 +151,23 @@ class Going:
         )
 
     def begin(self) -> None:
-        """Start the first gathers: the pass comes next."""
+        """Start the gathers that are due before the first one is used."""
         self._go_on(0)
 
     def take_back(self, *args: Any, **kwargs: Any) -> Tensor:
-        """`take` in a backward, at whose end the pass ends."""
+        """`take` in a backward; the pass ends when the backward does."""
         if not self.seen and not self.ended:
             at_end_of_backward(self.end)
         return self.take(*args, **kwargs)
 
     def end(self) -> None:
-        """The pass is over."""
+        """End the pass."""
         self.leave()
         self.ended = True
         self.orders.over(self)
 
     def leave(self) -> None:
-        """Stop to follow the recorded order."""
+        """Stop following the recorded order."""
         self.drop()
         self.plan, self._due = (), {}
 
@@ -179,7 +180,7 @@ class Going:
 
     @torch.no_grad()
     def _go_on(self, at: int) -> None:
-        """Start the collectives that are due before gather number `at`, which is next."""
+        """Start the collectives that are due before gather number `at`, the next one, is used."""
         for number in self._due.pop(at, ()):
             held = self.plan[number].held
             if held is not None:

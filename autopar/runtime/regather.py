@@ -216,6 +216,7 @@ def _at_once(
     turn: Turn,
     unit: object,
 ) -> Tensor:
+    """A gather without prefetching, where no forward is running."""
     return relayout(turn.of(x), src, dst, shape, mesh, name)
 
 
@@ -226,6 +227,7 @@ def rerunning() -> Callable[[], AbstractContextManager[None]]:
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int] | Saved:
+    """What autograd saves in place of `tensor`: a handle where it is a gathered weight, or a view of one."""
     handle = _registry.get(tensor.untyped_storage().data_ptr()) if _registry else None
     if handle is None or tensor.dtype != handle.dtype:
         # detached: a saved result would hold its own graph, a cycle that is never freed without a backward
@@ -235,6 +237,7 @@ def _pack(tensor: Tensor) -> tuple[Tensor, int] | Saved:
 
 
 def _unpack(kept: Any) -> Tensor:
+    """The saved tensor again; a gathered weight is gathered again."""
     if isinstance(kept, tuple):
         tensor, version = kept
         if tensor._version != version:  # autograd leaves this check to hooks

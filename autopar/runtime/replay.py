@@ -63,6 +63,7 @@ def skip(run: Callable[[], T]) -> T:
 
 
 def _marked(run: Callable[[], T], *, stores: bool) -> T:
+    """`run()`, recorded on the tape or replayed from it; `stores`: as `keep` does, else as `skip` does."""
     if torch.compiler.is_compiling() or not _tapes:
         return run()
     tape = _tapes[-1]
@@ -148,6 +149,7 @@ class _Region(TorchDispatchMode):
             self.inside = False
 
     def _result(self, run: Callable[[], Any]) -> Any:
+        """The result of one kernel: run and recorded in the first run, the recorded one in the second."""
         if self.again:
             self.at += 1
             if not self.stores and self.at < len(self.part):

@@ -29,7 +29,7 @@ from autopar.runtime.split_backward import add_gradients, disjoint
 
 
 class Sent:
-    """The sends of one place that are not known to have completed: the last of each kind."""
+    """The sends of one place that may not have completed yet: the last one of each kind."""
 
     def __init__(self) -> None:
         self._last: dict[str, Sequence[dist.Work]] = {}
@@ -70,13 +70,13 @@ def left(sent: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class OwnStage(pipelining.PipelineStage):
-    """One stage, of a module that leaves what goes to another place in `going`. `sent`: who sends; None where that is
-    the schedule, which waits for it before it goes on.
+    """One stage. Its module puts the tensors for other places into `going`. `sent` sends them; where it is None the
+    schedule does, and waits for the sends before it goes on.
 
-    Where the backward is taken apart, torch keeps the first gradient of a weight as autograd gave it and adds the later
-    ones in place. That tensor may be an expanded one, or the same as that of another weight or of what was received (an
-    addition passes its gradient on as it is): adding would fail, or change the others. So the first one is copied.
-    Weights that are used more than once have their own way (runtime.split_backward).
+    In a split backward torch keeps the first gradient of a weight as autograd returned it, and adds later ones to it in
+    place. That tensor may be an expanded one, or one that is also the gradient of another weight or of a received value
+    (an addition passes its gradient on unchanged), so that adding would fail or change the other gradient. Here the
+    first gradient is copied. Weights that are used more than once are handled by runtime.split_backward.
     """
 
     def __init__(self, *args: Any, sent: Sent | None, **kwargs: Any) -> None:
@@ -228,8 +228,8 @@ def _wait(works: Sequence[dist.Work]) -> None:
 
 
 def _add(leaf: Tensor, before: Tensor | None, dtype: torch.dtype) -> None:
-    """Bring the gradient that one chunk left in `leaf` to the dtype in which gradients add up, and add what was there
-    before."""
+    """Cast the gradient that one microbatch left in `leaf` to `dtype`, in which gradients add up, and add `before`, the
+    sum so far."""
     new = None if leaf.grad is None else leaf.grad.to(dtype)
     leaf.grad, leaf.grad_dtype = None, dtype
     leaf.grad = before if new is None else new if before is None else before.add_(new)

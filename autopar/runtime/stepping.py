@@ -126,6 +126,7 @@ class Engine:
                 ) from error
 
     def _wrap(self, model: PipelinedModule, stage: Stage) -> OwnStage:
+        """The stage as torch's schedules take it."""
         following = (
             model.STAGES[stage.index + 1].receives(**self.sizes) if stage.index < self.last else [((), "float32", True)]
         )

@@ -17,25 +17,26 @@ from autopar.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """`dims` as Tensor.permute has them ((): as they are), then the dtypes of casts, one after the other."""
+    """What is done to a shard before it is gathered: a permutation of its dims (`dims` as for Tensor.permute; () for
+    none), then casts to the dtypes `casts`, one after the other."""
 
     dims: tuple[int, ...] = ()
     casts: tuple[torch.dtype, ...] = ()
 
     def of(self, x: Tensor) -> Tensor:
-        """`x` turned: itself, a view of it, or where it is cast a new tensor."""
+        """`x` permuted and cast: `x` itself, a view of it, or with casts a new tensor."""
         x = x.permute(self.dims) if self.dims else x
         for dtype in self.casts:
             x = x.to(dtype)
         return x
 
     def summed(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient of what `of` made as ranks sum it: in `dtype`, that of the parameter's own gradient; of a cast
-        as the cast has it."""
+        """`grad`, the gradient of the result of `of`, in the dtype in which ranks sum it: `dtype`, which is that of the
+        parameter's gradient; unchanged where there is a cast."""
         return grad if self.casts else grad.to(dtype)
 
     def back(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient of `x`, in `dtype`, from that of what `of` made of it."""
+        """The gradient of `x`, in `dtype`, from `grad`, the gradient of the result of `of`."""
         for cast in reversed(self.casts[:-1]):
             grad = grad.to(cast)
         return (grad.permute(sorted(range(len(self.dims)), key=self.dims.__getitem__)) if self.dims else grad).to(dtype)

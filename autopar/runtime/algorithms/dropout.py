@@ -44,9 +44,9 @@ class _Masked(torch.autograd.Function):
 
 
 def _scaled(x: Tensor, kept: Tensor, scale: float) -> Tensor:
-    """`x * kept * scale`, with no tensor of that size but the result. torch has one kernel for it (that of the backward
-    of dropout), but on a CPU three operators, of which two results are there beside the last one; here they are one
-    after the other in the same memory, with the same numbers."""
+    """`x * kept * scale`, allocating only the result. torch has one kernel for it, the backward of dropout. On a CPU
+    that is three operators, whose two intermediate results would exist beside the last one; here all write to the same
+    memory, with the same numbers."""
     if x.device.type == "cpu":
         return torch.empty_like(x).copy_(kept).mul_(x).mul_(scale)
     scaled: Tensor = torch.ops.aten.native_dropout_backward(x, kept, scale)

@@ -69,7 +69,8 @@ def experts_on_ranks(
 
 
 def _places(experts: int, axes: Sequence[int], mesh: Mesh, device: torch.device) -> dict[int, Tensor]:
-    """For each axis the coordinate that has each expert; behind the last one -1, where the number of no expert is."""
+    """For each axis a tensor [experts + 1]: the coordinate that has each expert, and -1 for the number `experts`, which
+    stands for no expert."""
     found: dict[int, list[int]] = {axis: [] for axis in axes}
     for expert in range(experts):
         at, size = expert, experts
@@ -83,8 +84,8 @@ def _places(experts: int, axes: Sequence[int], mesh: Mesh, device: torch.device)
 
 @dataclass(frozen=True)
 class _Layer:
-    """The experts of this rank, numbers `span[0]` to `span[1]` of `experts`, and where all are. Numbers from `experts`
-    on are of none."""
+    """The experts of this rank, numbers `span[0]` to `span[1]` of `experts`, and the `places` of all. Numbers from
+    `experts` on stand for no expert."""
 
     compute: Compute
     experts: int
@@ -93,15 +94,15 @@ class _Layer:
     places: dict[int, Tensor]
 
     def here(self, numbers: Tensor, axis: int) -> Tensor:
-        """`numbers` without those of experts that other coordinates of the axis have."""
+        """`numbers` with those of experts on other coordinates of the axis replaced by `experts` (no expert)."""
         return numbers.masked_fill(self._at(numbers, axis) != self.mesh.coord[axis], self.experts)
 
     def _at(self, numbers: Tensor, axis: int) -> Tensor:
         return self.places[axis][numbers.clamp(max=self.experts)]
 
     def reach(self, hidden: Tensor, numbers: Tensor, gates: Tensor, trips: Sequence[tuple[int, float]]) -> Tensor:
-        """The sum over the experts of each token; `trips` are the axes still to go along, with the rows that a rank
-        sends there where routing is balanced."""
+        """The sum over the experts of each token. `trips`: the axes that are left to send rows along, each with the
+        number of rows that a rank sends there under balanced routing."""
         if not trips:
             return self._computed(hidden, numbers, gates)
         (axis, nominal), *further = trips
@@ -119,7 +120,8 @@ class _Layer:
         return found.scatter_(0, self._at(numbers, axis).remainder(len(found)).t(), True)[:-1]
 
     def _computed(self, hidden: Tensor, numbers: Tensor, gates: Tensor) -> Tensor:
-        """The pairs of a token and an expert of this rank, sorted by expert, through their experts."""
+        """The results of this rank's experts for its (token, expert) pairs, which are sorted by expert, added up by
+        token."""
         own = numbers.flatten()
         picks = (own < self.experts).nonzero().squeeze(-1)
         sorted_numbers, order = own[picks].sort(stable=True)

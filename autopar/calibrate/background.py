@@ -22,18 +22,18 @@ EDGE = {"cpu": 512, "cuda": 4096}
 """Rows, columns and depth of the matmuls."""
 
 LONGER = 2
-"""How many times as long as the collective they take, so that it ends under them."""
+"""The matmuls take so many times as long as the collective, so that it ends while they run."""
 
 TURNS = 9
-"""So often each is measured."""
+"""How often each case is measured."""
 
 ALONE, OVER, BEHIND = "compute without", "compute over", "compute behind"
 """How samples begin; the collective follows."""
 
 
 def hidden(clock: Clock) -> list[Sample]:
-    """Matmuls by themselves, while a collective of all ranks runs, and behind it: an all-gather and an all-reduce,
-    medians of turns."""
+    """The time of matmuls without a collective, beside one that runs in the background, and after one: for an
+    all-gather and an all-reduce over all ranks. Medians of TURNS."""
     kind, ranks = clock.kind, dist.get_world_size()
     if ranks < 2:
         return []
@@ -50,6 +50,8 @@ def hidden(clock: Clock) -> list[Sample]:
 
 
 def _turns(clock: Clock, cold: Cold, start: Callable[[], Later]) -> dict[str, float]:
+    """The seconds of the three cases (ALONE, OVER, BEHIND) for the collective that `start` begins."""
+
     def matmul() -> Tensor:
         edge = EDGE[clock.kind]
         return cold.keep(functional.linear(cold.next(edge, edge), cold.next(edge, edge)))

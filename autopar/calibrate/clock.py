@@ -21,11 +21,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """`window_s` is how long something is repeated, `repeats` how often that is done; the mean counts. `kind`: "cpu" or
-    "cuda".
+    """Measures functions on all ranks at once. Each is repeated for windows of `window_s` seconds; the mean over
+    `repeats` windows counts. `kind`: "cpu" or "cuda".
 
-    With `cores` seconds are not those of the wall but those that all ranks spend computing, over so many cores: what
-    something takes on a CPU that does nothing else and never waits, measured while it does have other work.
+    With `cores`, seconds are not of wall time, but the CPU seconds of all ranks divided by that number of cores: what a
+    function would take on a machine without other work and without waiting, though it is measured beside other work.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Clock:
     cores: int = 0
 
     def apart_s(self, run: Callable[[], object]) -> float:
-        """Seconds of one `run` that talks to nobody: the mean over windows and ranks."""
+        """Seconds of one `run` that does not communicate: the mean over windows and ranks."""
         run()
         mean = torch.tensor(
             [statistics.fmean(self._window(run) for _ in range(self.repeats))], dtype=torch.float64, device=self.kind
@@ -43,7 +43,7 @@ class Clock:
         return float(mean) / (self.cores or dist.get_world_size())
 
     def alone_s(self, run: Callable[[], object]) -> float:
-        """Seconds of one `run` on the first rank while all others wait; told to all."""
+        """Seconds of one `run` on the first rank while all others wait; the same number on all ranks."""
         run()
         mine = [self._window(run) if dist.get_rank() == 0 else self._idle() for _ in range(self.repeats)]
         told = torch.tensor([statistics.fmean(mine)], dtype=torch.float64, device=self.kind)
@@ -52,20 +52,22 @@ class Clock:
         return float(told)
 
     def _idle(self) -> float:
+        """Wait for about a window, in step with ranks that measure."""
         self._meet()
         time.sleep(self.window_s)
         return 0.0
 
     def together_s(self, run: Callable[[], object]) -> float:
-        """Seconds of one `run` in which ranks wait for each other: as many on all, the slowest rank counts."""
+        """Seconds of one `run` in which ranks wait for each other, on the slowest rank. All ranks do the same number of
+        runs."""
         run()
         count = 2
         count = max(2, min(1000, int(self.window_s / max(self.runs_s(run, count), 1e-7))))
         return statistics.fmean(self.runs_s(run, count) for _ in range(self.repeats))
 
     def between_s(self, run: Callable[[], Result], use: Callable[[Result], object]) -> float:
-        """Seconds of one `run` in which ranks wait for each other and behind which they compute with what came, as in a
-        step: that of both, less that of `use` alone with what is there already."""
+        """Seconds of one `run` in which ranks wait for each other, between computations as in a step: the time of `run`
+        followed by `use` of its result, less the time of `use` on a result that is there already."""
         found, count = run(), 2
         count = max(2, min(1000, int(self.window_s / max(self.runs_s(lambda: use(run()), count), 1e-7))))
         return statistics.fmean(
@@ -73,6 +75,7 @@ class Clock:
         )
 
     def _window(self, run: Callable[[], object]) -> float:
+        """Seconds of one `run` on this rank, the mean over one window."""
         self._meet()
         begin, count, until = self._now(), 0, 0.0
         while until < self.window_s:
@@ -99,9 +102,11 @@ class Clock:
         return time.process_time() if self.cores else time.perf_counter()
 
     def _meet(self) -> None:
+        """Wait for all ranks."""
         self._done()
         dist.barrier()
 
     def _done(self) -> None:
+        """Wait for the device."""
         if self.kind == "cuda":
             torch.cuda.synchronize()

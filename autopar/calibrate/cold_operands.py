@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 COLD_BYTES = {"cpu": 1 << 25, "cuda": 0}
-"""So much is gone over before anything comes again; and APART tensors, so that what was just used is never among the
-next. GPUs: no more than that, as their caches are small against what their operators move."""
+"""Bytes of other tensors that are used before a tensor is used again, by kind of device. None on GPUs, whose caches are
+small against what their operators move."""
 
 APART = 3
+"""Other tensors that are used before a tensor is used again, at least."""
 
 ALIGNED = 64
 """Elements at whose multiples tensors begin."""

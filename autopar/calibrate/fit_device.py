@@ -23,6 +23,7 @@ from autopar.cost.compute import RAMP, best_factor, narrow_share, shape_factor
 from passes.annotate_flops import ATTENTION_BACKWARD
 
 TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Tile sizes of a CPU that are tried (Device.tile)."""
 CORE_FLOPS = {"float64": 200e9, "float32": 400e9}
 """The most FLOP/s that one thread can do: two 512-bit multiply-adds per cycle at 6 GHz. Others: MATRIX_FLOPS."""
 

@@ -18,6 +18,7 @@ from autopar.cluster import Device, Level, Protocol
 from autopar.cluster.types import ALGORITHMS, COLLECTIVES
 
 LEAST_SAMPLES = 3
+"""A curve is fitted to so many samples at least."""
 SPILL_GAIN = 0.7
 """A knee is taken where the error with it is at most this share of the error without, the worst sample of each left
 out."""

@@ -21,6 +21,7 @@ from autopar.calibrate.cold_operands import Cold
 from autopar.calibrate.samples import Sample
 from autopar.runtime.optimizer_state import optimizer_of
 
+# rows, columns and depth of square matmuls
 SQUARES = {"cpu": (32, 64, 128, 256, 512), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
 OBLONG = {
     "cpu": (

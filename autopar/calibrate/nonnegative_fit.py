@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-ROUNDS = 12
+ROUNDS = 12  # fits, each with samples weighted by the errors of the one before
 LEAST = 1e-3  # relative errors below this weigh no more than it: the reweighting has no division by zero
 
 

@@ -29,8 +29,8 @@ def main() -> None:
 
 
 def _open() -> None:
-    """Standard streams that whoever started us has closed go nowhere: files that are opened would get their numbers,
-    and what is printed."""
+    """Open os.devnull in place of standard streams that the caller has closed. Otherwise files that a command opens
+    would get their file descriptors, and everything that is printed."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  it is open as long as the process

@@ -21,7 +21,7 @@ WIDTH = 140  # of tables in files and pipes
 
 
 def show(*parts: RenderableType) -> None:
-    """Print tables and lines to stdout; as wide as the terminal, or WIDTH where there is none."""
+    """Print tables and lines to stdout, as wide as the terminal, or WIDTH where stdout is none."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False, emoji=False)
     with _to_stdout():
         for part in parts:
@@ -36,8 +36,8 @@ def write_out(text: str) -> None:
 
 @contextlib.contextmanager
 def _to_stdout() -> Iterator[None]:
-    """What is written inside is out at its end. Raises PlanError where stdout takes no more, as on a disk that is full;
-    a reader that has left is the caller's."""
+    """A context at whose end stdout is flushed. Raises PlanError where stdout cannot take the text, as on a full disk;
+    where the reader has gone, BrokenPipeError is left to the caller."""
     try:
         yield
         sys.stdout.flush()
@@ -64,7 +64,8 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[Callable[[str], None]]:
-    """A line on stderr with what is being done and for how long; it vanishes, and is shown on terminals only."""
+    """A line on stderr that shows what is being done and for how long, on terminals only; it vanishes at the end. Gives
+    the function that sets the text."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -81,9 +82,8 @@ def writable(
     stdout: bool = True,
     error: type[AutoparError] = PlanError,
 ) -> str | Path | None:
-    """`where` as it is. Raises `error` where `what` cannot be written to a file of that name, before anything is done
-    for it. Folders above it are made, where `folders`; - is stdout, which takes what is text for people or other
-    programs (`stdout`)."""
+    """Returns `where`, after a check that `what` can be written there. Raises `error` where it cannot, before any work
+    is done for it. `folders`: missing folders above the file will be made. `stdout`: - is allowed and means stdout."""
     if where is None or (stdout and str(where) == "-"):
         return where
     why = (
@@ -97,7 +97,7 @@ def writable(
 
 
 def _unwritable(path: Path, folders: bool) -> str:
-    """Why no file can be written there, if so."""
+    """Why no file can be written at `path`; empty where one can."""
     if path.is_dir():
         return "it is a folder"
     if not folders and not path.parent.is_dir():
@@ -109,7 +109,8 @@ def _unwritable(path: Path, folders: bool) -> str:
 
 
 def write_json(where: str | None, data: Any) -> bool:
-    """Write `data` to the file `where`, atomically, or to stdout for "-"; whether stdout is taken by it.
+    """Write `data` to the file `where`, atomically, or to stdout for "-". Returns whether it was written to stdout, so
+    that nothing else may be.
 
     Infinite numbers, which JSON lacks, become null.
     """
@@ -124,6 +125,7 @@ def write_json(where: str | None, data: Any) -> bool:
 
 
 def _finite(value: Any) -> Any:
+    """`value` with infinite numbers as None."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -20,7 +20,7 @@ from autopar.report.reshards import ROLES, reshards
 from autopar.report.reshards import Row as Reshard
 from autopar.text import gibibytes, seconds
 
-SHOWN = 10
+SHOWN = 10  # rows of a table
 
 
 def explain_command(where: Path, node: str | None, json: str | None) -> None:

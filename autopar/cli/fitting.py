@@ -23,8 +23,8 @@ from autopar.will_it_fit import Row, Survey
 
 NAMES = {"b": "batch", "s": "sequence"}
 LOOKED_AT = 4_000_000
-"""Sizes of which it is not asked how far they go on: a little less than fitting.LARGEST, which a strategy may not
-divide."""
+"""Larger sizes are shown as "over": a little less than will_it_fit.LARGEST, where the search for the largest size
+ends, because that may be no multiple of what a strategy divides by."""
 OF_A_PLAN = ("--shown", "--json")
 """The options that go with a plan file; all others ask for what a plan says already."""
 
@@ -62,6 +62,7 @@ def plan_memory(where: Path, shown: int, json: str | None) -> None:
 
 
 def _survey(asked: Asked, tell: Any) -> Survey:
+    """The Survey of a model, captured as it is asked for."""
     loaded = asked.load()
     rules = frontend.load_rules(asked.rules)
     captured, precision = capture_in(
@@ -78,6 +79,7 @@ def _survey(asked: Asked, tell: Any) -> Survey:
 
 
 def _tables(asked: Asked, survey: Survey, rows: Sequence[Row]) -> list[Any]:
+    """The table of all strategies, and notes under it."""
     symbols = list(survey.hints)
     sizes = ", ".join(f"{NAMES.get(s, s)} {n}" for s, n in survey.hints.items())
     cluster = survey.request.cluster

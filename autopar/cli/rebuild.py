@@ -123,8 +123,8 @@ def rebuild(where: Path, progress: Callable[[str], None] | None = None, *, weigh
 
 @contextlib.contextmanager
 def _read_again(where: Path) -> Iterator[None]:
-    """Errors of what a plan names, its model and rules, say that they are those, and from where paths are looked
-    for."""
+    """Errors inside come from what a plan names, its model and rules: say so, and relative to which folder paths are
+    looked for."""
     try:
         yield
     except (CaptureError, RuleError) as error:
@@ -136,8 +136,8 @@ def _read_again(where: Path) -> Iterator[None]:
 
 
 def check_room(loaded: frontend.Loaded, where: Path) -> None:
-    """Raise PlanError where this machine has not the memory for the weights of `loaded`, which is on meta, of which
-    each process that was started here makes all."""
+    """Raise PlanError where this machine has too little memory for the weights of `loaded` (on meta): each process that
+    was started here makes all of them."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     wanted, there = (
         processes * sum(each.numel() * each.element_size() for each in own_state(loaded.model).values()),
@@ -154,8 +154,8 @@ def check_room(loaded: frontend.Loaded, where: Path) -> None:
 
 
 def met(plan: Plan, source: Source, captured: Captured, rules: Mapping[Any, Rule] | None = None) -> Captured:
-    """The graph as `plan` parts it. Raises PlanError where it is another graph than was planned, or the plan is none of
-    it; see autopar.plan_suits_graph."""
+    """The graph, with its runs of blocks divided into parts as `plan` says. Raises PlanError where the plan was made
+    for another graph, or does not suit it (autopar.plan_suits_graph)."""
     plan.check(captured.graph_hash, laid_out(captured.gm, captured.hints, training=plan.mode == "train"), source.model)
     if dict(captured.hints) != dict(plan.hints):
         raise PlanError(

@@ -37,6 +37,8 @@ def exits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _heard() -> Iterator[None]:
+    """A context in which the signals of ENDING raise SystemExit, and Ctrl-C KeyboardInterrupt; signals that are ignored
+    or have a handler of the caller are left alone."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -22,7 +22,7 @@ from autopar.plan import NodePlan, Plan
 from autopar.report.checks import checked
 from autopar.verify import Case, case_of, graph_rows, inputs_of, verify
 
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4}  # largest relative difference, by dtype
 DEVICES = ("cpu", "cuda")
 
 
@@ -93,6 +93,7 @@ def _layout(node: NodePlan) -> Layout:
 
 
 def _check_ranks(plan: Plan, given: Mapping[str, Any], inputs: Mapping[str, NodePlan]) -> None:
+    """Raise PlanError where an input does not divide over the plan's ranks."""
     for name, node in inputs.items():
         for dim, size in enumerate(given[name].shape):
             if size % (ways := ways_of(_layout(node), dim, plan.mesh)):
@@ -103,6 +104,7 @@ def _check_ranks(plan: Plan, given: Mapping[str, Any], inputs: Mapping[str, Node
 
 
 def _check_microbatches(plan: Plan, given: Mapping[str, Any], inputs: Mapping[str, NodePlan]) -> None:
+    """Raise PlanError where an input does not divide into the plan's microbatches."""
     cut = {name: dim_of(node.micro[0]) for name, node in inputs.items() if node.micro and is_shard(node.micro[0])}
     ways = math.lcm(*(ways_of(_layout(inputs[name]), dim, plan.mesh) for name, dim in cut.items()))
     step = plan.microbatches * ways

@@ -55,8 +55,8 @@ def axes(setup: Setup) -> list[Axis]:
 
 @cache
 def resting(role: Role, rests: Role) -> Role:
-    """A role under which operators are split as under `role`, and parameters, but for those of experts, rest as under
-    `rests`. Cached, so that the same two give the same role, whose options are found once."""
+    """A role by which operators are split as by `role`, while parameters, except those of experts, are sharded as by
+    `rests`. Cached, so that equal arguments give the same role, whose options are found once."""
     if rests is roles.data:
         return role
 
@@ -86,7 +86,7 @@ def context_role(setup: Setup) -> Role:
 
 @cache
 def beside_experts(role: Role) -> Role:
-    """`role` for all operators but those of experts, which are split by expert, not along their width."""
+    """`role` for all operators except those of experts, which are split by expert and not along their width."""
 
     def mixed(ways: int) -> Allow:
         works, apart = role(ways), roles.experts(ways)

@@ -106,7 +106,7 @@ def _partly_rerun(made: Plan, setup: Setup) -> Plan:
 
 
 def _schedule(setup: Setup) -> str:
-    """The name of the schedule: that of `setup`, else 1F1B where there are microbatches enough."""
+    """The name of the schedule: that of `setup` if it has one, else by stages per place and microbatches."""
     if setup.schedule:
         return setup.schedule
     if setup.vpp > 1:

@@ -1,4 +1,5 @@
-"""Which ranks have the same weights under a given configuration, and rest with parts of them."""
+"""The groups of ranks that hold the same weights under a given configuration, and the groups over which these are
+sharded. Called by predict.step for the collectives of data parallelism."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from autopar.predict.setup import Setup
 
 
 def line(cluster: Cluster, inner: int, size: int) -> MeshAxis:
-    """The axis of `size` devices whose neighbours are `inner` devices apart; what does not divide a level goes to the
-    next one."""
+    """An axis of `size` devices, neighbours on it being `inner` devices apart. Levels are filled from the innermost
+    one; the factor of `inner` or `size` that does not divide a level goes to the next level."""
     spans: list[Span] = []
     for level in reversed(cluster.levels):
         taken = math.gcd(inner, level.size)
@@ -37,8 +38,8 @@ def between(axis: MeshAxis, one: int, other: int) -> MeshAxis:
 
 @dataclass(frozen=True)
 class Owners:
-    """The ranks that compute with the same weights (`all`): `shards` of them next to each other have a part of them
-    each where they are cut at rest, and there are so many `copies` of that."""
+    """The ranks that compute with the same weights (`all`), in groups of neighbouring ranks over which the weights are
+    sharded at rest (`shards`), and the ranks that hold copies of the same shard (`copies`)."""
 
     all: MeshAxis
     shards: MeshAxis
@@ -46,7 +47,7 @@ class Owners:
 
     @staticmethod
     def of_dense(cluster: Cluster, setup: Setup) -> Owners:
-        """Those of weights that all data-parallel and context-parallel ranks have."""
+        """For weights that all data-parallel and context-parallel ranks compute with."""
         shards = setup.dp // setup.replicas * setup.cp
         return Owners(
             line(cluster, setup.tp, setup.dp * setup.cp),
@@ -56,8 +57,8 @@ class Owners:
 
     @staticmethod
     def of_experts(cluster: Cluster, setup: Setup) -> Owners:
-        """Those of a stack of experts, which expert-parallel ranks have others of: every so many data-parallel ranks,
-        and the context-parallel ones beside each unless these have experts of their own."""
+        """For a stack of experts. Expert-parallel ranks have different ones, so that the owners are every so many
+        data-parallel ranks, and the context-parallel ranks beside each unless these have experts of their own."""
         apart, ways = setup.tp * setup.cp * setup.expert_ways, setup.dp // setup.expert_ways
         beside, shards = (
             line(cluster, setup.tp, 1 if setup.experts_over_context else setup.cp),

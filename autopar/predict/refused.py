@@ -1,5 +1,5 @@
-"""Configurations that a model is not made for are refused: what an axis does not cut each of its ranks would compute
-whole."""
+"""Checks that a model can be split as a configuration asks: an axis that splits nothing of what its role is for would
+make each of its ranks compute the whole. Called by predict.layouts."""
 
 from __future__ import annotations
 

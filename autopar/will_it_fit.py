@@ -1,9 +1,9 @@
-"""Will it fit? What one device and each named strategy need of a device's memory, and the largest batch and sequence
-that they have room for.
+"""Will it fit? The memory that one device and each named strategy need, and the largest batch and sequence that they
+have room for. Called by `autopar memory`.
 
-A strategy is planned at the asked sizes; where it does not fit, as its solution of least memory, so that there are
-figures to show. The layouts of that plan are then looked at with other sizes, also with all blocks run again, and those
-of a pipeline with as many microbatches as the batch has, because recipes leave both open.
+A strategy is planned at the asked sizes. Where it does not fit, the plan is its solution of least memory, so that there
+are figures to show. The layouts of that plan are then walked with other sizes, also with all blocks run again, and
+those of a pipeline with as many microbatches as the batch allows, because recipes leave both open.
 """
 
 from __future__ import annotations
@@ -48,15 +48,19 @@ from passes import facts
 STRATEGY_SOLVE_S = 2.0  # seconds at most to solve one strategy on one mesh
 PIPELINE_SOLVE_S = 4.0  # seconds at most to solve one pipeline recipe
 LARGEST = 1 << 22  # sizes beyond this are not looked at
-ROUNDS = 64  # of microbatches for each place are looked at one by one, more of them in steps
+ROUNDS = 64  # microbatches per place: up to so many are tried one by one, more of them in steps
 
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy. `plan` and `prediction` are None where it cannot be at all, and `why` says why; `place` is the one
-    that has least room left, and `limit_bytes` is what a plan may fill of a device there. `largest` are sizes by
-    symbol: the largest of one with the others as planned. `host_bytes` rest on the host for each device, of
-    `host_limit_bytes` there."""
+    """One strategy.
+
+    plan, prediction    None where the strategy is impossible; `why` says why
+    place               the place of the plan that has least room left
+    limit_bytes         the bytes that a plan may fill of a device there
+    largest             by symbol, the largest size that fits with the others as planned
+    host_bytes          bytes on the host for each device, of `host_limit_bytes` there
+    """
 
     name: str
     mesh: tuple[int, ...]
@@ -71,7 +75,7 @@ class Row:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak of every device is within its limit, and what rests on hosts within theirs."""
+        """Whether the peak of each device is within its limit, and the bytes on hosts are within theirs."""
         return (
             self.place is not None
             and self.place.peak_bytes <= self.limit_bytes
@@ -94,7 +98,8 @@ class Survey:
 
     @property
     def most(self) -> dict[str, int | None]:
-        """The greatest size of each symbol that the graph is for: positions that the model has."""
+        """The greatest size of each symbol that the graph allows (as the number of positions of the model); None:
+        any."""
         return {name: most for name, (_, most, _) in self._spans.items()}
 
     def rows(self, names: Sequence[str] = ()) -> Iterator[Row]:
@@ -121,17 +126,18 @@ class Survey:
 
     @property
     def _has_hosts(self) -> bool:
-        """Whether something can rest on hosts that have memory of their own."""
+        """Whether the devices have hosts with memory of their own, so that offloading is possible."""
         device = self.request.cluster.device
         return self.request.settings.training and device.kind != "cpu" and not offloads.unknown(device)
 
     def _one_device(self) -> Plan | str:
+        """The plan of one device, or why there is none."""
         alone = replace(self.request, cluster=self.request.cluster.line(1), mesh=None)
         return self._recipe(Planner.of(self.gm, self.hints, alone), replace(RECIPES["single"], name="one device"))
 
     def _recipe(self, planner: Planner, recipe: Recipe) -> Plan | str:
-        """The recipe on the mesh where it is fastest among those where it fits, with no more run again than it takes to
-        fit, or else where it takes least."""
+        """The recipe on the mesh where it is fastest among those where it fits, with as little run again as that needs;
+        where it fits on none, on the mesh where it takes least memory. Or why there is no plan."""
         if lacking := recipe.lacking(planner.program):
             return lacking
         found: list[tuple[bool, float, Plan]] = []
@@ -151,7 +157,8 @@ class Survey:
         return min(found, key=lambda one: one[:2])[2] if found else why
 
     def _on_mesh(self, planner: Planner, recipe: Recipe, sizes: tuple[int, ...]) -> tuple[bool, float, Plan]:
-        """Whether a recipe is over the limit on a mesh; its seconds, or its peak where it is; and its plan."""
+        """(does not fit, seconds or where it does not fit its peak in bytes, plan) of a recipe on one mesh: the least
+        of these is the best."""
         used, mesh = recipe.roles_on(len(sizes)), planner.request.cluster.mesh(sizes)
 
         def plan(model: Model, choice: tuple[int, ...]) -> Plan:
@@ -169,11 +176,12 @@ class Survey:
                 ),
             )
         model = planner.model(sizes, used, recipe.name)
-        plans = [plan(model, choice) for choice in _outside(model.problem)]
+        plans = [plan(model, choice) for choice in _without_limit(model.problem)]
         peak, least = min((self.predicted(each).peak_bytes, number) for number, each in enumerate(plans))
         return True, peak, plans[least]
 
     def _on_host(self, planner: Planner, offload: Offload) -> Plan | str:
+        """The plan of an offloading strategy, or why there is none."""
         try:
             offloads.checked(offload.name, self.request.cluster, self.request.settings)
         except PlanError as error:
@@ -182,6 +190,7 @@ class Survey:
         return self._recipe(planner.anew(replace(self.request, settings=settings)), RECIPES[offload.base])
 
     def _pipeline(self, name: str) -> Plan | str:
+        """The plan of a named pipeline, or why there is none."""
         request = replace(self.request, recipe=name, time_limit_s=PIPELINE_SOLVE_S)
         try:
             return joint.plan(self.gm, self.hints, request)
@@ -193,7 +202,7 @@ class Survey:
 
     @property
     def limit_bytes(self) -> float:
-        """Bytes that a plan may fill of a device."""
+        """Bytes of a device that a plan may fill."""
         return float(self.request.limit_bytes)
 
     def predicted(self, plan: Plan, **sizes: int) -> Prediction:
@@ -209,6 +218,7 @@ class Survey:
         return self._programs[key]
 
     def _row(self, name: str, plan: Plan | str) -> Row:
+        """The row of a plan, or of the reason why there is none."""
         if isinstance(plan, str):
             return Row(name, (), self.limit_bytes, why=plan)
         prediction, limits = self.predicted(plan), self._limits(plan)
@@ -226,6 +236,8 @@ class Survey:
         )
 
     def _largest(self, plan: Plan, symbol: str, limits: Sequence[float]) -> int:
+        """The largest size of `symbol` that fits within `limits` (bytes of each place), also with all blocks run
+        again."""
         again = {}
         if plan.mode == "train" and self.request.remat == "auto":
             again = levels(self._program(self.hints), "full")
@@ -240,6 +252,8 @@ class Survey:
         return max(self._largest_of(each, symbol, limits) for each in plans)
 
     def _largest_of(self, plan: Plan, symbol: str, limits: Sequence[float]) -> int:
+        """The largest size of `symbol` that fits, with the blocks that `plan` runs again; of a pipeline also with more
+        microbatches."""
         most = self.most.get(symbol) or LARGEST
         found = largest(self._peak(plan, symbol, limits), max(limits), self._step(plan, symbol), most)
         if plan.microbatches == 1:
@@ -251,8 +265,8 @@ class Survey:
         return max(found, largest(self._peak(finest, symbol, limits), max(limits), self._step(plan, symbol), most))
 
     def _largest_batch(self, plan: Plan, limits: Sequence[float], most: int) -> int:
-        """With one sample of each rank in a microbatch, up to ROUNDS for each place; from there on with more of them,
-        and more samples in each."""
+        """The largest batch of a pipeline that fits: with one sample per rank and microbatch up to ROUNDS microbatches
+        per place; beyond that with more microbatches, and more samples in each."""
         ways, step = self._ways(plan), self._microbatch_step(plan)
         top = ROUNDS * plan.places
         least = next((n for n in range(step, top + 1, step) if _runs(plan, n)), None)
@@ -293,7 +307,7 @@ class Survey:
         return 1 if plan.schedule in PLAIN else plan.places
 
     def _limits(self, plan: Plan) -> list[float]:
-        """Bytes that a plan may fill of the devices of each of its places."""
+        """For each place of a plan, the bytes of its devices that the plan may fill."""
         at = Cluster.from_dict(dict(plan.cluster)).places(plan.places, plan.mesh)
         return [
             float(at.device(place).usable_memory_bytes) if at.mixed else self.limit_bytes
@@ -301,22 +315,22 @@ class Survey:
         ]
 
     def _peak(self, plan: Plan, symbol: str, limits: Sequence[float]) -> Callable[[int], float]:
-        """The peak by size, as if all places had as much as the largest."""
+        """A function: size of `symbol` -> the peak of a place, scaled as if all places had the limit of the largest."""
         return lambda size: max(
             place.peak_bytes + max(limits) - limits[place.number]
             for place in self.predicted(plan, **{symbol: size}).places
         )
 
     def _step(self, plan: Plan, symbol: str) -> int:
-        """The batch is cut evenly by ranks and microbatches; sequences are looked at in steps of the ranks that cut
-        something, but no finer than a 64th of the planned one."""
+        """The step between sizes that are tried. A batch must divide evenly by ranks and microbatches. A sequence is
+        tried in steps of the ranks that cut something, but in no more than 64 steps up to the planned one."""
         if symbol != "b":
             fine = math.lcm(*plan.mesh, self._spans[symbol][2] if symbol in self._spans else 1)
             return max(fine, self.hints[symbol] // 64 // fine * fine)
         return self._ways(plan) * plan.microbatches
 
     def _ways(self, plan: Plan) -> int:
-        """The ranks of a place that the batch is cut over."""
+        """The number of ranks of a place that the batch is cut over."""
         program = self._program(self.hints)
         inputs = [op.name for op in program.ops.values() if op.role == "input" and 0 in op.batch[0]]
         return max(
@@ -327,7 +341,7 @@ class Survey:
 
 
 def _runs(plan: Plan, microbatches: int) -> bool:
-    """Whether the schedule of a pipeline runs so many microbatches."""
+    """Whether the schedule of a pipeline can run so many microbatches."""
     try:
         orders(plan.schedule, plan.places, len(plan.stages), microbatches)
     except PlanError:
@@ -335,7 +349,8 @@ def _runs(plan: Plan, microbatches: int) -> bool:
     return True
 
 
-def _outside(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """The solution of least memory and the fastest one, whether they fit or not: either may have the lower peak."""
+def _without_limit(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """The solution of least memory and the fastest one, both regardless of the memory limit: either may have the lower
+    peak."""
     roomy = replace(problem, memory_limit_bytes=math.inf)
     return least_memory(roomy, time_limit_s=STRATEGY_SOLVE_S), ilp.search(roomy, time_limit_s=STRATEGY_SOLVE_S).choice

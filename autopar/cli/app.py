@@ -281,7 +281,7 @@ def memory(
 
 
 def _given(context: typer.Context) -> list[str]:
-    """The options that stand on the command line."""
+    """The options that were given on the command line."""
     sources = {each.opts[0]: context.get_parameter_source(each.name or "") for each in context.command.params}
     return [
         option
@@ -374,16 +374,16 @@ def main() -> None:
         fail(error)
         sys.exit(1)
     except Exception as error:
-        said = _said(error)
-        if debug or said is None:
+        message = _message(error)
+        if debug or message is None:
             raise
-        say(said)
+        say(message)
         sys.exit(1)
 
 
-def _said(error: Exception) -> str | None:
-    """What to say of an error that is none of autopar's: where the user's own code (a factory, rules) raised it, and
-    what files say; None for a bug of ours, of which all is shown."""
+def _message(error: Exception) -> str | None:
+    """The message for an error that is not autopar's: where the user's own code (a factory, rules) raised it, or that
+    of the operating system. None for a bug of autopar, whose traceback is to be shown."""
     from autopar.frontend.factory import own_frames, why_no_values
 
     frames = own_frames(error)

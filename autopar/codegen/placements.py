@@ -49,14 +49,14 @@ def in_order(nodes: Sequence[fx.Node], spots: Mapping[fx.Node, Spot]) -> list[fx
             chosen = next((n for n in placed if spots[n] == last), placed[0])
             last = spots[chosen]
         else:
-            needed = _above([n for n in left if n in spots])
+            needed = _ancestors([n for n in left if n in spots])
             chosen = next((n for n in ready if n in needed), ready[0])
         del left[chosen]
         found.append(chosen)
     return found
 
 
-def _above(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
+def _ancestors(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
     """Everything that `nodes` depend on."""
     found: dict[fx.Node, None] = {}
     pending = list(nodes)

@@ -242,8 +242,8 @@ class ScopeWriter:
         )
 
     def _passed_by(self, ref: Ref) -> bool:
-        """Whether a value is a permuted or cast weight that is then gathered: the gather reads the parameter itself, so
-        that no gradient passes this value."""
+        """Whether no gradient passes a value: a permuted or cast weight that is then gathered. The gather reads the
+        parameter itself."""
         context = self.context
         return ref[0] in context.program.following and (
             any(reshard.ref == ref and reshard.fetches(context.sizes) for reshard in context.edges.reshards)
@@ -338,7 +338,7 @@ class ScopeWriter:
             else [(f"{blocks}[:{again}]", again, True, counted), (f"{blocks}[{again}:]", count - again, False, False)]
         )
         for which, times, reruns, first in loops:
-            note = f"{self.said(times)}{self.context.class_of(run.scope)}"
+            note = f"{self.blocks_comment(times)}{self.context.class_of(run.scope)}"
             note += ", run again in the backward" if reruns else ""
             self.say(f"for i, block in enumerate({which}):" if first else f"for block in {which}:", note)
             self._carry(list(zip(carried, changes, strict=True)), first=first)
@@ -365,8 +365,8 @@ class ScopeWriter:
         """How many blocks of `run` the loop goes over."""
         return run.count
 
-    def said(self, times: int) -> str:
-        """The number of blocks of a loop, for the comment before their class; empty in a stage."""
+    def blocks_comment(self, times: int) -> str:
+        """The number of blocks of a loop, for the comment in front of their class; "" in a stage."""
         return f"{times} x "
 
     def again(self, run: Run) -> int:

@@ -41,7 +41,7 @@ def pipelined_model(context: Context, gm: fx.GraphModule, names: Names) -> str:
     bases: dict[tuple[str, ...], int] = {}  # body of a stage class -> the first stage with it
     stages = []
     for view in found:
-        does = tuple(_does(context, gm, view, names))
+        does = tuple(_body(context, gm, view, names))
         first = bases.setdefault(does, view.index)
         new = first == view.index
         stages.append(_stage(context, view, len(found), "Stage" if new else f"Stage{first}", does if new else ()))
@@ -116,7 +116,7 @@ class StageWriter(ScopeWriter):
         first, stop = self.view.blocks[run.scope]
         return stop - first
 
-    def said(self, times: int) -> str:
+    def blocks_comment(self, times: int) -> str:
         """Empty: the docstring of the stage has the number, so that stages with other numbers can share the body."""
         return ""
 
@@ -146,7 +146,7 @@ def _stage(context: Context, view: View, count: int, base: str, does: Sequence[s
     )
 
 
-def _does(context: Context, gm: fx.GraphModule, view: View, names: Names) -> list[str]:
+def _body(context: Context, gm: fx.GraphModule, view: View, names: Names) -> list[str]:
     """The body of a stage class: its tables, `receives` and `forward`."""
     writer = StageWriter(context, gm, view)
     received, given = [[writer.names[ref] for ref in refs] for refs in (view.receives, view.given)]
@@ -186,6 +186,7 @@ def _received(context: Context, refs: Sequence[Ref]) -> list[str]:
 
 
 def _model(context: Context, gm: fx.GraphModule, names: Names, count: int) -> str:
+    """The class of the model: the table of stages, the schedule, how microbatches share values, and the totals."""
     plan = context.plan
     schedule = SCHEDULES[plan.schedule]
     whole = replace(context, plan=replace(plan, microbatches=1))  # totals see the batch before it is cut

@@ -215,19 +215,19 @@ class Shifting:
     def _steps_of(self, numbers: np.ndarray) -> np.ndarray:
         """[ways] seconds of a step, given the numbers of `_numbers` [numbers, stages, ways]."""
         send_s, once_s = numbers[len(KINDS) : -4]
-        return np.asarray((self.ends_of(numbers[: len(KINDS)], send_s) + self._on @ once_s).max(0))
+        return np.asarray((self.ends_of(numbers[: len(KINDS)], send_s) + self._is_on @ once_s).max(0))
 
     def _fits(self, rest: np.ndarray, live: np.ndarray, kept: np.ndarray, halfway: np.ndarray) -> np.ndarray:
         """[moves] whether every place has room for its stages, and something to train, given their bytes [stages,
         moves]."""
         fits = np.ones(rest.shape[1], bool)
-        for mine, flying, limit in zip(self._on > 0.0, self.flying, self.limits, strict=True):
+        for mine, flying, limit in zip(self._is_on > 0.0, self.flying, self.limits, strict=True):
             held = rest[mine].sum(0)
             fits &= (held + live[mine].max(0) + flying.peak_bytes(kept[mine], halfway[mine]) <= limit) & (held > 0.0)
         return fits
 
     @cached_property
-    def _on(self) -> np.ndarray:
+    def _is_on(self) -> np.ndarray:
         """[places, stages]: 1 where a stage is on a place."""
         return np.array([[float(place == at) for at in self.at] for place in range(len(self.limits))])
 
@@ -259,6 +259,7 @@ class Shifting:
         return self._known[key]
 
     def _made(self, stage: int, first: int, stop: int, again: int) -> _Stretch:
+        """A possible stage of the pieces `[first, stop)`, the first `again` of which run again."""
         part = [*self.pieces[stage].again[first : first + again], *self.pieces[stage].costs[first + again : stop]]
         time = self.time_of(stage, part, stop)
         once_s, rest, kept, halfway = (

@@ -1,4 +1,5 @@
-"""Stages filled with pieces one after the other, each with as many as it may have."""
+"""Cuts of a model into stages that are filled greedily: each stage takes as many consecutive pieces as its limits of
+time and memory allow, first stage to last. Called by pipeline.balance, which bisects over the limit of time."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from autopar.pipeline.stretches import Cost, Pieces, Table
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """`bounds` are the positions at which stages 1, 2, ... begin; `again` says for each stage how many of its first
-    pieces are run again in the backward."""
+    """A cut of the pieces into stages: stages 1, 2, ... begin at the positions `bounds`; the first `again[i]` pieces of
+    stage i run again in the backward."""
 
     bounds: list[int]
     again: list[int]
 
     def parts(self, pieces: Sequence[Pieces]) -> list[list[Cost]]:
-        """What each stage is made of; `pieces` are those of the place of each stage."""
+        """The costs of the pieces of each stage; `pieces` are those of the place of each stage."""
         return [
             [*here.again[first : first + n], *here.costs[first + n : stop]]
             for here, (first, stop), n in zip(
@@ -34,14 +35,18 @@ class Cuts:
 
 
 def piece_ranges(bounds: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Of each stage, the number of its first piece and of the piece after its last one: `count` pieces are cut at
-    `bounds` (Cuts.bounds)."""
+    """(first, stop) of each stage: the positions of its first piece and behind its last one, where `count` pieces are
+    cut at `bounds` (Cuts.bounds)."""
     return list(itertools.pairwise([0, *bounds, count]))
 
 
 class Links:
-    """The possible cuts, before each piece but the first, and the seconds that each keeps its link busy. Each of the
-    stages `whose` must have one of the pieces `needed`; the others any piece."""
+    """The positions at which `count` pieces may be cut, and how long the tensors that cross each cut keep a link busy.
+
+    sends_s    by piece, seconds of sending in one direction what crosses a cut in front of it; empty: nothing
+    barred     the pieces in front of which no cut is allowed
+    needed     pieces of which each of the stages `whose` must have one; other stages may have any
+    """
 
     def __init__(
         self,
@@ -52,54 +57,57 @@ class Links:
         whose: Collection[int] = (),
     ) -> None:
         self.count, self._needed, self._whose = count, needed, whose
-        self.seconds = 2 * np.array(sends_s[1:] or [0.0] * (count - 1))
+        self.seconds = 2 * np.array(sends_s[1:] or [0.0] * (count - 1))  # by cut, in both directions
         self.free = np.ones(count - 1, dtype=bool)
         self.free[[place - 1 for place in barred]] = False
 
     @property
     def count_of_cuts(self) -> int:
-        """How many places there are to cut at."""
+        """The number of positions at which a cut is allowed."""
         return int(self.free.sum())
 
     @property
     def fullest_s(self) -> float:
-        """Seconds on the link of the cut that sends most."""
+        """Seconds on the link of the allowed cut that sends most."""
         return float(self.seconds[self.free].max(initial=0.0))
 
     @cached_property
     def _emptiest_s(self) -> float:
-        """Seconds on the link of the cut that sends least."""
+        """Seconds on the link of the allowed cut that sends least."""
         return float(self.seconds[self.free].min(initial=np.inf))
 
     def fullest_of_s(self, bounds: Sequence[int]) -> float:
-        """Seconds on the busiest link of some cuts; 0 where none of them sends more than the cut that sends least."""
+        """Seconds on the busiest link of the cuts `bounds`; 0 where none of them sends more than the allowed cut that
+        sends least."""
         fullest = max((float(self.seconds[at - 1]) for at in bounds), default=0.0)
         return fullest if fullest > self._emptiest_s else 0.0
 
     def ends(self, limit_s: float) -> list[int]:
-        """Where a stage may end: cuts whose link is busy for no longer than `limit_s`, or than that of the cut that
-        sends least."""
+        """The positions at which a stage may end: cuts that keep their link busy for at most `limit_s`, or for no
+        longer than the cut that sends least; and the end of all pieces."""
         allowed = max(limit_s, self._emptiest_s)
         return [*(int(i) + 1 for i in np.flatnonzero((self.seconds <= allowed) & self.free)), self.count]
 
     def first_stop(self, stage: int, begin: int) -> int:
-        """The first position at which `stage` may end if it begins at `begin`; behind all pieces where it cannot."""
+        """The first position at which `stage` may end if it begins at `begin`: behind its first needed piece. Greater
+        than `count` where there is none left."""
         needed = self._needed_in(stage)
         found = bisect_left(needed, begin)
         return needed[found] + 1 if found < len(needed) else self.count + 1
 
     def last_begin(self, stage: int, stop: int) -> int:
-        """The last position at which `stage` may begin if it ends at `stop`; -1 where it cannot."""
+        """The last position at which `stage` may begin if it ends at `stop`; -1 where there is none."""
         needed = self._needed_in(stage)
         found = bisect_left(needed, stop)
         return needed[found - 1] if found else -1
 
     def _needed_in(self, stage: int) -> Sequence[int]:
-        """The pieces of which `stage` is to have one."""
+        """The pieces of which `stage` must have one."""
         return self._needed if stage in self._whose else range(self.count)
 
     def last_ends(self, ends: Sequence[int], stages: int) -> list[int]:
-        """The last of `ends` of each stage that leaves enough for those behind it; none where there is no such cut."""
+        """For each of `stages` stages the last one of `ends` at which it can end such that all later stages can have
+        the pieces that they need; empty where there is no such cut."""
         found = [self.count]
         while len(found) < stages:
             before = bisect_right(ends, self.last_begin(stages - len(found), found[-1]))
@@ -110,8 +118,17 @@ class Links:
 
 
 class Filling:
-    """Stages that take as many pieces as they may, one after the other: each `stage_s` at most, as what its links send,
-    and with those before it on its place `mean_s` each in the mean."""
+    """One greedy cut. Limits: each stage, and its link, takes at most `stage_s` seconds; the stages of a place up to
+    any of them take at most `mean_s` each on average; each stage stays within its share of the memory of its place
+    (`budgets`).
+
+        ends         positions at which a stage may end
+        last_ends    the last one for each stage (Links.last_ends)
+        edges        where each stage begins, and the last one ends, so far
+        may          what each stage may take, so far
+        spent        what each stage takes, so far
+        never        (stage, end) pairs that are known to be impossible at the present limits
+    """
 
     def __init__(
         self,
@@ -130,15 +147,15 @@ class Filling:
             stage_s,
             mean_s,
         )
-        self.ends = links.ends(stage_s)  # where a stage may end
+        self.ends = links.ends(stage_s)
         self.last_ends = links.last_ends(self.ends, len(tables))
-        self.edges = [0]  # where each stage begins, and the last one ends
+        self.edges = [0]
         self.may: list[May] = []
         self.spent: list[Spent] = []
-        self.never: dict[tuple[int, int], None] = {}  # stages, and where they cannot end
+        self.never: dict[tuple[int, int], None] = {}
 
     def fill(self) -> bool:
-        """Whether no piece is left."""
+        """Fill all stages. Returns whether they take all pieces."""
         if not self.last_ends:
             return False
         for stage in range(len(self.tables)):
@@ -147,7 +164,7 @@ class Filling:
             if end is not None:
                 self.edges.append(end)
             elif not any(
-                self._ends_at(stage, stop) and self._moved(stage)
+                self._ends_at(stage, stop) and self._taken_as_cut(stage)
                 for stop in reversed(self.ends[: bisect_left(self.ends, self.links.first_stop(stage, self.edges[-1]))])
             ):
                 return False
@@ -156,22 +173,23 @@ class Filling:
 
     @property
     def cuts(self) -> Cuts:
-        """Where the stages begin, and what they run again."""
+        """The cut, with as few pieces run again as memory requires."""
         return Cuts(
             self.edges[1:-1],
             [self._again(stage, *edges) or 0 for stage, edges in enumerate(itertools.pairwise(self.edges))],
         )
 
     def longest_s(self) -> float:
-        """Seconds of the slowest stage or of the fullest link."""
+        """Seconds of the slowest stage or of the busiest link."""
         return max(self.links.fullest_of_s(self.edges[1:-1]), *(spent.seconds for spent in self.spent))
 
     def mean_s(self) -> float:
-        """Seconds of a stage and all before it on its place, in the mean of these, of those that take longest."""
+        """The largest average, over a stage and all stages before it on its place, of the seconds of a stage."""
         return self.budgets.mean_s([spent.seconds for spent in self.spent])
 
     def _again(self, stage: int, first: int, stop: int) -> int | None:
-        """How many of the first pieces of `[first, stop)` a stage runs again; None where it cannot have them."""
+        """How many of the pieces `[first, stop)`, counted from the first, `stage` must run again to fit; None where it
+        exceeds its limits with any number."""
         table, (limit_s, *room) = self.tables[stage], self.may[stage]
         limit_s = min(limit_s, self._stage_s) * (1 + 1e-12)
         if table.slow(first, stop, limit_s):
@@ -181,7 +199,7 @@ class Filling:
         return None if slow else again
 
     def _spent(self, stage: int) -> Spent:
-        """What a stage takes as it is."""
+        """What a stage takes as it is now."""
         table, (first, stop), flying = self.tables[stage], self.edges[stage : stage + 2], self.in_flight[stage]
         again = self._again(stage, first, stop) or 0
         held = table.held(first, stop, flying) - table.saved(first, first + again, flying)
@@ -189,8 +207,8 @@ class Filling:
         return Spent(table.time_s(first, stop, again), held, live)
 
     def _furthest(self, stage: int) -> int | None:
-        """The last end that a stage may have, with one left for each stage behind; None where it cannot even have the
-        next one."""
+        """The last position at which a stage may end and every later stage can still have a piece; None where it cannot
+        even take its first piece. By bisection: more pieces take more time and memory."""
         first, ends = self.edges[-1], self.ends
         low, high = bisect_left(ends, self.links.first_stop(stage, first)), bisect_left(ends, self.last_ends[stage])
         if low > high or self._again(stage, first, ends[low]) is None:
@@ -201,9 +219,9 @@ class Filling:
         return ends[low]
 
     def _ends_at(self, stage: int, stop: int) -> bool:
-        """Make a stage end at `stop`, which is no further than where it ends now, or begins: those before it take fewer
-        pieces if need be, as where it is on a slower or smaller place and cannot have the piece that they have left.
-        False where that cannot be."""
+        """Make a stage end at `stop`, which is at most its present end, or its begin. Stages before it take fewer
+        pieces if need be, as where this stage is on a slower or smaller place and cannot take the next piece. Returns
+        whether that is possible."""
         if self.links.first_stop(stage, self.edges[stage]) <= stop:
             self.edges[stage + 1 :] = [stop]
             return True
@@ -220,10 +238,10 @@ class Filling:
         self.never[stage, stop] = None
         return False
 
-    def _moved(self, stage: int) -> bool:
-        """Take for `stage` and those before it what they may have as these end now. False, and nothing is taken, where
-        one may not have what it was moved to: of two stages of a place the first can have more there than what the
-        second was told that it leaves."""
+    def _taken_as_cut(self, stage: int) -> bool:
+        """Recompute what `stage` and those before it may take and take, after their ends were moved. Returns False, and
+        changes nothing, where one of them now exceeds its limits: of two stages of a place the first may take more
+        after the move than the second one was told."""
         moved = Filling(self.tables, self.links, self.in_flight, self.budgets, self._stage_s, self._mean_s)
         moved.edges = self.edges
         for other, (first, stop) in enumerate(itertools.pairwise(self.edges)):

@@ -107,7 +107,7 @@ class HoningState(State):
 
     def reset(self, choice: Sequence[int]) -> None:
         """Take `choice`, and compute the totals anew."""
-        self._upset(v for v, c in enumerate(choice) if c != self.choice[v])
+        self._mark_stale(v for v, c in enumerate(choice) if c != self.choice[v])
         super().reset(tuple(choice))
         for leaves in self.leaves.values():
             self.totals[leaves.row] = leaves.after(self.choice)
@@ -115,9 +115,9 @@ class HoningState(State):
     def move(self, v: int, c: int) -> None:
         """Move node `v` to choice `c`."""
         super().move(v, c)
-        self._upset([v])
+        self._mark_stale([v])
 
-    def _upset(self, moved: Iterable[int]) -> None:
+    def _mark_stale(self, moved: Iterable[int]) -> None:
         """Mark as stale the changes by moves of other weights in the same buckets as the `moved` nodes."""
         for leaves in {id(leaves): leaves for v in moved for leaves in self.leading.get(v, ())}.values():
             self._stale.update(leaves.nodes)
@@ -130,7 +130,7 @@ class HoningState(State):
         return out
 
     def _idle(self, v: int) -> np.ndarray:
-        """What there is before it is placed."""
+        """What the nets and buckets of node `v` cost while it has no choice."""
         out = super()._idle(v)
         for leaves in self.leading.get(v, ()):
             out[leaves.row] = leaves.after(self.choice)
@@ -172,8 +172,8 @@ class HoningState(State):
         return np.asarray(shown_s - compute_s - of[WAITED] + took_s + rest_s)
 
     def _pace(self, compute_s: np.ndarray, waits: np.ndarray, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[columns] seconds of all of the work beside the `running` background, and [axes, columns] the seconds of
-        background collectives that run meanwhile."""
+        """Given the `running` background: [columns] seconds of all of the work beside it, and [axes, columns] seconds
+        of background collectives that run meanwhile."""
         taken = self.shares.T @ running  # [levels, columns] of each link
         slower = [np.maximum(1.0, taken[used].max(0)) for used in self.used]
         pace_s = compute_s / (1.0 - np.minimum(0.99, self.passing.model.prices.contention * running.sum(0)))
@@ -188,9 +188,9 @@ class HoningState(State):
         return pace_s, moved_s
 
     def _slots(self, t: int) -> slice | np.ndarray:
-        return self._of(self.passing.nets[t].scope) if t < self.passing.model.shared else slice(FIXED)
+        return self._rows_of(self.passing.nets[t].scope) if t < self.passing.model.shared else slice(FIXED)
 
-    def _of(self, scope: str) -> np.ndarray:
+    def _rows_of(self, scope: str) -> np.ndarray:
         """The rows of totals to which something in a scope adds."""
         return np.array([*range(FIXED), *range(self.first[scope], self.first[scope] + 2 * self.passing.width)])
 
@@ -198,7 +198,7 @@ class HoningState(State):
         node, table = self.problem.nodes[v], self.passing.nodes[v]
         forbidden, own = np.isinf(node.cost_s), np.zeros((self._rows, len(node.cost_s)))
         own[SECONDS], own[BYTES], own[FORBIDDEN] = np.where(forbidden, 0.0, self.own_s[v]), node.memory_bytes, forbidden
-        own[self._of(table.scope)[FIXED:]] = _of_passes(table.each)
+        own[self._rows_of(table.scope)[FIXED:]] = _of_passes(table.each)
         return own
 
     def _net_features(self, t: int) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""Which option each operator takes on the axis of microbatches: split by samples, with as few changes of layout as
-there can be."""
+"""Which option each operator takes on the axis of microbatches (pipeline.microbatches): samples are split, with as few
+changes of layout as possible. A small Problem, solved by `ilp`. Called by autopar.joint and autopar.predict."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from autopar.rules.language import Option, Use
 from autopar.search import ilp
 
 CHANGE_S = 1e6
-"""Price of any change of layout: microbatches cannot change one."""
+"""Price of a change of layout, which microbatches cannot do; seconds only by name, as all prices here."""
 TOTAL_S = 1e3
-"""Price of the sum of parts without a gradient: where it depends on inputs alone, it is a total."""
+"""Price of the sum of a partial value without a gradient: where it depends on inputs alone it is a total."""
 SHARE_S = 1.0
-"""Price of what is the same for all where a part of a sum is wanted: each takes its part, where that saves a change."""
+"""Price of a value that is the same for all microbatches and is read as a partial sum: each takes 1 / n of it."""
 LIMIT_S = 5.0
+"""Time limit of the search."""
 
 
 class _Matching(Prices):
-    """Prices under which all that matters is whether values are wanted as they are made."""
+    """Prices by which a reshard costs CHANGE_S, TOTAL_S, SHARE_S or nothing, whatever its size."""
 
     def table_s(
         self,
@@ -43,10 +44,12 @@ class _Matching(Prices):
         weight: bool = False,
         grad_bytes: float | None = None,
     ) -> np.ndarray:
-        """What every change of a value's layout takes; gradients add up whatever they are."""
+        """[rows, columns]: the price of each change of a value's layout; gradients cost nothing, since they add up over
+        microbatches."""
         return np.array([[self._change_s(row, column) for column in columns] for row in rows])
 
     def _change_s(self, made: LayoutPair, wanted: LayoutPair) -> float:
+        """The price of a value that is `made` in one layout and `wanted` in another."""
         if made.value == wanted.value:
             return 0.0
         if (made.value, wanted.value) == (("R",), ("P",)):
@@ -55,7 +58,7 @@ class _Matching(Prices):
 
 
 def _results(op: Op) -> list[Joint]:
-    """What is read of results: of a loss parts of a sum, of what else the model returns whatever there is. None for
+    """The joint options of a result of the model: of the loss a partial sum, of another output any layout. Empty for
     other operators."""
     if op.role not in ("loss", "output"):
         return []
@@ -63,9 +66,9 @@ def _results(op: Op) -> list[Joint]:
     return [Joint((Option(entry, (Use(entry, "R" if op.call.ins[0].grad else NO_GRAD),), ()),)) for entry in entries]
 
 
-def _apart(program: Program, clusters: list[OpCluster]) -> list[OpCluster]:
-    """`clusters`, those with operators of inputs alone one by one: what these sum up may be a total, which others then
-    take whole."""
+def _inputs_apart(program: Program, clusters: list[OpCluster]) -> list[OpCluster]:
+    """`clusters`, in which every operator that depends on inputs alone is a cluster of its own: it may sum up a total,
+    which the other operators of its cluster then read whole."""
     cone = from_inputs(program)
     home = {
         op.name: OpCluster(op.name, [op], anchor=True)
@@ -85,7 +88,7 @@ def sharing(
     Raises PlanError, naming the operator, where microbatches would not compute what the batch computes, InfeasibleError
     where the batch cannot be cut by `count`.
     """
-    clusters = _apart(program, clusters)
+    clusters = _inputs_apart(program, clusters)
     joints = [_results(cluster.root) or join(cluster, table, roles.data(count)) for cluster in clusters]
     model = build(
         program,

@@ -48,8 +48,8 @@ def table_of(
 
 
 def _of_gathered(found: list[Option]) -> list[Option]:
-    """What turns or casts of a parameter do with a leaf that is whole and rests cut: all of it, and their gradient
-    rests cut as well."""
+    """Further options of operators that reorder or cast a parameter, whose options are `found`: where the parameter
+    rests cut and its leaf is whole, they compute the whole result, and its gradient is cut as the parameter is."""
     cut = [
         option
         for option in found
@@ -69,15 +69,15 @@ def options_of(op: Op, ways: int, sections: Sections, rules: Mapping[Any, Rule] 
     if op.role == "port":
         return options("... -> ...", op.call, ways, linear="all")
     if op.role == "param":
-        return _rest(op, ways, sections)
+        return _parameter_options(op, ways, sections)
     if op.role == "input" and 0 in op.batch[0] and op.call.outs[0].sizes[0] % ways == 0:
-        return [_still("", op, "R"), _still("b", op, "S0")]
+        return [_at_rest("", op, "R"), _at_rest("b", op, "S0")]
     if op.role == "output":
         entries = ["R", *(shard(d) for d, n in enumerate(op.call.ins[0].sizes) if n >= ways)]
         return [Option(entry, (Use(entry, "-"),), (), split=entry != "R") for entry in entries]
     if op.role in ("loss", "mutation"):
         return [Option("", (Use("R", "R" if op.call.ins[0].grad else "-"),), ())]
-    return [_still("", op, "R")]
+    return [_at_rest("", op, "R")]
 
 
 def _needs_planned_sizes(op: Op, option: Option) -> bool:
@@ -91,19 +91,21 @@ def _needs_planned_sizes(op: Op, option: Option) -> bool:
     )
 
 
-def _still(factor: str, op: Op, entry: str) -> Option:
-    """A value that lies still: its gradient lies as it does, so the optimizer runs on what the rank holds."""
+def _at_rest(factor: str, op: Op, entry: str) -> Option:
+    """The option of a value at rest with layout `entry`, whose gradient has the same layout: the optimizer then steps
+    the part that the rank holds."""
     grad = entry if op.call.outs[0].grad else "-"
     return Option(factor, (), (Use(entry, grad),), split=entry != "R")
 
 
-def _rest(op: Op, ways: int, sections: Sections) -> list[Option]:
-    found = [_still("", op, "R")]
+def _parameter_options(op: Op, ways: int, sections: Sections) -> list[Option]:
+    """The options of a parameter."""
+    found = [_at_rest("", op, "R")]
     for dim, size in enumerate(op.call.outs[0].sizes):
         if _can_be_cut(op, size, ways):
-            found.append(_still(f"d{dim}", op, shard(dim)))
+            found.append(_at_rest(f"d{dim}", op, shard(dim)))
         found += [
-            _still(f"d{dim}/{':'.join(map(str, cut))}", op, shard(dim, cut))
+            _at_rest(f"d{dim}/{':'.join(map(str, cut))}", op, shard(dim, cut))
             for cut in sections
             if sum(cut) == size and all(n % ways == 0 for n in cut)
         ]
@@ -111,8 +113,8 @@ def _rest(op: Op, ways: int, sections: Sections) -> list[Option]:
 
 
 def _can_be_cut(op: Op, size: int, ways: int) -> bool:
-    """Whether a parameter can rest cut along a dim. One of complex numbers only evenly: optimizers see them as real,
-    and of uneven shards DTensor gives them a copy for that (torch 2.13), so that the parameter would stay as it is."""
+    """Whether a parameter can rest cut along a dim of `size`. A complex one only evenly: optimizers see it as real, and
+    of uneven shards DTensor makes a copy for that (torch 2.13), so that the parameter would never change."""
     return size >= ways and (size % ways == 0 or not op.out_dtypes[0].is_complex)
 
 
@@ -122,9 +124,9 @@ def _gathered(op: Op, dim: int, run: str) -> Option:
 
 
 def _even_dims(op: Op, ways: int) -> list[int]:
-    """The dims along which a trained parameter that is whole for its readers may rest: which one does not matter to
-    them, so of all the two that can be cut most evenly, the first ones. Two, because another mesh axis may cut one of
-    them."""
+    """The dims along which a trained parameter may rest cut where its leaf is whole. Readers see no difference, so only
+    the two dims that divide most evenly are offered, the first ones of equals; two, because another mesh axis may cut
+    one of them."""
     tensor = op.call.outs[0]
     if ways < 2 or not tensor.grad:
         return []

@@ -36,6 +36,7 @@ from autopar.layout import (
 from autopar.problem.hiding import LOCAL_AXIS, Load, split
 
 NO_STEP = -1
+"""Fills up the rows of an array of steps, where routes have different numbers of them."""
 
 LARGE_BYTES = 1e9
 """A size at which the latency of a collective is negligible."""
@@ -323,12 +324,12 @@ def renamed(source: Layout, target: Layout) -> tuple[Layout, Layout]:
     if all(dim == number for dim, number in dims.items()):
         return source, target
     first, second = (
-        tuple(_on(dims[dim_of(e)], e) if is_shard(e) else e for e in layout) for layout in (source, target)
+        tuple(_along(dims[dim_of(e)], e) if is_shard(e) else e for e in layout) for layout in (source, target)
     )
     return first, second
 
 
 @cache
-def _on(dim: int, entry: Entry) -> Entry:
+def _along(dim: int, entry: Entry) -> Entry:
     """`entry` with its shards along tensor dim `dim`."""
     return shard(dim, sections_of(entry))

@@ -81,6 +81,7 @@ def _without(
 
 def _as_planned(name: str, value: Any, planned: Any) -> None:
     # nan is as planned where nan was
+    """Raise RunError where a fixed argument has another value than was planned."""
     same = not isinstance(value, Tensor) and (value == planned or (value != value and planned != planned))
     if not same:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
@@ -130,6 +131,7 @@ def cut_batch(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh) -> l
 
 
 def _part(name: str, layout: str, value: Any, mesh: Mesh) -> Any:
+    """This rank's part of one global input. Raises RunError as `cut_batch` does."""
     if not isinstance(value, Tensor):
         return value
     if value.is_meta:
@@ -167,7 +169,7 @@ def check_sizes(
             got = f"a tensor of {value.dim()} dims" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise RunError(f"input {name!r} is {got}, wanted a tensor of sizes ({', '.join(map(str, dims[name]))})")
         for dim, size in enumerate(dims[name]):
-            wanted = _unlike(
+            wanted = _wanted_instead(
                 value.shape[dim], size, spans, partial(_own_size, layout=parse(layout), dim=dim, mesh=mesh)
             )
             if wanted:
@@ -197,7 +199,7 @@ def _check_together(inputs: Mapping[str, str], dims: Dims, values: Sequence[Tens
                 )
 
 
-def _unlike(
+def _wanted_instead(
     got: int, size: int | str | None, spans: Mapping[str, tuple[int, int | None, int]], own_size: Callable[[int], int]
 ) -> str:
     """The size that was wanted instead of `got`, in words; empty where `got` is right. `own_size` maps a global size to
@@ -252,9 +254,9 @@ def check_agreement(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh
 
 
 def check_shapes(inputs: Mapping[str, str], everyone: Sequence[Sequence[tuple[int, ...] | None]], mesh: Mesh) -> None:
-    """Raise RunError unless each input has the same shape on all ranks (None for what is no tensor). A rank takes its
-    own part of a dim, times the ranks that cut it, for the size of the whole, so that parts of which the last is
-    smaller, though they are those of one tensor, would be divided by a number of samples that is none."""
+    """Raise RunError unless each input has the same shape on all ranks (None: it is no tensor). A rank infers the
+    global size of a dim as its own size times the number of ranks that cut it. If the last part were smaller, ranks
+    would divide by different numbers of samples, although the parts do form one tensor."""
     for index, (name, layout) in enumerate(inputs.items()):
         if any(each[index] != everyone[0][index] for each in everyone):
             got = "; ".join(f"rank {rank}: {each[index]}" for rank, each in enumerate(everyone))

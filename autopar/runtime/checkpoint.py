@@ -51,7 +51,7 @@ def load_full(
         [name for name, value in state.items() if name not in known and isinstance(value, Tensor)] if strict else []
     )
     wrong = [
-        f"{h.name}: got {_said(value)}, wanted {h.info.shape}"
+        f"{h.name}: got {_described(value)}, wanted {h.info.shape}"
         for h in held
         if (value := found[h.name]) is not None
         and (not isinstance(value, Tensor) or value.is_meta or tuple(value.shape) != h.info.shape)
@@ -72,7 +72,7 @@ def load_full(
             h.local.copy_(own(dense, h.info.entries, mesh.sizes, mesh.coord))
 
 
-def _said(value: Any) -> str:
+def _described(value: Any) -> str:
     """A value of a state dict, in words for an error."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"

@@ -24,9 +24,9 @@ PIPELINE = "pipeline"
 
 
 def _grow_segments() -> None:
-    """Let torch's allocator grow its segments, unless it is at work or the user says how it works: in segments of fixed
-    size 7 of 80 GiB were not to be had where 73 were needed (Llama-3 8B on an H100), and plans count on what
-    `usable_memory` leaves."""
+    """Set torch's CUDA allocator to segments that can grow, unless it is running already or the user has configured it.
+    Plans count on all that `usable_memory` leaves: with segments of fixed size, 7 of 80 GiB could not be allocated at a
+    peak of 73 GiB (Llama-3 8B on an H100)."""
     if not torch.cuda.is_initialized() and "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
@@ -120,18 +120,22 @@ class Mesh:
         if self.places > 1:
             sizes, names = (self.places, *sizes), (PIPELINE, *names)
         whole, self._world = init_device_mesh(self.device_type, sizes, mesh_dim_names=names), dist.group.WORLD
-        self._second = self._again(sizes, names, whole)
+        self._second = self._second_groups(sizes, names, whole)
         if self.places == 1:
             return whole
         self.pipeline = whole.get_group(PIPELINE)
         return whole[names[1:]]
 
     def meet(self) -> DeviceMesh | None:
-        """`device_mesh`, with which the process groups are made unless they are there: a collective operation of all
-        ranks, and the first of every model. Torch names a group by how many this process made before, so that all ranks
-        make all groups in one order: where one of them did not, a rank was told the address of another group's member
-        under the name of its own, and waited there. Where torch.distributed was shut down and started again since, its
-        groups are gone, and all is made anew. Raises RunError where the number of ranks is wrong."""
+        """`device_mesh`, after making its process groups if they do not exist yet: a collective operation of all ranks,
+        and the first one of every model. If torch.distributed was shut down and started again since, all groups are
+        made anew.
+
+        All ranks must make all groups in the same order: torch names a group by how many this process has made before,
+        and a rank that skipped one would connect to members of another group and wait there.
+
+        Raises RunError where the number of ranks is wrong.
+        """
         if self._world is not None and (not dist.is_initialized() or dist.group.WORLD is not self._world):
             self.forget()
         return self.device_mesh
@@ -145,9 +149,11 @@ class Mesh:
                 "with what was saved before (load_full, or torch.distributed.checkpoint)"
             )
 
-    def _again(self, sizes: tuple[int, ...], names: tuple[str, ...], first: DeviceMesh) -> dict[int, dist.ProcessGroup]:
-        """The second groups of the axes `behind`. All ranks make them here, in the same order, whatever each of them
-        runs later."""
+    def _second_groups(
+        self, sizes: tuple[int, ...], names: tuple[str, ...], first: DeviceMesh
+    ) -> dict[int, dist.ProcessGroup]:
+        """The second process groups of the axes `behind`. All ranks make them here, in the same order, even those that
+        never use them."""
         if not self.behind:
             return {}
         whole, more = init_device_mesh(self.device_type, sizes, mesh_dim_names=names), len(sizes) - len(self.sizes)
@@ -193,9 +199,10 @@ class Mesh:
 
     @cached_property
     def behind_groups(self) -> tuple[dist.ProcessGroup | None, ...]:
-        """Those for what runs in the background. A group runs its collectives one after the other: what compute waits
-        for would wait behind gathers for later blocks, so that the axes `behind` have a second group of the same ranks
-        (as Megatron-LM's --create-all-gather-group)."""
+        """The process groups of this rank along each axis for collectives in the background. A group runs its
+        collectives one after the other, so collectives that compute waits for would queue behind gathers for later
+        blocks. Therefore the axes `behind` have a second group of the same ranks (as with Megatron-LM's
+        --create-all-gather-group)."""
         return (
             tuple(self._second.get(axis, group) for axis, group in enumerate(self.groups))
             if self.device_mesh is not None
@@ -203,8 +210,7 @@ class Mesh:
         )
 
     def group(self, axis: int, *, behind: bool = False) -> dist.ProcessGroup | None:
-        """The process group of this rank along `axis`; for what runs in the background the one `behind` where there is
-        one."""
+        """The process group of this rank along `axis`; with `behind`, the one for collectives in the background."""
         return (self.behind_groups if behind else self.groups)[axis]
 
     @property

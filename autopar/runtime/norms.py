@@ -56,8 +56,8 @@ def renew(module: Normed, batches: Iterable[Any]) -> None:
             f"update_bn: {', '.join(stuck[:5])} {'has' if len(stuck) == 1 else 'have'} momentum 0, so that no batch "
             "shows in the running statistics; compile the model with another momentum"
         )
-    parts = {h: momentum for name, momentum in module.NORMS.items() for h in _there(module, name, STATISTICS)}
-    counts = [h for name in module.NORMS for h in _there(module, name, (COUNT,))]
+    parts = {h: momentum for name, momentum in module.NORMS.items() for h in _buffers_of(module, name, STATISTICS)}
+    counts = [h for name in module.NORMS for h in _buffers_of(module, name, (COUNT,))]
     before = {h: h.local.clone() for h in (*parts, *counts)}
     training = module.training
     module.train()
@@ -71,7 +71,7 @@ def renew(module: Normed, batches: Iterable[Any]) -> None:
     _set(before | made)
 
 
-def _there(module: Normed, norm: str, names: Iterable[str]) -> list[Held]:
+def _buffers_of(module: Normed, norm: str, names: Iterable[str]) -> list[Held]:
     """The buffers of a norm that this rank has."""
     return [module._held[full] for name in names if (full := f"{norm}.{name}") in module._held]
 
@@ -100,7 +100,7 @@ def _calls(module: Normed) -> dict[str, int]:
     RunError, on all ranks, where that is more than once."""
     found = torch.zeros(len(module.NORMS), dtype=torch.int64)
     for i, name in enumerate(module.NORMS):
-        for h in _there(module, name, (COUNT,)):
+        for h in _buffers_of(module, name, (COUNT,)):
             found[i] = h.local
     if module.MESH.ranks > 1:
         found = found.to(module.MESH.device)

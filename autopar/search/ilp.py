@@ -41,7 +41,7 @@ def search(
     check_room(problem)
     small, restore = presolve(problem)
     first = greedy.search(small, time_limit_s=time_limit_s).choice
-    first = better(small, first, _calmer(small, deadline - time.perf_counter())) or first
+    first = better(small, first, _with_fewer_reshards(small, deadline - time.perf_counter())) or first
     found = minimise(small, first, time_limit_s=deadline - time.perf_counter(), seed=seed, cutoff_s=cutoff_s, gap=gap)
     best = restore(found.choice)
     if start is not None and fits(problem, start) and problem.price(start).time_s < problem.price(best).time_s:
@@ -61,15 +61,15 @@ def glance(
     of several problems are worth solving. Dominated choices are not looked for, since there are few.
 
     Ends early once it is proven that nothing is faster than `cutoff_s`. With `twice`, a solution far from its bound
-    gets a second start (`_calmer`). Descent also begins at `start`, which may do what is forbidden here. Raises
-    InfeasibleError as `search` does.
+    gets a second start (`_with_fewer_reshards`). Descent also begins at `start`, which may do what is forbidden here.
+    Raises InfeasibleError as `search` does.
     """
     deadline = time.perf_counter() + time_limit_s
     check_room(problem)
     small, restore = allowed(problem)
-    found, seen = _passed(small, time_limit_s, cutoff_s)
+    found, seen = _by_messages(small, time_limit_s, cutoff_s)
     if twice and seen.bound_s < min(cutoff_s, small.price(found).time_s * (1 - FAR)):
-        found = better(small, found, _calmer(small, time_limit_s)) or found
+        found = better(small, found, _with_fewer_reshards(small, time_limit_s)) or found
     best = restore(found)
     if start is not None:
         best = better(problem, best, descend(problem, start, deadline)) or best
@@ -83,7 +83,9 @@ DEARER = 2.0
 """Factor on the seconds of reshards for the second start, which leads to a solution with fewer of them."""
 
 
-def _passed(problem: Problem, time_limit_s: float, cutoff_s: float = math.inf) -> tuple[tuple[int, ...], dual.Bound]:
+def _by_messages(
+    problem: Problem, time_limit_s: float, cutoff_s: float = math.inf
+) -> tuple[tuple[int, ...], dual.Bound]:
     """A solution by descent and GLANCE_ROUNDS of message passing, and the bound that these prove. Raises
     InfeasibleError where nothing fits."""
     state = State(problem, [-1] * len(problem.nodes))
@@ -99,13 +101,13 @@ def _passed(problem: Problem, time_limit_s: float, cutoff_s: float = math.inf) -
     return better(problem, first, seen.choice) or first, seen
 
 
-def _calmer(problem: Problem, time_limit_s: float) -> tuple[int, ...] | None:
+def _with_fewer_reshards(problem: Problem, time_limit_s: float) -> tuple[int, ...] | None:
     """A local optimum of `problem`, reached from a solution with fewer reshards: that of the same problem in which
     reshards are dearer. None where it does not fit. Descent from each node's cheapest choice tends to end at solutions
     that change layouts all the time."""
     dearer = replace(problem, nets=tuple(replace(net, cost_s=DEARER * net.cost_s) for net in problem.nets))
     try:
-        found, _ = _passed(dearer, time_limit_s)
+        found, _ = _by_messages(dearer, time_limit_s)
     except InfeasibleError:
         return None
     return better(problem, found, descend(problem, found, time.perf_counter() + time_limit_s))

@@ -27,13 +27,13 @@ from autopar.pipeline.work import BACKWARD, Pass, least_s
 from autopar.problem.graph import Program
 
 MOST = 10
-"""Of how many blocks of a run the price is found one by one."""
+"""Blocks of a run that are walked through one by one; further ones are priced as those in the middle."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A leaf that is gathered once per step, by collectives of one `kind`, read first at `reader`; `ahead`: all of them
-    are gathers, which begin early."""
+    """A leaf that is gathered once per step, first read at position `reader` of the program. Leaves with equal `kinds`
+    of collectives share buckets. `ahead`: all its collectives are gathers, so that they begin early."""
 
     sent: Sent
     kinds: Hashable
@@ -159,6 +159,7 @@ class Timeline:
 
 
 def _bucket(members: Sequence[tuple[_Leaf, Hashable]]) -> LeafBucket:
+    """Leaves, each with the block that reads it first, as one bucket."""
     return LeafBucket(
         in_one_bucket([leaf.sent for leaf, _ in members]),
         members[0][0].ahead,
@@ -206,33 +207,29 @@ def waits_s(lines: Sequence[tuple[Line, int]], way: int, contention: float) -> f
 def _walked_s(lines: tuple[tuple[Line, int], ...], way: int, contention: float) -> tuple[float, tuple[float, ...]]:
     """`waits_s` of a stage all blocks of which are run through; and for each of its lines the exposed seconds of one
     block in the middle of MOST of them (0 of others)."""
-    places = range(len(lines))
-    turns = _once(
-        [
-            Turn(stop, (place, number) if line.block else OUTSIDE)
-            for place in (reversed(places) if way == BACKWARD else places)
-            for line, count in (lines[place],)
-            for number in range(count)
-            for stop in (line.backward if way == BACKWARD else line.forward)
-        ]
-    )
+    backward, turns = way == BACKWARD, list[Turn]()
+    for index in reversed(range(len(lines))) if backward else range(len(lines)):
+        line, count = lines[index]
+        stops = line.backward if backward else line.forward
+        for number in range(count):
+            turns += [Turn(stop, (index, number) if line.block else OUTSIDE) for stop in stops]
+    turns = _without_repeats(turns)
     exposed_s = Clock(turns, contention).run(gathers_first=False)
     begins = _begins(turns, exposed_s)
-    return exposed_s[-1], tuple(
-        [
-            _each_s(begins, place, MOST) if line.block and count == MOST else 0.0
-            for place, (line, count) in enumerate(lines)
-        ]
-    )
+    middle_s = [
+        _each_s(begins, index, MOST) if line.block and count == MOST else 0.0
+        for index, (line, count) in enumerate(lines)
+    ]
+    return exposed_s[-1], tuple(middle_s)
 
 
-def _once(turns: Sequence[Turn]) -> list[Turn]:
+def _without_repeats(turns: Sequence[Turn]) -> list[Turn]:
     """The turns of a stage, with what several operators share (Sent.key) once: gathers with the first of these in the
     order of the pass, gradients with the last."""
-    gathers = _Shared([sent for turn in turns for _, sent in (*turn.stop.opens, *turn.stop.takes)])
-    sends = _Shared([sent for turn in reversed(turns) for sent in turn.stop.sends[::-1]])
-    sums = _Shared([one.sent for turn in reversed(turns) for one in turn.stop.sums[::-1]])
-    if not (gathers.again or sends.again or sums.again):
+    gathers = _Repeats([sent for turn in turns for _, sent in (*turn.stop.opens, *turn.stop.takes)])
+    sends = _Repeats([sent for turn in reversed(turns) for sent in turn.stop.sends[::-1]])
+    sums = _Repeats([one.sent for turn in reversed(turns) for one in turn.stop.sums[::-1]])
+    if not (gathers.ids or sends.ids or sums.ids):
         return [*turns]
     return [
         Turn(
@@ -249,12 +246,13 @@ def _once(turns: Sequence[Turn]) -> list[Turn]:
     ]
 
 
-class _Shared:
-    """Those of some gathers or gradients that are there before, by Sent.key (`again`, their ids)."""
+class _Repeats:
+    """The set of those of `sent` that the stage does not do itself, because an earlier one of them has the same key
+    (Sent.key)."""
 
     def __init__(self, sent: Sequence[Sent]) -> None:
         first: dict[Hashable, Sent] = {}
-        self.again = {id(one) for one in sent if one.key is not None and first.setdefault(one.key, one) is not one}
+        self.ids = {id(one) for one in sent if one.key is not None and first.setdefault(one.key, one) is not one}
 
     def __contains__(self, one: Sent) -> bool:
-        return id(one) in self.again
+        return id(one) in self.ids

@@ -89,23 +89,17 @@ def merged(sums: Iterable[Sums]) -> tuple[Sums, ...]:
     for one in sums:
         if one.nbytes > 0.0:
             together.setdefault(one.kinds, []).append(one)
-    return tuple(
-        [
-            Sums(
-                kinds,
-                tuple([nbytes for one in found for nbytes in one.each_bytes]),
-                found[0].full_bytes,
-                tuple(
-                    [
-                        (*moves[0][:2], sum(seconds for *_, seconds in moves))
-                        for moves in zip(*(one.moves for one in found), strict=True)
-                    ]
-                ),
-                sum(one.behind_s for one in found),
-            )
-            for kinds, found in together.items()
-        ]
-    )
+    return tuple([_as_one(found) for found in together.values()])
+
+
+def _as_one(sums: Sequence[Sums]) -> Sums:
+    """Sums by the same collectives as one: bytes and seconds added up."""
+    moves = []
+    for same in zip(*(one.moves for one in sums), strict=True):
+        kind, axis, _ = same[0]
+        moves.append((kind, axis, sum(seconds for *_, seconds in same)))
+    each_bytes = tuple([nbytes for one in sums for nbytes in one.each_bytes])
+    return Sums(sums[0].kinds, each_bytes, sums[0].full_bytes, tuple(moves), sum(one.behind_s for one in sums))
 
 
 def begun_s(place: Iterable[Sums]) -> float:

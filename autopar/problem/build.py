@@ -1,4 +1,5 @@
-"""Program + mesh + prices -> Problem, and back.
+"""Builds the Problem of one mesh from a Program and prices, and decodes its solutions. Called by the planner, by
+autopar.joint and by autopar.predict.
 
     clusters of Ops become nodes; a node's choices are its joint options, one per axis (product over the axes);
     a value with readers outside its cluster becomes a net; parameters are clusters that never move.
@@ -38,15 +39,16 @@ Decisions = dict[str, tuple[Option, ...]]  # op name -> option per axis
 
 @dataclass(eq=False)
 class Model:
-    """A Problem with the way back to the graph."""
+    """A Problem with what its nodes and nets stand for in the graph: `clusters` with their `choices` and `members`, and
+    the `links` of the nets, in order. `plain`: the same Problem without rematerialisation, where `problem` has some."""
 
     problem: Problem
     clusters: list[Cluster]
     choices: list[list[Choice]]
-    members: list[list[Member]]  # of the clusters, under their choices
-    links: list[Link]  # what each net stands for, in the order of the nets
+    members: list[list[Member]]
+    links: list[Link]
     prices: Prices
-    plain: Problem | None = None  # the same Problem without rematerialisation, where `problem` has some
+    plain: Problem | None = None
 
     @property
     def shared(self) -> int:
@@ -175,8 +177,8 @@ class Frame:
 
 
 def rested(model: Model, prices: Prices) -> Model:
-    """`model` with other things offloaded to the host: memory and update of parameters follow `prices` (of the same
-    mesh), all else is unchanged."""
+    """`model` with the memory and the updates of parameters as `prices` has them, which are for the same mesh and other
+    settings of offloading; all else is unchanged."""
     keeps = kept(model.clusters, model.links[0].program)
     nodes = {
         index: _node(index, model.members[index], keeps, cluster, node.labels, prices, node.group)
@@ -184,7 +186,7 @@ def rested(model: Model, prices: Prices) -> Model:
         if cluster.members[0].role == "param"
     }
 
-    def there(problem: Problem) -> Problem:
+    def with_parameters(problem: Problem) -> Problem:
         return replace(
             problem,
             nodes=tuple(
@@ -194,7 +196,10 @@ def rested(model: Model, prices: Prices) -> Model:
         )
 
     return replace(
-        model, problem=there(model.problem), plain=None if model.plain is None else there(model.plain), prices=prices
+        model,
+        problem=with_parameters(model.problem),
+        plain=None if model.plain is None else with_parameters(model.plain),
+        prices=prices,
     )
 
 
@@ -215,10 +220,12 @@ def build(
 
 
 def _choices(cluster: Cluster, per_axis: Sequence[Sequence[Joint]], sizes: tuple[int, ...]) -> list[Choice]:
+    """The combinations of joint options, one per axis, that a cluster can have on a mesh of these sizes. Raises
+    InfeasibleError where there are none."""
     found = [
         combo
-        for combo, plain in zip(itertools.product(*per_axis), _apart(cluster, per_axis), strict=True)
-        if _placements(combo) < 2 and (plain or fits_together(cluster, combo, sizes))
+        for combo, fits_anyway in zip(itertools.product(*per_axis), _surely_fit(cluster, per_axis), strict=True)
+        if _placements(combo) < 2 and (fits_anyway or fits_together(cluster, combo, sizes))
     ]
     if not found:
         op = cluster.root
@@ -229,22 +236,22 @@ def _choices(cluster: Cluster, per_axis: Sequence[Sequence[Joint]], sizes: tuple
     return found
 
 
-def _apart(cluster: Cluster, per_axis: Sequence[Sequence[Joint]]) -> list[bool]:
-    """For every combination of joint options, one per axis, whether it fits together without a closer look
-    (`fits_together`): none of them uses a runtime algorithm, and no two axes cut the same dim of a tensor. Always False
-    for clusters with a parameter."""
+def _surely_fit(cluster: Cluster, per_axis: Sequence[Sequence[Joint]]) -> list[bool]:
+    """For every combination of joint options, one per axis, whether `fits_together` need not be asked, since the answer
+    is yes: none of them uses a runtime algorithm, and no two axes cut the same dim of a tensor. Always False for
+    clusters with a parameter."""
     if any(op.role == "param" for op in cluster.members) or not all(per_axis):
         return [False] * math.prod(map(len, per_axis))
     cuts = [np.array([_cut_dims(joint) for joint in joints]) for joints in per_axis]
     runs = [np.array([any(option.run for option in joint.options) for joint in joints]) for joints in per_axis]
     shape, axes = tuple(map(len, per_axis)), range(len(per_axis))
-    alone = np.ones(shape, bool)
+    surely = np.ones(shape, bool)
     for a in axes:
-        alone &= ~np.expand_dims(runs[a], [other for other in axes if other != a])
+        surely &= ~np.expand_dims(runs[a], [other for other in axes if other != a])
         for b in range(a):
-            crowds = ((cuts[a][None] == cuts[b][:, None]) & (cuts[a] >= 0)[None]).any(-1)  # [of b, of a]
-            alone &= ~np.expand_dims(crowds, [other for other in axes if other not in (a, b)])
-    return [bool(each) for each in alone.ravel()]
+            same_dim = ((cuts[a][None] == cuts[b][:, None]) & (cuts[a] >= 0)[None]).any(-1)  # [of b, of a]
+            surely &= ~np.expand_dims(same_dim, [other for other in axes if other not in (a, b)])
+    return [bool(each) for each in surely.ravel()]
 
 
 def _cut_dims(joint: Joint) -> list[int]:
@@ -288,6 +295,7 @@ def _can_rest(op: Op, options: Sequence[Option], sizes: tuple[int, ...]) -> bool
 
 
 def _labels(options: Sequence[Choice]) -> tuple[str, ...]:
+    """The name of each choice: the factor that its last member splits on each axis, - for none."""
     return tuple([",".join([joint.options[-1].factor or "-" for joint in combo]) for combo in options])
 
 
@@ -300,6 +308,7 @@ def _node(
     prices: Prices,
     group: int,
 ) -> Node:
+    """The node of cluster number `index`: seconds and bytes of each choice."""
     seconds, hide = (np.zeros(len(labels)) for _ in range(2))
     for member in members:
         op = member.op
@@ -315,6 +324,7 @@ def _node(
 
 
 def _net(link: Link, keeps: Kept, prices: Prices, group: int) -> Net:
+    """The net of a link: seconds and bytes of each pair of a row and a column."""
     again, first = (
         link.asked_by(lambda op, i: op.needs_again(i)),
         link.asked_by(lambda op, i: op.needs_again(i, first=True)),

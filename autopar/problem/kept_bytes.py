@@ -38,13 +38,14 @@ def counted(links: Sequence[Link], keeps: Kept) -> list[Link]:
 
 def apart(link: Link, keeps: Kept) -> tuple[Link, list[Link]]:
     """`link` with what it counts itself, and the links that count the rest of its bytes."""
-    others = _alone(link, keeps)
+    others = _links_of_bytes(link, keeps)
     return replace(
         link, counts=tuple([part for part in (COPIES, AS_MADE) if all(part not in other.counts for other in others)])
     ), others
 
 
-def _alone(link: Link, keeps: Kept) -> list[Link]:
+def _links_of_bytes(link: Link, keeps: Kept) -> list[Link]:
+    """The links that count bytes alone, beside `link`."""
     if link.weight or link.kind != "edge":
         return []
     keep = [(op.name, operand) in keeps.reads for op, operand in link.readers]
@@ -56,19 +57,17 @@ def _alone(link: Link, keeps: Kept) -> list[Link]:
     as_made = AS_MADE if (link.key in keeps.charges or link.key in keeps.behind) and (alike or saved & others) else ""
     copies = COPIES if saved & others else ""
     if as_made and copies and not alike:
-        return [_only(link, keep, link.columns, (COPIES, AS_MADE))]
-    return [
-        *([_only(link, keep, link.columns, (COPIES,))] if copies else ()),
-        *(
-            [_only(link, keep, [LayoutPair(c.value, (NO_GRAD,) * len(c.value)) for c in link.columns], (AS_MADE,))]
-            if as_made
-            else ()
-        ),
-    ]
+        return [_bytes_only(link, keep, link.columns, (COPIES, AS_MADE))]
+    found = [_bytes_only(link, keep, link.columns, (COPIES,))] if copies else []
+    if as_made:  # columns that differ in the gradient's layout alone are one
+        values = [LayoutPair(column.value, (NO_GRAD,) * len(column.value)) for column in link.columns]
+        found.append(_bytes_only(link, keep, values, (AS_MADE,)))
+    return found
 
 
-def _only(link: Link, keep: Sequence[bool], columns: Sequence[LayoutPair], counts: tuple[str, ...]) -> Link:
-    """`link` to its readers that `keep` what they read, which ask for `columns`: of bytes alone."""
+def _bytes_only(link: Link, keep: Sequence[bool], columns: Sequence[LayoutPair], counts: tuple[str, ...]) -> Link:
+    """A link that counts bytes alone: `link` to those of its readers for which `keep` is true. `columns` are the layout
+    pairs that they ask for, `counts` says which bytes it counts."""
     place: dict[LayoutPair, int] = {}
     uses = []
     for kept, use in zip(keep, link.uses, strict=True):

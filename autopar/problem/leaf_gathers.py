@@ -64,8 +64,8 @@ class Leaves:
         return self.share * self.bytes_s * self.first[0]
 
     def late_s(self, index: int) -> np.ndarray:
-        """[rows, columns, axes] late seconds of one weight, up to `most_s`: those of its own gather, and those of
-        others if it fills a bucket by itself."""
+        """[rows, columns, axes] seconds of gathers that are not prefetched because of one weight, up to `most_s`: of
+        its own gather, and, if it fills a bucket by itself, of other weights."""
         nbytes, seconds = self.nbytes[index][:, None, None], self.seconds[index]
         ahead_s = np.maximum(0.0, seconds - self.bytes_s * nbytes) - self.bytes_s * self.first[1][index] * (
             nbytes >= BUCKET_BYTES
@@ -102,23 +102,25 @@ def first_bytes(options: Sequence[np.ndarray]) -> tuple[float, list[float]]:
 
     `options`: for each weight, in the order in which they are read, the bytes that it may have.
     """
-    fills = [index for index, each in enumerate(options) if (each >= BUCKET_BYTES).any()][:LEAVES_AHEAD]
+    can_fill = [index for index, each in enumerate(options) if (each >= BUCKET_BYTES).any()][:LEAVES_AHEAD]
     most, less = _most_bytes(options), [0.0] * len(options)
-    among = {
-        those: _most_bytes(
-            [_of(each, index in those) if index in fills else each for index, each in enumerate(options)]
-        )
-        for count in range(1, len(fills) + 1)
-        for those in itertools.combinations(fills, count)
-    }
-    for index in fills:
+    most_where: dict[tuple[int, ...], float] = {}  # weights that fill a bucket, the others in `can_fill` do not
+    for count in range(1, len(can_fill) + 1):
+        for filling in itertools.combinations(can_fill, count):
+            own = list(options)
+            for index in can_fill:
+                own[index] = _options_by_size(options[index], index in filling)
+            most_where[filling] = _most_bytes(own)
+    for index in can_fill:
         less[index] = min(
-            most - nbytes - sum(less[other] for other in those) for those, nbytes in among.items() if index in those
+            most - nbytes - sum(less[other] for other in filling)
+            for filling, nbytes in most_where.items()
+            if index in filling
         )
     return most, less
 
 
-def _of(each: np.ndarray, filling: bool) -> np.ndarray:
+def _options_by_size(each: np.ndarray, filling: bool) -> np.ndarray:
     """The options of a weight that fill a bucket by themselves (`filling`), or those that do not."""
     return each[(each >= BUCKET_BYTES) == filling]
 
@@ -135,7 +137,7 @@ def _most_bytes(options: Sequence[np.ndarray]) -> float:
         found, before = 0.0, 0.0
         for index in range(first, len(options) if buckets else first):
             found = max(found, min(before, BUCKET_BYTES) + float(options[index].max()) + most(index + 1, buckets - 1))
-            small = _of(options[index], False)
+            small = _options_by_size(options[index], False)
             if not len(small):
                 break
             before += float(small.max())

@@ -90,24 +90,12 @@ class PassTables(Quantities):
     @cached_property
     def plain(self) -> Mapping[str, bool]:
         """For each level in `link`, whether the collectives of its axes use the links of this level only."""
-        axes = {
-            level: [
-                axis
-                for axis, own in zip(self.model.prices.mesh.axes, self.link, strict=True)
-                if own == level and axis.size > 1
-            ]
-            for level in self.link
-        }
-        return {
-            level: all(
-                part.span.level.name == level
-                for axis in own
-                for kind in COLLECTIVES
-                for way in fastest_ways(kind, axis)
-                for part in way
-            )
-            for level, own in axes.items()
-        }
+        found = dict.fromkeys(self.link, True)
+        for axis, level in zip(self.model.prices.mesh.axes, self.link, strict=True):
+            ways = [way for kind in COLLECTIVES for way in fastest_ways(kind, axis)] if axis.size > 1 else []
+            if any(part.span.level.name != level for way in ways for part in way):
+                found[level] = False
+        return found
 
     @property
     def scopes(self) -> list[str]:
@@ -153,6 +141,7 @@ class PassTables(Quantities):
         return scope if scope in self.model.links[0].program.runs else ""
 
     def _node(self, cluster: Cluster, members: Sequence[Member], node: Node, update_s: np.ndarray) -> Table:
+        """The table of a node. `update_s` [choices] is the part of its cost that is the optimizer's step."""
         cost_s = np.where(np.isfinite(node.cost_s), node.cost_s - update_s, 0.0)
         found = np.zeros((2, len(cost_s), self.width))
         if cluster.root.role == "param":
@@ -197,6 +186,7 @@ class PassTables(Quantities):
         return found
 
     def _net(self, link: Link, net: Net) -> Table:
+        """The table of a net."""
         prices, found = self.model.prices, np.zeros((2, *net.cost_s.shape, self.width))
         scope = self._scope(link.readers[0][0].scope)
         if not link.moves:

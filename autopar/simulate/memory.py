@@ -1,4 +1,5 @@
-"""Memory over time: what a place holds (autopar.memory), at the times at which the simulation says that things run."""
+"""The memory of a place over time: its bytes (autopar.memory) at the times that the simulation finds. Called by
+simulate.step."""
 
 from __future__ import annotations
 
@@ -6,16 +7,16 @@ from collections.abc import Sequence
 
 from autopar.memory.place import Level
 
-FINE_POINTS = 32  # points of one action where there are at most FEW_ACTIONS
-FEW_ACTIONS = 8
+FEW_ACTIONS = 8  # a place with more of them has only two points for each
+FINE_POINTS = 32  # points for each action of a place with few
 
 
 def over_time(levels: Sequence[Level], times: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """(seconds, bytes) whenever the bytes change, from 0 on: what rests is there before the first action. `times` is
-    when each of `levels` begins and ends.
+    """(seconds, bytes) whenever the bytes change, from second 0 on, at which the bytes at rest are there. `times`:
+    begin and end of the action of each of `levels`.
 
-    Within an action the bytes are taken to change linearly from begin to end, with the peak in between; where there are
-    many actions, only peak and end are listed.
+    Within an action the bytes are taken to change linearly from begin to end, with the peak in between. Of a place with
+    many actions only the peak and the end of each are listed.
     """
     found = [(0.0, levels[0].begin)] if levels else []
     for level, (begin, end) in zip(levels, times, strict=True):

@@ -112,15 +112,10 @@ def _pieces(op: Op, work_s: float, inside_s: float, waited: Sequence[Wait]) -> t
     """The pieces of one run of an operator. `inside_s`: exposed seconds of all its inner collectives, of which those in
     `waited` are not beside its work."""
     name, beside_s = op.name, inside_s - sum(wait.seconds for wait in waited)
-    first, last = (
-        [
-            Piece(name, wait.kind, wait.axis, wait.seconds / wait.times, wait.nbytes, within=True)
-            for wait in waited
-            if wait.last == behind
-            for _ in range(wait.times)
-        ]
-        for behind in (False, True)
-    )
+    first, last = list[Piece](), list[Piece]()
+    for wait in waited:
+        each = Piece(name, wait.kind, wait.axis, wait.seconds / wait.times, wait.nbytes, within=True)
+        (last if wait.last else first).extend([each] * wait.times)
     work = [Piece(name, "compute", COMPUTE, work_s)] if work_s > 0 else []
     beside = [Piece(name, "inside", INSIDE, beside_s)] if beside_s > COUNTS_S else []
     return *first, *work, *beside, *last

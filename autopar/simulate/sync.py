@@ -158,20 +158,17 @@ class Sync:
         moved: Mapping[Member, tuple[Step, ...]],
         readers: Sequence[tuple[str, int] | None],
     ) -> Filling:
-        if self._key(members[0], moved) is not None:
-            together = [
-                piece
-                for steps in zip(*(moved[m] for m in members), strict=True)
-                for piece in self._together(members, steps, gradients=False)
-            ]
-            return Filling(tuple(together), True, (*dict.fromkeys(readers),))
-        pieces = [
-            piece
-            for member in members
-            for step in moved[member]
-            for piece in self._together([member], [step], gradients=False, packed=False)
-        ]
-        return Filling(tuple(pieces), False, (*dict.fromkeys(readers),))
+        """One bucket of leaves: `moved` are the steps of each, `readers` the blocks that read them first."""
+        pieces: list[Piece] = []
+        bucketed = self._key(members[0], moved) is not None
+        if bucketed:  # each step is one collective for all
+            for steps in zip(*(moved[m] for m in members), strict=True):
+                pieces += self._together(members, steps, gradients=False)
+        else:
+            for member in members:
+                for step in moved[member]:
+                    pieces += self._together([member], [step], gradients=False, packed=False)
+        return Filling(tuple(pieces), bucketed, (*dict.fromkeys(readers),))
 
     def _together(
         self, members: Sequence[Member], steps: Sequence[Step], *, gradients: bool, packed: bool = True

@@ -95,10 +95,10 @@ def _step_each(params: Sequence[Tensor], optimizer: torch.optim.Optimizer, numbe
     step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without hooks, which are those of the whole step
     first: dict[str, float] = {}
     for param in params:
-        homes = _copied_to_device(optimizer.state.get(param, {}), param)
+        homes = _brought(optimizer.state.get(param, {}), param)
         stand_in = _stand_in(optimizer, number, param)
         step(stand_in)
-        _copied_back(optimizer.state[param], param, homes)
+        _taken(optimizer.state[param], param, homes)
         now = {key: float(value) for key, value in stand_in.param_groups[number].items() if _is_number(value)}
         first = first or now
         torn = [key for key, value in now.items() if value != first.get(key)]
@@ -129,7 +129,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-def _copied_to_device(state: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
+def _brought(state: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
     """Copy the tensors of `state` that are shaped as `param` to its device. Returns the host tensors that they were, by
     key."""
     device, homes = local_of(param).device, dict[str, Tensor]()
@@ -141,7 +141,7 @@ def _copied_to_device(state: dict[str, Any], param: Tensor) -> dict[str, Tensor]
 
 
 @torch.no_grad()
-def _copied_back(state: dict[str, Any], param: Tensor, homes: Mapping[str, Tensor]) -> None:
+def _taken(state: dict[str, Any], param: Tensor, homes: Mapping[str, Tensor]) -> None:
     """Copy the state back into the host tensors `homes`; state that this step made gets a new host tensor, pinned for
     CUDA devices."""
     for key, value in state.items():

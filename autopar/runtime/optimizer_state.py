@@ -184,10 +184,12 @@ def load_optimizer_state_dict(
     *,
     strict: bool = True,
 ) -> None:
-    """The inverse of `optimizer_state_dict`. A checkpoint has the groups of parameters as one rank had them, and on
-    another place of a pipeline, or under another plan, they have other members: options are taken of them, members are
-    this optimizer's own. What of them is frozen has its state too, for when it trains again. Tensors may be whole, as
-    one device has them.
+    """The inverse of `optimizer_state_dict`.
+
+    A checkpoint has the groups of parameters of the rank that saved it. On another place of a pipeline, or under
+    another plan, groups have other members. So the options of a group are loaded, and its members are those of
+    `optimizer`. Frozen members get their state too, for when they train again. Tensors may be whole, as one device has
+    them.
 
     Raises RunError where the optimizer is none of the model's, the state is not what `optimizer_state_dict` gave or of
     another kind of optimizer, where the numbers of groups differ, and with `strict` where parameters that train have no
@@ -195,29 +197,7 @@ def load_optimizer_state_dict(
     """
     _check_optimizer(model, optimizer)
     _check_state(state)
-    own = [
-        {**group, "params": named}
-        for group, named in zip(optimizer.param_groups, _names(model, optimizer), strict=True)
-    ]
-    if len(own) != len(state["param_groups"]):
-        raise RunError(
-            f"the optimizer has {len(own)} groups of parameters, the saved state {len(state['param_groups'])}; make "
-            "the same groups before loading"
-        )
-    for number, (saved, mine) in enumerate(zip(state["param_groups"], own, strict=True)):
-        lacks, more = [
-            [key for key in one if key not in other and key not in MEMBERS]
-            for one, other in ((mine, saved), (saved, mine))
-        ]
-        if lacks and more:  # only one of them: another version of torch
-            raise RunError(
-                f"the saved state is of another kind of optimizer than {type(optimizer).__name__}: group {number} has "
-                f"{', '.join(more)} and no {', '.join(lacks)}; make the optimizer that was saved"
-            )
-    groups = [
-        {**mine, **saved, **{key: mine[key] for key in MEMBERS if key in mine}}
-        for saved, mine in zip(state["param_groups"], own, strict=True)
-    ]
+    groups = _loaded_groups(model, optimizer, state["param_groups"])
     if strict:
         _check_complete(model, optimizer, state["state"], groups)
     there = {name: state["state"][name] for group in groups for name in group["params"] if name in state["state"]}
@@ -225,6 +205,32 @@ def load_optimizer_state_dict(
         _mapped({"state": there, "param_groups": groups}, held, lambda value, h: _own_part(value, h, mesh))
     )
     _begin(optimizer)
+
+
+def _loaded_groups(model: nn.Module, optimizer: torch.optim.Optimizer, saved_groups: Sequence[State]) -> list[State]:
+    """The groups of `optimizer` with their members by name, and with the options of `saved_groups`. Raises RunError
+    where these are of another number, or of another kind of optimizer."""
+    own = [
+        {**group, "params": named}
+        for group, named in zip(optimizer.param_groups, _names(model, optimizer), strict=True)
+    ]
+    if len(own) != len(saved_groups):
+        raise RunError(
+            f"the optimizer has {len(own)} groups of parameters, the saved state {len(saved_groups)}; make the same "
+            "groups before loading"
+        )
+    for number, (saved, mine) in enumerate(zip(saved_groups, own, strict=True)):
+        lacks = [key for key in mine if key not in saved and key not in MEMBERS]
+        more = [key for key in saved if key not in mine and key not in MEMBERS]
+        if lacks and more:  # only one of them: another version of torch
+            raise RunError(
+                f"the saved state is of another kind of optimizer than {type(optimizer).__name__}: group {number} has "
+                f"{', '.join(more)} and no {', '.join(lacks)}; make the optimizer that was saved"
+            )
+    return [
+        {**mine, **saved, **{key: mine[key] for key in MEMBERS if key in mine}}
+        for saved, mine in zip(saved_groups, own, strict=True)
+    ]
 
 
 def _own_part(value: Tensor, h: Held, mesh: Mesh) -> Tensor:

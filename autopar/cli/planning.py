@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from autopar.api import compile
 from autopar.capture.precision import resting
 from autopar.cli.console import progress, show, writable, write_json, write_out
 from autopar.cli.rebuild import Source, as_source
+from autopar.compiled import Compiled
 from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.problem.graph import Program
@@ -100,31 +102,9 @@ def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
     writable("--output", output, "the plan")
     if str(output) == json == "-":
         raise PlanError("--output and --json are both -, stdout; wanted the name of a file for one of them")
-    sizes, began = asked.sizes, time.perf_counter()
+    began = time.perf_counter()
     with progress(f"planning {asked.model}") as tell:
-        loaded = asked.load()
-        source = Source(asked.model, loaded.batch, loaded.seq, asked.seed, asked.rules)
-        compiled = compile(
-            loaded.model,
-            asked.cluster,
-            (loaded.args, loaded.kwargs),
-            search=asked.search,
-            recipe=asked.recipe,
-            mesh=sizes,
-            mode=asked.mode,
-            precision=asked.stated,
-            optimizer=asked.optimizer,
-            batch=loaded.batch,
-            seq=loaded.seq,
-            time_limit_s=asked.time_limit_s,
-            seed=asked.seed,
-            progress=tell,
-            source=as_source(source),
-            pareto=asked.pareto,
-            remat=asked.remat,
-            prove=asked.prove,
-            rules=frontend.load_rules(asked.rules) or None,
-        )
+        compiled = _compiled(asked, tell)
         assert compiled.captured is not None  # compile always captures
         program = read(compiled.captured.gm, compiled.plan.hints, training=asked.mode == "train")
     took_s = time.perf_counter() - began
@@ -145,6 +125,33 @@ def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
             "",
             f"planned in {took_s:.1f} s" + (f", written to {output}" if output else ""),
         )
+
+
+def _compiled(asked: Asked, tell: Callable[[str], None]) -> Compiled:
+    """What `compile` makes of the arguments."""
+    mesh = asked.sizes  # may be refused before the model is loaded
+    loaded = asked.load()
+    return compile(
+        loaded.model,
+        asked.cluster,
+        (loaded.args, loaded.kwargs),
+        search=asked.search,
+        recipe=asked.recipe,
+        mesh=mesh,
+        mode=asked.mode,
+        precision=asked.stated,
+        optimizer=asked.optimizer,
+        batch=loaded.batch,
+        seq=loaded.seq,
+        time_limit_s=asked.time_limit_s,
+        seed=asked.seed,
+        progress=tell,
+        source=as_source(Source(asked.model, loaded.batch, loaded.seq, asked.seed, asked.rules)),
+        pareto=asked.pareto,
+        remat=asked.remat,
+        prove=asked.prove,
+        rules=frontend.load_rules(asked.rules) or None,
+    )
 
 
 def as_json(plan: Plan, program: Program) -> dict[str, Any]:

@@ -35,10 +35,10 @@ def check_loss(gm: fx.GraphModule, mode: str, model: nn.Module, left_out: Mappin
             f"; {name} {what}, into which nobody looks (return a dict, a tuple or a dataclass)"
             for name, what in left_out.items()
         )
+        got = [entry["name"] for entry in gm.meta["outputs"] if entry["kind"] == "output"]
         raise CaptureError(
-            f"{type(model).__name__} gives no scalar loss in train mode, got outputs "
-            f"{[entry['name'] for entry in gm.meta['outputs']]}{others}: pass labels among the inputs, or loss_fn=, or "
-            "mode='inference' "
+            f"{type(model).__name__} gives no scalar loss in train mode, got outputs {got}{others}: pass labels among "
+            "the inputs, or loss_fn=, or mode='inference' "
             "(on the command line: a factory whose model gives the loss, or --mode inference)"
         )
 

@@ -7,17 +7,20 @@
 The model runs twice without values, and the results are compared as expressions of weights and inputs (`capture.tape`).
 Tensors that it keeps from the first run (a mask that is made once) keep their expressions. Where the second step then
 differs and forward assigned buffers, a fresh model runs twice again, with these buffers restored before the second
-step: both steps then begin with the same tensors, and only what they compute from them is compared.
+step: both steps then begin with the same tensors, and only what they compute from them is compared. Where a model
+counts its steps, a second step far later is compared too (`step_counts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from autopar.capture.assigned import buffers_of, put_back
+from autopar.capture.step_counts import Count, counts_of, later, put
 from autopar.capture.tape import Tape, played
 from autopar.capture.valueless import UNTOLD
 from autopar.errors import CaptureError
@@ -31,12 +34,18 @@ def one_step(
     results or other new buffers."""
     inputs = (args, dict(kwargs))
     try:
-        first, second = _two(fresh(), inputs)
+        model, counted = fresh(), list[Mapping[Count, float]]()
+        counted.append(counts_of(model))
+        first, second = _two(model, inputs, between=lambda model: counted.append(counts_of(model)))
+        counted.append(counts_of(model))
         _refuse_unlike(first, second, name)
         same = (first.result, first.states) == (second.result, second.states)
-        if not same and second.assigned:
+        restoring = not same and bool(second.assigned)
+        if restoring:
             first, again = _two(fresh(), inputs, putting_back=True)
             same = (first.result, first.changed) == (again.result, again.changed)
+        if same:
+            _refuse_later(fresh, later(counted), name, inputs, restoring)
     except UNTOLD:
         return None
     if same:
@@ -47,6 +56,24 @@ def one_step(
         "a graph has one step; what is kept from step to step must be a buffer (register_buffer, then assigned or "
         "changed in place) or an input; where only a first step differs, run that before"
     )
+
+
+def _refuse_later(
+    fresh: Callable[[], nn.Module], counts: Iterable[Mapping[Count, float]], name: str, inputs: Any, restoring: bool
+) -> None:
+    """Raise CaptureError where a step computes something else than the first one once the numbers that it counts are
+    any of `counts`, those of later steps."""
+    for values in counts:
+        first, late = _two(fresh(), inputs, putting_back=restoring, between=partial(put, values=values))
+        kept = (first.result, first.changed if restoring else first.states)
+        if kept != (late.result, late.changed if restoring else late.states):
+            names = ", ".join(f"{path}.{key}".lstrip(".") for path, key in values)
+            where = f"{late.other} ({late.where})" if late.other else "what it gives"
+            raise CaptureError(
+                f"{name} cannot be captured: it counts its steps ({names}), and a later one computes something else than "
+                f"the first one, from {where} on, and a graph has one step; make what depends on the count a buffer "
+                "(register_buffer, then changed in place) or an input"
+            )
 
 
 def _refuse_unlike(first: Tape, second: Tape, name: str) -> None:
@@ -62,11 +89,18 @@ def _refuse_unlike(first: Tape, second: Tape, name: str) -> None:
             )
 
 
-def _two(model: nn.Module, inputs: Any, *, putting_back: bool = False) -> tuple[Tape, Tape]:
+def _two(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    putting_back: bool = False,
+    between: Callable[[nn.Module], None] = lambda model: None,
+) -> tuple[Tape, Tape]:
     """The tapes of two steps; with `putting_back`, buffers that the first one assigned are restored before the second
-    one."""
+    one; `between` is called with the model before that."""
     before = buffers_of(model)
     first = played(model, inputs, {})
     if putting_back:
         put_back(model, before)
+    between(model)
     return first, played(model, inputs, first.numbers, known=first.made, kept=first)

@@ -254,6 +254,21 @@ def test_no_loss_in_train_mode():
         capture(Logits(), ids()[:1])
 
 
+def test_without_a_loss_buffers_are_not_called_outputs() -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(1)
+            return self.linear(x)
+
+    with pytest.raises(CaptureError, match=r"got outputs \['output'\]:"):
+        capture(Counted(), (torch.ones(2, 4),))
+
+
 class Logits(nn.Module):
     def __init__(self):
         super().__init__()

@@ -117,6 +117,53 @@ def test_steps_that_differ_are_refused_with_the_line(kind: type[Keeping], mode: 
     assert model.steps == model.there.count == 0 and not model.seen and not model.kept
 
 
+class SwitchesLate(Keeping):
+    def keep(self, x):
+        self.steps += 1
+        return x * 2.0 if self.steps > 100 else x  # the line
+
+
+class SwitchesLateBefore(Keeping):
+    def keep(self, x):
+        scale = 2.0 if self.steps >= 100 else 1.0
+        self.steps += 1
+        return x * scale  # the line
+
+
+class NowAndThen(Keeping):
+    def keep(self, x):
+        self.steps += 1
+        if self.steps % 100 == 0:
+            x = x - x.mean(0)
+        return x * 2.0  # the line
+
+
+class LeavesOut(Keeping):
+    def keep(self, x):
+        self.steps += 1
+        if self.steps % 3:
+            x = x - x.mean(0)
+        return x * 2.0  # the line
+
+
+class KeepsAMean(Keeping):
+    """Of a buffer that it assigns, until it has warmed up."""
+
+    def keep(self, x):
+        self.steps += 1
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return x - self.mean if self.steps > 1000 else x.abs()  # the line
+
+
+@pytest.mark.parametrize("kind", [SwitchesLate, SwitchesLateBefore, NowAndThen, LeavesOut, KeepsAMean])
+def test_later_steps_that_differ_are_refused(kind: type[Keeping]) -> None:
+    """Two steps in a row are alike. A branch on a count was the one of the first step for ever."""
+    model = kind()
+    with pytest.raises(CaptureError, match=rf"{kind.__name__} cannot be captured: it counts its steps \(steps\), and"):
+        capture(model, (torch.randn(8, 4),))
+    assert model.steps == 0
+
+
 class Tells(Keeping):
     """Counts for its user, who reads it."""
 

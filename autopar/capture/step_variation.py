@@ -70,9 +70,9 @@ def _refuse_later(
             names = ", ".join(f"{path}.{key}".lstrip(".") for path, key in values)
             where = f"{late.other} ({late.where})" if late.other else "what it gives"
             raise CaptureError(
-                f"{name} cannot be captured: it counts its steps ({names}), and a later one computes something else than "
-                f"the first one, from {where} on, and a graph has one step; make what depends on the count a buffer "
-                "(register_buffer, then changed in place) or an input"
+                f"{name} cannot be captured: it counts its steps ({names}), and a later one computes something else "
+                f"than the first one, from {where} on, and a graph has one step; make what depends on the count a "
+                "buffer (register_buffer, then changed in place) or an input"
             )
 
 

@@ -18,7 +18,8 @@ graph. Called by the planner, by autopar.joint for the stages of pipelines, and 
         settings                what is trained and how
     the Problem
         types                   Problem, Solution, Cost
-        build, nets             a Problem of Ops and prices, and back; cluster_members, saved, kept_bytes: its bytes
+        build, nets             a Problem of Ops and prices, and back; cluster_members, saved, kept_bytes and
+                                operand_copies: its bytes
         presolve                a smaller Problem with the same optimum
     blocks that run again in the backward
         rerun, remat            what runs again; the Problem with it

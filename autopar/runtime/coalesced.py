@@ -29,10 +29,13 @@ class Together:
 
     `tensors[i]` is this rank's part of a tensor of global `shapes[i]` and takes the steps `ways[i]`. All ways have the
     same kinds of steps on the same axes (of two or more ranks), and all tensors one dtype. The constructor starts the
-    first collective. `go_on` waits for the running one and starts the next; after the last
-    one it frees that one's input. Tensors of `limit_bytes` or more on a rank, before they are scattered or once they
-    are gathered, are not packed; these must not change until the first collective is over. `names` are for
-    runtime.count. `into`: where the last all-gathers put their results, from their start on (contiguous)."""
+    first collective. `go_on` waits for the running one and starts the next; after the last one it frees that one's
+    input.
+
+    Tensors of `limit_bytes` or more on a rank, before they are scattered or once they are gathered, are not packed;
+    they must not change until the first collective is over. `names` are for runtime.count. `into`: contiguous tensors
+    that the last all-gathers put their results into, from their start on.
+    """
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ from typing import NamedTuple
 from autopar.cluster import Mesh, MeshAxis, Protocol, Span
 from autopar.cluster.types import COLLECTIVES, Device
 from autopar.errors import ClusterError
-from autopar.layout import LOCAL, Step, dim_of, fraction, is_placed, is_shard, sections_of
+from autopar.layout import LOCAL, PACKED, Step, dim_of, fraction, is_placed, is_shard, sections_of
 
 
 @dataclass(frozen=True)
@@ -141,34 +141,29 @@ def group_bytes(step: Step, full_bytes: float, sizes: tuple[int, ...]) -> float:
 
 
 def copies_s(step: Step, full_bytes: float, mesh: Mesh) -> float:
-    """Seconds of the local copies around the collective of a tensor that travels by itself (runtime.moves).
-
-    Collectives cut and join along dim 0; any other dim, or sections, takes a copy before (`after`) or after (`before`).
-    A sum over ranks is of a copy, since autograd may still need what is summed.
-    """
-    if mesh.sizes[step.axis] == 1 or step.kind not in _COPIED:
+    """Seconds of the local copies that put the chunks of a collective in order (runtime.moves): collectives cut and
+    join along dim 0; any other dim, or sections, takes a copy before (`after`) or after (`before`)."""
+    if mesh.sizes[step.axis] == 1 or step.kind not in ("all_gather", "reduce_scatter", "all_to_all"):
         return 0.0
-    copies = 1 if step.kind == "all_reduce" else _reordered(step)
-    return copies * copy_s(_copied_bytes(step, full_bytes, mesh), mesh.device)
+    copies = _reordered(step)
+    return copies * copy_s(_copied_bytes(step, full_bytes, mesh), mesh.device) if copies else 0.0
 
 
-def packed_copies_s(step: Step, full_bytes: float, mesh: Mesh, share: float) -> float:
-    """As `copies_s`, of a tensor that travels with others in one flat buffer (runtime.coalesced), which starts the
-    collective with the share `share` of its bytes.
+def bucket_copies_s(step: Step, full_bytes: float, mesh: Mesh, share: float | None) -> float:
+    """As `copies_s`, with those that put a tensor into a bucket and take it out (runtime.coalesced). `share`: that of
+    the bytes of its flat buffer; None: it has collectives of its own.
 
-    One kernel copies all that is summed or scattered into the buffer; what has to be reordered is copied before, one
-    tensor at a time. What comes out of an all-gather lies in pieces, which one copy of each tensor joins.
+    What is summed is a copy, since autograd may still need the gradient itself. One kernel copies all tensors into a
+    flat buffer; what has to be reordered for a reduce-scatter is copied before, one tensor at a time. What comes out of
+    an all-gather there lies in pieces, which one copy of each tensor joins.
     """
-    if mesh.sizes[step.axis] == 1 or step.kind not in _COPIED:
-        return 0.0
-    nbytes = _copied_bytes(step, full_bytes, mesh)
+    if mesh.sizes[step.axis] == 1 or step.kind not in PACKED or (share is None and step.kind != "all_reduce"):
+        return copies_s(step, full_bytes, mesh)
+    sent_bytes = full_bytes * fraction(step.before, mesh.sizes)
+    packing_s = (1.0 if share is None else share) * mesh.device.launch_s + mesh.device.memory_s(2 * sent_bytes)
     if step.kind == "all_gather":
-        return copy_s(nbytes, mesh.device)
-    packing_s = share * mesh.device.launch_s + mesh.device.memory_s(2 * nbytes)
-    return packing_s + (_reordered(step) * copy_s(nbytes, mesh.device) if step.kind == "reduce_scatter" else 0.0)
-
-
-_COPIED = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+        return packing_s + copy_s(_copied_bytes(step, full_bytes, mesh), mesh.device)
+    return packing_s + copies_s(step, full_bytes, mesh)
 
 
 def _copied_bytes(step: Step, full_bytes: float, mesh: Mesh) -> float:

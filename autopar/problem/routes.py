@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.cluster import Mesh
-from autopar.cost.comm import LOCAL, collective_s, copies_s, group_bytes, link_shares, packed_copies_s, step_s
+from autopar.cost.comm import LOCAL, bucket_copies_s, collective_s, copies_s, group_bytes, link_shares, step_s
 from autopar.layout import (
     BUCKET_BYTES,
     PACKED,
@@ -37,6 +37,9 @@ from autopar.problem.hiding import LOCAL_AXIS, Load, split
 
 NO_STEP = -1
 """Fills up the rows of an array of steps, where routes have different numbers of them."""
+
+BY_ITSELF = math.inf
+"""For the bytes of its bucket: of a tensor that has collectives of its own there (runtime.coalesced)."""
 
 LARGE_BYTES = 1e9
 """A size at which the latency of a collective is negligible."""
@@ -126,8 +129,12 @@ class Routes:
         return np.array(found, float)[table.at]
 
     def _own_bucket(self, number: int, size_bytes: float, bucket_bytes: float) -> float:
-        """`bucket_bytes` of a tensor on one route; 0 where it travels by itself."""
-        return bucket_bytes if self._packed_share[number] * size_bytes < BUCKET_BYTES else 0.0
+        """`bucket_bytes` of a tensor on one route; BY_ITSELF where it is too large to be packed, 0 where its steps are
+        not those of buckets."""
+        share = self._packed_share[number]
+        if not bucket_bytes or math.isinf(share):
+            return 0.0
+        return bucket_bytes if share * size_bytes < BUCKET_BYTES else BY_ITSELF
 
     def loads(self, source: Layout, target: Layout, size_bytes: float, bucket_bytes: float = 0.0) -> tuple[Load, ...]:
         """The loads of one route, in order: the collective of each step, and the local copies before or after it. Their
@@ -155,11 +162,10 @@ class Routes:
         """[distinct routes, 1 + 6 axes]: the quantities of problem.net_seconds.NetSeconds for each of
         `table.numbers`."""
         axes, numbers = len(self.sizes), list(table.numbers)
-        packed = [self._own_bucket(number, size_bytes, bucket_bytes) > 0 for number in numbers]
-        distinct, at = np.unique(2 * self._padded[numbers] + np.array(packed, int)[:, None], return_inverse=True)
-        rows = np.array(
-            [self._step_by_axis_s(key // 2, size_bytes, bucket_bytes if key % 2 else 0.0) for key in distinct.tolist()]
-        )
+        buckets = (0.0, bucket_bytes, BY_ITSELF)
+        which = [buckets.index(self._own_bucket(number, size_bytes, bucket_bytes)) for number in numbers]
+        distinct, at = np.unique(3 * self._padded[numbers] + np.array(which)[:, None], return_inverse=True)
+        rows = np.array([self._step_by_axis_s(key // 3, size_bytes, buckets[key % 3]) for key in distinct.tolist()])
         each = rows[at.reshape(len(table.numbers), -1)]
         later, moving = each.copy(), slice(1, 1 + 2 * axes)
         later[np.arange(len(each)), each[..., moving].any(-1).argmax(1)] = 0.0  # all but the first collective
@@ -232,11 +238,12 @@ class Routes:
         if step.kind in LOCAL:
             whole_s = step_s(step, size_bytes, self.mesh)
             return [Load(LOCAL_AXIS, whole_s, {}, step.kind)] if whole_s else []
-        together = max(nbytes, bucket_bytes)
+        packed = bucket_bytes not in (0.0, BY_ITSELF)
+        together = max(nbytes, bucket_bytes) if packed else nbytes
         share = nbytes / together if together else 1.0
         moved_s = share * collective_s(step.kind, together, axis)
         copied_s = (
-            packed_copies_s(step, size_bytes, self.mesh, share)
+            bucket_copies_s(step, size_bytes, self.mesh, share if packed else None)
             if bucket_bytes
             else copies_s(step, size_bytes, self.mesh)
         )

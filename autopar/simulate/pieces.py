@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from autopar.cluster import Mesh
 from autopar.cluster.types import Device
 from autopar.codegen.edges import options
-from autopar.cost.comm import collective_s, copies_s, group_bytes, packed_copies_s, step_s
+from autopar.cost.comm import bucket_copies_s, collective_s, copies_s, group_bytes, step_s
 from autopar.layout import LOCAL, Step
 from autopar.plan import NodePlan
 from autopar.problem.graph import Op
@@ -79,32 +79,35 @@ class Pieces:
 
     def steps(self, steps: Sequence[Step], full_bytes: float, name: str) -> tuple[Piece, ...]:
         """The pieces of a way between layouts, for a tensor of `full_bytes` in all."""
-        return tuple(piece for step in steps for piece in together([step], [full_bytes], [], self.mesh, name))
+        return tuple(piece for step in steps for piece in together([step], [full_bytes], None, self.mesh, name))
 
 
 def together(
-    steps: Sequence[Step], full_bytes: Sequence[float], packed: Sequence[int], mesh: Mesh, name: str
+    steps: Sequence[Step], full_bytes: Sequence[float], packed: Sequence[int] | None, mesh: Mesh, name: str
 ) -> list[Piece]:
     """The pieces of one step of each of some tensors, of `full_bytes` in all: the copies around the collectives behind
     gathers, or in front of anything else, and as one piece a collective for those with the numbers `packed` in one flat
-    buffer and one for each of the others (runtime.coalesced). `steps` are of one kind on one axis."""
-    kind, axis = steps[0].kind, steps[0].axis
+    buffer and one for each of the others (runtime.coalesced; None: they are in no bucket). `steps` are of one kind on
+    one axis."""
+    kind, axis, each = steps[0].kind, steps[0].axis, list(zip(steps, full_bytes, strict=True))
+    sizes = [group_bytes(step, size, mesh.sizes) for step, size in each]
     if kind in LOCAL:
-        whole_s = sum(step_s(step, size, mesh) for step, size in zip(steps, full_bytes, strict=True))
-        nbytes = sum(group_bytes(step, size, mesh.sizes) for step, size in zip(steps, full_bytes, strict=True))
-        return [Piece(name, "copy", COMPUTE, whole_s, nbytes)] if whole_s > 0 else []
-    each = [group_bytes(step, size, mesh.sizes) for step, size in zip(steps, full_bytes, strict=True)]
-    buffer_bytes = sum(each[number] for number in packed)
-    copied_s = sum(
-        packed_copies_s(step, size, mesh, each[number] / buffer_bytes if buffer_bytes else 1.0)
-        if number in packed
-        else copies_s(step, size, mesh)
-        for number, (step, size) in enumerate(zip(steps, full_bytes, strict=True))
+        whole_s = sum(step_s(step, size, mesh) for step, size in each)
+        return [Piece(name, "copy", COMPUTE, whole_s, sum(sizes))] if whole_s > 0 else []
+    buffer_bytes = sum(sizes[number] for number in packed or ())
+    copied_s = 0.0
+    for number, (step, size) in enumerate(each):
+        if packed is None:
+            copied_s += copies_s(step, size, mesh)
+            continue
+        share = sizes[number] / buffer_bytes if buffer_bytes else 1.0
+        copied_s += bucket_copies_s(step, size, mesh, share if number in packed else None)
+    sent = [nbytes for number, nbytes in enumerate(sizes) if number not in (packed or ())]
+    moved_s = sum(
+        collective_s(kind, nbytes, mesh.axes[axis]) for nbytes in (*([buffer_bytes] if packed else ()), *sent)
     )
-    sent = [*([buffer_bytes] if packed else []), *(size for number, size in enumerate(each) if number not in packed)]
-    moved_s = sum(collective_s(kind, nbytes, mesh.axes[axis]) for nbytes in sent)
-    moved = [Piece(name, kind, axis, moved_s, sum(each))] if moved_s > 0 else []
-    copies = [Piece(name, "copy", COMPUTE, copied_s, sum(each), around=(kind, axis))] if copied_s > COUNTS_S else []
+    moved = [Piece(name, kind, axis, moved_s, sum(sizes))] if moved_s > 0 else []
+    copies = [Piece(name, "copy", COMPUTE, copied_s, sum(sizes), around=(kind, axis))] if copied_s > COUNTS_S else []
     return [*moved, *copies] if kind == "all_gather" else [*copies, *moved]
 
 

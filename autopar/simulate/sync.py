@@ -180,7 +180,7 @@ class Sync:
         full = [self.prices.gradient_bytes(op, size) for op, size in zip(ops, full, strict=True)] if gradients else full
         first, last = ops[0].name, ops[-1].name
         nbytes_of = self._gradient_bytes if gradients else self._leaf_bytes
-        small = [number for number, one in enumerate(members) if packed and nbytes_of(one) < BUCKET_BYTES]
+        small = [number for number, one in enumerate(members) if nbytes_of(one) < BUCKET_BYTES] if packed else None
         return together(steps, full, small, self.mesh, first if first == last else f"{first} ... {last}")
 
     def local_bytes(self, op: Op) -> float:

@@ -45,6 +45,9 @@ def _alone_s(turns: Sequence[Turn]) -> float:
     return sum(piece.seconds for turn in turns for piece in _pieces(turn.item))
 
 
+ALONE_BYTES = 1e-9  # of a bucket with one tensor
+
+
 def _simulated_s(stages: Stages, sync: Sync) -> float:
     """Seconds of all pieces, every gradient in a bucket of its own, as the Problem prices it."""
     (view,), (turns,) = stages.views, stages.turns
@@ -86,7 +89,8 @@ def _reshards_s(stages: Stages) -> float:
     for reshard in stages.edges.reshards:
         first = stages.program.first_runs(reshard.ref)
         for each, times in ((reshard, reshard.count - first), (reshard.in_first, first)):
-            total += seconds(each, stages.program.bytes_of(reshard.ref), prices, stages.plan.mesh) * times
+            buckets = (ALONE_BYTES, ALONE_BYTES) if reshard.role == "sync" else ()
+            total += seconds(each, stages.program.bytes_of(reshard.ref), prices, stages.plan.mesh, buckets) * times
     return total
 
 

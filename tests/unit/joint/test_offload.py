@@ -288,6 +288,7 @@ def test_nothing_is_looked_for_on_the_host_when_time_is_up_and_a_plan_fits() -> 
     assert not made.offload and made.predicted.memory_bytes <= 60e6
     assert [note for note in made.notes if note.startswith("time was up (0.001 s)")]
     assert [other.name for other in made.alternatives if other.why.startswith("time was up")] == [
+        "search",  # no pipeline was priced either
         "optimizer on the host",
         "parameters on the host",
     ]

@@ -217,20 +217,25 @@ class Explorer:
     def _climb(self, shapes: list[Shape]) -> None:
         """Visit neighbours of the best shape, as long as one of them is faster."""
         before_s = math.inf
-        while self.least_s < before_s * (1 - PRICE_TOLERANCE):
-            before_s = self.least_s
+        while self._fastest_s < before_s * (1 - PRICE_TOLERANCE):
+            before_s = self._fastest_s
             self._expand(shapes)
 
+    @property
+    def _fastest_s(self) -> float:
+        """The fastest step of this walk, whether or not a faster one is known from elsewhere."""
+        return min((found.step_s for found in self.fit.values()), default=math.inf)
+
     def _expand(self, shapes: list[Shape]) -> bool:
-        """Visit the neighbours of the most promising shape, up to one that is faster than all: its own come first then.
-        False where there is none, or no time is left."""
+        """Visit the neighbours of the most promising shape, up to one that is faster than all of this walk: its own
+        come first then. False where there is none, or no time is left."""
         at = self._promising()
         if at is None:
             return False
-        before_s = self.least_s
+        before_s = self._fastest_s
         for shape in neighbours(at, shapes):
             self.visit(shape, NEARER)
-            if self.least_s < before_s * (1 - PRICE_TOLERANCE):
+            if self._fastest_s < before_s * (1 - PRICE_TOLERANCE):
                 return True
         self.expanded.add(at)
         return True

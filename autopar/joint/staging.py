@@ -357,7 +357,11 @@ def _done_s(made: _Cut, ends: Sequence[float], shared: Sequence[Shared]) -> list
     ]
     sums_s = _by_place(
         table,
-        [sum(c.once_s - c.update_s for c in part) + begun_s(one for c in part for one in c.sums) for part in parts],
+        [
+            sum(c.once_s - c.update_s for c in part)
+            + begun_s((one for c in part for one in c.sums), part[0].contention if part else 1.0)
+            for part in parts
+        ],
     )
     summed = [end + own for end, own in zip(ends, sums_s, strict=True)]
     for each in shared:

@@ -63,7 +63,7 @@ def costs(
     lines = {name: _line(did, name) for name in did.did if overlaps}
     return [
         replace(
-            _per_instance(held[unit.name], seconds[unit.name], did.did[unit.name], count.get(unit.name, 1)),
+            _per_instance(held[unit.name], seconds[unit.name], did.did[unit.name], count.get(unit.name, 1), contention),
             block=overlaps and unit.name in count,
             ends_s=ends.get(unit.name, ()),
             contention=contention,
@@ -161,10 +161,10 @@ def _overlapped(part: Pass, took_s: float) -> float:
     return max(0.0, 1.0 - (took_s - part.work_s) / part.background_s) if part.background_s else 0.0
 
 
-def _per_instance(held: _Held, seconds: Sequence[float], did: Did, count: int) -> Cost:
+def _per_instance(held: _Held, seconds: Sequence[float], did: Did, count: int, contention: float) -> Cost:
     """The Cost of one of the `count` instances of a piece, without the fields that `costs` adds. `seconds`: of each
     pass over all instances."""
-    once_s = held.update_s + did.once.all_s
+    once_s = held.update_s + did.once_s(contention)
     return Cost(
         (seconds[FORWARD] + seconds[BACKWARD]) / count,
         once_s / count,

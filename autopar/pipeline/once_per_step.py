@@ -64,6 +64,7 @@ class Sums:
         full_bytes    of a full bucket
         moves         the collectives of a sum: kind, axis, and seconds as the piece's share of full buckets
         behind_s      the part of those seconds that is priced as in the background
+        copies_s      seconds of the copies around the collectives, and around those that gather the weights' leaves
     """
 
     kinds: Hashable
@@ -71,6 +72,7 @@ class Sums:
     full_bytes: float
     moves: tuple[tuple[str, MeshAxis, float], ...]
     behind_s: float = 0.0
+    copies_s: float = 0.0
 
     @property
     def nbytes(self) -> float:
@@ -99,17 +101,21 @@ def _as_one(sums: Sequence[Sums]) -> Sums:
         kind, axis, _ = same[0]
         moves.append((kind, axis, sum(seconds for *_, seconds in same)))
     each_bytes = tuple([nbytes for one in sums for nbytes in one.each_bytes])
-    return Sums(sums[0].kinds, each_bytes, sums[0].full_bytes, tuple(moves), sum(one.behind_s for one in sums))
+    behind_s, copies_s = sum(one.behind_s for one in sums), sum(one.copies_s for one in sums)
+    return Sums(sums[0].kinds, each_bytes, sums[0].full_bytes, tuple(moves), behind_s, copies_s)
 
 
-def begun_s(place: Iterable[Sums]) -> float:
+def begun_s(place: Iterable[Sums], contention: float) -> float:
     """Seconds by which the sums of one place take longer than its pieces' shares of full buckets.
 
     For gradients of n bytes in all, less than the b bytes of a full bucket, a piece is priced with a share of the time
-    t(b), but the place takes t(n): its seconds times (t(n) / n) / (t(b) / b) - 1, at least 0.
+    t(b), but the place takes t(n): its seconds times (t(n) / n) / (t(b) / b) - 1, at least 0. Pieces are priced with
+    copies that overlap collectives (work.Did.once_s), which those of the first bucket do not; `contention`: the share
+    of seconds in the background that pieces are priced with.
     """
     found = 0.0
     for one in merged(place):
+        found += (1.0 - contention) * one.copies_s * min(1.0, one.full_bytes / one.nbytes)
         for kind, axis, seconds in one.moves if one.nbytes < one.full_bytes else ():
             full_s, own_s = (collective_s(kind, size, axis) for size in (one.full_bytes, one.nbytes))
             found += seconds * max(0.0, own_s / one.nbytes * one.full_bytes / full_s - 1.0)

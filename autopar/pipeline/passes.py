@@ -290,7 +290,10 @@ class Passes(OpPasses):
         if self.sums_at_end:  # places may have less than a full bucket (once_per_step)
             behind_s = sum(load.seconds * share for load, share in zip(moving, hidden, strict=True))
             moves = tuple([(load.kind, self.prices.mesh.axes[load.axis], load.seconds) for load in moving])
-            (did.each if made.each else did.sums).append(Sums(kinds, (own_bytes,), full_bytes, moves, behind_s))
+            copies_s = 0.0 if made.each else sum_s(local) + sum_s(split(self._leaf_loads(link, made))[0])
+            (did.each if made.each else did.sums).append(
+                Sums(kinds, (own_bytes,), full_bytes, moves, behind_s, copies_s)
+            )
         if made.each or not self.sums_at_end:
             sent = Sent(
                 sums,
@@ -315,9 +318,7 @@ class Passes(OpPasses):
     def _add_leaf(self, link: Link, made: LayoutPair, did: Did) -> None:
         """Add the gather of a weight's leaf, once per step: in the forward, of which the first buckets are prefetched,
         or at the end of the step before."""
-        gathered = self.prices.routes.loads(
-            made.back, made.value, link.size_bytes, min(self.prices.bucket_bytes, self.buckets.gathered_bytes(link))
-        )
+        gathered = self._leaf_loads(link, made)
         if self.sums_at_end:
             did.once.add(gathered, link.count)
             return
@@ -334,6 +335,11 @@ class Passes(OpPasses):
         did.passes[FORWARD].wait(local, link.count)
         did.passes[FORWARD].after.add(moving, link.count * (1 - ahead))
         did.passes[FORWARD].ahead.add(moving, link.count * ahead)
+
+    def _leaf_loads(self, link: Link, made: LayoutPair) -> Sequence[Load]:
+        """The gather of a weight's leaf, with the copies around it."""
+        bucket_bytes = min(self.prices.bucket_bytes, self.buckets.gathered_bytes(link))
+        return self.prices.routes.loads(made.back, made.value, link.size_bytes, bucket_bytes)
 
     def _axes(self, loads: Sequence[Load]) -> list[MeshAxis]:
         """The mesh axis of each of some collectives."""

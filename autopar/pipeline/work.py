@@ -91,6 +91,11 @@ class Did:
     sums: list[Sums] = field(default_factory=list)
     each: list[Sums] = field(default_factory=list)
 
+    def once_s(self, contention: float) -> float:
+        """Seconds of the collectives once per step. Copies around one bucket overlap the collectives of others, which
+        take the share `contention` of the compute units."""
+        return self.once.all_s - (1.0 - contention) * min(self.once.local_s, self.once.moving_s)
+
 
 def shows(total: Pass, contention: float, shared: bool) -> float:
     """The share of a pass's background collectives that is exposed. `shared`: they and compute share cores (CPU ranks),

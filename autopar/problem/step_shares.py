@@ -25,6 +25,7 @@ from autopar.problem.kernels import Kernels
 from autopar.problem.layout_pairs import Between
 from autopar.problem.pairs import LayoutPair
 from autopar.problem.prices import Prices
+from autopar.problem.routes import RouteTable
 from autopar.problem.settings import Settings
 from autopar.problem.types import Net, Node, Problem
 from autopar.rules.language import Option
@@ -108,12 +109,20 @@ class StepPrices(Prices):
         weight: bool = False,
         grad_bytes: float | None = None,
     ) -> np.ndarray:
-        """Seconds of the leaves at the begin of the step and of the sums of gradients at its end."""
+        """Seconds of the leaves at the begin of the step and of the sums of gradients at its end, with their local
+        copies as they slow down the collectives that they overlap (pipeline.work.Did.once_s)."""
         if not weight:
             return np.zeros((len(rows), len(columns)))
-        here = self.routes.between(rows, columns)
-        summed_s = self.summed_s(here, grad_bytes or size_bytes, size_bytes)
-        return self.routes.seconds(here.leaf, size_bytes, self.bucket_bytes) + np.where(here.each, 0.0, summed_s)
+        here, sums_bytes = self.routes.between(rows, columns), grad_bytes or size_bytes
+        leaves_s = self._overlapped_s(here.leaf, size_bytes, self.bucket_bytes)
+        summed_s = self._overlapped_s(here.summed, sums_bytes, self.grad_bucket_bytes(size_bytes, sums_bytes))
+        return leaves_s + np.where(here.each, 0.0, summed_s)
+
+    def _overlapped_s(self, table: RouteTable, size_bytes: float, bucket_bytes: float) -> np.ndarray:
+        """[...]: seconds of each route where its copies overlap other collectives."""
+        copies_s = self.routes.waited_s(table, size_bytes, bucket_bytes)
+        hidden = 1.0 - self.contention if self.overlap > 0.0 else 0.0
+        return self.routes.seconds(table, size_bytes, bucket_bytes) - hidden * copies_s
 
     def _held(self, op: Op, lies: Resting) -> ParameterBytes:
         """With the whole gradient, which adds up over the microbatches unless it is scattered after each."""

@@ -89,9 +89,14 @@ class WeightBuckets:
         for link in sorted(self._weights, key=lambda link: self.program.order[link.readers[0][0].name]):
             made, here = self._made(link), buckets.setdefault(link.cluster.scope, [])
             kinds = self.model.prices.routes.kinds(made.back, made.value)
-            if kinds and all(kind == "all_gather" for kind, _ in kinds):
-                _, links, before = here.pop() if here and here[-1][0] == kinds else (None, [], 0.0)
-                here.append((kinds, [*links, link], before + self.leaf_bytes(link, made)))
+            if not kinds:
+                continue
+            gathers = all(kind == "all_gather" for kind, _ in kinds)
+            if not gathers:  # it is moved by itself, and what comes behind it begins a bucket
+                here.append((None, [], 0.0))
+                continue
+            _, links, before = here.pop() if here and here[-1][0] == kinds else (None, [], 0.0)
+            here.append((kinds, [*links, link], before + self.leaf_bytes(link, made)))
         return {
             link.ref: nbytes * (link.count if len(here) == 1 else 1)
             for here in buckets.values()

@@ -121,6 +121,12 @@ def sections_of(entry: Entry) -> tuple[int, ...]:
     return _parts(entry)[1]
 
 
+def in_order(entry: Entry) -> bool:
+    """Whether the parts of all ranks under an S entry lie one behind the other in memory, as collectives cut and join
+    them: along dim 0, without sections."""
+    return dim_of(entry) == 0 and len(sections_of(entry)) == 1
+
+
 def shard(dim: int, sections: Sequence[int] = (1,)) -> Entry:
     """The entry that cuts `dim`, section by section where there is more than one; empty sections do not count."""
     sections = [size for size in sections if size] or [1]

@@ -35,7 +35,7 @@ from typing import NamedTuple
 from autopar.cluster import Mesh, MeshAxis, Protocol, Span
 from autopar.cluster.types import COLLECTIVES, Device
 from autopar.errors import ClusterError
-from autopar.layout import LOCAL, PACKED, Step, dim_of, fraction, is_placed, is_shard, sections_of
+from autopar.layout import LOCAL, PACKED, Step, fraction, in_order, is_placed, is_shard
 
 
 @dataclass(frozen=True)
@@ -173,10 +173,7 @@ def _copied_bytes(step: Step, full_bytes: float, mesh: Mesh) -> float:
 
 def _reordered(step: Step) -> int:
     """How many of the two ends of a step cut or join along another dim than 0, or in sections."""
-    return sum(
-        is_shard(entry) and (dim_of(entry) > 0 or len(sections_of(entry)) > 1)
-        for entry in (step.before[step.axis], step.after[step.axis])
-    )
+    return sum(is_shard(entry) and not in_order(entry) for entry in (step.before[step.axis], step.after[step.axis]))
 
 
 class Line(NamedTuple):

@@ -91,7 +91,7 @@ class Explorer:
         """The simplest of the results that prices do not tell from the fastest: fewest places, then fewest stages, then
         fewest microbatches. Where the fastest beats `known_s` by more than PRICE_TOLERANCE, so does this one: otherwise
         a plan from elsewhere would be taken that is slower than the fastest by up to twice that."""
-        fastest_s = min((f.step_s for f in self.fit.values()), default=0.0)
+        fastest_s = self._fastest_s
         beating_s = self.known_s * (1 - PRICE_TOLERANCE)
         near = [
             f
@@ -128,7 +128,7 @@ class Explorer:
     @property
     def least_s(self) -> float:
         """The fastest known step, of this walk or elsewhere."""
-        return min((self.known_s, *(f.step_s for f in self.fit.values())))
+        return min(self.known_s, self._fastest_s)
 
     def probe(self, known_s: float) -> float:
         """Visit only the starts, in half of the time that is left. Returns the fastest step known then, `known_s`

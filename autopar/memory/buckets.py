@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.deferred_waits import Queue
-from autopar.layout import BUCKET_BYTES, dim_of, sections_of
+from autopar.layout import BUCKET_BYTES, in_order
 from autopar.memory.storages import Book, Storage
 from autopar.problem.pairs import LayoutPair
 
@@ -51,7 +51,7 @@ def copied(lies: LayoutPair, nbytes: float) -> bool:
     """Whether a gradient of `nbytes` of a parameter that `lies` so is copied before it is summed over ranks: not where
     it travels by itself, and is cut along dim 0 (runtime.coalesced)."""
     cuts = [lies.rest[axis] for axis in lies.gathered]
-    return nbytes < BUCKET_BYTES or not cuts or any(dim_of(cut) or len(sections_of(cut)) > 1 for cut in cuts)
+    return nbytes < BUCKET_BYTES or not cuts or not all(map(in_order, cuts))
 
 
 @dataclass(eq=False)

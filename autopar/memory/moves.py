@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.layout import Step, dim_of, is_placed, sections_of
+from autopar.layout import Step, in_order, is_placed
 
 
 def done(steps: Sequence[Step], sizes: Sequence[int]) -> tuple[Step, ...]:
@@ -42,9 +42,9 @@ def _parts(step: Step, before: float, after: float) -> float:
     """Bytes of the copies in which a collective reads or writes its parts; none where the first dim is cut, because
     parts are then contiguous."""
     if step.kind == "all_gather":
-        return 0.0 if _leading(step.before[step.axis]) else after
+        return 0.0 if in_order(step.before[step.axis]) else after
     if step.kind == "reduce_scatter":
-        return 0.0 if _leading(step.after[step.axis]) else before
+        return 0.0 if in_order(step.after[step.axis]) else before
     return before + after if step.kind == "all_to_all" else 0.0
 
 
@@ -54,7 +54,3 @@ def _staged(step: Step, before: float, after: float) -> float:
     if step.kind == "all_gather":
         return after
     return _parts(step, before, after) + before * (step.kind == "reduce_scatter")
-
-
-def _leading(entry: str) -> bool:
-    return dim_of(entry) == 0 and len(sections_of(entry)) == 1

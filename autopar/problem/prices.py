@@ -5,8 +5,8 @@ operator   forward + backward roofline time of its local FLOPs and bytes on the 
            runs, and the exposed part of its own collectives (rules.algorithms)
 reshard    steps(value -> value) forward and steps(gradient -> gradient) backward (layout.steps: what the runtime
            runs)
-update     the optimizer's pass over the part of a parameter that the rank holds weight     a reshard whose gather is
-repeated where the backward needs it (the gathered copy is not kept); once per
+update     the optimizer's pass over the part of a parameter that the rank holds
+weight     a reshard whose gather is repeated where the backward needs it (the gathered copy is not kept); once per
            step the gather of its leaf, and the reshard of the leaf's gradient to the layout at rest
            (`problem.at_rest`)
 """

@@ -121,8 +121,7 @@ class StepPrices(Prices):
     def _overlapped_s(self, table: RouteTable, size_bytes: float, bucket_bytes: float) -> np.ndarray:
         """[...]: seconds of each route where its copies overlap other collectives."""
         copies_s = self.routes.waited_s(table, size_bytes, bucket_bytes)
-        hidden = 1.0 - self.contention if self.overlap > 0.0 else 0.0
-        return self.routes.seconds(table, size_bytes, bucket_bytes) - hidden * copies_s
+        return self.routes.seconds(table, size_bytes, bucket_bytes) - max(0.0, 1.0 - self.contention) * copies_s
 
     def _held(self, op: Op, lies: Resting) -> ParameterBytes:
         """With the whole gradient, which adds up over the microbatches unless it is scattered after each."""

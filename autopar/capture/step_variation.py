@@ -39,22 +39,22 @@ def one_step(
         first, second = _two(model, inputs, between=lambda model: counted.append(counts_of(model)))
         counted.append(counts_of(model))
         _refuse_unlike(first, second, name)
-        same = (first.result, first.states) == (second.result, second.states)
+        same = _computed(first) == _computed(second)
         restoring = not same and bool(second.assigned)
         if restoring:
             first, again = _two(fresh(), inputs, putting_back=True)
-            same = (first.result, first.changed) == (again.result, again.changed)
+            same = _computed(first, restored=True) == _computed(again, restored=True)
         if same:
             _refuse_later(fresh, later(counted), name, inputs, restoring)
     except UNTOLD:
         return None
     if same:
         return first
-    where = f"{second.other} ({second.where})" if second.other else "what it gives"
     raise CaptureError(
-        f"{name} cannot be captured: its second step computes something else than the first one, from {where} on, and "
-        "a graph has one step; what is kept from step to step must be a buffer (register_buffer, then assigned or "
-        "changed in place) or an input; where only a first step differs, run that before"
+        f"{name} cannot be captured: its second step computes something else than the first one, from "
+        f"{_where(second)} on, and a graph has one step; what is kept from step to step must be a buffer "
+        "(register_buffer, then assigned or changed in place) or an input; where only a first step differs, run that "
+        "before"
     )
 
 
@@ -65,15 +65,24 @@ def _refuse_later(
     any of `counts`, those of later steps."""
     for values in counts:
         first, late = _two(fresh(), inputs, putting_back=restoring, between=partial(put, values=values))
-        kept = (first.result, first.changed if restoring else first.states)
-        if kept != (late.result, late.changed if restoring else late.states):
+        if _computed(first, restored=restoring) != _computed(late, restored=restoring):
             names = ", ".join(f"{path}.{key}".lstrip(".") for path, key in values)
-            where = f"{late.other} ({late.where})" if late.other else "what it gives"
             raise CaptureError(
                 f"{name} cannot be captured: it counts its steps ({names}), and a later one computes something else "
-                f"than the first one, from {where} on, and a graph has one step; make what depends on the count a "
-                "buffer (register_buffer, then changed in place) or an input"
+                f"than the first one, from {_where(late)} on, and a graph has one step; make what depends on the count "
+                "a buffer (register_buffer, then changed in place) or an input"
             )
+
+
+def _computed(tape: Tape, *, restored: bool = False) -> tuple[Any, Any]:
+    """What a step computes, its results and buffers, to be compared with that of another step. `restored`: both begin
+    with the same buffers, so that only changes of these count."""
+    return tape.result, tape.changed if restored else tape.states
+
+
+def _where(tape: Tape) -> str:
+    """Where a step first computes something else than the one before it."""
+    return f"{tape.other} ({tape.where})" if tape.other else "what it gives"
 
 
 def _refuse_unlike(first: Tape, second: Tape, name: str) -> None:

@@ -84,6 +84,17 @@ class Sums:
         """Seconds of all collectives."""
         return sum(seconds for *_, seconds in self.moves)
 
+    @property
+    def first_bytes(self) -> float:
+        """Bytes of the bucket that is sent first: the last gradients in the order of use, until it is full. It is
+        larger than a full bucket by as much as its last gradient, which may travel by itself."""
+        found = 0.0
+        for nbytes in reversed(self.each_bytes):
+            found += nbytes
+            if found >= self.full_bytes:
+                break
+        return found
+
 
 def merged(sums: Iterable[Sums]) -> tuple[Sums, ...]:
     """Sums by the same collectives together as one, in the order in which they come first."""
@@ -115,7 +126,7 @@ def begun_s(place: Iterable[Sums], contention: float) -> float:
     """
     found = 0.0
     for one in merged(place):
-        found += (1.0 - contention) * one.copies_s * min(1.0, one.full_bytes / one.nbytes)
+        found += (1.0 - contention) * one.copies_s * one.first_bytes / one.nbytes
         for kind, axis, seconds in one.moves if one.nbytes < one.full_bytes else ():
             full_s, own_s = (collective_s(kind, size, axis) for size in (one.full_bytes, one.nbytes))
             found += seconds * max(0.0, own_s / one.nbytes * one.full_bytes / full_s - 1.0)

@@ -1,37 +1,46 @@
-"""The joint search: one stage or several, which schedule, how many microbatches, and what a place does, priced
-together.
+"""The joint search behind `autopar.compile`: number of stages, schedule, microbatches and the layouts of each place,
+priced together; and a proven lower bound on the step of any plan. `plan` is the entry point.
 
-    shapes            places, mesh of a place, microbatches
-    spaces            what a search or a named pipeline may have
-    timetables        schedule, and stages per place
-    place_kinds       places on unlike devices
-    shape_problems    the Problems of one shape, and a solution
-    search_context    all that is made of one graph, when first asked for
-    shared_results    what contexts with other limits, recipes or offloading share
-    staging           one shape cut into stages, timed, its memory counted
-    pricing           what a shape comes to
-    kept_results      what blocks that are run again keep
-    pipeline_honing   choices honed by the price of the whole step
-    own_layouts       layouts of its own for each place
-    parted_graph      such places as one graph
-    explore           the walk through a space
-    choice            one stage or several, over all spaces
-    one_part          one part of the cluster against all of it
-    offloading        parameters and optimizer state on the host
-    offload_gain      what a step can gain there at most
-    pareto            step time against memory
-    prove             what no plan of all these is faster than
-    shape_bounds      the same of one shape
-    background_proof  a proof while the search goes on
-    claim_board       claims that two processes look at
-    relaxed           a step at prices of what hides
-    relaxed_steps     what it is given: passes and memory
-    relaxed_solving   what is proven at some prices
-    price_polytope    which prices there are
-    cutting_planes    the prices that prove most
-    wait_cases        bounds by how long passes wait
-    remat_bounds      what running blocks again takes at least
-    effort            how closely a bound is looked for
+What is searched:
+    shapes            a shape: number of places, mesh of a place, microbatches
+    spaces            the shapes, roles and timetables that the search or a named pipeline may use
+    timetables        a schedule with a number of stages per place
+    place_kinds       places on different kinds of devices
+
+What is made of a shape:
+    search_context    all Problems and results of one graph, made when first asked for
+    shared_results    results that contexts share which differ in memory limit, recipe or offloading
+    shape_models      builds the Problems of a shape
+    shape_problems    the Problems of a shape, and a solution with its costs per piece
+    staging           cuts a solution into stages, times the step and counts its memory
+    stage_times       seconds of each stage, and of the sends between stages
+    pricing           the best plan of a shape: solved, then cut and timed under every timetable
+    kept_results      which results blocks keep that are run again
+    pipeline_honing   descent on the price of the whole step
+    own_layouts       different layouts for each place
+    parted_graph      the graph of such a plan, its runs of blocks divided into parts
+
+The search:
+    explore           the walk through the shapes of a space
+    choice            the fastest plan of one stage or of several, over all spaces
+    offloading        plans with parameters and optimizer state on the host
+    offload_gain      an upper bound of what a step gains by offloading
+    one_part          the whole cluster compared with one part of it
+    pareto            the frontier of step time against memory
+
+The proof:
+    prove             a lower bound on the step of all plans, from claims that are refined
+    background_proof  the proof in a second process while the search runs
+    claim_board       the claims in memory that both processes share
+    shape_bounds      lower bounds of the plans of one shape
+    relaxed           the Lagrangian relaxation of a step: a Problem with additive costs
+    relaxed_steps     relaxed steps of one stage, of a timetable and of one place
+    relaxed_solving   a lower bound of a relaxed step at given dual prices
+    price_polytope    the valid dual prices, as rows of a linear program
+    cutting_planes    the dual prices of the highest bound, by cutting planes
+    wait_cases        branch and bound over how long passes wait for collectives
+    remat_bounds      lower bounds of what running blocks again costs
+    effort            limits on rounds and cases
 """
 
 from __future__ import annotations
@@ -59,15 +68,16 @@ UNPROVEN = (
     "the gap is to the least work there is, with nothing sent: a longer time limit, or a proof of all shapes "
     "(--prove), says more"
 )
-"""Where the search took all of its time, and nobody has looked at anything beside it."""
+"""The note of a plan whose search took all of its time, where the background proof had no time either."""
 
-MOST = 2 / 3
-"""Of the time limit: a proof takes half as long as the search that it is for, or about so. Behind a longer search it
-ends with what was looked at beside that, if anything was."""
+SEARCH_SHARE = 2 / 3
+"""Share of the time limit, since a proof takes about half as long as the search. After a search that took more than
+this, no further proving is done: the bound is what the background proof found, if that has begun."""
 
 
 def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
-    """As `onestage.plan`, with stages and microbatches, and on the host where devices are short of memory.
+    """The best plan of a captured graph, of one stage or several, with offloading to the host where devices are short
+    of memory. `about` fills the Plan's fields model, graph_hash, source and notes.
 
     Raises InfeasibleError when nothing fits at all, PlanError for what cannot be asked for.
     """
@@ -75,18 +85,18 @@ def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about
 
 
 def fastest(context: SearchContext, **about: Any) -> Plan:
-    """As `plan`, for the memory of `context`."""
+    """As `plan`, within the memory limit of `context`."""
     with BackgroundProof(context) as proof:
         context.answered = proof.know
         made = compared(context, anywhere(context, **about), best)
         if context.request.recipe is not None:
             return made
-        return _proven(context, replace(made, notes=(*made.notes, *_unsplit(context))), proof)
+        return _with_bound(context, replace(made, notes=(*made.notes, *_indivisible_batch(context))), proof)
 
 
 def anywhere(context: SearchContext, **about: Any) -> Plan:
-    """The fastest plan for the memory of `context`, on the host where that is asked for, faster, or all that fits.
-    Raises as `plan`."""
+    """The fastest plan within the memory limit of `context`, without a proof of all plans. State is offloaded to the
+    host where the recipe says so, where nothing fits otherwise, or where the step is faster. Raises as `plan`."""
     if context.request.recipe in OFFLOADS:
         return offloading.by_recipe(context, about)
     free = offloading.may(context.request)
@@ -100,22 +110,23 @@ def anywhere(context: SearchContext, **about: Any) -> Plan:
 
 
 def with_proof(context: SearchContext, made: Plan, bound_s: float) -> Plan:
-    """`made`, for the memory of `context`, with what is proven of all plans for that or more memory: `bound_s`, or as
-    close as it gets where that is asked for. Nothing is of a recipe."""
+    """`made`, a plan within the memory limit of `context`, with a lower bound: `bound_s`, which holds for all plans
+    within that limit or a larger one, or a higher one where the request wants a proof. Plans of a named recipe are
+    returned as they are."""
     if context.request.recipe is not None:
         return made
     step_s = made.predicted.step_s
-    proven = proven_s(context, step_s, _flat(made)) if context.request.prove else 0.0
+    proven = proven_s(context, step_s, _one_stage_mesh(made)) if context.request.prove else 0.0
     return replace(made, predicted=replace(made.predicted, bound_s=min(step_s, max(bound_s, proven))))
 
 
-def _flat(made: Plan) -> tuple[int, ...] | None:
-    """The mesh of a plan of one stage."""
+def _one_stage_mesh(made: Plan) -> tuple[int, ...] | None:
+    """The mesh of a plan of one stage; None for a pipeline."""
     return tuple(made.mesh) if len(made.stages) == 1 else None
 
 
-def _unsplit(context: SearchContext) -> Iterator[str]:
-    """What is to be said of a batch of which no number of ranks that the devices come in can have equal parts."""
+def _indivisible_batch(context: SearchContext) -> Iterator[str]:
+    """A note where the batch and the number of devices have no common divisor, so that samples cannot be split."""
     batch, devices = context.batch, context.request.cluster.devices
     if batch > 1 and devices > 1 and math.gcd(batch, devices) == 1:
         yield (
@@ -124,13 +135,14 @@ def _unsplit(context: SearchContext) -> Iterator[str]:
         )
 
 
-def _proven(context: SearchContext, made: Plan, proof: BackgroundProof) -> Plan:
-    """`made` with what is proven of all plans as they are priced; what the search itself has proven is of Problems."""
-    timer, step_s, mesh, notes = context.timer, made.predicted.step_s, _flat(made), made.notes
+def _with_bound(context: SearchContext, made: Plan, proof: BackgroundProof) -> Plan:
+    """`made` with the lower bound of the proof, which holds for plans as they are priced. The search's own bound holds
+    only for the linear prices of its Problems."""
+    timer, step_s, mesh, notes = context.timer, made.predicted.step_s, _one_stage_mesh(made), made.notes
     if context.request.prove:
         bound_s = proven_s(context, step_s, mesh)
     else:
-        late = timer.left_s < timer.limit_s * (1 - MOST)
+        late = timer.left_s < timer.limit_s * (1 - SEARCH_SHARE)
         bound_s = proof.proven_s(step_s, mesh, -math.inf if late and proof.looked else timer.ends_at)
         notes = (*notes, UNPROVEN) if late and not proof.looked else notes
     return replace(made, notes=notes, predicted=replace(made.predicted, bound_s=bound_s))

@@ -1,5 +1,5 @@
 """The choice between plans of one stage and pipelines: the fastest plan within the memory limit of a SearchContext,
-over its spaces one after the other."""
+over its spaces one after the other. Called by joint.anywhere (`best`) and joint.offloading (`staged`)."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def staged(
         found = walk.run()
         found = _with_own_layouts(context, found, known_s)
         why += walk.why[:3]
-        tried += _rows(walk)
+        tried += _alternatives(walk)
         if found is not None and found.step_s < known_s * (1 - PRICE_TOLERANCE):
             best, known_s = found, found.step_s
             context.answered(known_s)
@@ -109,10 +109,10 @@ def staged(
     if best is not None:
         made = _finished(context, best, flat, tried, bound_s, about)
     elif flat is not None:
-        made = _among_all(flat, tried, bound_s)
+        made = _one_stage_is_best(flat, tried, bound_s)
     else:
         raise _none_fits(context, spaces, known_s, "; ".join(why[-3:]) or walks[0].reason)
-    return replace(made, notes=context.timer.noted((*made.notes, *_rather(made, walks))))
+    return replace(made, notes=context.timer.noted((*made.notes, *_simpler_plan_note(made, walks))))
 
 
 def _proven(walks: Sequence[Explorer]) -> dict[Shape, float]:
@@ -121,11 +121,12 @@ def _proven(walks: Sequence[Explorer]) -> dict[Shape, float]:
 
 
 def _with_own_layouts(context: SearchContext, found: Found | None, known_s: float) -> Found | None:
-    """`found`, also tried with layouts of its own for each place where it may then be faster than `known_s`."""
+    """`found`, or the same with different layouts for each place, where that is faster. It is only tried where the
+    result may be faster than `known_s`."""
     if (
         found is None
         or context.request.recipe is not None
-        or found.step_s >= known_s * _hoped(context)
+        or found.step_s >= known_s * _own_layouts_factor(context)
         or context.timer.skips()
     ):
         return found
@@ -140,15 +141,15 @@ def _none_fits(context: SearchContext, spaces: Sequence[Space], known_s: float, 
     )
 
 
-def _hoped(context: SearchContext) -> float:
-    """The factor on the best known step up to which a pipeline is tried with layouts of their own for each place: that
+def _own_layouts_factor(context: SearchContext) -> float:
+    """The factor on the best known step up to which it is tried to give each place of a pipeline its own layouts. That
     gains a few per cent where places are alike, and can gain much where devices differ."""
     return NEAR if context.request.cluster.parts else NEARER
 
 
-def _rows(walk: Explorer) -> list[Alternative]:
-    """Rows for a plan's alternatives: for each number of places the best plan that a walk found, or the reason why it
-    found none."""
+def _alternatives(walk: Explorer) -> list[Alternative]:
+    """The entries for Plan.alternatives: for each number of places the best plan that a walk found, or the reason why
+    it found none."""
     best: dict[int, Found] = {}
     for shape, found in walk.fit.items():
         if shape.places not in best or found.step_s < best[shape.places].step_s:
@@ -169,7 +170,7 @@ def _bound_s(context: SearchContext, flat: Plan | None) -> float:
     return context.work(1).step_s(context.request.cluster.devices, 1, 1)
 
 
-def _among_all(flat: Plan, tried: Sequence[Alternative], bound_s: float) -> Plan:
+def _one_stage_is_best(flat: Plan, tried: Sequence[Alternative], bound_s: float) -> Plan:
     """`flat` as the best of all plans. Its bound becomes the one that holds for all plans; a tighter one for plans of
     one stage goes into a note."""
     alone_s, notes = flat.predicted.bound_s, flat.notes
@@ -183,7 +184,7 @@ def _among_all(flat: Plan, tried: Sequence[Alternative], bound_s: float) -> Plan
     return replace(flat, alternatives=(*flat.alternatives, *tried), notes=notes, predicted=predicted)
 
 
-def _rather(made: Plan, walks: Sequence[Explorer]) -> Iterator[str]:
+def _simpler_plan_note(made: Plan, walks: Sequence[Explorer]) -> Iterator[str]:
     """A note where a pipeline is faster than the chosen plan, which is simpler, by less than prices tell apart."""
     step_s = made.predicted.step_s
     other = min((found for walk in walks for found in walk.settled), key=lambda found: found.step_s, default=None)
@@ -195,7 +196,7 @@ def _rather(made: Plan, walks: Sequence[Explorer]) -> Iterator[str]:
         )
 
 
-def _order(asked: Cluster, plan: Plan) -> Iterator[str]:
+def _rank_order_note(asked: Cluster, plan: Plan) -> Iterator[str]:
     """A note where the plan has the parts of the cluster in another order than the user gave them."""
     parts = Cluster.from_dict(dict(plan.cluster)).parts
     if parts != asked.parts:
@@ -213,6 +214,7 @@ def _finished(
     bound_s: float,
     about: Mapping[str, Any],
 ) -> Plan:
+    """The pipeline `best` as a Plan with its prediction, notes and alternatives (those of `flat`, then `tried`)."""
     predicted = Predicted(
         best.step_s,
         best.memory_bytes,
@@ -226,7 +228,7 @@ def _finished(
         *about.get("notes", ()),
         *tiling_notes(best.program, best.plan),
         *rule_notes(context.whole.program, context.request.rules),
-        *_order(context.request.cluster, best.plan),
+        *_rank_order_note(context.request.cluster, best.plan),
     )
     if best.alike_s:
         notes = (

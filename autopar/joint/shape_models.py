@@ -1,4 +1,5 @@
-"""Building the Problems of a shape: one per kind of place, of one microbatch and of what happens once per step."""
+"""Building the Problems of a shape: for each kind of place one of a microbatch, and one of what happens once per step.
+Called by SearchContext.models (choices still open) and joint.parted_graph (choices fixed)."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def _of_kinds(context: SearchContext, here: Planner, frame: Frame, ground: Groun
 
 
 def _weights(context: SearchContext, ground: Ground, kinds: list[int]) -> Weights:
-    """The weights of the kinds of places (joint.place_kinds)."""
+    """How much each kind of place counts in the mean of their Problems (joint.place_kinds)."""
     paces = [context.pace(ground.places.device(ground.kinds.index(kind))) for kind in kinds]
     return Weights.of([ground.kinds.count(kind) for kind in kinds], paces)
 

@@ -1,5 +1,5 @@
-"""Shapes: how many places a pipeline has, the mesh of each, how many microbatches; which there are, and which are next
-to which."""
+"""Shapes (number of places of a pipeline, mesh of each, number of microbatches): their enumeration, the neighbours of
+each, and where joint.explore starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from autopar.cluster import Cluster, pipelines
 
-MOST_MICROBATCHES = 512  # of one place's share: beyond, what a microbatch costs at least is all that is left
+# per `least` microbatches (as many as there are places); with more, the fixed costs of each microbatch dominate
+MOST_MICROBATCHES = 512
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -41,13 +42,9 @@ class Shape:
 
 
 def layouts(cluster: Cluster, most_axes: int, pieces: int) -> list[tuple[int, tuple[int, ...]]]:
-    """All (places, mesh of a place) with two or more places, on which `pieces` (operators and blocks) can be cut; none
-    where a place may have no axis."""
-    return [
-        (places, context)
-        for places, context in (pipelines(cluster, most_axes) if most_axes else [])
-        if places <= pieces
-    ]
+    """All (places, mesh of a place) with two or more places, but not more than there are `pieces` (operators and
+    blocks); none where `most_axes` of a place's mesh is 0."""
+    return [(places, mesh) for places, mesh in (pipelines(cluster, most_axes) if most_axes else []) if places <= pieces]
 
 
 def counts(batch: int, least: int) -> list[int]:
@@ -56,8 +53,9 @@ def counts(batch: int, least: int) -> list[int]:
 
 
 def neighbours(shape: Shape, among: Sequence[Shape]) -> list[Shape]:
-    """The shapes of `among` that are one move away: the next number of microbatches up or down, or one prime factor
-    moved from one axis to another; nearest in microbatches."""
+    """The shapes of `among` that are one move away: the next number of microbatches up or down; or one prime factor
+    moved from one axis to another (the pipeline axis included), with the number of microbatches that leaves about as
+    many samples on a rank."""
     same = sorted(s.microbatches for s in among if s.key == shape.key)
     at = same.index(shape.microbatches)
     found = [Shape(shape.places, shape.mesh, m) for m in (*same[max(0, at - 1) : at], *same[at + 1 : at + 2])]
@@ -73,12 +71,12 @@ def neighbours(shape: Shape, among: Sequence[Shape]) -> list[Shape]:
 
 
 def _ways(shape: Shape) -> int:
-    """The ranks of all but the innermost axis: most often they cut the samples."""
+    """The number of ranks on all axes of a place but the innermost: most often these axes split samples."""
     return math.prod(shape.mesh[:-1])
 
 
 def _one_move(a: Sequence[int], b: Sequence[int]) -> bool:
-    """Whether exactly one axis is larger by a prime, and one smaller by the same."""
+    """Whether, from `a` to `b`, one size is multiplied by a prime, another divided by it, and all others are equal."""
     more = [y // x for x, y in zip(a, b, strict=True) if y > x and y % x == 0]
     less = [x // y for x, y in zip(a, b, strict=True) if x > y and x % y == 0]
     equal = sum(x == y for x, y in zip(a, b, strict=True))
@@ -94,10 +92,10 @@ def fewest(batch: int) -> int:
     return next((n for n in range(2, math.isqrt(batch) + 1) if batch % n == 0), batch)
 
 
-def starts(shapes: Sequence[Shape], context: int, batch: int) -> list[Shape]:
-    """Where to begin: for each number of places the mesh whose innermost axis is `context`, a node, or nearest to it,
-    with as many microbatches as leave each rank of the other axes a sample; on one place also the mesh of one axis, all
-    ranks of which cut samples, with as many as leave each of them one."""
+def starts(shapes: Sequence[Shape], node: int, batch: int) -> list[Shape]:
+    """Where the walk begins: for each number of places the mesh whose innermost axis is nearest in size to a `node` (in
+    devices), with about as many microbatches as leave each rank of the other axes one sample. For one place also the
+    mesh of one axis, with about as many microbatches as leave each rank one sample."""
     found = []
     for places, group in itertools.groupby(sorted(shapes), key=lambda s: s.places):
         here = list(group)
@@ -105,7 +103,7 @@ def starts(shapes: Sequence[Shape], context: int, batch: int) -> list[Shape]:
             min(
                 here,
                 key=lambda s: (
-                    abs(math.log(s.mesh[-1] / context)),
+                    abs(math.log(s.mesh[-1] / node)),
                     len(s.mesh),
                     abs(math.log(s.microbatches * _ways(s) / batch)),
                     s.microbatches,

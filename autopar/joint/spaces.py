@@ -1,4 +1,5 @@
-"""Spaces: which shapes, roles and timetables a search or a named pipeline may have."""
+"""Spaces: which shapes, roles and timetables the search or a named pipeline may use. joint.choice walks through them
+one after the other (joint.explore)."""
 
 from __future__ import annotations
 
@@ -23,9 +24,14 @@ MOST_NAMED = 12  # meshes in a message
 
 @dataclass(frozen=True)
 class Space:
-    """`roles_on(mesh)` gives what the axes of a place's mesh may do, None for meshes that are not in the space;
-    `alone`: whether one place with several microbatches is in it; `mesh`: the only one there is in it, None where that
-    is the one that was asked for, if any."""
+    """A set of shapes, and what plans on them may do.
+
+    roles_on    mesh of a place -> the role of each axis; None for a mesh that is not in the space
+    kinds       the schedules, with numbers of stages per place
+    axes        how many axes the mesh of a place has at most
+    alone       whether one place with several microbatches is in the space (gradient accumulation)
+    mesh        the only mesh in the space; None: the one of the request, or any if that names none
+    """
 
     name: str
     roles_on: Callable[[tuple[int, ...]], Used | None]
@@ -38,14 +44,17 @@ class Space:
         """All shapes of the space on the cluster that `context` is for, in order."""
         return sorted(
             shape
-            for shape in self._laid(context)
-            if self._rests_bytes(context, shape) <= context.mean_bytes(shape.places)
+            for shape in self._all_shapes(context)
+            if self._state_bytes(context, shape) <= context.mean_bytes(shape.places)
         )
 
     def none(self, context: SearchContext) -> str:
-        """Why the space has no shapes."""
+        """The text of an error: why the space has no shapes."""
         short = min(
-            ((self._rests_bytes(context, shape), context.mean_bytes(shape.places)) for shape in self._laid(context)),
+            (
+                (self._state_bytes(context, shape), context.mean_bytes(shape.places))
+                for shape in self._all_shapes(context)
+            ),
             key=lambda bytes_: bytes_[0] - bytes_[1],
             default=None,
         )
@@ -60,13 +69,15 @@ class Space:
             f"{context.request.cluster.devices} devices" + (f" ({context.sharable})" if context.sharable else "")
         )
 
-    def _laid(self, context: SearchContext) -> Iterator[Shape]:
-        """All shapes, whatever the memory is."""
+    def _all_shapes(self, context: SearchContext) -> Iterator[Shape]:
+        """All shapes of the space, whether they fit in memory or not."""
         cluster, fixed = context.request.cluster, self.mesh or context.request.mesh
         found = [(1, mesh) for mesh in spaces(cluster, context.whole.cuts_samples)] if self.alone else []
         found += self.layouts(context)
         for places, mesh in dict.fromkeys(found):
-            yield from (Shape(places, mesh, m) for m in self._counts(context, places, mesh) if fixed in (None, mesh))
+            yield from (
+                Shape(places, mesh, m) for m in self._microbatches(context, places, mesh) if fixed in (None, mesh)
+            )
 
     def layouts(self, context: SearchContext) -> list[tuple[int, tuple[int, ...]]]:
         """All (places, mesh of a place) with two or more places for which there are enough pieces."""
@@ -77,7 +88,8 @@ class Space:
         """How many stages a place has at least."""
         return min(kind.virtual or 2 for kind in self.kinds)
 
-    def _counts(self, context: SearchContext, places: int, mesh: tuple[int, ...]) -> Iterator[int]:
+    def _microbatches(self, context: SearchContext, places: int, mesh: tuple[int, ...]) -> Iterator[int]:
+        """The numbers of microbatches with which these places and this mesh are in the space."""
         used = self.roles_on(mesh)
         if used is None:
             return
@@ -89,7 +101,7 @@ class Space:
         ways = math.prod(n for n, role in zip(mesh, used, strict=True) if role in roles.BY_SAMPLE)
         yield from (m for m in counts(context.batch, max(2, places)) if context.batch % (m * ways) == 0)
 
-    def _rests_bytes(self, context: SearchContext, shape: Shape) -> float:
+    def _state_bytes(self, context: SearchContext, shape: Shape) -> float:
         """Bytes per device of weights, gradients and optimizer state alone, cut as evenly as the roles allow."""
         used = self.roles_on(shape.mesh) or ()
         return context.rest_bytes / (
@@ -98,7 +110,7 @@ class Space:
 
 
 def _anything(mesh: tuple[int, ...]) -> Used:
-    """What the axes of a place may do in the free search."""
+    """The roles of the axes of a place in the free search: every split is allowed."""
     return (roles.nothing,) if mesh == (1,) else space(mesh)
 
 
@@ -114,7 +126,7 @@ FREE = (SEARCH, NAIVE)
 
 
 def of_recipe(recipe: PipelineRecipe) -> Space:
-    """What a named pipeline leaves open: the shape. Raises PlanError where its schedule is none."""
+    """The space of a named pipeline, which leaves the shape open. Raises PlanError for an unknown schedule."""
     if recipe.schedule not in SCHEDULES:
         raise PlanError(
             f"recipe {recipe.name}: schedule is {recipe.schedule!r}, wanted one of "
@@ -125,8 +137,8 @@ def of_recipe(recipe: PipelineRecipe) -> Space:
 
 
 def asked(recipe: PipelineRecipe, context: SearchContext) -> Space:
-    """What a named pipeline leaves open with the mesh of a place that was asked for, if one was. An axis of size 1 has
-    nothing to do: it is left out, with its role.
+    """The space of a named pipeline, restricted to the mesh of the request, if that names one. Axes of size 1 are left
+    out, with their roles.
 
     Raises PlanError, with the meshes that are possible, where there are no stages on places of that mesh.
     """
@@ -147,7 +159,7 @@ def asked(recipe: PipelineRecipe, context: SearchContext) -> Space:
 def _impossible(
     found: Space, context: SearchContext, mesh: tuple[int, ...], possible: Sequence[tuple[int, ...]]
 ) -> str:
-    """Why no place of a pipeline has a mesh, and which it may have."""
+    """The text of an error: why places of a pipeline cannot have `mesh`, and which meshes are `possible`."""
     devices, size, axes, each = context.request.cluster.devices, math.prod(mesh), found.axes, found.least_stages
     if len(mesh) > axes:
         why = f"its places have {axes} ax{'i' if axes == 1 else 'e'}s at most"

@@ -14,7 +14,7 @@ from autopar.bestfirst import PRICE_TOLERANCE
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import explore
-from autopar.joint.choice import _rather
+from autopar.joint.choice import _simpler_plan_note
 from autopar.joint.effort import Effort
 from autopar.joint.explore import Explorer
 from autopar.joint.prove import Prover
@@ -110,11 +110,11 @@ def test_it_is_said_where_a_pipeline_is_faster_by_less_than_prices_tell(step_s: 
             for slower_s in (0.995, 0.998)
         ]
     )
-    notes = list(_rather(made, [walk, cast("Any", SimpleNamespace(settled=[]))]))
+    notes = list(_simpler_plan_note(made, [walk, cast("Any", SimpleNamespace(settled=[]))]))
     assert notes == (
         ["2 (1 s) rather than 2, 4 microbatches (995 ms): prices do not tell 0.50 % apart"] if said else []
     )
-    assert not list(_rather(made, []))
+    assert not list(_simpler_plan_note(made, []))
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,8 @@ def begin_ahead(book: Book, units: Sequence[Unit], start: int | None = None) -> 
 
 @dataclass(frozen=True)
 class _Coming:
-    """Gathers of later units that have begun while a unit runs: their bytes in all, and the storages of weights whose
-    last collective has begun."""
+    """The gathers of later units that have begun while a unit runs: `nbytes` of all that they hold, and the `storages`
+    of weights whose last collective has begun."""
 
     nbytes: float
     storages: list[Storage]

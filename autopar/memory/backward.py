@@ -1,4 +1,6 @@
-"""The walk over the backward: gradients, whole gradients of gathered weights, and weights that are gathered again."""
+"""The walk over the backward of one stage: gradients, whole gradients of gathered weights until they are scattered,
+and weights that are gathered again. Called by memory.stage, after memory.forward.
+"""
 
 from __future__ import annotations
 
@@ -22,28 +24,33 @@ from autopar.problem.at_rest import EACH
 from autopar.problem.graph import Op
 
 SETTLED_BYTES = 4 * BUCKET_BYTES
-"""Gradients after which as much is on its way as ever."""
+"""Bytes of gradients after which the bytes that are being scattered no longer grow."""
 
 
 class Backward:
-    """The backward of one recorded forward. Where gradients `stay`, this backward makes those of parameters, and they
-    are there to the end of the step; else they are added to existing ones."""
+    """The backward of one recorded forward.
+
+    `stay`: this backward allocates the gradients of parameters, which stay to the end of the step; otherwise it adds to
+    those of the microbatches before. `split`: how the backward is divided (memory.walked.Split). After `walk`, `final`
+    are the gradients of parameters that stay, `waiting_bytes` the gradients of activations that the part for weights
+    needs, `weights` what that part takes.
+    """
 
     def __init__(self, forward: Forward, *, stay: bool, split: Split = "") -> None:
         self.forward, self.book, self.shares = forward, forward.book, forward.shares
         self.stay, self.habits = stay, self.shares.habits
-        self.scattering = split != "apart"  # gradients of gathered weights, as they come
+        self.scattering = split != "apart"  # whole gradients are scattered as they are made
         self.weights = WeightsPart({scope: stop - first for scope, (first, stop) in forward.part.blocks.items()})
         # gradients of parameters, or what scatters bring that is added to those of the microbatches before in the end
         self.final: list[Storage] = []
         self.late: Queue[Whole] = Queue(BUCKETS * BUCKET_BYTES)
-        self.grown = 0.0  # by how much more of them are on their way behind one block than behind the one before
-        # what the block that is walked has scattered late, with what comes on the way
+        self.grown = 0.0  # bytes by which `late` is larger after a block than after the one before
+        # of the walked block: whole gradients that were put into `late`, with the bytes of results on the way
         self.sending: list[tuple[Storage, Sequence[float]]] = []
         self.buckets = Buckets(self.book, self.shares.on_cpu)
-        self.again: dict[Storage, Storage] = {}
-        self.units: list[Unit] = []  # what is gathered again, block by block
-        self.block: Unit | None = None  # that of the block that is walked
+        self.again: dict[Storage, Storage] = {}  # gathered weight of the forward -> the same, gathered again
+        self.units: list[Unit] = []  # the weights that are gathered again, block by block
+        self.block: Unit | None = None  # those of the block that is walked
         # gradients that wait for the weights' part of a backward that is taken apart
         self.waiting: dict[Storage, None] = {}
         self.waiting_bytes = 0.0
@@ -54,7 +61,9 @@ class Backward:
         start = self.book.now
         for value in self.forward.ends:
             value.slot = self.book.new("gradients of activations", value.ref[0], "", 0.0) if value.grad_bytes else None
-        came = {value: self._own("pipeline buffers", value) for value in self.forward.sent if value.grad_bytes}
+        came = {
+            value: self._gradient_storage("pipeline buffers", value) for value in self.forward.sent if value.grad_bytes
+        }
         for value, slot in came.items():
             value.slot = slot
         for step in reversed(self.forward.steps):
@@ -69,7 +78,7 @@ class Backward:
                 self.book.use(value.storage)
             self.book.use(came.get(value))
         self.buckets.drain()
-        self._stay_apart(start - 1)
+        self._extend_to_end_of_inputs_part(start - 1)
         for storage in (
             *self.final,
             *(storage for late, _ in self.late.waiting for storage in (late.held, late.coming) if storage is not None),
@@ -80,10 +89,11 @@ class Backward:
         for arrived in self.forward.received:
             self.book.use(arrived)
 
-    def _stay_apart(self, turn: int) -> None:
-        """A backward in two parts: until the part for inputs ends, all that the forward kept stays, because torch's
-        stages retain the graph (stage_backward_input), and so do the gradients that the part for weights needs. A stage
-        that receives no value with a gradient has no part for inputs, and is not divided."""
+    def _extend_to_end_of_inputs_part(self, turn: int) -> None:
+        """In a backward in two parts, extend the life of all that is kept since time `turn`, the end of the forward,
+        and of the gradients that the part for weights needs, to the end of the part for inputs: torch's stages retain
+        the graph until then (stage_backward_input). A stage that receives no value with a gradient has no part for
+        inputs, and is not divided."""
         if (
             self.scattering
             or not self.habits.keeps_sent
@@ -97,8 +107,8 @@ class Backward:
             self.book.use(storage)
 
     def early(self) -> list[Storage]:
-        """What operators after the last one with a weight keep (the loss): in a backward in two parts it is freed with
-        the first one."""
+        """What operators after the last one with a weight keep (those of the loss). In a backward in two parts the part
+        for inputs frees it, since the part for weights does not read it."""
         steps = self.forward.steps if self.forward.ends else []
         last = max(
             (
@@ -113,8 +123,8 @@ class Backward:
         return [storage for storage in behind if storage not in before and storage.nbytes and not storage.regathered]
 
     def _blocks(self, blocks: Blocks) -> None:
-        """A run of blocks: the last one, those between, and the first one, which is walked as the one with all
-        gradients beside it."""
+        """A run of blocks: the backward of the last one is walked, then those between are counted (`_between`), then
+        that of the first one is walked, at which the gradients of all parameters of the run exist."""
         before, (first, last) = self.waiting_bytes, blocks.again
         gathered = self._pass(blocks, {}, again=last)
         self.waiting_bytes += max(0, blocks.count - 2) * (self.waiting_bytes - before)
@@ -126,11 +136,12 @@ class Backward:
             self._pass(blocks, blocks.twins, again=first)
         for port, feed in zip(blocks.ports, blocks.feeds, strict=True):
             if port.slot is not None and feed.grad_bytes:
-                self._arrived(feed, port.slot)
+                self._add_gradient(feed, port.slot)
             port.slot = None
 
     def _pass(self, blocks: Blocks, twins: Mapping[Storage, Storage | None], *, again: bool) -> bool:
-        """The backward of one block, whose forward is run `again` first. Returns whether it gathers weights."""
+        """The backward of one block; with `again` its forward is run before. `twins` are the storages of this block in
+        place of those that were walked. Returns whether the block gathers weights."""
         self.again.clear()
         self.sending.clear()
         self.block, self.grown = Unit(more=self.grown), 0.0
@@ -172,7 +183,9 @@ class Backward:
         for port, out in zip(blocks.ports, blocks.carried, strict=False):
             if port.slot is not None and out.grad_bytes:
                 out.slot = (
-                    self._own("gradients of activations", out) if port.grad_bytes != out.grad_bytes else port.slot
+                    self._gradient_storage("gradients of activations", out)
+                    if port.grad_bytes != out.grad_bytes
+                    else port.slot
                 )
             port.slot = None
 
@@ -198,7 +211,7 @@ class Backward:
             self.grown = self._late_bytes() - before
         for value, op, slot in leaves.values():
             if self._scattered(value) and not self.habits.standing:
-                self.final.append(self._rests(value, op, count))
+                self.final.append(self._gradient_at_rest(value, op, count))
             elif self.stay:
                 self.final.append(self.book.like(slot, self.book.now, count))
 
@@ -207,6 +220,7 @@ class Backward:
         return sum(late.nbytes for late, _ in self.late.waiting)
 
     def _step(self, step: Step, twins: Mapping[Storage, Storage | None]) -> None:
+        """The backward of one step, if any of its results has a gradient."""
         if all(value.slot is None for value in step.outs):
             return
         if step.op is None:
@@ -216,14 +230,15 @@ class Backward:
         for value in step.outs:
             value.slot = None
 
-    def _wait(self, slots: Sequence[Storage]) -> None:
-        """Keep the gradients of results of an operator with a weight for the part for weights, each once: operators may
-        share one."""
+    def _keep_for_weights_part(self, slots: Sequence[Storage]) -> None:
+        """Note `slots`, the gradients of the results of an operator with a weight, which the part for weights needs.
+        Operators may share one, which is counted once."""
         new = dict.fromkeys(slot for slot in slots if slot not in self.waiting)
         self.waiting.update(new)
         self.waiting_bytes += sum(slot.nbytes for slot in new)
 
     def _operator(self, step: Step, op: Op, twins: Mapping[Storage, Storage | None]) -> None:
+        """The backward of an operator: what it keeps is read, and gradients of its operands are made."""
         assert step.local is not None, "operators have their bytes with them"
         self.book.step(f"backward of {op.name}")
         for storage in step.kept:
@@ -236,7 +251,7 @@ class Backward:
         for slot in slots:
             self.book.use(slot)
         if op.weighs:
-            self._wait(slots)
+            self._keep_for_weights_part(slots)
         self.book.new(
             "temporaries",
             op.name,
@@ -256,9 +271,10 @@ class Backward:
                     self.weights.add((op.name, op.scope), value.leaf.name, value.grad_bytes, self._wider(value.leaf))
                 handed = hands_on(op, index, step.local) and value.leaf is None
                 inside = step.kept[0] if index == 0 and in_place(op, self.habits) else None
-                self._arrived(value, slots[0] if handed else inside or self._gradient(op, value))
+                self._add_gradient(value, slots[0] if handed else inside or self._gradient(op, value))
 
     def _move_back(self, step: Step) -> None:
+        """The backward of a change of layout: the gradient is brought to the layout of the source's gradient."""
         (source,), (moved,), reshard = step.ins, step.outs, step.reshard
         assert reshard is not None and moved.slot is not None, "steps without an operator are changes of layout"
         if not source.grad_bytes:
@@ -270,9 +286,9 @@ class Backward:
         if reshard.weight:
             moved.slot.kind = "whole gradients"
         if not fresh(back):
-            self._arrived(source, moved.slot)
+            self._add_gradient(source, moved.slot)
             return
-        node, grad = self.forward.program.ops[source.ref[0]], self._own("reshards", source)
+        node, grad = self.forward.program.ops[source.ref[0]], self._gradient_storage("reshards", source)
         wider = self._wider(node)
         grad.nbytes *= wider
 
@@ -289,7 +305,7 @@ class Backward:
             self.late.add(Whole(self.book, moved.slot, ways), self.block or object())
         else:
             self.book.new("temporaries", node.name, node.where, workspace(back, value, staged=self.shares.on_cpu))
-        self._arrived(source, grad)
+        self._add_gradient(source, grad)
 
     def _gathered_again(self, storage: Storage) -> Storage:
         """A weight that the backward gathers again, once for all its readers in a block."""
@@ -302,7 +318,7 @@ class Backward:
     def _gradient(self, op: Op, value: Value) -> Storage:
         """The gradient of an operand. That of a weight is added to an existing buffer by the kernel that makes it, or
         cast to the dtype of the weight at rest, as habits say."""
-        made = self._own("gradients of activations", value)
+        made = self._gradient_storage("gradients of activations", value)
         wider = self._wider(self.forward.program.ops[value.ref[0]])
         if wider > 1:
             self.book.new("temporaries", made.node, made.where, made.nbytes)
@@ -319,11 +335,12 @@ class Backward:
         computed = str(op.out_dtypes[0])
         return itemsize(rests_in(computed, self.shares.plan.precision)) / itemsize(computed)
 
-    def _own(self, kind: str, value: Value) -> Storage:
+    def _gradient_storage(self, kind: str, value: Value) -> Storage:
+        """A new storage for a gradient of `value`."""
         op = self.forward.program.ops[value.ref[0]]
         return self.book.new(kind, named(op), op.where, value.grad_bytes)
 
-    def _arrived(self, value: Value, grad: Storage) -> None:
+    def _add_gradient(self, value: Value, grad: Storage) -> None:
         """One more gradient of a value: added in place to one that is there already."""
         self.book.use(grad)
         if value.slot is not None:
@@ -331,15 +348,15 @@ class Backward:
             return
         value.slot = grad
         if value.leaf is not None:
-            self._leaf(value, value.leaf, grad)
+            self._parameter_gradient(value, value.leaf, grad)
 
-    def _leaf(self, value: Value, op: Op, grad: Storage) -> None:
+    def _parameter_gradient(self, value: Value, op: Op, grad: Storage) -> None:
         """The gradient of a parameter's leaf: it stays, or it is scattered, and the shard stays."""
         scattered = self._scattered(value)
         grad.kind = "whole gradients" if scattered else "gradients"
         brings = scattered and not self.habits.standing
         if self.stay or brings:
-            self.final.append(self._rests(value, op) if scattered else grad)
+            self.final.append(self._gradient_at_rest(value, op) if scattered else grad)
         if scattered:
             self.buckets.add(
                 self.shares.lies(value.ref), grad, self.block or object(), self.final[-1] if brings else None
@@ -351,7 +368,7 @@ class Backward:
             self.stay or EACH in self.shares.plan.nodes[value.ref[0]].runs
         )
 
-    def _rests(self, value: Value, op: Op, count: int = 1) -> Storage:
+    def _gradient_at_rest(self, value: Value, op: Op, count: int = 1) -> Storage:
         """The gradient of a parameter of `count` blocks in the layout of the parameter at rest."""
         rest = self.shares.value(value.ref, self.shares.lies(value.ref).rest)
         return self.book.new(
@@ -364,8 +381,8 @@ class Backward:
 
 
 def _units(count: int, whole: Sequence[Storage]) -> list[object]:
-    """As many of `count` blocks, each with these whole gradients, as must be walked for as many gradients as ever to be
-    in the course of being scattered."""
+    """One object for each of the `count` blocks whose scatters must be walked: no more than it takes until the bytes
+    that are being scattered no longer grow (SETTLED_BYTES). `whole` are the whole gradients of each block."""
     nbytes = sum(slot.nbytes for slot in whole)
     return [object() for _ in range(min(count, math.ceil(SETTLED_BYTES / nbytes)))] if nbytes else []
 

@@ -1,5 +1,5 @@
 """Whole gradients while they are scattered to their parameters' layout at rest; those of ZeRO-1 and ZeRO-2 in buckets,
-as runtime.gradsync does it."""
+as runtime.gradsync does it. Used by memory.backward."""
 
 from __future__ import annotations
 
@@ -56,9 +56,15 @@ def copied(lies: LayoutPair, nbytes: float) -> bool:
 
 @dataclass(eq=False)
 class Buckets:
-    """What a bucket sends, a flat copy of its small gradients and its large ones, stays until the scatter is waited
-    for: when a later block has begun others after it (autopar.deferred_waits). `staged`: while a scatter runs there is
-    one more copy, in which gloo sums; scatters run one by one."""
+    """The buckets of whole gradients of one backward. What a bucket sends (a flat copy of its small gradients, and its
+    large ones as they are) stays until the scatter is waited for, which is when a later block has begun further
+    scatters (autopar.deferred_waits).
+
+    staged      gloo, on CPUs: while a scatter runs there is one more copy, in which it sums; scatters run one by one
+    filling     layouts of parameters -> the gradients of the bucket that is not full yet
+    resting     whole gradient -> the result of its scatter
+    running     what is being scattered
+    """
 
     book: Book
     staged: bool

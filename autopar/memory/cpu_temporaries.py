@@ -1,4 +1,5 @@
-"""Temporary memory of CPU kernels, beyond operands and results."""
+"""Temporary memory of CPU kernels, beyond operands and results. `CPU` replaces the rows of memory.temporaries there;
+read by memory.operators."""
 
 from __future__ import annotations
 
@@ -99,4 +100,4 @@ CPU: dict[Any, tuple[Bytes, Bytes]] = {
     aten.rms_norm.default: (_norm_forward, _norm_back),
     aten.scaled_dot_product_attention.default: (_scored, _scored_back),
 }
-"""Both of operators whose kernels on a CPU are made of several, or copy what they are given."""
+"""Operator -> (forward, backward), where the kernel on a CPU consists of several operators, or copies its operands."""

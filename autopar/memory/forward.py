@@ -1,5 +1,5 @@
-"""The walk over the forward of one stage as the emitted module runs it: what it allocates, what it keeps for the
-backward, and until when.
+"""The walk over the forward of one stage, in the order in which the emitted module runs it: what it allocates, what
+autograd keeps for the backward, and until when. Called by memory.stage, before memory.backward.
 
 A forward is a Python function in which each value has a variable of its own, so all values stay alive until it returns;
 what autograd keeps lives on. Of a run of blocks the last one is walked; what the others keep is added after it."""
@@ -33,7 +33,12 @@ ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 class Forward:
-    """The walk over the forward of one part of a program; `steps` is the record for the backward."""
+    """The walk over the forward of one part of a program.
+
+    `extra_bytes` gives bytes that an operator keeps for its backward in addition to tensors of the graph. After `walk`,
+    `book` has all storages, `steps` the record for the backward, `values` all values as they are made, `received` and
+    `sent` what crosses between stages, `ends` the losses.
+    """
 
     def __init__(
         self, shares: Shares, edges: Edges, extra_bytes: Callable[[Op], float], book: Book, part: Part
@@ -45,25 +50,26 @@ class Forward:
         self.reshards = {(r.ref, r.role, r.dst, r.scope if r.role == "edge" else ""): r for r in edges.reshards}
         self.edges, self.sync = edges, edges.sync
         self.values: dict[Ref, Value] = {}
-        # the run whose blocks are walked as they are, where others of it are run again
+        # the run whose walked block is not run again, though others of the run are
         self.plain: dict[str, None] = {}
+        # values in other layouts, by value, role of the reshard, layouts and scope of the readers
         self.moved: dict[tuple[Ref, str, LayoutPair, str], Value] = {}
-        self.narrowed: dict[Storage, Storage] = {}
-        self.arrived: dict[str, Storage | None] = {}  # queries, by the attention that reads them
+        self.narrowed: dict[Storage, Storage] = {}  # 8-bit copies (`_narrow`)
+        self.queries: dict[str, Storage | None] = {}  # by the attention that reads them
         self.steps: list[Step | Blocks] = []
-        self.frame: list[Storage | None] = []
-        # what came: the storage of one that is passed on becomes that of its copy
+        self.frame: list[Storage | None] = []  # of the variables of the Python function that is walked
+        # a list of its own, since a value that is passed on gets the storage of its copy (`_sendable`)
         self.received: list[Storage | None] = []
         self.sent: list[Value] = []
-        self.ends: list[Value] = []  # the loss
-        self.units: list[Unit] = []  # what is gathered where it is used, block by block
-        self.block: Unit | None = None  # that of the block that is walked
+        self.ends: list[Value] = []  # the losses
+        self.units: list[Unit] = []  # the weights that are gathered where they are used, block by block
+        self.block: Unit | None = None  # those of the block that is walked
 
     def walk(self) -> None:
         """The whole part, to the end of its forward."""
         for ref in self.part.receives:
             op = self.program.ops[ref[0]]
-            # else the place has it as what it made
+            # a value from another stage of this place is not copied
             nbytes = self.shares.value(ref, self.shares.lies(ref).value) if self.part.brought else 0.0
             self.values[ref] = self._value(ref, self.book.new("pipeline buffers", op.name, op.where, nbytes))
             self.values[ref].view = True
@@ -123,7 +129,8 @@ class Forward:
     def arrive(
         self, ref: Ref, dst: LayoutPair, role: str, scope: str, steps: list[Step] | list[Step | Blocks]
     ) -> Value:
-        """A value in the layout that a reader asks for; a change of layout is made once per scope."""
+        """A value in the layouts `dst` that a reader in `scope` asks for. A change of layout is made once per scope,
+        and recorded in `steps`."""
         source = self.values[ref]
         reshard = self.reshards.get((ref, role, dst, scope if role == "edge" else ""))
         if reshard is None:
@@ -189,9 +196,9 @@ class Forward:
         for value in ins:
             self.book.use(value.storage)
         if op.target is ATTENTION:
-            self.arrived[op.name] = ins[0].storage
+            self.queries[op.name] = ins[0].storage
         local = self._local(op, ins)
-        outs, view = [], makes_view(op) and not (joins_heads(op.node) and self._came_in_order(op, ins[0]))
+        outs, view = [], makes_view(op) and not (joins_heads(op.node) and self._heads_in_order(op, ins[0]))
         for index, nbytes in enumerate(local.outs):
             storage = ins[0].storage if view else self._made(op, ins, nbytes)
             outs.append(self._value((op.name, index), storage))
@@ -203,15 +210,20 @@ class Forward:
         self.passing(op, backward=False)
         steps.append(Step(ins, tuple(outs), op, local, kept=self._kept(op, ins, outs, local, runs)))
 
-    def _came_in_order(self, op: Op, heads: Value) -> bool:
-        """Whether `op` copies the heads that it joins: if ranks have sent them to each other, or the query that they
-        are of, which then lies in the order of its own dims, and they as it does."""
+    def _heads_in_order(self, op: Op, heads: Value) -> bool:
+        """Whether the reshape `op`, which joins the heads of attention's result, must copy them because they lie in
+        memory in the order of their dims (head before position).
+
+        Attention's result has the strides of its query. Both are views of [position, head] memory as the model makes
+        them; a tensor that a collective has made is contiguous.
+        """
         attention = self.program.ops[self.program.ops[op.operands[0][0]].operands[0][0]]
-        query = self.arrived.get(attention.name)
+        query = self.queries.get(attention.name)
         return any(each is not None and each.kind == "reshards" for each in (heads.storage, query))
 
     def passing(self, op: Op, *, backward: bool) -> None:
-        """Parts of weights, and of their whole gradients, that an algorithm of `op` holds only while it runs."""
+        """Record the parts of weights, and of their whole gradients, that a runtime algorithm of `op` holds only while
+        it runs."""
         for algorithm, site in sites(op, self.shares.options(op), self.sizes, self.shares.plan.precision):
             if algorithm.gathers:
                 weight = self.program.ops[op.operands[weight_of(site)][0]]
@@ -221,8 +233,8 @@ class Forward:
                     self.book.new(kind, named(weight), weight.where, nbytes)
 
     def _made(self, op: Op, ins: Sequence[Value], nbytes: float) -> Storage:
-        """A storage for the result of an operator; one of no bytes where habits fuse it into the kernel of its reader,
-        whose backward works from the operands."""
+        """A storage for the result of an operator. Where habits fuse the operator into the kernel of its reader it has
+        no bytes, and to keep it means to keep its operands."""
         if not self.habits.fused or op.leads or op.free:
             return self.book.new("activations", op.name, op.where, nbytes)
         made = self.book.new("activations", op.name, op.where, 0.0)
@@ -232,6 +244,7 @@ class Forward:
         return made
 
     def _local(self, op: Op, ins: Sequence[Value]) -> Local:
+        """The call of `op` on this rank, for formulas of temporary memory."""
         outs = [self.shares.value((op.name, i), self.shares.lies((op.name, i)).value) for i in range(len(op.call.outs))]
         return Local(
             op,
@@ -244,7 +257,8 @@ class Forward:
     def _kept(
         self, op: Op, ins: Sequence[Value], outs: Sequence[Value], local: Local, runs: Sequence[str]
     ) -> list[Storage]:
-        """What autograd keeps for the backward of `op`, each storage once, without what rests anyway."""
+        """The storages that autograd keeps for the backward of `op`, each once, without what rests anyway
+        (parameters, buffers, inputs)."""
         kept: dict[Storage, None] = {}
         for index in op.saves:
             value = ins[index] if index < len(ins) else outs[index - len(ins)]

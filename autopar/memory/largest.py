@@ -1,4 +1,5 @@
-"""The largest size that fits: without a new capture, because every size in the graph is a formula."""
+"""The largest batch or sequence that fits, for will_it_fit. Peaks at other sizes need no new capture, because every
+size in the graph is a formula."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ def largest(peak_bytes: Callable[[int], float], limit_bytes: float, step: int, m
     """The largest multiple of `step`, at most `most`, at which `peak_bytes` stays within the limit; 0 where not even
     `step` does.
 
-    `peak_bytes` must not fall with the size. It grows in straight pieces, so the size where the line between the last
-    two bounds meets the limit comes first, then its neighbour, then the middle.
+    `peak_bytes` must not fall with the size. It is piecewise linear, so a secant step is tried first (where the line
+    through the peaks of both bounds meets the limit), then the size next to the lower bound, then the middle.
     """
     known: dict[int, float] = {}
 

@@ -1,5 +1,5 @@
-"""Temporary memory (memory.temporaries) of linear algebra on batches of matrices, and of norms, quantiles and
-short-time Fourier transforms.
+"""Temporary memory of linear algebra on batches of matrices, and of norms, quantiles and short-time Fourier transforms:
+rows of the tables in memory.temporaries and memory.cpu_temporaries.
 
 Read off torch's FunctionsManual.cpp, BatchLinearAlgebra.cpp and SpectralOps.cpp. Each function gives bytes on a rank,
 from the local sizes of the operands.
@@ -153,7 +153,7 @@ def _eigen(local: Local) -> float:
 
 
 def _least(local: Local) -> float:
-    """Square matrices of the shorter side of the matrices."""
+    """Bytes of as many square matrices, of min(m, n) rows for m x n matrices."""
     return _oblong(local)[1]
 
 

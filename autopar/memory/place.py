@@ -1,4 +1,5 @@
-"""The stages of one place under their schedule: the moment at which it holds most bytes, and what is alive then."""
+"""The stages of one place under their schedule: the moment at which its rank holds most bytes, and what is alive then.
+Called by memory.predict, and by the simulator for bytes over time (`levels`)."""
 
 from __future__ import annotations
 
@@ -30,15 +31,24 @@ from autopar.problem.at_rest import EACH
 from autopar.problem.graph import Op
 
 WEIGHTS, SUMS, UPDATE = "backward for weights", "sums of gradients", "update"
-"""The phase in which a backward in two parts comes to the weights, and those behind the backward."""
+"""Phases of a step beside "forward" and "backward": the action for weights of a split backward, the sums of gradients
+over ranks at the end of the step, and the optimizer's step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A candidate for the peak: its bytes, what happens, the stage that runs (-1: none), and where that is one of the
-    walked passes, `walked` and the time in that profile (-1: none); for each stage the numbers of microbatches that
-    wait for their backward, or for the part for weights; what is in transit; and whether all gradients of parameters
-    exist."""
+    """A candidate for the peak.
+
+    nbytes      bytes of the rank at that moment
+    phase       "forward", "backward", WEIGHTS, SUMS or UPDATE
+    stage       the stage that runs (-1: none)
+    time        the time in the profile `walked` (-1: none)
+    waiting     for each stage, how many microbatches wait for their backward
+    halfway     for each stage, how many of these wait only for the part of their backward for weights
+    transit     what is being sent or received
+    gradients   whether the gradients of all parameters exist
+    walked      the profile of the pass that runs; None outside of forward and backward
+    """
 
     nbytes: float
     phase: str
@@ -64,8 +74,17 @@ class Level:
 
 @dataclass(eq=False)
 class Holding:
-    """One place: the views of its stages, and their profiles by stage number. `staged`: whether the plan has several
-    stages. `transits` gives for each action what is in transit meanwhile; empty where nothing ever is."""
+    """The fullest rank of one place during a step.
+
+    shares      bytes of values on that rank
+    number      the number of the place
+    views       the stages of the place
+    profiles    by stage number, the profile of one microbatch
+    staged      whether the plan has several stages
+    actions     what the place runs, in order
+    transits    for each action what is being sent or received meanwhile; empty where nothing ever is
+    synced      the parameters whose gradients are summed over ranks
+    """
 
     shares: Shares
     number: int
@@ -74,15 +93,15 @@ class Holding:
     staged: bool
     actions: Sequence[Action]
     transits: Sequence[Transit] = ()
-    synced: frozenset[str] = frozenset()  # parameters whose gradients are summed over ranks
+    synced: frozenset[str] = frozenset()
 
     def place(self) -> Place:
         """The peak, and what makes it up."""
         training = self.shares.plan.mode == "train"
         rest = [*resting(self.shares, self.views), *workspace(self.shares)]
-        gradients, still = self._apart(rest)
+        gradients, still = self._gradients_apart(rest)
         base, held = sum(e.nbytes for e in still), sum(e.nbytes for e in gradients)
-        moments = [*self._moments(base, held), *(self._after(still, gradients) if training else ())]
+        moments = [*self._moments(base, held), *(self._moments_after_backward(still, gradients) if training else ())]
         peak = max(moments, key=lambda moment: moment.nbytes)
         order, flying = sorted(self.profiles), self._in_flight()
         return Place(
@@ -99,8 +118,9 @@ class Holding:
             host_bytes(self.shares, self.views),
         )
 
-    def _apart(self, rest: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
-        """Gradients of parameters, which come and go; and entries that rest in the forward too."""
+    def _gradients_apart(self, rest: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
+        """Split the entries at rest into gradients of parameters, which do not exist in the first forward, and all
+        others. Where habits keep gradients in standing buffers, all are among the others."""
         if self.shares.habits.standing:
             return [], list(rest)
         return [e for e in rest if e.kind == "gradients"], [e for e in rest if e.kind != "gradients"]
@@ -110,10 +130,13 @@ class Holding:
         step."""
         training, several = self.shares.plan.mode == "train", self.shares.plan.microbatches > 1
         rest = [*resting(self.shares, self.views), *workspace(self.shares)]
-        gradients, still = self._apart(rest)
+        gradients, still = self._gradients_apart(rest)
         held, base = sum(e.nbytes for e in gradients), sum(e.nbytes for e in still)
         before, found, back = 0.0, list[Level](), False
-        flying = [(action, self._beside(kept, halfway, transit)) for action, kept, halfway, transit in self._flying()]
+        flying = [
+            (action, self._others_bytes(kept, halfway, transit))
+            for action, kept, halfway, transit in self._actions_with_waiting()
+        ]
         for index, (action, beside) in enumerate(flying):
             back = back or action.kind != "F"
             profile = self.profiles[action.stage]
@@ -123,7 +146,7 @@ class Holding:
                 else profile.walked(action.kind).peak(forward=action.kind == "F")
             )
             there = held if back else 0.0
-            after = self._later(flying, index)
+            after = self._waiting_after_bytes(flying, index)
             begin, end = base + before + (there if several else 0.0), base + after + there
             found.append(
                 Level(
@@ -142,24 +165,26 @@ class Holding:
             ]
         return found
 
-    def _beside(self, kept: Mapping[int, int], halfway: Mapping[int, int], transit: Transit) -> float:
+    def _others_bytes(self, kept: Mapping[int, int], halfway: Mapping[int, int], transit: Transit) -> float:
         """Bytes of waiting microbatches and of what is in transit."""
         waiting = sum(
-            kept[i] * p.kept_bytes * self._here(i) + halfway[i] * p.halfway_bytes for i, p in self.profiles.items()
+            kept[i] * p.kept_bytes * self._on_device_share(i) + halfway[i] * p.halfway_bytes
+            for i, p in self.profiles.items()
         )
-        return waiting + sum(n * self._passing(kind, stage) for (kind, stage), n in transit.items())
+        return waiting + sum(n * self._transit_bytes(kind, stage) for (kind, stage), n in transit.items())
 
-    def _passing(self, kind: Kind, stage: int) -> float:
+    def _transit_bytes(self, kind: Kind, stage: int) -> float:
         """Bytes that one microbatch has in transit."""
         return self.profiles[stage].transit_bytes.get(kind, 0.0)
 
-    def _here(self, stage: int) -> float:
-        """The share that is on the device of what waiting microbatches of a stage keep."""
+    def _on_device_share(self, stage: int) -> float:
+        """The share, from 0 to 1, of what waiting microbatches of a stage keep that is on the device."""
         return 1.0 - self.shares.habits.hosted_kept[stage] if self.shares.habits.hosted_kept else 1.0
 
-    def _later(self, flying: Sequence[tuple[Action, float]], index: int) -> float:
-        """What waits once action number `index` has ended: what waits during the next action, and the microbatch that
-        this one is for."""
+    def _waiting_after_bytes(self, flying: Sequence[tuple[Action, float]], index: int) -> float:
+        """Bytes that waiting microbatches keep once action number `index` has ended. `flying` gives for each action the
+        bytes of the other microbatches while it runs: those of the next action, and what the microbatch of that action
+        keeps, if its forward is done."""
         if index + 1 == len(flying):
             return 0.0
         action, beside = flying[index + 1]
@@ -171,18 +196,19 @@ class Holding:
         )
 
     def _in_flight(self) -> dict[int, int]:
-        """For each stage, of how many microbatches it keeps activations when all stages together keep most."""
+        """For each stage, the number of microbatches whose activations it keeps at the moment at which all stages
+        together keep the most bytes."""
         here = (
             {stage: n + (action.stage == stage) for stage, n in waiting.items()}
-            for action, waiting, *_ in self._flying()
+            for action, waiting, *_ in self._actions_with_waiting()
         )
         return max(
             here, key=lambda counts: sum(n * self.profiles[stage].kept_bytes for stage, n in counts.items()), default={}
         )
 
-    def _flying(self) -> Iterator[tuple[Action, dict[int, int], dict[int, int], Transit]]:
-        """Each action with the numbers of microbatches of each stage that are kept meanwhile, without the action's own:
-        all of them, and those that wait for the part for weights; and what is in transit."""
+    def _actions_with_waiting(self) -> Iterator[tuple[Action, dict[int, int], dict[int, int], Transit]]:
+        """For each action: the action; by stage how many other microbatches are kept while it runs; how many of these
+        wait only for the part of their backward for weights; and what is in transit."""
         kept, halfway = dict.fromkeys(self.profiles, 0), dict.fromkeys(self.profiles, 0)
         for action, (stage, more), transit in zip(
             self.actions, changed(self.actions), self.transits or itertools.repeat({}), strict=False
@@ -195,53 +221,40 @@ class Holding:
             halfway[stage] += more.halfway + own_halfway
 
     def _moments(self, base: float, held: float) -> Iterator[Moment]:
-        """One moment per distinct situation. Where several microbatches add up their gradients, these are counted in
-        full from the first backward on."""
+        """One moment for each distinct combination of an action and of what waits meanwhile. `base` are the bytes at
+        rest, `held` those of gradients of parameters. Where several microbatches add up their gradients, these are
+        counted in full from the first backward on."""
         stages = sorted(self.profiles)
         several, back, seen = self.shares.plan.microbatches > 1, False, dict[tuple[object, ...], None]()
-        for action, waiting, halfway, transit in self._flying():
+        for action, waiting, halfway, transit in self._actions_with_waiting():
             forward = action.kind == "F"
             back = back or not forward
             key = (action.stage, action.kind, back, *waiting.values(), *halfway.values(), *transit.items())
             if key in seen:
                 continue
             seen[key] = None
-            if action.kind == "W":  # what it needs is there when it begins
+            if action.kind == "W":  # what its own microbatch keeps is there when it begins
                 waiting[action.stage] += 1
                 halfway[action.stage] += 1
-                total = (
-                    base
-                    + self._beside(waiting, halfway, transit)
-                    + self.profiles[action.stage].weights_bytes
-                    + (held if several else 0.0)
-                )
-                yield Moment(
-                    total,
-                    WEIGHTS,
-                    action.stage,
-                    -1,
-                    tuple(waiting[i] for i in stages),
-                    tuple(halfway[i] for i in stages),
-                    transit,
-                    several,
-                )
-                continue
-            walked = self.profiles[action.stage].walked(action.kind)
-            nbytes, time = walked.peak(forward=forward)
-            total = base + self._beside(waiting, halfway, transit) + nbytes + (held if several and back else 0.0)
+                phase, walked, time = WEIGHTS, None, -1
+                own_bytes = self.profiles[action.stage].weights_bytes
+            else:
+                phase, walked = "forward" if forward else "backward", self.profiles[action.stage].walked(action.kind)
+                own_bytes, time = walked.peak(forward=forward)
+            adding_up = several and back
             yield Moment(
-                total,
-                "forward" if forward else "backward",
+                base + self._others_bytes(waiting, halfway, transit) + own_bytes + (held if adding_up else 0.0),
+                phase,
                 action.stage,
                 time,
                 tuple(waiting[i] for i in stages),
                 tuple(halfway[i] for i in stages),
                 transit,
-                several and back,
+                adding_up,
                 walked,
             )
 
-    def _after(self, still: Sequence[Entry], gradients: Sequence[Entry]) -> Iterator[Moment]:
+    def _moments_after_backward(self, still: Sequence[Entry], gradients: Sequence[Entry]) -> Iterator[Moment]:
         """After the backward: sums of gradients over ranks, then the optimizer."""
         nothing = (0,) * len(self.profiles)
         summed = sum(e.nbytes for e in (*still, *gradients))
@@ -290,8 +303,8 @@ class Holding:
         return most
 
     def _in_turn(self, ops: Sequence[Op]) -> Iterator[Op]:
-        """Those of the parameters `ops` that this place holds, one by one: for a run those of a block, once per
-        block."""
+        """The parameters among `ops` that this place holds, in order; those of a run of blocks block by block, once for
+        each block of the place."""
         counts = instances(self.shares, self.views)
         for _, block in itertools.groupby((op for op in ops if counts[op.name]), key=lambda op: op.scope):
             members = list(block)
@@ -309,7 +322,7 @@ class Holding:
             return (values + 2 * roots) * largest_state(self.shares, self.views)
         return roots_bytes(self.shares, self.views) if roots else 0.0
 
-    def _waiting(self, profile: Profile, n: int, halfway: int, share: float) -> list[Entry]:
+    def _waiting_entries(self, profile: Profile, n: int, halfway: int, share: float) -> list[Entry]:
         """Bytes that `n` microbatches keep, `halfway` of which have done the part for inputs; `share` of it is on the
         device."""
         counts = {storage: n - halfway * (storage in profile.early) for storage in profile.kept}
@@ -320,15 +333,18 @@ class Holding:
         ]
 
     def _when(self, peak: Moment) -> str:
+        """What happens at the peak, for users."""
         if peak.walked is None:
             return f"{peak.phase} in stage {peak.stage}" if peak.stage >= 0 else peak.phase
         label = peak.walked.book.labels[peak.time]
         return f"{label} in stage {peak.stage}" if self.staged else label
 
     def _entries(self, peak: Moment, still: Sequence[Entry], gradients: Sequence[Entry]) -> tuple[Entry, ...]:
+        """What is alive at the peak, largest first; `still` and `gradients` are the entries at rest
+        (`_gradients_apart`)."""
         found = _rested(still, gradients) if peak.phase == UPDATE else [*still, *(gradients if peak.gradients else ())]
         for stage, n, halfway in zip(sorted(self.profiles), peak.waiting, peak.halfway, strict=True):
-            found += self._waiting(self.profiles[stage], n, halfway, self._here(stage))
+            found += self._waiting_entries(self.profiles[stage], n, halfway, self._on_device_share(stage))
         for stage, n in zip(sorted(self.profiles), peak.halfway, strict=True):
             found.append(
                 Entry(
@@ -340,7 +356,7 @@ class Holding:
                 )
             )
         found += [
-            Entry("pipeline buffers", f"stage {stage}, {kind} in transit", "", n * self._passing(kind, stage), n)
+            Entry("pipeline buffers", f"stage {stage}, {kind} in transit", "", n * self._transit_bytes(kind, stage), n)
             for (kind, stage), n in peak.transit.items()
         ]
         if peak.walked is not None:

@@ -1,7 +1,9 @@
-"""Plans whose peak fits. A Problem counts the bytes that are linear in its choices: parameters and their state, what
-the backward keeps, gathered weights. The memory walk over the emitted program counts everything, temporaries too. A
-solution that the Problem accepts and the walk rejects is replaced by that of the same Problem with a lower limit (here:
-less *room*)."""
+"""Plans whose peak fits: `within` solves a Problem with lower and lower memory limits until the walked peak is within
+the real one. Called by onestage and joint.staging.
+
+A Problem counts the bytes that are linear in its choices: parameters and their state, what the backward keeps, gathered
+weights. The memory walk over the emitted program counts everything, temporaries too. A solution that the Problem
+accepts and the walk rejects is replaced by that of the same Problem with a lower limit (here: less *room*)."""
 
 from __future__ import annotations
 

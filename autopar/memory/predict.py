@@ -1,4 +1,5 @@
-"""`predict`: the peak of every place of a plan."""
+"""`predict`: the peak of every place of a plan, from the profile of one microbatch in each stage (memory.stage) and the
+schedule (memory.place)."""
 
 from __future__ import annotations
 

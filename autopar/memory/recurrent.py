@@ -19,12 +19,13 @@ from passes.recurrent import ONEDNN, line
 aten = torch.ops.aten
 
 STATES = 6
-"""So many more than it keeps has the backward of oneDNN of states of one position."""
+"""States of one position that the backward of oneDNN's LSTM has in addition to those that it keeps."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Bytes of one direction of the last layer on one rank: its result, gates, weights, and states of one position."""
+    """One direction of the last layer on one rank: bytes of its result (`given`), of its gates, weights, and states of
+    one position; how many directions there are (`ways`), and whether oneDNN runs it (`fused`)."""
 
     given: float
     gates: float
@@ -35,7 +36,7 @@ class Layer:
 
     @staticmethod
     def of(local: Local) -> Layer:
-        """The layer of a call."""
+        """The layer of a call of lstm, gru or rnn."""
         ways, params = 2 if local.given("bidirectional") else 1, local.given("params")
         count = ways * local.given("num_layers")
         rows, numbers = params[1].sizes
@@ -52,8 +53,8 @@ class Layer:
 
 
 def _forward(local: Local) -> float:
-    """Plain operators: both directions' results, before they are concatenated. oneDNN keeps these, and makes the result
-    after the last gates."""
+    """Forward of lstm, gru or rnn. Plain operators have the results of both directions before they concatenate them.
+    oneDNN's LSTM keeps these for its backward, so that they are counted there, and allocates its result last."""
     layer = Layer.of(local)
     if layer.fused:
         return max(0.0, layer.gates + layer.weights - local.out * (layer.ways > 1))
@@ -61,8 +62,8 @@ def _forward(local: Local) -> float:
 
 
 def _backward(local: Local) -> float:
-    """Plain operators: less what is freed meanwhile. oneDNN: in addition to the gates the gradient of each layer's
-    input, whether needed or not, from each direction."""
+    """Backward of lstm, gru or rnn. Plain operators free more of what was kept than they allocate. oneDNN's LSTM has,
+    in addition to the gates, the gradient of each layer's input from each direction, needed or not."""
     layer = Layer.of(local)
     if not layer.fused:
         return 0.0
@@ -77,7 +78,7 @@ def _reset(local: Local) -> float:
 
 
 def _both(local: Local) -> float:
-    """The products of input and state, four gates each, before the results exist."""
+    """Forward of an LSTM cell: the products of input and state, four gates each, before the results exist."""
     return max(0.0, 8 * local.out - sum(local.outs) - local.extra)
 
 
@@ -101,4 +102,4 @@ CPU: dict[Any, tuple[Bytes, Bytes]] = {
     aten.gru_cell.default: (_reset, _cell_back(3, 3)),
     aten.lstm_cell.default: (_both, _cell_back(4, 4)),
 }
-"""Both ways."""
+"""Operator -> (forward, backward) on a CPU."""

@@ -1,5 +1,6 @@
 """The profile of one microbatch in one stage: bytes at each time of its forward and backward, and what is kept between
-them."""
+them. Made by memory.predict, read by memory.place.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +23,18 @@ from autopar.problem.graph import Op
 
 @dataclass(eq=False)
 class Profile:
-    """`turn` is the time at which the forward ends. `gradients` are those of parameters that this backward makes and
-    that stay. Of a backward in two parts, for inputs and for weights: `waiting_bytes` are gradients of activations that
-    exist between the two, `early` is what was kept and is freed with the first part, `weights_bytes` what the part for
-    weights takes. `transit_bytes` are bytes of one microbatch on its way to the stage or from it, by kind."""
+    """The storages of one microbatch in one stage.
+
+    turn            the time at which the forward ends
+    gradients       the gradients of parameters that this backward makes and that stay
+    transit_bytes   by kind, bytes of one microbatch on its way to the stage or from it
+    whole           the profile of microbatches whose backward is one action, where that of others is divided
+
+    Of a backward in two parts, for inputs and for weights:
+    waiting_bytes   gradients of activations that exist between the two parts
+    early           what the forward kept and the part for inputs frees
+    weights_bytes   what the part for weights allocates
+    """
 
     book: Book
     turn: int
@@ -34,7 +43,7 @@ class Profile:
     early: Sequence[Storage] = ()
     weights_bytes: float = 0.0
     transit_bytes: Mapping[Kind, float] = field(default_factory=dict)
-    whole: Profile | None = None  # of microbatches whose backward is one action, where that of others is taken apart
+    whole: Profile | None = None
 
     def walked(self, kind: str) -> Profile:
         """The profile of an action of that kind."""

@@ -77,15 +77,18 @@ ROWS: dict[Any, Callable[[Local], bool]] = {
     aten.stft.default: lambda local: not local.given("return_complex"),
     ops.noised: _without(1),
 }
-"""Whose backward reads the gradient of the result as rows."""
+"""Operator -> whether its backward copies an expanded gradient, because its kernel reads contiguous rows."""
 
 ON_CPU = frozenset((aten.gelu.default,))
+"""Operators that only CPU kernels copy it for."""
+
 BATCHES = frozenset((aten.bmm.default, aten.matmul.default))
+"""Products of batches of matrices, which CPUs copy one matrix at a time."""
 
 
 def made_whole(local: Local, gradient_bytes: float) -> float:
-    """Bytes of the copy of a result's gradient, where `gradient_bytes` say that it is that of a sum and the backward
-    copies it."""
+    """Bytes of the copy that a backward makes of its result's gradient: where that has only `gradient_bytes`, fewer
+    than the result, and so is the expanded gradient of a sum; else 0."""
     if gradient_bytes >= local.out:
         return 0.0
     wants = ROWS.get(local.op.target)
@@ -95,6 +98,7 @@ def made_whole(local: Local, gradient_bytes: float) -> float:
 
 
 def _one_by_one(local: Local) -> int:
-    """Of how many matrices a CPU makes copies, one after the other, where a batch of them is not contiguous."""
+    """The number of matrices of a batch that a CPU copies one after the other, so that only one copy exists at a time;
+    1 where all is copied at once."""
     batched = local.op.target in BATCHES and all(len(each.shape) > 2 for each in local.op.call.ins)
     return math.prod(local.op.call.outs[0].sizes[:-2]) if batched and local.on_cpu else 1

@@ -1,4 +1,4 @@
-"""The result of a prediction."""
+"""The result of `predict`: the peak of each place of a plan, and the tensors that are alive then."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ KINDS = (
     "gradient sums",
     "pipeline buffers",
 )
-"""What bytes are for. Of them weights to inputs rest: they are there whatever a microbatch does."""
+"""What bytes are for. The kinds from "weights" to "inputs" are allocated for the whole step, the others come and go
+with microbatches."""
 
 
 @dataclass(frozen=True, slots=True)

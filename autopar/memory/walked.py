@@ -1,4 +1,5 @@
-"""What the memory walk records: values, steps, blocks and parts of a program."""
+"""What the memory walk records of a forward (memory.forward) for the backward (memory.backward): values, steps, runs of
+blocks; and the part of a program that one walk covers."""
 
 from __future__ import annotations
 
@@ -12,14 +13,21 @@ from autopar.problem.graph import Op, Ref, Run
 from autopar.problem.pairs import LayoutPair
 
 Split: TypeAlias = Literal["", "apart", "inputs"]
-"""What runs where of a backward with two actions, one for inputs and one for weights: each part in its own (`apart`),
-or the whole backward in that for inputs; empty where the schedule has no such actions."""
+"""How a backward is divided where the schedule has one action for gradients of inputs and one for those of weights:
+"apart" (each part in its own action), "inputs" (all of it in the action for inputs), or "" (the schedule has no such
+actions)."""
 
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """A value as its readers have it. `slot` is its gradient so far, `leaf` the parameter that it is, if it is one;
-    `view`: whether it is a view of another value's memory."""
+    """A value in one pair of layouts, as its readers have it.
+
+    storage     its memory; None where that rests anyway (parameters, buffers, inputs)
+    grad_bytes  bytes of its gradient on this rank; 0 where it has none
+    slot        the memory of its gradient, as the backward adds it up; None before there is one
+    leaf        the parameter that the value is, if it is one
+    view        whether it is a view of another value's memory
+    """
 
     ref: Ref
     pair: LayoutPair
@@ -32,7 +40,8 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """One operator or change of layout, as the backward needs it; `kept` is freed after its backward."""
+    """One operator `op` with its bytes `local`, or one change of layout `reshard`; `kept` is what autograd keeps for
+    its backward, and is freed after that."""
 
     ins: tuple[Value, ...]
     outs: tuple[Value, ...]
@@ -44,10 +53,18 @@ class Step:
 
 @dataclass(eq=False, slots=True)
 class Blocks:
-    """A run of `count` blocks as it was walked: the steps of one, its inputs and carried values, and stand-ins for the
-    other blocks: `twins` has, for what the last block keeps, the same of the first block; `others` are those of the
-    blocks between together. Where blocks are run again in the backward, `stored` is what they keep for it and `made`
-    what they make again; `again` says whether the first and the last one are."""
+    """A run of `count` blocks, of which only the last one was walked.
+
+    steps       the steps of the walked block
+    feeds       the values that come into the run
+    ports       the inputs of the walked block
+    carried     the values that the walked block hands on
+    twins       storage that the last block keeps -> that of the first block in its place
+    others      storages for what all blocks between the first and the last keep
+    again       whether the first and the last block are run again in the backward
+    stored      what a block that is run again keeps for that
+    made        what a block that is run again makes again
+    """
 
     run: Run
     count: int
@@ -64,10 +81,19 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a program that one walk covers: top-level operators, and the number of instances of each run of
-    blocks, whether begun before or not; values that come in and that go to the next stage. `given` are sums that a step
-    takes once. `again`: run -> how many of its first instances are run again in the backward (absent: all, where the
-    plan runs them again). `brought`: what comes in is from another place; `leaves`: what is sent goes to one."""
+    """The part of a program that one walk covers: all of it, or one stage.
+
+    ops         the operators outside of blocks
+    blocks      run -> its instances [first, stop)
+    given       sums that are computed once per step, outside of microbatches
+    receives    values from the stage before
+    sends       values for the next stage
+    results     the results of the model that are made here
+    again       run -> how many of its first instances are run again in the backward (absent: all, where the plan runs
+                them again)
+    brought     whether received values come from another place
+    leaves      whether sent values go to another place
+    """
 
     ops: frozenset[str]
     blocks: dict[str, tuple[int, int]]

@@ -1,5 +1,10 @@
 """The rule table: how each operator may be split on one mesh axis. One row per operator, one file per family of
-operators.
+operators. The problem asks it for the options of each operator (`options_for`); `compile` for the user's own rules
+(`as_rules`).
+
+Of the other files, `language` parses rule strings, `rule` is a row, `matches` makes options of a rule string and a
+call, `oracle` checks a rule by brute force, `derive` guesses rules, and `algorithms` has the splits that need a runtime
+algorithm, with `site` for what their prices depend on.
 
 An operator without a row is computed whole on every rank. For operators of torch itself a rule is derived by trials
 (`derive`); for other operators only where the user asks for it, because trials cannot show what an operator does with
@@ -68,8 +73,8 @@ def rule_for(target: Any, rules: Mapping[Any, Rule] | None = None) -> Rule | Non
 def options_for(
     call: Call, ways: int, *, sections: Sequence[tuple[int, ...]] = (), rules: Mapping[Any, Rule] | None = None
 ) -> list[Option]:
-    """All options of `call` on a mesh axis of `ways` ranks. The rule is the first there is of: the user's, the table's,
-    one that is derived (`_derived`), and "computed whole on every rank".
+    """All options of `call` on a mesh axis of `ways` ranks, by the user's rule, else the table's, else a derived one
+    (`_derived`), else "computed whole on every rank".
 
     `sections` are as in `matches.options`. Raises RuleError where the rule does not fit the call."""
     rule = rule_for(call.target, rules) or _derived(call, rules) or REPLICATED
@@ -146,6 +151,7 @@ def _targets(key: Any) -> list[Any]:
 
 
 def _as_rule(key: Any, rule: Any) -> Rule:
+    """One value of `rules=` as a Rule. Raises RuleError for anything but a rule string, a Rule or DERIVE."""
     if isinstance(rule, str):
         if rule != DERIVE:
             parse(rule)
@@ -158,11 +164,12 @@ def _as_rule(key: Any, rule: Any) -> Rule:
 
 
 def unused(targets: Iterable[Any], rules: Mapping[Any, Rule] | None) -> list[Any]:
-    """Operators with a rule of the user's of which `targets` has no overload that the rules cover, without
-    repetition."""
+    """The operators for which the user gave a rule that no call in `targets` uses, without repetition. A rule for
+    several overloads is used if one of them is called."""
     called = {_packet(target) for target in targets if target in (rules or {})}
     return list(dict.fromkeys(_packet(target) for target in (rules or {}) if _packet(target) not in called))
 
 
 def _packet(target: Any) -> Any:
+    """The operator of an overload; other targets as they are."""
     return target.overloadpacket if isinstance(target, OpOverload) else target

@@ -1,4 +1,5 @@
-"""Splits that need more than the plain operator on shards: what the runtime runs inside them, for prices and counts.
+"""Splits that need more than the plain operator on shards: for each runtime algorithm the collectives inside it, by
+which problem, memory and simulate price it. The algorithms themselves are in autopar.runtime.algorithms.
 
 bag              rows of a table, in bags: those of other ranks count nothing, and nothing is sent
 embedding        rows of other ranks are masked to zero: nothing is sent

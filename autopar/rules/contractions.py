@@ -45,14 +45,14 @@ def linear(call: Call) -> str:
     return "... i, i -> ..." if len(call.ins[1].shape) == 1 else with_bias("... i, o i -> ... o", "o")(call)
 
 
-def factors(call: Call) -> str:
-    """The linearity of a product: in each of two operands alone; with a bias, in each of them together with the
-    bias."""
+def linear_with_bias(call: Call) -> str:
+    """The linearity (Rule.linear) of a product: in each of two operands alone; with a bias, in each of them together
+    with the bias."""
     return "each" if len(call.ins) == 2 else "0+2|1+2"
 
 
-def unless_bias(call: Call) -> str:
-    """Linear in each operand alone; with a bias in none."""
+def linear_without_bias(call: Call) -> str:
+    """The linearity (Rule.linear) of a convolution: in each of two operands alone; with a bias, in none."""
     return "each" if len(call.ins) == 2 else ""
 
 
@@ -106,32 +106,28 @@ def convolution(call: Call) -> str:
     """Samples and output channels split. A split of input channels leaves a partial sum, and is possible where there is
     no bias. Spatial dims are split by the algorithm `halo` (`rules.halo`). With groups no channels are split, because
     the number of groups is an argument."""
-    return _convolution(call, "o{o} {i} {k}")
+    return _convolution(call, transposed=False)
 
 
 def transposed_convolution(call: Call) -> str:
     """As `convolution`, for a weight with input channels first and without a split of spatial dims."""
-    return _convolution(call, "{i} o{o} {k}")
+    return _convolution(call, transposed=True)
 
 
-def _convolution(call: Call, weight: str) -> str:
-    """The rule of both; `weight` is the pattern of the weight's dims."""
-    arguments = given(call)
+def _convolution(call: Call, *, transposed: bool) -> str:
+    """The rule of a convolution, whose weight is [outputs, inputs / groups, kernel...]; of a transposed one
+    [inputs, outputs / groups, kernel...]."""
     spatial = len(call.ins[1].shape) - 2
-    grouped = arguments["groups"] != 1
-    inner = "i" if not grouped and len(call.ins) == 2 else "i!"
-    outer = "!" if grouped else ""
-    kernel = " ".join(f"k{d}!" for d in range(spatial))
-    batch = "b " if len(call.ins[0].shape) == spatial + 2 else ""
-    other = "j!" if grouped and weight.startswith("o") else inner
-    if grouped and not weight.startswith("o"):
-        outer, out = "o2!", "o!"
-        filters = f"{inner} {outer} {kernel}"
+    if given(call)["groups"] != 1:
+        channels, out = "i!", "o!"
+        weight = f"{channels} o2!" if transposed else f"{out} j!"
     else:
-        out = f"o{outer}"
-        filters = weight.format(o=outer, i=other, k=kernel)
-    sizes, new = (" ".join(f"{w}{d}!" for d in range(spatial)) for w in "hp")
-    return rule([f"{batch}{inner} {sizes}", filters, *([out] if len(call.ins) > 2 else [])], [f"{batch}{out} {new}"])
+        channels, out = "i" if len(call.ins) == 2 else "i!", "o"
+        weight = f"{channels} {out}" if transposed else f"{out} {channels}"
+    kernel, sizes, new_sizes = (" ".join(f"{letter}{d}!" for d in range(spatial)) for letter in "khp")
+    batch = "b " if len(call.ins[0].shape) == spatial + 2 else ""
+    bias = [out] if len(call.ins) > 2 else []
+    return rule([f"{batch}{channels} {sizes}", f"{weight} {kernel}", *bias], [f"{batch}{out} {new_sizes}"])
 
 
 def attention(call: Call) -> str:
@@ -163,8 +159,8 @@ def grouped_heads(call: Call) -> str:
 def values(call: Call) -> float:
     """The share of the product with the values in the FLOPs of attention: for d features of queries and keys and v of
     values, v / (d + v)."""
-    wide, narrow = call.ins[0].sizes[-1], call.ins[2].sizes[-1]
-    return narrow / (wide + narrow)
+    of_keys, of_values = call.ins[0].sizes[-1], call.ins[2].sizes[-1]
+    return of_values / (of_keys + of_values)
 
 
 def _grouped(call: Call) -> bool:
@@ -259,7 +255,7 @@ RULES: dict[Any, Rule] = {
     aten.bmm.default: Rule("b m k, b k n -> b m n", linear="each"),
     aten.cdist.default: Rule("... p k!, ... r k! -> ... p r"),
     **{
-        op: Rule(convolution, linear=unless_bias, together=borders)
+        op: Rule(convolution, linear=linear_without_bias, together=borders)
         for op in (
             aten.conv1d.default,
             aten.conv2d.default,
@@ -270,19 +266,19 @@ RULES: dict[Any, Rule] = {
         )
     },
     **{
-        op: Rule(transposed_convolution, linear=unless_bias)
+        op: Rule(transposed_convolution, linear=linear_without_bias)
         for op in (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
     },
     aten.dot.default: Rule("k, k -> ", linear="each"),
     aten.einsum.default: Rule(einsum, linear="each"),
     aten.embedding.default: Rule(embedding),
-    aten.linear.default: Rule(linear, linear=factors),
+    aten.linear.default: Rule(linear, linear=linear_with_bias),
     aten.matmul.default: Rule(matmul, linear="each"),
     aten.mm.default: Rule("m k, k n -> m n", linear="each"),
     aten.mv.default: Rule("m k, k -> m", linear="each"),
     aten.outer.default: Rule("m, n -> m n", linear="each"),
     aten.scaled_dot_product_attention.default: Rule(attention, together=ring, also=grouped_heads, partly={"v": values}),
-    ops.affine: Rule(with_bias("... k, k n -> ... n", "n"), linear=factors),
+    ops.affine: Rule(with_bias("... k, k n -> ... n", "n"), linear=linear_with_bias),
     ops.count_each: Rule("n -> c!"),
     ops.grouped_matmul: Rule("n! k, g@own_groups k m, e! -> n! m", linear="0|1"),
 }

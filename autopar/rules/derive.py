@@ -79,7 +79,9 @@ def _derive(call: Call) -> Rule | None:
         outs = _results(call, small)
         if outs is not None:
             shapes = [tuple(t.shape) for t in [*_operands(small), *outs]]
-            return _fitting(call, _kept(call.target, [small, *_further_trials(call, sizes)], shapes, len(call.ins)))
+            return _fitting(
+                call, _rule_that_holds(call.target, [small, *_further_trials(call, sizes)], shapes, len(call.ins))
+            )
     return None
 
 
@@ -134,10 +136,12 @@ def _own_sizes(call: Call) -> dict[int, int]:
 
 
 def _positive(call: Call, sizes: Mapping[int, int]) -> Given:
+    """A trial with values from 0.1 to 1.1, which logarithms and roots take too."""
     return _fill(call, sizes, lambda shape: torch.rand(shape, dtype=torch.float64).add(0.1))
 
 
 def _signed(call: Call, sizes: Mapping[int, int], scale: float) -> Given:
+    """A trial with normal values of standard deviation `scale`."""
     return _fill(call, sizes, lambda shape: torch.randn(shape, dtype=torch.float64).mul(scale))
 
 
@@ -154,12 +158,13 @@ def _fill(call: Call, sizes: Mapping[int, int], make: Callable[[list[int]], torc
 
 
 def _operands(given: Any) -> list[torch.Tensor]:
+    """The tensors in arguments or results, in order."""
     return [t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)]
 
 
-def _kept(target: Any, trials: Sequence[Given], shapes: list[tuple[int, ...]], ins: int) -> Rule | None:
-    """The rule that has the guesses that hold in all trials. `shapes` are those of the first trial's `ins` operands and
-    its outputs."""
+def _rule_that_holds(target: Any, trials: Sequence[Given], shapes: list[tuple[int, ...]], ins: int) -> Rule | None:
+    """The rule with all guessed factors that hold in all trials; None where none holds. `shapes` are those of the
+    operands of the first trial, of which there are `ins`, then those of its outputs."""
     kept: list[Guess] = []
     for size in dict.fromkeys(n for shape in shapes[:ins] for n in shape if n >= max(TRIAL_RANKS)):
         for guess in _guesses(shapes, ins, size):
@@ -173,8 +178,8 @@ def _kept(target: Any, trials: Sequence[Given], shapes: list[tuple[int, ...]], i
 
 
 def _guesses(shapes: list[tuple[int, ...]], ins: int, size: int) -> list[Guess]:
-    """Every way to choose at most one dim of `size` per tensor, the ways that have it in most tensors first; none where
-    there are more than MOST_GUESSES."""
+    """Every way to choose at most one dim of `size` in each tensor, in some operand at least; those with a dim in most
+    tensors first. None where there are more than MOST_GUESSES."""
     places: list[list[int | None]] = [[*(d for d, n in enumerate(shape) if n == size), None] for shape in shapes]
     count = 1
     for options in places:

@@ -13,9 +13,10 @@ MADE = """arange.default arange.start arange.start_step empty.memory_format eye.
     logspace.default new_empty.default new_full.default new_ones.default new_zeros.default ones.default
     scalar_tensor.default
     tril_indices.default triu_indices.default zeros.default hann_window.default hamming_window.default"""
+"""Operators that make a tensor of fixed values from sizes."""
 
 DRAWN = "rand.default randint.default randint.low randn.default randperm.default"
-"""As MADE, with random numbers."""
+"""Operators that make a tensor of random numbers from sizes."""
 
 RULES: dict[Any, Rule] = {
     **{op: Rule(replicated) for op in named(MADE)},

@@ -161,8 +161,8 @@ def isin(call: Call) -> str:
     return rule(["...", line(len(call.ins[1].shape), {d: f"n{d}!" for d in range(len(call.ins[1].shape))})], ["..."])
 
 
-def _grows(call: Call) -> str:
-    """Writes that accumulate, and those that overwrite, are linear in target and source together."""
+def _writes_linear_in(call: Call) -> str:
+    """The linearity (Rule.linear) of writes, whether they accumulate or overwrite: in target and source together."""
     return f"0+{len(call.ins) - 1}" if call.ins[-1].floating else ""
 
 
@@ -172,10 +172,10 @@ RULES: dict[Any, Rule] = {
     aten.gather.default: Rule(gather, linear="first"),
     aten.histc.default: Rule(replicated),
     aten.index.Tensor: Rule(index, linear="first"),
-    aten.index_add.default: Rule(index_write, linear=_grows),
-    aten.index_copy.default: Rule(index_write, linear=_grows),
+    aten.index_add.default: Rule(index_write, linear=_writes_linear_in),
+    aten.index_copy.default: Rule(index_write, linear=_writes_linear_in),
     aten.index_fill.int_Scalar: Rule(index_write),
-    aten.index_put.default: Rule(index_put, linear=_grows),
+    aten.index_put.default: Rule(index_put, linear=_writes_linear_in),
     aten.index_reduce.default: Rule(index_write),
     aten.index_select.default: Rule(index_select, linear="first"),
     aten.isin.Tensor_Tensor: Rule(isin),
@@ -183,9 +183,9 @@ RULES: dict[Any, Rule] = {
     aten.multinomial.default: Rule("... n! -> ... k!", random=True),
     aten.one_hot.default: Rule("... -> ... n!"),
     aten.repeat_interleave.self_Tensor: Rule(repeated, linear="first"),
-    aten.scatter.src: Rule(scatter, linear=_grows),
+    aten.scatter.src: Rule(scatter, linear=_writes_linear_in),
     aten.scatter.value: Rule(scatter),
-    aten.scatter_add.default: Rule(scatter, linear=_grows),
+    aten.scatter_add.default: Rule(scatter, linear=_writes_linear_in),
     aten.scatter_reduce.two: Rule(scatter),
     aten.searchsorted.Tensor: Rule(searchsorted),
     aten.segment_reduce.default: Rule(segments),

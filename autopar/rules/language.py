@@ -165,6 +165,8 @@ def parse(text: str) -> Spec:
 
 
 def _operand(part: str, marks: dict[str, str], text: str) -> tuple[Dim | None, ...]:
+    """The dims of one operand or output, written as `part` of the rule `text`; marks of factors are added to
+    `marks`."""
     dims: list[Dim | None] = []
     for word in _WORD.findall(part):
         if word[0] in "({" and word[-1] != {"(": ")", "{": "}"}[word[0]]:
@@ -183,6 +185,7 @@ def _operand(part: str, marks: dict[str, str], text: str) -> tuple[Dim | None, .
 
 
 def _factor(word: str, marks: dict[str, str], text: str) -> str:
+    """The factor of a word such as `f`, `f!` or `f@name`; its mark is added to `marks`."""
     match = re.fullmatch(r"([A-Za-z]\w*|1)(!|@\w+)?", word)
     if not match:
         raise RuleError(f"rule {text!r}: {word!r} is not a factor (a name, with ! or @algorithm, or 1)")
@@ -224,6 +227,7 @@ class FittedRule:
         return [*zip(self.spec.ins, self.call.ins, strict=True), *zip(self.spec.outs, self.call.outs, strict=True)]
 
     def _see(self, factor: str, size: int, symbolic: bool, text: str) -> None:
+        """Note the size of a factor in one tensor. Raises RuleError where it has another size in another tensor."""
         if factor == "1":
             return
         if self.sizes.setdefault(factor, size) != size:

@@ -1,4 +1,4 @@
-"""The options on one mesh axis that a rule string gives for one call."""
+"""The options on one mesh axis that a rule string gives for one call; called by `Rule.options`."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ def _operand_uses(call: Call, uses: Sequence[Use]) -> tuple[Use, ...]:
 
 
 def _use(tensor: Tensor, value: Entry, grad: Entry) -> Use:
+    """The use of a tensor in the layout `value`, with the layout `grad` of its gradient if it has one."""
     return Use(value, grad if tensor.grad else NO_GRAD)
 
 

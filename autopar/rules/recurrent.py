@@ -24,6 +24,7 @@ def layers(call: Call) -> str:
 
 
 def _line(kind: str, batch_first: bool) -> str:
+    """The words of the input ("i") or the output ("o"): samples, positions (`is`, `os`) and features."""
     return f"b {kind}s! {kind}!" if batch_first else f"{kind}s! b {kind}!"
 
 

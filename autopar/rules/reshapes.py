@@ -34,8 +34,12 @@ def reshape(call: Call) -> str:
 
 
 class _Side:
-    """The shape on one side, consumed from the left; `rest` is the part of the current dim's size that has no factor
-    yet."""
+    """The shape on one side of the rule, consumed from the left.
+
+    words   the factors of each dim so far
+    todo    (dim, size) of the dims that are not complete, the current one first
+    done    the product of the current dim's factors so far
+    """
 
     def __init__(self, shape: Sequence[Size]) -> None:
         self.words: list[list[str]] = [[] for _ in shape]
@@ -44,10 +48,12 @@ class _Side:
 
     @property
     def open(self) -> bool:
+        """Whether some dim is not complete."""
         return bool(self.todo)
 
     @property
     def rest(self) -> Size:
+        """The part of the current dim's size that has no factor yet."""
         size = quotient(self.todo[0][1], self.done)
         assert size is not None
         return size
@@ -62,6 +68,7 @@ class _Side:
             self.done = 1
 
     def text(self) -> str:
+        """The words of this side of the rule string."""
         return " ".join("1" if not w else w[0] if len(w) == 1 else f"({' '.join(w)})" for w in self.words)
 
 

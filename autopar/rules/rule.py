@@ -1,4 +1,5 @@
-"""A row of the rule table: how one operator may be split."""
+"""A row of the rule table: how one operator may be split. Written by the families of operators, and by users
+(`rules=`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One call of an operator on one rank, with what its bytes depend on: used for the collectives inside runtime
-algorithms, and for memory that operators use inside."""
+"""One call of an operator on one rank, with what its bytes depend on (`Site`), and what runs inside it
+(`InnerCollective`, `Inside`). The rows of rules.algorithms are made of these; cost and problem price them."""
 
 from __future__ import annotations
 
@@ -57,12 +57,13 @@ class Site:
 
 
 def once(site: Site) -> int:
-    """The number 1: a collective runs once, or all ranks do the same share."""
+    """The constant 1: as `InnerCollective.times` a collective that runs once, as `Algorithm.pace` even work, as
+    `InnerCollective.apart` no saving."""
     return 1
 
 
 def everywhere(site: Site, parts: int) -> float:
-    """The number 1, as the number of parts of an axis that a row goes to."""
+    """The constant 1, as `InnerCollective.reached`: every row goes to one part of an axis."""
     return 1.0
 
 
@@ -78,8 +79,9 @@ class InnerCollective:
     `parts` gives, by mesh axis, the axes along which all ranks have the same rows to send, so that each could send a
     part of them: the bytes that must then be gathered along that axis afterwards.
 
-    `reached` is to how many of so many equal parts of the axis a row goes. `apart` is how many times as many bytes are
-    sent where software sends a row once to each of its readers in a part instead of once to the part."""
+    `reached(site, parts)` is the mean number of parts that a row goes to, where the axis is divided into so many equal
+    parts. `apart` is the factor on the bytes where software sends a row once to each of its readers in a part, and not
+    once to the part."""
 
     kind: str
     nbytes: Callable[[Site], float]
@@ -94,8 +96,8 @@ class InnerCollective:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Bytes on one rank in addition to operands and outputs, of an operator that is many kernels: those that its
-    backward keeps, and those that its forward reads and writes."""
+    """For an operator that consists of many kernels, bytes on one rank in addition to operands and outputs:
+    `kept_bytes` that its backward keeps, `moved_bytes` that its forward reads and writes."""
 
     kept_bytes: Callable[[Site], float]
     moved_bytes: Callable[[Site], float]

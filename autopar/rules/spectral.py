@@ -25,12 +25,12 @@ def transform(call: Call) -> str:
     return rule([line(rank, {dim: f"x{dim}!" for dim in whole})], [line(rank, {dim: f"y{dim}!" for dim in whole})])
 
 
-def framed(one: int) -> Spec:
-    """stft and istft: the `one` last dims of the operand are one signal, or its frames; a dim of samples before them
-    can be cut. The window is whole."""
+def framed(dims_of_one: int) -> Spec:
+    """stft and istft: the last dims of the operand, `dims_of_one` of them, are one signal or its frames, and stay
+    whole. A dim of samples before them can be cut. The window is whole."""
 
     def spec(call: Call) -> str:
-        kept = rank_of(call) - one
+        kept = rank_of(call) - dims_of_one
         left, right = (
             line(len(t.shape), {dim: f"{name}{dim}!" for dim in range(kept, len(t.shape))})
             for name, t in (("x", call.ins[0]), ("y", call.outs[0]))

@@ -109,11 +109,13 @@ def in_tiles(target: Any, options: Sequence[Option], counts: Sequence[int]) -> l
 
 
 def _as_it_rests(use: Use) -> Use:
-    """The use of a weight that rests cut along dim 0, where the plain option has `use` for it."""
+    """The use of a weight that the operator itself gathers: cut along dim 0, as it rests. `use` is that of the plain
+    option, whose gradient is a partial sum if the weight has one."""
     return SHARD if use.grad == "P" else Use("S0", use.grad)
 
 
 def _with(ins: tuple[Use, ...], at: int, use: Use) -> tuple[Use, ...]:
+    """`ins` with `use` for operand number `at`."""
     return (*ins[:at], use, *ins[at + 1 :])
 
 
@@ -150,6 +152,9 @@ def gradient_bytes(site: Site) -> float:
 
 def _count(site: Site) -> int:
     return tiles(site.options[site.axis].run)
+
+
+# the functions below say how often each collective of FORWARD and BACKWARD runs
 
 
 def _first(site: Site) -> int:

@@ -54,11 +54,11 @@ class Asked:
         dynamic_shapes: Any,
         rests: nn.Module | None,
     ) -> Asked:
-        """The request of the arguments of `capture`. Raises CaptureError for models, loss functions and inputs that
-        cannot be captured."""
+        """The request that the arguments of `capture` make. Raises CaptureError for models, loss functions and inputs
+        that cannot be captured."""
         refuse_wrapped(model)
         refuse_trained(loss_fn)
-        # what it changes when it is traced, the user's own does not
+        # a copy, because tracing may change its buffers
         loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
         targets = count_targets(loss_fn, model, len(args), kwargs)
         _check_inputs(model, args, kwargs, targets)
@@ -126,4 +126,5 @@ def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _to_meta(tree: Any) -> Any:
+    """The tree with its tensors on meta."""
     return pytree.tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, tree)

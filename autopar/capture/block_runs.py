@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-LONGEST_PERIOD = 12
+LONGEST_PERIOD = 12  # the most children in one group that repeats
 KEPT = 3  # groups that stand for a run: its first two and, to see that nothing depends on depth, its last
 Key = tuple[str, str]  # (module path below the child, attribute)
-INNER = frozenset(vars(nn.Module()))
+INNER = frozenset(vars(nn.Module()))  # attributes that every module has
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -49,6 +49,7 @@ class AlikeRun:
 
     @property
     def stop(self) -> int:
+        """The number of the first child behind the run."""
         return self.start + self.period * self.count
 
     def shown_as(self, number: int) -> int:
@@ -109,6 +110,7 @@ def _shared(model: nn.Module) -> dict[int, None]:
 
 
 def _runs(path: str, children: Sequence[nn.Module], shared: Mapping[int, None]) -> list[AlikeRun]:
+    """The runs among the children of container `path`, from left to right, each as long as any period makes it."""
     tables = [_attributes(child, shared) for child in children]
     indexes = tuple(
         key
@@ -128,6 +130,7 @@ def _runs(path: str, children: Sequence[nn.Module], shared: Mapping[int, None]) 
 
 
 def _groups(keys: Sequence[Any], start: int, period: int) -> int:
+    """How many groups of `period` children from `start` on are alike."""
     count = 1
     while (
         len(keys) >= start + (count + 1) * period
@@ -154,14 +157,16 @@ def _attributes(root: nn.Module, shared: Mapping[int, None]) -> dict[Key, Any]:
 
 
 def _tensor(tensor: torch.Tensor | None, shared: Mapping[int, None]) -> Any:
+    """A parameter or buffer as a comparable value; one with several names is equal only to itself."""
     if tensor is None:
         return None
     name = id(tensor) if id(tensor) in shared else None
-    return (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, name, _picked(tensor))
+    return (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, name, _selected_counts(tensor))
 
 
-def _picked(tensor: torch.Tensor) -> int | None:
-    """A hash of how many each row of a mask picks: what is picked has that size (`known_masks`)."""
+def _selected_counts(tensor: torch.Tensor) -> int | None:
+    """A hash of the numbers of elements that the rows of a mask select, on which sizes depend (`known_masks`); None for
+    other tensors."""
     if tensor.dtype is not torch.bool or tensor.is_meta or not tensor.dim():
         return None
     return hash(tuple(tensor.sum(-1).flatten().tolist()))

@@ -1,4 +1,5 @@
-"""`capture`: shadow the model, shorten runs of blocks, export, normalise, annotate, fold."""
+"""`capture`, all steps from a model to its graph: copy it on meta, shorten runs of alike blocks, export, run the passes
+(normalise, annotate, fold), and collect what the graph itself does not say."""
 
 from __future__ import annotations
 
@@ -78,8 +79,8 @@ def _folded(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, masks:
 
 
 class _Shortened(Exception):
-    """Passes refused the graph of a shortened model, maybe because blocks are missing: the whole model is captured
-    instead."""
+    """The passes refused the graph of a shortened model, maybe because blocks are missing. The whole model is captured
+    then."""
 
 
 def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, masks: KnownMasks) -> Captured:
@@ -87,8 +88,8 @@ def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, mask
     _Shortened where the whole model is to be captured."""
     model, mode = asked.model, asked.mode
     with clock("shadow"):
-        twin, runs, why = _shadow(asked, runs)
-        resting = {} if asked.rests is None else _buffer_dtypes(shadow(asked.rests, _kept(asked.rests, runs)))
+        twin, runs, why = _meta_copy(asked, runs)
+        resting = {} if asked.rests is None else _buffer_dtypes(shadow(asked.rests, _kept_children(asked.rests, runs)))
     with clock("export"), code_when_asked():
         program, known, found, left_out = export(
             lambda: asked.with_loss(shadow(twin)),
@@ -106,11 +107,11 @@ def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, mask
     left_out |= numbers
     check_loss(gm, mode, model, left_out)
     refuse_sizes_of_values(gm, asked.name)
-    notes = (*asked.notes, *_of_capture(why, found, differs=evaluating.differs and not model.training))
-    return _described(asked, gm, known.hints, structure, left_out, evaluating, notes, clock)
+    notes = (*asked.notes, *_capture_notes(why, found, differs=evaluating.differs and not model.training))
+    return _as_captured(asked, gm, known.hints, structure, left_out, evaluating, notes, clock)
 
 
-def _described(
+def _as_captured(
     asked: Asked,
     gm: fx.GraphModule,
     hints: Mapping[str, int],
@@ -120,7 +121,7 @@ def _described(
     notes: tuple[str, ...],
     clock: _Clock,
 ) -> Captured:
-    """The finished graph `gm` with all that a Captured says of the model beside it; further notes follow `notes`."""
+    """The Captured of the finished graph `gm`; further notes follow `notes`."""
     model = asked.model
     with clock("constants"):
         values, valueless = constants(asked.rests or model, gm)
@@ -156,9 +157,9 @@ def _described(
     )
 
 
-def _of_capture(why: str, found: Sequence[str], *, differs: bool) -> Iterator[str]:
-    """Notes on the capture: why alike blocks were not folded (`why`), what export `found`, and whether evaluation
-    `differs`."""
+def _capture_notes(why: str, found: Sequence[str], *, differs: bool) -> Iterator[str]:
+    """Notes on the capture: why alike blocks were not folded (`why`), the notes of the export (`found`), and whether
+    evaluation `differs` from training."""
     if why:
         yield f"blocks are captured one by one: {why}"
     yield from found
@@ -203,16 +204,16 @@ def _other_state(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _shadow(asked: Asked, runs: list[block_runs.AlikeRun]) -> tuple[nn.Module, list[block_runs.AlikeRun], str]:
-    """The model to export, without its loss function: a copy on meta, shortened where `runs` are proven to be chains;
-    and else why not."""
+def _meta_copy(asked: Asked, runs: list[block_runs.AlikeRun]) -> tuple[nn.Module, list[block_runs.AlikeRun], str]:
+    """The model to export, without its loss function: a copy on meta, shortened where `runs` are proven to be chains.
+    With the runs that were shortened, and why none were ("" where they were)."""
     model = asked.model
-    twin = _in_mode(shadow(model, _kept(model, runs)), asked.mode)
+    twin = _in_mode(shadow(model, _kept_children(model, runs)), asked.mode)
     why = is_chain(model, shadow(twin), runs, *asked.stand_ins(asked.dims)) if runs else ""
     return (_in_mode(shadow(model), asked.mode), [], why) if why else (twin, runs, "")
 
 
-def _kept(model: nn.Module, runs: list[block_runs.AlikeRun]) -> dict[str, Mapping[int, int]]:
+def _kept_children(model: nn.Module, runs: list[block_runs.AlikeRun]) -> dict[str, Mapping[int, int]]:
     """The children that a shadow keeps of each container that `runs` shorten."""
     return {run.path: block_runs.kept(runs, run.path, len(model.get_submodule(run.path)._modules)) for run in runs}
 
@@ -288,6 +289,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
+    """Every further name of a tied parameter or buffer -> its first name."""
     return {name: first for name, first in _first_names(model).items() if name != first}
 
 

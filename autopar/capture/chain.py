@@ -1,4 +1,5 @@
 """The proof that shortened runs stand for whole ones, from the model's outer code and one run of the shortened model.
+Called by capture.capture.
 
     h = embed(ids); for block in blocks: h = block(h, mask); ...
 
@@ -19,7 +20,7 @@ from torch import nn
 
 from autopar.capture import block_runs
 from autopar.capture.block_runs import AlikeRun
-from autopar.capture.outer_code import Call, Tape, play, results
+from autopar.capture.outer_code import Call, Recording, play, results
 from autopar.capture.valueless import UNTOLD
 from autopar.capture.watched_number import ReadError, Watched
 from autopar.text import first_line
@@ -46,7 +47,7 @@ def is_chain(
             {path: {n: n for n in range(sizes[path])} for path in paths},
             short.training,
             inputs,
-            lambda block: gave[block[0], _shown(runs, *block)],
+            lambda block: gave[block[0], _stand_in(runs, *block)],
         )
     except ReadError as error:
         return first_line(error)
@@ -55,7 +56,7 @@ def is_chain(
             "the model does not run with fewer of them, as where it counts them or takes them by number "
             f"({first_line(error)})"
         )
-    broken = next((f"{run.path}: {why}" for run in runs if (why := _broken(run, whole.calls))), "")
+    broken = next((f"{run.path}: {why}" for run in runs if (why := _why_no_chain(run, whole.calls))), "")
     return broken or _compare(runs, brief, whole)
 
 
@@ -81,15 +82,18 @@ def _watching(short: nn.Module, runs: Sequence[AlikeRun]) -> Iterator[None]:
 
 
 def _run_of(runs: Sequence[AlikeRun], path: str, number: int) -> AlikeRun | None:
+    """The run that child `number` of container `path` is in."""
     return next((run for run in runs if run.path == path and run.start <= number < run.stop), None)
 
 
-def _shown(runs: Sequence[AlikeRun], path: str, number: int) -> int:
+def _stand_in(runs: Sequence[AlikeRun], path: str, number: int) -> int:
+    """The child that stands for child `number` of container `path` in outer code; itself outside of runs."""
     run = _run_of(runs, path, number)
     return number if run is None else run.shown_as(number)
 
 
-def _broken(run: AlikeRun, calls: Sequence[Call]) -> str:
+def _why_no_chain(run: AlikeRun, calls: Sequence[Call]) -> str:
+    """Why the `calls` of the blocks of a run are no chain; "" where they are."""
     mine = [call for call in calls if call.block[0] == run.path and run.start <= call.block[1] < run.stop]
     if [call.block[1] for call in mine] != list(range(run.start, run.stop)):
         return "its blocks are not called once each, in order"
@@ -116,7 +120,7 @@ def _origin(x: Any, before: Call, twin: Call, index: int) -> Any:
     return ("equal", index) if known and (x is twin.fed[index] or x == twin.fed[index]) else None
 
 
-def _compare(runs: Sequence[AlikeRun], brief: Tape, whole: Tape) -> str:
+def _compare(runs: Sequence[AlikeRun], brief: Recording, whole: Recording) -> str:
     """How the outer programs of both models differ, apart from the blocks that the shortened one lacks; "" where they
     are equal."""
     wanted, got = _program(runs, whole, whole=True), _program(runs, brief, whole=False)
@@ -131,9 +135,10 @@ def _compare(runs: Sequence[AlikeRun], brief: Tape, whole: Tape) -> str:
     return ""
 
 
-def _program(runs: Sequence[AlikeRun], tape: Tape, *, whole: bool) -> list[tuple[str, Any]]:
-    """A tape as comparable lines. Of the whole model's, calls of middle blocks are left out, the last group gets its
-    number in the shortened model, and arguments that come from a middle block are named as from the second group."""
+def _program(runs: Sequence[AlikeRun], recording: Recording, *, whole: bool) -> list[tuple[str, Any]]:
+    """A recording as comparable lines. Of the whole model's, calls of middle blocks are left out, the last group gets
+    its number in the shortened model, and arguments that come from a middle block are named as from the second
+    group."""
     shown: dict[Any, Any] = {}
     stands: dict[Any, Any] = {}
     for run in runs if whole else ():
@@ -142,13 +147,13 @@ def _program(runs: Sequence[AlikeRun], tape: Tape, *, whole: bool) -> list[tuple
             shown["block", (run.path, number)] = ("block", (run.path, numbers[number])) if number in numbers else None
             stands["block", (run.path, number)] = ("block", (run.path, run.shown_as(number)))
     lines: list[tuple[str, Any]] = []
-    for event in tape.events:
+    for event in recording.events:
         if not isinstance(event, Call):
             lines.append((event[0], [_renamed(label, shown) for label in event[1]]))
         elif (name := shown.get(("block", event.block), ("block", event.block))) is not None:
-            fed = [_renamed(label, shown, stands) for label in tape.flat(event.fed)]
+            fed = [_renamed(label, shown, stands) for label in recording.flat(event.fed)]
             lines.append((f"block {name[1][1]} of {name[1][0]}", fed))
-    return [*lines, ("the result", [_renamed(label, shown) for label in tape.result])]
+    return [*lines, ("the result", [_renamed(label, shown) for label in recording.result])]
 
 
 def _renamed(label: Any, shown: Mapping[Any, Any], stands: Mapping[Any, Any] | None = None) -> Any:

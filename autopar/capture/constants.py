@@ -61,6 +61,7 @@ def _attribute(model: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def _note(model: nn.Module, name: str, why: str) -> str:
+    """The note on a tensor without a value."""
     path = name.rpartition(".")[0]
     owner = dict(model.named_modules(remove_duplicate=False)).get(path)
     kind = "the model" if owner is None else f"{type(owner).__name__}{f' at {path}' if path else ''}"

@@ -21,7 +21,8 @@ from autopar.errors import CaptureError
 from passes.facts import UNBOUNDED
 
 STAND_IN = {"b": 6, "s": 10}  # small sizes that are neither 1 nor each other
-LEAST_POSITIONS = 4  # a sequence of so many still has two where a model cuts one or two off: torch specialises size 1
+# the least sequence: where a model cuts one or two positions off, two are left (torch specialises size 1)
+LEAST_POSITIONS = 4
 
 
 @dataclass
@@ -40,12 +41,11 @@ class Dims:
     of: dict[int, dict[int, str]] = field(default_factory=dict)
     hints: dict[str, int] = field(default_factory=dict)
     limits: dict[str, int] = field(default_factory=dict)
-    loose: str = ""  # the symbol whose sizes are left to the model's conditions
-    steps: dict[str, int] = field(default_factory=dict)  # what sizes must be multiples of
-    own: bool = False  # whether that one is exported at the user's own size
-    # dims of floating inputs that have the size of the sequence
+    loose: str = ""
+    steps: dict[str, int] = field(default_factory=dict)
+    own: bool = False
     also: dict[int, dict[int, str]] = field(default_factory=dict)
-    wide: bool = False  # whether these are taken for it
+    wide: bool = False
 
     @property
     def of_samples(self) -> set[str]:
@@ -101,6 +101,7 @@ class Dims:
         return self.hints[name]
 
     def _resized(self, x: torch.Tensor, dims: Mapping[int, str]) -> torch.Tensor:
+        """A tensor like `x` with the stand-in sizes of the symbols `dims`."""
         shape = [self.stand_in(dims[d]) if d in dims else n for d, n in enumerate(x.shape)]
         return torch.zeros(shape, dtype=x.dtype, device=x.device)
 
@@ -117,7 +118,7 @@ def find(flat: list[Any], max_positions: int | None) -> Dims:
         found.of = {i: {0: "b"} for i in tensors}
     tokens = {i: x for i, x in tensors.items() if x.ndim > 1 and not x.is_floating_point()}
     if any(x.ndim > 3 and x.is_floating_point() for x in tensors.values()) and all(x.ndim > 2 for x in tokens.values()):
-        tokens = {}  # classes of the places of images
+        tokens = {}  # labels of the pixels of images
     second = {x.shape[1] for x in tokens.values()}
     if len(second) == 1 and (size := second.pop()) > 1:
         found.hints["s"] = size

@@ -1,4 +1,4 @@
-"""torch.export of the shadow model, in attempts with fewer and fewer symbolic dims."""
+"""torch.export of the shadow model, in attempts with fewer and fewer symbolic dims. Called by capture.capture."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ LEAVES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, 
 CACHED_MODULES = 256
 """Models with more modules are traced with torch's cache of fake tensors: from about twenty blocks on, the same
 operators come again often enough for it to pay (measured)."""
+# the note of a model of which one branch was traced (capture.mask_branches)
 UNPICKED = (
     "branches on whether a mask picks anything are taken as if it did: where it does not (an expert that no token "
     "chose) parameters have gradients of zero, where the model leaves none, so that optimizers with momentum or "
@@ -83,7 +84,15 @@ def export(
 
 @dataclass(eq=False)
 class _Trial:
-    """One attempt to export: the dims, the model, its inputs at stand-in sizes, and what tracing reports."""
+    """One attempt to export.
+
+    dims        the symbolic dims of this attempt
+    model       a new model, with a forward that torch.export accepts
+    args, kwargs, shapes    its inputs at stand-in sizes, and torch.export's dynamic_shapes for them
+    notes       notes for the user
+    left_out    outputs that the graph cannot have, by name
+    taken       lines of the user that compute gradients (capture.inside)
+    """
 
     dims: Dims
     model: nn.Module
@@ -97,13 +106,15 @@ class _Trial:
 
 @dataclass(eq=False)
 class _Exporting:
-    """The export of one model, in attempts.
+    """The export of one model, in attempts. The first fields are the arguments of `export`.
 
-    failures   whether floating inputs were wide -> the first error of such an attempt
-    notes      notes for the user
-    numbers    (wide, symbol) pairs of which the model made a number: not tried again, because a loop over positions
-               would then be traced at the user's size
-    least      the least number of rows that any mask is assumed to select; None before any assumption"""
+    failures    whether floating inputs have the sequence in dim 1 (Dims.wide) -> the first error of such an attempt
+    conditions  size whose range was left open -> the error of the last such attempt
+    notes       notes for the user
+    numbers     (wide, symbol) pairs of which the model made a number: not tried again, because a loop over positions
+                would then be traced at the user's size
+    least       the least number of rows that any mask is assumed to select; None before any assumption
+    """
 
     fresh: Callable[[], nn.Module]
     args: tuple[Any, ...]
@@ -111,19 +122,15 @@ class _Exporting:
     dims: Dims
     training: bool
     masks: KnownMasks
-    # the first one, and the first one with floating inputs that have positions
     failures: dict[bool, BaseException] = field(default_factory=dict)
-    # of the last attempt that left a size to the model's conditions, by that size
     conditions: dict[str, BaseException] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    # sizes that the model makes numbers: it is not traced with them once more, least of all with a loop over positions
-    # at the user's own size
     numbers: set[tuple[bool, str]] = field(default_factory=set)
-    least: int | None = None  # so many rows, at least, are taken to be picked by any mask
+    least: int | None = None
 
     def exported(self) -> tuple[ExportedProgram, Dims, list[str], dict[str, str]]:
         """The result of the first attempt that succeeds. Raises CaptureError where none does."""
-        attempts, model = deque(_weaker(self.dims)), None
+        attempts, model = deque(_dims_to_try(self.dims)), None
         while attempts:
             dims = attempts.popleft()
             if any((wide, name) in self.numbers for wide in (False, dims.wide) for name in dims.hints):
@@ -144,7 +151,7 @@ class _Exporting:
         assert model is not None
         place = source(failure, model)
         raise CaptureError(
-            f"{_class(model)} cannot be exported: {says(failure, self.dims)}\n{place}; {advice(failure, place)}"
+            f"{_user_class(model)} cannot be exported: {says(failure, self.dims)}\n{place}; {advice(failure, place)}"
         ) from failure
 
     def _trial(self, dims: Dims) -> _Trial:
@@ -175,7 +182,7 @@ class _Exporting:
             on_meta(),
             passing_guards(trial.notes),
             no_new_buffers(model),
-            _cache(model),
+            _without_cache_if_small(model),
             symbolic_lengths(model, *functions_of(model)),
             bags_of_samples(),
             unasked_layouts(),
@@ -187,7 +194,7 @@ class _Exporting:
             self.masks,
         ):
             program = torch_export(
-                model, trial.args, trial.kwargs, dynamic_shapes=_spell(model, trial.shapes), strict=False
+                model, trial.args, trial.kwargs, dynamic_shapes=_dynamic_shapes(model, trial.shapes), strict=False
             )
             if drawn:
                 _refuse_draws(self.fresh(), trial.args, trial.kwargs)
@@ -199,7 +206,7 @@ class _Exporting:
         if why := why_untraced(
             error, trial.taken, dict(inspect.signature(trial.model.forward).bind(*trial.args, **trial.kwargs).arguments)
         ):
-            raise CaptureError(f"{_class(trial.model)} cannot be exported: {why}") from error
+            raise CaptureError(f"{_user_class(trial.model)} cannot be exported: {why}") from error
         if (
             self.least != 1
             and of_values(error)
@@ -248,7 +255,7 @@ class _Exporting:
         """All notes for the user."""
         picked = [UNPICKED] if self.least and self.training else []
         fixed = [name for name in self.dims.hints if name not in trial.dims.hints]
-        # what still fixes a size where it may be such that other conditions of it hold
+        # the error of the attempt with an open range says best why a size is fixed
         why = next(
             (self.conditions[name] for name in fixed if name in self.conditions), self.failures.get(trial.dims.wide)
         )
@@ -271,7 +278,7 @@ def _refuse_what_does_not_run(
         if own is None or type(own) is not type(failure) or place != source(failure, model):
             return
     raise CaptureError(
-        f"{_class(model)} does not run on these inputs: {says(own, dims)}\n{place}; it was called as it is, not "
+        f"{_user_class(model)} does not run on these inputs: {says(own, dims)}\n{place}; it was called as it is, not "
         f"traced: look at the config and at the inputs, got {described(args, kwargs)}"
     ) from own
 
@@ -280,15 +287,16 @@ def _refuse_draws(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     """Raise CaptureError, with the user's line, where a model draws random numbers of Python or numpy: they would be
     constants of the graph."""
     raise CaptureError(
-        f"{_class(model)} cannot be captured: it draws random numbers of Python's or of numpy's generator, and its "
-        f"graph would have the same ones in every step\n{where_drawn(model, args, kwargs) or 'where it is traced'}; "
+        f"{_user_class(model)} cannot be captured: it draws random numbers of Python's or of numpy's generator, and "
+        "its graph would have the same ones in every step\n"
+        f"{where_drawn(model, args, kwargs) or 'where it is traced'}; "
         "draw them with torch (torch.rand), turn that off in its config, or pass what is drawn as an input"
     )
 
 
 def _plain_outputs(model: nn.Module, left_out: dict[str, str]) -> None:
-    """Let `forward` return dicts for dataclasses, and None for objects that torch.export does not know (caches of keys
-    and values, lists as long as a batch); record these in `left_out`."""
+    """Change `forward` to return dicts for dataclasses, and None for objects that torch.export does not know (caches of
+    keys and values, lists as long as a batch), which are recorded in `left_out`."""
     forward = model.forward
 
     def plain(*args: Any, **kwargs: Any) -> Any:
@@ -305,7 +313,7 @@ def _plain_outputs(model: nn.Module, left_out: dict[str, str]) -> None:
     becomes(model, plain, inspect.signature(forward))
 
 
-def _cache(model: nn.Module) -> AbstractContextManager[None]:
+def _without_cache_if_small(model: nn.Module) -> AbstractContextManager[None]:
     """A context that turns torch's cache of fake tensor operators off for small models, where it costs more than it
     saves."""
     return nullcontext() if sum(1 for _ in model.modules()) > CACHED_MODULES else without_fake_cache()
@@ -319,12 +327,12 @@ def _as_differentiated(notes: list[str]) -> Iterator[None]:
         yield
 
 
-def _class(model: nn.Module) -> str:
+def _user_class(model: nn.Module) -> str:
     """The name of the user's class, also where it is wrapped with a loss function."""
     return type(getattr(model, WithLoss.INNER, model)).__name__
 
 
-def _spell(model: nn.Module, shapes: Any) -> Any:
+def _dynamic_shapes(model: nn.Module, shapes: Any) -> Any:
     """`dynamic_shapes` by the names of forward's parameters, as torch.export takes them."""
     if shapes is None:
         return None
@@ -346,7 +354,7 @@ def _listed(shapes: Any) -> Any:
     return [_listed(part) for part in parts] if own else shapes
 
 
-def _weaker(dims: Dims) -> list[Dims]:
+def _dims_to_try(dims: Dims) -> list[Dims]:
     """The dims to try, in order: as asked; with floating inputs that may have the sequence; with the range of one size
     left open (the batch last), at a stand-in or, where that fails the model's conditions, at the user's size; the same
     with fewer symbols; none symbolic."""

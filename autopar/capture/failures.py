@@ -28,11 +28,12 @@ _NUMBER = re.compile(r"You marked (\w+) as dynamic but your code specialized it 
 _NUMBERS = "int(), a loop over positions, a key of a cache, a library that wants plain sizes"
 _NO_SPAN = "Cannot create Dim with inconsistent"
 _FROM_VALUES = "data-dependent"
-_NO_VALUES = "meta"  # in what torch says of tensors without values: `item() cannot be called on meta tensors`
-# all that torch says of an operator whose result has sizes that depend on values
+_NO_VALUES = "meta"  # in torch's errors on tensors without values: `item() cannot be called on meta tensors`
+# the whole text of torch's error on an operator whose result has sizes that depend on values
 _AN_OPERATOR = re.compile(r"(aten\.\w+\.\w+)")
 _TO_NUMBER = "Could not extract specialized integer"
 _BY_CHANCE = re.compile(r"layer_?drop", re.I)
+# advice for sizes that depend on values, and for such repeats
 _WHOLE = (
     "compute all rows and take those with torch.where or a product with the mask, pick a fixed number of them (topk), "
     "or pass what is picked as an input"
@@ -64,6 +65,7 @@ _IN_LIBRARY = {
     ),
 }
 """What to write in place of modules of torch, by a part of the paths of their files."""
+# operators whose number of results is given by a tensor
 REPEATS = (torch.ops.aten.repeat_interleave.self_Tensor, torch.ops.aten.repeat_interleave.Tensor)
 _ADVICE = "another size needs a capture of its own, with example inputs of that size"
 
@@ -209,6 +211,7 @@ def why_static(error: BaseException | None, names: list[str], dims: Dims, model:
 
 
 def _named(guard: str, names: dict[str, str]) -> str:
+    """A condition in the names of sizes, instead of torch's places of them."""
     for place, name in names.items():
         guard = guard.replace(place, name)
     return guard.replace("IntInfinity()", "infinity")

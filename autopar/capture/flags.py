@@ -15,13 +15,14 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass(frozen=True)
 class Flag:
-    """The training argument of a function, by name and position. Where the argument `of` is 0 or None, the function
-    computes the same in training and evaluation."""
+    """The training argument of a function: its `name` and position (`place`). Where the argument `of` (name, position)
+    is 0 or None, the function computes the same in training and evaluation. `drops`: with the flag off, the result is
+    the first argument."""
 
     name: str
     place: int
     of: tuple[str, int] | None = None
-    drops: bool = False  # without it, the first argument is the result
+    drops: bool = False
 
     def is_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether the flag of a call is on, so that it computes as in training."""
@@ -67,6 +68,8 @@ RANDOM = tuple(name for name in FLAGS if name != "batch_norm")
 
 
 class _Undropped(TorchFunctionMode):
+    """A mode that turns the flags of random functions off."""
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -84,4 +87,5 @@ def undropped() -> Iterator[None]:
 
 
 def _given(name: str, place: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """An argument of a call by name or position; None where it is not given."""
     return kwargs.get(name, args[place] if place < len(args) else None)

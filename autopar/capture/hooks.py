@@ -55,6 +55,6 @@ class _Refusing(TorchFunctionMode):
 
 @contextmanager
 def refusing_hooks() -> Iterator[None]:
-    """Inside, a tensor that is given a hook is refused with a CaptureError."""
+    """A context in which CaptureError is raised where a tensor is given a backward hook."""
     with _Refusing():
         yield

@@ -18,9 +18,11 @@ from autopar.capture.lines import caller
 from autopar.errors import CaptureError
 
 UNTRACED = "fake tensor in the exported program constant's list"
-"""In torch.export's error on a result of a backward, which it does not trace."""
+"""Text in torch.export's error on a result of a backward, which it does not trace."""
 
 UNKNOWN = "Unsupported input type"
+"""Text in torch.export's error on an input that is an object."""
+
 KNOWN = (torch.Tensor, bool, int, float, complex, str, type(None))
 
 
@@ -69,7 +71,7 @@ DERIVED = (
 ARRAYS = "give tensors in place of arrays (torch.from_numpy)"
 OBJECTS = "make it in forward, or in the model, of what tensors say (create_block_mask for a BlockMask)"
 WRAPPED = "functorch tensor"
-"""In torch's errors on the operand of such a derivative."""
+"""Text in torch's errors on the operand of a derivative by torch.func."""
 
 
 def why_untraced(error: BaseException, taken: list[str], inputs: Mapping[str, Any]) -> str:

@@ -55,4 +55,5 @@ def users(path: str) -> bool:
 
 
 def _short(path: str) -> str:
+    """The name of a file without its folders."""
     return path.rsplit("/", 1)[-1]

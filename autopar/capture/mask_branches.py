@@ -37,10 +37,12 @@ from autopar.capture.mask_facts import (
 from autopar.capture.valueless import PICKED
 
 PICKS = ("argwhere", "nonzero", "where")
+"""Functions that return the indices of a mask's true elements."""
 SPLITS = ("split", "split_with_sizes")
 WRITES = {"setitem": 1, "index_add": 2, "index_copy": 2, "index_put": 1, "scatter_add": 2}
 """Functions that write into rows -> the position of the argument with the indices of the rows."""
 ASKED = ("bool", "index", "int", "item")
+"""Functions that make a Python value of a tensor."""
 TAKEN = ("eq", "getitem", "ne")
 """Functions whose arguments after the first may be a tensor with a known number, which is then passed as a number."""
 
@@ -71,13 +73,16 @@ class Picking(TorchFunctionMode):
         self._without, self._dropped, self._check, self._least = empty, dropped, check, least
 
     def _forget(self, tensors: Sequence[Tensor]) -> None:
+        """Drop what is known of tensors that are changed in place."""
         for tensor in tensors:
             self.marks.forget(tensor)
 
     def _number(self, key: Key) -> int:
+        """The number of a mask; a new one where it is used for the first time."""
         return self.seen.setdefault(key, len(self.seen))
 
     def _empty(self, key: Key) -> bool:
+        """Whether a mask is assumed to select nothing."""
         return self._number(key) in self._without
 
     def __torch_function__(
@@ -150,6 +155,7 @@ class Picking(TorchFunctionMode):
         return None
 
     def _size(self, own: Tensor, known: Size) -> Any:
+        """The number of rows that `own` says a mask selects: an assumed one, or with `check` a symbolic size."""
         if self._check is None:
             return (
                 0
@@ -207,6 +213,7 @@ class Picking(TorchFunctionMode):
         return known.values[0] if item.dim() == 0 else Column(known.values[0])
 
     def _is_dropped(self, index: Any) -> bool:
+        """Whether writes to the rows at `index` are left out."""
         marks = [self.marks.of(part) for part in tensors_of(index)]
         return any(self._number(mark.key) in self._dropped for mark in marks if isinstance(mark, Rows | Mask))
 

@@ -201,6 +201,7 @@ class Marks:
                 self.keep([part], mark)
 
     def _compared(self, name: str, own: Tensor, known: Mark | None, other: float) -> Mark | None:
+        """What is known of the result of a comparison of `own` with the number `other`."""
         says = COMPARED[name]
         always = says(1, other) == says(LARGEST_COUNT, other)
         if isinstance(known, Size):
@@ -214,6 +215,7 @@ class Marks:
     def _whole(
         self, name: str, own: Tensor, known: Mark | None, more: Sequence[Any], kwargs: dict[str, Any], result: Tensor
     ) -> Mark | None:
+        """What is known of `result` where it is neither a part of `own` nor a comparison; arguments as of `note`."""
         if name == "bincount":
             least = kwargs.get("minlength", more[-1] if more else 0)
             return (

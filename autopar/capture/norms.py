@@ -14,5 +14,5 @@ def momenta(model: nn.Module) -> dict[str, float]:
         for name, module in model.named_modules()
         if isinstance(module, KINDS) and module.running_mean is not None
     }
-    # without one it reads its count of batches, which is in no graph
+    # with momentum None the average depends on the module's count of batches, which the graph does not have
     return {name: momentum for name, momentum in found.items() if momentum is not None}

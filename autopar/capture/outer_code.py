@@ -1,7 +1,7 @@
 """The outer code of a model as a list of events: every operator outside of blocks, and every call of a block.
 
-Blocks are replaced by stubs, and the model runs on fake tensors while a tape records. Tensors are labelled by their
-origin, so the lists of two models can be compared: equal lists are the same straight-line program.
+Blocks are replaced by stubs, and the model runs on fake tensors while a Recording lists what it does. Tensors are
+labelled by their origin, so the lists of two models can be compared: equal lists are the same straight-line program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Call:
     gave: list[Any]
 
 
-class Tape:
+class Recording:
     """The events of one run, in order: an operator as (name, labels of the arguments), a call of a block as `Call`."""
 
     def __init__(self) -> None:
@@ -82,16 +82,16 @@ class Tape:
 class Stub(nn.Module):
     """Takes the place of one block: records its arguments and returns tensors like `result`."""
 
-    def __init__(self, block: Block, result: Any, tape: Tape, like: nn.Module) -> None:
+    def __init__(self, block: Block, result: Any, recording: Recording, like: nn.Module) -> None:
         super().__init__()
-        self.block, self.result, self.tape = block, result, tape
+        self.block, self.result, self.recording = block, result, recording
         for name, value in vars(like).items():  # outer code may look at plain attributes of a block
             if not name.startswith("_") and not isinstance(value, (torch.Tensor, nn.Module)) and name not in vars(self):
                 setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the block would return."""
-        return self.tape.call(self.block, (args, kwargs), self.result)
+        return self.recording.call(self.block, (args, kwargs), self.result)
 
 
 def play(
@@ -100,24 +100,24 @@ def play(
     training: bool,
     inputs: Any,
     result_of: Callable[[Block], Any],
-) -> Tape:
+) -> Recording:
     """Run the outer code of `model` with stubs for the children that `keep` lists. `result_of` gives the result of each
     (by its number in the shortened model)."""
-    tape = Tape()
+    recording = Recording()
     twin = shadow(model, {path: {} for path in keep}).train(training)
-    tape.name([t for _, t in (*twin.named_parameters(), *twin.named_buffers())], "weight")
+    recording.name([t for _, t in (*twin.named_parameters(), *twin.named_buffers())], "weight")
     for path, numbers in keep.items():
         container, children = twin.get_submodule(path), model.get_submodule(path)
         container._modules = {
-            str(shown): Stub((path, shown), result_of((path, shown)), tape, children.get_submodule(str(n)))
+            str(shown): Stub((path, shown), result_of((path, shown)), recording, children.get_submodule(str(n)))
             for shown, n in numbers.items()
         }
     with torch.no_grad(), valueless(), tracing(), on_meta(), Picking():
         args, kwargs = fake(inputs)
-        tape.name((args, kwargs), "input")
-        with Watch(tape.operator):
-            tape.result = tape.flat(twin(*args, **kwargs))
-    return tape
+        recording.name((args, kwargs), "input")
+        with Watch(recording.operator):
+            recording.result = recording.flat(twin(*args, **kwargs))
+    return recording
 
 
 def results(model: nn.Module, paths: list[str], inputs: Any) -> dict[Block, Any]:

@@ -73,13 +73,13 @@ def own_backwards(notes: list[str]) -> Iterator[None]:
             return once(*args)
         if not any(map(_wants_gradient, args)):
             with torch.no_grad():
-                return _plain(cls, args)
+                return _differentiated_forward(cls, args)
         key = (cls, *map(_spec, args))
         if key not in known:
-            known[key] = not is_torchs(cls) and _tried(cls, args, original) is _kept
+            known[key] = not is_torchs(cls) and _way_to_trace(cls, args, original) is _with_own_backward
             if known[key]:
                 notes.append(f"{cls.__qualname__} keeps its own backward ({caller()})")
-        return _traced(cls, args) if known[key] else _plain(cls, args)
+        return _traced_with_own_backward(cls, args) if known[key] else _differentiated_forward(cls, args)
 
     with mock.patch.object(Function, "apply", classmethod(apply)):
         yield
@@ -105,6 +105,7 @@ def is_torchs(cls: type[Function]) -> bool:
 
 
 def _wants_gradient(arg: Any) -> bool:
+    """Whether an argument is a tensor that requires a gradient."""
     return isinstance(arg, Tensor) and arg.requires_grad
 
 
@@ -113,12 +114,12 @@ def _spec(arg: Any) -> Any:
     return (tuple(map(str, arg.shape)), arg.dtype, arg.requires_grad) if isinstance(arg, Tensor) else repr(arg)
 
 
-def _tried(cls: type[Function], args: Sequence[Any], original: Callable[..., Any]) -> Call | None:
-    """How to trace the function for arguments like `args`: None for its differentiated forward, or `_kept`. Raises
-    CaptureError where neither gives the function's own gradients."""
+def _way_to_trace(cls: type[Function], args: Sequence[Any], original: Callable[..., Any]) -> Call | None:
+    """How to trace the function for arguments like `args`: None for its differentiated forward, or
+    `_with_own_backward`. Raises CaptureError where neither gives the function's own gradients."""
     said: list[str] = []
-    ways: dict[Call | None, list[float]] = {None: [], _kept: []}
-    like = pytree.tree_map(_like, list(args))
+    ways: dict[Call | None, list[float]] = {None: [], _with_own_backward: []}
+    like = pytree.tree_map(_stand_in, list(args))
     for draw in DRAWS:
         with ThreadPoolExecutor(1) as outside:  # modes are a thread's: nothing of this is traced
             trial = outside.submit(_trial, cls, like, draw, original, ways)
@@ -135,7 +136,7 @@ def _tried(cls: type[Function], args: Sequence[Any], original: Callable[..., Any
     if any(ways.values()):
         why = (
             "its backward is not linear in the gradient that comes in, or adds to it; autograd makes of its forward "
-            f"what differs by {max(ways[None]):.1e}, a linear backward by {max(ways[_kept]):.1e}"
+            f"what differs by {max(ways[None]):.1e}, a linear backward by {max(ways[_with_own_backward]):.1e}"
         )
     else:
         why = f"it does not run on random numbers of the sizes that it is called with: {'; '.join(dict.fromkeys(said))}"
@@ -148,7 +149,7 @@ def _tried(cls: type[Function], args: Sequence[Any], original: Callable[..., Any
 
 
 @dataclass(frozen=True)
-class _Like:
+class _TensorKind:
     """Sizes, dtype and whether a gradient is required of one tensor argument."""
 
     shape: tuple[int, ...]
@@ -163,11 +164,15 @@ class _Like:
         return torch.randint(whole, self.shape).to(self.dtype)
 
 
-def _like(item: Any) -> Any:
+def _stand_in(item: Any) -> Any:
     """An argument for a trial: tensors by shape and dtype, symbolic sizes as numbers."""
     if isinstance(item, torch.SymInt):
         return int(item.node.hint)
-    return _Like(tuple(map(_like, item.shape)), item.dtype, item.requires_grad) if isinstance(item, Tensor) else item
+    return (
+        _TensorKind(tuple(map(_stand_in, item.shape)), item.dtype, item.requires_grad)
+        if isinstance(item, Tensor)
+        else item
+    )
 
 
 def _trial(
@@ -176,19 +181,19 @@ def _trial(
     """For each way of tracing, the largest error of results and gradients against those of the function itself."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        args = pytree.tree_map(lambda x: x.drawn(draw) if isinstance(x, _Like) else x, like)
+        args = pytree.tree_map(lambda x: x.drawn(draw) if isinstance(x, _TensorKind) else x, like)
         truth = _gradients(partial(original, cls), args)
         if not all(torch.isfinite(x).all() for x in truth):
             raise ValueError("its results or gradients are not finite")
         if not any(x.any() for x in truth[-sum(map(_wants_gradient, args)) :]):
             raise ValueError("its gradients are all zero")
-        return {way: _way(way, cls, args, truth) for way in ways}
+        return {way: _error_of_way(way, cls, args, truth) for way in ways}
 
 
-def _way(way: Call | None, cls: type[Function], args: Sequence[Any], truth: Sequence[Tensor]) -> float:
+def _error_of_way(way: Call | None, cls: type[Function], args: Sequence[Any], truth: Sequence[Tensor]) -> float:
     """The largest error of one way against `truth`; infinity where it does not run."""
     try:
-        got = _gradients(lambda *given: (_plain if way is None else way)(cls, given), args)
+        got = _gradients(lambda *given: (_differentiated_forward if way is None else way)(cls, given), args)
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError):
         return float("inf")
     least = NOTHING * max((float(x.abs().max()) for x in truth if x.numel()), default=0.0)
@@ -200,6 +205,7 @@ def _way(way: Call | None, cls: type[Function], args: Sequence[Any], truth: Sequ
 
 
 def _gap(got: Tensor, wanted: Tensor, least: float) -> float:
+    """The largest error of `got`, relative to the largest value of `wanted`, or to `least` where that is larger."""
     if got.shape != wanted.shape or not torch.isfinite(got).all():
         return float("inf")
     gap = float((got - wanted).abs().max()) if wanted.numel() else 0.0
@@ -225,24 +231,27 @@ def _gradients(call: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
     ]
 
 
-def _plain(cls: type[Function], args: Sequence[Any]) -> Any:
+def _differentiated_forward(cls: type[Function], args: Sequence[Any]) -> Any:
     """The function as torch.export traces it: its forward, differentiated by autograd."""
     return _Context([_wants_gradient(arg) for arg in args]).forward(cls, args)
 
 
-def _kept(cls: type[Function], args: Sequence[Any]) -> Any:
+def _with_own_backward(cls: type[Function], args: Sequence[Any]) -> Any:
     """The result of the function, with its own backward."""
-    return _joined(*_parts(cls, *_apart(args)))
+    return _joined(*_results_and_products(cls, *_detached(args)))
 
 
-def _traced(cls: type[Function], args: Sequence[Any]) -> Any:
-    """`_kept` while a model is traced. Results and products are traced separately below autograd, because the trace of
-    the model cannot see values inside a custom function; the traced operators are then run in the trace."""
-    plain, needs, comes = _apart(args)
-    return _joined(*aside(lambda filled, xs: _parts(cls, filled, needs, xs), (plain, comes), detaching=False))
+def _traced_with_own_backward(cls: type[Function], args: Sequence[Any]) -> Any:
+    """`_with_own_backward` while a model is traced. Results and products are traced separately below autograd, because
+    the trace of the model cannot see values inside a custom function; the traced operators are then run in the
+    trace."""
+    plain, needs, comes = _detached(args)
+    return _joined(
+        *aside(lambda filled, xs: _results_and_products(cls, filled, needs, xs), (plain, comes), detaching=False)
+    )
 
 
-def _apart(args: Sequence[Any]) -> tuple[list[Any], tuple[bool, ...], list[Tensor]]:
+def _detached(args: Sequence[Any]) -> tuple[list[Any], tuple[bool, ...], list[Tensor]]:
     """The arguments detached, whether each requires a gradient, and those that do as they were given."""
     needs = tuple(map(_wants_gradient, args))
     return (
@@ -252,11 +261,11 @@ def _apart(args: Sequence[Any]) -> tuple[list[Any], tuple[bool, ...], list[Tenso
     )
 
 
-def _parts(
+def _results_and_products(
     cls: type[Function], args: Sequence[Any], needs: Sequence[bool], comes: Sequence[Tensor]
 ) -> tuple[list[Any], list[Tensor | None], Any]:
-    """The results of the function, flat and without gradients; for each the product of its backward's matrix with the
-    arguments `comes`, None without one; and the pytree of the results."""
+    """The results of the function, flat and without gradients; for each the product J x with the arguments `comes`
+    (module docstring), None where it has no gradient; and the pytree of the results."""
     context = _Context(needs)
     with torch.no_grad():
         leaves, tree = pytree.tree_flatten(context.forward(cls, args))

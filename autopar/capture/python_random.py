@@ -38,7 +38,7 @@ class Draws:
 
 @contextmanager
 def draws() -> Iterator[Draws]:
-    """Says whether numbers are drawn inside; afterwards the generators are where they were."""
+    """A context that says whether numbers are drawn inside, and restores both generators at its end."""
     drawn = Draws()
     try:
         yield drawn

@@ -58,7 +58,11 @@ def _answers(model: nn.Module, path: str, keys: list[str]) -> tuple[dict[str, Va
     none."""
     answers: dict[str, Values] = {}
     said: list[str] = []
-    for way, give in (("reset_parameters", _reset), ("_init_weights", _init_weights), ("its constructor", _again)):
+    for way, give in (
+        ("reset_parameters", _reset),
+        ("_init_weights", _init_weights),
+        ("its constructor", _constructed),
+    ):
         try:
             answers[way] = give(model, path, keys)
         except RAISED as error:
@@ -69,14 +73,16 @@ def _answers(model: nn.Module, path: str, keys: list[str]) -> tuple[dict[str, Va
 
 
 def _reset(model: nn.Module, path: str, keys: list[str]) -> Values:
+    """The tensors that `reset_parameters` of the module at `path` makes."""
     if not callable(getattr(model.get_submodule(path), "reset_parameters", None)):
         raise AttributeError("there is none")
     return _written(model.get_submodule(path), keys, lambda copy: copy.reset_parameters())
 
 
 def _init_weights(model: nn.Module, path: str, keys: list[str]) -> Values:
+    """The tensors that `_init_weights` makes of the module at `path`: its own, or that of the nearest module around
+    it."""
     parts = path.split(".") if path else []
-    # the module itself, then outwards
     around = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1)]
     write: Any = next((found for module in around if callable(found := getattr(module, "_init_weights", None))), None)
     if write is None:
@@ -102,7 +108,7 @@ def _written(owner: nn.Module, keys: list[str], write: Callable[[Any], object]) 
     return {key: value for key, value in runs[0].items() if key in runs[1] and same(value, runs[1][key])}
 
 
-def _again(model: nn.Module, path: str, keys: list[str]) -> Values:
+def _constructed(model: nn.Module, path: str, keys: list[str]) -> Values:
     """The tensors of a second module, constructed with the arguments of the first; its plain attributes must equal
     those of the first."""
     owner = model.get_submodule(path)
@@ -168,6 +174,7 @@ def _poison(tensor: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _agree(values: list[torch.Tensor]) -> bool:
+    """Whether all values are equal."""
     return all(same(values[0], other) for other in values[1:])
 
 
@@ -195,5 +202,6 @@ class _Uninitialised(TorchFunctionMode):
 
 @contextmanager
 def _light() -> Iterator[None]:
+    """A context in which code that makes tensors takes no memory for weights."""
     with torch.device("cpu"), _Uninitialised():
         yield

@@ -1,5 +1,5 @@
 """Value numbering of a model that runs without values: values with equal numbers are equal expressions of weights and
-inputs."""
+inputs. Used by evaluation, step_variation and empty_branches to compare runs."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ NAMED = (
 )
 """Arguments of these types are compared by value, all others by their type."""
 
+# functions that draw random numbers
 DRAWING = ("bernoulli", "bernoulli_", "normal", "normal_", "rand", "rand_like", "randn", "randn_like", "uniform_")
 SIZES_READ = (
     "empty_like",
@@ -71,6 +72,7 @@ SAME_ELEMENTS = (
 )
 """Functions whose result has all elements of the operand where it has the operand's sizes, and so the operand's number:
 a mask cut from a longer one, which may be just as long; values that only training reorders."""
+# products and quotients of two operands
 PRODUCTS = ("__imul__", "__mul__", "__rmul__", "mul", "mul_", "multiply", "multiply_")
 QUOTIENTS = ("__itruediv__", "__truediv__", "div", "div_", "divide", "true_divide")
 
@@ -164,10 +166,10 @@ class Tape(TorchFunctionMode):
         self._kinds: dict[int, int] = {}
         self._dividends: dict[int, int] = {}  # number of a quotient by a Python number -> number of its dividend
         self._number_of = ByTensor[int]()
-        self._changed: dict[int, int] = {}  # by storage: what was done in place, through whichever view
-        self._before: list[torch.Tensor] = []
-        self._storages: dict[int, int] = {}  # of views of weights and buffers, inside the run -> of these
-        self._depth = 0  # of functions of single samples, one in the other
+        self._changed: dict[int, int] = {}  # memory -> number of its changes in place, through whichever view
+        self._before: list[torch.Tensor] = []  # the tensors that exist before the run
+        self._storages: dict[int, int] = {}  # memory of views in `_views` -> memory of the tensors in `_before`
+        self._depth = 0  # how many functions of single samples (torch.vmap) are running, one inside the other
         self._views: list[torch.Tensor] = []  # kept alive: `_storages` has the addresses of their memory
 
     @property
@@ -243,6 +245,7 @@ class Tape(TorchFunctionMode):
         return self._changed.get(self._memory(tensor))
 
     def _memory(self, tensor: torch.Tensor) -> int:
+        """The memory of a tensor; for views that `held` made, that of the tensor that they are views of."""
         memory = memory_of(tensor)
         return self._storages.get(memory, memory)
 
@@ -298,17 +301,21 @@ class Tape(TorchFunctionMode):
         return number
 
     def _says(self, what: str) -> str:
+        """`what`, with the user's line where this tape looks for one."""
         return f"{what} ({caller()})" if self._known is not None else what
 
     def _note(self, tensor: torch.Tensor, number: int) -> None:
+        """Give a tensor a number."""
         self._number_of.keep(tensor, number)
 
     def _number(self, key: Hashable) -> int:
+        """The number of an expression; a new one where it is met for the first time."""
         number = self.numbers.setdefault(key, len(self.numbers))
         self._kinds.setdefault(number, VALUE)
         return number
 
     def _flat(self, tree: Any) -> list[Hashable]:
+        """The leaves of arguments in comparable form: tensors by number, others by type and, for NAMED, by value."""
         return [
             self.number(leaf)
             if isinstance(leaf, torch.Tensor)

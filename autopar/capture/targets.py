@@ -58,6 +58,7 @@ def refuse_trained(loss_fn: Callable[..., Any] | None) -> None:
 
 
 def _parameters(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a loss function; `*args` for a built-in without a signature."""
     try:
         return list(
             inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn).parameters.values()

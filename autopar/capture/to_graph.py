@@ -1,4 +1,4 @@
-"""From an exported program to the fx graph that passes work on: names, roles and outputs."""
+"""From an exported program to the fx graph that passes work on: names, roles and outputs. Called by capture.capture."""
 
 from __future__ import annotations
 
@@ -166,6 +166,7 @@ def structure(program: ExportedProgram) -> tuple[Any, dict[str, str]]:
 
 
 def _names(spec: Any) -> list[str]:
+    """The names of the leaves of a pytree."""
     return list(named_leaves(pytree.tree_unflatten(list(range(spec.num_leaves)), spec)))
 
 

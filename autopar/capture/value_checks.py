@@ -86,7 +86,7 @@ def _is_caught(frame: FrameType | None) -> bool:
 
 @cache
 def _parsed(path: str) -> ast.Module:
-    """A file of Python; nothing of another one."""
+    """The syntax tree of a file; an empty one where it is not Python."""
     try:
         return ast.parse("".join(linecache.getlines(path)))
     except SyntaxError:
@@ -95,7 +95,7 @@ def _parsed(path: str) -> ast.Module:
 
 @cache
 def _catching(path: str) -> list[tuple[int, int]]:
-    """First and last lines of what may fail in a file without an end to it."""
+    """First and last lines of the `try` bodies in a file whose errors some handler does not raise again."""
     tries = [
         node
         for node in ast.walk(_parsed(path))
@@ -106,7 +106,7 @@ def _catching(path: str) -> list[tuple[int, int]]:
 
 @cache
 def _checks(path: str) -> dict[Span, bool]:
-    """Of each condition of a check in a file, what lets it pass."""
+    """Every condition of a check in a file -> the truth value that lets the check pass."""
     found: dict[Span, bool] = {}
     for node in ast.walk(_parsed(path)):
         if isinstance(node, ast.If) and _raises(node.body) != _raises(node.orelse):
@@ -122,11 +122,11 @@ def _raises(body: list[ast.stmt]) -> bool:
 
 
 def _check(statement: ast.stmt, test: ast.expr, wanted: bool, found: dict[Span, bool]) -> None:
-    """Record the answer that each condition of a check needs. Python reports the position of the condition that asks;
-    before 3.11 only that of the statement, which is enough if all conditions need the same answer."""
+    """Record in `found` the answer that each condition of a check needs. Python reports the position of the condition
+    that asks, or only that of the statement, which is enough if all conditions need the same answer."""
     conditions = _conditions(test, wanted)
     if any(isinstance(condition, ast.IfExp) for condition, _ in conditions):
-        return  # what chooses between conditions is none of them
+        return  # `a if b else c`: it is not known which of them is asked
     found.update({_span(condition): value for condition, value in conditions})
     if len({value for _, value in conditions}) == 1:
         found[_span(statement)] = conditions[0][1]
@@ -142,4 +142,5 @@ def _conditions(test: ast.expr, wanted: bool) -> list[tuple[ast.expr, bool]]:
 
 
 def _span(node: ast.stmt | ast.expr) -> Span:
+    """The position of a node, as tracebacks give it."""
     return node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0

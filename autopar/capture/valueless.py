@@ -26,7 +26,8 @@ UNTOLD = (
     AssertionError,
     ArithmeticError,
 )
-"""Errors of a model that cannot run without values, in the other mode, or with fewer blocks."""
+"""Errors that a model may raise where it cannot run without values, in the other training mode, or with fewer
+blocks."""
 PICKED = 5
 """The number of rows that every mask selects."""
 
@@ -44,10 +45,12 @@ def _made_up(operator: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
 
 
 def _places(mask: torch.Tensor) -> torch.Tensor:
+    """In place of nonzero."""
     return mask.new_empty((PICKED, mask.dim()), dtype=torch.int64)
 
 
 def _counts(numbers: torch.Tensor, weights: torch.Tensor | None = None, least: int = 0) -> torch.Tensor:
+    """In place of bincount: as many counts as `minlength` asks for."""
     return numbers.new_empty((max(least, 1),), dtype=torch.int64 if weights is None else torch.float64)
 
 

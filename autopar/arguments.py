@@ -43,7 +43,7 @@ def folder(value: Any) -> Path:
 
 
 def some(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise CaptureError where no input has an element: nothing could be planned for such sizes."""
+    """Raise CaptureError where the inputs have no element at all: nothing can be planned for such sizes."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()]
     if tensors and not any(value.numel() for value in tensors):
         raise CaptureError(
@@ -62,6 +62,7 @@ def fail(name: str, got: object, wanted: str, kind: type[AutoparError] = PlanErr
 
 
 def _model(name: str, value: Any) -> Any:
+    """An nn.Module."""
     if isinstance(value, nn.Module):
         return value
     what = "an nn.Module"
@@ -75,6 +76,7 @@ def _model(name: str, value: Any) -> Any:
 
 
 def _cluster(name: str, value: Any) -> Any:
+    """A Cluster, or the name, file or description of one."""
     if isinstance(value, (str, Path)):
         return Cluster.parse(value)
     if isinstance(value, Cluster):
@@ -90,12 +92,14 @@ def _cluster(name: str, value: Any) -> Any:
 
 
 def _example(name: str, value: Any) -> Any:
+    """Example inputs: a tuple, a dict, a pair of both, or None."""
     if isinstance(value, (str, bytes)) or not (value is None or isinstance(value, Iterable)):
         fail(name, value, "a tuple of positional inputs, a dict of named ones, or (tuple, dict)", CaptureError)
     return value
 
 
 def _loss(name: str, value: Any) -> Any:
+    """A loss function, or None."""
     if isinstance(value, str):
         known = [known for known in dir(F) if known.endswith("_loss")]
         like = f"{value.removesuffix('_loss')}_loss"
@@ -108,6 +112,7 @@ def _loss(name: str, value: Any) -> Any:
 
 
 def _search(name: str, value: Any) -> Any:
+    """The name of a search, or a function."""
     if isinstance(value, type) or not (isinstance(value, str) or callable(value)):
         from autopar.search import SEARCHES  # solvers: not there where plans are only loaded
 
@@ -116,6 +121,7 @@ def _search(name: str, value: Any) -> Any:
 
 
 def _mesh(name: str, value: Any) -> tuple[int, ...] | None:
+    """Sizes of mesh axes as a tuple, from `2x4`, a number or a sequence; or None."""
     if value is None:
         return None
     found = (
@@ -139,12 +145,14 @@ def _precision(name: str, value: Any) -> str | None:
 
 
 def _seconds(name: str, value: Any) -> float:
+    """A number of seconds above 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
         fail(name, value, "seconds, a number above 0, as 30.0")
     return float(value)
 
 
 def _rules(name: str, value: Any) -> Any:
+    """A mapping of rules, or None (rules.as_rules checks the entries)."""
     if value is not None and not isinstance(value, Mapping):
         fail(
             name,
@@ -156,6 +164,8 @@ def _rules(name: str, value: Any) -> Any:
 
 
 def _whole(least: int) -> Check:
+    """A check that takes a whole number of at least `least`."""
+
     def check(name: str, value: Any) -> int:
         if not _is_whole(value) or value < least:
             fail(name, value, f"a whole number of at least {least}")
@@ -167,6 +177,8 @@ def _whole(least: int) -> Check:
 
 
 def _text(wanted: str) -> Check:
+    """A check that takes any text; `wanted` says what is wanted."""
+
     def check(name: str, value: Any) -> Any:
         if not isinstance(value, str):
             fail(name, value, wanted)
@@ -176,30 +188,34 @@ def _text(wanted: str) -> Check:
 
 
 def _flag(name: str, value: Any) -> Any:
+    """A bool."""
     if not isinstance(value, bool):
         fail(name, value, "True or False")
     return value
 
 
 def _optional_text(wanted: str) -> Check:
+    """A check that takes text or None."""
     check = _text(wanted)
     return lambda name, value: None if value is None else check(name, value)
 
 
 def _mode(name: str, value: Any) -> Any:
+    """ "train" or "inference"."""
     if value not in ("train", "inference"):
         raise PlanError(f"{name} is {value!r}, wanted train or inference{near(str(value), ('train', 'inference'))}")
     return value
 
 
 def _progress(name: str, value: Any) -> Any:
+    """A function of one text, or None."""
     if value is not None and not callable(value):
         fail(name, value, "a function of one text, as print")
     return value
 
 
 def _source(name: str, value: Any) -> Any:
-    """Has to go into plan.json, so it must be plain data."""
+    """A mapping of plain data, which goes into plan.json, or None."""
     if value is not None and not isinstance(value, Mapping):
         fail(name, value, "a dict")
     try:
@@ -212,6 +228,7 @@ def _source(name: str, value: Any) -> Any:
 
 
 def _is_whole(value: Any) -> bool:
+    """Whether it is a whole number, of Python or numpy; a bool is none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

@@ -76,7 +76,7 @@ class Elsewhere:
 
 
 def nowhere() -> Elsewhere:
-    """For a search without pipelines."""
+    """The Elsewhere of a search that has no pipelines to compete with."""
     return Elsewhere(lambda known_s: math.inf)
 
 
@@ -224,7 +224,8 @@ class Look:
             self.alone_s = min(self.alone_s, found.cost.time_s)
 
     def _promises(self, first: Candidate) -> bool:
-        """Whether its mesh may have a plan that is faster than the best known one by more than PRICE_TOLERANCE."""
+        """Whether the mesh of `first` may have a plan that is faster than the best known one by more than
+        PRICE_TOLERANCE."""
         return first.solution.bound_s < self.known_s * (1 - PRICE_TOLERANCE)
 
     def _solved(self, first: Candidate, until: float) -> Candidate:

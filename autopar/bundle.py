@@ -23,7 +23,7 @@ from autopar.text import first_line, seconds
 
 PLAN, SOURCE, README = "plan.json", "sharded.py", "README.md"
 FILES = (constants.NAME, SOURCE, README, PLAN)
-"""In the order in which they are replaced."""
+"""The files of a saved plan, in the order in which they are replaced."""
 
 _README = """# {model}: a sharded module
 
@@ -40,7 +40,7 @@ Planned by autopar for {cluster}, mesh {mesh}, {strategy}; predicted {step} per 
 
 
 _NUMBERS = itertools.count(1)
-"""Of sources that were run: each is a module of its own name (runtime.importable)."""
+"""Numbers for the modules that emitted sources are run as: each has a name of its own (runtime.importable)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""What decisions are in the plain words of a plan, and what its reader should know."""
+"""Decisions of a search in the plain words of a plan file, and notes for the user on weights in tiles and operators
+without a rule."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""When work in the background is waited for: reduce-scatters of whole gradients, and sums of them over replicas. The
-bytes that it holds are bounded.
+"""When work in the background is waited for: reduce-scatters of whole gradients, and sums of them over replicas. It is
+waited for late, so that compute hides it, but the bytes that it holds are bounded.
 
 One rule, shared by what runs (runtime.gradsync), its simulation (simulate.rank) and its memory (memory.backward,
 memory.buckets).
@@ -35,7 +35,7 @@ class Deferred(Protocol):
 Kind = TypeVar("Kind", bound=Deferred)
 
 BUCKETS = 2
-"""How many buckets of whole gradients may wait for their scatter beside those of a block."""
+"""The most buckets of whole gradients that may wait for their scatter, in addition to those of the current block."""
 
 
 class Queue(Generic[Kind]):
@@ -94,6 +94,7 @@ class Queue(Generic[Kind]):
         return -1
 
     def _go_on(self, number: int) -> None:
+        """Let entry `number` begin its next part, at the end of the queue, or end it."""
         late, _ = self.waiting[number]
         del self.waiting[number]
         if late.go_on():
@@ -102,7 +103,7 @@ class Queue(Generic[Kind]):
 
 @dataclass(eq=False, slots=True)
 class _Unit:
-    """What adds entries (`of` names the block), and how many bytes it has added so far."""
+    """A unit that adds entries: `of` names the block, `nbytes` are the bytes that it has added so far."""
 
     of: Any
     nbytes: float = 0.0

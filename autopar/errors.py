@@ -18,8 +18,9 @@ class CaptureError(AutoparError):
 
 
 class InfeasibleError(AutoparError, ValueError):
-    """No plan satisfies the constraints, usually device memory; `missing_bytes` per device where that is what is short.
-    Where none was found that fits, and one may be, it takes `bound_s` seconds at least."""
+    """No plan satisfies the constraints, usually device memory. `missing_bytes`: bytes per device that are missing,
+    where that is known. `bound_s`: where no plan that fits was found but one may exist, a lower bound in seconds on its
+    step."""
 
     def __init__(self, message: str, missing_bytes: float | None = None) -> None:
         super().__init__(message)

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 THRESHOLDS = (100_000, 50, 100)
-"""Objects until the youngest are looked at, and collections until the next older ones are: torch.export's garbage still
-goes, 20 MiB late."""
+"""As gc.set_threshold takes them: new objects until the youngest generation is collected, and collections of one
+generation until the next older one is. With these, garbage of torch.export is still freed, about 20 MiB later."""
 
 
 @contextmanager
 def seldom() -> Iterator[None]:
-    """Garbage is collected seldom inside; where it was seldomer or off before, that stays."""
+    """A context in which garbage is collected at THRESHOLDS; where the collector is off, or collects less often, that
+    stays."""
     before = gc.get_threshold()
     if before[0] and before[0] < THRESHOLDS[0]:
         gc.set_threshold(*THRESHOLDS)

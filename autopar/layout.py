@@ -50,7 +50,7 @@ class Step:
 
 
 MOST_SECTIONS, DIGITS = 1 << 20, 18
-"""Side by side in one dim, and digits of a number in a layout: beyond, no tensor has them."""
+"""The most sections of one dim, and the most digits of a number in a layout: no tensor has more."""
 BUCKET_BYTES = 25_000_000
 """Tensors that take the same step at once (gradients that are summed, weights that are gathered once per step) travel
 in flat buckets of about so many bytes, as in torch's DistributedDataParallel (bucket_cap_mb=25): large enough to fill a
@@ -58,13 +58,13 @@ link. A tensor of so many bytes or more has collectives of its own: to pack it t
 PACKED = ("all_gather", "all_reduce", "reduce_scatter")
 """Kinds of steps that tensors take together in buckets; a tensor that takes any other goes its whole way by itself."""
 LOCAL = ("slice", "mask")
-"""Kinds of steps that a rank does on its own."""
+"""Kinds of steps that a rank does by itself, without a collective."""
 SOON = 0.1
-"""Of the bytes that are on their way at a time: so much of what is small takes a next collective together. It waits for
-the one before, and with it what computes."""
+"""Share of the limit of bytes in flight: a collective that is not the first of its chain is started only once so many
+bytes are ready for it, so that small tensors take it together. Otherwise many small collectives would each wait for the
+one before, and compute for them (autopar.prefetching, autopar.deferred_waits)."""
 LEAVES_AHEAD = 2
-"""Buckets of leaves that are gathered before they are needed: the one in use may be copied while the next ones
-travel."""
+"""How many buckets of leaves are gathered before they are needed: while one is unpacked the next ones travel."""
 
 
 def parse(text: str) -> Layout:
@@ -141,6 +141,8 @@ def shard(dim: int, sections: Sequence[int] = (1,)) -> Entry:
 
 @cache
 def _parts(entry: Entry) -> tuple[int | None, tuple[int, ...]]:
+    """The dim that an entry cuts (None: it cuts none), and the relative sizes of its sections. Raises LayoutError for
+    text that is no entry."""
     if entry == "R" or entry in PARTIAL:
         return None, (1,)
     if entry[:1] == "O" and _number(entry[1:]):
@@ -161,7 +163,7 @@ def _parts(entry: Entry) -> tuple[int | None, tuple[int, ...]]:
 
 
 def _number(text: str) -> bool:
-    """Whether it is a whole number in plain digits, of as many as a size can have."""
+    """Whether `text` is a whole number in plain digits, no longer than a size can be."""
     return text.isascii() and text.isdigit() and len(text) <= DIGITS
 
 
@@ -177,14 +179,14 @@ def ways_of(layout: Layout, dim: int, sizes: Sequence[int]) -> int:
 
 
 def divisible(size: int, ways: int) -> str:
-    """The sizes next to one that does not divide by so many ways, in words."""
+    """Words for an error: the sizes next to `size` that divide evenly by `ways`."""
     below, above = size // ways * ways, -(-size // ways) * ways
     return f"{below} or {above}" if below else str(above)
 
 
 @cache
 def crowded(layout: Layout) -> tuple[int, ...]:
-    """The tensor dims that several axes cut."""
+    """The tensor dims that more than one axis cuts."""
     dims = [dim_of(e) for e in layout if is_shard(e)]
     return tuple(sorted({dim for dim in dims if dims.count(dim) > 1}))
 
@@ -264,7 +266,7 @@ def even(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
 
 
 def _divides(size: int, layout: Layout, axes: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether a dim, and every section of it, divides evenly among `axes`, which cut it."""
+    """Whether a dim of `size`, and every section of it, divides evenly among the `axes` that cut it."""
     sections, ways = sections_of(layout[axes[0]]), math.prod(sizes[a] for a in axes)
     unit, rest = divmod(size, sum(sections))
     return not rest and all(weight * unit % ways == 0 for weight in sections)
@@ -306,11 +308,12 @@ def steps(src: Layout, dst: Layout, sizes: tuple[int, ...]) -> tuple[Step, ...]:
 
 
 def legs(parts: Sequence[Part], moves: Callable[[Part], bool]) -> list[tuple[Part, ...]]:
-    """The parts of a way, cut behind each that `moves` between ranks; the last leg moves nothing and may be empty.
+    """`parts` (the steps of a reshard in order) divided into legs: each leg ends with a collective, a part that `moves`
+    between ranks; the last leg has only local parts and may be empty.
 
-    The one rule of what of the ways of weights and of their gradients is in the background: the collective that ends a
-    leg. It begins when the one of the leg before is over and what is local behind that is done. Work in between hides
-    it; local parts are work. `parts` are steps in the runtime, seconds in prices and in the simulator.
+    This is the one rule of what runs in the background for weights and their gradients: the collective that ends a leg.
+    It begins when the collective of the leg before is done and the local parts after that have run. Compute in between
+    hides it; local parts count as compute. `parts` are steps in the runtime, seconds in prices and in the simulator.
     """
     found: list[list[Part]] = [[]]
     for part in parts:
@@ -365,6 +368,7 @@ def _move(here: Layout, axis: int, target: Entry, sizes: tuple[int, ...]) -> tup
 
 
 def _put(layout: Layout, axis: int, entry: Entry) -> Layout:
+    """`layout` with `entry` on one axis."""
     return (*layout[:axis], entry, *layout[axis + 1 :])
 
 
@@ -390,4 +394,5 @@ def _kind(before: Layout, after: Layout, axis: int) -> str | None:
 
 
 def _is_minor(layout: Layout, axis: int) -> bool:
+    """Whether no later axis cuts the dim that `axis` cuts: only such an axis can be changed by itself."""
     return cutters(layout, dim_of(layout[axis]))[-1] == axis

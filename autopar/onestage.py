@@ -35,7 +35,7 @@ from autopar.text import gibibytes, seconds, times
 from autopar.timer import Timer
 
 ALONE = 0.6
-"""The share of the time left that plans of one stage have, where pipelines are yet to be searched."""
+"""Share of the time left that the search for plans of one stage may take where pipelines are searched after it."""
 
 
 def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:
@@ -101,7 +101,7 @@ class _Level:
 
     @property
     def fastest_s(self) -> float:
-        """Its seconds; infinite where there is none."""
+        """The step time of `fastest`; infinite where there is none."""
         return _seconds(self.fastest)
 
     def begin(self, alone_s: float) -> None:
@@ -200,6 +200,7 @@ class _Levels:
         self._finish(begun)
 
     def _finish(self, begun: Sequence[_Level]) -> None:
+        """Finish the levels in `begun`, the most promising first."""
         until = self.timer.after(ALONE)
         for level in sorted(begun, key=lambda level: level.fastest_s):
             level.finish(self.fastest_s, until)
@@ -215,7 +216,7 @@ class _Levels:
 
     @property
     def fastest_s(self) -> float:
-        """Its seconds; infinite where there is none."""
+        """The step time of `fastest`; infinite where there is none."""
         return _seconds(self.fastest)
 
     @property
@@ -240,6 +241,7 @@ class _Levels:
 
 
 def _seconds(found: Candidate | None) -> float:
+    """The step time of a Candidate; infinite for None."""
     return found.cost.time_s if found is not None else math.inf
 
 
@@ -302,8 +304,9 @@ def _short_of_memory(planner: Planner, best: Candidate) -> bool:
     )
 
 
-# relative: below this a difference is inside the error of the prices, and a recipe is easier to live with
 SIMPLER = 0.005
+"""Relative: a recipe that is slower than the search's answer by less than this is chosen. The difference is below the
+error of the prices, and a recipe is easier to understand."""
 
 
 def _simplest(found: Candidate | None, recipe: Candidate | None) -> tuple[Candidate | None, tuple[str, ...]]:
@@ -322,6 +325,8 @@ def _simplest(found: Candidate | None, recipe: Candidate | None) -> tuple[Candid
 
 
 def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:
+    """The text of the error where nothing fits: which recipes and meshes were tried, what they lack, and the largest
+    tensors."""
     lines = [f"no plan fits {planner.request.cluster.describe()}:"]
     lines += [f"  {a.name} on {times(a.mesh)}: {a.why}" for a in tried]
     if planner.missing_bytes:

@@ -1,5 +1,5 @@
-"""The optimizers that a plan can name: what torch has for them, and how much state they keep. Plain data; costs and
-runtime go by it."""
+"""The optimizers that a plan can name: their class in torch, and how much state they keep. Plain data, read by cost
+(bytes and seconds of a step) and by the runtime (which makes them)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A class of torch.optim with its options; `state`: values that it keeps per element of a parameter; `fused`:
-    whether DTensors have its step in one kernel, as plain tensors do (they have that of SGD, too)."""
+    """A class of torch.optim with its options; `state`: how many values it keeps per element of a parameter; `fused`:
+    whether its fused kernel is used for DTensors too, as for plain tensors."""
 
     torch_name: str
     state: int

@@ -27,11 +27,14 @@ SCHEMA = 8
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """One node: per operand and per output `"value layout|gradient layout"`; per mesh axis the factor that is split,
-    its kind (sample, operator, attribute, parameter, replicate, partial) and the runtime algorithm ("" where plain).
+    """What a plan says of one operator.
 
-    `micro` says for each output how the microbatches of a step share it: `S0` each has its own rows, `P` each a part of
-    a sum, `R` (and nothing) all the same value.
+    ins, outs   for each operand and output `"layout of the value|layout of the gradient"`
+    factors     for each mesh axis, the factor that is split
+    kinds       for each mesh axis, the kind of that factor: sample, operator, attribute, parameter, replicate, partial
+    runs        for each mesh axis, the runtime algorithm ("": the operator itself runs on shards)
+    micro       for each output, how the microbatches of a step share it: `S0` each has its own rows, `P` each has a
+                part of a sum, `R` (or no entry) all have the same value
     """
 
     ins: tuple[str, ...]
@@ -49,10 +52,17 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Seconds per step and bytes per device, at most; `bound_s` is a lower bound on any plan's step, 0 if there is
-    none: the least work there is, with `prove` what is proven of all plans, and of inference, and searches of one stage
-    by name, what is proven of the Problem, whose linear prices are within a few per cent of those of steps;
-    `places_bytes` are those of each place of a pipeline (of several)."""
+    """What a step of the plan is predicted to take.
+
+    step_s          seconds of a step
+    memory_bytes    bytes of the fullest device
+    compute_s, communication_s, hidden_s    seconds of compute; of collectives that it waits for; of those that it
+                    overlaps
+    bound_s         a lower bound on the step of any plan, 0 if there is none: the least work there is, or with `prove`
+                    the proven bound of all plans. For inference, and searches of one stage by name, it is the bound of
+                    the Problem, whose linear prices are within a few per cent of those of steps
+    places_bytes    bytes of the fullest device of each place of a pipeline (of several places)
+    """
 
     step_s: float
     memory_bytes: float
@@ -96,13 +106,14 @@ class Stage:
 
     @property
     def spans(self) -> str:
-        """Its blocks in words, `h 0-5`: the first and the last of each run."""
+        """The blocks of the stage for people, `h 0-5`: the first and the last of each run."""
         return ", ".join(f"{scope} {first}-{stop - 1}" for scope, (first, stop) in self.blocks.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one model runs on one cluster. See the module docstring; `hints` are the planned sizes of symbolic dims."""
+    """How one model runs on one cluster: every field of a plan file (docs/plan-file.md). `hints` are the sizes of
+    symbolic dims that it was planned for, `axes` the names of the mesh axes, `nodes` the decisions by operator."""
 
     model: str
     graph_hash: str
@@ -150,7 +161,7 @@ class Plan:
 
     @property
     def device_kind(self) -> str:
-        """What its ranks run on, `cpu` or `cuda`; the parts of a cluster all have the same."""
+        """The kind of device that its ranks run on, `cpu` or `cuda`, the same for all parts of a cluster."""
         part = (self.cluster.get("parts") or [self.cluster])[0]
         return str(part.get("device", {}).get("kind", "cpu"))
 
@@ -173,13 +184,13 @@ class Plan:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """The mesh of all ranks: the places of a pipeline, if it is one, in front of the mesh of each."""
+        """The mesh of all ranks: for a pipeline the number of places, then the mesh of each."""
         return (self.places, *self.mesh) if self.places > 1 else self.mesh
 
     @property
     def how(self) -> str:
-        """In words what strategy and mesh do not say: stages, schedule, microbatches, what is run again; empty where
-        nothing is cut and all is kept."""
+        """For people, what strategy and mesh do not say: stages, schedule, microbatches, and which blocks are run
+        again; empty for one stage and one microbatch that keeps everything."""
         stages = (
             [f"{len(self.stages)} stages on {self.places} place{'s' * (self.places > 1)}, {self.schedule}"]
             if len(self.stages) > 1
@@ -206,7 +217,7 @@ class Plan:
 
     @property
     def run_again(self) -> str:
-        """In words which blocks are run again in the backward; empty where none are."""
+        """For people, which blocks are run again in the backward; empty where none are."""
         found = []
         for scope, kept in self.remat.items():
             where = self._again_where(scope)
@@ -215,8 +226,8 @@ class Plan:
         return "; ".join(found)
 
     def _again_where(self, scope: str) -> str | None:
-        """How many instances of the run `scope` which stages run again, in brackets; empty where that is all of them,
-        None where it is none."""
+        """In brackets, how many instances of the run `scope` are run again in which stages; empty where all of them
+        are, None where none is."""
         counts = {
             number: stage.again.get(scope, -1)
             for number, stage in enumerate(self.stages)
@@ -304,7 +315,7 @@ class Plan:
 
 
 def _keeping(kept: Sequence[str]) -> str:
-    """What blocks keep that are run again, in words."""
+    """For people, what results blocks keep that are run again."""
     return (
         "whole"
         if not kept
@@ -315,13 +326,14 @@ def _keeping(kept: Sequence[str]) -> str:
 
 
 def _path(path: Any) -> Path:
-    """Where a plan file is. Raises PlanError for what is no path."""
+    """The path of a plan file. Raises PlanError for anything that is not a path."""
     if not isinstance(path, (str, os.PathLike)):
         raise PlanError(f"path is {path!r} ({type(path).__name__}); wanted the name of a plan file")
     return Path(path)
 
 
 def _plan(data: dict[str, Any]) -> Plan:
+    """The Plan that checked data describes."""
     tuples = {key: tuple(data[key]) for key in ("axes", "mesh", "notes", "totals", "shared")}
     nodes = {name: NodePlan(**{k: tuple(v) for k, v in node.items()}) for name, node in data["nodes"].items()}
     stages = tuple(
@@ -349,8 +361,8 @@ def _plan(data: dict[str, Any]) -> Plan:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new content, never half of it. Raises PlanError where there can
-    be none, or no room is left for it."""
+    """Write a file so that a reader sees the old or the new content, never half of it. Raises PlanError where the file
+    cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -1,8 +1,9 @@
-"""What a plan file may say, field by field: the data of a plan, checked before a Plan is made of it.
+"""The schema of a plan file: a check for each field of its data, made before a Plan is made of it. Called by
+Plan.from_json.
 
-`FIELDS` has a check for each field; `agreeing` says what fields must have in common. What needs the graph that a plan
-is for is said by autopar.plan_suits_graph. Every refusal names the field, as `nodes.linear.ins[0]`, with the value got
-and what is wanted.
+`FIELDS` has a check for each field; `agreeing` checks fields against each other. What needs the graph of the plan is
+checked by autopar.plan_suits_graph. Every refusal names the field, as `nodes.linear.ins[0]`, with the value got and
+what is wanted.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def text(path: str, value: Any) -> None:
 
 
 def one_of(names: Collection[str]) -> Check:
-    """One of some names."""
+    """A check that takes one of some names."""
 
     def check(path: str, value: Any) -> None:
         if not isinstance(value, str) or value not in names:
@@ -92,7 +93,7 @@ def one_of(names: Collection[str]) -> Check:
 
 
 def whole(least: int | None = None, most: int = MOST) -> Check:
-    """A whole number, at least `least` and at most `most`."""
+    """A check that takes a whole number of at least `least` and at most `most`."""
     wanted = (
         f"a whole number{'' if least is None else f' of at least {least}'}{'' if most == MOST else f', at most {most}'}"
     )
@@ -111,12 +112,12 @@ def amount(path: str, value: Any) -> None:
 
 
 def optional(check: Check) -> Check:
-    """null, or what `check` lets through."""
+    """A check that takes null, or what `check` takes."""
     return lambda path, value: None if value is None else check(path, value)
 
 
 def listed(check: Check, least: int = 0) -> Check:
-    """A list of `least` or more, each of which `check` lets through."""
+    """A check that takes a list of at least `least` items, each of which `check` takes."""
 
     def each(path: str, value: Any) -> None:
         if not isinstance(value, (list, tuple)) or len(value) < least:
@@ -128,7 +129,7 @@ def listed(check: Check, least: int = 0) -> Check:
 
 
 def table(check: Check) -> Check:
-    """A table whose values `check` lets through."""
+    """A check that takes an object whose values `check` takes."""
 
     def each(path: str, value: Any) -> None:
         if not isinstance(value, Mapping):
@@ -140,7 +141,7 @@ def table(check: Check) -> Check:
 
 
 def record(fields: Mapping[str, Check], left_out: Collection[str] = ()) -> Check:
-    """A table of these fields, of which those of `left_out` may be missing."""
+    """A check that takes an object with just these fields; those in `left_out` may be missing."""
 
     def each(path: str, value: Any) -> None:
         if not isinstance(value, Mapping):
@@ -161,7 +162,7 @@ def record(fields: Mapping[str, Check], left_out: Collection[str] = ()) -> Check
 
 
 def anything(path: str, value: Any) -> None:
-    """What others read, or nobody."""
+    """Any value: the field is not read by autopar, or is checked elsewhere."""
 
 
 def span(path: str, value: Any) -> None:
@@ -176,7 +177,7 @@ def span(path: str, value: Any) -> None:
 
 
 def pair(path: str, value: Any) -> None:
-    """How a value and its gradient lie."""
+    """The layouts of a value and of its gradient, `S0,R|S0,P`."""
     text(path, value)
     parts = value.split("|")
     if len(parts) != 2:
@@ -192,7 +193,7 @@ def pair(path: str, value: Any) -> None:
 
 
 def entry(path: str, value: Any) -> None:
-    """How microbatches share a value: a layout of one entry."""
+    """How microbatches share a value: a layout with one entry."""
     text(path, value)
     try:
         if len(parse(value)) == 1:
@@ -203,6 +204,7 @@ def entry(path: str, value: Any) -> None:
 
 
 def _name(path: str, value: Any) -> None:
+    """A Python identifier."""
     if not isinstance(value, str) or not value.isidentifier():
         fail(path, value, "an identifier")
 
@@ -276,7 +278,7 @@ def check(data: Mapping[str, Any]) -> None:
 
 
 def agreeing(data: Mapping[str, Any]) -> None:
-    """What fields must have in common. Raises PlanError."""
+    """Raise PlanError where fields contradict each other."""
     axes, mesh = data["axes"], data["mesh"]
     if len(axes) != len(mesh) or len(set(axes)) != len(axes):
         fail("axes", axes, f"{len(mesh)} different names, one for each size of mesh")
@@ -304,6 +306,7 @@ def agreeing(data: Mapping[str, Any]) -> None:
 
 
 def _node(path: str, node: Mapping[str, Sequence[str]], axes: int, microbatches: int) -> None:
+    """Check the layouts and factors of one node against the number of mesh axes and of microbatches."""
     for key in ("factors", "kinds", "runs"):
         if len(node[key]) != axes:
             fail(f"{path}.{key}", node[key], f"one for each of the {axes} axes of mesh")

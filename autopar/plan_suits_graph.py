@@ -49,9 +49,9 @@ UNCUT = "none"  # the schedule of a plan that is not cut
 
 
 def suits(gm: fx.GraphModule, plan: Plan, rules: Mapping[Any, Rule] | None = None) -> None:
-    """Raises PlanError, with the field, got and wanted, unless `plan` is one of the plans of the captured graph `gm`,
-    already parted as it says, with these `rules` of the user's; ClusterError where its mesh does not lie on its
-    cluster, InfeasibleError where a place has not the memory."""
+    """Check that `plan` is one of the plans of the captured graph `gm`, which is already in the parts that the plan
+    says (`Captured.parted`), with these `rules` of the user. Raises PlanError, with the field, got and wanted;
+    ClusterError where its mesh does not lie on its cluster; InfeasibleError where a place has too little memory."""
     suited = _Suited(gm, plan, rules)
     suited.cluster.places(plan.places, plan.mesh)
     suited.check_schedule()
@@ -73,7 +73,7 @@ def fail(path: str, got: object, wanted: str) -> NoReturn:
 
 @dataclass(eq=False)
 class _Suited:
-    """One plan and its graph."""
+    """The checks of one plan against one graph. Each raises as `suits`."""
 
     gm: fx.GraphModule
     plan: Plan
@@ -81,6 +81,7 @@ class _Suited:
 
     @cached_property
     def cluster(self) -> Cluster:
+        """The cluster of the plan."""
         return Cluster.from_dict(dict(self.plan.cluster))
 
     @cached_property
@@ -94,6 +95,7 @@ class _Suited:
         return self.planner if self.plan.microbatches == 1 else self._planner(self.plan.hints)
 
     def _planner(self, hints: Mapping[str, int]) -> Planner:
+        """The operators and their options at the sizes `hints`."""
         return Planner.of(
             self.gm, hints, Request(self.cluster, Settings.of(self.plan), rules=self.rules), self.plan.runs
         )
@@ -101,7 +103,7 @@ class _Suited:
     # -- schedule and stages
 
     def check_schedule(self) -> None:
-        """It is known, and runs so many stages and microbatches."""
+        """The schedule is known, and runs so many stages and microbatches."""
         plan, cut = self.plan, len(self.plan.stages) > 1 or self.plan.stages[0].nodes or self.plan.stages[0].blocks
         if plan.schedule != UNCUT and plan.schedule not in SCHEDULES:
             fail(
@@ -121,7 +123,7 @@ class _Suited:
             lines_of(plan)
 
     def check_stages(self) -> None:
-        """They are the pieces of the graph in order, none twice."""
+        """The stages are the pieces of the graph in order, each once."""
         plan, program = self.plan, self.planner.program
         if plan.schedule == UNCUT:
             return
@@ -165,7 +167,7 @@ class _Suited:
             )
 
     def check_again(self) -> None:
-        """What is run again are blocks, and as many as there are."""
+        """Blocks that are run again exist, and so do so many instances of them."""
         plan, program = self.plan, self.planner.program
         if plan.remat and plan.mode != "train":
             fail("remat", dict(plan.remat), "nothing: there is no backward in inference")
@@ -190,7 +192,7 @@ class _Suited:
     # -- decisions
 
     def check_nodes(self) -> None:
-        """Each node is laid out in a way that its operator has."""
+        """Each node has one of the options of its operator on each axis, and the options of its axes go together."""
         plan, program = self.plan, self.planner.program
         gone, new = (
             [name for name in program.ops if name not in plan.nodes],
@@ -219,10 +221,11 @@ class _Suited:
                 )
 
     def table(self, ways: int) -> Mapping[str, list[Option]]:
-        """What each operator can do on an axis of so many ranks."""
+        """The options of each operator on an axis of `ways` ranks."""
         return {name: list(found) for name, found in self.planner.table(ways, placed=True, tiled=True).items()}
 
     def _check_node(self, op: Op) -> None:
+        """As check_nodes, for one operator."""
         plan, node, path = self.plan, self.plan.nodes[op.name], f"nodes.{op.name}"
         for what, count in (("ins", len(op.call.ins)), ("outs", len(op.call.outs))):
             if len(got := getattr(node, what)) != count:
@@ -269,7 +272,7 @@ class _Suited:
     # -- microbatches
 
     def check_microbatches(self) -> None:
-        """They share each value as the operators say."""
+        """Microbatches share each value by the rules of the operators."""
         plan, program = self.plan, self.whole.program
         totals = dict.fromkeys(map(total_ref, plan.totals))
         for name, index in totals:
@@ -319,7 +322,7 @@ class _Suited:
     # -- memory
 
     def check_memory(self) -> None:
-        """Each place has room."""
+        """Each place has room for its peak."""
         at, needs = self.cluster.places(self.plan.places, self.plan.mesh), predict(self.whole.program, self.plan)
         for place in needs.places:
             device = at.device(place.number) if at.mixed else self.cluster.device
@@ -334,14 +337,16 @@ class _Suited:
 
 
 def _told(option: Option) -> tuple[object, ...]:
-    """What a plan says of an option."""
+    """The factor, algorithm and layouts of an option, as a plan says them."""
     return option.factor, option.run, _uses(option)
 
 
 def _uses(option: Option) -> tuple[object, ...]:
+    """The layouts of all operands and outputs of an option."""
     return tuple(option.ins), tuple(option.outs)
 
 
 def _shown(option: Option) -> str:
+    """An option as messages write it."""
     ins, outs = (" ".join(map(str, uses)) for uses in (option.ins, option.outs))
     return f"{option.factor!r}: {ins} -> {outs}".rstrip() + (f" by {option.run}" if option.run else "")

@@ -56,7 +56,7 @@ to hide are tried too."""
 SHOWN = 0.005
 """Relative: how close to the optimum such choices are solved."""
 
-_On = tuple[Mesh, tuple[roles.Role, ...]]  # a mesh, and what its axes may do
+_On = tuple[Mesh, tuple[roles.Role, ...]]  # a mesh, and the role of each of its axes
 _Key = tuple[_On, tuple[tuple[str, tuple[str, ...]], ...]]  # with the blocks that are run again, and what they keep
 
 
@@ -183,6 +183,7 @@ class Planner:
         return self._made[key]
 
     def _priced(self, mesh: Mesh, device: Device) -> Prices:
+        """Prices of operators and collectives on a mesh of `device`, made once."""
         if mesh not in self._prices:
             self._prices[mesh] = Prices(
                 mesh,

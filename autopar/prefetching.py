@@ -1,5 +1,5 @@
-"""How far ahead of their use gathers of weights begin (prefetching), counted in units: a block, or a weight outside of
-blocks; and those of leaves (runtime.leaves), counted in buckets.
+"""How far ahead of their use gathers of weights begin (prefetching), counted in units (a block, or a weight outside of
+blocks), and gathers of leaves (runtime.leaves), counted in buckets.
 
 One rule, shared by what runs (runtime.prefetch), its simulation (simulate.chains), its memory (memory.ahead) and its
 price (pipeline.pass_clock, pipeline.pass_ends).
@@ -29,8 +29,8 @@ def ends(nbytes: Sequence[float], at: int, legs: int, ahead_bytes: float = BUCKE
 
 
 def _reach(nbytes: Sequence[float], at: int, ahead_bytes: float) -> int:
-    """The index behind the units that follow unit `at`: as many of them, one at least, as it takes to have
-    `ahead_bytes`."""
+    """The index behind the units that are gathered ahead while unit `at` runs: at least one, and as many as it takes
+    until they have `ahead_bytes`."""
     end, ahead = at + 1, 0.0
     while end < len(nbytes) and ahead < ahead_bytes:
         ahead += nbytes[end]
@@ -39,11 +39,11 @@ def _reach(nbytes: Sequence[float], at: int, ahead_bytes: float) -> int:
 
 
 class Part(Protocol):
-    """What is to know of a gather in a plan."""
+    """What `timetable` needs to know of one gather."""
 
     @property
     def unit(self) -> Any:
-        """What it belongs to."""
+        """The unit that it belongs to: a block, or a weight outside of blocks."""
 
     @property
     def nbytes(self) -> float:
@@ -51,7 +51,7 @@ class Part(Protocol):
 
     @property
     def legs(self) -> int:
-        """Collectives, one after the other."""
+        """The number of its collectives, which run one after the other."""
 
 
 def timetable(plan: Sequence[Part], ahead_bytes: float) -> dict[int, tuple[int, ...]]:
@@ -82,8 +82,8 @@ def timetable(plan: Sequence[Part], ahead_bytes: float) -> dict[int, tuple[int, 
 
 
 def due(legs: Sequence[int], begun: Sequence[int], done: int) -> list[int]:
-    """Which buckets of leaves go on, each by one collective, in this order, when `done` of them are filled: they take
-    so many `legs`, of which so many have `begun`."""
+    """The buckets of leaves that begin their next collective, in this order, when `done` buckets are filled. `legs` are
+    the numbers of collectives that each takes, `begun` those that it has begun."""
     deepest = max(legs, default=0)
     wanted = {
         number: legs[number] - max(0, number + 1 - done - LEAVES_AHEAD)

@@ -1,4 +1,5 @@
-"""Numbers, and what errors of others say, as people read them."""
+"""Text for people: seconds, bytes, sizes and names as reports and messages write them, and the first line of an
+error."""
 
 from __future__ import annotations
 
@@ -38,12 +39,13 @@ def megabytes(value: float) -> str:
 
 
 def quoted(name: str) -> str:
-    """A name as Python source has it, in double quotes whatever is in it; JSON's escapes are Python's too."""
+    """A name as a string literal of Python, in double quotes, whatever is in it (JSON's escapes are valid in
+    Python)."""
     return json.dumps(name, ensure_ascii=False)
 
 
 def inside(name: str) -> str:
-    """A name as a docstring of Python source has it: in one line, and nothing in it ends the docstring."""
+    """A name as text within a docstring: in one line, and without anything that would end the docstring."""
     return quoted(" ".join(name.split()))[1:-1]
 
 
@@ -65,7 +67,7 @@ def times(sizes: Sequence[int]) -> str:
 
 
 def sizes(text: str) -> tuple[int, ...] | None:
-    """`2x4` -> `(2, 4)`, the inverse of `times`; None for what are no sizes of ranks."""
+    """`2x4` -> `(2, 4)`, the inverse of `times`; None for any other text."""
     parts = text.split("x")
     good = all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts)
     return tuple(map(int, parts)) if good else None
@@ -77,13 +79,13 @@ def three(value: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says in its first line, or what it is where it says nothing."""
+    """The first line of an error's message; its type where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """The known names that look like a wrong one, in capitals or not, as the end of a message; empty if there are
-    none."""
+    """The end of a message about a wrong name: the known names that look like it, in capitals or not; empty if there
+    are none."""
     names = {one.lower(): one for one in known}
     found = difflib.get_close_matches(name.lower(), list(names), n=3)
     return f" (near: {', '.join(names[one] for one in found)})" if found else ""

@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 
 TIME_LIMIT_S = 24.0
-"""Of a search, where nothing else is asked for: with what comes before and behind, `compile` takes half a minute."""
+"""The default time limit of a search. With the capture before it and the emission after it, `compile` takes about half
+a minute."""
 
 
 class Timer:
@@ -26,11 +27,11 @@ class Timer:
 
     @property
     def halfway(self) -> float:
-        """When half of what is left is over (time.monotonic)."""
+        """The time (time.monotonic) at which half of what is left is over."""
         return self.after(0.5)
 
     def after(self, share: float) -> float:
-        """When that share of what is left is over (time.monotonic)."""
+        """The time (time.monotonic) at which that share of what is left is over."""
         return self.ends_at - self.left_s * (1 - share)
 
     @property
@@ -46,12 +47,12 @@ class Timer:
         return late
 
     def noted(self, notes: Sequence[str]) -> tuple[str, ...]:
-        """The notes of a plan, with this one, once, where something was left out."""
+        """The notes of a plan; where something was left out for want of time, with the note that says so."""
         return tuple(dict.fromkeys((*notes, self.note))) if self.hurried else tuple(notes)
 
     @property
     def note(self) -> str:
-        """What a plan says where it was hurried."""
+        """The note of a plan whose search left something out for want of time."""
         return (
             f"time was up ({self.limit_s:g} s) before all that is promising was priced: with a longer time limit there "
             "may be a faster plan"

@@ -17,8 +17,14 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One dim: rows of the whole input and output, rows from the first to the last that one output reads (dilation x
-    (kernel - 1) + 1), rows between the first ones of two outputs, rows of padding in front."""
+    """One dim of a window operator.
+
+    size        rows of the whole input
+    outs        rows of the whole output
+    reach       rows from the first to the last that one output reads (dilation x (kernel - 1) + 1)
+    stride      rows between the first rows that neighbouring outputs read
+    padding     rows of padding before the input
+    """
 
     size: int
     outs: int
@@ -28,7 +34,8 @@ class Window:
 
     @property
     def end(self) -> int:
-        """The row behind the last that an output reads; more than `size` where that is padding."""
+        """The row behind the last one that any output reads, padding behind the input included (then it is more than
+        `size`)."""
         return (self.outs - 1) * self.stride - self.padding + self.reach
 
     def length(self, outs: int) -> int:
@@ -65,6 +72,7 @@ class Window:
         return max(sum(self._rows(ways, peer, rank) for peer in range(ways)) for rank in range(ways))
 
     def _rows(self, ways: int, holder: int, reader: int) -> int:
+        """How many rows `holder` sends to `reader`; 0 for itself."""
         start, stop = self.shared(ways, holder, reader)
         return 0 if holder == reader else max(0, stop - start)
 

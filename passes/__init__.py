@@ -1,8 +1,13 @@
-"""Passes over captured graphs: fx graph -> fx graph, one per file.
+"""Passes over captured graphs: fx graph -> fx graph, one per file. Called by autopar.capture.
 
-A pass is `def name(gm: fx.GraphModule, **options) -> fx.GraphModule`; `passes.run.run` applies a tuple of them, and the
-tuple is the order. `NORMALIZE` brings a freshly exported graph to the contract of docs/internals.md; `ANNOTATE` adds
-facts.
+A pass is `def name(gm: fx.GraphModule, **options) -> fx.GraphModule`; `passes.run.run` applies a tuple of them in
+order. `NORMALIZE` brings a freshly exported graph to the contract of docs/internals.md; `ANNOTATE` folds it and adds
+FLOPs and bytes. A docstring of a pass says what it *needs* of the graph before, what it *does*, and what it *gives*.
+
+Beside the passes, `edit` changes graphs, `facts` reads sizes and dtypes, `ops` are functions that passes put into
+graphs, `saved` (with `saved_rows`, `kernel_extras`, `recurrent`, `operand_order`) has what autograd keeps, `evaluate`
+computes values that depend on sizes only, `interpret` runs a graph on one device, `switches` makes a training graph
+evaluate, `part_runs` divides runs of blocks for a plan.
 """
 
 from __future__ import annotations

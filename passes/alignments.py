@@ -27,6 +27,8 @@ def alignments(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _by_samples(node: fx.Node) -> fx.Node | None:
+    """A CTC loss of a batch as `ops.ctc_each` with its mean or sum; None (the call stays) where targets are in a line
+    that cannot be read by samples."""
     given, graph = edit.args_of(node), node.graph
     targets = _rows(node, given["targets"], given["target_lengths"])
     if len(facts.shape(given["log_probs"])) != 3 or targets is None:

@@ -53,6 +53,7 @@ def forward_flops(node: fx.Node) -> Size:
 
 
 def _backward(node: fx.Node, carries: dict[fx.Node, bool]) -> Size:
+    """FLOPs of the backward of the node, for the operands that have gradients (`carries`)."""
     if not carries[node]:
         return 0
     flops: Size = node.meta["flops"]
@@ -88,6 +89,7 @@ def _experts(node: fx.Node) -> Size:
 
 
 def _convolution(node: fx.Node) -> Size:
+    """2 FLOPs per element of the result and per weight of one output channel."""
     weight = edit.tensor_operands(node)[1]
     per_output: Size = 1
     for size in facts.shape(weight)[1:]:
@@ -96,6 +98,7 @@ def _convolution(node: fx.Node) -> Size:
 
 
 def _transposed_convolution(node: fx.Node) -> Size:
+    """2 FLOPs per element of the input and per weight of one input channel."""
     data, weight = edit.tensor_operands(node)[:2]
     per_input: Size = 1
     for size in facts.shape(weight)[1:]:
@@ -166,6 +169,7 @@ FLOPS: dict[Any, Callable[[fx.Node], Size]] = {
     **dict.fromkeys(recurrent.GATES, recurrent.flops),
     **dict.fromkeys(recurrent.CELLS, recurrent.cell_flops),
 }
+"""Operators that are products -> FLOPs of the forward."""
 
 FACTORS: dict[Any, tuple[int, ...]] = {
     **dict.fromkeys((aten.addmm.default, aten.addmv.default, aten.baddbmm.default), (1, 2)),

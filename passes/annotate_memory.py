@@ -49,6 +49,7 @@ def annotate_memory(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _saved(node: fx.Node, grads: list[bool]) -> Saved:
+    """What autograd keeps for the backward of the node."""
     positions = saved_positions(node.target, grads)
     copies, cast = copied(node, positions), _cast(node, positions)
     return Saved(
@@ -102,6 +103,7 @@ def joins_heads(node: fx.Node) -> bool:
 
 
 def _swapped(node: fx.Node) -> list[int]:
+    """The dims of the operand of a transpose of four dims, in the order of its result."""
     dims = list(range(4))
     first, second = (int(dim) for dim in node.args[1:3])  # type: ignore[arg-type]
     dims[first], dims[second] = dims[second], dims[first]
@@ -130,6 +132,7 @@ def _viewable(node: fx.Node, before: torch.Tensor, after: torch.Tensor) -> bool:
 
 
 def _traffic(node: fx.Node) -> tuple[Size, Size]:
+    """Bytes that the forward of the node reads and writes."""
     if is_view(node):
         return 0, 0
     written = facts.nbytes(node)

@@ -1,5 +1,5 @@
-"""Batch norm as sums, so that with a split batch the partial sums are reduced to the statistics of the whole batch. And
-the running statistics of instance norms."""
+"""Batch norm as sums over the batch, so that where the batch is split the partial sums are reduced to the statistics of
+the whole batch; and the running statistics of instance norms."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ def _check_once(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any], writte
 
 
 def _uses_batch(given: dict[str, Any]) -> bool:
+    """Whether a norm takes the statistics of the batch, as in training."""
     return bool(given["training"]) or given["running_mean"] is None
 
 
@@ -186,4 +187,5 @@ def _track(gm: fx.GraphModule, node: fx.Node, running: fx.Node, batch: fx.Node, 
 
 
 def _op(node: fx.Node, target: Callable[..., Any], *args: Any) -> fx.Node:
+    """A call with the module and source of `node`, at the insertion point."""
     return edit.call(node.graph, target, args, like=node)

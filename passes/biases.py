@@ -46,6 +46,7 @@ def _product_and_bias(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _fit(product: fx.Node, bias: fx.Node, total: fx.Node) -> bool:
+    """Whether `bias` is a vector that can be the bias of `product`, and `total` has the product's sizes and dtype."""
     return (
         product.target in JOINED
         and len(product.args) == 2

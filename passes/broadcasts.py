@@ -1,6 +1,7 @@
-"""`broadcast_tensors` as one `expand` per smaller tensor, so that each has its own gradient, or none. And slices of an
-expanded dim are taken from the tensor before it was expanded: the slice would need the whole dim on every rank (the
-first sample of prompts that are the same for all samples).
+"""`broadcast_tensors` as one `expand` for each smaller tensor, so that each has its own gradient, or none.
+
+And slices of an expanded dim are taken from the tensor before it was expanded (the first sample of prompts that are the
+same for all samples): otherwise a slice would need the whole dim on every rank.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def broadcasts(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _part(node: fx.Node) -> fx.Node | None:
-    """A slice of a dim that was expanded from one, as an expansion to as many; None for any other."""
+    """A slice of a dim that was expanded from size 1, as an expansion to fewer elements; None for any other slice."""
     whole: Any = node.args[0]
     if whole.target is not aten.expand.default:
         return None
@@ -57,7 +58,8 @@ def _part(node: fx.Node) -> fx.Node | None:
 
 
 def _expanded(tensor: fx.Node, among: list[fx.Node], like: fx.Node) -> fx.Node:
-    """`tensor` at the sizes of `like`, which `among` have between them."""
+    """`tensor` expanded to the sizes of `like`. `among` are the broadcast tensors, from which symbolic sizes are
+    read."""
     shape = facts.shape(like)
     if list(facts.shape(tensor)) == list(shape):
         return tensor
@@ -70,7 +72,8 @@ def _expanded(tensor: fx.Node, among: list[fx.Node], like: fx.Node) -> fx.Node:
 
 
 def _size(among: list[fx.Node], dim: int, size: object) -> int | fx.Node:
-    """The size of `dim`, counted from the last: a number, or that of the tensor that has it."""
+    """The `size` of a dim of the result, counted from the last: a number, or a node that reads it from the tensor in
+    `among` that has it."""
     if isinstance(size, int):
         return size
     owner = next(node for node in among if -dim <= len(facts.shape(node)) and facts.shape(node)[dim] == size)

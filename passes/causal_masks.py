@@ -59,6 +59,7 @@ def verdict(mask: fx.Node) -> str:
 
 
 def _kind(mask: Tensor) -> str:
+    """The verdict on the values of one mask [..., q, k]."""
     if mask.dtype == torch.bool:
         seen = mask
     else:

@@ -44,4 +44,5 @@ def _ranked(chosen: Any) -> fx.Node | None:
 
 
 def _last(node: Any) -> facts.Size:
+    """The size of the last dim."""
     return facts.shape(node)[-1]

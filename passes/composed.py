@@ -190,3 +190,4 @@ COMPOSED: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     **COVARIANCES,
     **FAKE_QUANTIZED,
 }
+"""Operators -> a function that writes a call with the common operators that it consists of; None: the call stays."""

@@ -19,6 +19,7 @@ EITHER = (
     aten.reshape.default,
     aten.reshape_as.default,
 )
+"""Operators that give a view or a copy, as the strides of the operand allow."""
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:

@@ -13,6 +13,7 @@ from passes._torch import FakeTensor
 aten = torch.ops.aten
 
 PLACE = ("device", "pin_memory", "layout", "non_blocking")
+"""Keyword arguments that say where and how a tensor is stored."""
 
 
 def drop_devices(gm: fx.GraphModule) -> fx.GraphModule:
@@ -33,6 +34,7 @@ def drop_devices(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _on_meta(value: Any) -> Any:
+    """A fake tensor moved to meta; any other value as it is."""
     if not isinstance(value, FakeTensor):
         return value
     with torch.no_grad(), value.fake_mode:

@@ -27,6 +27,7 @@ ASSERTS = (
     aten.sym_constrain_range_for_size.default,
     shape_check,
 )
+"""Checks of values and sizes, which are removed."""
 
 
 def drop_what_gives_itself(gm: fx.GraphModule) -> None:
@@ -73,14 +74,17 @@ def _drop_detach(gm: fx.GraphModule) -> None:
 
 
 def _always(node: fx.Node) -> bool:
+    """Whether a call is without effect: always."""
     return True
 
 
 def _same_dtype(node: fx.Node) -> bool:
+    """Whether a cast is to the dtype of its operand."""
     return facts.dtype(node) == facts.dtype(node.args[0])  # type: ignore[arg-type]
 
 
 def _same_shape(node: fx.Node) -> bool:
+    """Whether the result has the sizes of the operand."""
     return facts.shape(node) == facts.shape(node.args[0])  # type: ignore[arg-type]
 
 
@@ -91,6 +95,7 @@ def drops_nothing(node: fx.Node) -> bool:
 
 
 def _whole_slice(node: fx.Node) -> bool:
+    """Whether a slice takes the whole dim."""
     return edit.args_of(node)["step"] == 1 and _same_shape(node)
 
 
@@ -108,16 +113,20 @@ def _same_dim(squeezed: fx.Node, apart: fx.Node) -> bool:
 
 
 def _swaps_nothing(node: fx.Node) -> bool:
+    """Whether a transpose exchanges a dim with itself."""
     rank = len(facts.shape(node))
     return not rank or int(node.args[1]) % rank == int(node.args[2]) % rank  # type: ignore[arg-type]
 
 
 def _permutes_nothing(node: fx.Node) -> bool:
+    """Whether a permutation leaves all dims in place."""
     dims: Any = node.args[1]
     return [dim % len(dims) for dim in dims] == list(range(len(dims)))
 
 
 def _neutral(number: float) -> Callable[[fx.Node], bool]:
+    """A function: whether the second operand of a call is this number, and the result is as the first operand."""
+
     def check(node: fx.Node) -> bool:
         other = node.args[1]
         is_number = isinstance(other, (int, float)) and other == number
@@ -127,6 +136,7 @@ def _neutral(number: float) -> Callable[[fx.Node], bool]:
 
 
 def _pads_nothing(node: fx.Node) -> bool:
+    """Whether all amounts of padding are 0."""
     pads: Any = node.args[1]
     return all(isinstance(pad, int) and pad == 0 for pad in pads)
 
@@ -197,3 +207,4 @@ IDENTITY: dict[Any, Callable[[fx.Node], bool]] = {
     aten.to.dtype: _same_dtype,
     aten.transpose.int: _swaps_nothing,
 }
+"""Operators that may be without effect -> whether a call is."""

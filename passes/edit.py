@@ -95,6 +95,7 @@ def device(graph: fx.Graph) -> torch.device:
 
 
 def _first_fake(graph: fx.Graph) -> FakeTensor | None:
+    """The first fake tensor among the values of the graph."""
     for node in graph.nodes:
         value = node.meta.get("val")
         for item in value if isinstance(value, (tuple, list)) else (value,):
@@ -160,7 +161,7 @@ def call_of(node: Any, *targets: Any) -> fx.Node | None:
 
 
 def part_of(node: Any, number: int) -> Any:
-    """What `node` takes item `number` of, or None."""
+    """The operand of which `node` is item `number`; None where it is no such item."""
     part = call_of(node, operator.getitem)
     return part.args[0] if part is not None and part.args[1] == number else None
 
@@ -183,8 +184,8 @@ def drop_dead(gm: fx.GraphModule) -> None:
 
 
 def rewrite(gm: fx.GraphModule, table: Mapping[Any, Callable[[fx.Node], fx.Node | None]]) -> fx.GraphModule:
-    """Replaces each call of an operator in `table` by what its function makes of it, in front of it, and returns `gm`,
-    finished. A call of which it makes None stays."""
+    """Replaces each call of an operator in `table` by the node that its function returns (made in front of the call),
+    and returns `gm`, finished. Where the function returns None the call stays."""
     for node in calls(gm):
         if node.target in table:
             with before(node):
@@ -202,10 +203,11 @@ def finish(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def mutate_buffer(gm: fx.GraphModule, buffer: fx.Node, value: fx.Node, *, behind: fx.Node) -> None:
-    """Says that `buffer` (a placeholder) holds `value` from `behind` on: later reads see it, and it becomes an output.
+    """Make `value` the new value of `buffer` (a placeholder) from `behind` on: later reads see it, and it becomes an
+    output.
 
-    `gm.meta["outputs"]` gets `{"name", "kind": "mutation", "target": fqn}`; of two mutations the later one stays, which
-    is made of the other one's value if it reads the buffer.
+    `gm.meta["outputs"]` gets `{"name", "kind": "mutation", "target": fqn}`. Of two mutations of one buffer the later
+    one stays; if it reads the buffer, it is computed from the earlier one.
     """
     redirect_later(buffer, value, behind=behind)
     fqn = buffer.meta["fqn"]
@@ -223,8 +225,8 @@ def mutate_buffer(gm: fx.GraphModule, buffer: fx.Node, value: fx.Node, *, behind
 
 
 def buffer_of(gm: fx.GraphModule, value: fx.Node) -> fx.Node:
-    """The buffer (a placeholder) that is read as `value`, one of `same_memory`: itself, or the one that holds it since
-    it was changed."""
+    """The buffer (a placeholder) that `value` reads: the last of `same_memory`, or the buffer whose new value that
+    is."""
     held = same_memory(value)[-1]
     if held.op == "placeholder":
         return held
@@ -233,7 +235,8 @@ def buffer_of(gm: fx.GraphModule, value: fx.Node) -> fx.Node:
 
 
 def same_memory(value: fx.Node) -> list[fx.Node]:
-    """`value`, and what it is with a gradient, or before it was changed in place, and so on."""
+    """`value` and the values before it that have the same memory: the operand of a detach or of an in-place change, its
+    operand, and so on."""
     found = [value]
     while value.op == "call_function" and (
         value.target is aten.detach.default
@@ -260,7 +263,7 @@ def results(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def drop_mutations(gm: fx.GraphModule, fqns: list[str]) -> None:
-    """The buffers `fqns` keep their values as far as this graph says: someone else says otherwise."""
+    """Remove the new values of the buffers `fqns` from the outputs of this graph, because another graph gives them."""
     last = output_node(gm)
     pairs = list(zip(last.args[0], gm.meta["outputs"], strict=True))  # type: ignore[arg-type]
     kept = [(value, entry) for value, entry in pairs if entry["kind"] != "mutation" or entry["target"] not in fqns]

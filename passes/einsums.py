@@ -75,6 +75,7 @@ def sizes_of(ins: Sequence[str], shapes: Sequence[tuple[Size, ...]]) -> dict[str
 
 
 def _sizes(terms: Sequence[Term]) -> dict[str, Size]:
+    """The size of each letter of some operands."""
     return sizes_of([letters for _, letters in terms], [facts.shape(operand) for operand, _ in terms])
 
 
@@ -89,6 +90,7 @@ def _stretched(terms: Sequence[Term], term: Term) -> list[int]:
 
 
 def _without(letters: str, dims: Sequence[int]) -> str:
+    """The letters but those of `dims`."""
     return "".join(letter for dim, letter in enumerate(letters) if dim not in dims)
 
 
@@ -103,6 +105,7 @@ def _lone(terms: Sequence[Term], term: Term, out: str) -> str:
 
 
 def _lonely(terms: Sequence[Term], out: str) -> bool:
+    """Whether some operand has letters that neither the result nor another operand has."""
     return any(_lone(terms, term, out) for term in terms)
 
 

@@ -40,6 +40,7 @@ def equal_masks(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _masks(node: fx.Node) -> Iterator[fx.Node]:
+    """The masks that `node` selects by."""
     given = node.args[1] if node.target in INDEXED else [node.args[MASK[node.target]]]
     for index in given:  # type: ignore[union-attr]
         if isinstance(index, fx.Node) and facts.is_tensor(index) and facts.dtype(index) == torch.bool:
@@ -59,7 +60,7 @@ def _numbers(gm: fx.GraphModule) -> dict[fx.Node, int]:
 
 
 class _Number(int):
-    """The number of an operand, which is no number among the arguments."""
+    """The number of an operand, whose text differs from that of every number among the arguments."""
 
     def __repr__(self) -> str:
         return f"#{int(self)}"

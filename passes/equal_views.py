@@ -13,6 +13,7 @@ from passes.tables import VIEWS
 aten = torch.ops.aten
 
 PICKS = (aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default, aten.index_put.default)
+"""Operators of loops over experts: only graphs with one of these are changed."""
 
 
 def equal_views(gm: fx.GraphModule) -> fx.GraphModule:

@@ -133,6 +133,7 @@ def trials(nodes: list[fx.Node], along: Collection[sympy.Symbol]) -> Iterator[Tr
 def _combinations(
     symbols: Mapping[sympy.Symbol, tuple[int, int]], tried: tuple[int, ...]
 ) -> Iterator[dict[sympy.Symbol, int]]:
+    """All combinations of the `tried` sizes, each moved into the range of its symbol."""
     for numbers in itertools.product(dict.fromkeys(tried), repeat=len(symbols)):
         yield {
             symbol: min(max(number, least), most)
@@ -153,11 +154,13 @@ def free_symbols(nodes: list[fx.Node]) -> dict[sympy.Symbol, tuple[int, int]]:
 
 
 def _sizes(node: fx.Node) -> list[int | torch.SymInt]:
+    """The sizes in the value of a node, symbolic or not."""
     held = node.meta["val"]
     return [held] if is_size(node) else [size for tensor in facts.tensors(node) for size in tensor.shape]
 
 
 def _bounds(size: torch.SymInt, symbol: sympy.Symbol) -> tuple[int, int]:
+    """The least and greatest value of a symbol."""
     span = size.node.shape_env.var_to_range[symbol]
     return int(span.lower), int(span.upper) if span.upper.is_Integer else facts.UNBOUNDED
 

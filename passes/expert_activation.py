@@ -61,11 +61,12 @@ def written(result: Any, *sources: Any) -> str | None:
 
 
 class _OtherError(Exception):
-    """Something else is there."""
+    """The activation has something else than columns of the sources, numbers and pointwise operators."""
 
 
 class _Text:
-    """Expressions of nodes; `kinds` are the ways in which columns of `sources` were taken."""
+    """Writes nodes as Python expressions. `kinds` are the ways (keys of NAMES) in which columns of `sources` were
+    taken; `named` are values that are read more than once, with their variables."""
 
     def __init__(self, sources: tuple[Any, ...]) -> None:
         self.sources = sources
@@ -91,6 +92,7 @@ class _Text:
         return f"({self.named[node]} := {_bare(text)})"
 
     def _call(self, node: fx.Node) -> str:
+        """The text of a pointwise operator. Raises _OtherError for any other call."""
         pointwise = (
             node.target in BINARY
             or node.target is aten.addcmul.default
@@ -109,7 +111,8 @@ class _Text:
         return f"{FUNCTIONS.get(node.target, f'torch.ops.{node.target}')}({', '.join(given)})"
 
     def _column(self, node: fx.Node) -> tuple[str, int] | None:
-        """How `node` takes columns of the sources, and which."""
+        """How `node` takes columns of the sources (a key of NAMES), and which of its names stands for it; None where it
+        does not."""
         if node in self.sources:
             return ("x", 0) if len(self.sources) == 1 else ("halves", self.sources.index(node))
         if len(self.sources) > 1:
@@ -137,11 +140,13 @@ class _Text:
 
 
 def _in_halves(cut: fx.Node) -> bool:
+    """Whether `cut` divides the last dim into two halves."""
     sizes = [tensor.shape for tensor in facts.tensors(cut)]
     return len(sizes) == 2 and sizes[0] == sizes[1] and 2 * sizes[0][-1] == facts.shape(cut.args[0])[-1]  # type: ignore[arg-type]
 
 
 def _plain(value: Any) -> str:
+    """A number, dtype or None as Python writes it. Raises _OtherError for anything else."""
     if (
         value is None
         or isinstance(value, (int, str, torch.dtype))
@@ -152,7 +157,7 @@ def _plain(value: Any) -> str:
 
 
 def _bare(text: str) -> str:
-    """Without the brackets around all of it."""
+    """The text without brackets around all of it."""
     return text[1:-1] if text.startswith("(") and _whole(text) else text
 
 

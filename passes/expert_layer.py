@@ -15,7 +15,9 @@ from passes.sink_flatten import flattened, merge
 aten = torch.ops.aten
 
 ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+"""Functions that make zeros."""
 SPREAD = (aten.expand.default, aten.reshape.default, aten.to.dtype, aten.unsqueeze.default)
+"""Operators that keep a tensor of zeros one."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Write:
-    """`into` with `rows` written to where `indices` say; ADDED as often as a row is named, ADDED_ONCE, or PUT there."""
+    """A node that writes `rows` into the rows of `into` that `indices` select. `how`: ADDED (as often as a row is
+    named), ADDED_ONCE (once for each row), or PUT (in place of what was there)."""
 
     into: fx.Node
     indices: list[Any]
@@ -78,7 +79,7 @@ def expert_loops(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _terms(last: fx.Node) -> tuple[list[_Term], fx.Node]:
-    """What was written one after the other, up to `last`, and what it was written to."""
+    """The terms that were written one after the other, up to `last`, and the tensor that they were written to."""
     found: list[_Term] = []
     node, above = last, None
     while (
@@ -117,6 +118,7 @@ def _written(node: fx.Node) -> _Write | None:
 
 
 def _term(write: _Write) -> _Term | None:
+    """The rows of one expert that are written; None where they are none."""
     found, rows = tokens(write.indices), uncast(write.rows)
     if found is None or len(facts.shape(write.into)) != found[1] + 1:
         return None
@@ -130,7 +132,7 @@ def _term(write: _Write) -> _Term | None:
 
 
 def _layers(terms: list[_Term], start: fx.Node) -> list[tuple[list[_Term], Gates]]:
-    """The terms by layer, with the gates; nothing where any are none of a layer."""
+    """The terms grouped by layer of experts, with the gates of each; empty where some term belongs to no layer."""
     found: list[list[_Term]] = []
     for term in terms:
         group = next((group for group in found if group[0].shared == term.shared), None)
@@ -148,7 +150,8 @@ def _layers(terms: list[_Term], start: fx.Node) -> list[tuple[list[_Term], Gates
 
 
 def _one_layer(terms: list[_Term]) -> Gates | None:
-    """The gates of experts 0, 1, ..., each once, of one choice; None where they are none."""
+    """The gates of a group of terms that is a layer: each of the experts 0, 1, ... occurs once, and all share one
+    choice of experts. None where the group is no layer."""
     mask, count = terms[0].mask, len(terms)
     gates = next((gates for gates in terms[0].gates if all(gates in term.gates for term in terms)), None)
     if count < 2 or gates is None or sorted(term.mask.number or 0 for term in terms) != [*range(count)]:
@@ -162,8 +165,8 @@ def _one_layer(terms: list[_Term]) -> Gates | None:
 
 
 def _parts(terms: list[_Term], gates: Gates, like: fx.Node) -> Iterator[fx.Node]:
-    """The sum that the terms, by number, are, at the insertion point. Where dropout is behind each expert's layers, by
-    what tokens choose first, second, ..."""
+    """The calls of `ops.experts` whose sum the terms (in order of experts) compute, at the insertion point: one, or
+    where dropout follows each expert's layers, one for each of the k choices of a token."""
     graph, dropped = like.graph, terms[0].expert.dropped
     layer = _layer(terms, gates, like)
     choices = facts.shape(layer.chosen)[-1]
@@ -177,7 +180,7 @@ def _parts(terms: list[_Term], gates: Gates, like: fx.Node) -> Iterator[fx.Node]
 
 
 def _layer(terms: list[_Term], gates: Gates, like: fx.Node) -> Layer:
-    """Of these terms, by number, with weights stacked at the insertion point."""
+    """The Layer of these terms (in order of experts), with weights stacked at the insertion point."""
     some, graph = terms[0], like.graph
     experts = [term.expert for term in terms]
     first = [linear for expert in experts for linear in expert.first]
@@ -202,8 +205,8 @@ def _layer(terms: list[_Term], gates: Gates, like: fx.Node) -> Layer:
 
 
 def _stacked(weights: list[fx.Node], each: int, *, turned: bool, like: fx.Node) -> fx.Node:
-    """`[experts, i, o]` of matrices `[o, i]`, or `[i, o]` where they are `turned`; of so many for `each` expert, their
-    results one behind the other."""
+    """The weights `[experts, i, o]`, stacked from matrices `[o, i]`, or `[i, o]` where they are `turned`. Each expert
+    has `each` of them, whose results are concatenated."""
     if not turned or each == 1:
         found = together(weights, each, like)
         return found if turned else edit.call(like.graph, aten.transpose.int, (found, 1, 2), like=like)

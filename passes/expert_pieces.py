@@ -102,12 +102,14 @@ class _Pieces:
         return self._biases(operands) or self.are(operands)
 
     def _biases(self, operands: Sequence[Any]) -> bool:
+        """Whether all operands are vectors: biases of the experts, one for each section."""
         return all(
             isinstance(operand, fx.Node) and facts.is_tensor(operand) and len(facts.shape(operand)) == 1
             for operand in operands
         )
 
     def _last(self, node: fx.Node) -> bool:
+        """Whether `node` works along the last dim."""
         return edit.args_of(node)["dim"] in (-1, len(facts.shape(node.args[0])) - 1)  # type: ignore[arg-type]
 
     def _cuts(self, split: fx.Node, count: int) -> bool:
@@ -142,6 +144,7 @@ class _Pieces:
         return self._whole[key]
 
     def _made(self, nodes: Sequence[fx.Node]) -> fx.Node:
+        """`whole` for the results of equal operators on all sections."""
         graph, some = self.like.graph, nodes[0]
         assert self.split is not None and self.counts is not None
         if some.target is operator.getitem and some.args[0] is self.split:

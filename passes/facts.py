@@ -24,7 +24,7 @@ UNBOUNDED = 2**31
 
 
 SYMBOLIC = 2
-"""The least symbolic size: torch treats 0 and 1 as numbers, which says nothing about the model."""
+"""The least size that torch treats as symbolic: 0 and 1 always become numbers."""
 
 
 @cache
@@ -46,6 +46,7 @@ def renames(gm: torch.nn.Module | None) -> tuple[tuple[sympy.Symbol, sympy.Symbo
 
 @lru_cache(maxsize=100_000)
 def _rename(expression: sympy.Expr, pairs: tuple[tuple[sympy.Symbol, sympy.Symbol], ...]) -> Size:
+    """An expression of a size in friendly symbols and sympy's own operations; an int where it has no symbols."""
     result = _plain(expression.xreplace(dict(pairs)))
     return int(result) if result.is_Integer else result
 
@@ -102,6 +103,7 @@ class Over(sympy.Function):
 
 
 def _remainder(number: sympy.Expr, by: sympy.Expr) -> sympy.Expr:
+    """Python's remainder: `number - by * floor(number / by)`."""
     return number - by * sympy.floor(number / by)
 
 
@@ -115,10 +117,12 @@ PLAIN: dict[type, Callable[..., sympy.Expr]] = {
     size_functions.Max: sympy.Max,
     size_functions.Min: sympy.Min,
 }
+"""torch's functions of sizes -> the same in sympy's own operations."""
 ROUNDED: dict[type, Callable[[sympy.Expr], sympy.Expr]] = {
     size_functions.FloorToInt: sympy.floor,
     size_functions.CeilToInt: sympy.ceiling,
 }
+"""torch's roundings -> sympy's."""
 EXACT = 2**20
 """A fraction with a denominator up to this, times a number of tokens, is exact in a float."""
 
@@ -155,8 +159,8 @@ def example(node: fx.Node, size: int | torch.SymInt) -> int:
 
 
 def spans(gm: torch.nn.Module | None) -> dict[str, tuple[int, int | None, int]]:
-    """Friendly name of a size that inputs have -> the least and the greatest one that the graph is for (0 and None
-    where any is), and what it is a multiple of."""
+    """Friendly name of each symbolic size of inputs -> (the least size, the greatest size, a number that sizes are
+    multiples of) for which the graph is valid; 0 and None where there is no bound."""
     steps: Mapping[str, int] = getattr(gm, "meta", {}).get("steps", {})
     nodes = gm.graph.find_nodes(op="placeholder") if isinstance(gm, fx.GraphModule) else ()
     sizes = [
@@ -173,7 +177,7 @@ def spans(gm: torch.nn.Module | None) -> dict[str, tuple[int, int | None, int]]:
 
 
 def bounds(size: torch.SymInt) -> tuple[int, int | None]:
-    """The least and the greatest size that a symbol is for: 0 and None where any is."""
+    """The least and the greatest size that a symbol stands for; 0 and None where there is no bound."""
     span = size.node.shape_env.var_to_range[size.node.expr]
     least = int(span.lower)
     return least if least > SYMBOLIC else 0, int(
@@ -265,12 +269,14 @@ def where(node: fx.Node) -> str:
 
 
 def _annotated(node: fx.Node, key: str, pass_name: str) -> Any:
+    """`meta[key]` of a node, which the pass `pass_name` puts there."""
     if key not in node.meta:
         raise ValueError(f"node {node.name} ({where(node)}) has no {key}: run the pass {pass_name} first")
     return node.meta[key]
 
 
 def _tensor(node: fx.Node, index: int | None) -> torch.Tensor:
+    """The one tensor that `node` gives, or result number `index`."""
     held = value(node)
     if index is not None:
         held = held[index]

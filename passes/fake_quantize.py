@@ -74,14 +74,17 @@ def _written(node: fx.Node, given: dict[str, Any], scale: fx.Node | float, zero:
 
 
 def _values(operand: fx.Node, node: fx.Node) -> fx.Node:
+    """The operand without its gradient."""
     return edit.call(node.graph, aten.detach.default, (operand,), like=node)
 
 
 def _shaped(operand: fx.Node, sizes: list[int], node: fx.Node) -> fx.Node:
+    """The operand reshaped to `sizes`."""
     return edit.call(node.graph, aten.reshape.default, (operand, sizes), like=node)
 
 
 def _dims(node: fx.Node) -> int:
+    """The number of dims of the result."""
     return len(facts.shape(node))
 
 

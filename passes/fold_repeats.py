@@ -55,6 +55,7 @@ def _total(run: Run, declared: dict[str, list[tuple[int, int, int, int]]]) -> in
 
 
 def _fold(gm: fx.GraphModule, run: Run, total: int, carries: dict[fx.Node, bool]) -> None:
+    """Replace one run by a call of its body, with readers of its results changed."""
     first = run.instances[0]
     constant = [
         slot
@@ -91,8 +92,7 @@ def _fold(gm: fx.GraphModule, run: Run, total: int, carries: dict[fx.Node, bool]
 
 
 def _idle(gm: fx.GraphModule, run: Run, total: int) -> list[list[fx.Node]]:
-    """The weights of the blocks that nothing reads, for each the ones of all instances: they belong to the block
-    too."""
+    """The weights of the blocks that no call reads, each with those of all instances: they belong to the block too."""
     found: list[list[fx.Node]] = []
     unread = {
         node.meta["fqn"]: node for node in gm.graph.find_nodes(op="placeholder") if is_weight(node) and not node.users
@@ -112,6 +112,7 @@ def _idle(gm: fx.GraphModule, run: Run, total: int) -> list[list[fx.Node]]:
 
 
 def _call_meta(run: Run, total: int) -> dict[str, Any]:
+    """`meta` of the call that stands for a run of `total` blocks."""
     last = run.instances[-1]
     return {
         "repeat": total,
@@ -130,6 +131,8 @@ def _body(
     total: int,
     carries: dict[fx.Node, bool],
 ) -> fx.GraphModule:
+    """The body of a run: a graph of its first instance, whose placeholders are carried values, then `constant` ones
+    (the same for all instances), then `weights` and `idle` weights."""
     first, second = run.instances[0], run.instances[1]
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -197,6 +200,7 @@ def _class_name(run: Run) -> str:
 
 
 def _free_name(gm: fx.GraphModule, wanted: str) -> str:
+    """`wanted`, or the same with a number where the graph has a submodule of that name."""
     base = re.sub(r"\W", "_", wanted)
     name, number = base, 0
     while hasattr(gm, name):

@@ -1,4 +1,5 @@
-"""Which values carry gradients: what a parameter reaches by differentiable float values."""
+"""Which values have gradients in training: those that depend on a trained parameter through differentiable
+floating-point values."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ aten = torch.ops.aten
 STOPS = (aten.detach.default, aten.argmax.default, aten.argmin.default, aten.sign.default, aten.zeros_like.default,
          aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.new_zeros.default,
          aten.new_ones.default, aten.new_full.default)  # fmt: skip
+"""Operators whose result has no gradient."""
 
 
 def needs_grad(gm: fx.GraphModule) -> dict[fx.Node, bool]:

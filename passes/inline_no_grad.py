@@ -31,6 +31,7 @@ def inline_no_grad(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _flatten(gm: fx.GraphModule, *, grad: bool) -> None:
+    """Inline the regions of one graph. `grad`: whether gradients flow where it runs."""
     drop_what_gives_itself(gm)
     for node in edit.calls(gm, _GRAD, _AUTOCAST):
         enabled = grad
@@ -78,6 +79,7 @@ def _copy(body: fx.GraphModule, at: fx.Node, operands: list[Any]) -> list[Any]:
 
 
 def _detached(result: Any, region: fx.Node) -> Any:
+    """The result of a region, detached where it is a floating-point tensor."""
     if not isinstance(result, fx.Node) or not facts.is_float(result):
         return result
     with edit.before(region):
@@ -85,6 +87,7 @@ def _detached(result: Any, region: fx.Node) -> Any:
 
 
 def _hand_out(region: fx.Node, results: list[Any]) -> None:
+    """Let readers of a region's results read these instead."""
     for user in list(region.users):
         if user.target is not operator.getitem:
             raise ValueError(f"the region {region.name} at {facts.where(region)} is used whole by {user.name}")

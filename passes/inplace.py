@@ -88,7 +88,7 @@ def _masked_diagonal(node: fx.Node) -> None:
 
 
 def _about_what_is_made(argument: Any) -> bool:
-    """Whether an argument sets the dtype or device of a new tensor; `out` already has these."""
+    """Whether an argument says the dtype or device of a new tensor, which `out` has already."""
     return (
         argument.kwarg_only
         and argument.has_default_value()
@@ -97,6 +97,8 @@ def _about_what_is_made(argument: Any) -> bool:
 
 
 def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
+    """Replace one in-place call by its functional twin. Raises ValueError where it shares memory in a way that cannot
+    be followed."""
     _check_changed(node)
     base = node.args[0]
     assert isinstance(base, fx.Node)
@@ -173,6 +175,8 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _check_root(node: fx.Node, root: fx.Node) -> None:
+    """Raise ValueError where the memory belongs to an input, a constant or a trained parameter: only buffers may
+    change. A parameter that does not train becomes a buffer."""
     role = root.meta.get("role")
     # no optimizer trains it: an average of other weights (momentum encoders), which forward keeps as it does buffers
     if role == "param" and not root.meta.get("requires_grad", True):
@@ -208,6 +212,7 @@ def _check_gradients(gm: fx.GraphModule, node: fx.Node, chain: list[fx.Node]) ->
 
 
 def _used_later(values: list[fx.Node], node: fx.Node) -> bool:
+    """Whether one of `values` is read after `node`."""
     return any(node < user for value in values for user in value.users)
 
 
@@ -246,6 +251,7 @@ def _check_siblings(node: fx.Node, chain: list[fx.Node]) -> None:
 
 
 def _views_below(value: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
+    """The views of `value`, and views of these, that were made before `node`."""
     for user in list(value.users):
         if user < node and _is_view(user) and user.args[0] is value:
             yield user

@@ -33,12 +33,12 @@ def _shape(node: fx.Node) -> tuple[Size, ...]:
 
 
 def _elements(itemsize: int) -> Callable[[fx.Node], Size]:
-    """So many bytes per element of the result."""
+    """A function: `itemsize` bytes for each element of the result."""
     return lambda node: itemsize * facts.numel(node)
 
 
 def _normalized(statistics: int) -> Callable[[fx.Node], Size]:
-    """So many statistics per row that is normalised."""
+    """A function: bytes of so many statistics for each row that is normalised."""
     return lambda node: (
         statistics * STATISTIC_BYTES * prod(_shape(node)[: -len(edit.args_of(node)["normalized_shape"])])
     )
@@ -122,6 +122,7 @@ def _vectors(matrices: fx.Node, rows: int, columns: int) -> Size:
 
 
 def _singular_vectors(node: fx.Node) -> Size:
+    """As `_vectors`, of matrices in the last two dims."""
     return _vectors(edit.tensor_operands(node)[0], -2, -1)
 
 

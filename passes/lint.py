@@ -41,6 +41,7 @@ def check_structure(gm: fx.GraphModule) -> None:
 
 
 def _check_placeholder(node: fx.Node, seen_input: bool) -> None:
+    """Raise ValueError unless a placeholder has a known role, its name and a value; inputs come last."""
     role = node.meta.get("role")
     if role not in ROLES:
         raise ValueError(f"placeholder {node.name} has role {role!r}, wanted one of {ROLES}")
@@ -53,6 +54,7 @@ def _check_placeholder(node: fx.Node, seen_input: bool) -> None:
 
 
 def _check_call(node: fx.Node) -> None:
+    """Raise ValueError unless a call is functional and has a value, a module path and a source line."""
     target = node.target
     where = facts.where(node)
     if target in ASSERTS:

@@ -30,6 +30,8 @@ def losses(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _cross_entropy(node: fx.Node) -> fx.Node | None:
+    """cross_entropy_loss without a mean: against class numbers as `_split_cross_entropy`, against probabilities as
+    plain operators."""
     given = edit.args_of(node)
     if facts.is_float(given["target"]):
         return _of_probabilities(node, given)
@@ -52,6 +54,8 @@ def _nll(node: fx.Node) -> fx.Node | None:
 
 
 def _split_cross_entropy(node: fx.Node, logits: fx.Node, given: dict[str, Any], smoothing: float) -> fx.Node:
+    """A cross-entropy of logits against class numbers, as `ops.cross_entropy_sum` (a mean: divided by the valid labels)
+    or `ops.cross_entropy_each`."""
     labels, reduction, graph = given["target"], given["reduction"], node.graph
     given = {**given, "weight": _summed(given["weight"], given, node)}
     options = (given["ignore_index"], smoothing, *([] if given["weight"] is None else [given["weight"]]))
@@ -85,6 +89,7 @@ def _summed(x: Any, given: dict[str, Any], node: fx.Node) -> Any:
 
 
 def _cast(x: fx.Node, dtype: torch.dtype, node: fx.Node) -> fx.Node:
+    """`x` in `dtype`."""
     return x if facts.dtype(x) == dtype else edit.call(node.graph, aten.to.dtype, (x, dtype), like=node)
 
 
@@ -187,3 +192,4 @@ LOSSES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.nll_loss.default: _nll,
     aten.nll_loss_nd.default: _nll,
 }
+"""Losses -> a function that writes a call without a mean; None: the call stays."""

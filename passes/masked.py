@@ -198,6 +198,7 @@ def _along(node: fx.Node, known: Known, *, new: int = 0) -> Whole | None:
 
 
 def _added(node: fx.Node, known: Known) -> Whole | None:
+    """As `_along`, for an operator whose `dim` argument counts dims of the result (unsqueeze)."""
     return _along(node, known, new=1)
 
 
@@ -264,10 +265,12 @@ def _of_classes(node: fx.Node, known: Known) -> fx.Node | None:
 
 
 def _sum(node: fx.Node, known: Known) -> fx.Node | None:
+    """The sum of selected rows."""
     return _over(node, known, mean=False)
 
 
 def _mean(node: fx.Node, known: Known) -> fx.Node | None:
+    """The mean of selected rows."""
     return _over(node, known, mean=True)
 
 
@@ -303,6 +306,7 @@ def _together(node: fx.Node, found: Whole, dims: list[int] | None, *, mean: bool
 
 
 def _rank(node: Any) -> int:
+    """The number of dims of a node's result."""
     return len(facts.shape(node))
 
 

@@ -26,6 +26,7 @@ def matmul(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _linear(node: fx.Node) -> fx.Node | None:
+    """A linear without its bias, which is added after it."""
     given = edit.args_of(node)
     if given["bias"] is None:
         return None
@@ -34,10 +35,12 @@ def _linear(node: fx.Node) -> fx.Node | None:
 
 
 def _mm(node: fx.Node) -> fx.Node:
+    """`mm` as a matmul, or as a linear of a transpose."""
     return _product(node, node.args[0], node.args[1])
 
 
 def _matmul(node: fx.Node) -> fx.Node | None:
+    """A matmul with a transposed matrix as a linear."""
     return None if _transposed(node.args[1]) is None else _product(node, node.args[0], node.args[1])
 
 
@@ -60,18 +63,21 @@ def _transposed(node: Any) -> fx.Node | None:
 
 
 def _addmm(node: fx.Node) -> fx.Node:
+    """beta * bias + alpha * product as separate operators."""
     given = edit.args_of(node)
     product = _product(node, given["mat1"], given["mat2"])
     return added(node, scaled(node, product, given["alpha"]), given["self"], given["beta"])
 
 
 def _baddbmm(node: fx.Node) -> fx.Node:
+    """As `_addmm`, for batches of matrices."""
     given = edit.args_of(node)
     product = edit.call(node.graph, aten.bmm.default, (given["batch1"], given["batch2"]), like=node)
     return added(node, scaled(node, product, given["alpha"]), given["self"], given["beta"])
 
 
 def _convolution(node: fx.Node) -> fx.Node | None:
+    """A convolution without its bias, which is added after it."""
     given = edit.args_of(node)
     bias = given["bias"]
     if bias is None:
@@ -110,3 +116,4 @@ SPLITS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.matmul.default: _matmul,
     aten.mm.default: _mm,
 }
+"""Contractions -> a function that writes a call without bias; None: the call stays."""

@@ -21,6 +21,7 @@ def means(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _quotient(node: fx.Node) -> fx.Node:
+    """One mean as a sum divided by the number of its elements."""
     given = edit.args_of(node)
     operand: fx.Node = given["self"]
     rank = len(facts.shape(operand))

@@ -1,6 +1,7 @@
-"""How results lie in memory once a copy is gone: what was made of it is made of its operand, which may lie otherwise.
+"""Strides of results after a copy was removed. What was computed from the copy is then computed from its operand, whose
+strides may be others, and so may be those of the results. Called by passes.drop_noops.
 
-A `reshape` that was a view of the copy may have to copy now: its value says so by its strides.
+A `reshape` that was a view of the copy may have to copy now: the strides of its value say so.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from torch import fx
 
 from passes import edit, facts
 
-Lies = tuple[tuple[int | None, int | None], ...]
+Strides = tuple[tuple[int | None, int | None], ...]
 
 
 def differ(one: fx.Node, other: fx.Node) -> bool:
-    """Whether the results of two nodes lie in memory in different ways, at example sizes."""
-    return [_lies(tensor) for tensor in facts.tensors(one)] != [_lies(tensor) for tensor in facts.tensors(other)]
+    """Whether the results of two nodes have different strides, at example sizes."""
+    return [_strides(tensor) for tensor in facts.tensors(one)] != [_strides(tensor) for tensor in facts.tensors(other)]
 
 
 def follow(graph: fx.Graph, changed: Iterable[fx.Node]) -> None:
-    """Give the calls `changed`, whose operands lie otherwise than when the graph was traced, the values that torch
-    makes of these; and then what reads them, as far as that changes anything. Calls with sizes that depend on what
-    tensors hold have no example, and stay as they are."""
+    """Infer anew the values of the calls `changed`, whose operands have other strides than when the graph was traced,
+    and of their readers, as far as strides change. Calls with sizes that depend on values of tensors have no example
+    sizes, and stay as they are."""
     todo = dict.fromkeys(changed)
     for node in graph.nodes:
         if node not in todo or node.op != "call_function" or not _has_examples(node):
@@ -32,7 +33,7 @@ def follow(graph: fx.Graph, changed: Iterable[fx.Node]) -> None:
         after = [
             item for item in (made if isinstance(made, (tuple, list)) else (made,)) if isinstance(item, torch.Tensor)
         ]
-        if [_lies(tensor) for tensor in before] != [_lies(tensor) for tensor in after]:
+        if [_strides(tensor) for tensor in before] != [_strides(tensor) for tensor in after]:
             node.meta["val"] = made
             todo.update(dict.fromkeys(node.users))
 
@@ -45,11 +46,12 @@ def _has_examples(node: fx.Node) -> bool:
     )
 
 
-def _lies(tensor: torch.Tensor) -> Lies:
+def _strides(tensor: torch.Tensor) -> Strides:
     """Sizes and strides of the dims with more than one element."""
     pairs = [(_example(size), _example(stride)) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tuple([pair for pair in pairs if pair[0] != 1])
 
 
 def _example(number: int | torch.SymInt) -> int | None:
+    """A size or stride as a number, as it was when the graph was traced; None where it depends on values."""
     return number if isinstance(number, int) else number.node.hint

@@ -71,6 +71,7 @@ def _factors(node: fx.Node, kinds: dict[fx.Node, int]) -> tuple[fx.Node, fx.Node
 
 
 def _kind(node: fx.Node, kinds: dict[fx.Node, int]) -> int:
+    """The kind (VALUE, PLAIN or DRAWN) of what `node` gives."""
     if node.op != "call_function":
         return VALUE
     if not facts.tensors(node):

@@ -53,6 +53,7 @@ class _Norm:
 
 
 def _norm(node: fx.Node) -> _Norm | None:
+    """The RMSNorm that `node` is the last operator of; None for other nodes."""
     for rows, root, inverse in _quotients(node):
         squares = _inside(root, inverse)
         if squares is not None:

@@ -124,8 +124,10 @@ def _linear(node: Any) -> tuple[fx.Node, fx.Node | None] | None:
 
 
 def _rank(node: Any) -> int:
+    """The number of dims of a node's result."""
     return len(facts.shape(node))
 
 
 def _weights(linear: tuple[fx.Node, fx.Node | None]) -> Linear:
+    """The weight and bias of a contraction as a Linear."""
     return Linear(linear[0].args[1], linear[1], linear[0].target is aten.matmul.default)  # type: ignore[arg-type]

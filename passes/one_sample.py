@@ -88,6 +88,7 @@ def _per_sample(size: int | torch.SymInt, symbol: sympy.Symbol) -> sympy.Expr | 
 
 
 def _expression(size: int | torch.SymInt) -> sympy.Expr | None:
+    """The sympy expression of a symbolic size; None for a number."""
     return size.node.expr if isinstance(size, torch.SymInt) else None
 
 

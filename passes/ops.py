@@ -39,6 +39,7 @@ def cross_entropy_each(
 def _cross_entropy(
     logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, weight: Tensor | None, reduction: str
 ) -> Tensor:
+    """torch's cross_entropy of flattened positions; classes are the last dim of `logits`."""
     return F.cross_entropy(
         logits.flatten(0, -2) if logits.dim() > 2 else logits,
         labels.flatten() if logits.dim() > 1 else labels,

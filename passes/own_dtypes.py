@@ -253,6 +253,7 @@ def _sizes(node: fx.Node) -> Iterator[facts.Size]:
 
 
 def _reached(start: fx.Node, steps: Callable[[fx.Node], Iterator[fx.Node]]) -> set[fx.Node]:
+    """All nodes that can be reached from `start` by `steps`, `start` included."""
     found, todo = {start}, [start]
     while todo:
         fresh = set(steps(todo.pop())) - found
@@ -274,6 +275,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def _promoted(dtypes: Any) -> torch.dtype:
+    """The dtype that all of `dtypes` promote to."""
     return reduce(torch.promote_types, dtypes)
 
 

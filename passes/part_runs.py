@@ -47,6 +47,7 @@ def part_names(gm: fx.GraphModule, name: str, begins: Sequence[int]) -> dict[str
 
 
 def _part(gm: fx.GraphModule, call: fx.Node, begins: Mapping[str, int]) -> None:
+    """Divide one run, in place: `begins` names its parts but the first, with their first instances."""
     whole, body = int(call.meta["repeat"]), body_of(call)
     edges = [0, *begins.values(), whole]
     if any(a >= b for a, b in itertools.pairwise(edges)):
@@ -80,6 +81,7 @@ def _sliced(whole: str, body: fx.GraphModule, first: int, stop: int) -> fx.Graph
 
 
 def _slice(body: fx.GraphModule, first: int, stop: int) -> None:
+    """Restrict the names of weights of a body to the instances `[first, stop)`."""
     for node in body.graph.nodes:
         if "fqns" in node.meta:
             node.meta["fqns"] = node.meta["fqns"][first:stop]

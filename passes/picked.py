@@ -56,8 +56,8 @@ def picked(index: Any) -> tuple[Mask, str] | None:
 
 
 def tokens(indices: Sequence[Any]) -> tuple[Mask, int] | None:
-    """The mask whose tokens the first one of `indices` names, in their order, and how many dims of tokens that index is
-    for; None where it names anything else."""
+    """The Mask whose tokens the first of `indices` names in their order, and how many dims of tokens it indexes; None
+    where it names anything else."""
     if (found := picked(indices[0])) is not None:
         return (found[0], 1) if found[1] == TOKEN else None
     mask = mask_of(indices[0])
@@ -106,6 +106,7 @@ def mask_of(node: Any) -> Mask | None:
 
 
 def _compared(node: fx.Node) -> Mask | None:
+    """The mask of a comparison of chosen experts with a number, or with all numbers along a new dim."""
     if node.target is aten.eq.Scalar and isinstance(node.args[1], int):
         return _fresh(node.args[0], node.args[1], ())  # type: ignore[arg-type]
     if node.target is aten.one_hot.default:
@@ -124,34 +125,41 @@ def _compared(node: fx.Node) -> Mask | None:
 
 
 def _fresh(chosen: fx.Node, number: int | None, more: tuple[str, ...]) -> Mask:
+    """The mask of `chosen == number`, with dims `more` after those of `chosen`."""
     return Mask(chosen, number, (*_natural(chosen), *more))
 
 
 def _natural(chosen: fx.Node) -> tuple[str | int, ...]:
+    """The kinds of the dims of `chosen`: tokens, then the choice."""
     rank = len(facts.shape(chosen))
     return {1: (TOKEN,), 2: (TOKEN, RANK)}.get(rank, (*range(rank - 1), RANK))
 
 
 def _permuted(node: fx.Node, mask: Mask) -> Mask:
+    """A mask with its dims permuted."""
     return replace(mask, dims=tuple(mask.dims[dim] for dim in node.args[1]))  # type: ignore[union-attr, index]
 
 
 def _transposed(node: fx.Node, mask: Mask) -> Mask:
+    """A mask with two dims exchanged."""
     one, other, dims = int(node.args[1]), int(node.args[2]), list(mask.dims)  # type: ignore[arg-type]
     dims[one], dims[other] = dims[other], dims[one]
     return replace(mask, dims=tuple(dims))
 
 
 def _selected(node: fx.Node, mask: Mask) -> Mask | None:
+    """The mask of one index of a dim."""
     return _of_one_number(mask, int(node.args[1]), int(node.args[2]))  # type: ignore[arg-type]
 
 
 def _unbound(node: fx.Node, mask: Mask) -> Mask | None:
+    """The mask of one item of an unbind."""
     cut = edit.call_of(node.args[0], aten.unbind.int)
     return None if cut is None else _of_one_number(mask, edit.args_of(cut)["dim"], int(node.args[1]))  # type: ignore[arg-type]
 
 
 def _of_one_number(mask: Mask, dim: int, number: int) -> Mask | None:
+    """The mask of one `number`, if `dim` is that of numbers; else None."""
     dim %= len(mask.dims)
     return (
         replace(mask, number=number, dims=mask.dims[:dim] + mask.dims[dim + 1 :])
@@ -175,7 +183,7 @@ def _merged(node: fx.Node, mask: Mask) -> Mask | None:
 
 
 def _any(node: fx.Node, mask: Mask) -> Mask | None:
-    """Over what a token chose."""
+    """The mask of tokens any of whose choices is the number."""
     given = edit.args_of(node)
     dim = given["dim"] % len(mask.dims)
     return (

@@ -29,6 +29,7 @@ def products(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _einsum(node: fx.Node, equation: str, *operands: fx.Node) -> fx.Node:
+    """An einsum of `operands`, at the insertion point."""
     return edit.call(node.graph, aten.einsum.default, (equation, list(operands)), like=node)
 
 
@@ -44,6 +45,7 @@ def _summed(node: fx.Node, left: fx.Node, right: fx.Node, pairs: Sequence[tuple[
 
 
 def _tensordot(node: fx.Node) -> fx.Node:
+    """torch.tensordot: a sum over pairs of dims."""
     given = edit.args_of(node)
     return _summed(node, given["self"], given["other"], list(zip(given["dims_self"], given["dims_other"], strict=True)))
 
@@ -124,3 +126,4 @@ PRODUCTS: dict[Any, Callable[[fx.Node], fx.Node]] = {
     aten.linalg_multi_dot.default: _chain,
     aten.tensordot.default: _tensordot,
 }
+"""Products under other names -> a function that writes a call with einsums and matmuls."""

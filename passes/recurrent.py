@@ -198,6 +198,7 @@ def _turned(found: Network) -> bool:
 
 
 def _drops(found: Network) -> bool:
+    """Whether there is dropout between layers."""
     given = edit.args_of(found.node)
     return bool(given["train"] and given["dropout"])
 

@@ -183,15 +183,15 @@ def _links(before: Instance, after: Instance) -> dict[int, int] | None:
 
 
 def _owned(run: Run) -> bool:
-    """Whether each instance writes only to buffers that it alone has."""
+    """Whether each instance writes only to buffers that no other instance reads."""
     return not any(
         slot < 0 or slot in run.carried or same_everywhere(run.instances, slot) for _, slot in run.instances[0].writes
     )
 
 
 def _closed(run: Run) -> bool:
-    """Whether nothing outside sees more of the run than the carried values after the last instance, and new values of
-    buffers."""
+    """Whether nothing outside reads other results of the run than the carried values of the last instance and new
+    values of buffers."""
     gm = run.nodes[0].graph.owning_module
     assert gm is not None
     returned = dict.fromkeys(edit.results(gm))
@@ -243,6 +243,7 @@ def _facts(node: fx.Node) -> str:
 
 
 def _plain(argument: Any, name: Any) -> Any:
+    """An argument with every node in it replaced by what `name` gives for it, so that arguments can be compared."""
     if isinstance(argument, fx.Node):
         return name(argument)
     if isinstance(argument, (tuple, list)):

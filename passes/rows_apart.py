@@ -33,6 +33,7 @@ def rows_apart(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _pointwise(node: Any) -> bool:
+    """Whether `node` is a pointwise operator that works on rows of any shape."""
     return (
         isinstance(node, fx.Node)
         and (node.target in UNARY or node.target in BINARY)

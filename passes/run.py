@@ -60,6 +60,7 @@ def as_text(gm: fx.GraphModule) -> str:
 
 
 def _lines(gm: fx.GraphModule) -> list[str]:
+    """One line for each node of one graph."""
     lines = []
     for node in gm.graph.nodes:
         target = "" if node.op in ("placeholder", "output") else f" {node.target}"
@@ -74,6 +75,7 @@ def _lines(gm: fx.GraphModule) -> list[str]:
 
 
 ANNOTATIONS = ("role", "fqn", "flops", "backward_flops", "read_bytes", "written_bytes", "saved")
+"""Keys of `meta` that `as_text` shows."""
 
 
 class _Noted:

@@ -54,26 +54,31 @@ def _detached(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
 
 
 def _same_call(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
+    """A view whose inverse is the same call on the new value (a transpose)."""
     return edit.call(view.graph, view.target, (new, *view.args[1:]), like=view)  # type: ignore[arg-type]
 
 
 def _unview(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
+    """A reshape back to the sizes of the parent."""
     sizes = [edit.size(parent, dim) for dim in range(len(facts.shape(parent)))]
     return edit.call(view.graph, aten.reshape.default, (new, sizes), like=view)
 
 
 def _permuted(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
+    """The inverse permutation."""
     rank, dims = len(facts.shape(parent)), edit.args_of(view)["dims"]
     places = [dim % rank for dim in dims]
     return edit.call(view.graph, aten.permute.default, (new, [places.index(dim) for dim in range(rank)]), like=view)
 
 
 def _moved_back(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
+    """A movedim with source and destination exchanged."""
     _, source, destination = edit.args_of(view).values()
     return edit.call(view.graph, view.target, (new, destination, source), like=view)  # type: ignore[arg-type]
 
 
 def _narrowed(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
+    """A narrow, written back by slice_scatter."""
     _, dim, start, length = edit.args_of(view).values()
     end = (
         start + length
@@ -88,6 +93,7 @@ def _narrowed(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
 
 
 def _identity(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
+    """A view of all elements: the new value itself."""
     return new
 
 
@@ -129,3 +135,4 @@ SCATTERS: dict[Any, Callable[[fx.Node, fx.Node, fx.Node], fx.Node]] = {
         _unview,
     ),
 }
+"""Views -> a function (parent, new value of the view, view) that gives the new value of the parent."""

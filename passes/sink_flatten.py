@@ -83,11 +83,13 @@ def _with_last(operand: fx.Node, last: facts.Size) -> list[int | fx.Node] | None
 
 
 def _whole_weight(node: fx.Node) -> bool:
+    """Whether the second operand is a matrix, the same for all rows."""
     weight = node.args[1]
     return isinstance(weight, fx.Node) and len(facts.shape(weight)) == 2
 
 
 def _last(node: fx.Node) -> bool:
+    """Whether `node` works along the last dim."""
     return node.args[1] in (-1, 1)
 
 
@@ -112,6 +114,7 @@ def _sink(node: fx.Node, operands: list[Any]) -> None:
 
 
 def _norm_of_last(node: fx.Node) -> bool:
+    """Whether a norm is over the last dim alone."""
     return node.target is aten.layer_norm.default and len(node.args[1]) == 1  # type: ignore[arg-type]
 
 

@@ -166,6 +166,7 @@ def _is_chosen(node: Any, order: Order) -> bool:
 
 
 def _unshaped(node: Any) -> Any:
+    """The operand before reshapes."""
     while (shaped := edit.call_of(node, aten.reshape.default)) is not None:
         node = shaped.args[0]
     return node

@@ -22,6 +22,8 @@ def spellings(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _same_args(target: Callable[..., Any], count: int) -> Callable[[fx.Node], fx.Node]:
+    """A function that writes a call as one of `target` with the first `count` arguments."""
+
     def spell(node: fx.Node) -> fx.Node:
         new = node.graph.call_function(target, node.args[:count])
         new.meta.update(node.meta)
@@ -395,3 +397,4 @@ SPELLINGS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.reshape_as.default: _as_another,
     torch.ops.autopar.picked_places.default: _same_args(ops.picked_places, 2),
 }
+"""Operators -> a function that writes a call in the one spelling; None: the call stays."""

@@ -27,6 +27,7 @@ _CUTS = (
     aten.unsafe_split.Tensor,
     aten.unsafe_split_with_sizes.default,
 )
+"""Operators that cut one dim into parts."""
 _ALONG = {
     getattr(getattr(aten, name), how): dim
     for name, dim in (("hsplit", 1), ("vsplit", 0), ("dsplit", 2))
@@ -102,4 +103,5 @@ def _ranges(node: fx.Node, dim: int, total: int) -> dict[fx.Node, tuple[int, int
 
 
 def _clamped(bound: Any, total: int) -> int:
+    """A bound of a slice as a number from 0 to `total`."""
     return int(min(max(bound + total if bound < 0 else bound, 0), total))

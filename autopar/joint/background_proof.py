@@ -1,8 +1,8 @@
-"""A proof beside the search: once there is an answer, another process looks at claims while this one searches on, and
-then both do (joint.claim_board).
+"""The proof of a lower bound while the search runs: once there is a plan, a second process looks at claims; after the
+search both processes do (joint.claim_board). Called by joint.fastest.
 
-The other process is forked, so that it has all that was made so far. It computes with numpy and OR-tools alone, never
-with torch, says nothing, and ends with this one.
+The second process is forked, so that it has everything that was made so far. It computes with numpy and OR-tools only,
+never with torch, prints nothing, and ends with this process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ OURS, THEIRS = range(2)
 """Who looks at a claim: this process, or the other one."""
 
 WAIT_S = 0.005
-"""So often it is seen whether the other process is done with the claims that are left."""
+"""Seconds between checks whether the second process has finished the claims that it owns."""
 
 
 class BackgroundProof:
-    """What no plan for `context` is faster than, looked for in the time of the search. Its other process is gone at the
-    end of its context."""
+    """A context manager: the proof of a lower bound on all plans of `context`, for as long as the search runs. The
+    second process has ended when the context is left."""
 
     def __init__(self, context: SearchContext) -> None:
         self.context = context
@@ -53,8 +53,8 @@ class BackgroundProof:
             self._process.join()
 
     def know(self, known_s: float) -> None:
-        """There is a plan of so many seconds. From the first one on the other process looks, where a core is free for
-        it, and anybody asks: not of a recipe that was asked for."""
+        """Note that there is a plan of `known_s` seconds. With the first one the second process begins, if a core is
+        free for it and a bound is wanted: not for a named recipe, nor where the full proof follows anyway."""
         if (
             self._over
             or math.isinf(known_s)
@@ -68,7 +68,7 @@ class BackgroundProof:
             self._process = self._forked()
 
     def _forked(self) -> multiprocessing.process.BaseProcess | None:
-        """The other process; None where the system has no room for one."""
+        """The second process; None where the system cannot start one."""
         quiet = copy.copy(self.context)
         quiet.request = replace(self.context.request, progress=None)
         theirs = replace(self.prover, context=quiet)
@@ -85,7 +85,7 @@ class BackgroundProof:
 
     @property
     def looked(self) -> bool:
-        """Whether more is proven than the least work there is."""
+        """Whether the bound is higher than the floor, the least work."""
         return self.prover.board.looked
 
     def proven_s(self, known_s: float, mesh: tuple[int, ...] | None, deadline: float) -> float:
@@ -105,7 +105,7 @@ class BackgroundProof:
         return found_s
 
     def _others(self, mesh: tuple[int, ...] | None) -> list[Shape]:
-        """That of a plan of one stage, where it is none that is always searched."""
+        """The shape of the known plan of one stage, where it is not among those that are always proven."""
         own = [Shape(1, mesh, 1)] if mesh is not None else []
         return [shape for shape in own if shape not in self.prover.shapes()]
 
@@ -117,7 +117,7 @@ def able() -> bool:
 
 
 def _look(prover: Prover) -> None:
-    """The other process: until there is nothing to look at, or nobody to do it for."""
+    """What the second process does: take looks until none can raise the bound, or the first process has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that waits for this hears it, and ends this
     gc.freeze()
     parent = multiprocessing.parent_process()

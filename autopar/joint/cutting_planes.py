@@ -29,8 +29,8 @@ from autopar.search.solver import GLOP, solve
 # relative to a step: smaller coefficients are dropped. They trouble the solver, and any valid prices give a bound
 TINY = 1e-9
 
-Prices = dict[Key, np.ndarray]
-Solve = Callable[[int, Prices, np.ndarray, float, float], Seen]
+DualPrices = dict[Key, np.ndarray]
+Solve = Callable[[int, DualPrices, np.ndarray, float, float], Seen]
 """As joint.relaxed_solving.Solver is called."""
 
 
@@ -66,7 +66,7 @@ class Cutting:
                 break
         return best_s
 
-    def _proven_s(self, each: Sequence[Prices], bytes_s: np.ndarray, known_s: float, cutoff_s: float) -> float:
+    def _proven_s(self, each: Sequence[DualPrices], bytes_s: np.ndarray, known_s: float, cutoff_s: float) -> float:
         """The bound at given prices. No solution met so far costs less than `known_s` at them."""
         proven_s = math.inf
         for number, (level, prices) in enumerate(zip(self.levels, each, strict=True)):
@@ -100,7 +100,7 @@ class Cutting:
             self.choices.append(seen.choice)
         return proven_s
 
-    def _master(self) -> tuple[list[Prices], np.ndarray, float]:
+    def _master(self) -> tuple[list[DualPrices], np.ndarray, float]:
         """The prices of each level, the seconds per byte of each memory limit, and the cost at these of the cheapest
         solution met."""
         # some passes take nothing: backwards of inference
@@ -151,4 +151,5 @@ def _shown_s(relaxed: Relaxed, sums: Sums) -> float:
 
 
 def _unit(index: int, size: int) -> np.ndarray:
+    """The unit vector of length `size` with a 1 at `index`."""
     return np.eye(1, size, index)[0]

@@ -1,4 +1,5 @@
-"""How closely a bound is looked for."""
+"""How much work is put into a bound: limits on rounds of cutting planes and on cases. Set by joint.prove for each
+look."""
 
 from __future__ import annotations
 

@@ -148,6 +148,7 @@ class Explorer:
         return shapes
 
     def _starts(self, shapes: list[Shape]) -> list[Shape]:
+        """The shapes at which the walk starts."""
         return starts(shapes, self.context.request.cluster.levels[-1].size, self.context.batch)
 
     def run(self) -> Found | None:
@@ -193,6 +194,7 @@ class Explorer:
         return None if self._late() else min(near, key=lambda f: (f.step_s, f.shape), default=None)
 
     def _walk(self, shapes: list[Shape]) -> None:
+        """Visit the starts, then neighbours of the best shapes, as the module docstring says."""
         begin = shapes if len(shapes) <= FEW_SHAPES and not self.wider else self._starts(shapes)
         slower, before_s = 0, math.inf
         for shape in sorted(begin, key=self.floors.__getitem__):
@@ -322,6 +324,7 @@ class Explorer:
         return held_bytes > self.context.mean_bytes(shape.places)
 
     def _late(self) -> bool:
+        """Whether the deadline has passed."""
         return time.monotonic() > self.deadline
 
     def visit(self, shape: Shape, near: float) -> None:

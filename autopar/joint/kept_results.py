@@ -1,10 +1,10 @@
-"""Which results blocks keep that are run again in a pipeline: others than those of a level, where that makes a step
-faster.
+"""Which results blocks keep that are run again in a pipeline: other results than those of a level, where that makes the
+step faster. Called by joint.pricing and joint.own_layouts.
 
-A level fixes what such blocks keep, and memory decides how many blocks are run again. Which results are worth their
-bytes depends on their layouts and on the room that there is. So every corner of the trade-off of seconds against bytes
-under the choices of a place (problem.remat_frontier) is laid out, the one of fewest bytes first, until one does not
-fit.
+A level (problem.remat.LEVELS) fixes what such blocks keep, and memory decides how many blocks are run again. Which
+results are worth their bytes depends on their layouts and on the memory that is left. So under the choices of a place,
+every corner of the trade-off of seconds against bytes (problem.remat_frontier) is laid out, the one of fewest bytes
+first, until one does not fit.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from autopar.problem.remat_frontier import Point
 
 
 def opens(found: Found, planner: Planner) -> bool:
-    """Whether some blocks are run again, and what they keep is open."""
+    """Whether a found pipeline runs some blocks again, and the request leaves open what they keep."""
     return bool(found.plan.remat) and len(planner.open_levels) > 1
 
 
 @dataclass(eq=False)
 class Fuller:
-    """The variants of `chosen` that differ in what blocks keep that are run again. `nothing` is the one that keeps
-    nothing: all runs, with no nodes."""
+    """The variants of `chosen` that differ in which results blocks keep that are run again. `nothing` says for all runs
+    that no result is kept."""
 
     chosen: Chosen
     nothing: Levels

@@ -1,5 +1,5 @@
-"""Whether a cluster of several parts is worth more than one of them: a slow part, or a slow network to it, may be in
-the way of the others."""
+"""The whole of a cluster with several parts compared with one part of it: a slow part, or a slow network to it, may
+slow the others down. Called by joint.fastest."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def each_apart(context: SearchContext, found: Found) -> Found:
     offered = [
         chosen
         for place in _probed(found)
-        for chosen in _offered(context, found, Weights.of(found, place, context.whole.program, seen, alone), place)
+        for chosen in _offered(context, found, PlaceWeights.of(found, place, context.whole.program, seen, alone), place)
     ]
     offered += _kept_otherwise(context, found)
     each = tuple(_best(found, place, offered) for place in range(found.table.places))
@@ -77,7 +77,7 @@ def _probed(found: Found) -> list[int]:
     ]
 
 
-def _offered(context: SearchContext, found: Found, weights: Weights, place: int) -> Iterator[Chosen]:
+def _offered(context: SearchContext, found: Found, weights: PlaceWeights, place: int) -> Iterator[Chosen]:
     """Candidates for a place: the optimum with nothing run again, with all blocks run again at each level, and at a
     price per byte, which is what running some blocks again costs."""
     alike, here = found.chosen, _Place.of(found, place)
@@ -181,11 +181,16 @@ class _Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Weights:
-    """How much of each piece a place has: `share` of the instances of a run of blocks, or 1 of an operator of the model
-    itself, and `kept`, the same times the microbatches of it that are kept; what is absent it does not have. `free` are
-    operators outside of blocks that it alone has. `length` is that of a step in which all stages take as long as its
-    own, for all of which it takes 1; `limit_bytes` its memory."""
+class PlaceWeights:
+    """How much of each piece one place has: the weights of its Problem.
+
+    share         piece -> the share of its instances (of a run of blocks), or 1 (of an operator outside of blocks);
+                  pieces that the place lacks are absent
+    kept          the same times the number of microbatches that are kept at the peak
+    free          operators outside of blocks that this place alone has
+    length        seconds of a step per second of a microbatch on this place, if all stages take equally long
+    limit_bytes   the memory of the place
+    """
 
     share: Mapping[str, float]
     kept: Mapping[str, float]
@@ -194,9 +199,9 @@ class Weights:
     limit_bytes: float
 
     @staticmethod
-    def of(found: Found, place: int, program: Program, seen: Sequence[View], alone: Mapping[str, int]) -> Weights:
-        """Those of a place of `found`, whose stages have `seen`; `alone` are the operators that only one place has,
-        with the place."""
+    def of(found: Found, place: int, program: Program, seen: Sequence[View], alone: Mapping[str, int]) -> PlaceWeights:
+        """The weights of place number `place` of `found`. `seen` are the views of its stages; `alone` are the operators
+        that only one place has, with that place."""
         table, share, kept = found.table, dict[str, float](), dict[str, float]()
         for view, stage in zip(seen, found.plan.stages, strict=True):
             if stage.place == place:
@@ -204,11 +209,12 @@ class Weights:
                     share[name] = share.get(name, 0.0) + part if name in program.runs else 1.0
                     kept[name] = kept.get(name, 0.0) + part * table.flying[view.index].kept
         free = {name: only for name, only in alone.items() if only == place}
-        return Weights(share, kept, free, table.length * table.places, found.ground.limits[place])
+        return PlaceWeights(share, kept, free, table.length * table.places, found.ground.limits[place])
 
     def problem(self, models: Models, level: str, alike: tuple[int, ...], byte_s: float) -> Problem:
-        """What the place has to choose, with its blocks run again at `level`; what others have too stays as `alike` has
-        it. With `byte_s` bytes have no limit, but each costs so many seconds of a microbatch."""
+        """The Problem of the place, with its blocks run again at `level`. What other places have too is fixed to the
+        choices `alike`. With `byte_s` there is no memory limit; instead each byte costs so many seconds of a
+        microbatch."""
         micro, once = models.at(level), models.once
         nodes = []
         for index, (cluster, a, b) in enumerate(
@@ -229,6 +235,8 @@ class Weights:
         return found.paid(self.length * byte_s) if byte_s else found
 
     def _node(self, names: list[str], micro: Node, once: Node, chosen: int | None) -> Node:
+        """A node with the costs and bytes that the place has of it; `chosen` is the only choice allowed (None: all
+        are)."""
         share, kept = (max(weights.get(name, 0.0) for name in names) for weights in (self.share, self.kept))
         cost_s = _times(micro.cost_s, self.length * share) + _times(once.cost_s, share)
         if chosen is not None:
@@ -239,13 +247,14 @@ class Weights:
         )
 
     def _net(self, names: list[str], net: Net, length: float) -> Net:
+        """A net with the costs and bytes that the place has of it, `length` times per step."""
         share, kept = (max(weights.get(name, 0.0) for name in names) for weights in (self.share, self.kept))
         nbytes = held_bytes(net, 1.0 if net.group >= 0 else kept) * (share > 0)
         return replace(net, cost_s=_times(net.cost_s, length * share), memory_bytes=nbytes, live_bytes=None)
 
 
 def _parts(view: View, program: Program) -> Iterator[tuple[str, float]]:
-    """What a stage has of each piece, and of what rests or is free to repeat."""
+    """The pieces that a stage has, each with the share of its instances; weights and inputs that it holds included."""
     for name in (*view.ops, *view.held, *view.inputs):
         yield name, 1.0
     for scope, (first, stop) in view.blocks.items():
@@ -253,10 +262,10 @@ def _parts(view: View, program: Program) -> Iterator[tuple[str, float]]:
 
 
 def _readers(link: Link) -> list[str]:
-    """The pieces that read a value: what changes its layout runs where they are."""
+    """The pieces that read a value. Changes of its layout run where they are."""
     return [op.scope or op.name for op, _ in link.readers]
 
 
 def _times(cost_s: np.ndarray, times: float) -> np.ndarray:
-    """`times` as much; what cannot be as before."""
+    """`times` the costs; infinite ones (impossible choices) stay infinite."""
     return np.where(np.isinf(cost_s), np.inf, times * np.where(np.isinf(cost_s), 0.0, cost_s))

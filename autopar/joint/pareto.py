@@ -1,4 +1,5 @@
-"""Step time against memory: the fastest plan for less and less memory, as long as one fits."""
+"""The frontier of step time against memory: the fastest plan for less and less memory, as long as one fits. Called by
+`compile(..., pareto=True)`."""
 
 from __future__ import annotations
 

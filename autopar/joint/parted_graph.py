@@ -1,11 +1,11 @@
-"""From places that are each laid out in their own way to a graph whose runs of blocks are in parts, which says so in
-one plan.
+"""The graph of a pipeline whose places have different layouts: its runs of blocks are divided into parts, so that one
+plan can say the layouts of each part. Called by joint.staging.
 
-A run of blocks is taken apart in front of each stage whose place lays these blocks out in another way than the place of
-the stage before, or keeps other results of blocks that are run again. What only one place has lies as that place wants
-it; what several have (weights that they share, inputs, masks that each makes for itself) lies as what was chosen for
-all places alike. A value that goes from place to place is sent as it was made, and the place that reads it changes its
-layout.
+A run of blocks is divided in front of each stage whose place has other layouts for these blocks, or keeps other results
+of blocks that are run again, than the place of the stage before. What only one place has gets the layouts of that
+place; what several have (weights that they share, inputs, masks that each makes for itself) gets the layouts that were
+chosen for all places alike. A value that is sent between places is sent as it was made, and the place that reads it
+changes its layout.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ Laid = tuple[SearchContext, Chosen, Plan]
 
 
 def parted(context: SearchContext, shape: Shape, ground: Ground, apart: Apart, cut: Plan) -> Laid:
-    """The graph in parts, all that is chosen there, and the plan of one stage that says so; `cut` has the stages.
-    Raises InfeasibleError where what one place makes cannot become what another one reads."""
+    """The context of the divided graph, the choices there, and the plan of one stage with them. `apart` has the choices
+    of each place, `cut` the stages. Raises InfeasibleError where the layout in which one place makes a value cannot
+    become the one in which another place reads it."""
     begins = {scope: _begins(context, apart, cut, scope) for scope in context.whole.program.runs}
     parts: Parts = {
         scope: part_names(context.gm, scope, list(firsts)[1:]) for scope, firsts in begins.items() if len(firsts) > 1
@@ -80,7 +81,7 @@ def _kept(context: SearchContext, there: SearchContext, chosen: Chosen, scope: s
 
 
 def _begins(context: SearchContext, apart: Apart, cut: Plan, scope: str) -> dict[int, int]:
-    """The instances of a run with which its parts begin, and the place of each part."""
+    """For the parts of the run `scope`: first instance -> place."""
     own = [index for index, cluster in enumerate(apart.model.clusters) if cluster.scope == scope]
 
     def way(place: int) -> tuple[object, ...]:
@@ -97,8 +98,8 @@ def _begins(context: SearchContext, apart: Apart, cut: Plan, scope: str) -> dict
 def _decisions(
     context: SearchContext, there: SearchContext, apart: Apart, cut: Plan, place_of: Mapping[str, int]
 ) -> Decisions:
-    """One option per operator and axis: of a part as its place has it, of all else as the only place that has it does,
-    or as all do."""
+    """One option per operator and axis: that of its place for operators of a part, and for operators that only one
+    place has; that of all places alike for the others."""
     shared, own = (
         apart.model.decode(apart.solution.choice),
         [each.model.decode(each.solution.choice) for each in apart.each],
@@ -112,8 +113,8 @@ def _decisions(
 
 
 def only_place(model: Model, program: Program, cut: Plan, seen: Sequence[View]) -> dict[str, int]:
-    """The operators outside of blocks that only one place has, all that is decided with them too, and that place;
-    `seen` are the stages of `cut`."""
+    """The operators outside of blocks that only one place has, and those decided together with them -> that place.
+    `seen` are the views of the stages of `cut`."""
     has: dict[str, dict[int, None]] = {}
     for view, stage in zip(seen, cut.stages, strict=True):
         for name in (*view.ops, *view.held, *view.inputs):

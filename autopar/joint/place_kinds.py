@@ -41,7 +41,8 @@ def distinct(cluster: Cluster) -> list[Cluster]:
 def grounds(
     cluster: Cluster, count: int, sizes: tuple[int, ...], limit: Callable[[Places, int], float]
 ) -> list[Ground]:
-    """The Grounds of all orders of the cluster's parts; `limit` gives the bytes per device on a place."""
+    """The Grounds for all orders of the cluster's parts in which the pipeline may run through them, with `count` places
+    of mesh `sizes`; `limit` gives the bytes per device that a plan may fill on a place."""
     parts, found = distinct(cluster), []
     for ordered in orders(cluster) if count > 1 else [cluster]:
         at = Places(ordered, count, sizes)
@@ -52,8 +53,8 @@ def grounds(
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """For each kind of place, the number of places, and the share of the work that one of them does in a balanced
-    step."""
+    """For each kind of place: how many places there are (`counts`), and the share of the work that one of them does in
+    a balanced step (`shares`)."""
 
     counts: tuple[int, ...]
     shares: tuple[float, ...]
@@ -67,7 +68,7 @@ class Weights:
 
     @cached_property
     def places(self) -> int:
-        """How many there are of all kinds."""
+        """The number of places of all kinds."""
         return sum(self.counts)
 
     def meant(self, models: Sequence[Model]) -> Model:
@@ -101,8 +102,10 @@ Tables = Callable[[list[np.ndarray]], np.ndarray]
 
 
 def _node(nodes: Sequence[Node], mean: Tables) -> Node:
+    """A node with the mean of the costs of `nodes`."""
     return replace(nodes[0], cost_s=mean([node.cost_s for node in nodes]), hide_s=mean([node.hide_s for node in nodes]))
 
 
 def _net(nets: Sequence[Net], mean: Tables) -> Net:
+    """A net with the mean of the costs of `nets`."""
     return replace(nets[0], cost_s=mean([net.cost_s for net in nets]))

@@ -84,8 +84,8 @@ class Pricing:
             if best is not None and best.filled < FULL:
                 break  # not short of memory
             try:
-                self._may_hold(shape, level)
-                self._may_win(shape, level, cutoff_s, bounds)
+                self._check_memory(shape, level)
+                self._check_floor(shape, level, cutoff_s, bounds)
                 found = self.price(shape, tables, level, exact=False, cutoff_s=cutoff_s, bounds=bounds)
                 cutoff_s = min(cutoff_s, found.step_s)
             except InfeasibleError as error:
@@ -100,17 +100,17 @@ class Pricing:
         self.proven[shape] = min(bounds, default=float("inf"))
         if best is None:
             raise failed
-        best = self._fuller(best)
+        best = self._with_other_results_kept(best)
         self.proven[shape] = min(self.proven[shape], best.step_s)
         return best
 
-    def _fuller(self, found: Found) -> Found:
+    def _with_other_results_kept(self, found: Found) -> Found:
         """`found`, or the same with other results kept of the blocks that it runs again, where that is faster."""
         if not self._runs_again(found):
             return found
         way = found.table, found.ground
-        made = self._open(found.chosen).fastest(lambda chosen: self._glanced(found.shape, way, chosen))
-        made = made and self._glanced(found.shape, way, made.chosen, shifts=True)
+        made = self._open(found.chosen).fastest(lambda chosen: self._estimated(found.shape, way, chosen))
+        made = made and self._estimated(found.shape, way, made.chosen, shifts=True)
         return found if made is None or made.step_s >= found.step_s else made
 
     def _open(self, chosen: Chosen) -> Fuller:
@@ -120,12 +120,12 @@ class Pricing:
             self._opened[key] = Fuller.of(chosen, self.context.whole)
         return self._opened[key]
 
-    def _fuller_ways(self, shape: Shape, chosen: Chosen) -> Iterator[Glance]:
+    def _ways_with_other_results_kept(self, shape: Shape, chosen: Chosen) -> Iterator[Glance]:
         """The same choices with other results kept, under the TABLES timetables that are fastest with nothing kept."""
         opened = self._open(chosen)
 
         def laid(way: tuple[Timetable, Ground]) -> Callable[[Chosen], Found]:
-            return lambda chosen: self._glanced(shape, way, chosen)
+            return lambda chosen: self._estimated(shape, way, chosen)
 
         least: list[tuple[float, int, tuple[Timetable, Ground]]] = []
         for way in itertools.product(self.tables(shape), self.context.grounds(shape)):
@@ -135,8 +135,8 @@ class Pricing:
             if (made := opened.fastest(laid(way))) is not None:
                 yield Glance(made.step_s, *way, made.chosen)
 
-    def _glanced(self, shape: Shape, way: tuple[Timetable, Ground], chosen: Chosen, *, shifts: bool = False) -> Found:
-        """`chosen` laid out at a glance; `shifts` as in staging.lay."""
+    def _estimated(self, shape: Shape, way: tuple[Timetable, Ground], chosen: Chosen, *, shifts: bool = False) -> Found:
+        """`chosen` laid out by estimates (staging.lay without `whole`); `shifts` as there."""
         return lay(self.context, self.space.name, shape, *way, chosen, shifts=shifts)
 
     def _runs_again(self, found: Found) -> bool:
@@ -173,7 +173,7 @@ class Pricing:
             ):
                 break
             with suppress(InfeasibleError):
-                as_it_is = self._whole(found.shape, other.table, other.ground, other.chosen)
+                as_it_is = self._laid_exactly(found.shape, other.table, other.ground, other.chosen)
                 best = as_it_is if best is None or as_it_is.step_s < best.step_s else best
         if best is not None:
             return best
@@ -196,7 +196,7 @@ class Pricing:
             *(way.chosen for way in self.laid.get(found.shape, ())),
         ]
         for chosen in {id(each.solution): each for each in reversed(seen)}.values():
-            yield from self._fuller_ways(found.shape, chosen)
+            yield from self._ways_with_other_results_kept(found.shape, chosen)
 
     def _first(self, shape: Shape, tables: list[Timetable], levels: Iterable[str]) -> Found | None:
         """The exact solution at the first of `levels` at which anything fits; None where nothing does."""
@@ -268,14 +268,14 @@ class Pricing:
 
         def laid(way: tuple[Timetable, Ground]) -> Found:
             if exact:
-                return self._whole(shape, *way, chosen)
-            made = self._glanced(shape, way, chosen, shifts=True)
+                return self._laid_exactly(shape, *way, chosen)
+            made = self._estimated(shape, way, chosen, shifts=True)
             self.laid.setdefault(shape, []).append(Glance(made.step_s, *way, chosen))
             return made
 
         return fastest(ways, laid, lambda way: even_s(*way, chosen))
 
-    def _whole(self, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen) -> Found:
+    def _laid_exactly(self, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen) -> Found:
         """`chosen` laid out as it runs, with as many blocks run again as memory requires, or with all of them where no
         smaller number is found to fit. Raises InfeasibleError where that does not fit either."""
         try:
@@ -285,7 +285,7 @@ class Pricing:
                 raise
             return lay(self.context, self.space.name, shape, table, ground, replace(chosen, all_again=True), whole=True)
 
-    def _may_hold(self, shape: Shape, level: str) -> None:
+    def _check_memory(self, shape: Shape, level: str) -> None:
         """Raises InfeasibleError where nothing at this level can fit."""
         held_bytes, limit_bytes = self.context.held_bytes(shape, level), self.context.mean_bytes(shape.places)
         if held_bytes > limit_bytes:
@@ -293,7 +293,7 @@ class Pricing:
                 f"cut evenly it holds {gibibytes(held_bytes)} per device, {gibibytes(limit_bytes)} are there"
             )
 
-    def _may_win(self, shape: Shape, level: str, cutoff_s: float, bounds: list[float]) -> None:
+    def _check_floor(self, shape: Shape, level: str, cutoff_s: float, bounds: list[float]) -> None:
         """Raises Beaten where no plan at this level can be as fast as `cutoff_s`, with as many blocks run again as
         memory requires, or where offloading to the host gains too little (joint.offload_gain)."""
         floor_s = self.floor_s(shape, level) * self._eased(shape, level)

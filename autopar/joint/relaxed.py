@@ -208,11 +208,13 @@ def _some(mask: np.ndarray) -> np.ndarray | None:
 
 
 def _priced(table: Table, prices: Mapping[Key, np.ndarray]) -> np.ndarray:
+    """The costs of the choices of one node or net at `prices` of the passes that it belongs to."""
     priced = [table.each[way] @ prices[table.scope, way][:-1] for way in PASSES if (table.scope, way) in prices]
     return np.asarray(priced[0] + priced[1] if len(priced) == 2 else sum(priced, np.zeros(table.each.shape[1:-1])))
 
 
 def _add(passes: Mapping[Key, np.ndarray], table: Table, at: object) -> None:
+    """Add the quantities of one choice to those of its passes."""
     for way in PASSES:
         if (table.scope, way) in passes:
             passes[table.scope, way][:-1] += table.each[way][at]

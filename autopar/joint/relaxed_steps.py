@@ -194,6 +194,7 @@ def _in_blocks(model: Model, scope: str) -> float:
 
 
 def _reading(link: Link) -> str:
+    """The scope of the first reader of a value."""
     return link.readers[0][0].scope
 
 
@@ -215,4 +216,5 @@ def _abreast_s(model: Model, node: Node) -> np.ndarray:
 
 
 def _finite(cost_s: np.ndarray) -> np.ndarray:
+    """The costs, with 0 for impossible choices."""
     return np.where(np.isfinite(cost_s), cost_s, 0.0)

@@ -66,21 +66,22 @@ class SearchContext:
         self.whole = Planner.of(gm, hints, request)
         self._of_program, self._of_weights = ProgramResults(self.whole.program, {1: self.whole}), WeightTotals()
         self._models: dict[tuple[Shape, tuple[Role, ...]], Models] = {}
-        self._others: dict[tuple[int, Device], tuple[Kernels, Kernels]] = {}  # on devices of parts of the cluster
-        self._mixed: dict[str, Work] = {}  # on places that are not alike
+        # by planner and device: prices on devices of other parts of the cluster than the first
+        self._part_kernels: dict[tuple[int, Device], tuple[Kernels, Kernels]] = {}
+        self._parts_work: dict[str, Work] = {}  # by level of rematerialisation: the least work on all parts
         self._paces: dict[Device, float] = {}
         self._hosted: dict[str, SearchContext] = {}
         self.on_devices: SearchContext | None = None
         self.best_s = math.inf
         self._roomy: dict[float, dict[Shape, float]] = {}
         self._parted: dict[str, SearchContext] = {}
-        self._origins: dict[str, str] = {}  # of runs that are parts of others: which
-        self._entire: SearchContext | None = None  # the same with all runs of blocks as they are
+        self._origins: dict[str, str] = {}  # scope of a part of a run -> scope of the whole run
+        self._undivided: SearchContext | None = None  # the context of the graph whose runs are not divided
         self.limit_bytes, self._asked_bytes = request.limit_bytes, request.memory_bytes
-        self.answered: Callable[[float], None] = lambda known_s: None  # told the seconds of ever better answers
+        self.answered: Callable[[float], None] = lambda known_s: None  # called with the step time of each better plan
 
     def restart(self) -> None:
-        """Begin the time limit anew."""
+        """Start the time limit again."""
         self.timer = Timer(self.request.time_limit_s)
 
     def _derived(
@@ -90,8 +91,8 @@ class SearchContext:
         of_weights: WeightTotals | None = None,
         hosted: dict[str, SearchContext] | None = None,
     ) -> SearchContext:
-        """A copy that shares all results but those given; Problems depend on both kinds. `hosted`: copies with
-        offloading that stay valid (none)."""
+        """A copy that shares all results but those given; Problems are shared only if both kinds of results are.
+        `hosted`: copies with offloading that remain valid (None: none do)."""
         other = copy.copy(self)
         if of_program is not None or of_weights is not None:
             other._models = {}
@@ -135,7 +136,7 @@ class SearchContext:
         other = self._derived(of_program=ProgramResults(whole.program, {1: whole}))
         other.gm, other.whole = gm, whole
         other._origins = {name: scope for scope, begins in parts.items() for name in begins}
-        other._entire = self
+        other._undivided = self
         return other
 
     def program_of(self, plan: Plan) -> Program:
@@ -175,22 +176,22 @@ class SearchContext:
         return sum(run.count for run in self.whole.program.runs.values()) or self.pieces
 
     def work(self, places: int, level: str = "none") -> Work:
-        """The least work of a step on one place or on several, with all blocks run again at one of
-        problem.remat.LEVELS."""
+        """The least work of a step on one place or on several, with all blocks run again at `level` (one of
+        problem.remat.LEVELS)."""
         parts = self.request.cluster.parts
         if places == 1 or not parts:
             return self.whole.work(level)
-        if level not in self._mixed:
-            self._mixed[level] = Work.mixed(
+        if level not in self._parts_work:
+            self._parts_work[level] = Work.mixed(
                 self.whole.program,
                 [(part.device, part.devices) for part in parts],
                 self.request.settings,
                 self.whole.again(level),
             )
-        return self._mixed[level]
+        return self._parts_work[level]
 
     def pace(self, device: Device) -> float:
-        """How often per second one device could run all operators at its best rates."""
+        """The speed of one device: how many times per second it could run all operators at its best rates."""
         if device not in self._paces:
             self._paces[device] = 1 / Work.of(self.whole.program, device, self.request.settings).rates_s
         return self._paces[device]
@@ -248,10 +249,10 @@ class SearchContext:
         if device == here.kernels.device:
             return here.kernels, here.forward_kernels
         key = (id(here), device)
-        if key not in self._others:
+        if key not in self._part_kernels:
             settings = self.request.settings
-            self._others[key] = Kernels(device, settings), Kernels(device, replace(settings, mode="inference"))
-        return self._others[key]
+            self._part_kernels[key] = Kernels(device, settings), Kernels(device, replace(settings, mode="inference"))
+        return self._part_kernels[key]
 
     def solve(
         self,
@@ -303,14 +304,14 @@ class SearchContext:
         """Bytes of all parameters with gradients and optimizer state on the device, not divided by the number of
         devices."""
         if self._of_weights.rest_bytes is None:
-            self._of_weights.rest_bytes = self._of_parameters(Prices.rest_bytes)
+            self._of_weights.rest_bytes = self._sum_over_parameters(Prices.rest_bytes)
         return self._of_weights.rest_bytes
 
     @property
     def update_s(self) -> float:
         """Seconds of the optimizer's step, divided evenly over all devices."""
         if self._of_weights.update_s is None:
-            self._of_weights.update_s = self._of_parameters(Prices.update_s) / self.request.cluster.devices
+            self._of_weights.update_s = self._sum_over_parameters(Prices.update_s) / self.request.cluster.devices
         return self._of_weights.update_s
 
     @property
@@ -318,7 +319,7 @@ class SearchContext:
         """Seconds that every step takes after its work: those of the update with offloading, else 0."""
         return self.update_s if self.request.settings.offload else 0.0
 
-    def _of_parameters(self, price: Callable[[Prices, Op, Sequence[Option]], float]) -> float:
+    def _sum_over_parameters(self, price: Callable[[Prices, Op, Sequence[Option]], float]) -> float:
         """The sum of a price over all parameters, whole on one device."""
         cluster, table = self.request.cluster, self.whole.table(1, placed=False)
         prices = Prices(cluster.line(1).mesh((1,)), cluster.device, self.request.settings)
@@ -336,8 +337,8 @@ class SearchContext:
         known = self._of_program.shared
         if (
             microbatches not in known
-            and self._entire is not None
-            and (entire := self._entire.shared(microbatches)) is not None
+            and self._undivided is not None
+            and (entire := self._undivided.shared(microbatches)) is not None
         ):
             known[microbatches] = of_parts(entire, self.whole.program, self.origin)
         if microbatches not in known:
@@ -357,8 +358,8 @@ class SearchContext:
         return self._of_program.barred
 
     def filled(self, costs: Sequence[Cost]) -> tuple[int, ...]:
-        """The pieces, as they cost, that each place needs one of: those with parameters, which in training get
-        gradients."""
+        """The numbers of the pieces with parameters (in training: trained ones), whose costs are `costs`. Every place
+        must have one of them."""
         training = self.request.settings.training
         return tuple(
             number

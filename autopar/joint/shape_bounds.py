@@ -258,6 +258,9 @@ class Timed:
     def _bound_s(
         self, table: Timetable, weights: Least, cutoff_s: float, effort: Effort, met: Choices, *, hosted: bool
     ) -> float:
+        """A lower bound of the plans under one timetable, whose length is bounded by `weights`. The memory limit is
+        added only where the solutions without it do not fit."""
+
         def counted(passing: PassTables, bytes_of: Model, limit_bytes: float = self.context.limit_bytes) -> Relaxed:
             return timed(passing, bytes_of, self.models, table, weights, limit_bytes, hosted=hosted)
 
@@ -332,6 +335,7 @@ class Timed:
         )
 
     def _passing(self, model: Model) -> PassTables:
+        """The quantities of passes for the Problem `model` of a microbatch."""
         return PassTables(model, self.models.forward, sums_at_end=True, between=self.between, linked=True)
 
     @cached_property

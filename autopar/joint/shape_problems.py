@@ -1,4 +1,5 @@
-"""The Problems of one shape, and a solution of them with its costs per piece."""
+"""The Problems of one shape (`Models`), and a solution of them with its costs per piece (`Chosen`). Made by
+shape_models, solved by search_context, laid out by staging."""
 
 from __future__ import annotations
 
@@ -115,6 +116,7 @@ class Chosen:
 
     @cached_property
     def _updates(self) -> list[list[Update]]:
+        """`updates`, by kind of place."""
         return [shared_updates(models.once, self.solution.choice) for models in self.models.kinds]
 
     def updates(self, place: int, kind: int) -> list[Update]:
@@ -127,7 +129,7 @@ class Chosen:
         return self.pieces[kind]
 
     def levels(self, planner: Planner) -> Levels:
-        """Which results blocks keep that run again."""
+        """By scope, the results that blocks keep which are run again."""
         return planner.levels(self.level) if self.kept is None else self.kept
 
     def rerun(self, models: Models) -> Model:
@@ -135,11 +137,13 @@ class Chosen:
         return models.at(self.level) if self.kept is None else rematerialised(models.micro, models.forward, self.kept)
 
     def _pieces(self, models: Models) -> Pieces:
+        """The costs of all pieces on one kind of place, plain and run again."""
         micro, rerun = models.micro, self.rerun(models)
         again = self._costs(models, rerun)
         return Pieces(again if rerun is micro or self.all_again else self._costs(models, micro), again)
 
     def _costs(self, models: Models, micro: Model) -> list[Cost]:
+        """The costs of all pieces, where the Problem of a microbatch is `micro`."""
         return costs(micro.links[0].program, micro, models.once, self.solution.choice, models.forward, apart=self.apart)
 
 

@@ -1,4 +1,5 @@
-"""Seconds of the stages that choices are cut into: of their actions, and of what is sent between them."""
+"""Seconds of each stage of a cut plan in one microbatch: its actions, and the sends between stages. Called by
+joint.staging."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from autopar.problem.graph import Program, Ref
 
 @dataclass(frozen=True, eq=False)
 class Laying:
-    """The input of `lay`: choices of a shape under one timetable, on the places of `ground`. `flat` is the plan of one
-    stage with these choices; `whole` as in `lay`."""
+    """The arguments of `staging.lay`: the choices `chosen` of a shape under one timetable, on the places of `ground`.
+    `flat` is the plan of one stage with these choices; `whole` as in `lay`."""
 
     context: SearchContext
     shape: Shape

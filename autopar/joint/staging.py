@@ -1,5 +1,5 @@
-"""Laying out a shape under one timetable: the model is cut into stages, the step timed by the schedule's own order of
-actions, and memory counted."""
+"""Laying out a shape under one timetable: the model is cut into stages, the step is timed by the schedule's own order
+of actions, and memory is counted. `lay` is called by joint.pricing and joint.own_layouts."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def _unevenly_busy(table: Timetable, times: Sequence[StageTime]) -> bool:
 
 
 def _cut(here: Laying, sends_s: Sequence[float], *, by_place: bool = False) -> tuple[Found, Sequence[StageTime]]:
-    """Cut by `balance`, given the seconds `sends_s` that a cut in front of each piece sends: the result, and the times
-    of its stages."""
+    """Cut the model into stages by `balance`, with memory limits. `sends_s`: seconds to send what crosses a cut in
+    front of each piece; `by_place`: balance places, not single stages. The result, and the times of its stages."""
     context, table, ground = here.context, here.table, here.ground
     pieces = _by_stage(here)
     largest = max(ground.limits)
@@ -261,7 +261,8 @@ def _shifted(here: Laying, found: Found) -> Found:
 
 
 def _timed(here: Laying, made: _Cut) -> tuple[Found, Sequence[StageTime]]:
-    """What it comes to, and the times of its stages."""
+    """The result of a cut plan (step time, bytes of each place), and the times of its stages. Raises InfeasibleError
+    where hosts have too little memory."""
     context, shape, table, ground = here.context, here.shape, here.table, here.ground
     plan, parts, held, program = made.plan, made.parts, made.held, made.on.context.whole.program
     if plan.offload:
@@ -334,18 +335,19 @@ def _assembled(here: Laying, cuts: Cuts) -> Plan:
 
 
 def _counts(pieces: Sequence[Unit], stage: Stage) -> dict[str, int]:
-    """By run of blocks, how many of its instances are among the first `pieces` of a stage."""
+    """By run of blocks, how many of the first `pieces` of a stage are instances of it."""
     return {scope: sum(unit.name == scope for unit in pieces) for scope in stage.blocks}
 
 
 def _by_place(table: Timetable, values: Sequence[float]) -> list[float]:
-    """What the stages of each place have together."""
+    """For each place, the sum of `values` (one per stage) over its stages."""
     return [sum(table.of_place(place, values)) for place in range(table.places)]
 
 
 def _done_s(made: _Cut, ends: Sequence[float], shared: Sequence[Shared]) -> list[float]:
-    """Seconds until each place is done, whose stages are at `ends`: each stage sums its gradients, places those of what
-    they share, when all of them are there; then they are stepped."""
+    """For each place, the seconds until its part of the step is done. `ends` is when its stages are done. Then it sums
+    its gradients over ranks; gradients of weights that several places `shared` are summed once all these places are
+    there; then it updates its weights."""
     table, parts = made.on.table, made.parts
     update_s = [
         own - more
@@ -371,8 +373,8 @@ def _done_s(made: _Cut, ends: Sequence[float], shared: Sequence[Shared]) -> list
 
 
 def _updated_twice_s(here: Laying, parts: Sequence[Sequence[Cost]]) -> list[float]:
-    """By place, seconds of updates that the prices of its pieces count several times, though the place has the weight
-    once."""
+    """For each place, the seconds of weight updates that are counted more than once, because several of its pieces read
+    the weight."""
     if not here.chosen.apart:
         return [0.0] * here.table.places
     table, first = here.table, [0, *itertools.accumulate(map(len, parts))]

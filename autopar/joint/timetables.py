@@ -120,7 +120,7 @@ class Timetable:
         return [InFlight.of(line, self.of_place(place, range(self.stages))) for place, line in enumerate(self._orders)]
 
     def of_place(self, place: int, by_stage: Iterable[T]) -> list[T]:
-        """What the stages of one place have, in order."""
+        """Of `by_stage` (one item per stage), the items of the stages of one place, in order."""
         return [each for each, at in zip(by_stage, self.at, strict=True) if at == place]
 
     @property

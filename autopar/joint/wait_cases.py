@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.joint.cutting_planes import Cutting, Level, Prices
+from autopar.joint.cutting_planes import Cutting, DualPrices, Level
 from autopar.joint.effort import MOST_ROUNDS, Effort
 from autopar.joint.relaxed import ALL, Key, Relaxed, Span, Sums
 from autopar.joint.relaxed_solving import Seen
@@ -40,7 +40,7 @@ SPREAD = 1.01
 LEAST_GAIN = 1e-5
 """Relative to its bound: a case is not split for a smaller estimated gain."""
 
-Of = tuple[Key, str]
+WaitKey = tuple[Key, str]
 """A pass, and the level of links that its waits use ("": all collectives)."""
 
 
@@ -75,6 +75,7 @@ def bound_s(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, effort: Effo
 
 
 def _case(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, number: int) -> _Case:
+    """The case of the spans of `cutting`'s only level."""
     level = cutting.levels[0]
     try:
         proven_s = cutting.bound_s(cutoff_s, MOST_ROUNDS)
@@ -88,7 +89,7 @@ def _case(cutting: Cutting, keys: Sequence[Key], cutoff_s: float, number: int) -
     return _Case(proven_s, number, level.relaxed, mean)
 
 
-def _split(case: _Case, keys: Sequence[Key]) -> tuple[Of, list[Span]] | None:
+def _split(case: _Case, keys: Sequence[Key]) -> tuple[WaitKey, list[Span]] | None:
     """What to split, and into which spans: in the pass whose bound rises most if all its ratios were known, the level
     whose ratio alone raises it most. None where that gains nothing, or all spans are narrow."""
     gains = [
@@ -117,10 +118,11 @@ def _parts(span: Span, ratio: float) -> list[Span]:
 
 
 def _narrow(span: Span) -> bool:
+    """Whether a span is too narrow to be split."""
     return span[1] <= max(span[0] * NARROW, 1e-4)
 
 
-def _around(case: _Case, key: Key) -> dict[Of, Span]:
+def _around(case: _Case, key: Key) -> dict[WaitKey, Span]:
     """Narrow spans around the mean ratios of a pass in the solutions of `case`: of all collectives (""), and of those
     on each level's links."""
     passing, mean = case.relaxed.passing, case.mean[key]
@@ -136,7 +138,7 @@ def _around(case: _Case, key: Key) -> dict[Of, Span]:
     }
 
 
-def _least_s(case: _Case, key: Key, spans: Mapping[Of, Span]) -> float:
+def _least_s(case: _Case, key: Key, spans: Mapping[WaitKey, Span]) -> float:
     """The lower bound of the seconds of one pass, for the mean quantities of the solutions of `case`, if its ratios are
     within `spans`."""
     relaxed = replace(case.relaxed, times={key: case.relaxed.times[key]}, spans=spans)
@@ -145,5 +147,6 @@ def _least_s(case: _Case, key: Key, spans: Mapping[Of, Span]) -> float:
     ).most_s()
 
 
-def _nothing(number: int, prices: Prices, bytes_s: np.ndarray, known_s: float, cutoff_s: float) -> Seen:
+def _nothing(number: int, prices: DualPrices, bytes_s: np.ndarray, known_s: float, cutoff_s: float) -> Seen:
+    """The `solve` of a Cutting whose only solution is given."""
     raise AssertionError("no Problem is solved: the only solution is given")

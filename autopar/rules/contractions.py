@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -184,17 +185,18 @@ def _attention(call: Call, heads: str, rows: str, features: str) -> str:
     if len(call.ins) > 3:
         ins.append([*names[:-1], "c!"][rank - len(call.ins[3].shape) :])
     full = _full_sizes(call)
-    texts = [
-        " ".join(
-            "1"
-            if n == 1 and full[rank - len(t.shape) + i] != 1 and i < len(t.shape) - 1
-            else "1"
-            if n == 1 and index == 3 and full[-1] != 1
-            else w
-            for i, (w, n) in enumerate(zip(word, t.shape, strict=True))
-        )
-        for index, (word, t) in enumerate(zip(ins, call.ins, strict=True))
-    ]
+
+    def text(operand: int, words: Sequence[str], shape: Sequence[Any]) -> str:
+        """The words of an operand, with 1 for dims that are broadcast: batch dims and rows of size 1 where others are
+        larger; and all dims of size 1 of a mask with several keys."""
+        of_mask, offset = operand == 3 and full[-1] != 1, rank - len(shape)
+        stretched = [
+            size == 1 and (of_mask or (dim < len(shape) - 1 and full[offset + dim] != 1))
+            for dim, size in enumerate(shape)
+        ]
+        return " ".join("1" if broadcast else word for broadcast, word in zip(stretched, words, strict=True))
+
+    texts = [text(i, words, t.shape) for i, (words, t) in enumerate(zip(ins, call.ins, strict=True))]
     return rule(texts, [" ".join(out)])
 
 

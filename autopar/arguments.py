@@ -1,5 +1,5 @@
 """Checks of the arguments of `compile`: each is converted to the type that the rest works with, or an error says what
-was given and what is wanted.
+was given and what is wanted. Called by api.compile.
 
 `CHECKS` has an entry for each argument. What can only be checked against the model, the cluster or the graph is checked
 where these are known.

@@ -1,4 +1,4 @@
-"""The meshes and the search strategy that a request asks for, for plans of one stage."""
+"""The meshes and the search strategy that a request asks for, for plans of one stage. Called by onestage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A plan of one stage with given decisions, without a prediction."""
+"""A plan of one stage with given decisions, without a prediction. Made where a solution is walked, timed or emitted
+(planner, onestage, joint.staging)."""
 
 from __future__ import annotations
 

@@ -94,8 +94,14 @@ def first_look(planner: Planner, meshes: Sequence[Mesh], timer: Timer, alone_s: 
 
 @dataclass(eq=False)
 class Look:
-    """The state of the search over meshes: the fastest known step of one stage (`alone_s`), the glance at each mesh
-    (`seen`), the improved solutions (`honed`), and the proven lower bounds in seconds, one per mesh."""
+    """The state of the search over meshes.
+
+    alone_s     the fastest known step of one stage
+    seen        the glance at each mesh
+    honed       solutions that were improved or solved
+    bounds      the proven lower bounds in seconds, one per mesh
+    glanced_s   the fastest step of one stage before anything was honed
+    """
 
     planner: Planner
     timer: Timer
@@ -104,7 +110,7 @@ class Look:
     seen: list[Candidate] = field(default_factory=list)
     honed: list[Candidate] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
-    glanced_s: float = math.inf  # the fastest step of one stage before anything was honed
+    glanced_s: float = math.inf
 
     def finished(self, alone_s: float, until: float = math.inf) -> tuple[Candidate | None, float]:
         """Hone, solve and fill (see the module docstring); the best solution that fits (None where none does) and the

@@ -1,4 +1,5 @@
-"""A plan with its emitted source and constants: what is saved to a folder and built again from it."""
+"""A plan with its emitted source and constants: what is saved to a folder and built again from it. Behind
+`Compiled.save`, `autopar.load` and `autopar emit`."""
 
 from __future__ import annotations
 

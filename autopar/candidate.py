@@ -1,4 +1,4 @@
-"""One priced solution on one mesh."""
+"""One priced solution on one mesh. Made by the Planner."""
 
 from __future__ import annotations
 

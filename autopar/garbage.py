@@ -1,4 +1,4 @@
-"""Python's garbage collector while a plan is made.
+"""Python's garbage collector while a plan is made. Used by api.compile.
 
 Planning makes millions of small objects that live to its end, and the collector's default thresholds walk them all
 again and again (6 % of the processor time of planning Llama-3-8B); hardly any of them is garbage in a cycle.

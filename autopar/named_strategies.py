@@ -1,4 +1,5 @@
-"""Named strategies of one stage: the meshes on which each is tried, priced there, and the best of them."""
+"""Named strategies of one stage: the meshes on which each is tried, priced there, and the best of them. Called by
+onestage and will_it_fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Plans of one stage and one microbatch: price every recipe, search every mesh, keep the best.
+"""Plans of one stage and one microbatch: price every recipe, search every mesh, keep the best. Called by joint.choice
+and joint.offloading.
 
     read the graph -> options per axis size -> clusters -> for each mesh a Problem -> recipes and search -> Plan
 

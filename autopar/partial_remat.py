@@ -1,5 +1,5 @@
 """Partial rematerialisation of a plan of one stage and one microbatch: which results blocks keep, and how many blocks
-are run again.
+are run again. Called by bestfirst and onestage.
 
 A level (problem.remat.LEVELS) fixes what blocks keep and runs all of them again. In between, the first n of the N
 blocks of a run can be run again (`Stage.again`), and what they keep can be any corner of the trade-off of seconds
@@ -114,7 +114,7 @@ class _Filling:
 
     @cached_property
     def plain(self) -> Model:
-        """Its Problem with nothing run again, and no limit."""
+        """The Candidate's Problem with nothing run again, and without a memory limit."""
         return self.found.model.plainly.with_limit(math.inf)
 
     @cached_property
@@ -205,6 +205,7 @@ class _Filling:
         return self._costs[key]
 
     def _blocks(self, scope: str) -> int:
+        """The number of blocks of a run."""
         return self.planner.program.runs[scope].count
 
     def _counted(self, ways: Reruns, scope: str, kept: tuple[str, ...]) -> int | None:

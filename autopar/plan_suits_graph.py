@@ -1,4 +1,5 @@
 """A plan file against the graph that it is for: whether each of its decisions is one that the graph's operators have.
+Called by every command that reads a plan file and captures its model.
 
 `suits` is asked where a plan that was read meets the graph that was captured again, before anything is simulated,
 emitted or run. A plan that the search made passes; one that was edited passes where it is another plan of the same

@@ -1,5 +1,5 @@
 """The Planner: what all meshes have in common (the program, its clusters and their options, prices of operators), and
-the pricing of one mesh.
+the pricing of one mesh. Used by onestage, and by joint for the graph at the sizes of the batch and of microbatches.
 
 A Candidate is one solution on one mesh, with its price and its peak of memory.
 """

@@ -1,4 +1,5 @@
-"""How many rows a layer of experts sends where routing is balanced: what is priced, and what the runtime counts.
+"""How many rows a layer of experts sends where routing is balanced: what is priced, and what the runtime counts. Used
+by rules.experts and runtime.algorithms.experts_on_ranks.
 
 A token that goes to k of E experts is wanted by every part of them that has one of the k. It goes there once, whatever
 the number of its experts there (as DeepEP does between nodes: https://github.com/deepseek-ai/DeepEP).

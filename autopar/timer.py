@@ -1,4 +1,5 @@
-"""The time that a search may take, and whether anything was left out for want of it."""
+"""The time that a search may take, and whether anything was left out for want of it. Made by api and
+joint.search_context, asked by the searches."""
 
 from __future__ import annotations
 

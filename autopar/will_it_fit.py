@@ -94,6 +94,7 @@ class Survey:
 
     @cached_property
     def _spans(self) -> dict[str, tuple[int, int | None, int]]:
+        """Symbol -> (least size, greatest size, step) for which the graph is valid."""
         return facts.spans(self.gm)
 
     @property
@@ -210,6 +211,7 @@ class Survey:
         return predict(self._program({**self.hints, **sizes}), plan)
 
     def _program(self, hints: Mapping[str, int]) -> Program:
+        """The program at the sizes `hints`, read once."""
         key = tuple(hints.values())
         if key not in self._programs:
             self._programs[key] = read(
@@ -290,6 +292,7 @@ class Survey:
         return max(finer, next((found for found in coarser if found), 0))
 
     def _finest_peak(self, plan: Plan, batch: int, limits: Sequence[float]) -> float:
+        """The peak of a pipeline with one sample per rank and microbatch, for a batch of so many samples."""
         return self._peak(replace(plan, microbatches=batch // self._ways(plan)), "b", limits)(batch)
 
     def _finest(self, plan: Plan, batch: int) -> Plan | None:
@@ -303,7 +306,8 @@ class Survey:
         return next((replace(plan, microbatches=n) for n in counts if _runs(plan, n)), None)
 
     def _microbatch_step(self, plan: Plan) -> int:
-        """Schedules of several stages per place run microbatches in rounds of the places."""
+        """The step between numbers of microbatches that the schedule runs: schedules of several stages per place run
+        rounds of as many microbatches as there are places."""
         return 1 if plan.schedule in PLAIN else plan.places
 
     def _limits(self, plan: Plan) -> list[float]:

@@ -1,5 +1,5 @@
 """Which rows of one dim of its input a window operator (convolution, pool) reads, by the rank that holds them: plain
-ints.
+ints. Used by rules.halo and runtime.algorithms.halo.
 
 Output o reads `reach` input rows from `o * stride - padding` on; rows below 0 and from `size` on are padding. Input and
 output are cut as torch.chunk cuts, each by its own size, so a rank's outputs may read rows of other ranks: its

@@ -1,5 +1,5 @@
 """Operators that torch has under a second name, and the first name by which this project's tables have them (exported
-graphs keep both)."""
+graphs keep both). Used by spellings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the casts of an autocast region explicit.
+"""Makes the casts of an autocast region explicit. Called by inline_no_grad.
 
 Export records the values that autocast computed, but not its casts. They follow from the values: an op whose result is
 bfloat16 had its float operands cast to bfloat16, and one whose result is float32 (softmax on CUDA) to float32.

@@ -1,5 +1,5 @@
 """Facts about the expert indices that tokens choose: whether they are distinct for each token, and within the number of
-experts."""
+experts. Used by expert_loops and sorted_rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Covariances and correlations (`torch.cov`, `torch.corrcoef`) as matmuls of the centred observations."""
+"""Covariances and correlations (`torch.cov`, `torch.corrcoef`) as matmuls of the centred observations. Used by
+composed."""
 
 from __future__ import annotations
 

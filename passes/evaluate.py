@@ -1,4 +1,5 @@
-"""Evaluates values that depend on sizes only (masks, positions), at small numbers for the symbols.
+"""Evaluates values that depend on sizes only (masks, positions), at small numbers for the symbols. Used by
+causal_masks, noises and one_sample.
 
 A property seen at small sizes holds at all sizes only if no constant matters in between: a window of 4096 hides nothing
 of 8 positions. So each value is evaluated twice: as it is, and with the constants that positions are compared with

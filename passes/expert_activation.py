@@ -1,4 +1,5 @@
-"""The activation between the two layers of an expert, as source of a function for the emitted file.
+"""The activation between the two layers of an expert, as source of a function for the emitted file. Used by experts and
+expert_loops.
 
     silu(first half) * second half                          halves(lambda first, second: F.silu(first) * second)
     clamped, gated by itself, every other column

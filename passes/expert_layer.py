@@ -1,5 +1,5 @@
 """A recognised layer of experts, in a form that does not depend on how the model wrote it, and the call of
-`ops.experts` that replaces it."""
+`ops.experts` that replaces it. Used by experts and expert_loops."""
 
 from __future__ import annotations
 

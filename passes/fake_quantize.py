@@ -1,4 +1,5 @@
-"""Fake quantisation (`torch.fake_quantize_per_tensor_affine` and its variants), decomposed into common operators.
+"""Fake quantisation (`torch.fake_quantize_per_tensor_affine` and its variants), decomposed into common operators. Used
+by composed.
 
     n = round(x / scale) + zero_point            # of values alone
     y = (clamp(n) - zero_point) * scale          # whose gradient is that of x where n is in range

@@ -1,4 +1,5 @@
-"""The gates by which the rows of one expert of a loop are multiplied, in the spellings that models use.
+"""The gates by which the rows of one expert of a loop are multiplied, in the spellings that models use. Used by
+expert_loops.
 
 gates[token, rank],  gates[mask]              # [..., k], as what is chosen
 (gates * (chosen == e)).sum(-1)[token]

@@ -1,5 +1,5 @@
 """Which values have gradients in training: those that depend on a trained parameter through differentiable
-floating-point values."""
+floating-point values. Used by passes and by codegen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a captured graph on real tensors on one device, folded blocks instance by instance."""
+"""Runs a captured graph on real tensors on one device, folded blocks instance by instance. Used by verify."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Bytes that kernels keep for the backward in addition to operands and results (masks, statistics, indices, counts), as
-formulas in the symbols of the sizes.
+formulas in the symbols of the sizes. Used by annotate_memory.
 
 In a recomputed block, an operator with an entry here is always run again, even if nobody needs its result: its backward
 needs these bytes."""

@@ -1,4 +1,4 @@
-"""Recognises the two layers that one expert of a loop applies to the rows of its tokens."""
+"""Recognises the two layers that one expert of a loop applies to the rows of its tokens. Used by expert_loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Products that permute their operands for one batched matmul: where the permutation is no view, autograd keeps a copy.
+Used by annotate_memory and rules.
 
 einsum("becd,edh->bech", x, w)      x as [e, b c, d] is a copy, w as [e, d, h] is a view
 """

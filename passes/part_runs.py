@@ -1,4 +1,5 @@
-"""Takes runs of alike blocks apart, so that each part of a run can be laid out in its own way.
+"""Takes runs of alike blocks apart, so that each part of a run can be laid out in its own way. Called by
+Captured.parted and joint.search_context.
 
     (h,) = layers_0(h, mask)   x 32      ->      (g,) = layers_0(h, mask)    x 12
                                                  (h,) = layers_12(g, mask)   x 20

@@ -1,4 +1,4 @@
-"""Which tensors autograd keeps from forward to backward, one table entry per operator.
+"""Which tensors autograd keeps from forward to backward, one table entry per operator. Used by annotate_memory.
 
 A row gives positions among (tensor operands..., results...): `OUT` is the first result, `SECOND` the next, `THIRD` the
 one behind it. Taken from torch's derivatives.yaml and checked against `saved_tensors_hooks` in the tests.

@@ -1,5 +1,5 @@
 """Rows of the table of what autograd saves: functions from "which operands require a gradient" to positions among
-operands and results."""
+operands and results. Used by saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Inverses of views: how the new value of a view is written back into the tensor that it is a view of."""
+"""Inverses of views: how the new value of a view is written back into the tensor that it is a view of. Used by
+inplace."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Recognises operators that sort (token, choice) pairs by expert: the permutation, rows in sorted order, and where each
-expert's rows end.
+expert's rows end. Used by experts.
 
     numbers, order = chosen.view(-1).sort()          order = chosen.view(-1).argsort(stable=True)
     token = order // k                               back[order] = arange(n * k)

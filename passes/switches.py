@@ -1,6 +1,6 @@
 """Operators that differ between training and evaluation: those with a training argument (dropout, randomised leaky
-ReLU), and those that have their value in evaluation as an operand (`ops.statistic` of batch norms, `ops.noised`).
-"""
+ReLU), and those that have their value in evaluation as an operand (`ops.statistic` of batch norms, `ops.noised`). Used
+by noises, codegen and verify."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request to capture: the checked arguments of `capture`, with inputs on meta."""
+"""A request to capture: the checked arguments of `capture`, with inputs on meta. Made by capture.capture."""
 
 from __future__ import annotations
 

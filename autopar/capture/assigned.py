@@ -1,5 +1,5 @@
 """Buffers that forward assigns: `self.center = self.center * 0.9 + x.mean(0)`. What is assigned is what the next step
-reads.
+reads. Used by forwards, step_variation and tape.
 
 During forward the old and the new buffer are two tensors. At its end the new values are copied into the old buffer, in
 place. torch.export does so for buffers of the top-level module only, and ignores assignments in inner modules.

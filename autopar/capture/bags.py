@@ -1,5 +1,5 @@
 """`F.embedding_bag` of a matrix of indices (one bag of n rows per sample), traced so that its result visibly has b
-rows.
+rows. Used by export.
 
 torch makes the offsets `arange(0, b * n, n)`, whose symbolic length does not simplify to b.
 """

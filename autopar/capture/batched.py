@@ -1,4 +1,4 @@
-"""Functions of single samples (`torch.vmap`), traced as operators on batches.
+"""Functions of single samples (`torch.vmap`), traced as operators on batches. Used by export.
 
 torch.export records such a function literally: remove the batch dim, the operators of one sample, add the batch dim. No
 recorded operator then has its batched sizes. So while a model is traced, such a function is traced separately, below

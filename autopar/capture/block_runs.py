@@ -1,4 +1,4 @@
-"""Runs of alike blocks in a model, found without running it: what capture may shorten.
+"""Runs of alike blocks in a model, found without running it: what capture may shorten. Called by capture.capture.
 
 Two children of a container are alike when they have the same classes, parameter shapes, hooks and plain attributes all
 the way down. Integer attributes that equal the child's own position in the container (a layer index) do not count:

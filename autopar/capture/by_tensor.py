@@ -1,5 +1,5 @@
 """Values by tensor while a model runs: by identity (`ByTensor`), or until the tensor's memory is changed
-(`UntilChanged`)."""
+(`UntilChanged`). Used by tape, mask_facts, known_masks and others that follow the values of a run."""
 
 from __future__ import annotations
 

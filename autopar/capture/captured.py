@@ -1,4 +1,5 @@
-"""What capture gives: the normalised, annotated, folded graph and everything that the graph itself does not say."""
+"""What capture gives: the normalised, annotated, folded graph and everything that the graph itself does not say. Made
+by capture.capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tensors that no state dict holds: literals, and buffers that a model computes when it is made."""
+"""Tensors that no state dict holds: literals, and buffers that a model computes when it is made. Called by
+capture.capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tracing on one device: the shadow is on meta, and so are the tensors that its code makes.
+"""Tracing on one device: the shadow is on meta, and so are the tensors that its code makes. Used by export and by runs
+without values.
 
 Model code makes tensors without naming a device (`torch.arange(n)`), or on a device of its own. Here factory functions
 make meta tensors, literals (`torch.tensor([0.5])`) and lists used as indices keep their values, and a tensor of another

@@ -1,4 +1,4 @@
-"""Which dims of the inputs are symbolic: the batch `b` and the sequence `s`.
+"""Which dims of the inputs are symbolic: the batch `b` and the sequence `s`. Found by asked, used by export.
 
 Dim 0 is the batch if all inputs have the same size there. Dim 1 of integer inputs is the sequence if they have the same
 size there; not for segmentation labels [b, h, w] of images [b, c, h, w]. Floating inputs with that size in dim 1

@@ -1,5 +1,5 @@
 """A check whether the branch for masks that select nothing equals the branch for masks that select something, applied
-to no rows.
+to no rows. Called by export.
 
     if mask.any(): out[token] += ...            # yes: nothing is added
     if len(token) < 8: continue                 # unknown: a size is compared with another number than 0

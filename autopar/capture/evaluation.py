@@ -1,4 +1,5 @@
-"""A check whether the graph of a training step can also evaluate: what `model.eval()` changes.
+"""A check whether the graph of a training step can also evaluate: what `model.eval()` changes. Called by
+capture.capture.
 
     y = F.dropout(x, 0.1, self.training)      # one flag: the graph has the operator, and evaluation leaves it out
     if self.training: y = y * torch.rand(b)   # a random factor, which evaluation leaves out, too (stochastic depth)

@@ -1,4 +1,5 @@
-"""Errors of torch.export, rewritten for the user: sizes by their names, and the user's own source line."""
+"""Errors of torch.export, rewritten for the user: sizes by their names, and the user's own source line. Called by
+export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Checks whether values are finite, while a model runs without values: they are answered as if all values were finite.
+Used by value_checks.
 
     # transformers' DETR and what is made of it
     if not torch.isfinite(hidden).all(): hidden = torch.clamp(hidden, -most, most)

@@ -1,4 +1,4 @@
-"""flex_attention, traced as plain operators.
+"""flex_attention, traced as plain operators. Used by devices.
 
 torch compiles it to kernels of its own, has no gradient of it on CPUs, and refuses fake tensors. Its argument checks
 are kept. It becomes scaled dot product attention with a mask (which a pass may recognise as causal), or, with a

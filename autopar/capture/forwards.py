@@ -1,4 +1,4 @@
-"""Changes to the forward of a model before torch.export traces it."""
+"""Changes to the forward of a model before torch.export traces it. Called by export."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Refusal of backward hooks in models that train: a captured graph does not have them, so gradients would differ
-without an error."""
+without an error. Called by asked and export."""
 
 from __future__ import annotations
 

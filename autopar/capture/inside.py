@@ -1,5 +1,5 @@
 """Code in forward that a graph of operators cannot contain: argument checks on values, gradients, seeds of random
-generators, and inputs that are objects."""
+generators, and inputs that are objects. Used by export."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Selection by masks whose values follow from sizes alone or are in a buffer: the number of selected rows is then known
-without values.
+without values. Used by export.
 
     mask = torch.eye(2 * b, dtype=torch.bool)
     negatives = similarity[~mask].view(2 * b, -1)          # SimCLR: all but the diagonal

@@ -1,4 +1,5 @@
-"""The tensors in pytrees of arguments and results, and dataclasses in these."""
+"""The tensors in pytrees of arguments and results, and dataclasses in these. Used by all modules that follow the values
+of a run."""
 
 from __future__ import annotations
 

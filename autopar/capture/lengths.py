@@ -1,5 +1,5 @@
 """`len(tensor)`, `list(tensor)`, `int(size)` and `float(size)` while a model is traced: sizes and rows, as symbolic as
-they are.
+they are. Used by export.
 
 Python's `len` and `int` return an int, and `list` a fixed number of tensors, so a model that uses them would fix its
 batch size. While tracing, these names are replaced in the modules (files) of the model's classes and of its loss

@@ -1,4 +1,4 @@
-"""All floating computation of a captured graph in one dtype.
+"""All floating computation of a captured graph in one dtype. Called by verify.
 
 Casts to float32 are baked into captured graphs (logits, norms), and their rounding would hide errors of 1e-8. A check
 in float64 therefore lifts every float dtype: of placeholders, of casts, of factories. Floats that are computed of

@@ -1,4 +1,4 @@
-"""The user's source lines: the one that is running, and the one that an error comes from."""
+"""The user's source lines: the one that is running, and the one that an error comes from. Used in messages."""
 
 from __future__ import annotations
 

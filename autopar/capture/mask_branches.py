@@ -1,4 +1,4 @@
-"""Control flow on whether a mask selects anything, answered while a model runs without values.
+"""Control flow on whether a mask selects anything, answered while a model runs without values. Used by export.
 
     token, rank = torch.where(chosen == 3)
     if token.numel() == 0: continue               # or (chosen == 3).any(), its sum, bincount(chosen)[3]

@@ -1,4 +1,4 @@
-"""The user's dynamic_shapes matched to the flat inputs.
+"""The user's dynamic_shapes matched to the flat inputs. Called by dims.
 
 Three forms, as torch.export has them: `(args, kwargs)`; a dict by the names of forward's parameters, targets of a loss
 function included; a tuple of positional ones. Inputs that hold several have the same structure in each.

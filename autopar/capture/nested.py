@@ -1,5 +1,5 @@
 """The structure of arguments that hold several inputs (dicts, tuples and dataclasses of tensors), as plain dicts and
-tuples of input names."""
+tuples of input names. Called by capture.capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The momenta of a model's batch norms, which the emitted module needs beside the graph (runtime.norms)."""
+"""The momenta of a model's batch norms, which the emitted module needs beside the graph (runtime.norms). Called by
+capture.capture."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Quantisation-aware training: what torch's fused observers do in one operator, while a model is traced, with common
-ones.
+ones. Used by devices.
 
     low, high    averages of the least and the largest value of each batch, in buffers
     scale, zero  the numbers that map [low, high] onto [quant_min, quant_max], in buffers

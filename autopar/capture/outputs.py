@@ -1,4 +1,5 @@
-"""The outputs of a captured model: which one is the loss, and which of them an emitted program can give."""
+"""The outputs of a captured model: which one is the loss, and which of them an emitted program can give. Called by
+capture.capture."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A model in another floating dtype, as `model.to(dtype)` would make it, without touching the model or copying its
-weights."""
+weights. Called by api and the command line."""
 
 from __future__ import annotations
 

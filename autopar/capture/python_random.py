@@ -1,5 +1,5 @@
 """Random numbers of Python's and of numpy's own generators: they are drawn while a model is traced, and a graph would
-have the same ones in every step."""
+have the same ones in every step. Used by capture.capture and export."""
 
 from __future__ import annotations
 

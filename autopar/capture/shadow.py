@@ -1,4 +1,5 @@
 """A shadow of the user's model: the same structure on the meta device, so that nothing is copied, run or changed.
+Called by capture.capture, and wherever a model runs without values.
 
 `shadow(model, keep)` shares no tensor with the model. `keep` names containers and the children to keep of them, which
 is how capture shortens runs of alike blocks: what is left out is never copied. Forward hooks are part of what a model

@@ -1,5 +1,5 @@
 """The range of sizes for which a captured graph is valid, where the model has conditions on a size: consecutive sizes,
-or multiples of a step.
+or multiples of a step. Called by export.
 
 torch proves conditions on sizes (`min(2048, s) <= s`, `s + (64 - s % 64) % 64 == 64 * (...)`) by algebra, or refuses
 the dim. Here each condition is evaluated for every size up to a limit. Emitted models refuse larger sizes.

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a model under their own names.
+"""The parameters and buffers of a model under their own names. Used by capture.capture, constants and verify.
 
 `state_dict()` may differ from them: its hooks rename, cut or leave out tensors, and extra state is no tensor."""
 

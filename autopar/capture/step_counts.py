@@ -1,4 +1,5 @@
-"""Numbers that a model counts up from step to step (`self.steps += 1`), and values of them to try steps at.
+"""Numbers that a model counts up from step to step (`self.steps += 1`), and values of them to try steps at. Used by
+step_variation.
 
 Whether any later step is another one cannot be known by running some. Two kinds of conditions are found: a threshold
 (`self.steps > 1000`), since FAR is beyond all that are in use, and a step of every n (`self.steps % n == 0`), since FAR

@@ -1,4 +1,4 @@
-"""A check that every step of a model is the same computation, since a graph has one step.
+"""A check that every step of a model is the same computation, since a graph has one step. Called by capture.capture.
 
     self.steps += 1; y = y * min(1.0, self.steps / 1000)     # a count, wherever it is kept
     y = y + self.last; self.last = y.detach()                # what the step before computed

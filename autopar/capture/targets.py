@@ -1,5 +1,5 @@
 """The arguments of a loss function beyond the model's outputs: its targets, which are the last positional inputs. And
-whether the loss trains anything."""
+whether the loss trains anything. Called by asked and precision."""
 
 from __future__ import annotations
 

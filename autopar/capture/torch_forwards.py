@@ -1,4 +1,5 @@
-"""Replacements for forwards of torch's modules that read values of tensors, by operators with the same results.
+"""Replacements for forwards of torch's modules that read values of tensors, by operators with the same results. Called
+by shadow.
 
 Tracing has no values: it cannot read a counter as a number (batch norms without momentum), nor skip the clusters that
 no target is in (adaptive softmax).

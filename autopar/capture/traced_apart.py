@@ -1,5 +1,5 @@
 """Code of a model that is traced separately, below autograd, and whose operators are then run in the trace of the
-model."""
+model. Used by batched and own_backwards."""
 
 from __future__ import annotations
 

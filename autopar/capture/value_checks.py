@@ -1,4 +1,5 @@
-"""Argument checks on values, `if condition: raise ...`, while a model runs without values: they are taken to pass.
+"""Argument checks on values, `if condition: raise ...`, while a model runs without values: they are taken to pass. Used
+by export and valueless.
 
     # or elif, `not`, and, or; the other side of an else; an assert
     if labels.max() >= vocab_size: raise ValueError(...)

@@ -1,5 +1,5 @@
 """Runs of a model without values: tensors have only shapes, and data-dependent shapes (rows selected by a mask) are a
-fixed number.
+fixed number. Used by tape, outer_code and failures.
 
 Such runs are compared by their operators and operands, which do not depend on the number of rows.
 """

@@ -1,4 +1,5 @@
-"""An int that raises when it is used: with it capture proves that no block depends on its own position."""
+"""An int that raises when it is used: with it capture proves that no block depends on its own position. Used by
+chain."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Refusal of models that are already distributed (DDP, FSDP, DTensor), compiled to something other than Python
-(TorchScript), or not initialised (lazy modules)."""
+(TorchScript), or not initialised (lazy modules). Called by asked and precision."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The state of the claims of a proof (joint.prove), in memory that two processes share: the parts that each claim was
-divided into, the bound of each part, and which process is looking at it.
+divided into, the bound of each part, and which process is looking at it. Used by prove and background_proof.
 
 Which process takes which look depends on timing, but the bound that is proven hardly does: a look has the same result
 in both, up to the cutoff from the fastest plan known by then, and looks beyond those that were needed are not counted

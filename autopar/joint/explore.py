@@ -1,5 +1,5 @@
 """The walk through a space of shapes: local search from one start per number of places, as long as time and bounds
-allow.
+allow. Called by joint.choice.
 
     visit(shape)   a glance: solve the Problem of one place quickly, cut the model into stages, and time them under
                    every timetable of the space

@@ -1,5 +1,5 @@
 """The most that a step can gain by offloading to the host: the cost of freeing as much device memory by
-rematerialisation instead.
+rematerialisation instead. Called by joint.pricing and joint.offloading.
 
 Take a plan with offloading whose blocks keep results that could be recomputed. Move everything back to the device and
 run as many more blocks again as make room for it: that is a plan without offloading. It is slower in its forward and

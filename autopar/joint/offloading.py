@@ -1,4 +1,4 @@
-"""Plans with offloading: optimizer state rests on the host, or parameters and gradients too.
+"""Plans with offloading: optimizer state rests on the host, or parameters and gradients too. Called by joint.anywhere.
 
 They are made by name (recipes), where no other plan fits, and where they are faster than plans that run blocks again or
 need a pipeline for want of memory. They have one stage or several.

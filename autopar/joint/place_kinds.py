@@ -1,4 +1,5 @@
-"""Places of several kinds (on different devices or links), and one Problem for all of them.
+"""Places of several kinds (on different devices or links), and one Problem for all of them. Used by joint.shape_models
+and joint.staging.
 
     grounds     for each order of the cluster's parts: the places, with the kind and the memory of each
     Weights     how much each kind of place counts in a Problem whose choices are the same on every place

@@ -1,5 +1,5 @@
 """The price of a shape: its Problems are solved, the model is cut into stages and timed under every timetable of the
-space, and as many blocks are run again as memory requires."""
+space, and as many blocks are run again as memory requires. Called by joint.explore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lower bound on the step time of all plans.
+"""A lower bound on the step time of all plans. Called by joint.fastest and joint.background_proof.
 
 The bound is the least of many claims, each of the form "no plan on these shapes is faster than so many seconds". The
 claim with the lowest bound is refined first. Its looks, each closer than the one before:

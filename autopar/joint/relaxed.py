@@ -1,5 +1,5 @@
 """A step bounded from below by a Problem whose costs are additive: the Lagrangian relaxation of the price of a step as
-it runs.
+it runs. Made by relaxed_steps, bounded by cutting_planes.
 
 The seconds of a pass are a convex function of a few quantities that add up over nodes and nets (problem.pass_tables).
 Any prices of these quantities in a polytope (joint.price_polytope) give a linear function below it. With them, each

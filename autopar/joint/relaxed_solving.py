@@ -1,6 +1,5 @@
 """Lower bounds of relaxed steps at given prices: by message passing, whose messages are kept from prices to prices, and
-by the exact search where these leave a gap.
-"""
+by the exact search where these leave a gap. Called by cutting_planes."""
 
 from __future__ import annotations
 

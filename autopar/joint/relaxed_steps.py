@@ -1,5 +1,5 @@
 """Relaxed steps (joint.relaxed) of one stage and one microbatch, of a timetable, and of one place, with their memory
-limits.
+limits. Called by shape_bounds.
 
 `hosted` in all of them: parameters may be on the host, so that their memory and the optimizer's step count nothing.
 """

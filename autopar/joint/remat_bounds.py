@@ -1,4 +1,5 @@
 """Lower bounds of what running blocks again costs, whatever they keep, for a step of one stage and one microbatch.
+Called by shape_bounds.
 
 A block that runs again may keep results: the more bytes it keeps, the fewer seconds its second run takes. The lower
 convex hull of (seconds, bytes) is found exactly for given costs of each operator (problem.remat_frontier). Here these

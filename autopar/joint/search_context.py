@@ -1,4 +1,5 @@
-"""SearchContext: everything that the search derives from one graph, made when first asked for and then shared.
+"""SearchContext: everything that the search derives from one graph, made when first asked for and then shared. Used by
+all of joint.
 
 For each shape and one role per mesh axis, these are the Problems of one microbatch and of what happens once per step,
 and their solution for a timetable. Beside them the least work, the memory of parameters, and how microbatches share

@@ -1,4 +1,4 @@
-"""Lower bounds of the seconds of all plans of one shape.
+"""Lower bounds of the seconds of all plans of one shape. Called by joint.prove.
 
 The first bound ignores the memory limit (*roomy*). Running blocks again then gains nothing, as every choice takes at
 least as long with it as without, in every pass. Only where the solutions behind that bound do not fit are limits added,

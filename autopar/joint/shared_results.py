@@ -1,4 +1,4 @@
-"""Results that several SearchContexts share, grouped by what they depend on."""
+"""Results that several SearchContexts share, grouped by what they depend on. Used by search_context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Timetables: a pipeline schedule with a number of stages per place, and the seconds and memory of a step under it.
+Made by joint.pricing.
 
 SEARCHED are the kinds that the search tries. Schedules that run all forwards first keep the activations of all
 microbatches. They are tried because no forward waits for a backward to come back: where sends take time, GPipe is

@@ -1,4 +1,4 @@
-"""Branch and bound over how long passes wait for collectives.
+"""Branch and bound over how long passes wait for collectives. Called by shape_bounds.
 
 Background collectives overlap compute and waits evenly, and slow down waits for links that they share. The linear
 bounds (joint.price_polytope) can only use this if the ratio of waiting to compute in a pass is known to lie in a span.

@@ -1,4 +1,5 @@
-"""What one rank of a place holds throughout a step: parameters with gradients and optimizer state, buffers, inputs."""
+"""What one rank of a place holds throughout a step: parameters with gradients and optimizer state, buffers, inputs.
+Called by memory.place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The memory of hosts that a plan needs: that of a node is shared by the ranks of all places on it."""
+"""The memory of hosts that a plan needs: that of a node is shared by the ranks of all places on it. Called by
+joint.staging and will_it_fit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Bytes that changes of layout use while they run: receive buffers, and reordered parts (runtime/moves.py,
-collectives.py)."""
+collectives.py). Called by memory.forward and memory.backward."""
 
 from __future__ import annotations
 

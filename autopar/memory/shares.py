@@ -1,4 +1,4 @@
-"""Bytes of values, gradients and parameters on one rank, for one microbatch."""
+"""Bytes of values, gradients and parameters on one rank, for one microbatch. Used by all of memory."""
 
 from __future__ import annotations
 

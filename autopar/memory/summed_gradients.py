@@ -1,4 +1,5 @@
 """Gradients of sums: an expanded tensor that holds one number, which some backward kernels copy to its full size.
+Called by memory.backward.
 
 Most backwards read such a gradient as it is. Those listed here copy it first (`grad.contiguous()`, `expect_contiguous`
 or a reshape in their kernels), on every device; those in `ON_CPU` on CPUs only. Tests give each operator that has a

@@ -1,5 +1,5 @@
 """Temporary memory of operators: bytes that are allocated and freed while an operator runs, one row each, as formulas
-in the sizes of its tensors (`local.taken`).
+in the sizes of its tensors (`local.taken`). Read by memory.operators.
 
 Most are results of the plain operators that a composite operator or a derivative consists of (torch's derivatives.yaml,
 FunctionsManual.cpp, Loss.cpp), on all devices. `CPU` has what only CPU kernels allocate. The tests measure every

@@ -1,4 +1,5 @@
-"""Gradients of weights where a backward has an action of its own for them (runtime.stages.OwnStage).
+"""Gradients of weights where a backward has an action of its own for them (runtime.stages.OwnStage). Used by
+memory.backward.
 
 torch's `stage_backward_weight` goes over the operators of a stage one by one: it adds the gradients that one makes to
 those of the microbatches before, and frees them only when the next operator has made its own. Gradients that rest in a

@@ -1,4 +1,4 @@
-"""The rule of a reshape, from the shapes on both sides.
+"""The rule of a reshape, from the shapes on both sides. Used by rules.views.
 
 The factors are the common refinement of both shapes: `[b, s, 512] -> [b, s, 8, 64]` is `f0 f1 (f2 f3) -> f0 f1 f2
 f3`."""

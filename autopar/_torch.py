@@ -11,16 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._library.custom_ops import OPDEFS  # what custom_op made, by name
-from torch._ops import OpOverload, OpOverloadPacket  # what a call_function target is, and all of one name
+from torch._library.custom_ops import OPDEFS  # operators made by torch.library.custom_op, by name
+from torch._ops import (
+    OpOverload,
+    OpOverloadPacket,
+)  # the class of call_function targets, and of all overloads of a name
 from torch.amp.grad_scaler import OptState
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 
-# torch.export speaks of inputs and outputs in this module's trees; the public torch.utils.pytree cannot name their
-# paths.
+# torch.export describes inputs and outputs by this module's pytrees; the public torch.utils.pytree has no paths.
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode  # the documented way to see every operator; no public name
+from torch.utils._python_dispatch import TorchDispatchMode  # documented, but without a public name
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -30,14 +32,14 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward pass now running leaves the graph for another one (`retain_graph`); to be asked in a hook of
-    it. torch's own compiler asks the same; there is no public name for it."""
+    """Whether the backward pass now running keeps the graph for another one (`retain_graph`); to be called in a hook of
+    that backward. torch's own compiler asks in the same way; there is no public name for it."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def gradient_hooks(tensor: Tensor) -> tuple[list[Callable[[Tensor], Tensor | None]], list[Callable[[Tensor], None]]]:
-    """What `register_hook` and `register_post_accumulate_grad_hook` left with a tensor; autograd calls it for its own
-    leaves only, and torch has no public name for it."""
+    """The hooks of a tensor: those of `register_hook`, and those of `register_post_accumulate_grad_hook`. Autograd
+    calls them for its own leaves only, and torch has no public name for them."""
     after: Mapping[int, Callable[[Tensor], None]] = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
     return list((tensor._backward_hooks or {}).values()), list(after.values())
 
@@ -61,11 +63,9 @@ def wrap_like(local: Tensor, like: Tensor) -> Tensor:
 
 
 def as_parameter(tensor: Tensor, trainable: bool) -> torch.nn.Parameter:
-    """`tensor` itself, a leaf that nobody else has, as a parameter.
-
-    The constructor of Parameter detaches a DTensor, for which torch finds out anew how every shape and layout is cut, a
-    few milliseconds each; in the end it sets the same attribute. There is no public name for it.
-    """
+    """`tensor` itself as a parameter; it must be a leaf that nobody else holds. The constructor of Parameter would
+    detach a DTensor, for which torch computes the sharding of its shape anew (a few milliseconds each), and then set
+    the same attribute. There is no public way to do only that."""
     if not isinstance(tensor, DTensor):
         return torch.nn.Parameter(tensor, requires_grad=trainable)
     tensor.requires_grad_(trainable)
@@ -74,15 +74,15 @@ def as_parameter(tensor: Tensor, trainable: bool) -> torch.nn.Parameter:
 
 
 def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Writes to `tensors` inside are not seen by autograd: for writing the values that are there already, as torch's
-    own FSDP does; there is no public name for it."""
+    """A context in which autograd does not notice writes to `tensors`: for writing back the values that they have
+    already, as torch's own FSDP does. There is no public name for it."""
     kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
     return kept
 
 
 def copy_all(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """`copy_` of each, cast where dtypes differ: on a GPU in a few kernels for all of them, as torch's optimizers and
-    FSDP do it. torch has it without a public name."""
+    """`copy_` for each pair, with casts where dtypes differ; on a GPU in a few kernels for all of them, as torch's
+    optimizers and FSDP do it. torch has no public name for it."""
     torch._foreach_copy_(list(into), list(sources))
 
 
@@ -126,7 +126,7 @@ class LocalScaler(torch.amp.GradScaler):
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd sees `tensor` as a view: such a one cannot be detached in place, which zero-bubble schedules
+    """Whether autograd treats `tensor` as a view. A view cannot be detached in place, which zero-bubble schedules
     do."""
     return tensor._is_view()
 
@@ -158,14 +158,15 @@ def with_transfers(schedule: Any) -> Mapping[int, Sequence[Any]]:
 
 
 def waits_late(schedule: type[Any]) -> bool:
-    """Whether a schedule class posts sends on their own and waits for them when the step has ended; the others wait in
-    the step, and may have to post a send together with a receive. The common base of the former has no public name."""
+    """Whether a schedule class posts each send by itself, and waits for them at the end of the step. Other classes wait
+    within the step, and may have to post a send together with a receive. The common base of the former has no public
+    name."""
     return issubclass(schedule, schedules._PipelineScheduleRuntime)
 
 
 def post(ops: list[dist.P2POp]) -> Sequence[dist.Work]:
-    """Begin transfers the way that torch's schedules do: the other side's must be begun in the same way to meet
-    them."""
+    """Begin point-to-point transfers in the way that torch's schedules do, since both sides must begin them in the same
+    way to match."""
     return schedules._batch_p2p(ops)
 
 
@@ -182,15 +183,15 @@ def fake_mode() -> AbstractContextManager[object]:
 
 
 def copied(function: Any, **names: Any) -> Any:
-    """A function in Python as it is now, with other things behind some of the names that it reads."""
+    """A copy of a function written in Python, as it is now, in which some global `names` have other values."""
     made = FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Which memory a tensor is a view of; of one sample inside `torch.vmap`, that of all samples; inside of
-    `torch.func.grad`, that of the tensor which is derived by."""
+    """An identifier of the memory that a tensor is a view of. Inside `torch.vmap` that of all samples; inside
+    `torch.func.grad` that of the plain tensor."""
     from torch._C import _functorch
 
     while _functorch.is_functorch_wrapped_tensor(tensor):
@@ -199,12 +200,9 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def without_fake_cache() -> AbstractContextManager[None]:
-    """Modes of fake tensors that are made inside compute every operator instead of looking it up among those computed
-    before.
-
-    To fill that cache costs about as much as to compute; it pays where the same operators come again and again. There
-    is no public name for it.
-    """
+    """A context in which new modes of fake tensors compute every operator, instead of looking it up in a cache. Filling
+    the cache costs about as much as computing, so that it pays only where the same operators come again and again.
+    There is no public name for the setting."""
     import torch._dynamo
 
     patched: AbstractContextManager[None] = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
@@ -259,8 +257,8 @@ def flash_takes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
 
 
 class Watch(TorchDispatchMode):
-    """Calls `seen(operator, args, kwargs, result)` for every operator that runs inside. What `instead(operator, args)`
-    gives, if it does, is the result."""
+    """A context manager that calls `seen(operator, args, kwargs, result)` for every operator that runs inside. Where
+    `instead(operator, args)` returns a tensor, that is the result, and the operator does not run."""
 
     def __init__(
         self,
@@ -284,5 +282,5 @@ __all__ = ["OPDEFS", "OpOverload", "OpOverloadPacket", "pytree"]
 
 
 def profiling() -> bool:
-    """Whether torch.profiler watches this thread: ranges are named only then. There is no public name for it."""
+    """Whether torch.profiler records this thread; only then are ranges named. There is no public name for it."""
     return torch.autograd._profiler_enabled()

@@ -1,8 +1,8 @@
 """Bytes that kernels keep for the backward in addition to operands and results (masks, statistics, indices, counts), as
 formulas in the symbols of the sizes. Used by annotate_memory.
 
-In a recomputed block, an operator with an entry here is always run again, even if nobody needs its result: its backward
-needs these bytes."""
+In a block that is run again, an operator with an entry here is always run again, even if nobody needs its result: its
+backward needs these bytes."""
 
 from __future__ import annotations
 

@@ -56,11 +56,9 @@ def narrow(size: torch.SymInt, least: int, most: int) -> None:
 
 
 def export_errors() -> tuple[type[Exception], ...]:
-    """What torch.export raises when a model or one of its symbolic dims cannot be exported, the model's own errors
-    included.
-
-    The common base of dynamo's errors and the symbolic-shape errors have no public names.
-    """
+    """The types of errors that torch.export raises when a model, or one of its symbolic dims, cannot be exported; the
+    model's own errors are among them. The base class of dynamo's errors, and the errors on symbolic shapes, have no
+    public names."""
     from torch._dynamo.exc import TorchDynamoException
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
@@ -80,8 +78,8 @@ def export_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Inside, torch.export neither prints the graph so far of what it cannot export, nor logs what its error says.
-    There is no public name for it."""
+    """A context in which torch.export does not print the graph of a failed export, and does not log what its error says
+    anyway. There is no public way to silence it."""
     from torch.export import _trace
 
     with (
@@ -94,8 +92,8 @@ def quietly() -> Iterator[None]:
 
 @contextmanager
 def unvalidated_distributions() -> Iterator[None]:
-    """Inside, torch.distributions take values as they are. There is a public way to say so, and none to ask what was
-    said before."""
+    """A context in which torch.distributions do not check their arguments. The setting has a public setter, but no
+    public getter to restore it by."""
     from torch.distributions import Distribution
 
     with mock.patch.object(Distribution, "_validate_args", False):
@@ -104,10 +102,8 @@ def unvalidated_distributions() -> Iterator[None]:
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """As under torch.export, `torch.compiler.is_compiling()` and `is_exporting()` say True.
-
-    Model code asks them before it picks kernels that only real tensors can have; export sets the same two flags.
-    """
+    """A context in which `torch.compiler.is_compiling()` and `is_exporting()` are true, as under torch.export, which
+    sets the same two flags. Model code asks them before it uses kernels that need real tensors."""
     flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
     torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
     try:
@@ -117,8 +113,8 @@ def tracing() -> Iterator[None]:
 
 
 def below_autograd(body: Callable[..., list[Tensor]], inputs: Sequence[Any]) -> torch.fx.GraphModule:
-    """The graph of the operators that `body(*inputs)` runs on fake tensors, below autograd: also those of a backward
-    inside it. torch.export traces above autograd, and sees nothing that autograd keeps of an operator's inside."""
+    """The graph of the operators that `body(*inputs)` runs on fake tensors, traced below autograd: operators of a
+    backward inside it are recorded too. torch.export traces above autograd and does not see these."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -131,8 +127,8 @@ def below_autograd(body: Callable[..., list[Tensor]], inputs: Sequence[Any]) -> 
 
 
 def getitem_modes() -> list[Any]:
-    """The active modes under which an index that is a tensor of no dims is not read as a number: models enter it around
-    functions of single samples."""
+    """The active modes in which a tensor without dims is a valid index, and is not converted to a number. Models enter
+    such a mode around functions of single samples."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch.overrides import _get_current_function_mode_stack
 
@@ -140,8 +136,8 @@ def getitem_modes() -> list[Any]:
 
 
 def items_are_indices() -> AbstractContextManager[None]:
-    """Inside, an index that is a tensor of no dims is not read as a number; flex_attention enters it around the
-    functions that it is given."""
+    """A context in which a tensor without dims is a valid index, and is not converted to a number; flex_attention
+    enters it around the functions that it is given."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     mode: AbstractContextManager[None] = TransformGetItemToIndex()
@@ -149,9 +145,10 @@ def items_are_indices() -> AbstractContextManager[None]:
 
 
 def flex_attention_by(own: Callable[..., Any], attend: Callable[..., Any]) -> Callable[..., Any]:
-    """`own`, torch's flex_attention, with `attend(query, key, value, score_mod, block_mask, scale, kernel_options)` in
-    place of its kernels, on any device. It gives the attention, and the logarithm of the sum of the scores and the
-    largest one, to the base 2. What it checks and gives has no other public name."""
+    """`own`, torch's flex_attention, with its kernels replaced by `attend(query, key, value, score_mod, block_mask,
+    scale, kernel_options)`, for any device. `attend` returns the attention, and the log-sum-exp and the maximum of the
+    scores, both to the base 2. The checks of arguments and the form of the results are torch's, which have no other
+    public name."""
     found: Callable[..., Any] = copied(
         own, flex_attention_hop=attend, _validate_device=lambda *_: None, _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True
     )
@@ -159,17 +156,18 @@ def flex_attention_by(own: Callable[..., Any], attend: Callable[..., Any]) -> Ca
 
 
 def _instead(*_: Any, **__: Any) -> Any:
-    """What `_elsewhere` calls, by the name that it is given."""
+    """A placeholder for the function that `_elsewhere` calls; `redirected` replaces the name in its code."""
 
 
 def _elsewhere(*args: Any, **kwargs: Any) -> Any:
+    """Its code replaces that of a redirected function."""
     return _instead(*args, **kwargs)
 
 
 @contextmanager
 def redirected(function: Any, to: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a function in Python calls `to`, under whatever name somebody imported it. Changing its code is all that
-    reaches such names."""
+    """A context in which calls of `function`, a function written in Python, go to `to`, under whatever name other
+    modules have imported it. Only a change of its code object reaches all of these names."""
     code, defaults, named = function.__code__, function.__defaults__, function.__kwdefaults__
     place = f"_instead_of_{function.__name__}"
     function.__globals__[place] = to
@@ -187,8 +185,8 @@ def redirected(function: Any, to: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def vmap_replaced(run: Callable[..., Any]) -> Iterator[None]:
-    """Inside, every call of a function that `torch.vmap` gave is `run(original, func, in_dims, out_dims, randomness,
-    chunk_size, args=..., kwargs=...)`."""
+    """A context in which every call of a function made by `torch.vmap` becomes `run(original, func, in_dims, out_dims,
+    randomness, chunk_size, args=..., kwargs=...)`."""
     from torch._functorch import apis
 
     original = apis.vmap_impl
@@ -199,8 +197,8 @@ def vmap_replaced(run: Callable[..., Any]) -> Iterator[None]:
 
 
 def code_when_asked() -> AbstractContextManager[None]:
-    """Graph modules that are made inside write and compile their Python code when somebody wants it, not after every
-    change. torch.compile has its own graphs so."""
+    """A context in which new graph modules compile their Python code when it is first needed, not after every change.
+    torch.compile does so for its own graphs."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     return _use_lazy_graph_module(True)

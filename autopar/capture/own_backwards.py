@@ -9,7 +9,7 @@ everything but the first J x detached: the value y, with the gradient b(g). Thes
 like others. A function for which neither is right (a backward that clips, or adds a constant) is refused.
 
 A forward is traced as plain code, not by `apply`: that runs it under no_grad, which the trace would record only partly.
-Re-entrant checkpoints are traced as if they were not there, since the search decides what is recomputed.
+Re-entrant checkpoints are traced as if they were not there, since the search decides which blocks are run again.
 """
 
 from __future__ import annotations

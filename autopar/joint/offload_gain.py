@@ -1,17 +1,17 @@
 """The most that a step can gain by offloading to the host: the cost of freeing as much device memory by
 rematerialisation instead. Called by joint.pricing and joint.offloading.
 
-Take a plan with offloading whose blocks keep results that could be recomputed. Move everything back to the device and
-run as many more blocks again as make room for it: that is a plan without offloading. It is slower in its forward and
-backward by
+Take a plan with offloading whose blocks keep results that could be computed again. Move everything back to the device
+and run as many more blocks again as make room for it: that is a plan without offloading. It is slower in its forward
+and backward by
 
     (seconds of running all blocks again) * (bytes that come back) / (bytes that running all of them again frees)
 
 where each term is for the whole step, cut evenly over devices, with as many microbatches of each block in flight as
 there are places. The seconds are counted at the device's best rates, which no real operator reaches; SLACK makes up for
 that. If the search without offloading has found the best such plan, a plan with offloading gains at most this, less
-what its update takes longer. Plans with offloading that keep nothing that could be recomputed are not bounded by this.
-"""
+what its update takes longer. Plans with offloading that keep nothing that could be computed again are not bounded by
+this."""
 
 from __future__ import annotations
 

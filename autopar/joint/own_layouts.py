@@ -1,4 +1,4 @@
-"""Layouts of their own for each place of a pipeline, to suit its memory, devices and links. Called by joint.choice.
+"""Different layouts for each place of a pipeline, to suit its memory, devices and links. Called by joint.choice.
 
 The search first chooses the same layouts for all places: those that are best for all together. That is not best for
 each. The first places of 1F1B keep more microbatches than the last ones; a part of the cluster may have less memory, or

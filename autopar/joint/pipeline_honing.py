@@ -1,5 +1,5 @@
-"""Honing of a pipeline's choices by the price of the whole step: cut into stages, timed, its memory counted, and as
-many blocks run again as memory requires. Called by joint.explore.
+"""Descent on the choices of a pipeline, priced by the whole step: the model is cut into stages, timed, its memory
+counted, and as many blocks are run again as memory requires. Called by joint.explore.
 
 The Problem of a shape does not know what hides in which pass, nor that with slightly less memory fewer blocks have to
 run again.

@@ -37,7 +37,7 @@ class Unit:
         return sum(way[-1] for way in self.ways.values())
 
     def add(self, storage: Storage) -> None:
-        """One more gathered weight."""
+        """Add the storage of one more gathered weight."""
         self.time = self.time if self.storages else storage.born
         self.storages.append(storage)
         legs, way = len(storage.takes), (*storage.takes, storage.nbytes)
@@ -45,7 +45,7 @@ class Unit:
 
     @property
     def alike(self) -> Unit:
-        """The unit of a like block that is not walked."""
+        """The unit of a block that is not walked, because it is like this one."""
         return Unit(ways=self.ways)
 
 

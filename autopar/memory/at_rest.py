@@ -19,8 +19,8 @@ ALWAYS = "the whole step"
 
 
 def instances(shares: Shares, views: Sequence[View]) -> dict[str, int]:
-    """How many tensors of each holder (parameter, buffer, constant, input) the stages of a place have: one per block
-    inside blocks; else one, however many stages read it."""
+    """How many tensors of each parameter, buffer, constant and input the stages of a place hold: for those of a block
+    one per instance of the block; for others one, however many stages read it."""
     found: dict[str, int] = {}
     for op in shares.program.ops.values():
         if op.scope:
@@ -116,7 +116,7 @@ def _hosted(shares: Shares, views: Sequence[View]) -> float:
 
 
 def elements(shares: Shares, op: Op) -> int:
-    """Elements of one parameter's leaf, buffer or input on this rank."""
+    """The number of elements of a parameter's leaf, of a buffer or of an input on this rank."""
     return shares.elements(op.call.outs[0].sizes, shares.lies((op.name, 0)).value)
 
 

@@ -1,5 +1,5 @@
-"""How the software that runs a plan holds memory, beside the plan: what emitted modules do, and what other training
-software does otherwise."""
+"""How software holds memory while it runs a plan, apart from what the plan says: what emitted modules do, and what
+other training software does otherwise. Read by the memory walk; set by predict for published runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One call of an operator on one rank, and formulas of bytes in the sizes of its tensors.
+"""One call of an operator on one rank, and formulas of bytes in the sizes of its tensors, by which the tables of
+temporary memory are written.
 
 2w+m+3o     w: the largest tensor of the call, m: one byte for each of its elements, o: the result, a, b: the first
             and the second operand"""

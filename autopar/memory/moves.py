@@ -9,18 +9,20 @@ from autopar.layout import Step, in_order, is_placed
 
 
 def done(steps: Sequence[Step], sizes: Sequence[int]) -> tuple[Step, ...]:
-    """The steps on axes of several ranks; on an axis of one the input is the result (runtime.moves.Chain)."""
+    """The steps that are executed: those on axes of several ranks. On an axis of one rank the input is the result
+    (runtime.moves.Chain)."""
     return tuple(step for step in steps if sizes[step.axis] > 1)
 
 
 def fresh(steps: Sequence[Step]) -> bool:
-    """Whether the result has memory of its own."""
+    """Whether the result of some steps has memory of its own, and is not the input."""
     return any(not is_placed(step.after[step.axis]) for step in steps)
 
 
 def workspace(steps: Sequence[Step], nbytes: Callable[[tuple[str, ...]], float], *, staged: bool) -> float:
-    """The most bytes in addition to input and result; `nbytes` gives those of the tensor in a layout. `staged`: gloo,
-    on CPUs, gathers into a tensor of its own, and sums in a copy before it scatters."""
+    """The most bytes that some steps take in addition to input and result; `nbytes` gives the bytes of the tensor in a
+    layout. `staged`: by gloo, on CPUs, which gathers into a tensor of its own, and sums in a copy before it
+    scatters."""
     most = 0.0
     for number, step in enumerate(steps):
         before, after = nbytes(step.before), nbytes(step.after)
@@ -30,8 +32,8 @@ def workspace(steps: Sequence[Step], nbytes: Callable[[tuple[str, ...]], float],
 
 
 def halfway(steps: Sequence[Step], nbytes: Callable[[tuple[str, ...]], float]) -> tuple[float, ...]:
-    """For a chain of collectives in the background (runtime.moves.Chain): the bytes of the result of each but the last,
-    with the copies in which the next one reads or writes it."""
+    """For a chain of collectives in the background (runtime.moves.Chain): the bytes of each result but the last, and of
+    the copies in which the next collective reads or writes it."""
     return tuple(
         nbytes(step.before) + _parts(step, nbytes(step.before), nbytes(step.after)) * (step.kind != "all_gather")
         for step in steps[1:]

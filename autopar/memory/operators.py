@@ -58,7 +58,8 @@ _COPIES_GRADIENT = (
 
 
 def copies(op: Op, operand: int, runs: Sequence[str], habits: Habits) -> bool:
-    """Whether an operator keeps a tensor of its own instead of an operand."""
+    """Whether an operator keeps a tensor of its own for the backward (a log-softmax) instead of operand number
+    `operand`."""
     return (
         operand == 0
         and op.target in COPIED
@@ -96,6 +97,7 @@ def _tiled(local: Local, count: int) -> tuple[float, float]:
 
 
 def _tiles(runs: Sequence[str]) -> int:
+    """The number of tiles in which a call with these algorithms runs; 1 where it is not tiled."""
     return max(map(tiles.tiles, runs), default=1)
 
 

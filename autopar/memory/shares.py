@@ -16,9 +16,9 @@ from autopar.rules.language import Option
 
 @dataclass(eq=False)
 class Shares:
-    """The shares of the rank that holds the first shard of all that is cut, the largest one of uneven shards. `coord`
-    is its coordinate on the axes on which values are placed; values placed elsewhere take none of its memory. `habits`
-    say how the software holds memory."""
+    """The bytes of one rank of a place: the one that holds the first shard of everything that is split, which is the
+    largest of uneven shards. `coord` is its coordinate on the axes on which values are placed; values placed elsewhere
+    take none of its memory. `habits` say how the software holds memory."""
 
     program: Program
     plan: Plan
@@ -87,7 +87,7 @@ class Shares:
 
 
 def named(op: Op) -> str:
-    """The name for users: a parameter's or buffer's name in the model, else that of the node."""
+    """The name of an operator for users: of a parameter or buffer its name in the model, of others that of the node."""
     if not op.fqn or op.role not in ("param", "buffer", "constant"):
         return op.name
     return f"{op.scope}: {op.fqn}" if op.scope else op.fqn

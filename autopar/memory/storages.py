@@ -1,5 +1,5 @@
-"""Storages, and the times at which they are alive. A time is one step of the walk: an operator or a change of layout.
-Used by memory.forward and memory.backward."""
+"""Storages (the memory of tensors), and the times at which they are alive. A time is one step of the walk: an operator
+or a change of layout. Used by memory.forward and memory.backward."""
 
 from __future__ import annotations
 

@@ -155,6 +155,7 @@ def _turns(name: str) -> Bytes:
 
 
 def _circular(local: Local) -> float:
+    """A copy of the result, for circular padding."""
     return local.out if local.given("mode") == "circular" else 0.0
 
 
@@ -164,6 +165,7 @@ def _of_channels(local: Local) -> float:
 
 
 def _not_summed(formula: str) -> Bytes:
+    """`formula`, for reductions other than a sum."""
     return lambda local: 0.0 if local.given("reduce") == "sum" else taken(formula)(local)
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class WeightsPart:
-    """What the operators of one stage make, in bytes.
+    """The gradients that the operators of one stage make for one microbatch, in bytes.
 
-    counts      instances of a run of blocks by its scope; one of what is outside of blocks
-    made        operator and scope -> the gradient that it makes of each parameter
+    counts      scope of a run of blocks -> how many instances the stage has; 1 for operators outside of blocks
+    made        (operator, scope) -> the gradient that it makes of each parameter
     narrow      parameter -> its gradients in the dtype of the computation, where they rest in a wider one
-    wide        the largest of these in the wider dtype
+    wide        the largest of these gradients in the wider dtype
     """
 
     counts: Mapping[str, int]
@@ -28,14 +28,17 @@ class WeightsPart:
     wide: float = 0.0
 
     def add(self, operator: tuple[str, str], parameter: str, nbytes: float, wider: float) -> None:
-        """An operator makes a gradient, `wider` times as many bytes of which rest; once, however often it is told."""
+        """Note that an operator makes a gradient of `nbytes` of a parameter, which takes `wider` times as many bytes at
+        rest. Noting it again changes nothing."""
         self.made.setdefault(operator, {})[parameter] = nbytes
         if wider > 1:
             self.narrow[parameter] = nbytes * self.counts.get(operator[1], 1)
             self.wide = max(self.wide, nbytes * wider)
 
     def bytes_beside(self, kept_bytes: float) -> float:
-        """The most beside `kept_bytes`, which the action reads and has freed when it casts."""
+        """The most bytes that the action for weights allocates. Either the gradients of two operators in a row exist;
+        or all gradients in the narrow dtype and the largest in the wider one, when they are cast: then the `kept_bytes`
+        that the action has read are freed already."""
         each = sorted(
             sum(gradients.values())
             for (_, scope), gradients in self.made.items()

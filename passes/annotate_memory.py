@@ -27,7 +27,7 @@ BAGS = (ops.bag, ops.ragged_bags)
 """Operators that read a row of their first operand for each index in the second."""
 
 COMPUTE_WIDE = (aten.float_power.Scalar, aten.float_power.Tensor_Scalar, aten.float_power.Tensor_Tensor)
-"""Compute in float64 or complex128, whatever they are given."""
+"""Operators that compute in float64 or complex128, whatever the dtype of their operands."""
 
 
 def annotate_memory(gm: fx.GraphModule) -> fx.GraphModule:

@@ -33,7 +33,7 @@ def _ranked(chosen: Any) -> fx.Node | None:
     part; None where it comes from something else."""
     part: Any = chosen
     while (seen := edit.call_of(part, aten.reshape.default, aten.slice.Tensor, aten.select.int)) is not None:
-        if seen.target is aten.reshape.default and _last(seen) != _last(seen.args[0]):
+        if seen.target is aten.reshape.default and _last_size(seen) != _last_size(seen.args[0]):
             break
         part = seen.args[0]
     best = edit.call_of(part, aten.argmax.default) or edit.call_of(edit.part_of(part, 1), aten.max.dim)
@@ -43,6 +43,6 @@ def _ranked(chosen: Any) -> fx.Node | None:
     return ranked if ranked is not None and edit.args_of(ranked)["dim"] in (-1, len(facts.shape(part)) - 1) else None
 
 
-def _last(node: Any) -> facts.Size:
+def _last_size(node: Any) -> facts.Size:
     """The size of the last dim."""
     return facts.shape(node)[-1]

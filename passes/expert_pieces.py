@@ -84,7 +84,7 @@ class _Pieces:
             return (
                 self.are([each[0] for each in args])
                 and all(each[1:] == args[0][1:] for each in args)
-                and (target is operator.getitem or self._last(nodes[0]))
+                and (target is operator.getitem or self._along_last(nodes[0]))
             )
         if (target not in UNARY and target not in BINARY) or target is aten.dropout.default:
             return False
@@ -108,7 +108,7 @@ class _Pieces:
             for operand in operands
         )
 
-    def _last(self, node: fx.Node) -> bool:
+    def _along_last(self, node: fx.Node) -> bool:
         """Whether `node` works along the last dim."""
         return edit.args_of(node)["dim"] in (-1, len(facts.shape(node.args[0])) - 1)  # type: ignore[arg-type]
 

@@ -21,8 +21,9 @@ ORDERED = (aten.einsum.default, aten.matmul.default, *BIASED)
 
 
 def copied(node: fx.Node, positions: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of the operands at `positions`, which the backward of the product `node` keeps, that it keeps as copies of
-    its own: torch is asked, at example sizes. Each is kept for the gradient of the other."""
+    """Which of the operands at `positions`, those that autograd keeps for the backward of the product `node`, are kept
+    as copies (permuted, and not views). torch is run at example sizes to find out. Each operand is kept for the
+    gradient of the other one."""
     operands = edit.tensor_operands(node)
     if node.target not in ORDERED or len(operands) > 2 + (node.target in BIASED):
         return ()
@@ -48,7 +49,7 @@ def copied(node: fx.Node, positions: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _alike(node: fx.Node, operand: fx.Node) -> Tensor:
-    """A tensor without memory that lies as `operand` does."""
+    """A tensor on meta with the sizes and strides of `operand`, at example sizes."""
     (held,) = facts.tensors(operand)
     sizes, strides = ([facts.example(node, size) for size in numbers] for numbers in (held.shape, held.stride()))
     return torch.empty_strided(sizes, strides, dtype=held.dtype, device="meta")

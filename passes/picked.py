@@ -26,8 +26,13 @@ TOKEN, RANK, NUMBER = "token", "rank", "number"
 
 @dataclass(frozen=True)
 class Mask:
-    """Where `chosen [..., k]`, or `[...]`, holds `number` (None where all numbers are a dim); `dims` says what the dims
-    of the mask are, dims of tokens that are not merged by their position. `over`: where any of the k is the number."""
+    """A mask that is true where the experts that tokens chose equal a number.
+
+    chosen      the chosen experts, `[..., k]`, or `[...]` where each token chooses one
+    number      the expert that is compared with; None where all experts are a dim of the mask
+    dims        the kind of each dim of the mask (TOKEN, RANK, NUMBER); unmerged dims of tokens by their position
+    over        whether the mask is over tokens any of whose k choices is the number
+    """
 
     chosen: fx.Node
     number: int | None
@@ -47,7 +52,8 @@ class Mask:
 
 
 def picked(index: Any) -> tuple[Mask, str] | None:
-    """The mask whose true elements `index` gives the coordinates of, and along which dim; None for any other index."""
+    """For an index that gives one coordinate of the true elements of a Mask: the Mask, and the kind of dim (TOKEN or
+    RANK) that it is a coordinate of. None for any other index."""
     found = places(index)
     mask = mask_of(found[0]) if found is not None else None
     if found is None or mask is None or mask.number is None or not {TOKEN} <= {*mask.dims} <= {TOKEN, RANK}:
@@ -67,7 +73,7 @@ def tokens(indices: Sequence[Any]) -> tuple[Mask, int] | None:
 
 
 def taken(node: Any) -> tuple[fx.Node, list[Any]] | None:
-    """The tensor that `node` indexes, and the indices."""
+    """The tensor that `node` indexes along its first dims, and the indices; None for other nodes."""
     if (rows := edit.call_of(node, aten.index_select.default)) is not None and rows.args[1] == 0:
         return rows.args[0], [rows.args[2]]  # type: ignore[return-value]
     rows = edit.call_of(node, aten.index.Tensor)
@@ -75,7 +81,8 @@ def taken(node: Any) -> tuple[fx.Node, list[Any]] | None:
 
 
 def places(index: Any) -> tuple[Any, int] | None:
-    """The tensor whose nonzero elements `index` gives one coordinate of, and which coordinate."""
+    """For an index that gives one coordinate of the nonzero elements of a tensor: that tensor, and the number of the
+    coordinate. None for any other index."""
     if (part := edit.call_of(index, operator.getitem)) is not None:
         source, dim = part.args
         if edit.call_of(source, aten.where.default, aten.nonzero_numpy.default) is not None:
@@ -169,7 +176,8 @@ def _of_one_number(mask: Mask, dim: int, number: int) -> Mask | None:
 
 
 def _merged(node: fx.Node, mask: Mask) -> Mask | None:
-    """Tokens made one dim, in their order; all of what is chosen, where it is one number for each token."""
+    """The mask after a reshape that merges tokens into one dim, in their order; or merges all dims, which is the same
+    where each token chooses one expert. None for other reshapes."""
     sizes = facts.shape(node)
     if not mask.ordered:
         return None

@@ -21,7 +21,7 @@ def provenance(gm: fx.GraphModule) -> fx.GraphModule:
         if not isinstance(module, fx.GraphModule):
             continue
         for node in module.graph.nodes:
-            # export makes these up: they have no place
+            # nodes that export inserts have no place in the model
             is_size = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat))
             node.meta.setdefault("module", "" if is_size else module_path(node))
             node.meta.setdefault("source", "" if is_size else source_line(node))

@@ -29,9 +29,9 @@ def sink_flatten(gm: fx.GraphModule) -> fx.GraphModule:
         if node.target is aten.reshape.default:
             if not merge(node):
                 _in_two_steps(node)
-        elif node.target in CONTRACTIONS and _whole_weight(node):
+        elif node.target in CONTRACTIONS and _one_matrix(node):
             _sink(node, [node.args[0]])
-        elif (node.target in UNARY or node.target in BINARY) or (node.target in LAST_DIM and _last(node)):
+        elif (node.target in UNARY or node.target in BINARY) or (node.target in LAST_DIM and _along_last(node)):
             _sink(node, list(node.all_input_nodes))
         elif _norm_of_last(node) or _keeps_last(node):
             _sink(node, [node.args[0]])
@@ -82,13 +82,13 @@ def _with_last(operand: fx.Node, last: facts.Size) -> list[int | fx.Node] | None
     return None
 
 
-def _whole_weight(node: fx.Node) -> bool:
+def _one_matrix(node: fx.Node) -> bool:
     """Whether the second operand is a matrix, the same for all rows."""
     weight = node.args[1]
     return isinstance(weight, fx.Node) and len(facts.shape(weight)) == 2
 
 
-def _last(node: fx.Node) -> bool:
+def _along_last(node: fx.Node) -> bool:
     """Whether `node` works along the last dim."""
     return node.args[1] in (-1, 1)
 
@@ -141,20 +141,21 @@ def _sink_topk(node: fx.Node) -> None:
 
 
 def merge(node: fx.Node) -> bool:
-    """Whether the reshape `node` is back to sizes that were there before, with only reshapes between; then it goes
-    away. Where dims of size 1 are others than before (one head), it is a reshape of what was there before."""
+    """Remove the reshape `node` where a reshape before it had the same sizes, with only reshapes between. Where only
+    dims of size 1 differ (one head), the operand of `node` becomes the earlier tensor. Returns whether something
+    changed."""
     operand = node.args[0]
     while isinstance(operand, fx.Node):
         if facts.shape(operand) == facts.shape(node):
             edit.replace(node, operand)
             return True
-        if operand is not node.args[0] and _longer(operand) == _longer(node):
+        if operand is not node.args[0] and _sizes_above_one(operand) == _sizes_above_one(node):
             node.update_arg(0, operand)
             return True
         operand = operand.args[0] if operand.target is aten.reshape.default else None
     return False
 
 
-def _longer(node: fx.Node) -> list[facts.Size]:
+def _sizes_above_one(node: fx.Node) -> list[facts.Size]:
     """The sizes that are not 1."""
     return [size for size in facts.shape(node) if size != 1]

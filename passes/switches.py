@@ -17,13 +17,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Switch:
-    """The argument `name`, and the one without which the operator does in training what it does in evaluation."""
+    """The argument `name` that makes an operator compute as in training. `of`: an argument that makes both modes equal
+    where it is 0 (the share of a dropout)."""
 
     name: str
     of: str = ""
 
     def is_on(self, arguments: dict[str, Any]) -> bool:
-        """Whether a call with these arguments, by name, does what only training does."""
+        """Whether a call with these arguments, by name, computes something that evaluation does not."""
         return bool(arguments[self.name] and arguments[self.of or self.name])
 
 
@@ -53,18 +54,19 @@ SWITCHES: dict[Any, Switch] = {
     aten.rrelu.default: Switch("training"),
     aten.scaled_dot_product_attention.default: Switch("dropout_p"),
 }
+"""Operators with a training argument -> that argument."""
 
 
 EVALUATED: dict[Any, Any] = {
     ops.noised: lambda x, noise, keep: x,
     ops.statistic: lambda total, count, running: running.reshape(total.shape).to(total.dtype),
 }
-"""Operators that training computes otherwise -> what they are in evaluation."""
+"""Operators that compute otherwise in training -> a function that gives their value in evaluation."""
 
 
 def evaluate(gm: fx.GraphModule) -> fx.GraphModule:
-    """Make of a captured training step, in place, what it is in evaluation. It is for an interpreter: no other pass
-    knows what it is made of."""
+    """Change a captured training step, in place, to what evaluation computes. The result is for an interpreter only:
+    its targets may be plain functions, which no pass knows."""
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             if node.target in SWITCHES:
@@ -74,12 +76,13 @@ def evaluate(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def place_of(target: Any, name: str) -> int:
-    """The place of argument `name` of an operator."""
+    """The position of argument `name` of an operator."""
     return next(place for place, argument in enumerate(target._schema.arguments) if argument.name == name)
 
 
 def turn_off(node: fx.Node) -> bool:
-    """Let a call of an operator with a switch do what it does in evaluation; whether it did anything else."""
+    """Make a call of an operator with a switch compute as in evaluation. Returns whether it computed anything else
+    before."""
     switch, given = SWITCHES[node.target], edit.args_of(node)
     if not switch.is_on(given):
         return False

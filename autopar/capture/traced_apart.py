@@ -61,6 +61,7 @@ def _traced(item: Any) -> bool:
 def _program(
     body: Callable[..., Any], inputs: Sequence[Any], modes: Sequence[AbstractContextManager[Any]]
 ) -> fx.GraphModule:
+    """The graph of `body(*inputs)`, traced on meta under `modes`."""
     with on_meta(), ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)

@@ -53,6 +53,8 @@ class Watched:
 
 
 def _raises(name: str) -> Any:
+    """The special method `name` of Watched, which raises ReadError."""
+
     def read(self: Any, *_: Any) -> Any:
         raise ReadError(operator.attrgetter("_message")(self))
 

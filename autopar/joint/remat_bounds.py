@@ -98,6 +98,7 @@ class _Blocks:
         return {scope: self._corners(scope, free) for scope in self.program.runs}
 
     def _corners(self, scope: str, free: Collection[str]) -> list[Corner]:
+        """The corners of one scope."""
         names = [name for name, (_, member) in self.at.items() if member.op.scope == scope]
         always = rerun(self.program, scope, [name for name in names if keepable(self.program.ops[name])]).again
         seconds = {op.name: 0.0 for op in self.program.ops.values() if op.scope == scope}

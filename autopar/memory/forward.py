@@ -106,6 +106,7 @@ class Forward:
         return Value(ref, pair, storage, self.shares.gradient(ref, pair) if graded else 0.0)
 
     def _holder(self, op: Op) -> None:
+        """Make the value of a parameter, buffer, constant or input."""
         value = self._value((op.name, 0), self._cast_input(op) if op.role == "input" else None)
         if op.role == "param" and value.pair.has_grad:
             value.leaf = op

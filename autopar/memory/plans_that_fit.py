@@ -173,6 +173,7 @@ def _least_bytes(allowed: float, given: float, error: InfeasibleError) -> float:
 
 
 def _over(over: float, limit_bytes: float) -> InfeasibleError:
+    """The error where the least peak exceeds the limit by `over` bytes."""
     return InfeasibleError(
         f"the peak of the step is {gibibytes(over)} over the {gibibytes(limit_bytes)} of a device, with all that lives "
         "only for a moment (autopar memory shows what)",

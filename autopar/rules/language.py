@@ -134,6 +134,7 @@ class Tensor:
 
 
 def _collect(tree: Any, found: list[Tensor]) -> None:
+    """Append the Tensors of nested arguments to `found`, in order."""
     if isinstance(tree, Tensor):
         found.append(tree)
     elif isinstance(tree, (tuple, list)):

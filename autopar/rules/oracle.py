@@ -132,6 +132,8 @@ class _Trial:
     def _run(
         self, shards: Sequence[Any], shapes: Sequence[Shapes], execute: Execute, together: Mapping[str, RunOnAllRanks]
     ) -> list[list[torch.Tensor]]:
+        """The outputs on each rank: by the option's runtime algorithm on all ranks together, or by the operator on each
+        shard."""
         if self.option.run:
             return [_tensors(out) for out in together[self.option.run](shards)]
         return [
@@ -146,6 +148,7 @@ class _Trial:
         shards: Sequence[Any],
         outs: Sequence[Sequence[torch.Tensor]],
     ) -> str:
+        """What differs in the gradients of operands, or an empty string."""
         live = [i for i, t in enumerate(whole_outs) if t.requires_grad]
         asked = [i for i, t in enumerate(whole_ins) if t.requires_grad]
         if not live or not asked:
@@ -198,6 +201,7 @@ def cut(whole: torch.Tensor, entry: Entry, ways: int) -> list[torch.Tensor]:
 
 
 def _shard(whole: torch.Tensor, entry: Entry, ways: int, rank: int) -> torch.Tensor:
+    """The part of `whole` that `rank` has under the layout entry."""
     for dim, size in enumerate(whole.shape):
         ranges = pieces(size, (entry,), dim, (ways,), (rank,))
         if ranges != [(0, size)]:

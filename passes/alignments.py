@@ -12,10 +12,9 @@ import torch
 from torch import fx
 
 from passes import edit, facts, ops
+from passes.tables import MEAN, NONE
 
 aten = torch.ops.aten
-
-_NONE, _MEAN = 0, 1  # the reduction argument
 
 
 def alignments(gm: fx.GraphModule) -> fx.GraphModule:
@@ -40,9 +39,9 @@ def _by_samples(node: fx.Node) -> fx.Node | None:
         (given["log_probs"], targets, given["input_lengths"], lengths, given["blank"], given["zero_infinity"]),
         like=node,
     )
-    if given["reduction"] == _NONE:
+    if given["reduction"] == NONE:
         return each
-    if given["reduction"] == _MEAN:
+    if given["reduction"] == MEAN:
         counts = edit.call(
             graph,
             aten.to.dtype,

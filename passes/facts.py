@@ -194,6 +194,11 @@ def shape(node: fx.Node, index: int | None = None) -> tuple[Size, ...]:
     return tuple(as_size(size, node.graph.owning_module) for size in tensor.shape)
 
 
+def rank(node: Any) -> int:
+    """Number of dims of the tensor that `node` gives (an fx.Node; torch types arguments of nodes as anything)."""
+    return len(shape(node))
+
+
 def numel(node: fx.Node) -> Size:
     """Number of elements of the tensor that `node` gives."""
     result: Size = 1

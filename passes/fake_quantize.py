@@ -31,7 +31,7 @@ def _of_one(node: fx.Node) -> fx.Node | None:
             None
             if facts.dtype(zero).is_floating_point
             else _written(
-                node, given, *(_shaped(_values(each, node), [1] * _dims(node), node) for each in (scale, zero))
+                node, given, *(_shaped(_values(each, node), [1] * facts.rank(node), node) for each in (scale, zero))
             )
         )
     return _written(node, given, _single(scale), zero)
@@ -42,7 +42,7 @@ def _of_channels(node: fx.Node) -> fx.Node | None:
     given = edit.args_of(node)
     if facts.dtype(given["zero_point"]).is_floating_point:
         return None  # another formula: added before rounding
-    along = [-1 if dim == given["axis"] else 1 for dim in range(_dims(node))]
+    along = [-1 if dim == given["axis"] else 1 for dim in range(facts.rank(node))]
     return _written(
         node, given, *(_shaped(_values(given[name], node), along, node) for name in ("scale", "zero_point"))
     )
@@ -82,11 +82,6 @@ def _values(operand: fx.Node, node: fx.Node) -> fx.Node:
 def _shaped(operand: fx.Node, sizes: list[int], node: fx.Node) -> fx.Node:
     """The operand reshaped to `sizes`."""
     return edit.call(node.graph, aten.reshape.default, (operand, sizes), like=node)
-
-
-def _dims(node: fx.Node) -> int:
-    """The number of dims of the result."""
-    return len(facts.shape(node))
 
 
 def _single(number: float) -> float:

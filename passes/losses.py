@@ -13,10 +13,9 @@ from torch import fx
 
 from passes import edit, facts, ops
 from passes.sink_flatten import flattened
+from passes.tables import MEAN, NONE, SUM
 
 aten = torch.ops.aten
-
-_NONE, _MEAN, _SUM = 0, 1, 2
 
 
 def losses(gm: fx.GraphModule) -> fx.GraphModule:
@@ -47,10 +46,10 @@ def _nll(node: fx.Node) -> fx.Node | None:
         return _split_cross_entropy(
             node, _cast(log_probabilities.args[0], facts.dtype(log_probabilities), node), given, 0.0
         )
-    if given["reduction"] != _MEAN:
+    if given["reduction"] != MEAN:
         return None
     given = {**given, **{name: _summed(given[name], given, node) for name in ("self", "weight")}}
-    return _over_valid(node, _reduced(node, given, _SUM), given["target"], given)
+    return _over_valid(node, _reduced(node, given, SUM), given["target"], given)
 
 
 def _split_cross_entropy(node: fx.Node, logits: fx.Node, given: dict[str, Any], smoothing: float) -> fx.Node:
@@ -61,11 +60,11 @@ def _split_cross_entropy(node: fx.Node, logits: fx.Node, given: dict[str, Any], 
     options = (given["ignore_index"], smoothing, *([] if given["weight"] is None else [given["weight"]]))
     if len(facts.shape(logits)) > 2:  # [n, v, ...]: classes last
         logits = edit.call(graph, aten.movedim.int, (logits, 1, -1), like=node)
-    if reduction == _NONE:
+    if reduction == NONE:
         return edit.call(graph, ops.cross_entropy_each, (logits, labels, *options), like=node)
     logits, labels = _unflattened(logits, labels)
     total = edit.call(graph, ops.cross_entropy_sum, (_summed(logits, given, node), labels, *options), like=node)
-    return total if reduction == _SUM else _over_valid(node, total, labels, given)
+    return total if reduction == SUM else _over_valid(node, total, labels, given)
 
 
 def _over_valid(node: fx.Node, total: fx.Node, labels: fx.Node, given: dict[str, Any]) -> fx.Node:
@@ -83,7 +82,7 @@ def _summed(x: Any, given: dict[str, Any], node: fx.Node) -> Any:
     float16."""
     return (
         _cast(x, torch.float32, node)
-        if x is not None and given["reduction"] == _MEAN and facts.dtype(x) == torch.float16
+        if x is not None and given["reduction"] == MEAN and facts.dtype(x) == torch.float16
         else x
     )
 
@@ -101,7 +100,7 @@ def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
     classes = facts.shape(logits)[dim]
     if not isinstance(classes, int):
         return None
-    if dim == len(facts.shape(logits)) - 1 and given["reduction"] != _NONE:
+    if dim == len(facts.shape(logits)) - 1 and given["reduction"] != NONE:
         logits, wanted = _unflattened(logits, wanted, 0)
         dim = len(facts.shape(logits)) - 1
     logits, wanted, weight = (_summed(x, given, node) for x in (logits, wanted, weight))
@@ -125,10 +124,10 @@ def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
             if dim == rank - 1
             else call(aten.reshape.default, weight, [classes if d == dim else 1 for d in range(dim, rank)]),
         )
-    if given["reduction"] == _NONE:
+    if given["reduction"] == NONE:
         return call(aten.neg.default, call(aten.sum.dim_IntList, terms, [dim]))
     total = call(aten.neg.default, call(aten.sum.default, terms))
-    if given["reduction"] == _SUM:
+    if given["reduction"] == SUM:
         return total
     sizes = [edit.size(logits, d) for d in range(len(facts.shape(logits))) if d != dim]
     return _cast(call(aten.div.Tensor, total, edit.product(graph, sizes, like=node)), facts.dtype(node), node)
@@ -151,10 +150,10 @@ def _unflattened(logits: fx.Node, labels: fx.Node, beside: int = 1) -> tuple[fx.
 def _mean(node: fx.Node) -> fx.Node | None:
     """A mean loss as its sum divided by the number of terms: one per element, or one per row, of the first operand."""
     given = edit.args_of(node)
-    if given["reduction"] != _MEAN:
+    if given["reduction"] != MEAN:
         return None
     operand = edit.tensor_operands(node)[0]
-    terms = _reduced(node, given, _NONE)
+    terms = _reduced(node, given, NONE)
     shape = facts.shape(terms)
     other = shape != facts.shape(operand)[: len(shape)]  # the other operands are larger
     if facts.dtype(terms) == torch.float16 and not other:
@@ -163,7 +162,7 @@ def _mean(node: fx.Node) -> fx.Node | None:
     node.graph.erase_node(terms)
     if other:
         return None
-    total = _reduced(node, given, _SUM)
+    total = _reduced(node, given, SUM)
     count = edit.product(node.graph, [edit.size(operand, dim) for dim in range(len(shape))], like=node)
     return edit.call(node.graph, aten.div.Tensor, (total, count), like=node)
 

@@ -20,10 +20,10 @@ from torch import fx
 from passes import edit, facts
 from passes._torch import free_unbacked_symbols
 from passes.picked import places
+from passes.tables import MEAN, NONE
 
 aten = torch.ops.aten
 
-_NONE, _MEAN, _SUM = 0, 1, 2
 _NARROW = (torch.float16, torch.bfloat16)
 
 Known = dict[fx.Node, "Whole | None"]
@@ -163,9 +163,11 @@ def _power(node: fx.Node, known: Known) -> Whole | None:
 
 def _first(node: fx.Node, known: Known) -> Whole | None:
     """An operator on the last dims of its first operand, whose other operands do not depend on the mask."""
-    if _rank(node.args[0]) < 2 or any(is_picked(other) for other in node.all_input_nodes if other is not node.args[0]):
+    if facts.rank(node.args[0]) < 2 or any(
+        is_picked(other) for other in node.all_input_nodes if other is not node.args[0]
+    ):
         return None
-    if node.target is aten.matmul.default and _rank(node.args[1]) > 2:
+    if node.target is aten.matmul.default and facts.rank(node.args[1]) > 2:
         return None
     if (found := _operands(node, known, node.args[:1])) is None:
         return None
@@ -180,7 +182,7 @@ def _along(node: fx.Node, known: Known, *, new: int = 0) -> Whole | None:
     given = edit.args_of(node)
     asked = given["dim"]
     dims = asked if isinstance(asked, (list, tuple)) else [asked]
-    rank = _rank(node.args[0]) + new
+    rank = facts.rank(node.args[0]) + new
     if None in dims or not dims or any(dim % rank == 0 for dim in dims):
         return None
     tensors = edit.tensor_operands(node)
@@ -228,7 +230,7 @@ def _terms(node: fx.Node, known: Known) -> Whole | None:
         node,
         {
             name: by_name.get(value, value) if isinstance(value, fx.Node) else value
-            for name, value in {**given, "reduction": _NONE}.items()
+            for name, value in {**given, "reduction": NONE}.items()
         },
     )
     return Whole(edit.call(node.graph, node.target, args, kwargs, like=node), found[1])  # type: ignore[arg-type]
@@ -237,7 +239,7 @@ def _terms(node: fx.Node, known: Known) -> Whole | None:
 def _loss(node: fx.Node, known: Known) -> fx.Node | None:
     """A loss that is the sum or the mean of one term per element of the selected rows."""
     found = _terms(node, known)
-    return None if found is None else _together(node, found, None, mean=edit.args_of(node)["reduction"] == _MEAN)
+    return None if found is None else _together(node, found, None, mean=edit.args_of(node)["reduction"] == MEAN)
 
 
 def _of_classes(node: fx.Node, known: Known) -> fx.Node | None:
@@ -246,7 +248,7 @@ def _of_classes(node: fx.Node, known: Known) -> fx.Node | None:
     logits, labels = given["self"], given["target"]
     if (
         facts.is_float(labels)
-        or (_rank(logits), _rank(labels)) != (2, 1)
+        or (facts.rank(logits), facts.rank(labels)) != (2, 1)
         or (given.get("weight") is not None and is_picked(given["weight"]))
     ):
         return None
@@ -281,7 +283,7 @@ def _over(node: fx.Node, known: Known, *, mean: bool) -> fx.Node | None:
     if found is None or given.get("keepdim"):
         return None
     dims = given.get("dim") or None
-    rank = _rank(given["self"])
+    rank = facts.rank(given["self"])
     asked = None if dims is None else sorted(dim % rank for dim in dims)
     return _together(node, found, asked, mean=mean)
 
@@ -303,11 +305,6 @@ def _together(node: fx.Node, found: Whole, dims: list[int] | None, *, mean: bool
         count = edit.call(graph, aten.mul.Tensor, (picked, beside), like=node) if beside != 1 else picked
         total = edit.call(graph, aten.div.Tensor, (total, count), like=node)
     return total if wide == result else edit.call(graph, aten.to.dtype, (total, result), like=node)
-
-
-def _rank(node: Any) -> int:
-    """The number of dims of a node's result."""
-    return len(facts.shape(node))
 
 
 FINITE_AT_ZERO = (

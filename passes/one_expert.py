@@ -116,16 +116,11 @@ def _linear(node: Any) -> tuple[fx.Node, fx.Node | None] | None:
     total = edit.call_of(node, aten.add.Tensor)
     for one, other in ((node, None), *(() if total is None or total.kwargs else (total.args, total.args[::-1]))):
         linear = edit.call_of(one, aten.linear.default, aten.matmul.default)
-        if linear is None or len(linear.args) != 2 or _rank(linear.args[1]) != 2:
+        if linear is None or len(linear.args) != 2 or facts.rank(linear.args[1]) != 2:
             continue
-        if other is None or (isinstance(other, fx.Node) and _rank(other) == 1):
+        if other is None or (isinstance(other, fx.Node) and facts.rank(other) == 1):
             return linear, other
     return None
-
-
-def _rank(node: Any) -> int:
-    """The number of dims of a node's result."""
-    return len(facts.shape(node))
 
 
 def _weights(linear: tuple[fx.Node, fx.Node | None]) -> Linear:

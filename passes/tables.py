@@ -6,6 +6,9 @@ import torch
 
 aten = torch.ops.aten
 
+NONE, MEAN, SUM = 0, 1, 2
+"""The `reduction` argument of ATen losses (at::Reduction)."""
+
 UNARY = (
     aten.abs.default, aten.bitwise_not.default, aten.ceil.default, aten.clamp.default, aten.clamp_max.default,
     aten.clamp_min.default, aten.cos.default, aten.dropout.default, aten.elu.default, aten.erf.default,

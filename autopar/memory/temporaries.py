@@ -19,6 +19,7 @@ from autopar.problem.graph import Op
 from autopar.rules import pointwise
 from autopar.rules.arguments import given, named
 from passes import ops
+from passes.tables import MEAN, NONE
 
 aten = torch.ops.aten
 
@@ -195,9 +196,6 @@ def _spread_back(local: Local) -> float:
     return (wide - local.grad(0)) * local.ins[0] + (
         sources - local.grad(2) + masks / local.op.call.ins[2].itemsize
     ) * source
-
-
-NONE, MEAN = 0, 1  # the reduction argument of ATen losses
 
 
 def _terms(each: float, summed: float) -> Bytes:

@@ -11,10 +11,10 @@ from autopar.rules.arguments import given, line, overloads, rank_of, replicated,
 from autopar.rules.language import Call
 from autopar.rules.rule import Rule
 from passes import ops
+from passes.tables import MEAN, NONE
 
 aten = torch.ops.aten
 
-NONE, MEAN, SUM = 0, 1, 2  # the reduction argument of ATen losses
 
 ELEMENTWISE = """binary_cross_entropy binary_cross_entropy_with_logits hinge_embedding_loss huber_loss kl_div l1_loss
     margin_ranking_loss mse_loss

@@ -116,7 +116,7 @@ def staged(
 
 
 def _proven(walks: Sequence[Explorer]) -> dict[Shape, float]:
-    """What walks through free spaces have proven of shapes: a lower bound in seconds for each."""
+    """Shape -> lower bound in seconds, as walks through free spaces have proven it."""
     return {shape: bound_s for walk in walks if walk.space in FREE for shape, bound_s in walk.proven.items()}
 
 

@@ -85,7 +85,7 @@ class Board:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Hold the lock."""
+        """A context in which the lock is held. A lock whose holder has died is ignored (GONE_S)."""
         held = self._lock.acquire(timeout=GONE_S)
         try:
             yield
@@ -99,6 +99,7 @@ class Board:
             return self._open(enough_s)
 
     def _open(self, enough_s: float) -> bool:
+        """As `open`, while the lock is held."""
         least = self._bounds[:, -1].argmin()
         return bool(self._bounds[least, -1] < enough_s and not self._done[least])
 

@@ -83,14 +83,15 @@ class Explorer:
 
     @property
     def fit(self) -> dict[Shape, Found]:
-        """The answers so far."""
+        """The results of visited shapes that fit, by shape."""
         return {shape: found for shape, found in self.found.items() if found is not None}
 
     @property
     def best(self) -> Found | None:
-        """The simplest of the results that prices do not tell from the fastest: fewest places, then fewest stages, then
-        fewest microbatches. Where the fastest beats `known_s` by more than PRICE_TOLERANCE, so does this one: otherwise
-        a plan from elsewhere would be taken that is slower than the fastest by up to twice that."""
+        """The simplest of the results that are as fast as the fastest one up to PRICE_TOLERANCE, the accuracy of
+        prices: the one with fewest places, then fewest stages, then fewest microbatches. Where the fastest beats
+        `known_s` by more than PRICE_TOLERANCE, so does this one; otherwise a plan from elsewhere would be taken that is
+        slower than the fastest by up to twice that."""
         fastest_s = self._fastest_s
         beating_s = self.known_s * (1 - PRICE_TOLERANCE)
         near = [
@@ -102,12 +103,12 @@ class Explorer:
 
     @property
     def settled(self) -> list[Found]:
-        """The answers that were solved to the end."""
+        """The results of shapes that were solved exactly."""
         return [found for shape, found in self.fit.items() if shape in self.polished]
 
     @property
     def proven(self) -> dict[Shape, float]:
-        """What was proven of each shape: a lower bound in seconds."""
+        """For each shape of the space a proven lower bound in seconds."""
         return {shape: max(floor_s, self.pricing.proven.get(shape, 0.0)) for shape, floor_s in self.floors.items()}
 
     @property
@@ -117,7 +118,7 @@ class Explorer:
 
     @property
     def reason(self) -> str:
-        """Why there is no answer."""
+        """The text of an error: why the walk has no result."""
         if not self.floors:
             return self.space.none(self.context)
         if self.hurried:
@@ -158,7 +159,7 @@ class Explorer:
         while True:
             self._walk(shapes)
             best = self.best
-            rough = self._rough(best) if best is not None else None
+            rough = self._next_to_solve(best) if best is not None else None
             if rough is None:
                 return self._honed(best)
             self._polish(rough)
@@ -178,7 +179,7 @@ class Explorer:
         found = self.run()
         return found.step_s if found is not None else math.inf
 
-    def _rough(self, best: Found) -> Found | None:
+    def _next_to_solve(self, best: Found) -> Found | None:
         """The next result to solve exactly: the best, then those near it that may be faster, if their bounds allow a
         faster step than is known from elsewhere. None where none is left."""
         proven, known_s = self.pricing.proven, self.known_s * (1 - PRICE_TOLERANCE)
@@ -217,7 +218,7 @@ class Explorer:
         )
 
     def _climb(self, shapes: list[Shape]) -> None:
-        """Visit neighbours of the best shape, as long as one of them is faster."""
+        """Visit neighbours of the best shape, as long as that finds a faster one."""
         before_s = math.inf
         while self._fastest_s < before_s * (1 - PRICE_TOLERANCE):
             before_s = self._fastest_s
@@ -229,8 +230,8 @@ class Explorer:
         return min((found.step_s for found in self.fit.values()), default=math.inf)
 
     def _expand(self, shapes: list[Shape]) -> bool:
-        """Visit the neighbours of the most promising shape, up to one that is faster than all of this walk: its own
-        come first then. False where there is none, or no time is left."""
+        """Visit the neighbours of the most promising shape. If one of them is faster than everything in this walk, stop
+        there, so that its own neighbours come first. False where no shape is promising, or no time is left."""
         at = self._promising()
         if at is None:
             return False
@@ -299,7 +300,7 @@ class Explorer:
         return found.step_s if found is not None else self.pricing.proven.get(shape, math.inf)
 
     def _stays_behind(self, shape: Shape) -> bool:
-        """Whether the floor of a shape is above the fastest known step."""
+        """Whether the floor of a shape is above the fastest known step, so that it need not be visited."""
         return self.floors[shape] > self.least_s * (1 - PRICE_TOLERANCE)
 
     def _raise_floor(self, shape: Shape) -> None:
@@ -353,6 +354,7 @@ NEAR, NEARER = 1.2, 1.05
 for those of neighbours, and for all where there are more than MANY_SHAPES."""
 
 MANY_SHAPES = 100
+"""More shapes than this make a space large: then fewer neighbours are visited (NEARER)."""
 
 FEW_SHAPES = 32
 """A space of at most so many shapes is visited as a whole."""

@@ -104,8 +104,8 @@ def or_faster(context: SearchContext, made: Plan, about: Mapping[str, Any]) -> P
 def _fastest(
     context: SearchContext, known_s: float, why: str, about: Mapping[str, Any]
 ) -> tuple[Plan | None, list[Alternative], str]:
-    """The fastest plan with offloading that beats `known_s` (None: there is none), a row for each that does not, and
-    the reason of the last one."""
+    """The fastest plan with offloading that beats `known_s` (None: there is none), an Alternative for each kind of
+    offloading that gives none, and the reason of the last one. `why` ends the note of the plan."""
     best: Plan | None = None
     tried: list[Alternative] = []
     reason = ""
@@ -166,8 +166,8 @@ def _best(there: SearchContext, known_s: float, open_: list[str], about: Mapping
 
 
 def _settled(program: Program, made: Plan, why: str) -> Plan:
-    """`made` with its strategies named as with offloading, and a note. Raises InfeasibleError where hosts have too
-    little memory for it."""
+    """`made`, a plan with offloading, with a note that ends with `why`; its strategies get their names with offloading.
+    Raises InfeasibleError where hosts have too little memory for it."""
     _fitting(program, made)
     host_bytes = max(hosts.of_places(program, made))
     note = (
@@ -185,6 +185,6 @@ def _fitting(program: Program, made: Plan) -> None:
 
 
 def _name(strategy: str, held: str) -> str:
-    """The name of a strategy with `held` offloaded: of the recipe, if there is one."""
+    """The name of `strategy` with `held` offloaded: that of the offloading recipe, if there is one."""
     named = [offload.name for offload in OFFLOADS.values() if (offload.base, offload.held) == (strategy, held)]
     return named[0] if named else f"{strategy}, {held} on the host"

@@ -131,8 +131,8 @@ def _spills(cluster: Cluster) -> bool:
 
 @dataclass(eq=False)
 class Prover:
-    """Bounds of all shapes of one graph, or of `only` some; `board` has the state of each claim. Arguments are those of
-    `proven_s`."""
+    """Refines the claims about all shapes of one graph, or about `only` some. `board` has the state of each claim. The
+    arguments are those of `proven_s`."""
 
     context: SearchContext
     closely: bool = True
@@ -147,10 +147,11 @@ class Prover:
 
     @cached_property
     def naive(self) -> Pricing:
-        """The same of naive pipelines."""
+        """The Problems and timetables of naive pipelines."""
         return Pricing(self.context, NAIVE)
 
-    def _priced(self, shape: Shape) -> Pricing:
+    def _pricing_of(self, shape: Shape) -> Pricing:
+        """The Pricing of the space that a shape is in."""
         return self.naive if shape.naive else self.pricing
 
     @cached_property
@@ -238,11 +239,11 @@ class Prover:
     def floor_s(self, shape: Shape) -> float:
         """The least work in seconds on all devices of a shape; of naive pipelines with the wait of places for each
         other."""
-        return self._priced(shape).floor_s(shape, "none")
+        return self._pricing_of(shape).floor_s(shape, "none")
 
     def quick_s(self, shapes: tuple[Shape, ...], cutoff_s: float) -> float:
-        """`together_s` by the first look, which takes less time than a glance at one of `shapes`. Nothing that it makes
-        of them is kept."""
+        """`together_s` with the effort of the first look, which takes less time than a glance at one of `shapes`. What
+        it makes of them is not kept."""
         bound_s = self.together_s(shapes, cutoff_s, LOOKS[0][1])
         self._bounded.clear()
         return bound_s
@@ -262,7 +263,7 @@ class Prover:
 
     def _least_s(self, shapes: tuple[Shape, ...], least: Bound, cutoff_s: float) -> float:
         """`least` of the first of `shapes` that has any plan, over plans with and without offloading."""
-        here = next((here for here in map(self._here, shapes) if here is not None), None)
+        here = next((here for here in map(self._bounds_of, shapes) if here is not None), None)
         if here is None:
             return math.inf
         if self.context.request.cluster.parts:
@@ -273,14 +274,14 @@ class Prover:
             return least_s
         return min(least_s, late_s + least(here, min(least_s, cutoff_s) - late_s, True))
 
-    def _here(self, shape: Shape) -> Alone | Timed | None:
-        """The bounds of a shape; None where it has no plan."""
+    def _bounds_of(self, shape: Shape) -> Alone | Timed | None:
+        """The bounds of a shape, made once; None where it has no plan."""
         if shape not in self._bounded:
             try:
                 self._bounded[shape] = (
                     Alone(self.context, shape)
                     if (shape.places, shape.microbatches) == (1, 1)
-                    else Timed(self.context, self._priced(shape), shape)
+                    else Timed(self.context, self._pricing_of(shape), shape)
                 )
             except InfeasibleError:
                 self._bounded[shape] = None

@@ -19,9 +19,10 @@ aten = torch.ops.aten
 
 def alignments(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops with values, one spelling of casts.
-    does: CTC losses of batches become `ops.ctc_each`, a mean over each sample's targets and over samples; targets that
-           a mask picks of a matrix become the first ones of its rows.
-    gives: losses that can be cut by samples; those of targets in a line that is made in other ways stay as they are."""
+    does: CTC losses of batches become `ops.ctc_each`; a mean is then over each sample's targets, and over samples.
+           Concatenated targets that a mask selects from a matrix become the first ones of its rows.
+    gives: losses that can be split by samples. Losses with concatenated targets of any other origin stay as they
+           are."""
     return edit.rewrite(gm, {aten.ctc_loss.Tensor: _by_samples})
 
 

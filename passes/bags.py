@@ -20,8 +20,8 @@ MODES = ("sum", "mean", "max")
 def bags(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: every change of sizes spelled `reshape`; bags of matrices traced as `capture.bags` has them.
     does: finds `embedding_bag` of a flattened matrix whose rows are the bags, and of bags of several lengths.
-    gives: `ops.bag` and `ops.ragged_bags`; gradients scaled by how often a row comes, and other results than the bags,
-           stay as they are."""
+    gives: `ops.bag` and `ops.ragged_bags`. Lookups whose gradients are scaled by how often a row occurs, and those of
+           which other results than the bags are used, stay as they are."""
     for node in edit.calls(gm, aten.embedding_bag.padding_idx):
         given, result = edit.args_of(node), _only_bags(node)
         if result is None or given["scale_grad_by_freq"]:

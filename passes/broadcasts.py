@@ -17,11 +17,11 @@ aten = torch.ops.aten
 
 
 def broadcasts(gm: fx.GraphModule) -> fx.GraphModule:
-    """needs: functional ops, casts to what is there already removed.
-    does: broadcast_tensors becomes expands of those of its tensors that are smaller than the others make them; slices
-           of expanded dims are expansions to fewer.
-    gives: no broadcast_tensors; a tensor that has the sizes already stays as it is (losses broadcast predictions to
-           targets alike)."""
+    """needs: functional ops; casts to the dtype that an operand has already are removed.
+    does: replaces broadcast_tensors by an expand of each tensor that is smaller than the common sizes, and slices of
+           expanded dims by expands to fewer elements.
+    gives: no broadcast_tensors. A tensor that has the common sizes already stays as it is (losses broadcast predictions
+           to targets of the same sizes)."""
     for node in edit.calls(gm, aten.broadcast_tensors.default):
         tensors = node.args[0]
         for user in list(node.users):

@@ -18,8 +18,8 @@ PLACE = ("device", "pin_memory", "layout", "non_blocking")
 
 def drop_devices(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: calls as captured, with `device=meta` baked into factory ops.
-    does: removes device, layout and pinning from their keyword arguments; values are on meta where some are (tensors
-           that code has from elsewhere, and what is made of them alone, are not).
+    does: removes device, layout and pinning from their keyword arguments. Where some values are on meta, all others (of
+           tensors from outside the model, and what is computed from these alone) are moved there.
     gives: a graph that runs where its inputs are, or where `torch.device(...)` says, with all values on one device."""
     for node in edit.calls(gm):
         if any(key in node.kwargs for key in PLACE):

@@ -41,7 +41,8 @@ def drop_what_gives_itself(gm: fx.GraphModule) -> None:
 def drop_noops(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
     does: removes ops that give an operand unchanged, asserts, and calls that nothing uses.
-    gives: the same values with fewer nodes, with their own memory order where a dropped copy had another."""
+    gives: the same values with fewer nodes. Where a removed copy changed the memory order, the strides of the values
+           computed from it are inferred anew (memory_order)."""
     for node in edit.calls(gm, *ASSERTS):
         gm.graph.erase_node(node)
     moved: dict[fx.Node, None] = {}

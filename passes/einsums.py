@@ -27,8 +27,8 @@ Term = tuple[fx.Node, str]
 
 def einsums(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
-    does: multiplies more than two operands of an einsum pair by pair in torch's own order (from the left, or along the
-           path that the call names), and sums letters that one operand alone has, and the result lacks, before that.
+    does: multiplies more than two operands pair by pair, in torch's own order (from the left, or along the path that
+           the call names); and sums letters that only one operand has, before that.
     gives: einsums of one operand, or of two that share each letter that is summed."""
     for node in edit.calls(gm, aten.einsum.default):
         equation, operands = node.args[:2]

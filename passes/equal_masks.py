@@ -28,7 +28,7 @@ INDEXED = (aten.index.Tensor, aten.index_put.default)
 def equal_masks(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional operators.
     does: keeps the first of several masks that select rows and are the same expression.
-    gives: rows that equal masks select are selected by one node."""
+    gives: one node for rows that are selected by equal masks."""
     masks = {mask for node in edit.calls(gm, *MASK, *INDEXED) for mask in _masks(node) if mask.op == "call_function"}
     if len(masks) < 2:
         return gm

@@ -18,8 +18,8 @@ PICKS = (aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default, a
 
 def equal_views(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional operators.
-    does: of equal views in graphs with operators of loops over experts, keeps the first.
-    gives: operands of such loops that are one node where they are one tensor."""
+    does: merges equal views, in graphs that have an operator of PICKS.
+    gives: loops over experts whose operands are one node where they are one tensor."""
     if not any(edit.calls(gm, *PICKS)):
         return gm
     first: dict[Any, fx.Node] = {}

@@ -29,8 +29,8 @@ COLUMNS = (aten.chunk.default, aten.slice.Tensor, aten.split.Tensor, aten.split_
 
 def pieces(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional operators, contractions without bias.
-    does: finds sections of rows, one per class with as many rows as the class occurs, that go through the same
-           operators and are concatenated again.
+    does: finds rows that are split into one section per class, as long as the class occurs often, pass equal operators
+           section by section, and are concatenated again.
     gives: these operators once, on all rows; other splits stay as they are."""
     first: fx.Node | None = None
     for node in edit.calls(gm, aten.cat.default):

@@ -47,7 +47,8 @@ class _Sum:
 
 def experts(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: `ops.grouped_matmul` and `ops.count_each`, flattening reshapes sunk.
-    does: finds sums over the k experts of each token whose terms are sorted rows through two layers of grouped matmuls.
+    does: finds sums over the k experts of each token, whose terms are sorted rows that have passed two layers of
+           grouped matmuls.
     gives: `ops.experts` on tokens that keep batch and sequence apart; layers of any other form stay as they are."""
     if not any(edit.calls(gm, ops.grouped_matmul)):
         return gm

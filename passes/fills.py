@@ -22,7 +22,7 @@ aten = torch.ops.aten
 def fills(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: flattening reshapes sunk, one spelling of reshapes and expansions.
     does: finds `masked_scatter` of whole rows of [b, s, d], and `x[mask] = rows`, from features of as many samples.
-    gives: `ops.fill_rows`, which can be cut by samples and by width; all others stay as they are."""
+    gives: `ops.fill_rows`, which can be split by samples and by width. All other writes stay as they are."""
     for node in edit.calls(gm, aten.masked_scatter.default):
         target, mask, source = node.args
         which = _of_rows(mask, facts.shape(node))

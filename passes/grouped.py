@@ -17,7 +17,7 @@ GROUPED_MATMULS = ("transformers.grouped_mm_fallback.default", "aten._grouped_mm
 def grouped(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops.
     does: grouped matmuls become `ops.grouped_matmul`; a histogram of integers over 0 ... n-1 `ops.count_each`.
-    gives: expert layers without ops that a captured device baked in."""
+    gives: expert layers without operators that exist for one device only."""
     for node in edit.calls(gm):
         with edit.before(node):
             if str(node.target) in GROUPED_MATMULS:

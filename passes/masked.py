@@ -45,9 +45,9 @@ class Whole:
 
 def masked(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional operators.
-    does: finds sums, means and losses over rows that a mask picks, of what is computed row by row.
-    gives: the same of all rows, without sizes that depend on what tensors hold; what else is done with such rows stays
-           as it is."""
+    does: finds sums, means and losses over rows that a mask selects, of values that are computed row by row.
+    gives: the same computed on all rows, without sizes that depend on values. Other uses of selected rows stay as they
+           are."""
     return taken(gm, TAKEN)
 
 

@@ -43,8 +43,8 @@ def noises(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops; `gm.meta["noises"]`, the number of random factors that the model has only in training, if
            it has any.
     does: replaces each product of a value and a random factor by one call.
-    gives: `ops.noised`, if there are as many as there should be, else no change. `gm.meta["noises"]` is then the number
-           of these calls."""
+    gives: `ops.noised`, if as many products are found as `gm.meta["noises"]` says, else no change. `gm.meta["noises"]`
+           is then the number of these calls."""
     wanted = gm.meta.pop("noises", 0)
     if not wanted:
         return gm

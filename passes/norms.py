@@ -31,11 +31,11 @@ COMPUTED = 32
 
 
 def norms(gm: fx.GraphModule) -> fx.GraphModule:
-    """needs: every cast spelled `to`; means not yet taken apart.
-    does: finds rows, of a width that is a number, that are divided by the root of the mean of their squares, with casts
-           around and a weight behind.
-    gives: `rms_norm`, which computes in float32 where rows have fewer bits; with a weight it rounds once, where models
-           round before they multiply, too."""
+    """needs: every cast spelled `to`; means not yet written as sums.
+    does: finds rows of static width that are divided by the root of the mean of their squares, with casts around that
+           and a weight after it.
+    gives: `rms_norm`, which computes in float32 where rows have fewer bits. With a weight the result is rounded once,
+           also where the model rounds before it multiplies by the weight."""
     for node in edit.calls(gm, aten.mul.Tensor, aten.div.Tensor):
         found = _norm(node)
         if found is not None:

@@ -28,7 +28,7 @@ def numbers(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: means as quotients.
     does: replaces a number that is added to, or subtracted from, a value of one element on the way to a loss (or the
            other way round) by a tensor of one element.
-    gives: additions of tensors, through which partial sums pass; values that no loss depends on stay as they are."""
+    gives: additions of tensors, through which partial sums pass. Values on which no loss depends stay as they are."""
     for node in _above_loss(gm):
         if node.target in SPELLED:
             with edit.before(node):

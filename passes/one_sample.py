@@ -29,9 +29,9 @@ Batches = dict[sympy.Symbol, fx.Node]
 
 def one_sample(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops with devices dropped.
-    does: makes values that depend on sizes only, and are the same for each sample, for one sample, and expands them;
-           random numbers are drawn like an expanded tensor.
-    gives: no values of sizes that differ by their sample only in name."""
+    does: values that depend on sizes only, and are the same for each sample, are computed for one sample and expanded.
+           Random numbers are drawn like an expanded tensor.
+    gives: values of sizes that can be split by samples, since an expanded dim can."""
     batches, of_sizes = _batches(gm), _of_sizes(gm)
     made: dict[fx.Node, fx.Node | int] = {}
     for node in edit.calls(gm) if batches else ():

@@ -50,9 +50,9 @@ TAKES_NUMBERS = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, at
 
 def own_dtypes(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: functional ops, every cast spelled `to`, no asserts.
-    does: gives the buffers that `gm.meta["own_dtypes"]` names (fqn -> dtype) that dtype, and what is computed of them;
-           casts what meets activations.
-    gives: activations in the dtypes that they had; new values of buffers in those of the buffers."""
+    does: gives the buffers in `gm.meta["own_dtypes"]` (fqn -> dtype) that dtype, and computes in it what depends on
+           them alone; inserts casts where such values are combined with activations.
+    gives: activations in the dtypes that they had, and new values of buffers in the dtypes of the buffers."""
     wanted: Mapping[str, torch.dtype] = gm.meta.get("own_dtypes", {})
     own = {
         node: wanted[node.meta["fqn"]]

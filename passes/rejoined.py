@@ -18,8 +18,8 @@ aten = torch.ops.aten
 
 def rejoined(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: every change of sizes spelled `reshape`.
-    does: finds all pieces that a tensor was unbound into along its first dim, in order, one behind the other or
-           stacked.
+    does: finds pieces that one tensor was unbound into along its first dim, all of them, in order, concatenated or
+           stacked again.
     gives: a reshape that merges the first two dims, or the tensor itself."""
     for node in edit.calls(gm, aten.cat.default, aten.stack.default):
         given = edit.args_of(node)

@@ -23,7 +23,7 @@ def rows_apart(gm: fx.GraphModule) -> fx.GraphModule:
     does: finds `reshape(x, [e, n, ...])` where `x [e * n, ...]` is made by pointwise operators from values that were
            `[e, n, ...]` before, or that are `[n, ...]` repeated e times; applies these operators to the unmerged values
            instead.
-    gives: no rows that are merged for pointwise operators alone."""
+    gives: no reshapes that merge rows only for pointwise operators."""
     for node in edit.calls(gm, aten.reshape.default):
         source, shape = node.args[0], facts.shape(node)
         merged = isinstance(source, fx.Node) and facts.shape(source)[1:] == shape[2:] and len(shape) > 2

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Optimizer:
     """A class of torch.optim with its options; `state`: how many values it keeps per element of a parameter; `fused`:
-    whether its fused kernel is used for DTensors too, as for plain tensors."""
+    whether the runtime asks torch for its fused kernel on GPUs, which makes one pass over memory (the default takes one
+    per operator)."""
 
     torch_name: str
     state: int

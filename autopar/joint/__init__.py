@@ -68,11 +68,13 @@ UNPROVEN = (
     "the gap is to the least work there is, with nothing sent: a longer time limit, or a proof of all shapes "
     "(--prove), says more"
 )
-"""The note of a plan whose search took all of its time, where the background proof had no time either."""
+"""The note of a plan whose search took more than SEARCH_SHARE of its time, and whose background proof had found nothing
+by then."""
 
 SEARCH_SHARE = 2 / 3
 """Share of the time limit, since a proof takes about half as long as the search. After a search that took more than
-this, no further proving is done: the bound is what the background proof found, if that has begun."""
+this, the bound is what the background proof has found so far; if it has found nothing, proving goes on until the time
+limit, and the plan has the note UNPROVEN."""
 
 
 def plan(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **about: Any) -> Plan:

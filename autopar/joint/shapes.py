@@ -42,8 +42,8 @@ class Shape:
 
 
 def layouts(cluster: Cluster, most_axes: int, pieces: int) -> list[tuple[int, tuple[int, ...]]]:
-    """All (places, mesh of a place) with two or more places, but not more than there are `pieces` (operators and
-    blocks); none where `most_axes` of a place's mesh is 0."""
+    """All (places, mesh of a place) with two or more places, but no more than `pieces` (operators and blocks), and
+    meshes of at most `most_axes` axes; none where that is 0."""
     return [(places, mesh) for places, mesh in (pipelines(cluster, most_axes) if most_axes else []) if places <= pieces]
 
 

@@ -36,9 +36,9 @@ class WeightsPart:
             self.wide = max(self.wide, nbytes * wider)
 
     def bytes_beside(self, kept_bytes: float) -> float:
-        """The most bytes that the action for weights allocates. Either the gradients of two operators in a row exist;
-        or all gradients in the narrow dtype and the largest in the wider one, when they are cast: then the `kept_bytes`
-        that the action has read are freed already."""
+        """The most bytes that the action for weights allocates. Either the gradients of two operators in a row exist
+        (counted are the two largest); or, when they are cast, all gradients in the narrow dtype and the largest in the
+        wider one, while the `kept_bytes` that the action has read are freed already."""
         each = sorted(
             sum(gradients.values())
             for (_, scope), gradients in self.made.items()

@@ -17,7 +17,7 @@ from autopar.memory.ahead import Unit, begin_ahead, gather_into
 from autopar.memory.at_rest import cast_bytes
 from autopar.memory.local import Local
 from autopar.memory.moves import done, fresh, halfway, workspace
-from autopar.memory.operators import copies, forward_bytes
+from autopar.memory.operators import copies, forward_bytes, heads_first
 from autopar.memory.shares import Shares, named
 from autopar.memory.storages import Book, Storage
 from autopar.memory.walked import Blocks, Part, Step, Value
@@ -216,11 +216,13 @@ class Forward:
         memory in the order of their dims (head before position).
 
         Attention's result has the strides of its query. Both are views of [position, head] memory as the model makes
-        them; a tensor that a collective has made is contiguous.
+        them. A tensor that a collective has made is contiguous, so that it has heads first if its dims are in that
+        order.
         """
         attention = self.program.ops[self.program.ops[op.operands[0][0]].operands[0][0]]
-        query = self.queries.get(attention.name)
-        return any(each is not None and each.kind == "reshards" for each in (heads.storage, query))
+        moved = [each for each in (heads.storage, self.queries.get(attention.name)) if each is not None]
+        first = heads_first(self.program.ops, attention)
+        return any(each.kind == "reshards" and each.node in first for each in moved)
 
     def passing(self, op: Op, *, backward: bool) -> None:
         """Record the parts of weights, and of their whole gradients, that a runtime algorithm of `op` holds only while

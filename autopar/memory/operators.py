@@ -4,7 +4,7 @@ copy."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from autopar.problem.view_ops import makes_view
 from autopar.rules import tiles
 from autopar.rules.arguments import named
 from passes import ops
+from passes.annotate_memory import TURNS
 
 aten = torch.ops.aten
 
@@ -71,6 +72,18 @@ def copies(op: Op, operand: int, runs: Sequence[str], habits: Habits) -> bool:
 def in_place(op: Op, habits: Habits) -> bool:
     """Whether an operator works in the memory of its first operand, and writes the gradient there."""
     return habits.loss_in_place and op.target in COPIED
+
+
+def heads_first(program: Mapping[str, Op], attention: Op) -> set[str]:
+    """The operators whose results have a dim of heads in front of that of positions: `attention`, and the views that
+    make its query, back to the one that turns these dims."""
+    found, query = {attention.name}, program[attention.operands[0][0]]
+    while makes_view(query):
+        found.add(query.name)
+        if query.target in TURNS:
+            break
+        query = program[query.operands[0][0]]
+    return found
 
 
 def hands_on(op: Op, operand: int, local: Local) -> bool:

@@ -30,6 +30,7 @@ FAST = [
     ("moe", "single", "all"),
     ("moe", "random 6", "selective"),
     ("gpt", "random 3", "none"),
+    ("gpt", "random 2", "none"),  # the query is gathered before its heads are turned to the front
     ("gpt", "random 6", "all"),
 ]
 TOKENS = (

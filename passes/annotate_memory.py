@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -15,6 +15,7 @@ from passes.facts import Size
 from passes.grads import needs_grad
 from passes.kernel_extras import beside
 from passes.operand_order import copied
+from passes.padded import added_bytes
 from passes.saved import Saved, saved_positions
 from passes.tables import VIEWS
 
@@ -41,21 +42,25 @@ def annotate_memory(gm: fx.GraphModule) -> fx.GraphModule:
             node.meta["read_bytes"], node.meta["written_bytes"] = _traffic(node)
             grads = [carries[operand] for operand in edit.tensor_operands(node)]
             keeps = carries[node] and node.target is not operator.getitem
-            node.meta["saved"] = _saved(node, grads) if keeps else Saved()
+            node.meta["saved"] = saved_by(node, grads) if keeps else Saved()
             on_cpu = ON_CPU[node.target](node, grads) if keeps and node.target in ON_CPU else None
             if on_cpu is not None:
                 node.meta["saved_on_cpu"] = on_cpu
     return gm
 
 
-def _saved(node: fx.Node, grads: list[bool]) -> Saved:
-    """What autograd keeps for the backward of the node."""
+def saved_by(node: fx.Node, grads: Sequence[bool]) -> Saved:
+    """What the backward of a call keeps; `grads` says which of its operands have a gradient."""
     positions = saved_positions(node.target, grads)
     copies, cast = copied(node, positions), _cast(node, positions)
+    border = added_bytes(node) if 0 in positions else 0
+    copies = (0, *copies) if border else copies
     return Saved(
         tuple(position for position in positions if position not in (*copies, *cast)),
         copies,
-        beside(node, grads) + sum(facts.dtype(node).itemsize * facts.numel(operand) for operand in cast.values()),
+        beside(node, grads)
+        + sum(facts.dtype(node).itemsize * facts.numel(operand) for operand in cast.values())
+        + border,
     )
 
 

@@ -68,9 +68,17 @@ def _attention(node: fx.Node) -> Size:
 
 
 def _bags(node: fx.Node) -> Size:
-    """For each index, the bag that it is in; for each bag its offset, its size and the position of the maximum."""
-    chosen = edit.tensor_operands(node)[1]
-    return COUNT_BYTES * (facts.numel(chosen) + 3 * prod(_shape(node)[:-1]))
+    """For each index, the bag that it is in; for each bag its offset, its size and a position; for maxima a position
+    for each number of a bag."""
+    chosen, (*bags, numbers) = edit.tensor_operands(node)[1], _shape(node)
+    maxima = node.args[MODES[node.target] :][:1] in ((MAXIMUM,), ("max",))
+    return COUNT_BYTES * (facts.numel(chosen) + (2 + (numbers if maxima else 1)) * prod(bags))
+
+
+MODES = {aten.embedding_bag.padding_idx: 4, ops.bag: 3, ops.ragged_bags: 4}
+"""The position of the argument that says what is made of the rows of a bag."""
+MAXIMUM = 2
+"""ATen's number for their maximum."""
 
 
 def _triplets(node: fx.Node) -> Size:
@@ -245,7 +253,6 @@ BESIDE: dict[Any, Callable[[fx.Node], Size]] = {
     aten.max_pool3d.default: _elements(COUNT_BYTES),
     aten.multilabel_margin_loss.default: _first,
     aten.pairwise_distance.default: _first,
-    aten.poisson_nll_loss.default: _first,  # the exponentials, or the logarithms
     aten.triplet_margin_loss.default: _triplets,
     aten.native_layer_norm.default: _normalized(2),
     aten.nll_loss.default: lambda node: STATISTIC_BYTES,
@@ -300,14 +307,36 @@ def _similar(node: fx.Node, grads: Sequence[bool]) -> Size:
     return sum(grads) * facts.nbytes(node) * (dim + 2)
 
 
+def _alike(node: fx.Node, grads: Sequence[bool]) -> Size:
+    """Cosine embedding loss: for each row two masks, the cosine before it is clamped, the product of the vectors and
+    that of their lengths, and the squared length of each vector that is needed for the gradient of the other."""
+    first, second, target = edit.tensor_operands(node)
+    rows, itemsize = facts.numel(target), facts.dtype(first).itemsize
+    squares = sum(
+        facts.numel(other) // facts.shape(other)[-1]
+        for other, wanted in ((second, grads[0]), (first, grads[1]))
+        if wanted
+    )
+    return rows * (2 + 3 * itemsize) + squares * itemsize
+
+
+def _events(node: fx.Node, grads: Sequence[bool]) -> Size:
+    """Poisson loss: the exponentials, or the logarithms. For the gradient of the counts the logarithms again, and for
+    Stirling's formula two products and a mask."""
+    given, count = edit.args_of(node), facts.numel(edit.tensor_operands(node)[0])
+    return _first(node) * (1 + grads[1] * (1 + 2 * given["full"])) + count * (grads[1] and given["full"])
+
+
 def _divergent(node: fx.Node, grads: Sequence[bool]) -> Size:
     """For targets given as logarithms, their exponentials and the products with these."""
     return sum(grads) * _first(node) if edit.args_of(node)["log_target"] else 0
 
 
 BY_GRADIENTS: dict[Any, Callable[[fx.Node, Sequence[bool]], Size]] = {
+    aten.cosine_embedding_loss.default: _alike,
     aten.cosine_similarity.default: _similar,
     aten.kl_div.default: _divergent,
+    aten.poisson_nll_loss.default: _events,
 }
 """Operators for which it depends on which operands have gradients."""
 

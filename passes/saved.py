@@ -23,6 +23,7 @@ from passes.saved_rows import (
     bags,
     cell,
     crosswise,
+    every,
     fixed,
     graded,
     index_operands,
@@ -224,6 +225,7 @@ SAVED: dict[Any, Row] = {
     **dict.fromkeys((aten.cdist.default, aten.float_power.Tensor_Tensor, aten.pow.Tensor_Tensor), fixed(0, 1, OUT)),
     **dict.fromkeys(
         (
+            aten.conv1d.padding,
             aten.conv2d.padding,
             aten.conv3d.default,
             aten.conv3d.padding,
@@ -248,7 +250,7 @@ SAVED: dict[Any, Row] = {
     aten.add.Tensor: NOTHING,
     aten.aminmax.default: fixed(0, OUT, SECOND),
     aten.avg_pool2d.default: OPERAND,
-    aten.binary_cross_entropy_with_logits.default: fixed(0, 1),
+    aten.binary_cross_entropy_with_logits.default: every,
     aten.bmm.default: crosswise,
     aten.cat.default: NOTHING,
     aten.cholesky.default: RESULT,
@@ -258,6 +260,8 @@ SAVED: dict[Any, Row] = {
     aten.conv1d.default: fixed(0, 1),
     aten.conv2d.default: fixed(0, 1),
     aten.cos.default: OPERAND,
+    aten.cosine_embedding_loss.default: fixed(0, 1),
+    aten.cross_entropy_loss.default: index_operands,
     aten.cumsum.default: NOTHING,
     aten.div.Tensor: quotient,
     aten.dot.default: crosswise,
@@ -291,6 +295,7 @@ SAVED: dict[Any, Row] = {
     aten.index_put.default: put,
     aten.index_select.default: fixed(1),
     aten.layer_norm.default: fixed(0, 1, 2),
+    aten.ldexp.Tensor: lambda grads: (1, OUT) if grads[0] else (OUT,),
     aten.leaky_relu.default: OPERAND,
     aten.linalg_solve_triangular.default: fixed(0, OUT),
     aten.linear.default: crosswise,
@@ -341,8 +346,8 @@ SAVED: dict[Any, Row] = {
     ops.bag: bags,
     ops.ragged_bags: bags,
     # The log-softmax that is kept has the size and the layout of the logits, which it stands for here.
-    ops.cross_entropy_each: fixed(0, 1),
-    ops.cross_entropy_sum: fixed(0, 1),
+    ops.cross_entropy_each: every,
+    ops.cross_entropy_sum: every,
     ops.ctc_each: fixed(0, 1, 2, 3, OUT),
     # the first layer for the gradient of tokens; and what autopar.rules.experts says
     ops.experts: lambda grads: (3, 4) if grads[0] else (4,),

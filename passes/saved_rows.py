@@ -15,6 +15,11 @@ def fixed(*positions: int) -> Row:
     return lambda grads: positions
 
 
+def every(grads: Sequence[bool]) -> tuple[int, ...]:
+    """All operands."""
+    return tuple(range(len(grads)))
+
+
 def crosswise(grads: Sequence[bool]) -> tuple[int, ...]:
     """A product: for each factor that requires a gradient, the other factor."""
     if len(grads) < 2:

@@ -25,7 +25,7 @@ BLOCKED = {
         case(f(8, 32, 32, 32), f(32, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], 32),
         case(f(8, 64, 32, 32), f(32, 64, 1, 1)),
     ],
-    aten.conv2d.padding: [case(f(8, 32, 32, 32), f(32, 32, 3, 3), None, [1, 1], "same")],
+    aten.conv2d.padding: [case(f(8, 32, 32, 32), f(32, 32, size, size), None, [1, 1], "same") for size in (3, 4)],
     aten.conv3d.default: [case(f(8, 8, 16, 16, 16), f(16, 8, 3, 3, 3))],
     aten.conv3d.padding: [case(f(8, 8, 16, 16, 16), f(16, 8, 3, 3, 3), None, [1, 1, 1], "same")],
     aten.conv_transpose1d.default: [

@@ -11,15 +11,16 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from autopar._torch import pytree
 from autopar.runtime import replay
 from passes import ops
-from passes.kernel_extras import BESIDE, BY_GRADIENTS, beside
+from passes.kernel_extras import BESIDE, BY_GRADIENTS
 from passes.saved import saved_positions
+from tests.helpers.kept_by_table import kept_by_table, tensors
 from tests.unit.passes.test_saved import SAMPLES
-from tests.unit.rules.samples import T, case, f, fill
+from tests.unit.rules.samples import T, case, f, fill, i
 from tests.unit.rules.table import SAMPLES as PROVEN
 
 
@@ -37,10 +38,6 @@ CALLS = {
     **{target: [partial(sampled, make)] for target, make in SAMPLES.items()},
 }
 """Of each operator, functions that give arguments."""
-
-
-def tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def keeps_own(target: Any, operands: list[Tensor]) -> bool:
@@ -105,20 +102,44 @@ OTHERWISE: dict[Any, str] = {
         (ops.cross_entropy_each, ops.cross_entropy_sum),
         "logits stand for the logarithms of probabilities, which are as large",
     ),
-    **dict.fromkeys(
-        (aten.float_power.Scalar, aten.float_power.Tensor_Scalar, aten.float_power.Tensor_Tensor),
-        "computed in float64, of which copies are kept",
-    ),
-    aten.conv1d.padding: "an even kernel keeps an image that is padded by one more",
-    aten.cosine_embedding_loss.default: "a few numbers for each row",
-    aten.fft_ihfft.default: "pads what is shorter",
-    aten.ldexp.Tensor: "the powers of 2",
     ops.experts: "counted in autopar.rules.experts",
 }
 """Operators of which the tables say something else than what the CPU keeps, and why."""
 
 
 FURTHER = {
+    aten.binary_cross_entropy_with_logits.default: [case(f(5, 4), f(5, 4), T((5, 4), "c"), T((4,), "c"), 2)],
+    **{
+        target: [
+            case(f(2, 4, *(8,) * dims), f(6, 4, *(kernel,) * dims), f(6), [1] * dims, padding, [dilation])
+            for kernel in (2, 4, 5)
+            for dilation in (1, 2)
+            for padding in ("same", "valid")
+            if dilation * (kernel - 1) < 8
+        ]
+        for dims, target in enumerate((aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding), 1)
+    },
+    aten.cosine_embedding_loss.default: [
+        case(f(64, 8), f(64, 8), T((64,), "t"), 0.1, 2),
+        case(f(64, 8), f(1, 8), T((64,), "t"), 0.1, 1),
+    ],
+    aten.cross_entropy_loss.default: [
+        case(f(5, 7), labels, T((7,), "t"), reduction, -100, smoothed)
+        for labels, smoothed in ((i(7, 5), 0.0), (i(7, 5), 0.1), (T((5, 7), "t"), 0.0))
+        for reduction in (0, 1)
+    ],
+    **{
+        target: [case(f(5, 4), size) for size in (2, 16)]
+        for target in (aten.fft_fft.default, aten.fft_ifft.default, aten.fft_ihfft.default, aten.fft_rfft.default)
+    },
+    **{
+        target: [case(f(5, 4), [16, 2], [0, 1]), case(f(5, 4), [2, 16]), case(f(5, 4, 4), [8, 8], [0, 2])]
+        for target in (aten.fft_rfft2.default, aten.fft_rfftn.default)
+    },
+    aten.ldexp.Tensor: [case(f(16, 8), f(8)), case(f(8), i(4, 16, 8))],
+    aten.poisson_nll_loss.default: [
+        case(f(5, 4), T((5, 4), "p"), log, full, 1e-8, 2) for log in (True, False) for full in (True, False)
+    ],
     aten.kl_div.default: [case(f(5, 4), f(5, 4), 2, log_target=True)],
     aten.linalg_matrix_power.default: [case(T((5, 4, 4), "d"), power) for power in (-3, 0, 1, 6)],
 }
@@ -133,20 +154,6 @@ def in_float32(value: Any) -> Any:
         if isinstance(value, Tensor) and value.dtype in narrow
         else value
     )
-
-
-def counted_bytes(target: Any, args: Any, kwargs: Any, made: Any) -> float:
-    """What is kept beside operands and results, by the table."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    graph = fx.Graph()
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            leaves[place] = graph.placeholder(f"x{place}")
-            leaves[place].meta["val"] = leaf.detach()
-    given, named = pytree.tree_unflatten(leaves, spec)
-    node = graph.call_function(target, tuple(given), named)
-    node.meta["val"] = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, made)
-    return float(beside(node, [x.requires_grad for x in tensors((args, kwargs))]))
 
 
 @pytest.mark.parametrize(
@@ -167,10 +174,11 @@ def test_all_that_autograd_keeps_is_counted(target: Any, graded: int) -> None:
             made = target(*args, **kwargs)
         if any(x.requires_grad for x in tensors(made)):
             operands = tensors((args, kwargs))
-            places = saved_positions(target, [x.requires_grad for x in operands])
-            known = {[*operands, *tensors(made)][place].untyped_storage().data_ptr() for place in places}
+            counted = kept_by_table(target, args, kwargs, made)
+            known = {[*operands, *tensors(made)][place].untyped_storage().data_ptr() for place in counted.positions}
             held = sum(x.untyped_storage().nbytes() for place, x in kept.items() if place not in known)
-            assert counted_bytes(target, args, kwargs, made) == pytest.approx(
+            beside = counted.extra_bytes + sum(operands[place].nbytes for place in counted.copies)
+            assert float(beside) == pytest.approx(
                 held, abs=200 if target is aten.triplet_margin_loss.default else 16
             ), (args, kwargs)
 

@@ -225,9 +225,12 @@ class Forward:
         return any(each.kind == "reshards" and each.node in first for each in moved)
 
     def passing(self, op: Op, *, backward: bool) -> None:
-        """Record the parts of weights, and of their whole gradients, that a runtime algorithm of `op` holds only while
-        it runs."""
+        """Record what a runtime algorithm of `op` holds only while it runs: parts of weights and of their whole
+        gradients, and buffers of its own."""
         for algorithm, site in sites(op, self.shares.options(op), self.sizes, self.shares.plan.precision):
+            if algorithm.takes:
+                nbytes = algorithm.takes[backward](site) * self.shares.scale(op)
+                self.book.new("temporaries", op.name, op.where, nbytes)
             if algorithm.gathers:
                 weight = self.program.ops[op.operands[weight_of(site)][0]]
                 for kind, nbytes in zip(

@@ -15,6 +15,7 @@ from autopar.memory.temporaries import BACKWARD, FORWARD, reduced, same
 from autopar.problem.graph import Op
 from autopar.problem.view_ops import makes_view
 from autopar.rules import tiles
+from autopar.rules.algorithms import ALGORITHMS
 from autopar.rules.arguments import named
 from passes import ops
 from passes.annotate_memory import TURNS
@@ -109,6 +110,11 @@ def _tiled(local: Local, count: int) -> tuple[float, float]:
     return x / count + sums * y, x / count
 
 
+def _by_algorithm(runs: Sequence[str]) -> bool:
+    """Whether an algorithm says itself what it takes."""
+    return any(ALGORITHMS[run].takes for run in runs if run)
+
+
 def _tiles(runs: Sequence[str]) -> int:
     """The number of tiles in which a call with these algorithms runs; 1 where it is not tiled."""
     return max(map(tiles.tiles, runs), default=1)
@@ -116,7 +122,7 @@ def _tiles(runs: Sequence[str]) -> int:
 
 def forward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
     """Temporary bytes of the forward of one call; `runs` are its runtime algorithms."""
-    if in_place(local.op, habits):
+    if in_place(local.op, habits) or _by_algorithm(runs):
         return 0.0
     if _tiles(runs) > 1:
         return _tiled(local, _tiles(runs))[0]
@@ -129,7 +135,7 @@ def forward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
 
 def backward_bytes(local: Local, runs: Sequence[str], habits: Habits) -> float:
     """Temporary bytes of the backward of one call."""
-    if in_place(local.op, habits):
+    if in_place(local.op, habits) or _by_algorithm(runs):
         return 0.0
     if SPLIT_LOSS in runs:
         return _exponentials(local, habits, backward=True)

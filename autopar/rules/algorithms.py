@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.layout import dim_of, is_placed, is_shard
-from autopar.rules import experts, halo, ring, tiles
+from autopar.rules import experts, halo, ring, ring_memory, tiles
 from autopar.rules.language import Option
 from autopar.rules.site import InnerCollective, Inside, Site, once
 
@@ -50,7 +50,8 @@ class Algorithm:
     `follow` are operands that no minor axis may cut along the dim of operand 0 that this axis cuts (`_behind`).
 
     `gathers` are functions that give, for the forward and for the backward, the most bytes of (gathered weights, whole
-    gradients of weights) that exist at one time."""
+    gradients of weights) that exist at one time; `takes` are functions that give those of everything else that exists
+    only while the algorithm runs, where that is not what the plain operator takes on shards."""
 
     forward: tuple[InnerCollective, ...] = ()
     backward: tuple[InnerCollective, ...] = ()
@@ -61,6 +62,7 @@ class Algorithm:
     follow: tuple[int, ...] = ()
     apart: tuple[int, ...] = ()
     gathers: tuple[Callable[[Site], tuple[float, float]], ...] = ()
+    takes: tuple[Callable[[Site], float], ...] = ()
 
     def inner(self, *, training: bool) -> tuple[InnerCollective, ...]:
         """The collectives inside one call, those of the backward included when training."""
@@ -123,7 +125,14 @@ ALGORITHMS: dict[str, Algorithm] = {
     "own_experts": Algorithm(),
     "own_groups": Algorithm(),
     "own_heads": Algorithm(follow=(ring.KEY, ring.VALUE)),
-    "ring": Algorithm(ring.FORWARD, ring.BACKWARD, ring.pace, alone=True, travels=(ring.QUERY, ring.KEY, ring.VALUE)),
+    "ring": Algorithm(
+        ring.FORWARD,
+        ring.BACKWARD,
+        ring.pace,
+        alone=True,
+        travels=(ring.QUERY, ring.KEY, ring.VALUE),
+        takes=(ring_memory.forward_bytes, ring_memory.backward_bytes),
+    ),
     **{
         f"{name}{count}": Algorithm(
             tiles.FORWARD,

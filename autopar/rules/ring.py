@@ -7,7 +7,7 @@ from autopar.rules.arguments import given
 from autopar.rules.language import Call, Together
 from autopar.rules.site import InnerCollective, Site
 
-QUERY, KEY, VALUE = 0, 1, 2
+QUERY, KEY, VALUE, MASK = 0, 1, 2, 3
 
 
 def ring(call: Call, ways: int) -> Together:
@@ -33,10 +33,10 @@ def later_rows(site: Site) -> float:
 def pace(site: Site) -> float:
     """Pace of `ring`. With a causal mask and contiguous chunks, the last of n ranks has n - 1/2 of the n^2 / 2 pairs of
     chunks: (2n - 1) / n times the mean. In halves (zigzag) all ranks have the same."""
-    return (2 * site.ways - 1) / site.ways if site.argument("is_causal") and not _in_halves(site) else 1.0
+    return (2 * site.ways - 1) / site.ways if site.argument("is_causal") and not in_halves(site) else 1.0
 
 
-def _in_halves(site: Site) -> int:
+def in_halves(site: Site) -> int:
     """Whether rows are in zigzag order, as 1 or 0: the same condition as runtime.algorithms.ring_order.Order.zigzag."""
     return int(site.argument("is_causal") and site.ways > 1 and site.operands[QUERY].sizes[-2] % (2 * site.ways) == 0)
 
@@ -53,10 +53,10 @@ def _home(site: Site) -> int:
 
 def _all(site: Site) -> float:
     """Bytes of the local shards of queries, keys and values."""
-    return site.local_bytes(QUERY) + _keys(site)
+    return site.local_bytes(QUERY) + keys_bytes(site)
 
 
-def _keys(site: Site) -> float:
+def keys_bytes(site: Site) -> float:
     """Bytes of the local shards of keys and values that go round; where another axis has `own_heads`, those of the
     heads that it takes."""
     return site.local_bytes(KEY, VALUE) * _taken(site)
@@ -75,10 +75,10 @@ def _taken(site: Site) -> float:
 
 def _sums(site: Site) -> float:
     """Bytes of the gradients of keys and values, which are summed and sent in float32 or wider."""
-    return _keys(site) * max(4, site.operands[KEY].itemsize) / site.operands[KEY].itemsize
+    return keys_bytes(site) * max(4, site.operands[KEY].itemsize) / site.operands[KEY].itemsize
 
 
-def _result(site: Site) -> float:
+def result_bytes(site: Site) -> float:
     """Bytes of the local result: as many rows as the queries have, as wide as the values."""
     lead = range(len(site.operands[QUERY].shape) - 1)
     return (
@@ -90,18 +90,18 @@ def _result(site: Site) -> float:
 
 def _result_and_gradient(site: Site) -> float:
     """Bytes of the result and of its gradient."""
-    return 2 * _result(site)
+    return 2 * result_bytes(site)
 
 
 FORWARD = (
-    InnerCollective("send", _all, _in_halves, reorders=True),
-    InnerCollective("send", _keys, _hops, hidden=True),
-    InnerCollective("send", _result, _in_halves, reorders=True, last=True),
+    InnerCollective("send", _all, in_halves, reorders=True),
+    InnerCollective("send", keys_bytes, _hops, hidden=True),
+    InnerCollective("send", result_bytes, in_halves, reorders=True, last=True),
 )
 BACKWARD = (
-    InnerCollective("send", _result_and_gradient, _in_halves, reorders=True),
-    InnerCollective("send", _keys, _hops, hidden=True),
+    InnerCollective("send", _result_and_gradient, in_halves, reorders=True),
+    InnerCollective("send", keys_bytes, _hops, hidden=True),
     InnerCollective("send", _sums, _hops, hidden=True),
     InnerCollective("send", _sums, _home, last=True),
-    InnerCollective("send", _all, _in_halves, reorders=True, last=True),
+    InnerCollective("send", _all, in_halves, reorders=True, last=True),
 )

@@ -221,7 +221,14 @@ def test_gradients_of_blocks_come_as_what_blocks_keep_goes() -> None:
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [("heads", "megatron"), ("heads", "ulysses"), ("torch's layers", "ddp"), ("torch's layers", "tp_sp")],
+    [
+        ("heads", "megatron"),
+        ("heads", "ulysses"),
+        ("heads", "cp"),
+        ("causal heads", "cp"),
+        ("torch's layers", "ddp"),
+        ("torch's layers", "tp_sp"),
+    ],
 )
 def test_the_peak_of_attention_whose_heads_are_joined_is_counted(name: str, recipe: str) -> None:
     """Joining heads is a copy where they, or their queries, come from other ranks, of which the next product keeps all;

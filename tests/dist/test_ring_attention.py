@@ -15,8 +15,9 @@ from autopar.rules.language import Call, Tensor
 from autopar.rules.site import Site
 from autopar.runtime import Mesh, count
 from autopar.runtime.algorithms import ring_attention
-from autopar.runtime.algorithms.ring_order import Order
+from autopar.runtime.algorithms.ring_order import Order, dims_in_memory
 from autopar.runtime.cuts import own
+from tests.helpers.peak import allocations
 from tests.helpers.ranks import on_ranks
 
 WIDTHS = (8, 10, 3, 12, 24)  # over 2, 3 and 4 ranks: in halves, even, uneven, with an empty shard
@@ -142,6 +143,69 @@ def test_a_ring_sends_what_is_priced(ways, rows, causal, groups, width, dtype):
     wanted = sorted(_priced(ways, rows, causal, groups, width, dtype))
     for seen in on_ranks(ways, _sent, ways, rows, causal, groups, width, dtype):
         assert sorted(seen) == wanted
+
+
+def _local(length, heads, width, dtype):
+    """As models have it: [b, h, l, d] with the memory of [b, l, h, d]."""
+    return torch.randn(4, length, heads, width, dtype=dtype).transpose(1, 2).requires_grad_()
+
+
+def _taken(ways, causal, groups, width, masked, dtype):
+    """Bytes that a forward and a backward take on this rank at most, and whether results and gradients lie in memory as
+    queries and operands do."""
+    mesh, length = _mesh(ways), 64
+    parts = [_local(length, heads, size, dtype) for heads, size in ((8, 32), (groups, 32), (groups, width))]
+    mask = [torch.ones(length * ways, length * ways, dtype=torch.bool)[:length]] * masked
+    pull, made, found = _local(length, 8, width, dtype).detach(), [], []
+
+    def forward():
+        made.append(
+            ring_attention(
+                *parts, *mask, rows=length * ways, axes=(0,), mesh=mesh, is_causal=causal, enable_gqa=groups < 8
+            )
+        )
+
+    for _ in range(3):  # what gloo has of the time before goes when its threads wake
+        made.clear()
+        found.append(
+            (
+                max(allocations(forward)),
+                max(allocations(lambda: made.append(torch.autograd.grad(made[0], parts, pull)))),
+            )
+        )
+    result, gradients = made
+    lie = [dims_in_memory(x) == (0, 2, 1, 3) for x in (result.detach(), *(gradients if causal else gradients[:1]))]
+    return *(min(each) for each in zip(*found, strict=True)), all(lie)
+
+
+@pytest.mark.parametrize(
+    ("ways", "causal", "groups", "width", "masked", "dtype"),
+    [
+        (2, True, 8, 32, False, torch.float32),
+        (2, True, 2, 32, False, torch.bfloat16),
+        (3, True, 8, 32, False, torch.bfloat16),
+        (3, False, 2, 32, False, torch.float32),
+        (2, False, 8, 32, True, torch.float32),
+        (2, True, 8, 16, False, torch.float32),
+    ],
+)
+def test_what_a_ring_takes_is_counted(ways, causal, groups, width, masked, dtype):
+    """And its results lie in memory as those of the fused kernels, so that joining heads is no copy."""
+    seen = on_ranks(ways, _taken, ways, causal, groups, width, masked, dtype)
+    rows = 64 * ways
+    shapes = ((4, 8, rows, 32), (4, groups, rows, 32), (4, groups, rows, width), (4, 8, rows, width))
+    *ins, out = (Tensor(shape, True, (), True, dtype.itemsize) for shape in shapes)
+    target = torch.ops.aten.scaled_dot_product_attention.default
+    operands = (*ins, *[Tensor((rows, rows), False, (), False, 1)] * masked)
+    call = Call(target, operands, {"is_causal": causal, "enable_gqa": groups < 8}, (out,))
+    option = next(option for option in RULES[target].options(call, ways) if option.run == "ring")
+    site = Site(call.ins, (option,), (ways,), call=call)
+    forward, backward = ALGORITHMS["ring"].takes
+    given = site.local_bytes(0, 1, 2)
+    result = out.itemsize * 4 * 8 * 64 * width
+    assert forward(site) + result + given * causal == pytest.approx(max(each[0] for each in seen), rel=0.05)
+    assert backward(site) + given == pytest.approx(max(each[1] for each in seen), rel=0.07)
+    assert all(each[2] for each in seen)
 
 
 @pytest.mark.parametrize("ways", [2, 3, 4, 5])

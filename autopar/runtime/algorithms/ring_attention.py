@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autopar.errors import RunError
 from autopar.runtime.algorithms.partial_attention import attend, attend_backward, merge, wide
-from autopar.runtime.algorithms.ring_order import Order
+from autopar.runtime.algorithms.ring_order import Order, dims_in_memory
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.neighbours import pack, start_shift, unpack
 
@@ -59,8 +59,12 @@ def ring_attention(
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, order: Order, scale: float) -> Tensor:
+        # as the fused kernels have it: results lie as queries do, and gradients as their operands
+        like = [dims_in_memory(x) for x in (q, k, v)]
         q, k, v = order.enter([q, k, v])
-        total = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide(q.dtype))
+        total = torch.empty_permuted(
+            (*q.shape[:-1], v.shape[-1]), dims_in_memory(q), dtype=wide(q.dtype), device=q.device
+        ).zero_()
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=total.dtype)
         for source, (key, value) in _round(order, [k, v]):
             for rows, keys, causal in order.tiles(source):
@@ -73,9 +77,11 @@ class _Ring(torch.autograd.Function):
                     scale,
                 )
                 merge(total[..., rows, :], lse[..., rows], *part)
-        (out,) = order.leave([total.to(q.dtype)])
+                del part
+            del key, value
+        (out,) = order.leave([total.to(q.dtype)], like[:1])
         ctx.save_for_backward(q, k, v, out, lse, *(() if mask is None else (mask,)))
-        ctx.order, ctx.scale = order, scale
+        ctx.order, ctx.scale, ctx.like = order, scale, like
         return out
 
     @staticmethod
@@ -88,7 +94,8 @@ class _Ring(torch.autograd.Function):
         dmask = torch.zeros_like(mask) if mask is not None and ctx.needs_input_grad[3] else None
         passed = None  # sums of the ranks before, for the keys at hand
         for source, (key, value) in _round(order, [k, v]):
-            dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (key, value))
+            sums = lse.new_zeros(key.numel() + value.numel())
+            dk, dv = unpack(sums, [key.shape, value.shape])
             for rows, keys, causal in order.tiles(source):
                 parts = attend_backward(
                     grad[..., rows, :],
@@ -105,16 +112,19 @@ class _Ring(torch.autograd.Function):
                     whole[..., at, :] += part
                 if dmask is not None and parts[3] is not None:
                     _columns(dmask, order, source).add_(parts[3])
+                del parts, part
+            del key, value, dk, dv
             if passed is not None:
-                for whole, part in zip((dk, dv), unpack(passed(), [dk.shape, dv.shape]), strict=True):
-                    whole += part
+                sums += passed()
             if order.ways > 1:
                 passed = start_shift(
-                    pack([dk, dv]), _numel([k, v], order, (source - 1) % order.ways), order.axis, order.mesh, order.name
+                    sums, _numel([k, v], order, (source - 1) % order.ways), order.axis, order.mesh, order.name
                 )
+        del grad, out
         if passed is not None:
-            dk, dv = unpack(passed(), [k.shape, v.shape])
-        dq, dk, dv = order.leave([x.to(q.dtype) for x in (dq, dk, dv)])
+            sums = passed()
+            del passed
+        dq, dk, dv = order.leave([x.to(q.dtype) for x in (dq, *unpack(sums, [k.shape, v.shape]))], ctx.like)
         return dq, dk, dv, dmask, None, None
 
 

@@ -20,6 +20,7 @@ from autopar.runtime.count import record
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.neighbours import Parcel, start_transfers
 
+Dims = tuple[int, ...]
 Tile = tuple[slice, slice, bool]  # own rows, rows of the other rank's keys, whether the pair is causal
 
 
@@ -74,9 +75,9 @@ class Order:
         """Contiguous chunks -> the rows that this rank works on."""
         return self._exchange(tensors, self._workers, self._holders) if self.zigzag else list(tensors)
 
-    def leave(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The inverse of `enter`."""
-        return self._exchange(tensors, self._holders, self._workers) if self.zigzag else list(tensors)
+    def leave(self, tensors: Sequence[Tensor], like: Sequence[Dims]) -> list[Tensor]:
+        """The inverse of `enter`; what it copies lies in memory as `like` says for each tensor (`dims_in_memory`)."""
+        return self._exchange(tensors, self._holders, self._workers, like) if self.zigzag else list(tensors)
 
     @property
     def _workers(self) -> tuple[int, int]:
@@ -91,9 +92,15 @@ class Order:
         """Whose chunks the two halves that this rank works on belong to."""
         return self.rank // 2, (2 * self.ways - 1 - self.rank) // 2
 
-    def _exchange(self, tensors: Sequence[Tensor], to: tuple[int, int], origin: tuple[int, int]) -> list[Tensor]:
+    def _exchange(
+        self,
+        tensors: Sequence[Tensor],
+        to: tuple[int, int],
+        origin: tuple[int, int],
+        like: Sequence[Dims] | None = None,
+    ) -> list[Tensor]:
         """Send the halves of each tensor to the two ranks `to`, get two from the ranks `origin`; between two ranks the
-        earlier half goes first."""
+        earlier half goes first. What comes is contiguous, or lies in memory as `like` says."""
         sends: list[Parcel] = []
         receives: list[Parcel] = []
         for x in tensors:
@@ -103,4 +110,14 @@ class Order:
         record("send", self.axis, sum(x.numel() * x.element_size() for x in tensors), self.name)
         start_transfers(sends, receives, self.axis, self.mesh)()
         got = [x for _, x in receives]
-        return [torch.cat(got[i : i + 2], -2) for i in range(0, len(got), 2)]
+        made = [
+            torch.empty_permuted(x.shape, dims, dtype=x.dtype, device=x.device)
+            for x, dims in zip(tensors, like or [tuple(range(x.dim())) for x in tensors], strict=True)
+        ]
+        return [torch.cat(got[2 * i : 2 * i + 2], -2, out=whole) for i, whole in enumerate(made)]
+
+
+def dims_in_memory(x: Tensor) -> Dims:
+    """The dims of a tensor from the one with the largest stride to that with the smallest."""
+    strides = x.stride()
+    return tuple(sorted(range(x.dim()), key=lambda dim: -strides[dim]))

@@ -224,8 +224,6 @@ def test_gradients_of_blocks_come_as_what_blocks_keep_goes() -> None:
     [
         ("heads", "megatron"),
         ("heads", "ulysses"),
-        ("heads", "cp"),
-        ("causal heads", "cp"),
         ("torch's layers", "ddp"),
         ("torch's layers", "tp_sp"),
     ],
@@ -240,6 +238,21 @@ def test_the_peak_of_attention_whose_heads_are_joined_is_counted(name: str, reci
     assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
         max(counted.step_bytes for counted in seen), rel=0.03
     ), "of the rank that has most"
+
+
+@pytest.mark.parametrize("name", ["heads", "causal heads"])
+def test_the_peak_of_a_ring_of_attention_is_counted(name: str) -> None:
+    """Joining heads is no copy: results lie in memory as queries do."""
+    build, drawn = HEADS[name]
+    model, x = Loss(build()), drawn()
+    made = autopar.compile(
+        model, "cpu:1x2", (x,), recipe="cp", dynamic_shapes=(({0: "b", 1: "s"},), {}), time_limit_s=5.0
+    )
+    assert "ring" in made.plan.nodes["scaled_dot_product_attention"].runs
+    seen = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})
+    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
+        max(counted.step_bytes for counted in seen), rel=0.05
+    )
 
 
 @pytest.mark.parametrize(("dropped", "precision"), [(0.1, "float32"), (0.1, "bf16"), (0.0, "bf16"), (0.0, "float32")])

@@ -9,11 +9,16 @@ import pytest
 import torch
 
 from autopar.routing import rows_sent
+from autopar.rules import RULES
+from autopar.rules.experts import INSIDE
+from autopar.rules.language import Call, Tensor
+from autopar.rules.site import Site
 from autopar.runtime import Mesh, count
 from autopar.runtime.algorithms import experts_on_ranks
 from autopar.runtime.collectives import all_reduce
 from autopar.runtime.cuts import own
 from passes import ops
+from tests.helpers.kept import keeping
 from tests.helpers.ranks import on_ranks
 
 GATED = "halves(lambda first, second: F.silu(first) * second)"
@@ -98,6 +103,41 @@ def test_experts(sizes, roles, how):
         + [("all_to_all", a) for a in dispatched]
         + [("all_to_all", a) for a in reversed(dispatched)]
     ] * len(seen)
+
+
+def _kept(dtype):
+    """Bytes that the forward of experts on two ranks leaves, weights and gates apart, and those that are predicted."""
+    mesh, tokens, width = Mesh((2,), ("x",), "cpu"), 64, 16
+    shapes = ((tokens, width), (tokens, 2), (E // 2, width, 4 * width), (E // 2, 2 * width, width))
+    hidden, gates, up, down = (torch.randn(s, dtype=dtype, requires_grad=True) for s in shapes)
+    chosen = torch.stack([torch.arange(tokens) % (E // 2), E // 2 + torch.arange(tokens) % (E // 2)], 1)
+    with keeping([hidden, gates, up, down, chosen]) as kept:
+        made = experts_on_ranks(
+            lambda rows, ends: ops.expert_rows(rows, up, down, ends, ops.inner_of(GATED)),
+            hidden,
+            chosen,
+            gates,
+            experts=E,
+            axes=(0,),
+            dispatch=(0,),
+            mesh=mesh,
+        )
+        assert made.requires_grad
+        held = kept.nbytes()
+    whole = ((2 * tokens, width), (2 * tokens, 2), (2 * tokens, 2), (E, *shapes[2][1:]), (E, *shapes[3][1:]))
+    operands = tuple(
+        Tensor(shape, i != 1, (), i != 1, 8 if i == 1 else dtype.itemsize) for i, shape in enumerate(whole)
+    )
+    call = Call(ops.experts, (*operands, GATED), {}, (operands[0],))
+    option = next(option for option in RULES[ops.experts].options(call, 2) if option.run == "expert_dispatch")
+    return held, INSIDE[ops.experts].kept_bytes(Site(operands, (option,), (2,), call=call))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_experts_on_ranks_keep_is_counted(dtype):
+    """Where each token has one expert on each rank: sums of rows keep no rows."""
+    for held, predicted in on_ranks(2, _kept, dtype):
+        assert predicted == pytest.approx(held, rel=0.01)
 
 
 def test_rows_are_counted_as_balanced_routing_sends_them():

@@ -107,6 +107,7 @@ class _Layer:
             return self._computed(hidden, numbers, gates)
         (axis, nominal), *further = trips
         place, token = self._wanted(numbers, axis).nonzero(as_tuple=True)
+        token = token.clone()  # both are views of one tensor, which the backward would keep
         trip = _Trip.plan(torch.bincount(place, minlength=self.mesh.sizes[axis]), axis, self.mesh, nominal)
         hidden_there, gates_there, numbers_there = _Travel.apply(trip, hidden[token], gates[token], numbers[token])
         out = self.reach(hidden_there, self.here(numbers_there, axis), gates_there, further)
@@ -132,9 +133,25 @@ class _Layer:
 
 
 def _summed(rows: Tensor, token: Tensor, tokens: int) -> Tensor:
-    """The sum of the rows of each token."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    return rows.new_zeros(tokens, rows.shape[1], dtype=dtype).index_add(0, token, rows.to(dtype))
+    """The sum of the rows of each token, in float32 at least."""
+    result: Tensor = _Sum.apply(rows, token, tokens)
+    return result
+
+
+class _Sum(torch.autograd.Function):
+    """Keeps the numbers of tokens; `index_add` would keep the rows too, in the dtype of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token: Tensor, tokens: int) -> Tensor:
+        ctx.save_for_backward(token)
+        ctx.dtype = rows.dtype
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        return rows.new_zeros(tokens, rows.shape[1], dtype=dtype).index_add_(0, token, rows.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (token,) = ctx.saved_tensors
+        return grads[0].index_select(0, token).to(ctx.dtype), None, None
 
 
 @dataclass(frozen=True)

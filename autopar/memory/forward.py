@@ -338,32 +338,27 @@ class Forward:
         the block that receives it."""
         if blocks.count < 2:
             return
-        mixed = 0 < again < blocks.count
         kept = (
             blocks.stored
             if again == blocks.count
             else {s: None for step in blocks.steps for s in step.kept if not s.regathered}
         )
-        if mixed:
-            self._first_again(blocks, began, again, kept)
         makers = {
             port.storage: (feed.storage, out.storage)
             for port, feed, out in zip(blocks.ports, blocks.feeds, blocks.carried, strict=False)
         }
-        between = blocks.count - 1 - again if mixed else blocks.count - 2
-        for storage in kept:
-            if storage in makers:
-                feed, out = makers[storage]
-                if not mixed:
-                    blocks.twins[storage] = feed
-                if out in kept:
-                    storage.nbytes = 0.0
-                    continue
-            elif storage.born <= began:
-                continue  # the same for all blocks
-            elif not mixed:
-                blocks.twins[storage] = self.book.like(storage, began)
-            if between > 0:
+        own = [storage for storage in kept if storage in makers or storage.born > began]  # others: one for all blocks
+        if 0 < again < blocks.count:
+            self._first_again(blocks, began, again, kept)
+            between = blocks.count - 1 - again
+        else:
+            for storage in own:
+                blocks.twins[storage] = makers[storage][0] if storage in makers else self.book.like(storage, began)
+            between = blocks.count - 2
+        for storage in own:
+            if storage in makers and makers[storage][1] in kept:
+                storage.nbytes = 0.0
+            elif between > 0:
                 blocks.others.append(self.book.like(storage, began, between))
 
     def _first_again(self, blocks: Blocks, began: int, again: int, kept: Collection[Storage]) -> None:

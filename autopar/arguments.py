@@ -1,8 +1,8 @@
 """Checks of the arguments of `compile`: each is converted to the type that the rest works with, or an error says what
 was given and what is wanted. Called by api.compile.
 
-`CHECKS` has an entry for each argument. What can only be checked against the model, the cluster or the graph is checked
-where these are known.
+`CHECKS` has an entry for each argument. Names are looked up here, before the model is captured, which may take minutes.
+What can only be checked against the model, the cluster or the graph is checked where these are known.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.cluster import Cluster
+from autopar.cost.memory import check_optimizer
 from autopar.errors import AutoparError, CaptureError, ClusterError, PlanError, RuleError
 from autopar.optimizers import OPTIMIZERS
 from autopar.plan_schema import MOST
@@ -113,10 +114,37 @@ def _loss(name: str, value: Any) -> Any:
 
 def _search(name: str, value: Any) -> Any:
     """The name of a search, or a function."""
-    if isinstance(value, type) or not (isinstance(value, str) or callable(value)):
-        from autopar.search import SEARCHES  # solvers: not there where plans are only loaded
+    from autopar.asked_search import search_of  # solvers: not there where plans are only loaded
+    from autopar.search import SEARCHES
 
+    if isinstance(value, type) or not (isinstance(value, str) or callable(value)):
         fail(name, value, f"one of {', '.join(SEARCHES)}, or a function as autopar.search.Search has it")
+    search_of(value)
+    return value
+
+
+def _recipe(name: str, value: Any) -> Any:
+    from autopar.recipes.names import check_name  # with the graph of problems, as above
+
+    if value is not None:
+        check_name(_text("the name of one strategy (`autopar recipes` lists them)")(name, value))
+    return value
+
+
+def _remat(name: str, value: Any) -> Any:
+    from autopar.request import check_remat
+
+    check_remat(_text("'auto', 'none', 'selective' or 'full'")(name, value))
+    return value
+
+
+def _optimizer(name: str, value: Any) -> Any:
+    check_optimizer(
+        _text(
+            f"the name of one that a plan can have state for: {', '.join(OPTIMIZERS)}; the optimizer itself is made of "
+            "the compiled model's parameters()"
+        )(name, value)
+    )
     return value
 
 
@@ -241,15 +269,12 @@ CHECKS: dict[str, Check] = {
     "mesh": _mesh,
     "mode": _mode,
     "precision": _precision,
-    "recipe": _optional_text("the name of one strategy (`autopar recipes` lists them)"),
+    "recipe": _recipe,
     "batch": _whole(1),
     "seq": _whole(1),
     "rules": _rules,
-    "optimizer": _text(
-        f"the name of one that a plan can have state for: {', '.join(OPTIMIZERS)}; the optimizer itself is made of the "
-        "compiled model's parameters()"
-    ),
-    "remat": _text("'auto', 'none', 'selective' or 'full'"),
+    "optimizer": _optimizer,
+    "remat": _remat,
     "pareto": _flag,
     "prove": _flag,
     "time_limit_s": _seconds,

@@ -27,19 +27,17 @@ def check_mesh(request: Request) -> None:
 def check_search(planner: Planner) -> None:
     """Raises PlanError for an unknown search, and where there is too much for the exhaustive one, before anything is
     priced."""
-    search = _search_of(planner.request)
+    search = search_of(planner.request.search)
     if search is exhaustive.search and planner.request.recipe is None:
         for sizes in searched_meshes(planner):
             exhaustive.combinations(planner.model(sizes, space(sizes), f"search on {times(sizes)}").problem)
 
 
-def _search_of(request: Request) -> Search:
+def search_of(asked: str | Search) -> Search:
     """The strategy that was asked for. Raises PlanError where none has that name."""
-    search = SEARCHES.get(request.search) if isinstance(request.search, str) else request.search
+    search = SEARCHES.get(asked) if isinstance(asked, str) else asked
     if search is None:
-        raise PlanError(
-            f"unknown search {request.search!r}; known are {', '.join(SEARCHES)}{near(str(request.search), SEARCHES)}"
-        )
+        raise PlanError(f"unknown search {asked!r}; known are {', '.join(SEARCHES)}{near(str(asked), SEARCHES)}")
     return search if search in SEARCHES.values() else checked(search)
 
 
@@ -54,14 +52,14 @@ def searched_meshes(planner: Planner) -> list[tuple[int, ...]]:
 
 def looks(request: Request) -> bool:
     """Whether the request is for the default search, which glances at all meshes before it solves any (bestfirst)."""
-    return request.recipe is None and _search_of(request) is ilp.search
+    return request.recipe is None and search_of(request.search) is ilp.search
 
 
 def run_search(planner: Planner, timer: Timer) -> tuple[Candidate | None, float]:
     """A search that was asked for by name or function, on every mesh in turn: the best answer, and the lowest proven
     bound of all meshes."""
     request = planner.request
-    search, meshes = _search_of(request), searched_meshes(planner)
+    search, meshes = search_of(request.search), searched_meshes(planner)
     found: Candidate | None = None
     bounds: list[float] = []
     for index, sizes in enumerate(meshes):

@@ -15,10 +15,9 @@ from autopar.plan import Alternative
 from autopar.planner import Planner
 from autopar.problem.graph import Program
 from autopar.recipes import RECIPES, Recipe, roles
-from autopar.recipes.offload import OFFLOADS
-from autopar.recipes.pipelines import PIPELINES
+from autopar.recipes.names import check_name
 from autopar.search import ilp
-from autopar.text import near, times
+from autopar.text import times
 from autopar.timer import Timer
 
 FULL = 0.9  # share of the memory limit: a plan that uses more may be slower than it would be with more memory
@@ -82,11 +81,8 @@ def best_named(planner: Planner, timer: Timer, *, fits: bool) -> tuple[Candidate
     cannot use.
     """
     request = planner.request
-    if request.recipe is not None and request.recipe not in RECIPES:
-        known = (*RECIPES, *PIPELINES, *OFFLOADS)
-        raise PlanError(
-            f"unknown recipe {request.recipe!r}; known are {', '.join(known)}{near(str(request.recipe), known)}"
-        )
+    if request.recipe is not None:
+        check_name(request.recipe)
     asked = [RECIPES[request.recipe]] if request.recipe else [r for r in RECIPES.values() if r.fits(planner.program)]
     best: Candidate | None = None
     tried: list[Alternative] = []

@@ -16,6 +16,13 @@ from autopar.text import near
 from autopar.timer import TIME_LIMIT_S
 
 
+def check_remat(level: str) -> None:
+    """Raises PlanError for an unknown level of rematerialisation."""
+    known = ("auto", *LEVELS)
+    if level not in known:
+        raise PlanError(f"unknown remat {level!r}; known are {', '.join(known)}{near(level, known)}")
+
+
 @dataclass(frozen=True)
 class Request:
     """What to plan for, beside the graph: the arguments of `compile`, checked. `time_limit_s` is in seconds."""
@@ -37,11 +44,7 @@ class Request:
 
     def __post_init__(self) -> None:
         """Raises PlanError for an unknown level of remat."""
-        if self.remat not in ("auto", *LEVELS):
-            raise PlanError(
-                f"unknown remat {self.remat!r}; known are auto, "
-                f"{', '.join(LEVELS)}{near(str(self.remat), ('auto', *LEVELS))}"
-            )
+        check_remat(self.remat)
 
     @property
     def limit_bytes(self) -> float:

@@ -37,12 +37,12 @@ from autopar.problem.remat import levels
 from autopar.problem.types import Problem
 from autopar.recipes import RECIPES, Recipe
 from autopar.recipes import offload as offloads
+from autopar.recipes.names import check_name
 from autopar.recipes.offload import OFFLOADS, Offload
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 from autopar.search import ilp
 from autopar.search.feasible import least_memory
-from autopar.text import near
 from passes import facts
 
 STRATEGY_SOLVE_S = 2.0  # seconds at most to solve one strategy on one mesh
@@ -106,10 +106,8 @@ class Survey:
     def rows(self, names: Sequence[str] = ()) -> Iterator[Row]:
         """One device, then the recipes `names` on the cluster, all of them without names. Raises PlanError for unknown
         names."""
-        known = (*RECIPES, *PIPELINES, *OFFLOADS)
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise PlanError(f"unknown recipe {unknown[0]!r}; known are {', '.join(known)}{near(unknown[0], known)}")
+        for name in names:
+            check_name(name)
         yield self._row("one device", self._one_device())
         planner = Planner.of(self.gm, self.hints, self.request)
         for name, recipe in RECIPES.items():

@@ -13,9 +13,11 @@ from autopar.cli.console import progress, show, write_json
 from autopar.cli.planning import Asked
 from autopar.cli.rebuild import rebuild
 from autopar.cluster import Cluster
+from autopar.cost.memory import check_optimizer
 from autopar.errors import PlanError
 from autopar.memory import memory_of
 from autopar.problem.settings import Settings
+from autopar.recipes.names import check_name
 from autopar.report.memory import breakdown, fit_row, fit_table
 from autopar.request import Request
 from autopar.text import gibibytes, times
@@ -43,7 +45,7 @@ def memory_command(
         plan_memory(Path(asked.model), shown, json)
         return
     with progress(f"memory of {asked.model}") as tell:
-        survey = _survey(asked, tell)
+        survey = _survey(asked, recipes, tell)
         rows = []
         for row in survey.rows(recipes):
             rows.append(row)
@@ -61,9 +63,13 @@ def plan_memory(where: Path, shown: int, json: str | None) -> None:
         show(breakdown(prediction, shown))
 
 
-def _survey(asked: Asked, tell: Any) -> Survey:
-    """The Survey of a model, captured as it is asked for."""
+def _survey(asked: Asked, recipes: Sequence[str], tell: Any) -> Survey:
+    """The Survey of a model, captured as it is asked for. Raises PlanError for unknown `recipes` before that, but not
+    before the model's file is read: it may have recipes of its own."""
     loaded = asked.load()
+    for name in recipes:
+        check_name(name)
+    check_optimizer(asked.optimizer)
     rules = frontend.load_rules(asked.rules)
     captured, precision = capture_in(
         loaded.model, loaded.args, loaded.kwargs, precision=asked.stated, mode=asked.mode, progress=tell

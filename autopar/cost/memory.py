@@ -91,6 +91,12 @@ def rests_in(dtype: str, precision: str) -> str:
     return POLICIES[precision][1] if precision in POLICIES and dtype == POLICIES[precision][0] else dtype
 
 
+def check_optimizer(name: str) -> None:
+    """Raises PlanError for the name of no optimizer whose state is known."""
+    if name not in OPTIMIZERS:
+        raise PlanError(f"optimizer {name!r} is unknown; known: {', '.join(OPTIMIZERS)}{near(str(name), OPTIMIZERS)}")
+
+
 def parameter_bytes(
     numel: float,
     dtype: str,
@@ -112,10 +118,7 @@ def parameter_bytes(
 
     Integers (quantised weights, counters) keep their dtype and have no gradient. Raises PlanError on unknown names.
     """
-    if optimizer not in OPTIMIZERS:
-        raise PlanError(
-            f"optimizer {optimizer!r} is unknown; known: {', '.join(OPTIMIZERS)}{near(str(optimizer), OPTIMIZERS)}"
-        )
+    check_optimizer(optimizer)
     weights = itemsize(dtype) * (numel if leaf is None else leaf)
     if not training or "float" not in dtype:
         return ParameterBytes(weights=weights)

@@ -218,6 +218,18 @@ def test_a_plan_for_another_model(compiled):
         plan.check("123", plan.nodes)
 
 
+def never(*args: object, **options: object) -> None:
+    raise AssertionError("the model is captured")
+
+
+@pytest.mark.parametrize("name", ["recipe", "search", "remat", "optimizer"])
+def test_unknown_names_are_refused_before_the_model_is_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture takes minutes for large models."""
+    monkeypatch.setattr("autopar.capture.precision.capture_in", never)
+    with pytest.raises(PlanError, match=r"unknown .*'nonsense'; known are|'nonsense' is unknown; known: "):
+        compile(**{name: "nonsense"})
+
+
 def test_another_schema_and_files_that_are_no_plan(compiled, tmp_path):
     later = dataclasses.replace(compiled.plan, schema=99).to_json()
     for text, wanted in [

@@ -52,8 +52,21 @@ def bind(
         values[name] = value
     missing = [name for name in names if name not in values]
     if missing:
-        raise RunError(f"missing inputs {', '.join(missing)}; the plan's inputs are {', '.join(names)}")
+        raise RunError(
+            f"missing inputs {', '.join(missing)}; the plan's inputs are {', '.join(names)}. {_instead(args, missing)}"
+        )
     return [values[name] for name in names]
+
+
+def _instead(args: Sequence[Any], missing: Sequence[str]) -> str:
+    """What to do where inputs are missing, as a sentence."""
+    if len(args) == 1 and isinstance(args[0], (tuple, list, Mapping)):
+        stars = "**" if isinstance(args[0], Mapping) else "*"
+        return f"All of them came as one {type(args[0]).__name__}: pass {stars}batch in place of batch"
+    return (
+        f"Pass what was given to compile, targets too. A forward without {' and '.join(missing)} is another program: a "
+        'second plan of the model, made of inputs without (and mode="inference" where the loss needs them)'
+    )
 
 
 def _without(

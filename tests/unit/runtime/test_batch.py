@@ -70,6 +70,9 @@ def test_another_value_of_what_is_part_of_the_program_is_refused(args, kwargs, m
         ([1], {"ids": 2}, "'ids' is given twice"),
         ([1], {"mask": 2}, "'mask' is not an input that was planned; the plan's inputs are ids, labels"),
         ([1], {}, "missing inputs labels"),
+        ([1], {}, r"targets too. A forward without labels is another program: a second plan"),
+        ([(1, 2)], {}, r"All of them came as one tuple: pass \*batch in place of batch"),
+        ([{"ids": 1, "labels": 2}], {}, r"came as one dict: pass \*\*batch in place of batch"),
     ],
 )
 def test_wrong_arguments_are_named(args, kwargs, message):

@@ -201,9 +201,13 @@ def _device(data: Any) -> Device:
     for key in ("peak_flops", "achievable_of", "sources"):
         if not isinstance(data.get(key, {}), dict):
             fail("device", key, data[key], "a table")
+    fields = _names(Device)
     for name, text in data.get("sources", {}).items():
         if not isinstance(text, str):
             fail("device", f"sources.{name}", text, "text")
+        # other keys are notes of the file's author
+        if name.partition(".")[0] not in fields and (hint := near(name, fields)):
+            fail("device", "sources", name, f"the name of a field as a key{hint}")
     pairs = {
         key: data[key] for key in ("attention", "unaligned") if key in data and (key, data[key]) != ("attention", None)
     }

@@ -280,6 +280,7 @@ BAD_VALUES = [
     ("device", "h100", "device: it is 'h100'; wanted a table with name, kind"),
     ("device/unaligned", None, "unaligned is None; wanted a list of two shares"),
     ("device/sources/memory_bytes", 5, "sources.memory_bytes is 5; wanted text"),
+    ("device/sources/memory_byte", "measured", "sources is 'memory_byte'; wanted the name of a field .*near: memory_b"),
 ]
 
 

@@ -3,7 +3,7 @@ with rows in original order (also where a parameter rests in sections)."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,12 +64,27 @@ def load_full(
                 for what, items in (("missing", missing), ("unknown", unknown), ("wrong shape", wrong))
                 if items
             )
+            + _prefixed(missing, unknown)
         )
     for h in held:
         value = found[h.name]
         if value is not None:
             dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
             h.local.copy_(own(dense, h.info.entries, mesh.sizes, mesh.coord))
+
+
+def _prefixed(missing: Sequence[str], unknown: Sequence[str]) -> str:
+    """What to do where all names that are missing are there with one prefix in front (`module.`, `_orig_mod.`); else
+    empty."""
+    if not missing or not unknown:
+        return ""
+    prefix = next((name.removesuffix(missing[0]) for name in unknown if name.endswith(f".{missing[0]}")), "")
+    if not prefix or not {prefix + name for name in missing} <= set(unknown):
+        return ""
+    return (
+        f". The missing names are there with {prefix!r} in front, as wrappers make them: give "
+        f"{{name.removeprefix({prefix!r}): value for name, value in state.items()}}"
+    )
 
 
 def _described(value: Any) -> str:

@@ -136,6 +136,13 @@ def _whole_tensors():
         model.load_full({**plain.state_dict(), "unused": 1})
     with pytest.raises(RunError, match=r"unused: got \(3,\) on the meta device, without values, wanted \(3,\)"):
         model.load_full({**plain.state_dict(), "unused": torch.ones(3, device="meta")})
+    wrapped = {f"_orig_mod.{name}": value for name, value in plain.state_dict().items()}
+    with pytest.raises(RunError, match=r"names are there with '_orig_mod.' in front, .* give \{name.removeprefix\("):
+        model.load_full(wrapped)
+    del wrapped["_orig_mod.layers.1.up.weight"]
+    with pytest.raises(RunError) as caught:
+        model.load_full(wrapped)
+    assert "in front" not in str(caught.value)  # one is missing with the prefix, too
     with pytest.raises(RunError, match="state is a list; wanted a state dict of the model"):
         model.load_full([plain])
     assert all(torch.equal(model.full_state_dict()[name], value) for name, value in plain.state_dict().items())

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from autopar.errors import PlanError
-from autopar.plan import Plan
+from autopar.plan import FILE, Plan
 from autopar.runtime import ShardedModule, constants
 from autopar.text import first_line, seconds
 
-PLAN, SOURCE, README = "plan.json", "sharded.py", "README.md"
+PLAN, SOURCE, README = FILE, "sharded.py", "README.md"
 FILES = (constants.NAME, SOURCE, README, PLAN)
 """The files of a saved plan, in the order in which they are replaced."""
 
@@ -34,7 +34,7 @@ Planned by autopar for {cluster}, mesh {mesh}, {strategy}; predicted {step} per 
 
     import autopar
     model = autopar.load("{folder}")                  # on {ranks} ranks
-    model.load_state_dict(...)
+    model.load_full(state_dict)                       # whole tensors under the model's own names
 
 `plan.json` is the plan, `sharded.py` the module, `constants.pt` the tensors that are no parameters.
 """
@@ -116,9 +116,17 @@ class Bundle:
     def load(folder: Path) -> Bundle:
         """Read a folder that `save` wrote. Raises PlanError when a file is missing, cannot be read, or is of another
         plan."""
+        if folder.is_file():
+            raise PlanError(
+                f"{folder} is a file, and what is loaded is a folder with a plan and its program: {folder.parent} if "
+                "Compiled.save or `autopar emit` wrote that, else what `autopar emit PLAN -o FOLDER` makes of a plan"
+            )
         missing = [name for name in (PLAN, SOURCE, constants.NAME) if not (folder / name).is_file()]
         if missing:
-            raise PlanError(f"{folder} is no saved plan: {', '.join(missing)} missing; save one with Compiled.save")
+            raise PlanError(
+                f"{folder} is no saved plan: {', '.join(missing)} missing; save one with Compiled.save, or with "
+                "`autopar emit`"
+            )
         plan, source = Plan.load(folder / PLAN), _source(folder / SOURCE)
         tensors, made_for = _constants(folder / constants.NAME)
         for name, got in ((SOURCE, constants.plan_of(source)), (constants.NAME, made_for)):

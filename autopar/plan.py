@@ -22,6 +22,9 @@ from autopar.cluster.types import DEVICE_KINDS
 from autopar.errors import PlanError
 from autopar.text import numbered
 
+FILE = "plan.json"
+"""The name of the plan in a folder that was saved."""
+
 SCHEMA = 8
 
 
@@ -298,11 +301,17 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan file. Raises PlanError, with its name, when it is missing or not a plan."""
+        """Read a plan file, or the one in a folder that `autopar emit` or Compiled.save wrote. Raises PlanError, with
+        its name, when it is missing or not a plan."""
+        path = _path(path)
+        path = path / FILE if path.is_dir() else path
         try:
-            text = _path(path).read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8")
         except OSError as error:
-            raise PlanError(f"cannot read plan {path}: {error.strerror}") from error
+            raise PlanError(
+                f"cannot read plan {path}: {error.strerror}; wanted a file that `autopar plan -o` wrote, or a folder "
+                "of `autopar emit` or Compiled.save"
+            ) from error
         except UnicodeDecodeError as error:
             raise PlanError(
                 f"cannot read plan {path}: byte {error.start} is no UTF-8 text ({error.reason}), and a plan is one; "

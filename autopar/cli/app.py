@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+import autopar
 from autopar.cli.console import fail, say, writable
 from autopar.errors import AutoparError
 from autopar.optimizers import OPTIMIZERS
@@ -36,7 +37,9 @@ class Mode(StrEnum):
 ModelSpec = Annotated[
     str, typer.Argument(metavar="MODEL", help="hf:FILE_OR_FOLDER, path/to/file.py:factory or package.module:factory")
 ]
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a file that `autopar plan -o` wrote")]
+PlanFile = Annotated[
+    Path, typer.Argument(metavar="PLAN", help="a file that `autopar plan -o` wrote, or a folder of `autopar emit`")
+]
 Batch = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="global samples per step; else the default of the factory's batch=, or 8"),
@@ -44,6 +47,18 @@ Batch = Annotated[
 Seq = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="tokens per sample; else the default of the factory's seq=, or 128"),
+]
+ClusterName = Annotated[str, typer.Option(help="PRESET:NODESxDEVICES, a .toml file, or here; see `autopar clusters`")]
+MeshSizes = Annotated[
+    str | None,
+    typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2; of a pipeline, those of each place"),
+]
+Precision = Annotated[
+    str,
+    typer.Option(
+        help="float32, bf16 or fp16 (mixed, float32 masters), a dtype that everything has (bfloat16), or auto: what "
+        "the model's config says, or the dtype of what a factory makes"
+    ),
 ]
 RulesFile = Annotated[
     str,
@@ -64,8 +79,20 @@ Json = Annotated[
 ]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        import torch
+
+        typer.echo(f"autopar {autopar.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_version, help="show the versions of autopar and torch"),
+    ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="show the traceback of an error (before or after the command)")
     ] = False,
@@ -79,9 +106,7 @@ def root(
 @app.command(short_help="find a plan for a model and a cluster, and print it")
 def plan(
     model: ModelSpec,
-    cluster: Annotated[
-        str, typer.Option(help="PRESET:NODESxDEVICES, a .toml file, or here; see `autopar clusters`")
-    ] = "here",
+    cluster: ClusterName = "here",
     batch: Batch = None,
     seq: Seq = None,
     output: Annotated[
@@ -90,18 +115,9 @@ def plan(
     recipe: Annotated[
         str | None, typer.Option(metavar="NAME", help="force a named strategy; see `autopar recipes`")
     ] = None,
-    mesh: Annotated[
-        str | None,
-        typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2; of a pipeline, those of each place"),
-    ] = None,
+    mesh: MeshSizes = None,
     search: Annotated[str, typer.Option(help="ilp, mcmc, greedy or exhaustive")] = "ilp",
-    precision: Annotated[
-        str,
-        typer.Option(
-            help="float32, bf16 or fp16 (mixed, float32 masters), a dtype that everything has (bfloat16), or auto: "
-            "what the model's config says, or the dtype of what a factory makes"
-        ),
-    ] = "auto",
+    precision: Precision = "auto",
     mode: Annotated[Mode, typer.Option(help="train plans gradients and the optimizer too")] = Mode.train,
     optimizer: Annotated[str, typer.Option(help=f"whose state must fit: {', '.join(OPTIMIZERS)}")] = "adamw",
     time_limit: Annotated[
@@ -239,27 +255,16 @@ def simulate(
 def memory(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(metavar="MODEL|PLAN", help="a MODEL as `autopar plan` takes it, or a plan file (plan.json)")
+        str, typer.Argument(metavar="MODEL|PLAN", help="a MODEL as `autopar plan` takes it, or a PLAN (plan.json)")
     ],
-    cluster: Annotated[
-        str, typer.Option(help="PRESET:NODESxDEVICES, a .toml file, or here; see `autopar clusters`")
-    ] = "here",
+    cluster: ClusterName = "here",
     batch: Batch = None,
     seq: Seq = None,
     recipe: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="only this strategy; may be given more than once")
     ] = None,
-    mesh: Annotated[
-        str | None,
-        typer.Option(metavar="AxB", help="fix the sizes of the mesh axes, as 2x2; of a pipeline, those of each place"),
-    ] = None,
-    precision: Annotated[
-        str,
-        typer.Option(
-            help="float32, bf16 or fp16 (mixed, float32 masters), a dtype that everything has (bfloat16), or auto: "
-            "what the model's config says, or the dtype of what a factory makes"
-        ),
-    ] = "auto",
+    mesh: MeshSizes = None,
+    precision: Precision = "auto",
     mode: Annotated[Mode, typer.Option(help="train counts gradients, optimizer and activations too")] = Mode.train,
     optimizer: Annotated[str, typer.Option(help=f"whose state must fit: {', '.join(OPTIMIZERS)}")] = "adamw",
     shown: Annotated[int, typer.Option(min=1, metavar="N", help="tensors shown of a plan's peak")] = 16,

@@ -16,6 +16,7 @@ from autopar.cluster import Cluster
 from autopar.cost.memory import check_optimizer
 from autopar.errors import PlanError
 from autopar.memory import memory_of
+from autopar.plan import FILE
 from autopar.problem.settings import Settings
 from autopar.recipes.names import check_name
 from autopar.report.memory import breakdown, fit_row, fit_table
@@ -36,7 +37,7 @@ def memory_command(
 ) -> None:
     """The table of strategies for a model, or the breakdown of a plan file. Raises PlanError where a plan is `given`
     options of a model."""
-    if not asked.model.startswith("hf:") and (asked.model.endswith(".json") or Path(asked.model).is_file()):
+    if _is_plan(asked.model):
         if idle := [option for option in given if option not in OF_A_PLAN]:
             raise PlanError(
                 f"{', '.join(idle)}: {asked.model} is a plan, which has its own cluster, sizes and strategy; leave "
@@ -52,6 +53,14 @@ def memory_command(
             tell(f"{row.name} is known")
     if not write_json(json, as_json(survey, rows)):
         show(*_tables(asked, survey, rows))
+
+
+def _is_plan(named: str) -> bool:
+    """Whether the argument names a plan, and no model: a file that is no Python, or the folder of one."""
+    path = Path(named)
+    if named.startswith("hf:") or path.suffix == ".py":
+        return False
+    return path.suffix == ".json" or path.is_file() or (path / FILE).is_file()
 
 
 def plan_memory(where: Path, shown: int, json: str | None) -> None:

@@ -244,6 +244,10 @@ def test_another_schema_and_files_that_are_no_plan(compiled, tmp_path):
         Plan.load(tmp_path / "none.json")
     with pytest.raises(PlanError, match=r"is no saved plan: plan.json, sharded.py, constants.pt missing"):
         autopar.load(tmp_path)
+    (tmp_path / "plan.json").write_text(compiled.plan.to_json())
+    assert Plan.load(tmp_path) == compiled.plan  # a folder stands for the plan in it
+    with pytest.raises(PlanError, match=r"plan.json is a file, and what is loaded is a folder .* `autopar emit PLAN"):
+        autopar.load(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(

@@ -53,15 +53,6 @@ def line_of(text: str) -> int:
     return next(i for i, line in enumerate(MODELS.splitlines(), 1) if text in line)
 
 
-@pytest.mark.parametrize("option", ["--recipe", "--optimizer"])
-def test_memory_refuses_unknown_names_before_it_captures(option: str, here, monkeypatch, capsys) -> None:
-    def never(*args: object, **options: object) -> None:
-        raise AssertionError("the model is captured")
-
-    monkeypatch.setattr("autopar.cli.fitting.capture_in", never)
-    assert "nonsense" in refused(here, monkeypatch, capsys, "memory", "net.py:good", option, "nonsense")
-
-
 def test_a_model_that_cannot_be_exported_names_the_line(here, monkeypatch, capsys) -> None:
     said = refused(here, monkeypatch, capsys, "plan", "net.py:branch", "--cluster", "cpu:1x2", "-o", "plan.json")
     assert (

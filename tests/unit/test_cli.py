@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from autopar import __version__
 from autopar.calibrate import calibrate
 from autopar.calibrate.run import LEAST_S, MOST_S
 from autopar.cli import main
@@ -43,6 +44,11 @@ def test_help_lists_every_command() -> None:
     ):
         assert f"\n  {name} " in done.stdout
     assert "..." not in done.stdout.partition("Commands:")[2]  # what a command does was cut off in the middle
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    done = autopar("--version")
+    assert (done.returncode, done.stdout) == (0, f"autopar {__version__}, torch {torch.__version__}\n")
 
 
 def test_help_tells_the_two_plans_of_diff_apart() -> None:
@@ -142,6 +148,8 @@ def test_what_needs_no_torch_does_not_wait_for_it() -> None:
             ("memory", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "--recipe", "fast"),
             "unknown recipe 'fast'; known are single, ddp",
         ),
+        (("memory", "models/mlp.py"), "say which function makes the model: models/mlp.py:FUNCTION"),
+        (("simulate", "docs"), "cannot read plan docs/plan.json: No such file or directory; wanted a file that"),
         (("simulate", "README.md"), "not a plan: the text is no JSON"),
         (("simulate", "README.md"), "error: README.md: not a plan"),
         (
@@ -161,6 +169,16 @@ def test_errors_are_one_message(arguments: tuple[str, ...], said: str) -> None:
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("error: ") and said in done.stderr
     assert "Traceback" not in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize("option", ["--recipe", "--optimizer"])
+def test_memory_refuses_unknown_names_before_it_captures(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: object, **options: object) -> None:
+        raise AssertionError("the model is captured")
+
+    monkeypatch.setattr("autopar.cli.fitting.capture_in", never)
+    done = autopar("memory", "models/mlp.py:tiny", "--cluster", "cpu:1x2", option, "nonsense")
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and "'nonsense'" in done.stderr
 
 
 def test_a_fresh_process_says_the_same() -> None:

@@ -10,7 +10,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.planner import Planner
 from autopar.recipes.free import space, spaces
 from autopar.request import Request
-from autopar.search import SEARCHES, Search, checked, exhaustive, ilp
+from autopar.search import OWN, SEARCHES, Search, checked, exhaustive, ilp
 from autopar.text import near, times
 from autopar.timer import Timer
 
@@ -38,7 +38,7 @@ def search_of(asked: str | Search) -> Search:
     search = SEARCHES.get(asked) if isinstance(asked, str) else asked
     if search is None:
         raise PlanError(f"unknown search {asked!r}; known are {', '.join(SEARCHES)}{near(str(asked), SEARCHES)}")
-    return search if search in SEARCHES.values() else checked(search)
+    return search if search in OWN else checked(search)
 
 
 def searched_meshes(planner: Planner) -> list[tuple[int, ...]]:

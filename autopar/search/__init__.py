@@ -11,7 +11,8 @@ a search never sees torch or the graph.
 
 A strategy takes a time limit in seconds, a seed, and a feasible solution that its result must not be worse than. It
 raises InfeasibleError (with the shortfall) when nothing fits. `Problem.evaluate` prices its result. The results of a
-strategy that is not in the table (`compile(..., search=function)`) are validated by `checked`.
+strategy that is not of this package (`compile(..., search=function)`, or one that was added to SEARCHES) are
+validated by `checked`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ SEARCHES: dict[str, Search] = {
     "ilp": ilp.search,
     "mcmc": mcmc.search,
 }
+"""The strategies by name. Code of a user may add its own, for `--search`; their results are validated, too."""
+
+OWN = tuple(SEARCHES.values())
+"""Those of this package, whose results need no validation."""
 
 
 def checked(search: Search) -> Search:

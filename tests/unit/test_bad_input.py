@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ import autopar
 from autopar.bundle import Bundle
 from autopar.errors import AutoparError, CaptureError, ClusterError, InfeasibleError, PlanError, RuleError
 from autopar.plan import Plan
+from autopar.problem.types import Problem, Solution
+from autopar.search import SEARCHES
 from models import mlp
 
 
@@ -228,6 +232,17 @@ def test_unknown_names_are_refused_before_the_model_is_captured(name: str, monke
     monkeypatch.setattr("autopar.capture.precision.capture_in", never)
     with pytest.raises(PlanError, match=r"unknown .*'nonsense'; known are|'nonsense' is unknown; known: "):
         compile(**{name: "nonsense"})
+
+
+def test_results_of_a_search_that_was_added_to_the_table_are_validated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound above the step's own time would be a gap of 0 that nothing proves."""
+
+    def bold(problem: Problem, **options: Any) -> Solution:
+        return replace(SEARCHES["greedy"](problem, **options), bound_s=1.0)
+
+    monkeypatch.setitem(SEARCHES, "bold", bold)
+    with pytest.raises(PlanError, match=r"the search gave a bound of 1.0 s and a choice that takes .* s for "):
+        compile(search="bold")
 
 
 def test_another_schema_and_files_that_are_no_plan(compiled, tmp_path):

@@ -29,6 +29,20 @@ if TYPE_CHECKING:
     from autopar.verify import Report
 
 
+_PLACED = (
+    "the plan says on which devices and in which dtype the model runs: cluster and precision= of compile are for that"
+)
+INSTEAD = {
+    **dict.fromkeys(("to", "cuda", "cpu", "half", "float", "double", "bfloat16"), _PLACED),
+    "no_sync": "gradients of several steps add up until zero_grad() as they are; train_step(..., loss_weight=1 / k) "
+    "makes them the mean of k",
+    "backward": "train_step is forward and backward; where they are apart, call backward() of the loss of a forward",
+    "step": "call step() of an optimizer of parameters()",
+    "generate": 'sampling is another program: a second plan, made without targets and with mode="inference"',
+}
+"""What code for other wrappers of models asks a compiled model for, and what to do."""
+
+
 class Compiled:
     """A planned model: a plan, the source that was emitted for it, and on ranks the sharded module.
 
@@ -80,6 +94,25 @@ class Compiled:
         return bundle.build(
             None if self._weights is None else {name: held[name] for name in self._weights if name in held}, seed=seed
         )
+
+    if not TYPE_CHECKING:  # a type checker knows what there is
+
+        def __getattr__(self, name: str) -> Any:
+            """Only called for what there is not: an AttributeError that says what to do instead."""
+            # what Python itself asks for, and errors inside of a property
+            if name.startswith("__") or hasattr(type(self), name):
+                return object.__getattribute__(self, name)
+            if name in INSTEAD:
+                instead = INSTEAD[name]
+            elif hasattr(nn.Module, name):
+                instead = f"module.{name} is that of this rank's nn.Module"
+            else:
+                instead = (
+                    "what the model had beside its forward is not part of the plan: ask the model itself, and where "
+                    "its methods go over parameters give them the compiled model in its place, "
+                    f"type(model).{name}(compiled, ...)"
+                )
+            raise AttributeError(f"a compiled model has no attribute {name!r}; {instead}", name=name, obj=self)
 
     def train(self, mode: bool = True) -> Compiled:
         """As nn.Module.train: switch to training, or with False to evaluation. Raises RunError where the model computes

@@ -302,6 +302,30 @@ def test_a_compiled_model_is_copied_and_not_pickled(tmp_path):
             dump(compiled)
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("cuda", "cluster and precision= of compile"),
+        ("no_sync", "loss_weight=1 / k"),
+        ("generate", "a second plan"),
+        ("named_modules", "module.named_modules is that of this rank's nn.Module"),
+        ("configure_optimizers", r"type\(model\).configure_optimizers\(compiled, ...\)"),
+    ],
+)
+def test_what_a_compiled_model_lacks_has_something_instead(name: str, instead: str) -> None:
+    compiled = by_weights()
+    assert not hasattr(compiled, name)
+    with pytest.raises(AttributeError, match=rf"a compiled model has no attribute '{name}'; .*{instead}"):
+        getattr(compiled, name)
+
+
+def test_errors_inside_of_properties_are_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = by_weights()
+    compiled.bundle = None
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'plan'"):
+        compiled.plan  # noqa: B018
+
+
 @pytest.mark.parametrize("name", ["compile", "diff", "load"])
 def test_docstrings_name_every_argument_and_error(name: str) -> None:
     function = getattr(autopar, name)

@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -114,6 +115,35 @@ def test_the_demo_runs_on_a_small_model() -> None:
     assert done.returncode == 0, done.stderr + done.stdout
     assert "All values agree with the single device" in done.stdout
     assert done.stdout.count("gloo ranks: ") == 2 and "strategy         ddp" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_training_script_goes_on_under_another_plan_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    whole = _trained("--steps", "5", "--recipe", "ddp", "--folder", str(tmp_path / "whole"))
+    begun = _trained("--steps", "2", "--recipe", "ddp", "--folder", str(tmp_path / "parts"))
+    resumed = _trained("--steps", "5", "--recipe", "zero3", "--folder", str(tmp_path / "parts"), "--resume")
+    assert len(whole) == 6 and len(resumed) == 4  # a line for each step, and the loss of other data
+    assert torch.tensor([*begun[:2], *resumed]).allclose(torch.tensor(whole), rtol=0, atol=2e-5), (
+        whole,
+        begun,
+        resumed,
+    )
+    assert whole[4] < whole[0]
+
+
+def _trained(*arguments: str) -> list[float]:
+    """The losses that examples/train.py prints on two ranks."""
+    done = subprocess.run(
+        shlex.split(f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 -m examples.train")
+        + list(arguments),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return [float(number) for number in re.findall(r"loss (?:of other data )?([\d.]+\d)", done.stdout)]
 
 
 @pytest.mark.slow

@@ -82,17 +82,20 @@ def _is(node: NodePlan | None, op: Op, options: tuple[Option, ...]) -> bool:
 
 
 def find(model: Model, node: str) -> int:
-    """The index of the cluster that holds `node`: a node's name, with or without its block, or a parameter's name.
+    """The index of the cluster that holds `node`: a node's name, with or without its block, or a parameter's name,
+    whole or in its block.
 
-    Raises PlanError when there is none.
+    Raises PlanError when there is none, and for a name that several have in blocks of their own.
     """
-
-    def named(op: Op) -> bool:
-        return node in (op.name, op.name.rsplit("/", 1)[-1], op.fqn, *op.node.meta.get("fqns", ()))
-
-    for index, cluster in enumerate(model.clusters):
-        if any(named(op) for op in cluster.members):
+    held = [(index, op) for index, cluster in enumerate(model.clusters) for op in cluster.members]
+    for index, op in held:
+        if node in (op.name, *op.node.meta.get("fqns", ())) or ("/" not in op.name and node == op.fqn):
             return index
+    inside = {op.name: index for index, op in held if node in (op.name.rsplit("/", 1)[-1], op.fqn)}
+    if len(set(inside.values())) > 1:
+        raise PlanError(f"several nodes are called {node!r} in their blocks: name one of {', '.join(inside)}")
+    if inside:
+        return next(iter(inside.values()))
     names = [name for cluster in model.clusters for op in cluster.members for name in (op.fqn or op.name,)]
     near = [name for name in names if node.rsplit(".", 1)[-1] in name] or names
     raise PlanError(

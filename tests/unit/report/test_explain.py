@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.table import Table
@@ -55,6 +57,34 @@ def test_nodes_are_found_by_all_their_names(name: str) -> None:
 def test_an_unknown_node_is_refused_with_near_ones() -> None:
     with pytest.raises(PlanError, match=r"no node 'layers.9.up.weight'; nodes are .*up\.weight"):
         why.find(planned("ddp").model, "layers.9.up.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("linear", 4), ("encoder_0/linear", 0), ("norm.weight", 5), ("encoder.1.norm.weight", 1), ("proj.weight", 6)],
+)
+def test_whole_names_come_before_those_inside_of_blocks(name: str, found: int) -> None:
+    assert why.find(_two_runs(), name) == found
+
+
+def test_a_name_inside_of_several_blocks_is_refused_with_the_whole_ones() -> None:
+    with pytest.raises(PlanError, match=r"several nodes are called 'add' .* one of encoder_0/add, decoder_0/add"):
+        why.find(_two_runs(), "add")
+
+
+def _two_runs() -> Any:
+    """Operators and parameters of two runs of blocks and outside of them, each in a cluster of its own."""
+    named = [
+        ("encoder_0/linear", "", ()),
+        ("encoder_0/p_norm", "norm.weight", ("encoder.0.norm.weight", "encoder.1.norm.weight")),
+        ("encoder_0/add", "", ()),
+        ("decoder_0/add", "", ()),
+        ("linear", "", ()),
+        ("p_norm", "norm.weight", ()),
+        ("decoder_0/p_proj", "proj.weight", ("decoder.0.proj.weight",)),
+    ]
+    ops = [SimpleNamespace(name=name, fqn=fqn, node=SimpleNamespace(meta={"fqns": fqns})) for name, fqn, fqns in named]
+    return SimpleNamespace(clusters=[SimpleNamespace(members=[op]) for op in ops])
 
 
 def test_a_plan_of_other_rules_is_refused() -> None:

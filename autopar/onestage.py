@@ -25,6 +25,7 @@ from autopar.errors import InfeasibleError
 from autopar.memory import predict
 from autopar.named_strategies import FULL, best_named
 from autopar.partial_remat import by_bytes, filled
+from autopar.pipeline.single_stage import step_cost
 from autopar.plan import Alternative, Plan, Predicted
 from autopar.planner import Planner
 from autopar.problem.largest import largest
@@ -257,6 +258,18 @@ def beating(planner: Planner, known_s: float, open_: Sequence[str], timer: Timer
         if len(planner.missing_bytes) == short:
             break  # nothing failed for want of memory, so that more rematerialisation would not help
     raise InfeasibleError(f"no plan that fits is faster than {seconds(known_s)}")
+
+
+def faster_with_room(planner: Planner, below_s: float) -> bool:
+    """Whether a glance at all meshes finds a plan that takes less than `below_s` if memory is not limited and no block
+    runs again. The memory limit of `planner` does not count."""
+    roomy = planner.anew(replace(planner.request, memory_bytes=math.inf))
+    for sizes in searched_meshes(roomy):
+        model = roomy.model(sizes, space(sizes), "with room")
+        found = ilp.glance(model.problem, time_limit_s=GLANCE_S, cutoff_s=below_s)
+        if step_cost(model, found.choice, roomy.forward(model.prices.mesh)).time_s < below_s:
+            return True
+    return False
 
 
 def _fitting(planner: Planner, among: Sequence[str], tried: list[Alternative]) -> Iterator[str]:

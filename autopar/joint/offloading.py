@@ -1,7 +1,7 @@
 """Plans with offloading: optimizer state rests on the host, or parameters and gradients too. Called by joint.anywhere.
 
-They are made by name (recipes), where no other plan fits, and where they are faster than plans that run blocks again or
-need a pipeline for want of memory. They have one stage or several.
+They are made by name (recipes), where no other plan fits, and where they are faster than a plan that would be faster
+itself if devices had more memory. They have one stage or several.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import FREE
 from autopar.memory import hosts
-from autopar.named_strategies import refused_meshes
+from autopar.named_strategies import FULL, refused_meshes
 from autopar.plan import Alternative, Plan
 from autopar.problem.graph import Program
 from autopar.problem.settings import OFFLOADED
@@ -82,10 +82,10 @@ def instead(context: SearchContext, failed: InfeasibleError, about: Mapping[str,
 
 
 def or_faster(context: SearchContext, made: Plan, about: Mapping[str, Any]) -> Plan:
-    """`made`, or a faster plan with offloading. One is only searched where `made` runs blocks again or has several
-    stages or microbatches, all of which save memory, and where the least step with offloading is shorter."""
+    """`made`, or a faster plan with offloading. One is only searched where `made` is short of memory, and where the
+    least step with offloading is shorter."""
     step_s = context.best_s = made.predicted.step_s
-    if not (made.remat or made.places > 1 or made.microbatches > 1):
+    if not _short_of_memory(context, made):
         return made
     found, tried, _ = _fastest(context, step_s, f": {seconds(step_s)} with all of it on devices", about)
     if found is None:
@@ -99,6 +99,22 @@ def or_faster(context: SearchContext, made: Plan, about: Mapping[str, Any]) -> P
     return replace(
         found, notes=context.timer.noted(found.notes), alternatives=(*found.alternatives, *others), predicted=proven
     )
+
+
+def _short_of_memory(context: SearchContext, made: Plan) -> bool:
+    """Whether offloading may make a faster plan than `made`: `made` runs blocks again or has several stages or
+    microbatches, all of which save memory; or more memory would make a plan of one stage so much faster that it gains
+    more than the update on the host takes longer."""
+    if made.remat or made.places > 1 or made.microbatches > 1:
+        return True
+    devices, step_s = context.request.cluster.devices, made.predicted.step_s
+    if devices * context.held_bytes(Shape(1, (devices,), 1), "none") <= FULL * context.limit_bytes:
+        return False  # every device has room for all there is
+    later_s = min(context.hosted(held).late_s for held in OFFLOADED[1:]) - context.update_s
+    below_s = step_s * (1 - PRICE_TOLERANCE) - max(0.0, later_s)
+    if context.work(1).step_s(devices, 1, 1) >= below_s or context.timer.skips():
+        return False
+    return onestage.faster_with_room(context.whole, below_s)
 
 
 def _fastest(

@@ -7,7 +7,10 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+import autopar
 from autopar import joint
 from autopar.bestfirst import PRICE_TOLERANCE
 from autopar.cluster import Cluster
@@ -124,6 +127,33 @@ def test_the_search_goes_to_the_host_only_where_nothing_else_fits_or_that_is_fas
             made.notes[-1],
         )
         assert all(other.why for other in made.alternatives if other.step_s is None)
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "held"), [(1_600_000, ""), (2_000_000, "parameters"), (2_400_000, "optimizer")]
+)
+def test_offloading_is_tried_where_a_plan_of_one_stage_fits_that_runs_nothing_again(
+    memory_bytes: int, held: str
+) -> None:
+    """One sample of 64 rows cannot be cut, and over slow links one device computes all of it faster than two share it.
+    The weights fit a device, with gradients and optimizer state only half of them do."""
+    base = Cluster.parse("h100:1x2")
+    levels = tuple(replace(each, bandwidth_bytes_s=1e-4 * each.bandwidth_bytes_s) for each in base.levels)
+    slow = replace(base, levels=levels, device=replace(base.device, memory_bytes=memory_bytes, usable_memory=1.0))
+    rows = torch.zeros(1, 64, 64)
+    model = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64))
+
+    def planned(cluster: Cluster) -> Plan:
+        return autopar.compile(
+            model, cluster, (rows, rows), loss_fn=nn.functional.mse_loss, mesh=(2,), time_limit_s=60.0
+        ).plan
+
+    made, there = planned(slow), planned(replace(slow, device=replace(slow.device, host_memory_bytes=0)))
+    assert (made.offload, there.strategy, there.offload) == (held, "tp", "")
+    assert not there.remat and there.microbatches == 1
+    assert made.predicted.memory_bytes <= memory_bytes
+    assert (made.predicted.step_s < there.predicted.step_s / 4) == bool(held)
+    assert not held or "with all of it on devices" in made.notes[-1]
 
 
 def test_no_host_no_offload() -> None:

@@ -109,7 +109,7 @@ def staged(
     if best is not None:
         made = _finished(context, best, flat, tried, bound_s, about)
     elif flat is not None:
-        made = _one_stage_is_best(flat, tried, bound_s)
+        made = _one_stage_is_best(flat, tried, bound_s, context.request.settings.offload)
     else:
         raise _none_fits(context, spaces, known_s, "; ".join(why[-3:]) or walks[0].reason)
     return replace(made, notes=context.timer.noted((*made.notes, *_simpler_plan_note(made, walks))))
@@ -170,16 +170,13 @@ def _bound_s(context: SearchContext, flat: Plan | None) -> float:
     return context.work(1).step_s(context.request.cluster.devices, 1, 1)
 
 
-def _one_stage_is_best(flat: Plan, tried: Sequence[Alternative], bound_s: float) -> Plan:
+def _one_stage_is_best(flat: Plan, tried: Sequence[Alternative], bound_s: float, held: str) -> Plan:
     """`flat` as the best of all plans. Its bound becomes the one that holds for all plans; a tighter one for plans of
-    one stage goes into a note."""
+    one stage, with the same `held` on the host, goes into a note."""
     alone_s, notes = flat.predicted.bound_s, flat.notes
     if alone_s > bound_s:
-        notes = (
-            *notes,
-            f"of plans of one stage and one microbatch none is faster than {seconds(alone_s)} by the linear prices of "
-            "their Problem",
-        )
+        of = "of plans of one stage and one microbatch" + f" with {held} on the host" * bool(held)
+        notes = (*notes, f"{of} none is faster than {seconds(alone_s)} by the linear prices of their Problem")
     predicted = replace(flat.predicted, bound_s=min(bound_s, flat.predicted.step_s))
     return replace(flat, alternatives=(*flat.alternatives, *tried), notes=notes, predicted=predicted)
 

@@ -14,7 +14,7 @@ from autopar.bestfirst import PRICE_TOLERANCE
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.joint import explore
-from autopar.joint.choice import _simpler_plan_note
+from autopar.joint.choice import _one_stage_is_best, _simpler_plan_note
 from autopar.joint.effort import Effort
 from autopar.joint.explore import Explorer
 from autopar.joint.prove import Prover
@@ -115,6 +115,19 @@ def test_it_is_said_where_a_pipeline_is_faster_by_less_than_prices_tell(step_s: 
         ["2 (1 s) rather than 2, 4 microbatches (995 ms): prices do not tell 0.50 % apart"] if said else []
     )
     assert not list(_simpler_plan_note(made, []))
+
+
+@pytest.mark.parametrize(("held", "where"), [("", ""), ("optimizer", " with optimizer on the host")])
+def test_what_is_proven_of_plans_on_the_host_is_not_said_of_all(held: str, where: str) -> None:
+    flat = by_recipe(subject("hf-gpt2"), (2,), "ddp")
+    flat = dataclasses.replace(flat, predicted=dataclasses.replace(flat.predicted, step_s=2.0, bound_s=1.5))
+    made = _one_stage_is_best(flat, [], 1.0, held)
+    assert made.predicted.bound_s == 1.0 and made.notes == (
+        *flat.notes,
+        f"of plans of one stage and one microbatch{where} none is faster than 1.5 s by the linear prices of their "
+        "Problem",
+    )
+    assert _one_stage_is_best(flat, [], 1.5, held).notes == flat.notes
 
 
 @pytest.mark.parametrize(

@@ -346,7 +346,9 @@ def _shortfall(planner: Planner, tried: Sequence[Alternative]) -> str:
     if planner.missing_bytes:
         lines.append(f"the plan of least memory is {gibibytes(min(planner.missing_bytes))} per device over the limit")
     lines.append("the five largest tensors: " + "; ".join(largest(planner.program)))
-    lines.append("use more or larger devices, a smaller batch, or an optimizer with less state")
+    trained = planner.request.settings.training
+    smaller = ", a smaller batch, or an optimizer with less state" if trained else " or a smaller batch"
+    lines.append(f"use more or larger devices{smaller}")
     return "\n".join(lines)
 
 

@@ -3,9 +3,12 @@
     self.steps += 1; y = y * min(1.0, self.steps / 1000)     # a count, wherever it is kept
     y = y + self.last; self.last = y.detach()                # what the step before computed
     if not self.ready: ...; self.ready = True                # what only the first step does
+    self.scale = self.scale or x.std()                       # what the first batch gave
 
 The model runs twice without values, and the results are compared as expressions of weights and inputs (`capture.tape`).
-Tensors that it keeps from the first run (a mask that is made once) keep their expressions. Where the second step then
+Tensors that it keeps from the first run keep their expressions where these have the same values in every step (a mask
+that is made once). Those of inputs, random draws, weights that train or buffers that change are other expressions in
+the second run. Where the second step then
 differs and forward assigned buffers, a fresh model runs twice again, with these buffers restored before the second
 step: both steps then begin with the same tensors, and only what they compute from them is compared. Where a model
 counts its steps, a second step far later is compared too (`step_counts`).

@@ -3,7 +3,7 @@ inputs. Used by evaluation, step_variation and empty_branches to compare runs.""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,8 +43,24 @@ NAMED = (
 )
 """Arguments of these types are compared by value, all others by their type."""
 
-# functions that draw random numbers
 DRAWING = ("bernoulli", "bernoulli_", "normal", "normal_", "rand", "rand_like", "randn", "randn_like", "uniform_")
+"""Functions that draw factors of noise."""
+OTHER_DRAWS = (
+    "binomial",
+    "cauchy_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "multinomial",
+    "poisson",
+    "randint",
+    "randint_like",
+    "random_",
+    "randperm",
+)
+"""Further functions whose results are drawn at random."""
+EVERY_STEP = "every step"
+"""The source of values that are others in every step: inputs, random draws, and weights that train."""
 SIZES_READ = (
     "empty_like",
     "full_like",
@@ -90,14 +106,16 @@ def played(
     """The tape of one run of `model`, which keeps what the run changes in it.
 
     Expressions have the same numbers as on other tapes with the same table `numbers`. Tensors that an earlier run, on
-    the tape `kept`, has made and left in the model keep their numbers. With `known`, the tape records the first
-    function whose number is not among these. `leaving_out`: products with random factors have the number of the value
-    that is multiplied. `picking` says which masks select something."""
+    the tape `kept`, has made and left in the model keep their numbers where they are made of what is the same in every
+    step, and else (of inputs, draws, weights that train, buffers that change) have numbers of their own. With `known`,
+    the tape records the first function whose number is not among these. `leaving_out`: products with random factors
+    have the number of the value that is multiplied. `picking` says which masks select something."""
     tape, picking, before = Tape(numbers, known, leaving_out, kept), picking or Picking(), buffers_of(model)
     picking.marks.number = tape.number
     named = dict((*model.named_parameters(), *model.named_buffers()))
     for name, tensor in named.items():
-        tape.begin(tensor, ("weight", name))
+        trains = tensor.requires_grad and model.training
+        tape.begin(tensor, ("weight", name), (EVERY_STEP if trains else name,))
     for name, module in model.named_modules():
         for i, leaf in enumerate(
             pytree.tree_leaves({key: value for key, value in vars(module).items() if key not in INNER})
@@ -108,7 +126,7 @@ def played(
         tape.held()
         args, kwargs = fake(inputs)
         for i, leaf in enumerate(tensors_of((args, kwargs))):
-            tape.begin(leaf, ("input", i))
+            tape.begin(leaf, ("input", i), (EVERY_STEP,))
         with tape, picking, vmap_replaced(tape.mapped), KnownMasks(counting=True):
             result = model(*args, **kwargs)
     tape.result = [tape.number(leaf) for leaf in tensors_of(by_field(result))]
@@ -164,10 +182,12 @@ class Tape(TorchFunctionMode):
         self.noises = 0
         self.numbers, self._known, self._leaving_out, self._kept = numbers, known, leaving_out, kept
         self._kinds: dict[int, int] = {}
+        self._sources: dict[int, frozenset[str]] = {}  # number -> EVERY_STEP and names of the tensors it is computed of
         self._dividends: dict[int, int] = {}  # number of a quotient by a Python number -> number of its dividend
         self._number_of = ByTensor[int]()
         self._changed: dict[int, int] = {}  # memory -> number of its changes in place, through whichever view
         self._before: list[torch.Tensor] = []  # the tensors that exist before the run
+        self._own: set[int] = set()  # memory of what the model had before the run
         self._storages: dict[int, int] = {}  # memory of views in `_views` -> memory of the tensors in `_before`
         self._depth = 0  # how many functions of single samples (torch.vmap) are running, one inside the other
         self._views: list[torch.Tensor] = []  # kept alive: `_storages` has the addresses of their memory
@@ -178,16 +198,19 @@ class Tape(TorchFunctionMode):
         values."""
         return self.states | {name: number for name, number in self.assigned.items() if name not in self.unlike}
 
-    def begin(self, tensor: torch.Tensor, key: Hashable) -> None:
+    def begin(self, tensor: torch.Tensor, key: Hashable, sources: Iterable[str] = ()) -> None:
         """Number a tensor that exists before the run, unless it has a number under another name or from an earlier
-        run."""
+        run; its values come from `sources`."""
         self._before.append(tensor)
         if self._had(tensor) is None:
-            self._note(tensor, self._number(key))
+            number = self._number(key)
+            self._sources[number] = frozenset(sources)
+            self._note(tensor, number)
 
     def held(self) -> None:
         """Let views of the tensors given to `begin` count as views of their memory, also inside a fake tensor mode, in
         which such views get storages of their own."""
+        self._own.update(map(memory_of, self._before))
         for tensor in self._before:
             view = tensor.detach()
             self._views.append(view)
@@ -217,7 +240,7 @@ class Tape(TorchFunctionMode):
 
         def one(*args: Any, **kwargs: Any) -> Any:
             for i, (leaf, number) in enumerate(zip(tensors_of((args, kwargs)), outside, strict=True)):
-                self.begin(leaf, ("sample", self._depth, i, number, repr(settings)))
+                self.begin(leaf, ("sample", self._depth, i, number, repr(settings)), self._sources.get(number, ()))
             result = func(*args, **kwargs)
             made.extend(self.number(leaf) for leaf in tensors_of(result))
             return result
@@ -235,10 +258,21 @@ class Tape(TorchFunctionMode):
         tensor."""
         found = self._number_of.get(tensor)
         if found is None and self._kept is not None:
-            found = self._kept._number_of.get(tensor)
+            found = self._kept.left(tensor)
             if found is not None:
                 self._kinds.setdefault(found, self._kept._kinds[found])
+                self._note(tensor, found)
         return found
+
+    def left(self, tensor: torch.Tensor) -> int | None:
+        """The number in a later run of a tensor of this run; None where it is none of this run. Views of what the model
+        had before keep theirs: they see what becomes of that."""
+        begun = self._number_of.get(tensor)
+        if begun is None or self._memory(tensor) in self._own:
+            return begun
+        number = self.number(tensor)
+        sources = self._sources.get(number, frozenset())
+        return self._number(("left", number)) if sources & {EVERY_STEP, *self.changed} else number
 
     def state(self, tensor: torch.Tensor) -> int | None:
         """A number for what was done in place to the memory of `tensor`; None where nothing was."""
@@ -266,6 +300,8 @@ class Tape(TorchFunctionMode):
         if flag is not None and not self.on and flag.is_on(args, kwargs):
             self.on = self._says(f"{name} does what it does in training when the model evaluates, too")
         made = self._made(key, () if name in SIZES_READ else read, drawn=name in DRAWING) if before is None else before
+        if before is None and (name in DRAWING or name in OTHER_DRAWS):
+            self._sources[made] = self._sources[made] | {EVERY_STEP}
         in_place = changed(func, args, kwargs)
         for i, target in enumerate(in_place if before is None else ()):
             key = ("in place", self.state(target), made, *([i] if i else []))
@@ -298,6 +334,7 @@ class Tape(TorchFunctionMode):
         """The number of the expression `key`, computed from values with the numbers `read`."""
         number = self._number(key)
         self._kinds[number] = kind_of((self._kinds[one] for one in read), drawn=drawn)
+        self._sources[number] = frozenset[str]().union(*(self._sources.get(one, ()) for one in read))
         return number
 
     def _says(self, what: str) -> str:

@@ -99,10 +99,60 @@ class BeginsOtherwise(Keeping):
         return x * 2.0  # the line
 
 
+class KeepsTheFirstBatch(Keeping):
+    def keep(self, x):
+        return x + self.kept.setdefault("first", x.detach())  # the line
+
+
+class KeepsAnInput(Keeping):
+    """One of whose steps uses the batch of the step before."""
+
+    def forward(self, x):
+        before, self.last = self.last if self.ready else x, x
+        self.ready = True
+        return (self.linear(x) * before).square().mean()  # the line
+
+
+class KeepsADraw(Keeping):
+    def keep(self, x):
+        return x * self.kept.setdefault("noise", torch.randperm(4, device=x.device))  # the line
+
+
+class BeginsWithTheFirstBatch(Keeping):
+    """As ActNorm, in a buffer."""
+
+    def keep(self, x):
+        if not self.ready:
+            self.mean, self.ready = x.detach().mean(0), True
+        return x - self.mean  # the line
+
+
+class KeepsOfABufferThatChanges(Keeping):
+    def keep(self, x):
+        self.mean.add_(1.0)
+        return x * self.kept.setdefault("mean", self.mean.square())  # the line
+
+
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(
     "kind",
-    [WarmsUp, Lists, Decays, Maps, CutsAnother, CountsElsewhere, Clocks, DrawsByItself, Remembers, BeginsOtherwise],
+    [
+        WarmsUp,
+        Lists,
+        Decays,
+        Maps,
+        CutsAnother,
+        CountsElsewhere,
+        Clocks,
+        DrawsByItself,
+        Remembers,
+        BeginsOtherwise,
+        KeepsTheFirstBatch,
+        KeepsAnInput,
+        KeepsADraw,
+        BeginsWithTheFirstBatch,
+        KeepsOfABufferThatChanges,
+    ],
 )
 def test_steps_that_differ_are_refused_with_the_line(kind: type[Keeping], mode: str) -> None:
     model = kind()
@@ -181,6 +231,34 @@ class MasksOnce(Keeping):
         return x * self.there.mask
 
 
+class BuildsAMaskOnce(Keeping):
+    def keep(self, x):
+        if self.there.mask is None:
+            self.there.mask = torch.zeros(4, device=x.device)
+            self.there.mask[1:] = 1.0
+        return x * self.there.mask
+
+
+class KeepsOfABuffer(Keeping):
+    """As tables of rotary embeddings, of frequencies."""
+
+    def keep(self, x):
+        return x + self.kept.setdefault("table", self.mean.cos())
+
+
+class KeepsAView(Keeping):
+    """Which sees what becomes of the weight."""
+
+    def keep(self, x):
+        return x @ self.kept.setdefault("view", self.linear.weight.data.t())
+
+
+class OverwritesWhatItKeeps(Keeping):
+    def keep(self, x):
+        self.last = x.detach().exp()
+        return x * self.last
+
+
 class MasksBySize(Keeping):
     def keep(self, x):
         if x.shape[-1] not in self.kept:
@@ -226,10 +304,36 @@ class Drops(Keeping):
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(
-    "kind", [Tells, MasksOnce, MasksBySize, CutsALongerMask, MasksBySamples, LongestSoFar, Averages, Drops]
+    "kind",
+    [
+        Tells,
+        MasksOnce,
+        BuildsAMaskOnce,
+        KeepsOfABuffer,
+        KeepsAView,
+        OverwritesWhatItKeeps,
+        MasksBySize,
+        CutsALongerMask,
+        MasksBySamples,
+        LongestSoFar,
+        Averages,
+        Drops,
+    ],
 )
 def test_what_is_kept_and_changes_no_step_is_captured(kind: type[Keeping], mode: str) -> None:
     assert capture(kind(), (torch.randn(8, 4),), mode=mode).hints == {"b": 8}
+
+
+class KeepsOfAWeight(Keeping):
+    def keep(self, x):
+        return x * self.kept.setdefault("norm", self.linear.weight.detach().norm())
+
+
+def test_what_is_kept_of_weights_is_another_one_where_these_train() -> None:
+    """Not frozen ones, nor in inference."""
+    with pytest.raises(CaptureError, match="its second step computes something else"):
+        capture(KeepsOfAWeight(), (torch.randn(8, 4),))
+    assert capture(KeepsOfAWeight(), (torch.randn(8, 4),), mode="inference").hints == {"b": 8}
 
 
 class OrdersInTraining(Keeping):

@@ -55,6 +55,14 @@ def narrow(size: torch.SymInt, least: int, most: int) -> None:
     size.node.shape_env.var_to_range[size.node.expr] = ValueRanges(least, most)
 
 
+def backward_hooks_of_all_modules() -> bool:
+    """Whether hooks of the backward are registered for every module there is (`register_module_full_backward_hook`).
+    torch has public functions that register them, and none that says so."""
+    from torch.nn.modules import module
+
+    return bool(module._global_backward_hooks or module._global_backward_pre_hooks)
+
+
 def export_errors() -> tuple[type[Exception], ...]:
     """The types of errors that torch.export raises when a model, or one of its symbolic dims, cannot be exported; the
     model's own errors are among them. The base class of dynamo's errors, and the errors on symbolic shapes, have no

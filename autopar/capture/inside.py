@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -28,8 +28,9 @@ KNOWN = (torch.Tensor, bool, int, float, complex, str, type(None))
 
 @contextmanager
 def traced_forward() -> Iterator[list[str]]:
-    """A context in which torch.distributions do not check values (there are none). Gives a list of the user's lines
-    that computed gradients. Raises CaptureError, inside, where torch's generator is seeded."""
+    """A context in which torch.distributions do not check values (there are none), and `inference_mode` is `no_grad`
+    (torch.export does not trace it: what is computed inside would have gradients). Gives a list of the user's lines
+    that computed gradients. Raises CaptureError, inside, where a backward runs or torch's generator is seeded."""
     original, taken = torch.autograd.grad, list[str]()
 
     def grad(*args: Any, **kwargs: Any) -> Any:
@@ -39,10 +40,29 @@ def traced_forward() -> Iterator[list[str]]:
     with (
         unvalidated_distributions(),
         mock.patch.object(torch.autograd, "grad", grad),
+        mock.patch.object(torch.autograd, "backward", _refuse_backward),
+        mock.patch.object(torch.Tensor, "backward", _refuse_backward),
+        mock.patch.multiple(torch.inference_mode, __enter__=_enter_inference, __exit__=_leave_inference),
         _refusing_seeds(torch.manual_seed),
         _refusing_seeds(torch.seed),
     ):
         yield taken
+
+
+def _refuse_backward(*_: Any, **__: Any) -> NoReturn:
+    raise CaptureError(
+        f"{caller()} runs a backward in forward, and a graph has one, behind the loss: its gradients would be missing; "
+        "add what it is of to the loss"
+    )
+
+
+def _enter_inference(mode: Any) -> None:
+    mode.before = torch.is_grad_enabled()
+    torch.set_grad_enabled(not mode.mode)
+
+
+def _leave_inference(mode: Any, *_: Any) -> None:
+    torch.set_grad_enabled(mode.before)
 
 
 @contextmanager

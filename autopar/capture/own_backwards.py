@@ -15,8 +15,9 @@ Re-entrant checkpoints are traced as if they were not there, since the search de
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -47,6 +48,11 @@ DRAWS: tuple[Draw, ...] = tuple(
 )
 """The inputs of trials: how floating values are drawn, and the number of different integers (indices may have to be
 small)."""
+SCALES = (2.0**-13, 2.0**8)
+"""Of gradients in trials, beside 1: those of a mean over a batch are small, and a backward may cut off small or large
+ones. Powers of two, which round nothing."""
+LARGE = 1e30
+"""Dtypes with larger numbers have gradients of all SCALES."""
 ENOUGH = 2
 """The number of trials that must count. A function need not accept all numbers (logarithms, angles of short vectors): a
 trial counts if its gradients are finite and not all zero."""
@@ -124,6 +130,12 @@ def _way_to_trace(cls: type[Function], args: Sequence[Any], original: Callable[.
         with ThreadPoolExecutor(1) as outside:  # modes are a thread's: nothing of this is traced
             trial = outside.submit(_trial, cls, like, draw, original, ways)
         if (error := trial.exception()) is not None:
+            if isinstance(error, _ChangesArguments):
+                raise CaptureError(
+                    f"{cls.__module__}.{cls.__qualname__} ({caller()}) changes a tensor that it was given (argument "
+                    f"{error}) in its backward, and a graph changes buffers in forward alone: change it there, or "
+                    "behind the optimizer's step"
+                )
             said.append(f"{type(error).__name__}: {error}".splitlines()[0][:200])
             continue
         for way, gap in trial.result().items():
@@ -214,21 +226,50 @@ def _gap(got: Tensor, wanted: Tensor, least: float) -> float:
 
 def _gradients(call: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
     """The results of `call(*args)`, and the gradients of `args` for random gradients of the results, which are the same
-    in every call."""
+    in every call: of each result alone where there are several, far smaller and far larger ones, and last of all
+    results at once. Raises _ChangesArguments where computing them changes one of `args`."""
+    wanted = range(len([x for x in _results(call, args) if x.requires_grad and x.is_floating_point()]))
+    asked = [*([number] for number in wanted if len(wanted) > 1)]
+    found = [_derived(call, args, only, 1.0)[1] for only in asked]
+    found += [_derived(call, args, wanted, scale)[1] for scale in SCALES]
+    outs, of_all = _derived(call, args, wanted, 1.0)
+    return [x.detach().double() for x in (*outs, *itertools.chain(*found), *of_all)]
+
+
+def _results(call: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
+    """The tensors that `call` gives, for copies of the `args` that require gradients: a leaf could not be changed in
+    place."""
     with torch.enable_grad():
-        given = [arg.clone() if _wants_gradient(arg) else arg for arg in args]  # a leaf could not be changed in place
-        outs = tensors_of(call(*given))
+        return tensors_of(call(*(arg.clone() if _wants_gradient(arg) else arg for arg in args)))
+
+
+def _derived(
+    call: Callable[..., Any], args: Sequence[Any], only: Collection[int], scale: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What `call` gives, and the gradients of `args` for random gradients of its floating results (of these `only`),
+    `scale` times as large where their dtype has such numbers; divided by `scale` again."""
+    outs = _results(call, args)
     chance = torch.Generator().manual_seed(1)
     ups = [torch.randn(x.shape, generator=chance).to(x.dtype) if x.is_floating_point() else None for x in outs]
-    asked = [arg for arg in args if _wants_gradient(arg)]
     pairs = [(x, up) for x, up in zip(outs, ups, strict=True) if up is not None and x.requires_grad]
+    pairs = [pair for number, pair in enumerate(pairs) if number in only]
+    scale = scale if all(torch.finfo(up.dtype).max > LARGE for _, up in pairs) else 1.0
+    asked, versions = [arg for arg in args if _wants_gradient(arg)], _versions(args)
     found: Sequence[Tensor | None] = [None] * len(asked)
     if pairs:
-        found = torch.autograd.grad([x for x, _ in pairs], asked, [up for _, up in pairs], allow_unused=True)
-    return [
-        x.detach().double()
-        for x in (*outs, *(torch.zeros_like(arg) if g is None else g for g, arg in zip(found, asked, strict=True)))
-    ]
+        found = torch.autograd.grad([x for x, _ in pairs], asked, [up * scale for _, up in pairs], allow_unused=True)
+    if changed := [number for number, version in _versions(args).items() if version != versions[number]]:
+        raise _ChangesArguments(changed[0])
+    return outs, [torch.zeros_like(arg) if g is None else g / scale for g, arg in zip(found, asked, strict=True)]
+
+
+def _versions(args: Sequence[Any]) -> dict[int, int]:
+    """Of each tensor among `args`, by its number, how often it was changed in place."""
+    return {number: arg._version for number, arg in enumerate(args) if isinstance(arg, Tensor)}
+
+
+class _ChangesArguments(RuntimeError):
+    """A backward that changes an argument of its function in place; the text is the argument's number."""
 
 
 def _differentiated_forward(cls: type[Function], args: Sequence[Any]) -> Any:

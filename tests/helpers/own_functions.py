@@ -125,6 +125,45 @@ class InPlace(Function):
         return 2 * grad
 
 
+class Thresholds(Function):
+    """Leaves out small gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * (grad.abs() > 1e-3)
+
+
+class Pair(Function):
+    """Two results, of which a backward may see one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return x * 1, x * 2
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor | None, other: Tensor | None) -> Tensor | None:
+        return 3 * one if other is None and one is not None else one + other if one is not None else other  # type: ignore[operator]
+
+
+class CountsBackwards(Function):
+    """In a tensor that it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: Tensor) -> Tensor:
+        ctx.count = count
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.count += 1
+        return grad, None
+
+
 class Failing(Function):
     """Runs on no numbers but its own."""
 
@@ -149,6 +188,8 @@ AS_AUTOGRAD: dict[str, Body] = {"lean": lambda h, w: Lean.apply(h @ w)}
 REFUSED: dict[str, tuple[Body, str]] = {
     "clipped": (lambda h, w: Clipped.apply(h @ w), "not linear in the gradient"),
     "added": (lambda h, w: Added.apply(h @ w), "not linear in the gradient that comes in, or adds to it"),
+    "small ones": (lambda h, w: Thresholds.apply(h @ w), "not linear in the gradient"),
+    "one of two": (lambda h, w: Pair.apply(h @ w)[0], "not linear in the gradient"),
     "in place": (lambda h, w: InPlace.apply(h @ w), "not linear"),
     "failing": (lambda h, w: Failing.apply(h @ w), "my kernel wants a device of its own"),
 }

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
 from autopar.verify import graph_rows
-from tests.helpers.own_functions import AS_AUTOGRAD, KEPT, REFUSED, Calling, batch
+from tests.helpers.own_functions import AS_AUTOGRAD, KEPT, REFUSED, Calling, CountsBackwards, batch
 
 detach = torch.ops.aten.detach.default
 
@@ -55,6 +56,11 @@ def test_a_backward_that_cannot_be_kept_is_refused(name: str) -> None:
     with pytest.raises(CaptureError, match=why) as caught:
         capture(calling(body), batch())
     assert "own_functions.py:" in str(caught.value) and "torch.library.custom_op" in str(caught.value)
+
+
+def test_a_backward_that_changes_what_it_is_given_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"CountsBackwards \(test_own_.* changes .* \(argument 1\) in its backward"):
+        capture(calling(lambda h, w: CountsBackwards.apply(h @ w, torch.zeros(()))), batch())
 
 
 @pytest.mark.parametrize("name", ["clipped", "straight through"])
@@ -125,6 +131,107 @@ class Hooked(Calling):
         if h.requires_grad:
             h.register_hook(lambda grad: -grad)
         return ((h - y) ** 2).mean()
+
+
+class HooksANode(Calling):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.layers[0](x)
+        if h.grad_fn is not None:
+            h.grad_fn.register_prehook(lambda grads: (-grads[0],))
+        return ((h - y) ** 2).mean()
+
+
+class HooksWhatIsSaved(Calling):
+    """As compressed activations do."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with saved_tensors_hooks(torch.Tensor.half, torch.Tensor.float):
+            return super().forward(x, y)
+
+
+class KeepsOnTheHost(Calling):
+    """Where the backward reads what was saved."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with save_on_cpu():
+            return super().forward(x, y)
+
+
+class Freezes(Calling):
+    """The weights of one of two calls of a block."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.layers[0](x)
+        self.layers[0].requires_grad_(False)
+        h = self.layers[0](h)
+        self.layers[0].requires_grad_(True)
+        return ((h - y) ** 2).mean()
+
+
+class FreezesByFlag(Calling):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        weight = self.layers[0].w
+        weight.requires_grad = False
+        loss = super().forward(x, y)
+        weight.requires_grad = True
+        return loss
+
+
+class SaysWhatIs(Calling):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.layers[0].requires_grad_(True)
+        return super().forward(x, y)
+
+
+class RunsABackward(Calling):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.layers[0](x).square().mean().backward()
+        return super().forward(x, y)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (HooksANode, "gives a node of autograd a backward hook"),
+        (HooksWhatIsSaved, "changes what the backward reads"),
+        (Freezes, "sets requires_grad of a weight to False in forward"),
+        (FreezesByFlag, "sets requires_grad of a weight to False in forward"),
+        (RunsABackward, "runs a backward in forward"),
+    ],
+)
+def test_what_forward_does_to_the_backward_is_refused(kind: type[Calling], said: str) -> None:
+    with pytest.raises(CaptureError, match=rf"test_own_backwards.py:\d+ {said}"):
+        capture(kind(AS_AUTOGRAD["lean"]), batch())
+
+
+@pytest.mark.parametrize("kind", [KeepsOnTheHost, SaysWhatIs])
+def test_what_changes_no_gradient_is_captured(kind: type[Calling]) -> None:
+    assert capture(kind(AS_AUTOGRAD["lean"]), batch()).gm
+
+
+class InfersFirst(Calling):
+    """Features without gradients, and a map of them."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.inference_mode():
+            h = self.layers[0](x)
+        return ((self.layers[1](h.clone()) - y) ** 2).mean()
+
+
+def test_what_is_computed_in_inference_mode_has_no_gradients() -> None:
+    torch.manual_seed(0)
+    model = InfersFirst(AS_AUTOGRAD["lean"])
+    rows, notes = graph_rows(model, capture(model, batch()), batch(), {}, training=True)
+    assert not notes and all(row.ok for row in rows), rows
+
+
+def test_hooks_of_the_backward_of_every_module_are_refused() -> None:
+    handle = nn.modules.module.register_module_full_backward_hook(lambda module, into, out: None)
+    try:
+        with pytest.raises(CaptureError, match=r"every module .* has a backward hook"):
+            capture(Calling(AS_AUTOGRAD["lean"]), batch())
+    finally:
+        handle.remove()
 
 
 def _on_module(model: nn.Module) -> None:

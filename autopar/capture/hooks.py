@@ -94,7 +94,7 @@ def _refuse_flag(weight: nn.Parameter, trains: bool) -> None:
 
 
 def _enter(hooks: saved_tensors_hooks) -> None:
-    """As `saved_tensors_hooks.__enter__`, for those of torch alone (checkpoints, save_on_cpu), which give back what they
+    """As `saved_tensors_hooks.__enter__`, for those of torch alone (checkpoints, save_on_cpu): they give back what they
     got."""
     kind = type(hooks)
     if kind is saved_tensors_hooks or not kind.__module__.startswith("torch."):

@@ -1,49 +1,130 @@
-"""Numbers that a model counts up from step to step (`self.steps += 1`), and values of them to try steps at. Used by
-step_variation.
+"""What a model keeps from step to step beside tensors: numbers that count (`self.steps += 1`), and what else changes in
+its attributes, also inside of lists, dicts and plain objects. Used by step_variation.
 
-Whether any later step is another one cannot be known by running some. Two kinds of conditions are found: a threshold
-(`self.steps > 1000`), since FAR is beyond all that are in use, and a step of every n (`self.steps % n == 0`), since FAR
-is a multiple of every n up to 20 and of their products with powers of ten, and its neighbours of none.
+Whether any later step is another one cannot be known by running some. For numbers, later steps are tried where a
+comparison of them turns out otherwise (`capture.noting_numbers`), and whether or not they are compared, far later: at
+FAR, which is beyond the thresholds that are in use, and a multiple of every n up to 20 and of their products with
+powers of ten, and at its neighbours. Lists that grow are tried at one great length.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from autopar.capture.block_runs import INNER
+from autopar.capture.noting_numbers import Comparison, noting
 
 FAR = math.lcm(*range(1, 21)) * 10_000
 """A count that no training reaches, which all usual periods divide."""
+LONG = 1000
+"""The number of items of a list that has grown for long."""
+DEPTH = 4
+"""How deep attributes are looked into."""
 
-Count = tuple[str, str]
-"""The path of a module, and the name of its attribute."""
+Place = tuple[str, ...]
+"""Where a number is: the path of a module, and in words each step from there."""
 
 
-def counts_of(model: nn.Module) -> dict[Count, float]:
-    """The ints and floats among the attributes of all modules."""
-    return {
-        (path, name): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
+@dataclass(frozen=True)
+class Held:
+    """A value that a model holds: `owner` is the module's `vars()`, or the dict or list that has it under `key`."""
+
+    owner: Any
+    key: Any
+    value: Any
+
+
+def held(model: nn.Module) -> dict[Place, Held]:
+    """Everything in the attributes of all modules that is neither a tensor nor a module, by its place."""
+    found: dict[Place, Held] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        own = {name: value for name, value in vars(module).items() if name not in INNER}
+        for name, value in own.items():
+            _look(vars(module), name, value, (path, name), found, seen)
+    return found
+
+
+def _look(owner: Any, key: Any, value: Any, place: Place, found: dict[Place, Held], seen: set[int]) -> None:
+    if isinstance(value, Tensor | nn.Module) or id(value) in seen or len(place) > DEPTH:
+        return
+    found[place] = Held(owner, key, value)
+    if isinstance(value, MutableMapping | list) or type(value) is SimpleNamespace:
+        seen.add(id(value))
+        inside = vars(value) if type(value) is SimpleNamespace else value
+        for name, item in list(inside.items() if isinstance(inside, MutableMapping) else enumerate(inside)):
+            _look(inside, name, item, (*place, str(name)), found, seen)
+
+
+@dataclass(frozen=True)
+class State:
+    """What a model keeps between two steps: its numbers, the lengths of its lists, and all else as one key."""
+
+    numbers: Mapping[Place, float]
+    lengths: Mapping[Place, int]
+    rest: Hashable
+
+
+def state_of(model: nn.Module) -> State:
+    """The state of a model. Iterators are never in the state that they were in."""
+    everything = held(model)
+    values = {place: item.value for place, item in everything.items()}
+    numbers = {
+        place: value
+        for place, value in values.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    lengths = {place: len(value) for place, value in values.items() if isinstance(value, list)}
+    rest = [
+        (place, value if isinstance(value, bool | str | bytes | None) else object() if _moves(value) else type(value))
+        for place, value in values.items()
+        if place not in numbers
+    ]
+    return State(numbers, lengths, (tuple(rest), tuple(lengths.items())))
+
+
+def _moves(value: Any) -> bool:
+    return isinstance(value, Iterator)
+
+
+def counts(states: Sequence[State]) -> dict[Place, float]:
+    """The numbers that each of two steps has changed, and by how much the second one did: a number that only the first
+    step changes (the longest text so far) is no count. `states`: before the first step, between the two, and after."""
+    first, between, last = (state.numbers for state in states)
+    return {
+        place: value - between.get(place, 0)
+        for place, value in last.items()
+        if first.get(place) != between.get(place) != value
     }
 
 
-def later(counted: Sequence[Mapping[Count, float]]) -> Iterator[dict[Count, float]]:
-    """Values, as of later steps, of the numbers that both of two steps have changed. `counted`: all numbers before the
-    first step, between the two, and after the second.
+def put(model: nn.Module, values: Mapping[Place, float], by: Mapping[Place, float], noted: list[Comparison]) -> None:
+    """Set numbers of a model to `values`, which change `by` so much in a step, and note what they are compared with."""
+    everything = held(model)
+    for place, value in values.items():
+        if place in everything:
+            item, step = everything[place], by[place]
 
-    With each at FAR, and one step before and behind that, whether it is read before or after it is counted. A number
-    that only the first step changes (the longest text so far) is no count.
-    """
-    first, between, last = counted
-    which = [count for count, value in last.items() if first.get(count) != between.get(count) != value]
-    for steps in (-1, 0, 1) if which else ():
-        yield {count: FAR + steps * (last[count] - between.get(count, 0)) for count in which}
+            def later(steps: int, value: float = value, step: float = step) -> float:
+                return value + steps * step
+
+            item.owner[item.key] = noting(value, later, noted)
 
 
-def put(model: nn.Module, values: Mapping[Count, float]) -> None:
-    """Set numbers of a model."""
-    for (path, name), value in values.items():
-        setattr(model.get_submodule(path), name, value)
+def lengthen(model: nn.Module, which: Sequence[Place]) -> None:
+    """Let lists of a model grow to LONG items, all but the first ones like the last one."""
+    everything = held(model)
+    for place in which:
+        if place in everything and (items := everything[place].value):
+            items.extend(items[-1:] * (LONG - len(items)))
+
+
+def said(places: Sequence[Place]) -> str:
+    """Places as people read them: `encoder.steps, kept.scale`."""
+    return ", ".join(".".join(part for part in place if part) for place in places)

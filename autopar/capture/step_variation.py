@@ -11,22 +11,31 @@ that is made once). Those of inputs, random draws, weights that train or buffers
 the second run. Where the second step then
 differs and forward assigned buffers, a fresh model runs twice again, with these buffers restored before the second
 step: both steps then begin with the same tensors, and only what they compute from them is compared. Where a model
-counts its steps, a second step far later is compared too (`step_counts`).
+counts its steps, second steps far later, and where comparisons of the count turn out otherwise, are compared too; where
+something else in its attributes changes, a few further steps (`step_counts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from autopar.capture.assigned import buffers_of, put_back
-from autopar.capture.step_counts import Count, counts_of, later, put
+from autopar.capture.noting_numbers import Comparison
+from autopar.capture.step_counts import FAR, Place, State, counts, lengthen, put, said, state_of
 from autopar.capture.tape import Tape, played
 from autopar.capture.valueless import UNTOLD
 from autopar.errors import CaptureError
+
+MOMENTS = 24
+"""The largest number of later steps that are tried for their counts."""
+FURTHER = 6
+"""The largest number of further steps that are tried where other attributes change."""
 
 
 def one_step(
@@ -37,10 +46,10 @@ def one_step(
     results or other new buffers."""
     inputs = (args, dict(kwargs))
     try:
-        model, counted = fresh(), list[Mapping[Count, float]]()
-        counted.append(counts_of(model))
-        first, second = _two(model, inputs, between=lambda model: counted.append(counts_of(model)))
-        counted.append(counts_of(model))
+        model = fresh()
+        states = [state_of(model)]
+        first, second = _two(model, inputs, between=lambda model: states.append(state_of(model)))
+        states.append(state_of(model))
         _refuse_unlike(first, second, name)
         same = _computed(first) == _computed(second)
         restoring = not same and bool(second.assigned)
@@ -48,7 +57,9 @@ def one_step(
             first, again = _two(fresh(), inputs, putting_back=True)
             same = _computed(first, restored=True) == _computed(again, restored=True)
         if same:
-            _refuse_later(fresh, later(counted), name, inputs, restoring)
+            steps = _Steps(fresh, name, inputs, restoring)
+            _refuse_later(steps, states)
+            _refuse_further(steps, states)
     except UNTOLD:
         return None
     if same:
@@ -61,19 +72,86 @@ def one_step(
     )
 
 
-def _refuse_later(
-    fresh: Callable[[], nn.Module], counts: Iterable[Mapping[Count, float]], name: str, inputs: Any, restoring: bool
-) -> None:
-    """Raise CaptureError where a step computes something else than the first one once the numbers that it counts are
-    any of `counts`, those of later steps."""
-    for values in counts:
-        first, late = _two(fresh(), inputs, putting_back=restoring, between=partial(put, values=values))
-        if _computed(first, restored=restoring) != _computed(late, restored=restoring):
-            names = ", ".join(f"{path}.{key}".lstrip(".") for path, key in values)
+def _refuse_later(steps: _Steps, states: Sequence[State]) -> None:
+    """Raise CaptureError where a step computes something else than the first one once the numbers that the model counts
+    are those of a later step. `states`: those of two steps (`step_counts.counts`)."""
+    by = counts(states)
+    far = {place: FAR if step > 0 else -FAR for place, step in by.items()}
+    ways = [{place: value + n * by[place] for place, value in far.items()} for n in (-1, 0, 1)]
+    moments = deque([{place: states[-1].numbers[place] for place in by}, *ways] if by else [])
+    tried: list[Mapping[Place, float]] = []
+    while moments and len(tried) < MOMENTS:
+        values, noted = moments.popleft(), list[Comparison]()
+        if values in tried:
+            continue
+        tried.append(values)
+        late = steps.second(partial(put, values=values, by=by, noted=noted))
+        steps.refuse(late, f"it counts its steps ({said(list(by))}), and a later one", "what depends on the count")
+        turns = dict.fromkeys(after for each in noted if (after := each.turns()) is not None)
+        moments.extend({place: value + n * by[place] for place, value in values.items()} for n in turns)
+
+
+def _refuse_further(steps: _Steps, states: Sequence[State]) -> None:
+    """Raise CaptureError where one of a few further steps computes something else than the first one, in a model in
+    whose attributes something else than numbers and tensors changes from step to step, or a step with long lists where
+    lists grow."""
+    first, between, last = states
+    if not first.rest != between.rest != last.rest:
+        return
+    for tape in steps.further():
+        steps.refuse(tape, "its attributes change from step to step, and a later one", "what depends on them")
+    if grown := [place for place, length in last.lengths.items() if length > between.lengths.get(place, length)]:
+        late = steps.second(partial(lengthen, which=grown))
+        steps.refuse(late, f"its lists grow ({said(grown)}), and a later step", "what depends on their lengths")
+
+
+@dataclass
+class _Steps:
+    """Steps of the models that `fresh` makes, to be compared with their first one; `name` is what errors call them.
+    `restoring`: buffers that steps assign are restored before each step."""
+
+    fresh: Callable[[], nn.Module]
+    name: str
+    inputs: Any
+    restoring: bool
+
+    def second(self, between: Callable[[nn.Module], None]) -> tuple[Tape, Tape] | None:
+        """The tapes of a first and a second step, `between` which the model is changed; None where it does not run."""
+        try:
+            return _two(self.fresh(), self.inputs, putting_back=self.restoring, between=between)
+        except UNTOLD:
+            return None
+
+    def further(self) -> Iterator[tuple[Tape, Tape] | None]:
+        """The tapes of the first step and of each of FURTHER ones behind it, until the model is in a state that it was
+        in before."""
+        model = self.fresh()
+        before = buffers_of(model)
+        first = tape = played(model, self.inputs, {})
+        states = [state_of(model).rest]
+        for _ in range(FURTHER):
+            if self.restoring:
+                put_back(model, before)
+            try:
+                tape = played(model, self.inputs, first.numbers, known=first.made, kept=tape)
+            except UNTOLD:
+                return
+            yield first, tape
+            if (state := state_of(model).rest) in states:
+                return
+            states.append(state)
+
+    def refuse(self, tapes: tuple[Tape, Tape] | None, which: str, what: str) -> None:
+        """Raise CaptureError where the second one of two steps, which is `which`, computes something else; `what` must
+        be tensors then."""
+        if tapes is None:
+            return
+        first, late = tapes
+        if _computed(first, restored=self.restoring) != _computed(late, restored=self.restoring):
             raise CaptureError(
-                f"{name} cannot be captured: it counts its steps ({names}), and a later one computes something else "
-                f"than the first one, from {_where(late)} on, and a graph has one step; make what depends on the count "
-                "a buffer (register_buffer, then changed in place) or an input"
+                f"{self.name} cannot be captured: {which} computes something else than the first one, from "
+                f"{_where(late)} on, and a graph has one step; make {what} a buffer (register_buffer, then changed in "
+                "place) or an input"
             )
 
 

@@ -21,6 +21,7 @@ from autopar.capture.known_masks import KnownMasks
 from autopar.capture.leaves import by_field, tensors_of
 from autopar.capture.lines import caller
 from autopar.capture.mask_branches import Picking
+from autopar.capture.noting_numbers import plain
 from autopar.capture.outer_code import fake
 from autopar.capture.valueless import valueless
 from passes.noises import DRAWN, VALUE, kind_of
@@ -268,7 +269,9 @@ class Tape(TorchFunctionMode):
         """The number in a later run of a tensor of this run; None where it is none of this run. Views of what the model
         had before keep theirs: they see what becomes of that."""
         begun = self._number_of.get(tensor)
-        if begun is None or self._memory(tensor) in self._own:
+        if begun is None:
+            return None if self._kept is None else self._kept.left(tensor)
+        if self._memory(tensor) in self._own:
             return begun
         number = self.number(tensor)
         sources = self._sources.get(number, frozenset())
@@ -357,5 +360,5 @@ class Tape(TorchFunctionMode):
             self.number(leaf)
             if isinstance(leaf, torch.Tensor)
             else (type(leaf).__name__, repr(leaf) if isinstance(leaf, NAMED) else "")
-            for leaf in pytree.tree_leaves(tree)
+            for leaf in map(plain, pytree.tree_leaves(tree))
         ]

@@ -29,6 +29,7 @@ from autopar.capture.norms import momenta
 from autopar.capture.outputs import check_loss, mark_loss, other_outputs, plain
 from autopar.capture.python_random import draws
 from autopar.capture.shadow import shadow
+from autopar.capture.shared_memory import refuse_shared
 from autopar.capture.state import other_state, own_state
 from autopar.capture.step_variation import one_step
 from autopar.capture.to_graph import structure as outputs_of
@@ -123,6 +124,7 @@ def _as_captured(
 ) -> Captured:
     """The Captured of the finished graph `gm`; further notes follow `notes`."""
     model = asked.model
+    refuse_shared(asked.rests or model, gm, training=asked.mode == "train")
     with clock("constants"):
         values, valueless = constants(asked.rests or model, gm)
     further = (

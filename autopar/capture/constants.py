@@ -4,17 +4,21 @@ capture.capture."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NoReturn
 
 import torch
 from torch import fx, nn
 
 from autopar.capture.recompute import recompute
 from autopar.capture.state import own_state
+from autopar.errors import CaptureError
+from passes import facts
 
 
 def constants(model: nn.Module, gm: fx.GraphModule) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Values on the CPU of all tensors that the graph and its blocks read and no state dict holds; and the names of
-    those without a value, with a note on why and what to do. Tensors on meta are recomputed."""
+    those without a value, with a note on why and what to do. Tensors on meta are recomputed. Raises CaptureError where
+    `model` has values, and the graph reads a tensor without any that the model does not hold."""
     persistent = own_state(model)
     held = {**gm.meta["constants"], **dict(model.named_buffers(remove_duplicate=False))}
     found: dict[str, torch.Tensor] = {}
@@ -29,6 +33,10 @@ def constants(model: nn.Module, gm: fx.GraphModule) -> tuple[dict[str, torch.Ten
             empty.append(name)
         else:
             found[name] = value.detach().cpu().clone()
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        for name in empty:
+            if _attribute(model, name) is None:
+                _refuse(model, gm, name)
     again, why = recompute(model, [name for name in empty if _attribute(model, name) is not None])
     notes = {
         name: _note(model, name, why.get(name, "it is no attribute of the model"))
@@ -59,6 +67,21 @@ def _attribute(model: nn.Module, name: str) -> torch.Tensor | None:
     modules: Mapping[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     value = getattr(modules.get(path), key, None)
     return value if isinstance(value, torch.Tensor) else None
+
+
+def _refuse(model: nn.Module, gm: fx.GraphModule, name: str) -> NoReturn:
+    readers = [
+        facts.where(user)
+        for graph in (gm, *(m for m in gm.children() if isinstance(m, fx.GraphModule)))
+        for node in graph.graph.nodes
+        if node.op == "placeholder" and name in (node.meta.get("fqns") or [node.meta.get("fqn")])
+        for user in node.users
+    ]
+    raise CaptureError(
+        f"{type(model).__name__} cannot be captured: {' and '.join(readers[:1]) or 'forward'} reads a tensor that no "
+        f"operator makes and the model does not hold ({name}): make tensors of tensors with torch.stack (then detach() "
+        "for their values alone) in place of torch.tensor([...]), and hold others as buffers"
+    )
 
 
 def _note(model: nn.Module, name: str, why: str) -> str:

@@ -26,6 +26,7 @@ from autopar.capture.failures import advice, as_it_is, described, made_numbers, 
 from autopar.capture.forwards import (
     assigned_buffers,
     becomes,
+    current_weights,
     functions_of,
     known_buffers,
     name_keywords,
@@ -168,6 +169,7 @@ class _Exporting:
         name_keywords(trial.model, self.kwargs)
         assigned_buffers(trial.model)
         known_buffers(trial.model)
+        current_weights(trial.model)
         one_size(trial.model, dims)
         _plain_outputs(trial.model, trial.left_out)
         return trial

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from autopar._torch import pytree
 from autopar.capture.assigned import assigned, buffers_of, put_back, write_back
 from autopar.capture.dims import Dims
+from autopar.capture.leaves import tensors_of
 from autopar.capture.shadow import BUFFERS, WithLoss
 from autopar.errors import CaptureError
 from passes._torch import shape_check
@@ -101,6 +103,45 @@ def known_buffers(model: nn.Module) -> None:
 
     if held:
         becomes(model, known, inspect.signature(forward))
+
+
+def current_weights(model: nn.Module) -> None:
+    """Let `forward` work with what torch.export has put in the place of parameters and buffers also where it finds them
+    elsewhere than in their modules (`self.heads = [self.a.weight, self.b.weight]`, a closure): there they would be
+    constants."""
+    forward, before = model.forward, _weights(model)
+
+    def current(*args: Any, **kwargs: Any) -> Any:
+        with InPlaceOf(zip(before, _weights(model), strict=True)):
+            return forward(*args, **kwargs)
+
+    becomes(model, current, inspect.signature(forward))
+
+
+def _weights(model: nn.Module) -> list[torch.Tensor]:
+    """All parameters and buffers, in the order of the modules that have them."""
+    return [
+        tensor
+        for module in model.modules()
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None
+    ]
+
+
+class InPlaceOf(TorchFunctionMode):
+    """A mode in which functions get one tensor for another: `pairs` are of what is given and of what they get."""
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__()
+        self._pairs = {id(old): (old, new) for old, new in pairs if old is not new}  # the old ones live: ids are theirs
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = (args, kwargs or {})
+        if any(id(leaf) in self._pairs for leaf in tensors_of(given)):
+            given = pytree.tree_map(lambda leaf: self._pairs.get(id(leaf), (leaf, leaf))[1], given)
+        return func(*given[0], **given[1])
 
 
 @contextmanager

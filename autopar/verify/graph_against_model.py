@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from autopar.capture import Captured, lift
 from autopar.capture.flags import undropped
 from autopar.capture.flexible import plain_flex_attention
+from autopar.capture.forwards import InPlaceOf
 from autopar.capture.leaves import by_field
 from autopar.capture.lift_dtype import lifted
 from autopar.capture.outputs import written_key
@@ -209,9 +210,9 @@ def _model_step(
     buffers = _cast({**dict(model.named_buffers()), **held}, dtype)
     with _as_captured(), torch.set_grad_enabled(bool(kinds)):
         placed = _everywhere(model, {**leaves, **buffers})  # functional_call writes assigned buffers into this dict
-        result = functional_call(
-            model, placed, tuple(_cast(dict(enumerate(args)), dtype).values()), _cast(kwargs, dtype), tie_weights=False
-        )
+        given = tuple(_cast(dict(enumerate(args)), dtype).values())
+        with InPlaceOf(_by_place(model, placed)):
+            result = functional_call(model, placed, given, _cast(kwargs, dtype), tie_weights=False)
     result = by_field(dict(result) if hasattr(result, "to_tuple") else result)
     outputs = [
         leaf
@@ -247,6 +248,13 @@ def _everywhere(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Ten
         for key, tensor in {**module._parameters, **module._buffers}.items()
         if tensor is not None and id(tensor) in by_tensor
     }
+
+
+def _by_place(model: nn.Module, placed: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The model's own parameters and buffers, which it may hold in lists too, each with the one that is in its
+    place."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return [(tensor, placed[name]) for name, tensor in named if name in placed]
 
 
 def _cast(tensors: Mapping[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:

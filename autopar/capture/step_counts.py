@@ -64,10 +64,12 @@ def _look(owner: Any, key: Any, value: Any, place: Place, found: dict[Place, Hel
 
 @dataclass(frozen=True)
 class State:
-    """What a model keeps between two steps: its numbers, the lengths of its lists, and all else as one key."""
+    """What a model keeps between two steps: its numbers, the lengths of its lists, the training flags of its modules by
+    path, and all else as one key."""
 
     numbers: Mapping[Place, float]
     lengths: Mapping[Place, int]
+    modes: Mapping[str, bool]
     rest: Hashable
 
 
@@ -86,7 +88,8 @@ def state_of(model: nn.Module) -> State:
         for place, value in values.items()
         if place not in numbers
     ]
-    return State(numbers, lengths, (tuple(rest), tuple(lengths.items())))
+    modes = {path: module.training for path, module in model.named_modules()}
+    return State(numbers, lengths, modes, (tuple(rest), tuple(lengths.items())))
 
 
 def _moves(value: Any) -> bool:

@@ -51,6 +51,7 @@ def one_step(
         first, second = _two(model, inputs, between=lambda model: states.append(state_of(model)))
         states.append(state_of(model))
         _refuse_unlike(first, second, name)
+        _refuse_modes(states, name)
         same = _computed(first) == _computed(second)
         restoring = not same and bool(second.assigned)
         if restoring:
@@ -177,6 +178,18 @@ def _refuse_unlike(first: Tape, second: Tape, name: str) -> None:
                 "buffer has one size and dtype in a graph: assign what is like it, or write it in place "
                 f"(self.{key}.copy_(...))"
             )
+
+
+def _refuse_modes(states: Sequence[State], name: str) -> None:
+    """Raise CaptureError where the second step leaves modules in another mode than the first one. Which mode a step
+    finds is no expression that tapes compare."""
+    _, between, last = (state.modes for state in states)
+    if other := [path for path, training in last.items() if between.get(path, training) != training]:
+        raise CaptureError(
+            f"{name} cannot be captured: its steps leave {other[0] or 'the model'} in training and in evaluation by "
+            "turns (train(), eval() in forward), and a graph has one step: set the mode before compile, or give "
+            "functions the flag that they need (F.dropout(x, p, training=...))"
+        )
 
 
 def _two(

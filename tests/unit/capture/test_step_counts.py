@@ -123,6 +123,23 @@ def test_a_later_step_that_differs_is_refused(keep: Callable[[Any, Tensor], Tens
     assert (model.steps, model.left, model.kept["steps"], model.phase, model.seen) == (0, 5, 0, "first", [])
 
 
+def toggles(model: Any, x: Tensor) -> Tensor:
+    x = nn.functional.dropout(x, 0.5, model.training)
+    model.train(not model.training)
+    return x
+
+
+def test_a_model_whose_steps_train_and_evaluate_by_turns_is_refused() -> None:
+    with pytest.raises(CaptureError, match="its steps leave the model in training and in evaluation by turns"):
+        capture(Keeping(toggles), (torch.randn(8, 4),))
+
+
+def stays_frozen(model: Any, x: Tensor) -> Tensor:
+    """As a frozen part that train() has set to training."""
+    model.linear.eval()
+    return x
+
+
 def only_tells(model: Any, x: Tensor) -> Tensor:
     model.steps += 1
     model.there.steps += 1
@@ -148,7 +165,9 @@ def fails_late(model: Any, x: Tensor) -> Tensor:
     return x * ([2.0] * 1000)[model.steps]
 
 
-@pytest.mark.parametrize("keep", [only_tells, changes_nothing, fails_late], ids=lambda keep: keep.__name__)
+@pytest.mark.parametrize(
+    "keep", [only_tells, changes_nothing, fails_late, stays_frozen], ids=lambda keep: keep.__name__
+)
 def test_a_count_that_changes_nothing_is_captured(keep: Callable[[Any, Tensor], Tensor]) -> None:
     assert capture(Keeping(keep), (torch.randn(8, 4),)).hints == {"b": 8}
 

@@ -31,6 +31,12 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def default_store() -> dist.Store:
+    """The key-value store in which the ranks of the default process group met. There is no public name for it."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
 def graph_is_kept() -> bool:
     """Whether the backward pass now running keeps the graph for another one (`retain_graph`); to be called in a hook of
     that backward. torch's own compiler asks in the same way; there is no public name for it."""

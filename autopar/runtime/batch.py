@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import RunError
 from autopar.layout import Layout, divisible, is_shard, parse, pieces, ways_of
+from autopar.runtime.collectives import objects_of_all
 from autopar.runtime.cuts import own
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.nested import Nested, flat
@@ -248,8 +248,7 @@ def check_agreement(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh
     if mesh.device_mesh is None or mesh.ranks == 1:
         return
     mine = [(tuple(v.shape), float(fingerprint(v))) if isinstance(v, Tensor) else (None, repr(v)) for v in values]
-    everyone: list[Any] = [None] * mesh.ranks
-    dist.all_gather_object(everyone, mine)
+    everyone = objects_of_all(mine, mesh)
     check_shapes(inputs, [[shape for shape, _ in each] for each in everyone], mesh)
     for index, (name, layout) in enumerate(inputs.items()):
         first: dict[tuple[int, ...], int] = {}

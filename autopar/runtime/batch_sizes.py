@@ -16,22 +16,23 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import RunError
-from autopar.runtime import batch
-from autopar.runtime.collectives import start_all_gather_from_all
+from autopar.runtime import batch, failures
+from autopar.runtime.collectives import objects_of_all, start_all_gather_from_all
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import Held
 from autopar.runtime.rng import Rng
 
 SAME: Mapping[str, str] = {
+    "steps begun": "one of them caught an error that the other did not have, and left out the step in which that one "
+    "is. Let such an error end its process, or catch it on every rank",
     "model.training": "call train() or eval() on every rank",
     "torch.is_grad_enabled()": "call train_step on every rank, or the model in no_grad on every rank",
     "rng_state()['seed']": "replicas would draw other numbers: give set_rng_state() the same state on every rank",
@@ -67,12 +68,20 @@ class BatchSizes:
         self._held: Mapping[str, Held] = {}
         self._state: Mapping[str, float] = {}
         self._coming: Callable[[], Tensor] | None = None
+        self._begun = 0
         self._stream = None if mesh.device_type == "cpu" or mesh.ranks == 1 else torch.Stream(mesh.device)
 
     @property
     def begun(self) -> bool:
         """Whether `first` was called."""
         return self._dims is not None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """The context of a step of all ranks, also of one that fails before `tell`."""
+        self._begun += 1
+        with failures.step():
+            yield
 
     def first(self, values: Sequence[Any]) -> None:
         """Compare the first batch, what is in it too; see `batch.check_agreement`."""
@@ -87,6 +96,7 @@ class BatchSizes:
             for value, dims in zip(values, self._dims or (), strict=True)
             for size in (value.shape if isinstance(value, Tensor) and value.dim() == dims else (-1,) * dims)
         ]
+        state = {"steps begun": self._begun, **state}
         self._held, self._state, training = held, state, bytes(one.tensor.requires_grad for one in held.values())
         self.trains = any(training)
         if self.mesh.ranks > 1:
@@ -141,8 +151,7 @@ class BatchSizes:
         inner = len(training) // self.mesh.places
         if all(number == training[rank - rank % inner] for rank, number in enumerate(training)):
             return
-        everyone: list[Any] = [None] * len(training)
-        dist.all_gather_object(everyone, {name: one.tensor.requires_grad for name, one in self._held.items()})
+        everyone = objects_of_all({name: one.tensor.requires_grad for name, one in self._held.items()}, self.mesh)
         for rank, mine in enumerate(everyone):
             first = rank - rank % inner
             if torn := [name for name, trains in mine.items() if trains != everyone[first][name]]:

@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from autopar._torch import local_of
 from autopar.errors import RunError
-from autopar.runtime.collectives import start_all_gather_from_all
+from autopar.runtime.collectives import all_reduce_in_place, start_all_gather_from_all
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import grad_at_rest
 
@@ -64,11 +63,11 @@ def _norm(grads: list[Tensor], norm_type: float, mesh: Mesh) -> Tensor:
         chosen = [number for number, axes in enumerate(cut) if axis in axes]
         if chosen:
             over = powers[chosen]
-            dist.all_reduce(over, group=mesh.group(axis))
+            all_reduce_in_place(over, group=mesh.group(axis))
             powers[chosen] = over
     total = powers.sum()
     if mesh.pipeline_group is not None:
-        dist.all_reduce(total, group=mesh.pipeline_group)
+        all_reduce_in_place(total, group=mesh.pipeline_group)
     return total ** (1 / norm_type)
 
 

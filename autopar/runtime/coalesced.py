@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.layout import BUCKET_BYTES, Step, dim_of, most_elements
-from autopar.runtime.collectives import start_all_gather, start_reduce_scatter
+from autopar.runtime.collectives import start_all_gather, start_reduce_scatter, wait
 from autopar.runtime.count import counting, record
 from autopar.runtime.cuts import cut, join, pad
 from autopar.runtime.mesh import Mesh
@@ -156,8 +156,7 @@ def _reduce(
     sizes = [tuple(x.shape) for x in tensors]
 
     def finish() -> list[Tensor]:
-        if work is not None:
-            work.wait()
+        wait(work, flat)
         return [piece.view(size) for piece, size in zip(_split(flat, sizes), sizes, strict=True)]
 
     return finish

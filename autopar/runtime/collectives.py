@@ -8,7 +8,9 @@ All are exact for every dtype: booleans, which backends reduce differently, are 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import RunError
+from autopar.runtime import failures
 from autopar.runtime.mesh import Mesh
 
 Later = Callable[[], Tensor]
@@ -42,7 +45,9 @@ def start_all_reduce(x: Tensor, axis: int, mesh: Mesh, entry: str = "P", *, behi
         done = start_all_reduce(x.to(torch.uint8), axis, mesh, "Pmax" if entry == "P" else entry, behind=behind)
         return lambda: done().to(torch.bool)
     out = x.clone(memory_format=torch.contiguous_format)
-    return _then(dist.all_reduce(out, OPS[entry], group=mesh.group(axis, behind=behind), async_op=True), lambda: out)
+    return _then(
+        dist.all_reduce(out, OPS[entry], group=mesh.group(axis, behind=behind), async_op=True), out, lambda: out
+    )
 
 
 def broadcast(x: Tensor, source: int, axis: int, mesh: Mesh) -> Tensor:
@@ -56,7 +61,7 @@ def start_broadcast(x: Tensor, source: int, axis: int, mesh: Mesh, *, behind: bo
     out = x.contiguous()
     sent = out.view(torch.uint8) if out.dtype == torch.bool else out
     return _then(
-        dist.broadcast(sent, group=mesh.group(axis, behind=behind), group_src=source, async_op=True), lambda: out
+        dist.broadcast(sent, group=mesh.group(axis, behind=behind), group_src=source, async_op=True), out, lambda: out
     )
 
 
@@ -72,6 +77,7 @@ def start_all_gather(x: Tensor, axis: int, mesh: Mesh, out: Tensor | None = None
     into = x.new_empty((mesh.sizes[axis] * x.shape[0], *x.shape[1:])) if out is None else out
     return _then(
         _all_gather(into, x, group=mesh.group(axis, behind=behind), async_op=True),
+        into,
         lambda: into.view(mesh.sizes[axis], *x.shape),
     )
 
@@ -79,7 +85,7 @@ def start_all_gather(x: Tensor, axis: int, mesh: Mesh, out: Tensor | None = None
 def start_all_gather_from_all(x: Tensor, mesh: Mesh) -> Later:
     """`[m]` on each of the ranks of `mesh`, of all places -> `[ranks, m]` in the background."""
     out = x.new_empty(mesh.ranks * x.shape[0])
-    return _then(_all_gather(out, x, async_op=True), lambda: out.view(mesh.ranks, -1))
+    return _then(_all_gather(out, x, async_op=True), out, lambda: out.view(mesh.ranks, -1))
 
 
 def reduce_scatter(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
@@ -96,7 +102,7 @@ def start_reduce_scatter(x: Tensor, axis: int, mesh: Mesh, out: Tensor | None = 
     x = x.contiguous()
     into = x.new_empty(x.shape[1:]) if out is None else out
     return _then(
-        _reduce_scatter(into, x.flatten(0, 1), group=mesh.group(axis, behind=behind), async_op=True), lambda: into
+        _reduce_scatter(into, x.flatten(0, 1), group=mesh.group(axis, behind=behind), async_op=True), into, lambda: into
     )
 
 
@@ -115,23 +121,70 @@ def start_all_to_all(
     work = dist.all_to_all_single(
         out, flat, sizes, [part.numel() for part in parts], group=mesh.group(axis, behind=behind), async_op=True
     )
-    return _then(work, lambda: [got.view(shape) for got, shape in zip(out.split(sizes), shapes, strict=True)])
+    return _then(work, out, lambda: [got.view(shape) for got, shape in zip(out.split(sizes), shapes, strict=True)])
 
 
-def _then(work: Any, result: Callable[[], Result]) -> Callable[[], Result]:
-    """Wait for `work`, then `result`. Raises RunError where other ranks do not come (gloo; NCCL ends the process)."""
+def all_reduce_in_place(x: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
+    """Reduce `x` over the ranks of `group` (None: all)."""
+    wait(dist.all_reduce(x, op, group=group, async_op=True), x)
+
+
+def objects_of_all(mine: Any, mesh: Mesh) -> list[Any]:
+    """The picklable object `mine` of every rank of `mesh`, of all places, in their order."""
+    sent = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8).to(mesh.device)
+    lengths = start_all_gather_from_all(torch.tensor([sent.numel()], device=mesh.device), mesh)().flatten().tolist()
+    padded = sent.new_zeros(max(lengths))
+    padded[: sent.numel()] = sent
+    rows = start_all_gather_from_all(padded, mesh)().cpu()
+    return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+
+def wait(work: Any, x: Tensor) -> None:
+    """Wait for `work`, a collective on `x` (None: there is nothing to wait for). Raises RunError where other ranks do
+    not come: soon where one has left a note of its failure (gloo only), else when the collective fails (NCCL ends the
+    process then)."""
+    if work is None:
+        return
+    said = ""
+    try:
+        while not said and not _came(work, x):
+            said = failures.of_others()
+    except RuntimeError as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RunError(
+            f"waiting for the other ranks in a collective failed ({first}): {failures.of_others() or _UNKNOWN}. {_MEND}"
+        ) from error
+    if said:
+        raise RunError(f"waiting for the other ranks in a collective: {said}. {_MEND}")
+
+
+_UNKNOWN = (
+    "one of them has raised an error of its own, has ended, or is in another step. Look for the rank that failed "
+    "first: what it says is the cause"
+)
+_MEND = "Let such an error end its process, so that torchrun ends the others"
+
+
+def _came(work: Any, x: Tensor) -> bool:
+    """Wait for `work`, on the CPU for LOOK_S at most; whether it is done. On GPUs `wait` only queues behind it, and
+    would block with a limit."""
+    if not x.is_cpu:
+        work.wait()
+        return True
+    try:
+        work.wait(timedelta(seconds=failures.LOOK_S))
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
+
+
+def _then(work: Any, x: Tensor, result: Callable[[], Result]) -> Callable[[], Result]:
+    """`wait` for `work` on `x`, then `result`."""
 
     def finish() -> Result:
-        if work is not None:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                said = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise RunError(
-                    f"waiting for the other ranks in a collective failed ({said}): one of them has raised "
-                    "an error of its own, has ended, or is in another step. Look for the rank that failed first: what "
-                    "it says is the cause. Let such an error end its process, so that torchrun ends the others"
-                ) from error
+        wait(work, x)
         return result()
 
     return finish

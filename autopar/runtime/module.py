@@ -8,7 +8,7 @@ back.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar, Self
 
 import torch
@@ -117,10 +117,11 @@ class ShardedModule(ModuleState):
 
         Raises RunError on inputs that the plan does not have, and where the ranks' shapes do not fit together.
         """
-        values = self._run(args, kwargs)
-        for number in self.UNGRADED:
-            values[number] = ungraded(values[number], self._results()[number][1])
-        return self._packed(values)
+        with self._together():
+            values = self._run(args, kwargs)
+            for number in self.UNGRADED:
+                values[number] = ungraded(values[number], self._results()[number][1])
+            return self._packed(values)
 
     def train_step(
         self, *args: Any, scaler: GradScaler | None = None, loss_weight: float = 1.0, **kwargs: Any
@@ -129,13 +130,14 @@ class ShardedModule(ModuleState):
         (1/k in each of k steps that add up) and the scale of `scaler`, which mixed precision in float16 needs. Gives
         the global loss, the same on all ranks, detached and without either. Raises RunError where the plan has no loss,
         or needs a scaler, without gradients (no_grad), and where all parameters are frozen."""
-        scale = scale_of(scaler, self.MESH.device, needed=self._narrow, weight=loss_weight)
-        # other results (logits) need not outlive the forward
-        loss = self._run(args, kwargs, loss_weight)[self._loss_number(self._results())]
-        check_trains(loss.requires_grad)
-        self._turn()
-        loss.backward(None if scale is None else scale.to(loss.dtype))
-        return loss.detach()
+        with self._together():
+            scale = scale_of(scaler, self.MESH.device, needed=self._narrow, weight=loss_weight)
+            # other results (logits) need not outlive the forward
+            loss = self._run(args, kwargs, loss_weight)[self._loss_number(self._results())]
+            check_trains(loss.requires_grad)
+            self._turn()
+            loss.backward(None if scale is None else scale.to(loss.dtype))
+            return loss.detach()
 
     def _loss_number(self, outputs: Sequence[tuple[str, str]]) -> int:
         """Which of `outputs` is the loss. Raises RunError where none is."""
@@ -167,6 +169,10 @@ class ShardedModule(ModuleState):
         if self._in_step() and self._told.tell(inputs, self._held, state) and self.data_parallel_size < self.MESH.ranks:
             self._told.look()  # checked now: ranks that share samples exchange tensors of these sizes in the forward
         return inputs
+
+    def _together(self) -> AbstractContextManager[None]:
+        """The context of a call: where it needs all ranks, they count it, and learn of an error in it."""
+        return self._told.step() if self.MESH.ranks > 1 and self._in_step() else nullcontext()
 
     def _in_step(self) -> bool:
         """Whether this forward needs all ranks: a loss and gradients are reduced over all of them. A forward without

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import RunError
+from autopar.runtime.collectives import all_reduce_in_place
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import Held
 
@@ -104,7 +105,7 @@ def _calls(module: Normed) -> dict[str, int]:
             found[i] = h.local
     if module.MESH.ranks > 1:
         found = found.to(module.MESH.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        all_reduce_in_place(found, dist.ReduceOp.MAX)
     calls = dict(zip(module.NORMS, found.tolist(), strict=True))
     for name, count in calls.items():
         if count > 1:

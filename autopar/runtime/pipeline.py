@@ -133,24 +133,25 @@ class PipelinedModule(ShardedModule):
         `param.grad`, times `loss_weight` and the scale of `scaler`, as ShardedModule has it. Gives the global loss, the
         same on all ranks. Raises RunError where the plan has no loss, or needs a scaler, where the batch does not
         divide into the microbatches, and where all parameters of all stages are frozen."""
-        number, scale = (
-            self._loss_number(self.OUTPUTS),
-            scale_of(scaler, self.MESH.device, needed=self._narrow, weight=loss_weight),
-        )
-        sizes, micro = self._begin(args, kwargs, loss_weight)
-        key = tuple(sizes.items())
-        if key not in self._engines:
-            self._engines = {key: Engine(self, self.stages, sizes, number)}  # one at a time: its buffers are large
-        with ExitStack() as stack:
-            stack.enter_context(rng.using(self.rng))
-            for group in self._shared:
-                stack.enter_context(group.summing(self._held))
-            losses = self._engines[key].step(micro, self._syncs, scale)
-            for sync in self._syncs:
-                sync.flush()
-        self._change()
-        loss = torch.stack(losses).sum() if losses else None
-        return self._loss(loss)
+        with self._together():
+            number, scale = (
+                self._loss_number(self.OUTPUTS),
+                scale_of(scaler, self.MESH.device, needed=self._narrow, weight=loss_weight),
+            )
+            sizes, micro = self._begin(args, kwargs, loss_weight)
+            key = tuple(sizes.items())
+            if key not in self._engines:
+                self._engines = {key: Engine(self, self.stages, sizes, number)}  # one at a time: its buffers are large
+            with ExitStack() as stack:
+                stack.enter_context(rng.using(self.rng))
+                for group in self._shared:
+                    stack.enter_context(group.summing(self._held))
+                losses = self._engines[key].step(micro, self._syncs, scale)
+                for sync in self._syncs:
+                    sync.flush()
+            self._change()
+            loss = torch.stack(losses).sum() if losses else None
+            return self._loss(loss)
 
     def spreads(self) -> dict[int, Spread]:
         """As ShardedModule.spreads, on every rank, whichever made the outputs."""
@@ -160,22 +161,23 @@ class PipelinedModule(ShardedModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward only; the outputs in the structure of the original model, on every rank, cut as the plan says. There
         is no gradient behind them: `train_step` trains."""
-        sizes, micro = self._begin(args, kwargs)
-        with rng.using(self.rng):
-            made = run_forward(self, self.stages, sizes, micro)
-        self._change()
-        values: list[Any] = []
-        self._outputs = {}
-        for number, (role, _) in enumerate(self.OUTPUTS):
-            if role == "mutation":
-                continue
-            owner = next(i for i, kind in enumerate(self.STAGES) if number in kind.RESULTS)
-            value, spread = self._joined(number, made.get(number), role)
-            value, spread = tell(value, spread, self.PIPELINE.places[owner], self.MESH)
-            values.append(value)
-            if spread is not None:
-                self._outputs[number] = spread
-        return self._packed(values)
+        with self._together():
+            sizes, micro = self._begin(args, kwargs)
+            with rng.using(self.rng):
+                made = run_forward(self, self.stages, sizes, micro)
+            self._change()
+            values: list[Any] = []
+            self._outputs = {}
+            for number, (role, _) in enumerate(self.OUTPUTS):
+                if role == "mutation":
+                    continue
+                owner = next(i for i, kind in enumerate(self.STAGES) if number in kind.RESULTS)
+                value, spread = self._joined(number, made.get(number), role)
+                value, spread = tell(value, spread, self.PIPELINE.places[owner], self.MESH)
+                values.append(value)
+                if spread is not None:
+                    self._outputs[number] = spread
+            return self._packed(values)
 
     def mutate(self, stage: Stage, results: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Keep the new values of the buffers of `stage` for the end of the step: until then all microbatches read the

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autopar._torch import local_of, wrap_like
 from autopar.errors import RunError
+from autopar.runtime.collectives import all_reduce_in_place, wait
 from autopar.runtime.count import record
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.outputs import Spread
@@ -73,7 +74,7 @@ class Shared:
             return {}
         mine = [(param.requires_grad, not param.requires_grad, param.grad is not None) for param in params.values()]
         flags = torch.tensor(mine, dtype=torch.int32, device=self.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        all_reduce_in_place(flags, dist.ReduceOp.MAX, self.group)
         return {name: tuple(map(bool, each)) for name, each in zip(params, flags.tolist(), strict=True)}
 
     def _sum(self, name: str, param: Tensor, earlier: Tensor | None) -> None:
@@ -82,7 +83,7 @@ class Shared:
         grad = local_of(param.grad)
         record("all_reduce", PIPELINE_AXIS, grad.numel() * grad.element_size(), name)
         there = grad.to(self.device)  # from the host, where it rests there
-        dist.all_reduce(there, group=self.group)
+        all_reduce_in_place(there, group=self.group)
         if there is not grad:
             grad.copy_(there)
         if earlier is not None:
@@ -146,4 +147,4 @@ def tell(value: Tensor | None, spread: Spread | None, place: int, mesh: Mesh) ->
 def _broadcast(held: Tensor, place: int, group: dist.ProcessGroup) -> None:
     """Fill `held` with what `place` has."""
     # bytes: not all backends know all dtypes
-    dist.broadcast(held.reshape(-1).view(torch.uint8), group=group, group_src=place)
+    wait(dist.broadcast(held.reshape(-1).view(torch.uint8), group=group, group_src=place, async_op=True), held)

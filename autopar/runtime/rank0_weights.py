@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import RunError
+from autopar.runtime.collectives import all_reduce_in_place
 from autopar.runtime.shared_results import together
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def from_first(tensors: Mapping[str, Tensor], seed: int, device: torch.device) -
     seed, other = int(first[0]), (mine != first)[1:].to(torch.int32)
     if not tensors:
         return tensors, seed
-    dist.all_reduce(other, op=dist.ReduceOp.MAX)
+    all_reduce_in_place(other, dist.ReduceOp.MAX)
     if not other.any():
         return tensors, seed
     names = [name for name, differs in zip(tensors, other.tolist(), strict=True) if differs]
@@ -71,7 +72,7 @@ def check_replicas(
     for copies, group in shared:
         wrong += _differing(copies, group, mesh.device)
     told = torch.tensor([len(wrong), seed, -seed], device=mesh.device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    all_reduce_in_place(told, dist.ReduceOp.MAX)
     anywhere, most_seed, least_seed = told.tolist()
     if most_seed != -least_seed:
         raise RunError(
@@ -97,8 +98,8 @@ def _differing(copies: Sequence[Held], group: dist.ProcessGroup | None, device: 
         return []
     least = torch.stack([fingerprint(one.local) for one in copies]).to(device)
     most = least.clone()
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    all_reduce_in_place(least, dist.ReduceOp.MIN, group)
+    all_reduce_in_place(most, dist.ReduceOp.MAX, group)
     return [one.name for one, differs in zip(copies, (least != most).tolist(), strict=True) if differs]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from autopar._torch import LocalScaler
 from autopar.errors import RunError
+from autopar.runtime.collectives import all_reduce_in_place
 from autopar.runtime.first_order import check_gradients_on
 from autopar.runtime.params import Param
 
@@ -51,7 +52,7 @@ class GradScaler(LocalScaler):
                 [torch.zeros((), device=self.place), *(each.to(self.place) for each in found.values())]
             ).max()
             # fused optimizers leave a step out at 1, and at nothing else
-            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+            all_reduce_in_place(anywhere, dist.ReduceOp.MAX)
             found.update({device: anywhere.to(device) for device in found or [anywhere.device]})
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 import autopar
 from autopar._torch import local_of
 from autopar.errors import RunError
+from autopar.runtime import failures
 from autopar.runtime.collectives import start_all_reduce
 from tests.dist.test_api import model_and_batch, train
 from tests.helpers.ranks import on_new_ranks, on_ranks
@@ -111,6 +113,64 @@ def differing(recipe, who):
 def test_copies_of_a_weight_that_differ_are_refused(recipe, copies):
     for said in on_ranks(2, differing, recipe, 1):
         assert ("copies of one tensor are not the same" in said) is copies
+
+
+def _failing(recipe, goes_on):
+    """What a rank says of each of three steps, of which the second has a batch of a wrong size on rank 1; that rank
+    skips it and goes on, or stops."""
+    failures.LOOK_S = 0.1
+    torch.manual_seed(0)
+    model, batch = model_and_batch()
+    compiled, said = autopar.compile(model, "cpu:1x2", batch, recipe=recipe), []
+    local = compiled.shard_batch(*batch)
+    for number in range(3):
+        given = (local[0][:, :-1], *local[1:]) if number == 1 and dist.get_rank() else local
+        try:
+            compiled.train_step(*given)
+            said.append("")
+        except RunError as error:
+            said.append(str(error))
+            if not goes_on:
+                return said
+    return said
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero3", "naive_mp"])
+def test_a_rank_that_fails_before_its_step_tells_the_others_why(recipe):
+    other, failed = on_new_ranks(2, _failing, recipe, False)
+    assert failed[1].startswith("input 'x'") and not failed[0] and not other[0]
+    assert f"collective: rank 1 failed: RunError: {failed[1]}" in other[1]
+
+
+def test_ranks_in_different_steps_are_refused():
+    for rank, said in enumerate(on_new_ranks(2, _failing, "tp", True)):
+        assert "steps begun is 3 on rank 1 and 2 on rank 0" in said[2 if rank else 1]
+
+
+def _notes():
+    """What each rank knows of the failures of others: after one that it alone did not have, in the next step, and after
+    one that all had."""
+    found, rank = [], dist.get_rank()
+
+    def look():
+        dist.barrier()
+        found.append(failures.of_others())
+        dist.barrier()
+
+    with pytest.raises(ValueError) if rank else contextlib.nullcontext(), failures.step():
+        if rank:
+            raise ValueError("of rank 1")
+    look()
+    with failures.step():
+        look()
+    with pytest.raises(ValueError), failures.step():
+        raise ValueError("of all")
+    look()
+    return found
+
+
+def test_a_failure_counts_until_the_next_step_of_its_rank_and_where_it_is_not_that_of_all():
+    assert on_ranks(2, _notes) == [["rank 1 failed: ValueError: of rank 1", "", ""], ["", "", ""]]
 
 
 def _waiting(seconds):

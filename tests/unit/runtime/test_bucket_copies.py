@@ -48,7 +48,7 @@ def _without_ranks(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> N
     for module in (coalesced, moves):
         monkeypatch.setattr(module, "start_all_gather", gather)
         monkeypatch.setattr(module, "start_reduce_scatter", lambda x, axis, mesh, behind: lambda: x[0])
-    monkeypatch.setattr(coalesced.dist, "all_reduce", lambda *_, **__: SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(coalesced.dist, "all_reduce", lambda *_, **__: SimpleNamespace(wait=lambda *_: None))
 
 
 @pytest.mark.parametrize("limit_bytes", [1, BUCKET_BYTES], ids=["by themselves", "packed"])

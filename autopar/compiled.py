@@ -17,7 +17,7 @@ from autopar.bundle import Bundle
 from autopar.errors import PlanError, RunError
 from autopar.plan import Plan
 from autopar.runtime import GradScaler, ShardedModule
-from autopar.runtime.rank0_weights import from_first
+from autopar.runtime.rank0_weights import check_program, from_first
 from autopar.runtime.rng import new_seed
 from autopar.runtime.shared_results import together
 from autopar.text import seconds
@@ -81,10 +81,11 @@ class Compiled:
 
         It has the weights and constants that the model has on rank 0. Its random numbers follow from a seed that rank 0
         drew from torch's generator when this object was made. Raises RunError when the number of ranks is not the
-        plan's.
+        plan's, and when ranks have different plans.
         """
         kind, constants = self.plan.device_kind, self.bundle.constants
         device = torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+        check_program(self.source, f"{self.plan.strategy} on mesh {self.plan.mesh} of {self.plan.model}", device)
         held, seed = from_first(
             {**constants, **{n: t for n, t in (self._weights or {}).items() if isinstance(t, torch.Tensor)}},
             self._seed,

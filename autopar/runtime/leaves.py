@@ -106,7 +106,6 @@ class Leaves:
             if bucket.moved is not None:
                 bucket.moved.wait()
             bucket.begun, bucket.moved = 0, None
-        self.done = len(self.buckets)
 
     @torch.no_grad()
     def _begin(self) -> None:

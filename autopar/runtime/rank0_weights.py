@@ -8,8 +8,9 @@ of different models would train together. Weights that are set later, on each ra
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,27 @@ def from_first(tensors: Mapping[str, Tensor], seed: int, device: torch.device) -
             stacklevel=2,
         )
     return {name: _broadcast(tensor, device) for name, tensor in tensors.items()}, seed
+
+
+def check_program(source: str, plan: str, device: torch.device) -> None:
+    """Compare the emitted `source` over all ranks; a collective operation, on `device`. Raises RunError, on every rank,
+    where they have different ones, with what each rank says of its `plan`: they would wait for each other in different
+    collectives."""
+    if not together():
+        return
+    mine = zlib.crc32(source.encode())
+    told = torch.tensor([mine, -mine], device=device)
+    all_reduce_in_place(told, dist.ReduceOp.MAX)
+    most, least = told.tolist()
+    if most == -least:
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (mine, plan))
+    other = next(rank for rank, (number, _) in enumerate(everyone) if number != everyone[0][0])
+    raise RunError(
+        f"ranks have different programs: rank 0 {everyone[0][1]}, rank {other} {everyone[other][1]}. Give "
+        "autopar.load() the same saved plan on every rank, or call autopar.compile() on all of them, of one version"
+    )
 
 
 @torch.no_grad()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
@@ -12,13 +13,19 @@ from torch import Tensor
 
 from autopar._torch import local_of
 from autopar.errors import RunError
+from autopar.layout import Step, steps
 from autopar.plan import Plan
+from autopar.prefetching import due
 from autopar.recipes import roles
-from autopar.verify.reference import trainable
-from autopar.verify.step import RankCase
+from autopar.runtime import coalesced
+from autopar.runtime import leaves as leaves_module
+from autopar.runtime.gradsync import GradSync
+from autopar.runtime.leaves import Leaves, Reader, owners
+from autopar.verify.reference import Results, trainable
+from autopar.verify.step import RankCase, step
 from passes.interpret import Interpret
 from tests.helpers.ranks import living
-from tests.helpers.verify import Subject, by_recipe, by_roles, by_stages, subject
+from tests.helpers.verify import Subject, by_recipe, by_roles, by_stages, planned, subject
 from tests.helpers.zero_plans import ROLES, offloaded
 
 Act = Callable[[], float]
@@ -182,3 +189,94 @@ def test_graphs_of_unchanged_weights_stay_good_and_others_say_so() -> None:
     for gap, words in living(4).run(_two_forwards, case.source(), case.rank_case):
         assert gap < 1e-12
         assert "modified by an in-place operation between forward and backward" in words
+
+
+def _in_buckets(limit: int, source: str, rank_case: RankCase, wanted: Results) -> float:
+    """One rank: the largest difference of a step whose buckets of leaves and of gradients have about `limit` bytes. It
+    checks what the buckets of leaves hold, and whenever some are filled, which of their collectives have begun."""
+    seen, numbers, filled, finish = dict[int, Leaves](), dict[int, int](), [0], Leaves.finish
+
+    def numbered(blocks: Iterable[Reader]) -> dict[int, int]:
+        numbers.update(owners(blocks))
+        return numbers
+
+    def checked(leaves: Leaves, index: int) -> None:
+        before = leaves.done
+        finish(leaves, index)
+        seen[id(leaves)] = leaves
+        filled[0] += leaves.done - before
+        assert leaves.done == max(before, index + 1)
+        _check_begun(leaves)
+
+    with (
+        mock.patch.object(GradSync.__init__, "__defaults__", (limit,)),
+        mock.patch.object(Leaves.__init__, "__defaults__", (limit,)),
+        mock.patch.object(Leaves, "finish", checked),
+        mock.patch.object(leaves_module, "owners", numbered),
+        mock.patch.object(coalesced, "start_all_gather", wraps=coalesced.start_all_gather) as gathers,
+    ):
+        gaps, _ = step(source, rank_case, wanted)
+    (leaves,) = seen.values()
+    _check_buckets(leaves, numbers, limit)
+    passes, rest = divmod(filled[0], len(leaves.buckets))
+    assert passes >= 3 and not rest  # two steps and an evaluation
+    assert gathers.call_count == passes * sum(bucket.legs for bucket in leaves.buckets)
+    return max(gaps.values())
+
+
+def _check_begun(leaves: Leaves) -> None:
+    """Exactly the collectives that are due have begun."""
+    legs = [bucket.legs for bucket in leaves.buckets]
+    begun = [0] * len(legs)
+    for done in range(leaves.done + 1):
+        for number in due(legs, begun, done):
+            begun[number] += 1
+    assert [bucket.begun for bucket in leaves.buckets] == begun
+    running = [number >= leaves.done and count > 0 for number, count in enumerate(begun)]
+    assert [bucket.moved is not None for bucket in leaves.buckets] == running
+    for bucket in leaves.buckets:
+        if bucket.moved is not None:
+            assert len(bucket.moved._left) == bucket.legs - bucket.begun
+
+
+def _gathers(way: Sequence[Step]) -> list[int]:
+    """The axes of the collectives that fill a leaf; none where it is moved by itself."""
+    return [step.axis for step in way] if all(step.kind == "all_gather" for step in way) else []
+
+
+def _check_buckets(leaves: Leaves, numbers: Mapping[int, int], limit: int) -> None:
+    """Every leaf of its own is in one bucket, in the order of first use. A bucket ends where it is full, where
+    other collectives follow, and in front of the leaves of another block where it is half full or the model's
+    own; nowhere else. `numbers` are those of blocks, by the id of their table."""
+    mesh = leaves.mesh
+    members = [held for bucket in leaves.buckets for held in bucket.members]
+    readers = [min(numbers.get(id(table), -1) for table, _ in held.readers) for held in members]
+    ways = [_gathers(steps(held.info.entries, held.info.leaf_entries, mesh.sizes)) for held in members]
+    assert len({held.name for held in members}) == len(members) > 0 and all(held.info.apart for held in members)
+    assert readers == sorted(readers)
+    for bucket in leaves.buckets:
+        assert bucket.legs == len(ways[members.index(bucket.members[0])])
+    ends = {sum(len(bucket.members) for bucket in leaves.buckets[: n + 1]) for n in range(len(leaves.buckets))}
+    size = 0
+    for at, held in enumerate(members[:-1]):
+        size += held.leaf_bytes(mesh)
+        other = ways[at] != ways[at + 1]
+        block = readers[at] != readers[at + 1] and (2 * size >= limit or readers[at] < 0)
+        assert (at + 1 in ends) == (size >= limit or other or block), (at, size)
+        size = 0 if at + 1 in ends else size
+
+
+BUCKETS = [  # the plan, and the bytes of a bucket
+    ("zero1 x zero1", 1),  # a leaf each
+    ("zero1 x zero1", 1024),  # what several leaves have together
+    ("zero1 x zero1", 600_000),  # those of a block are more than half of it
+    ("random 0", 3072),  # leaves of their own and others, over one axis, both, or by other steps
+]
+
+
+@pytest.mark.parametrize(("how", "limit"), BUCKETS)
+def test_leaves_are_right_and_begin_when_due_in_buckets_of_any_size(how: str, limit: int) -> None:
+    who = subject("gpt")
+    case = who.case(by_roles(who, *ROLES[how], how) if how in ROLES else planned(who, (2, 2), how))
+    gaps = living(4).run(_in_buckets, limit, case.source(), case.rank_case, case.reference())
+    assert max(gaps) < 1e-9

@@ -173,6 +173,24 @@ def test_a_failure_counts_until_the_next_step_of_its_rank_and_where_it_is_not_th
     assert on_ranks(2, _notes) == [["rank 1 failed: ValueError: of rank 1", "", ""], ["", "", ""]]
 
 
+def _of_another_plan(folders):
+    """What a rank says that has loaded a plan of its own."""
+    compiled = autopar.load(folders[dist.get_rank()])
+    with pytest.raises(RunError) as said:
+        compiled.parameters()
+    return str(said.value)
+
+
+def test_ranks_with_different_plans_are_refused(tmp_path):
+    model, batch = model_and_batch()
+    recipes = ("ddp", "tp")
+    folders = [autopar.compile(model, "cpu:1x2", batch, recipe=one).save(tmp_path / one) for one in recipes]
+    for said in on_ranks(2, _of_another_plan, folders):
+        assert (
+            "ranks have different programs: rank 0 ddp on mesh (2,) of" in said and "rank 1 tp on mesh (2,) of" in said
+        )
+
+
 def _waiting(seconds):
     """What rank 0 says of a sum to which the other rank does not come."""
     group = dist.new_group(timeout=timedelta(seconds=seconds))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = Non
     model = model_class(seed=options.seed)
     _fill(model, Path(inspect.getfile(model_class)))
     if options.weights:
-        model.load_full(torch.load(options.weights, map_location="cpu"))
+        model.load_full(_saved(options.weights, "--weights"))
     else:
         initialise(model, options.seed)
     batch = model.shard_batch(**_batch(options.batch, model_class, options.seed))
@@ -116,6 +117,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _saved(path: str, option: str) -> Any:
+    """What torch.save wrote to the file of an `option`; nothing in it is executed. Raises RunError where it cannot be
+    read."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        said = getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RunError(
+            f"{option} {path} cannot be read ({said}): give a whole file that torch.save wrote, with tensors by name"
+        ) from error
+
+
 def _batch(path: str | None, model_class: type[ShardedModule], seed: int) -> dict[str, Any]:
     if path is None:
         generator = torch.Generator().manual_seed(seed)
@@ -123,7 +136,7 @@ def _batch(path: str | None, model_class: type[ShardedModule], seed: int) -> dic
             name: _random(shape, getattr(torch, dtype), generator)
             for name, (shape, dtype) in model_class.SAMPLE.items()
         }
-    found = torch.load(path, map_location="cpu")
+    found = _saved(path, "--batch")
     if not isinstance(found, dict):
         raise RunError(
             f"{path} holds a {type(found).__name__}, wanted a dict with the inputs {', '.join(model_class.INPUTS)}"

@@ -255,3 +255,17 @@ def test_main_trains_and_prints(tmp_path, capsys):
     torch.save([1], tmp_path / "batch.pt")
     with pytest.raises(RunError, match="holds a list, wanted a dict with the inputs ids, labels"):
         main(sharded((1, 1)), arguments)
+
+
+@pytest.mark.parametrize("option", ["--weights", "--batch"])
+@pytest.mark.parametrize("kept", [0, 0.5, None], ids=["empty", "cut short", "missing"])
+def test_files_that_cannot_be_read_are_named(tmp_path, option, kept):
+    path = tmp_path / "given.pt"
+    torch.save(Plain().state_dict(), path)
+    data = path.read_bytes()
+    if kept is None:
+        path.unlink()
+    else:
+        path.write_bytes(data[: int(kept * len(data))])
+    with pytest.raises(RunError, match=rf"{option} \S+given.pt cannot be read \(.*give a whole file that torch.save"):
+        main(sharded((1, 1)), [option, str(path)])

@@ -19,8 +19,10 @@ from autopar.prefetching import due
 from autopar.recipes import roles
 from autopar.runtime import coalesced
 from autopar.runtime import leaves as leaves_module
+from autopar.runtime.gradient_buckets import sync_steps
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.leaves import Leaves, Reader, owners
+from autopar.runtime.params import Held
 from autopar.verify.reference import Results, trainable
 from autopar.verify.step import RankCase, step
 from passes.interpret import Interpret
@@ -196,6 +198,12 @@ def _in_buckets(limit: int, source: str, rank_case: RankCase, wanted: Results) -
     checks what the buckets of leaves hold, and whenever some are filled, which of their collectives have begun."""
     seen, numbers, filled, finish = dict[int, Leaves](), dict[int, int](), [0], Leaves.finish
 
+    syncs, fill = list[GradSync](), GradSync.fill
+
+    def filled_sync(sync: GradSync, held: Sequence[Held], bucket_bytes: int) -> None:
+        syncs.append(sync)
+        fill(sync, held, bucket_bytes)
+
     def numbered(blocks: Iterable[Reader]) -> dict[int, int]:
         numbers.update(owners(blocks))
         return numbers
@@ -213,10 +221,12 @@ def _in_buckets(limit: int, source: str, rank_case: RankCase, wanted: Results) -
         mock.patch.object(Leaves.__init__, "__defaults__", (limit,)),
         mock.patch.object(Leaves, "finish", checked),
         mock.patch.object(leaves_module, "owners", numbered),
+        mock.patch.object(GradSync, "fill", filled_sync),
         mock.patch.object(coalesced, "start_all_gather", wraps=coalesced.start_all_gather) as gathers,
     ):
         gaps, _ = step(source, rank_case, wanted)
     (leaves,) = seen.values()
+    _check_gradient_buckets(syncs[0], limit)
     _check_buckets(leaves, numbers, limit)
     passes, rest = divmod(filled[0], len(leaves.buckets))
     assert passes >= 3 and not rest  # two steps and an evaluation
@@ -264,6 +274,21 @@ def _check_buckets(leaves: Leaves, numbers: Mapping[int, int], limit: int) -> No
         block = readers[at] != readers[at + 1] and (2 * size >= limit or readers[at] < 0)
         assert (at + 1 in ends) == (size >= limit or other or block), (at, size)
         size = 0 if at + 1 in ends else size
+
+
+def _check_gradient_buckets(sync: GradSync, limit: int) -> None:
+    """No gradient is in two buckets; those of a bucket take the same collectives, and of such buckets all but the last
+    are full, by their last gradient."""
+    sizes: dict[object, list[int]] = {}
+    for bucket in sync.buckets:
+        each = [held.gradient_bytes(sync.mesh) for held in bucket.members]
+        kinds = {(sync_steps(held, sync.mesh), held.local.dtype, held.info.each) for held in bucket.members}
+        moves = {(tuple((s.kind, s.axis) for s in way), dtype, often) for way, dtype, often in kinds}
+        assert len(moves) == 1 and sum(each[:-1]) < limit
+        sizes.setdefault(moves.pop(), []).append(sum(each))
+    assert all(full >= limit for filled in sizes.values() for full in filled[:-1])
+    members = [held.name for bucket in sync.buckets for held in bucket.members]
+    assert len(set(members)) == len(members) > 0
 
 
 BUCKETS = [  # the plan, and the bytes of a bucket

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from autopar.layout import local_shape, parse, steps
-from autopar.runtime import Mesh
+from autopar.runtime import Mesh, coalesced
 from autopar.runtime.coalesced import Together
 from autopar.runtime.cuts import own
 from autopar.runtime.moves import relayout
@@ -81,9 +82,55 @@ def _started(limit_bytes: int) -> None:
     names = [event.name for event in profile.events()]
     started = sum("c10d::_reduce_scatter_base_" in name or "c10d::reduce_scatter" in name for name in names)
     packed = sum(event.name == "aten::cat" for event in profile.events())
-    assert (started, packed) == {512: (2, 1), 10_000: (1, 1), 1: (3, 0)}[limit_bytes]
+    assert (started, packed) == {512: (2, 1), 1024: (2, 1), 10_000: (1, 1), 1: (3, 0)}[limit_bytes]
 
 
-@pytest.mark.parametrize("limit_bytes", [1, 512, 10_000])
+@pytest.mark.parametrize("limit_bytes", [1, 512, 1024, 10_000])  # the large one has 1024, and 512 once it is cut
 def test_what_is_large_is_not_packed(limit_bytes: int) -> None:
     on_ranks(4, _started, limit_bytes)
+
+
+def _whole_size(limit_bytes: int, packs: bool) -> None:
+    """What is gathered over two axes is large by what it is in the end."""
+    mesh = Mesh(SIZES, ("x", "y"), "cpu")
+    shapes = [(4, 4), (64, 4)]
+    parts = [torch.ones(local_shape(shape, parse("S0,S0"), SIZES, mesh.coord)) for shape in shapes]
+    with mock.patch.object(coalesced, "start_all_gather", wraps=coalesced.start_all_gather) as together:
+        way = steps(parse("S0,S0"), parse("R,R"), SIZES)
+        Together([way] * 2, parts, shapes, mesh, ["a", "b"], (), limit_bytes).finish()
+    (first, *_) = [call.args[0].numel() for call in together.call_args_list]
+    assert first == sum(part.numel() for part in parts) if packs else first == parts[0].numel()
+
+
+@pytest.mark.parametrize(("limit_bytes", "packs"), [(1024, False), (1025, True)])
+def test_what_is_large_in_the_end_is_not_packed(limit_bytes: int, packs: bool) -> None:
+    on_ranks(4, _whole_size, limit_bytes, packs)
+
+
+def _waiting(source: str, target: str, later: list[tuple[bool, bool, int]]) -> None:
+    """Before each `go_on` and after the last: whether a collective is yet to begin, whether `go_on` is to be called,
+    and the elements that the running collective takes, whole on the axis."""
+    mesh = Mesh(SIZES, ("x", "y"), "cpu")
+    shape = (8, 4)
+    part = torch.ones(local_shape(shape, parse(source), SIZES, mesh.coord), dtype=torch.float64)
+    bucket = Together([steps(parse(source), parse(target), SIZES)] * 2, [part] * 2, [shape] * 2, mesh, ["a", "b"])
+    seen = [(bucket.more, bucket.later, bucket.nbytes // ITEM_BYTES)]
+    while bucket.later:
+        assert bucket.go_on() is bucket.later
+        seen.append((bucket.more, bucket.later, bucket.nbytes // ITEM_BYTES))
+    assert seen == later
+    assert len(bucket.finish()) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "later"),
+    [
+        ("P,R", "R,R", [(False, False, 64)]),
+        ("P,R", "S0,R", [(False, True, 64), (False, False, 64)]),  # its input is freed by one more
+        ("P,P", "S0,S0", [(True, True, 64), (False, True, 32), (False, False, 32)]),
+        ("S0,R", "R,R", [(False, False, 32)]),
+        ("S0,S0", "R,R", [(True, True, 16), (False, False, 32)]),
+    ],
+)
+def test_what_is_yet_to_begin_or_to_be_freed_is_known(source: str, target: str, later: object) -> None:
+    on_ranks(4, _waiting, source, target, later)

@@ -243,13 +243,24 @@ def _own_size(size: int, layout: Layout, dim: int, mesh: Mesh) -> int:
 
 
 def check_agreement(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh) -> None:
-    """Compare the shapes of all ranks' parts, and the contents of parts that several ranks hold (by fingerprint); a
-    collective operation. Raises RunError, on every rank, where they are not parts of one global batch."""
+    """Compare the shapes and dtypes of all ranks' parts, and the contents of parts that several ranks hold (by
+    fingerprint); a collective operation. Raises RunError, on every rank, where they are not parts of one global
+    batch."""
     if mesh.device_mesh is None or mesh.ranks == 1:
         return
-    mine = [(tuple(v.shape), float(fingerprint(v))) if isinstance(v, Tensor) else (None, repr(v)) for v in values]
+    mine = [
+        (tuple(v.shape), float(fingerprint(v)), str(v.dtype)) if isinstance(v, Tensor) else (None, repr(v), "no tensor")
+        for v in values
+    ]
     everyone = objects_of_all(mine, mesh)
-    check_shapes(inputs, [[shape for shape, _ in each] for each in everyone], mesh)
+    check_shapes(inputs, [[shape for shape, *_ in each] for each in everyone], mesh)
+    for index, name in enumerate(inputs):
+        for rank, each in enumerate(everyone):
+            if each[index][2] != everyone[0][index][2]:
+                raise RunError(
+                    f"input {name!r} is {each[index][2]} on rank {rank} and {everyone[0][index][2]} on rank 0, and "
+                    "ranks cannot sum what they compute of it: give it the same dtype on every rank"
+                )
     for index, (name, layout) in enumerate(inputs.items()):
         first: dict[tuple[int, ...], int] = {}
         for rank, coord in enumerate(_coords(mesh)):

@@ -92,6 +92,23 @@ def test_ranks_that_work_on_one_batch_have_the_same(recipe, why):
         assert why in said and bool(why) == bool(said)
 
 
+def _own_dtype():
+    """What a rank says of its first step, where rank 1 has floats of another dtype."""
+    model, batch = model_and_batch()
+    compiled = autopar.compile(model, "cpu:1x2", batch, recipe="ddp")
+    local = compiled.shard_batch(*batch)
+    if dist.get_rank():
+        local = [one.float() if one.is_floating_point() else one for one in local]
+    with pytest.raises(RunError) as said:
+        compiled.train_step(*local)
+    return str(said.value)
+
+
+def test_inputs_of_other_dtypes_on_a_rank_are_refused():
+    for said in on_ranks(2, _own_dtype):
+        assert said.startswith("input 'x' is torch.float32 on rank 1 and torch.float64 on rank 0")
+
+
 def differing(recipe, who):
     """What a rank says of a step before which rank `who` alone changed a weight."""
     torch.manual_seed(0)

@@ -26,6 +26,8 @@ def sink_flatten(gm: fx.GraphModule) -> fx.GraphModule:
            undo each other.
     gives: matmuls that keep batch and sequence apart."""
     for node in edit.calls(gm):
+        if _empty(node):
+            continue
         if node.target is aten.reshape.default:
             if not merge(node):
                 _in_two_steps(node)
@@ -38,6 +40,12 @@ def sink_flatten(gm: fx.GraphModule) -> fx.GraphModule:
         elif node.target is aten.topk.default:
             _sink_topk(node)
     return edit.finish(gm)
+
+
+def _empty(node: fx.Node) -> bool:
+    """Whether the node gives or reads a tensor without elements, of which -1 does not say the size of a dim."""
+    sizes = [size for each in (node, *node.all_input_nodes) for tensor in facts.tensors(each) for size in tensor.shape]
+    return any(isinstance(size, int) and not size for size in sizes)
 
 
 def flattened(node: Any) -> fx.Node | None:

@@ -118,6 +118,8 @@ def transposed_convolution(call: Call) -> str:
 def _convolution(call: Call, *, transposed: bool) -> str:
     """The rule of a convolution, whose weight is [outputs, inputs / groups, kernel...]; of a transposed one
     [inputs, outputs / groups, kernel...]."""
+    if 0 in call.ins[1].shape[:2]:  # torch gives no output channels where there are no input channels
+        return replicated(call)
     spatial = len(call.ins[1].shape) - 2
     if given(call)["groups"] != 1:
         channels, out = "i!", "o!"

@@ -23,8 +23,10 @@ NAME = "halo"
 
 def borders(call: Call, ways: int) -> Together:
     """The spatial dims that an axis of `ways` ranks may cut, with their algorithm: those whose windows read only from
-    the neighbouring ranks. None where padding is "same" with an odd sum, which cannot be written as numbers for the
-    dims that stay whole."""
+    the neighbouring ranks. None of an empty image, and none where padding is "same" with an odd sum, which cannot be
+    written as numbers for the dims that stay whole."""
+    if 0 in call.ins[IMAGE].sizes:
+        return ()
     cut = [d for d in spatial(call) if _exact(call, d) and window(call, d).borders_only(ways)]
     if not call.ins[IMAGE].floating or (
         given(call)["padding"] == "same" and any((window(call, d).reach - 1) % 2 for d in spatial(call))

@@ -240,7 +240,8 @@ class FittedRule:
 
     def _solve_compounds(self, text: str) -> None:
         """Find the sizes of factors that occur only in dims of several factors: a dim with one unknown factor gives its
-        size.
+        size, but not where the known ones make a product of 0. What no dim gives counts as 1: such a factor is in empty
+        dims alone.
 
         Raises RuleError where the factors of a dim do not make up its size."""
         pending = [
@@ -254,9 +255,14 @@ class FittedRule:
                 unknown = [f for f in dim.factors if f not in self.sizes and f != "1"]
                 if len(unknown) == 1:
                     known = [self.sizes[f] for f in dim.factors if f in self.sizes]
-                    found = size - sum(known) if dim.join == "|" else size // max(1, math.prod(known))
-                    self._see(unknown[0], found, symbolic, text)
+                    if dim.join == "|":
+                        self._see(unknown[0], size - sum(known), symbolic, text)
+                    elif product := math.prod(known):
+                        self._see(unknown[0], size // product, symbolic, text)
         for dim, size, _ in pending:
+            if not size and dim.join == "x":
+                for factor in dim.factors:
+                    self.sizes.setdefault(factor, 1)
             known = [self.sizes.get(f, 1) for f in dim.factors]
             if (
                 all(f in self.sizes or f == "1" for f in dim.factors)

@@ -62,6 +62,18 @@ def test_matmuls_lose_flattening(name):
     assert "aten.reshape.default" not in found
 
 
+FLATTENED_EMPTY = {
+    "flattened to no columns": lambda m, x, y: F.linear(x, m.w).sum() + x.new_zeros(3, 0, 6).flatten(1).sum(),
+    "heads without width": lambda m, x, y: x.new_zeros(4, 3, 0, 6).reshape(0, 18).sum() + (x @ m.w).sum(),
+    "rows without width": lambda m, x, y: F.relu(x[..., :0].reshape(20, 0)).reshape(4, 5, 0).sum() + (x @ m.w).sum(),
+}
+
+
+@pytest.mark.parametrize("name", FLATTENED_EMPTY)
+def test_what_is_empty_is_not_flattened_elsewhere(name):
+    normalized(FLATTENED_EMPTY[name], data(4, 5, 6))
+
+
 def test_batch_and_sequence_stay_apart_where_there_is_one_head():
     """Rows of one head, flattened for a product and back to other sizes than before: without the dim of heads."""
     gm = normalized(

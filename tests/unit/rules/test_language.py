@@ -9,12 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import RuleError
-from autopar.layout import is_shard
-from autopar.rules import as_rules, options_for
+from autopar.layout import dim_of, is_shard
+from autopar.rules import RULES, as_rules, options_for
 from autopar.rules.language import Call, Tensor, Use, parse
 from autopar.rules.matches import options
+from autopar.rules.oracle import call_of, failures
 from autopar.rules.reshapes import reshape
 from autopar.rules.rule import Rule
+
+aten = torch.ops.aten
 
 
 def call(*shapes, outs=((),), grad=True):
@@ -236,6 +239,36 @@ def test_factors_of_symbolic_size_are_cut_evenly(symbolic):
 
 def test_no_operands():
     assert by_factor(" -> n!", Call("op", (4,), {}, (Tensor((4,), False),))) == {"": ([], ["R|-"])}
+
+
+EMPTY = {
+    "a factor of the side that is empty": (aten.pixel_shuffle.default, [(6, 8, 0, 6)], (2,), {"_0", "c", "w"}),
+    "a factor of two empty sides": (aten.pixel_shuffle.default, [(6, 8, 0, 0)], (2,), {"_0", "c"}),
+    "no channels": (aten.pixel_shuffle.default, [(6, 0, 4, 6)], (2,), {"_0", "h", "w"}),
+    "no input channels, of which torch makes no output channels": (
+        aten.conv2d.default,
+        [(2, 0, 5, 5), (4, 0, 2, 2)],
+        (),
+        set(),
+    ),
+    "no samples": (aten.conv2d.default, [(0, 4, 5, 5), (6, 4, 2, 2)], (), {"i", "o"}),
+}
+"""Calls with a dim of size 0: operands, other arguments, and the factors that can be cut all the same."""
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_empty_dims_say_nothing_of_their_factors(name):
+    target, shapes, others, wanted = EMPTY[name]
+    args = (*(torch.ones(shape, dtype=torch.float64) for shape in shapes), *others)
+    call = call_of(target, args, {})
+    cut = {f for o in options_for(call, 2) if o.split for f in [o.factor] if 0 not in _cut_sizes(call, o)}
+    assert cut == wanted
+    assert failures(RULES[target], target, args, {}, 2) == []
+
+
+def _cut_sizes(call, option):
+    """The sizes of the dims that an option cuts in operands."""
+    return [t.shape[dim_of(use.value)] for t, use in zip(call.ins, option.ins, strict=True) if is_shard(use.value)]
 
 
 @given(st.integers(2, 300), st.integers(2, 8))

@@ -106,6 +106,21 @@ def test_vocab_bag(sizes, mode, gated, padding):
         on_ranks(math.prod(sizes), _bag, sizes, vocab, mode, gated, padding)
 
 
+def _bags_of_no_row(chosen, mode):
+    mesh, table = _mesh((2,)), torch.arange(14.0).view(7, 2)
+    start, stop = mesh.span(7, (0,))
+    bags = vocab_bag(table[start:stop], torch.tensor(chosen), None, mode, vocab=7, axes=(0,), mesh=mesh)
+    return _sum(bags, mesh).tolist()
+
+
+@pytest.mark.parametrize(("mode", "row"), [("sum", [12.0, 14.0]), ("mean", [6.0, 7.0])])
+def test_vocab_bag_with_what_is_no_row_is_no_number(mode, row):
+    """One device raises an error, also for -1 where no row is padding."""
+    nothing = [math.nan] * 2
+    for found in on_ranks(2, _bags_of_no_row, [[0, 6], [7, 6], [-1, 0]], mode):
+        assert found == [pytest.approx(bag, nan_ok=True) for bag in (row, nothing, nothing)]
+
+
 def _cross_entropy(sizes, vocab, smoothing, scale):
     mesh, axes = _mesh(sizes), tuple(range(len(sizes)))
     torch.manual_seed(0)

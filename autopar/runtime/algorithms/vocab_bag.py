@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +24,7 @@ def vocab_bag(
     mesh: Mesh,
 ) -> Tensor:
     """`table [v_local, d]` this rank's rows of all `vocab`, `chosen [..., n]` of all -> `[..., d]`, a partial sum over
-    `axes` of what `passes.ops.bag` gives.
+    `axes` of what `passes.ops.bag` gives; nan for bags with a number of no row, for which one device has an error.
 
     `mode` is "sum" or "mean"; row `padding` (-1: none) counts nothing. The gradient that comes back must be whole on
     `axes`, that of `gates` is a part of a sum. Uneven and empty shards are exact. No communication.
@@ -36,6 +37,8 @@ def vocab_bag(
         here = (chosen >= start) & (chosen < stop)
     counted = chosen != padding
     weights = (here & counted).to(dtype) * (1 if gates is None else gates)
+    # to raise an error would be to wait for the device
+    weights = weights.masked_fill((chosen < 0) | (chosen >= vocab), math.nan)
     if mode == "mean":
         weights = weights / counted.sum(-1, keepdim=True).clamp(min=1)
     rows = (chosen - start).where(here, 0).reshape(-1, chosen.shape[-1])

@@ -109,7 +109,8 @@ def _causal_rows(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], c
         raise PlanError(f"{op.name} ({op.where}): attention with dropout cannot be split over query rows")
     context.algorithms["causal_rows"] = None
     named = "".join(f", {k}={v}" for k, v in call.kwargs.items() if k in ("scale", "enable_gqa"))
-    return f"causal_rows({', '.join(call.args[:3])}, axes={axes}, mesh=MESH{named})"
+    rows = sizes.text(op.call.ins[0].shape[-2])
+    return f"causal_rows({', '.join(call.args[:3])}, rows={rows}, axes={axes}, mesh=MESH{named})"
 
 
 def _experts(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:

@@ -174,17 +174,17 @@ def test_vocab_cross_entropy_of_what_is_no_class_is_no_number(label, wanted):
     assert on_ranks(2, _no_class, label) == pytest.approx([wanted] * 2, nan_ok=True)
 
 
-def _causal(sizes, length, kv_heads):
+def _causal(sizes, length, keys, kv_heads):
     mesh, axes = _mesh(sizes), tuple(range(len(sizes)))
     torch.manual_seed(0)
-    shapes = ((2, 4, length, 8), (2, kv_heads, length, 8), (2, kv_heads, length, 8))
+    shapes = ((2, 4, length, 8), (2, kv_heads, keys, 8), (2, kv_heads, keys, 8))
     whole = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
     pull = torch.randn(shapes[0], dtype=torch.float64)
     wanted = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=kv_heads < 4, scale=0.3)
     wanted.backward(pull)
     q = _cut(whole[0].detach(), 2, mesh).requires_grad_()
     k, v = (t.detach().clone().requires_grad_() for t in whole[1:])
-    got = causal_rows(q, k, v, axes=axes, mesh=mesh, scale=0.3, enable_gqa=kv_heads < 4)
+    got = causal_rows(q, k, v, rows=length, axes=axes, mesh=mesh, scale=0.3, enable_gqa=kv_heads < 4)
     got.backward(_cut(pull, 2, mesh))
     _close(got.detach(), _cut(wanted.detach(), 2, mesh))
     _close(q.grad, _cut(whole[0].grad, 2, mesh))
@@ -193,10 +193,10 @@ def _causal(sizes, length, kv_heads):
 
 
 @pytest.mark.parametrize("sizes", MESHES)
-@pytest.mark.parametrize("length", [8, 10, 3])
+@pytest.mark.parametrize(("length", "keys"), [(8, 8), (10, 10), (3, 3), (4, 9), (9, 4)])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_causal_rows(sizes, length, kv_heads):
-    on_ranks(math.prod(sizes), _causal, sizes, length, kv_heads)
+def test_causal_rows(sizes, length, keys, kv_heads):
+    on_ranks(math.prod(sizes), _causal, sizes, length, keys, kv_heads)
 
 
 def _own_heads(sizes, heads, groups, within):

@@ -17,21 +17,21 @@ def causal_rows(
     k: Tensor,
     v: Tensor,
     *,
+    rows: int,
     axes: Sequence[int],
     mesh: Mesh,
-    rows: int | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """`q [..., h, t_local, d]`, this rank's rows of `rows` (default: as many as keys); whole `k, v [..., s, d]` ->
-    `[..., h, t_local, d]`.
+    """`q [..., h, t_local, d]`, this rank's rows of `rows`, which may be more or fewer than keys; whole `k, v [..., s,
+    d]` -> `[..., h, t_local, d]`.
 
     Row i of the whole sees keys 0 ... i, as is_causal of scaled_dot_product_attention. The gradients of k and v are
     partial sums over `axes`. No communication; rank r of n does (2r + 1) / n^2 of the work of the whole, so the last
     one sets the pace.
     """
-    start, stop = mesh.span(k.shape[-2] if rows is None else rows, axes)
+    start, stop = mesh.span(rows, axes)
     seen = min(max(stop, 1), k.shape[-2])
     if start == 0:
         return F.scaled_dot_product_attention(

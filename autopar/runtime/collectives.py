@@ -3,7 +3,8 @@
 With `behind`, a collective uses the axis's second process group, where there is one (Mesh.behind), so that it and those
 of the first group do not wait for each other.
 
-All are exact for every dtype: booleans, which backends reduce differently, are sent as integers.
+All are exact for every dtype. Those that backends do not send are sent as another one of as many bytes, and sums of
+small integers, which backends lack or add up otherwise, are computed in wider ones.
 """
 
 from __future__ import annotations
@@ -26,6 +27,27 @@ Result = TypeVar("Result")
 # torch 2.13 renamed the two and warns at every call of the old names; 2.11 has the old ones only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+CARRIED = {
+    torch.bool: torch.uint8,
+    torch.int16: torch.float16,
+    torch.uint16: torch.float16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
+"""The dtype as which the bytes of another one are moved, where gloo or NCCL do not know that."""
+SUMMED = {
+    torch.bool: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+}
+"""The dtype in which another one is reduced: backends lack these, and would add up booleans. Sums of integers wrap as
+those of their own dtype."""
 OPS = {"P": dist.ReduceOp.SUM, "Pmax": dist.ReduceOp.MAX, "Pmin": dist.ReduceOp.MIN}
 
 
@@ -44,6 +66,9 @@ def start_all_reduce(x: Tensor, axis: int, mesh: Mesh, entry: str = "P", *, behi
     if x.dtype == torch.bool:
         done = start_all_reduce(x.to(torch.uint8), axis, mesh, "Pmax" if entry == "P" else entry, behind=behind)
         return lambda: done().to(torch.bool)
+    if x.dtype in SUMMED:
+        total = start_all_reduce(x.to(SUMMED[x.dtype]), axis, mesh, entry, behind=behind)
+        return lambda: total().to(x.dtype)
     out = x.clone(memory_format=torch.contiguous_format)
     return _then(
         dist.all_reduce(out, OPS[entry], group=mesh.group(axis, behind=behind), async_op=True), out, lambda: out
@@ -59,9 +84,10 @@ def broadcast(x: Tensor, source: int, axis: int, mesh: Mesh) -> Tensor:
 def start_broadcast(x: Tensor, source: int, axis: int, mesh: Mesh, *, behind: bool = False) -> Later:
     """`broadcast` in the background; the result comes from calling what this returns."""
     out = x.contiguous()
-    sent = out.view(torch.uint8) if out.dtype == torch.bool else out
     return _then(
-        dist.broadcast(sent, group=mesh.group(axis, behind=behind), group_src=source, async_op=True), out, lambda: out
+        dist.broadcast(_carried(out), group=mesh.group(axis, behind=behind), group_src=source, async_op=True),
+        out,
+        lambda: out,
     )
 
 
@@ -76,7 +102,7 @@ def start_all_gather(x: Tensor, axis: int, mesh: Mesh, out: Tensor | None = None
     x = x.contiguous()
     into = x.new_empty((mesh.sizes[axis] * x.shape[0], *x.shape[1:])) if out is None else out
     return _then(
-        _all_gather(into, x, group=mesh.group(axis, behind=behind), async_op=True),
+        _all_gather(_carried(into), _carried(x), group=mesh.group(axis, behind=behind), async_op=True),
         into,
         lambda: into.view(mesh.sizes[axis], *x.shape),
     )
@@ -96,9 +122,9 @@ def reduce_scatter(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
 def start_reduce_scatter(x: Tensor, axis: int, mesh: Mesh, out: Tensor | None = None, *, behind: bool = False) -> Later:
     """`reduce_scatter` in the background, into `out` where that is given; the result comes from calling what this
     returns. `x` must not change until then."""
-    if x.dtype == torch.bool:
-        done = start_reduce_scatter(x.to(torch.int32), axis, mesh, behind=behind)
-        return lambda: done() > 0
+    if x.dtype in SUMMED:
+        done = start_reduce_scatter(x.to(SUMMED[x.dtype]), axis, mesh, behind=behind)
+        return lambda: done().to(x.dtype)
     x = x.contiguous()
     into = x.new_empty(x.shape[1:]) if out is None else out
     return _then(
@@ -119,9 +145,19 @@ def start_all_to_all(
     flat = torch.cat([part.reshape(-1) for part in parts])
     out = flat.new_empty(sum(sizes))
     work = dist.all_to_all_single(
-        out, flat, sizes, [part.numel() for part in parts], group=mesh.group(axis, behind=behind), async_op=True
+        _carried(out),
+        _carried(flat),
+        sizes,
+        [part.numel() for part in parts],
+        group=mesh.group(axis, behind=behind),
+        async_op=True,
     )
     return _then(work, out, lambda: [got.view(shape) for got, shape in zip(out.split(sizes), shapes, strict=True)])
+
+
+def _carried(x: Tensor) -> Tensor:
+    """The memory of `x` in a dtype that backends send."""
+    return x.view(CARRIED[x.dtype]) if x.dtype in CARRIED else x
 
 
 def all_reduce_in_place(x: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:

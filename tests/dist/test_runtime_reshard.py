@@ -12,6 +12,7 @@ import torch.distributed as dist
 from autopar.errors import RunError
 from autopar.layout import consistent, cutters, is_partial, sections_of, show, steps
 from autopar.runtime import Mesh, count, reshard
+from autopar.runtime.collectives import broadcast
 from autopar.runtime.cuts import own
 from tests.helpers.ranks import on_new_ranks, on_ranks
 
@@ -100,19 +101,33 @@ def test_all_pairs_of_layouts(sizes, shape, every):
     assert done[0] > 10
 
 
+DTYPES = (
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.bfloat16, torch.float16, torch.float32, torch.complex64),
+)
+
+
 def _dtypes():
     mesh = Mesh((4,), ("x",), "cpu")
-    for dtype in (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float32):
+    for dtype in DTYPES:
         whole = torch.arange(15).reshape(5, 3) % 2
         whole = whole.to(dtype)
         part = own(whole, ("S0",), mesh.sizes, mesh.coord)
-        assert torch.equal(reshard(part, "S0 -> R", grad=None, shape=(5, 3), mesh=mesh), whole)
-        assert torch.equal(
-            reshard(part, "S0 -> S1", grad=None, shape=(5, 3), mesh=mesh), own(whole, ("S1",), mesh.sizes, mesh.coord)
-        )
         mine = whole if mesh.coord == (2,) else torch.zeros_like(whole)
-        assert torch.equal(reshard(mine, "P -> R", grad=None, shape=(5, 3), mesh=mesh), whole)
-        assert torch.equal(reshard(mine, "P -> S0", grad=None, shape=(5, 3), mesh=mesh), part)
+        for x, way, wanted in (
+            (part, "S0 -> R", whole),
+            (part, "S0 -> S1", own(whole, ("S1",), mesh.sizes, mesh.coord)),
+            (mine, "P -> R", whole),
+            (mine, "P -> S0", part),
+        ):
+            got = reshard(x, way, grad=None, shape=(5, 3), mesh=mesh)
+            assert got.dtype == dtype and torch.equal(got.to(torch.complex64), wanted.to(torch.complex64)), (dtype, way)
+        assert torch.equal(broadcast(mine, 2, 0, mesh).to(torch.complex64), whole.to(torch.complex64)), dtype
+    for dtype in (torch.int8, torch.int16, torch.int32):  # sums wrap
+        most = torch.full((4,), torch.iinfo(dtype).max, dtype=dtype)
+        assert reshard(most, "P -> R", grad=None, shape=(4,), mesh=mesh).tolist() == [-4] * 4
+        assert reshard(most, "P -> S0", grad=None, shape=(4,), mesh=mesh).tolist() == [-4]
     values = torch.tensor([float(mesh.coord[0]), -1.0 - mesh.coord[0]])
     assert reshard(values, "Pmax -> R", grad=None, shape=(2,), mesh=mesh).tolist() == [3, -1]
     assert reshard(values, "Pmin -> R", grad=None, shape=(2,), mesh=mesh).tolist() == [0, -4]

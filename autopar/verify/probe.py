@@ -77,9 +77,12 @@ class _Probes:
         seen.gradients[microbatch] = None
         if value.requires_grad:
             value = value.view_as(value)  # a node of its own: the hook sees the gradient of all readers together
-            value.register_hook(
-                lambda grad: seen.gradients.update({microbatch: self._whole(grad.detach(), lies.grad, shape)})
-            )
+
+            def note(grad: Tensor | None) -> None:
+                if grad is not None:  # as behind a norm of order 0
+                    seen.gradients[microbatch] = self._whole(grad.detach(), lies.grad, shape)
+
+            value.register_hook(note)
         return value
 
     def _whole(self, value: Tensor, layout: Layout, shape: tuple[int, ...]) -> Tensor:

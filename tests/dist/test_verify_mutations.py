@@ -339,7 +339,7 @@ def test_a_collective_of_too_many_bytes_in_a_pipeline_is_found() -> None:
 
 
 class Tasks(nn.Module):
-    """Losses of two tasks, weighted by parameters, which are outputs too."""
+    """Losses of two tasks, weighted by parameters, which are outputs too, and counted, which has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -349,7 +349,9 @@ class Tasks(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         h = self.linear(x)
         return {
-            "loss": self.weights[0] * h.square().mean() + self.weights[1] * h.abs().mean(),
+            "loss": self.weights[0] * h.square().mean()
+            + self.weights[1] * h.abs().mean()
+            + torch.linalg.vector_norm(self.weights * 2, 0),
             "weights": self.weights,
             "h": h,
         }

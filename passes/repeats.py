@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from passes import edit, facts
+from passes.running_sums import running_sums
 
 _CHILD = re.compile(r"(.*?)\.(\d+)(?=\.|$)")
 MAX_PERIOD = 8
@@ -115,7 +116,7 @@ def find_runs(gm: fx.GraphModule, container: str) -> list[Run]:
 
 def _blocks(gm: fx.GraphModule, container: str) -> dict[int, list[fx.Node]]:
     """Calls per child of the container, in graph order; calls between two blocks go to the later one, sizes that one
-    block alone uses to that block."""
+    block alone uses to that block, additions to a sum over the blocks to the block whose result is added."""
     place: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:
         inside = re.match(re.escape(container) + r"\.(\d+)(?:\.|$)", node.meta.get("module", ""))
@@ -132,11 +133,14 @@ def _blocks(gm: fx.GraphModule, container: str) -> dict[int, list[fx.Node]]:
     far = 1 << 30
     for node in reversed(gm.graph.nodes):
         earliest[node] = min([place.get(user, earliest[user]) for user in node.users], default=far)
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node not in place and 0 <= latest[node] < earliest[node] < far:
+            place[node] = earliest[node]
+    place.update(running_sums(gm.graph, place, latest))
     blocks: dict[int, list[fx.Node]] = {}
     for node in gm.graph.nodes:
-        between = node.op == "call_function" and node not in place and 0 <= latest[node] < earliest[node] < far
-        if node in place or between:
-            blocks.setdefault(place.get(node, earliest[node]), []).append(node)
+        if node in place:
+            blocks.setdefault(place[node], []).append(node)
     return blocks
 
 

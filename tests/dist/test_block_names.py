@@ -90,7 +90,22 @@ class Leaning(nn.Module):
         return ((x - y) ** 2).mean()
 
 
-MODELS = {"alternating": Alternating, "lending": Lending, "leaning": Leaning}
+class Adding(nn.Module):
+    """The top module adds up what a map that is in no block makes of every block's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.probe = nn.ModuleList(Narrow() for _ in range(DEPTH)), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        total = x.new_zeros(())
+        for layer in self.layers:
+            x = layer(x)
+            total = total + self.probe(x).square().mean()
+        return ((x - y) ** 2).mean() + 0.1 * total
+
+
+MODELS = {"alternating": Alternating, "lending": Lending, "leaning": Leaning, "adding": Adding}
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,6 +143,11 @@ def test_pairs_of_modules_are_one_block() -> None:
     assert (call.meta["repeat"], body_of(call).meta["period"]) == (DEPTH // 2, 2)
 
 
+def test_a_sum_over_the_blocks_is_carried() -> None:
+    (call,) = (n for n in subject("adding").captured.gm.graph.nodes if "repeat" in n.meta)
+    assert (call.meta["repeat"], len(call.meta["val"])) == (DEPTH, 2)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("how", ["zero3", "random 0"])
 def test_names(name: str, how: str) -> None:
@@ -136,7 +156,7 @@ def test_names(name: str, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "microbatches", "schedule"),
-    [("alternating", 1, "naive"), ("lending", 2, "1f1b"), ("leaning", 2, "interleaved_1f1b")],
+    [("alternating", 1, "naive"), ("lending", 2, "1f1b"), ("leaning", 2, "interleaved_1f1b"), ("adding", 2, "1f1b")],
 )
 def test_names_in_stages(name: str, microbatches: int, schedule: str) -> None:
     who = subject(name)

@@ -82,6 +82,53 @@ def test_names_in_a_period():
     assert names["1.up.weight"] == [f"layers.{i}.up.weight" for i in (1, 3, 5)]
 
 
+class Sums(Stack):
+    """Adds up something of what every block gives, outside of the blocks, as losses of routers are."""
+
+    def __init__(self, how: str, blocks: int = 4) -> None:
+        super().__init__([8] * blocks)
+        self.how = how
+
+    def forward(self, x):
+        mask, first = torch.sigmoid(x), x
+        total, seen, read = x.new_zeros(()), [], []
+        for layer in self.layers:
+            x = layer(x, mask)
+            match self.how:
+                case "in the loop":
+                    total = total + 0.1 * x.square().mean()
+                case "two terms":
+                    total = total + x.mean()
+                    total = 0.5 * x.amax() + total
+                case "of blocks themselves":
+                    first = first + x
+                case "afterwards":
+                    seen.append(x.square().mean())
+                case "partial sums are read":
+                    total = total + x.mean()
+                    read.append(total)
+        loss = (total + x.exp().sum()) + x.sin().sum()
+        return (x, loss, loss + sum(seen) + first.sum(), *read)
+
+
+@pytest.mark.parametrize(
+    ("how", "repeats"),
+    [
+        ("in the loop", [4]),
+        ("two terms", [4]),
+        ("not at all", [4]),  # what is added after the blocks is no sum over them
+        ("of blocks themselves", [3]),  # the first block reads what the sum begins with
+        ("afterwards", [3]),  # the sum begins with what the first block gives: it adds nothing
+        ("partial sums are read", []),
+    ],
+)
+def test_a_sum_over_the_blocks_is_carried(how, repeats):
+    model = Sums(how)
+    gm = folded(model)
+    assert [call.meta["repeat"] for call in calls(gm)] == repeats
+    assert_same(gm, model, {"x": torch.randn(3, 4)}, 1e-6)
+
+
 @pytest.mark.parametrize(("leak", "repeats"), [(3, [4]), (1, [2, 2]), (2, [3])])
 def test_a_result_that_is_used_outside_ends_the_run(leak, repeats):
     model = Stack([8] * 4, leak=leak)

@@ -10,6 +10,7 @@ sizes stay symbolic. Example: replace `relu(x)` by `x * (x > 0)`:
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -108,6 +109,15 @@ def replace(node: fx.Node, new: fx.Node) -> None:
     """All users of `node` use `new` instead, and `node` goes away."""
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
+
+
+def merge(node: fx.Node, kept: fx.Node) -> None:
+    """All users of `node` use `kept`, which is the same value. It belongs to the innermost module that holds both: one
+    that several blocks read is of none of them, or only the first of alike blocks would compute it."""
+    paths = [one.meta.get("module", "").split(".") for one in (node, kept)]
+    common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*paths, strict=False))
+    kept.meta["module"] = ".".join(name for name, _ in common)
+    replace(node, kept)
 
 
 def args_of(node: fx.Node) -> dict[str, Any]:

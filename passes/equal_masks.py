@@ -35,7 +35,7 @@ def equal_masks(gm: fx.GraphModule) -> fx.GraphModule:
     numbers, first = _numbers(gm), dict[int, fx.Node]()
     for node in edit.calls(gm):
         if node in masks and first.setdefault(numbers[node], node) is not node:
-            edit.replace(node, first[numbers[node]])
+            edit.merge(node, first[numbers[node]])
     return edit.finish(gm)
 
 

@@ -26,5 +26,5 @@ def equal_views(gm: fx.GraphModule) -> fx.GraphModule:
     for node in edit.calls(gm, *VIEWS):
         key = (node.target, repr(node.args), repr(node.kwargs))
         if first.setdefault(key, node) is not node:
-            edit.replace(node, first[key])
+            edit.merge(node, first[key])
     return edit.finish(gm)

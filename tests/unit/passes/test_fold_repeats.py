@@ -129,6 +129,27 @@ def test_a_sum_over_the_blocks_is_carried(how, repeats):
     assert_same(gm, model, {"x": torch.randn(3, 4)}, 1e-6)
 
 
+class ReadsRows(Block):
+    """Writes rows of a table, which it takes a view of."""
+
+    def __init__(self, width: int, wide: int) -> None:
+        super().__init__(width, wide)
+        self.register_buffer("at", torch.tensor([1, 0]))
+
+    def forward(self, h, mask):
+        h = super().forward(h, mask)
+        h[self.at] = mask[:2]
+        return h
+
+
+def test_equal_views_in_several_blocks_are_outside_of_them():
+    model = Stack([8] * 4)
+    model.layers = nn.ModuleList(ReadsRows(4, 8) for _ in range(4))
+    gm = folded(model)
+    assert [call.meta["repeat"] for call in calls(gm)] == [4]
+    assert_same(gm, model, {"x": torch.randn(3, 4)}, 1e-6)
+
+
 @pytest.mark.parametrize(("leak", "repeats"), [(3, [4]), (1, [2, 2]), (2, [3])])
 def test_a_result_that_is_used_outside_ends_the_run(leak, repeats):
     model = Stack([8] * 4, leak=leak)

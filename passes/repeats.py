@@ -115,8 +115,20 @@ def find_runs(gm: fx.GraphModule, container: str) -> list[Run]:
 
 
 def _blocks(gm: fx.GraphModule, container: str) -> dict[int, list[fx.Node]]:
-    """Calls per child of the container, in graph order; calls between two blocks go to the later one, sizes that one
-    block alone uses to that block, additions to a sum over the blocks to the block whose result is added."""
+    """Calls per child of the container, in graph order; those of `places`, and additions to a sum over the blocks with
+    the block whose result is added."""
+    place, latest = places(gm, container)
+    place.update(running_sums(gm.graph, place, latest))
+    blocks: dict[int, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        if node in place:
+            blocks.setdefault(place[node], []).append(node)
+    return blocks
+
+
+def places(gm: fx.GraphModule, container: str) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+    """The child of the container that each call is in: calls between two blocks are in the later one, sizes that one
+    block alone uses in that block. Then, of every node, the last block that it depends on, -1 where on none."""
     place: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:
         inside = re.match(re.escape(container) + r"\.(\d+)(?:\.|$)", node.meta.get("module", ""))
@@ -136,12 +148,7 @@ def _blocks(gm: fx.GraphModule, container: str) -> dict[int, list[fx.Node]]:
     for node in gm.graph.nodes:
         if node.op == "call_function" and node not in place and 0 <= latest[node] < earliest[node] < far:
             place[node] = earliest[node]
-    place.update(running_sums(gm.graph, place, latest))
-    blocks: dict[int, list[fx.Node]] = {}
-    for node in gm.graph.nodes:
-        if node in place:
-            blocks.setdefault(place[node], []).append(node)
-    return blocks
+    return place, latest
 
 
 def _run_from(

@@ -91,21 +91,33 @@ class Leaning(nn.Module):
 
 
 class Adding(nn.Module):
-    """The top module adds up what a map that is in no block makes of every block's result."""
+    """The top module adds up what a map that is in no block makes of every block's result, and more of them `behind`
+    the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, behind: bool = False) -> None:
         super().__init__()
+        self.behind = behind
         self.layers, self.probe = nn.ModuleList(Narrow() for _ in range(DEPTH)), nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        total = x.new_zeros(())
+        total, parts = x.new_zeros(()), []
         for layer in self.layers:
             x = layer(x)
             total = total + self.probe(x).square().mean()
-        return ((x - y) ** 2).mean() + 0.1 * total
+            parts.append(x.square().mean())
+        loss = ((x - y) ** 2).mean() + 0.1 * total
+        for part in parts if self.behind else ():
+            loss = loss + 0.1 * part
+        return loss
 
 
-MODELS = {"alternating": Alternating, "lending": Lending, "leaning": Leaning, "adding": Adding}
+MODELS = {
+    "alternating": Alternating,
+    "lending": Lending,
+    "leaning": Leaning,
+    "adding": Adding,
+    "adding behind": lambda: Adding(behind=True),
+}
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,9 +155,10 @@ def test_pairs_of_modules_are_one_block() -> None:
     assert (call.meta["repeat"], body_of(call).meta["period"]) == (DEPTH // 2, 2)
 
 
-def test_a_sum_over_the_blocks_is_carried() -> None:
-    (call,) = (n for n in subject("adding").captured.gm.graph.nodes if "repeat" in n.meta)
-    assert (call.meta["repeat"], len(call.meta["val"])) == (DEPTH, 2)
+@pytest.mark.parametrize(("name", "repeat", "carried"), [("adding", DEPTH, 2), ("adding behind", DEPTH - 1, 3)])
+def test_sums_over_the_blocks_are_carried(name: str, repeat: int, carried: int) -> None:
+    (call,) = (n for n in subject(name).captured.gm.graph.nodes if "repeat" in n.meta)
+    assert (call.meta["repeat"], len(call.meta["val"])) == (repeat, carried)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -156,7 +169,13 @@ def test_names(name: str, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "microbatches", "schedule"),
-    [("alternating", 1, "naive"), ("lending", 2, "1f1b"), ("leaning", 2, "interleaved_1f1b"), ("adding", 2, "1f1b")],
+    [
+        ("alternating", 1, "naive"),
+        ("lending", 2, "1f1b"),
+        ("leaning", 2, "interleaved_1f1b"),
+        ("adding", 2, "1f1b"),
+        ("adding behind", 2, "interleaved_1f1b"),
+    ],
 )
 def test_names_in_stages(name: str, microbatches: int, schedule: str) -> None:
     who = subject(name)

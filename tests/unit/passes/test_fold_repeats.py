@@ -102,12 +102,25 @@ class Sums(Stack):
                     total = 0.5 * x.amax() + total
                 case "of blocks themselves":
                     first = first + x
-                case "afterwards":
+                case "stacked":
+                    seen.append(x.square().mean(0))
+                case "afterwards" | "summed up" | "averaged" | "to the loss":
                     seen.append(x.square().mean())
                 case "partial sums are read":
                     total = total + x.mean()
                     read.append(total)
         loss = (total + x.exp().sum()) + x.sin().sum()
+        match self.how:
+            case "stacked":
+                return x, loss, torch.stack(seen, -1).sum(-1)
+            case "summed up":
+                return x, loss, torch.stack(seen).sum()
+            case "averaged":
+                return x, loss, torch.stack(seen).mean()
+            case "to the loss":
+                for each in seen:
+                    loss = loss + 0.1 * each
+                return x, loss
         return (x, loss, loss + sum(seen) + first.sum(), *read)
 
 
@@ -119,6 +132,10 @@ class Sums(Stack):
         ("not at all", [4]),  # what is added after the blocks is no sum over them
         ("of blocks themselves", [3]),  # the first block reads what the sum begins with
         ("afterwards", [3]),  # the sum begins with what the first block gives: it adds nothing
+        ("stacked", [3]),
+        ("summed up", [3]),
+        ("averaged", [3]),
+        ("to the loss", [3]),
         ("partial sums are read", []),
     ],
 )

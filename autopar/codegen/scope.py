@@ -210,15 +210,15 @@ class ScopeWriter:
         ]
         text = self._marked(self.context.edges.mark(op), self._call(op, operands))
         if len(op.call.outs) == 1 and not isinstance(op.node.meta["val"], (tuple, list)):
-            name = self.fresh(op.node.name)
-            self.names[op.name, 0] = name
+            name = self.names[op.name, 0] = self.fresh(op.node.name)
             tiles = self.context.tiles(op) if tiled(options(self.context.plan.nodes[op.name])) > 1 else ""
             self.say(f"{name} = {text}", self._layout((op.name, 0)) + (f"   {tiles}" if tiles else ""))
             self.probe(op)
             return
         names = [self.fresh(f"{op.node.name}_{i}") for i in range(len(op.call.outs))]
         self.names.update({(op.name, i): name for i, name in enumerate(names)})
-        self.say(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {text}", self._layout((op.name, 0)))
+        rest = ", *_" if len(op.node.meta["val"]) > len(names) else "," if len(names) == 1 else ""  # *_: Nones
+        self.say(f"{', '.join(names)}{rest} = {text}", self._layout((op.name, 0)))
         self.probe(op)
 
     def probe(self, op: Op) -> None:

@@ -207,3 +207,16 @@ def test_a_cut_between_a_buffer_and_its_new_value_is_refused() -> None:
             assert "layer.parametrizations.weight.0._" in str(error) and "cut the model in front of" in str(error)
             refused += 1
     assert 0 < refused < count - 1
+
+
+def test_derivatives_of_convolutions() -> None:
+    """Of each sample; that of the weights, which nobody asks for, is None. Their batch is that of the capture."""
+    model = First(
+        nn.Conv1d(6, 8, 3, padding=1),
+        lambda layer, x: torch.func.vmap(torch.func.grad(lambda row: layer(row[None]).tanh().sum()))(x),
+    ).double()
+    x = data(8).double()
+    captured = capture(model, (x,))
+    who = Subject("derivatives", "train", captured, model.state_dict())
+    report = verify(case_of(captured, planned(who, (2,), "tp"), who.weights, {"x": x}), ranks=living(2))
+    assert report.ok, (report.first, report.worst)

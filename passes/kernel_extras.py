@@ -324,7 +324,8 @@ def _events(node: fx.Node, grads: Sequence[bool]) -> Size:
     """Poisson loss: the exponentials, or the logarithms. For the gradient of the counts the logarithms again, and for
     Stirling's formula two products and a mask."""
     given, count = edit.args_of(node), facts.numel(edit.tensor_operands(node)[0])
-    return _first(node) * (1 + grads[1] * (1 + 2 * given["full"])) + count * (grads[1] and given["full"])
+    logarithms, stirling = int(grads[1]), int(grads[1] and given["full"])
+    return _first(node) * (1 + logarithms + 2 * stirling) + count * stirling
 
 
 def _divergent(node: fx.Node, grads: Sequence[bool]) -> Size:

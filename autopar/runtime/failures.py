@@ -49,7 +49,7 @@ def step() -> Iterator[None]:
     _here.begun += 1
     if _here.noted:
         with suppress(dist.DistError):
-            default_store().delete_key(KEY)
+            default_store().set(KEY, "")  # to read a key that is deleted meanwhile would block
         _here.noted = False
     try:
         yield
@@ -70,8 +70,8 @@ def of_others() -> str:
         return ""
     with suppress(dist.DistError):
         store = default_store()
-        if store.check([KEY]):
-            rank, number, text = json.loads(store.get(KEY))
+        if store.check([KEY]) and (note := store.get(KEY)):
+            rank, number, text = json.loads(note)
             if rank != dist.get_rank() and (dist.group.WORLD is not _here.world or number > _here.failed):
                 return f"rank {rank} failed: {text}"
     return ""

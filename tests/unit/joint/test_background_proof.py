@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.joint import UNPROVEN, _proven, background_proof, plan
+from autopar.joint import UNPROVEN, _with_bound, background_proof, plan
 from autopar.joint.background_proof import BackgroundProof
 from autopar.joint.prove import Prover, proven_s
 from autopar.joint.search_context import SearchContext
@@ -106,7 +106,7 @@ def test_a_search_that_took_most_of_its_time_leaves_the_rest_to_a_proof(left_s: 
     made = by_recipe(subject("hf-gpt2"), (4,), "ddp")
     made = replace(made, predicted=replace(made.predicted, step_s=step_s()))
     context.timer.ends_at = time.monotonic() + left_s
-    proven = _proven(context, made, BackgroundProof(context))
+    proven = _with_bound(context, made, BackgroundProof(context))
     floor_s = min(map(Prover(context, closely=False).floor_s, Prover(context, closely=False).shapes()))
     assert (proven.predicted.bound_s > floor_s, UNPROVEN in proven.notes) == (
         (True, False) if left_s > 0 else (False, True)
@@ -118,7 +118,7 @@ def test_where_there_is_nothing_to_look_at_in_time_no_longer_limit_is_advised() 
     context = inner_of()
     made = by_recipe(subject("hf-gpt2"), (4,), "ddp")
     near = replace(made, predicted=replace(made.predicted, step_s=step_s() / 1.6))
-    assert UNPROVEN not in _proven(context, near, BackgroundProof(context)).notes
+    assert UNPROVEN not in _with_bound(context, near, BackgroundProof(context)).notes
 
 
 def test_the_mesh_of_the_answer_is_looked_at_too() -> None:

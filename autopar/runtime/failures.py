@@ -21,19 +21,21 @@ from autopar._torch import default_store
 
 LOOK_S = 5.0
 """How long a rank waits in a collective before it looks for notes, and between two looks."""
-KEY = "autopar/failed"
+NOTES = "autopar/failures"
+"""The key of how many notes there are; note i is at NOTES/i."""
+LATEST = 16  # notes that are looked at
 LONGEST = 600  # characters of an error that are told
 
 
 @dataclass
 class _Steps:
     """Steps of this rank since `world`, the group of all ranks, was made: how many have begun, the number of the last
-    one that failed, and whether this rank's note of it is in the store."""
+    one that failed, and the key of this rank's note of it in the store (empty: there is none)."""
 
     world: object = None
     begun: int = 0
     failed: int = 0
-    noted: bool = False
+    note: str = ""
 
 
 _here = _Steps()
@@ -47,10 +49,10 @@ def step() -> Iterator[None]:
     if _here.world is not dist.group.WORLD:
         _here = _Steps(dist.group.WORLD)
     _here.begun += 1
-    if _here.noted:
+    if _here.note:
         with suppress(dist.DistError):
-            default_store().set(KEY, "")  # to read a key that is deleted meanwhile would block
-        _here.noted = False
+            default_store().set(_here.note, "")  # to read a key that is deleted meanwhile would block
+        _here.note = ""
     try:
         yield
     except BaseException as error:  # KeyboardInterrupt, too: the others wait all the same
@@ -70,7 +72,10 @@ def of_others() -> str:
         return ""
     with suppress(dist.DistError):
         store = default_store()
-        if store.check([KEY]) and (note := store.get(KEY)):
+        last = store.add(NOTES, 0)
+        for key in (f"{NOTES}/{number}" for number in range(last, max(0, last - LATEST), -1)):
+            if not store.check([key]) or not (note := store.get(key)):
+                continue
             rank, number, text = json.loads(note)
             if rank != dist.get_rank() and (dist.group.WORLD is not _here.world or number > _here.failed):
                 return f"rank {rank} failed: {text}"
@@ -81,5 +86,7 @@ def _note(error: BaseException) -> None:
     """Tell other ranks of an `error` of this one."""
     text = f"{type(error).__name__}: {error}"
     with suppress(dist.DistError):
-        default_store().set(KEY, json.dumps([dist.get_rank(), _here.begun, text[:LONGEST]]))
-        _here.noted = True
+        store = default_store()
+        key = f"{NOTES}/{store.add(NOTES, 1)}"  # each rank has its own: two that fail at once erase nothing
+        store.set(key, json.dumps([dist.get_rank(), _here.begun, text[:LONGEST]]))
+        _here.note = key

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from passes import edit, facts, ops
+from passes.inplace import check_root
 
 aten = torch.ops.aten
 
@@ -181,7 +182,9 @@ def _track(gm: fx.GraphModule, node: fx.Node, running: fx.Node, batch: fx.Node, 
     if not _is_buffer(gm, running):
         _op(node, aten.copy_.default, running, new)
         return
-    edit.mutate_buffer(gm, edit.buffer_of(gm, running), new, behind=new)
+    buffer = edit.buffer_of(gm, running)
+    check_root(node, buffer)
+    edit.mutate_buffer(gm, buffer, new, behind=new)
     for old in edit.same_memory(running):
         edit.redirect_later(old, new, behind=new)
 

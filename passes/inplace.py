@@ -107,7 +107,7 @@ def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
         return
     chain = _view_chain(base)
     root = chain[-1]
-    _check_root(node, root)
+    check_root(node, root)
     _check_gradients(gm, node, chain)
     with edit.before(node):
         new = whole = _twin(node, base)
@@ -174,7 +174,7 @@ def _is_view(node: fx.Node) -> bool:
     return any(item.alias_info is not None and not item.alias_info.is_write for item in node.target._schema.returns)
 
 
-def _check_root(node: fx.Node, root: fx.Node) -> None:
+def check_root(node: fx.Node, root: fx.Node) -> None:
     """Raise ValueError where the memory belongs to an input, a constant or a trained parameter: only buffers may
     change. A parameter that does not train becomes a buffer."""
     role = root.meta.get("role")

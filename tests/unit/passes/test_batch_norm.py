@@ -136,3 +136,16 @@ def test_what_is_far_from_its_mean_has_a_variance_in_float16() -> None:
         if about["kind"] == "output"
     )
     torch.testing.assert_close(found.float(), nn.BatchNorm1d(3)(inputs["input"].float()), rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm], ids=lambda norm: norm.__name__)
+def test_running_statistics_that_are_inputs_are_refused(norm) -> None:
+    """They raised KeyError: 'fqn'."""
+
+    class Given(nn.Module):
+        def forward(self, x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
+            return norm(x, mean, var, None, None, True)
+
+    gm = export_graph(Given(), (torch.randn(4, 3, 5), torch.zeros(3), torch.ones(3)))
+    with pytest.raises(ValueError, match="changes input mean in place"):
+        run(gm, NORMALIZE)

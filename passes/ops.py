@@ -89,7 +89,7 @@ def weigh_valid(labels: Tensor, weight: Tensor, ignore_index: int) -> Tensor:
     """Sum of the weights, `weight [v]`, of the classes `labels [...]` that are not `ignore_index`: [], dtype of the
     weights."""
     ignored = labels == ignore_index
-    return weight[labels.masked_fill(ignored, 0)].masked_fill(ignored, 0).sum()
+    return weight.take(labels.masked_fill(ignored, 0)).masked_fill(ignored, 0).sum()
 
 
 def count_each(numbers: Tensor, classes: int) -> Tensor:

@@ -246,6 +246,11 @@ def test_all_labels_ignored():
     assert "weigh_valid" in str(gm.graph)
 
 
+def test_one_label_with_weights_of_classes():
+    """Weights were indexed by the label as by a number that no graph knows."""
+    assert "weigh_valid" in str(normalized(lambda x, y, c: F.cross_entropy(x[0], c[0], SHARES)).graph)
+
+
 @pytest.mark.parametrize(
     "loss",
     [

@@ -1,10 +1,10 @@
 """Rules for operators without a row: guessed from equal sizes, and kept where all trials come out right.
 
 A factor is guessed to be at most one dim of each tensor, all of the same size: `[b, d], [d] -> [b, d]` suggests b and
-d. Each guess is tried (`oracle.failures`) on random tensors on several numbers of ranks, values and gradients. Tensors
-have small sizes, and the call's own sizes up to a limit; values are positive, signed, large and small. Only public
-functional operators on floating-point tensors that draw no random numbers are tried, because they are run here, on the
-CPU, with the arguments of the call.
+d. Each guess is tried (`oracle.failures`) on random tensors on several numbers of ranks (on one with a row for each
+rank, too), values and gradients. Tensors have small sizes, and the call's own sizes up to a limit; values are positive,
+signed, large and small. Only public functional operators on floating-point tensors that draw no random numbers are
+tried, because they are run here, on the CPU, with the arguments of the call.
 
 Trials are no proof: an operator may behave in another way from some size or value on that no trial has. Torch's own
 operators are known not to do that; for others a rule is derived only where the user asks for it."""
@@ -26,6 +26,7 @@ from autopar.rules.rule import Rule
 
 STAND_IN_SIZES = (6, 5, 7, 9, 8, 10, 11, 13)  # small sizes in place of the distinct sizes of a call
 TRIAL_RANKS = (2, 3)  # numbers of ranks in trials
+MOST_TRIAL_RANKS = 64  # where each rank has one row: operators that drop dims of size 1 do something else then
 MOST_GUESSES = 64  # guesses for one size; a call with more of them is not tried
 MOST_OWN_SIZE_ELEMENTS = 1 << 14  # of the largest operand, where the operator takes the call's own sizes only
 MOST_TRIAL_ELEMENTS = 1 << 17  # of the largest operand, in trials at (nearly) the call's own sizes
@@ -169,7 +170,8 @@ def _rule_that_holds(target: Any, trials: Sequence[Given], shapes: list[tuple[in
     for size in dict.fromkeys(n for shape in shapes[:ins] for n in shape if n >= max(TRIAL_RANKS)):
         for guess in _guesses(shapes, ins, size):
             fresh = not any(d is not None and d == other[t] for other in kept for t, d in enumerate(guess))
-            if fresh and _holds(Rule(_text(shapes, ins, [guess])), target, trials):
+            rule, most = Rule(_text(shapes, ins, [guess])), min(size, MOST_TRIAL_RANKS)
+            if fresh and _holds(rule, target, trials[:1], most) and _holds(rule, target, trials):
                 kept.append(guess)
     if not kept:
         return None
@@ -201,10 +203,10 @@ def _text(shapes: list[tuple[int, ...]], ins: int, guesses: list[Guess]) -> str:
     return f"{', '.join(parts[:ins])} -> {', '.join(parts[ins:])}"
 
 
-def _holds(rule: Rule, target: Any, trials: Sequence[Given]) -> bool:
-    """Whether the rule is right in all trials, on all numbers of ranks in TRIAL_RANKS."""
+def _holds(rule: Rule, target: Any, trials: Sequence[Given], *ranks: int) -> bool:
+    """Whether the rule is right in all trials, on all numbers of ranks in `ranks`, or else in TRIAL_RANKS."""
     try:
-        return not any(failures(rule, target, *given, ways) for given in trials for ways in TRIAL_RANKS)
+        return not any(failures(rule, target, *given, ways) for given in trials for ways in ranks or TRIAL_RANKS)
     except (*REFUSALS, RuleError):
         return False
 

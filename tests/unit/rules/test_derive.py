@@ -39,6 +39,7 @@ CASES = {
     "softmax": (call(aten.softmax.int, (64, 32), out=(64, 32), extra=(-1,)), "f0 x0n1! -> f0 x1n1!"),
     "sum": (call(aten.sum.default, (64, 32), out=()), "f0 f1 -> "),
     "square matmul": (call(aten.mm.default, (32, 32), (32, 32), out=(32, 32)), "f0 f1, f1 f2 -> f0 f2"),
+    "dims of size 1": (call(aten.squeeze_copy.default, (64, 1, 32), out=(64, 32)), None),
     "sizes as arguments": (call(aten.layer_norm.default, (8, 16), out=(8, 16), extra=([16],)), "f0 x0n1! -> f0 x1n1!"),
 }
 
@@ -47,8 +48,7 @@ CASES = {
 def test_factors_found(name):
     one, wanted = CASES[name]
     rule = derive(one)
-    assert rule is not None
-    assert _renamed(rule.text(one)) == _renamed(wanted)
+    assert (None if rule is None else _renamed(rule.text(one))) == (wanted and _renamed(wanted))
 
 
 def _renamed(text):

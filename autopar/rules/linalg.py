@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.arguments import given, line, named, rank_of, replicated, rule, words
+from autopar.rules.arguments import Spec, given, line, named, rank_of, replicated, rule, words
 from autopar.rules.language import Call
 from autopar.rules.rule import Rule
 
@@ -51,6 +51,12 @@ def kron(call: Call) -> str:
     return rule([" ".join(own) for own in names], [" ".join(f"({' '.join(pair)})" for pair in pairs)])
 
 
+def with_tolerances(plain: str) -> Spec:
+    """The rule `plain` of one matrix each; further operands are a tolerance for each, or for all."""
+    left, right = plain.split(" -> ")
+    return lambda call: rule([left, *("..." for _ in call.ins[1:])], [right])
+
+
 def triangular(call: Call) -> str:
     """A triangular matrix A and right-hand sides B: columns of B can be cut for A X = B, rows for X A = B (`left` is
     false)."""
@@ -77,13 +83,13 @@ def reflected(call: Call) -> str:
 MATRICES = {
     "... i! j! -> ...": """det.default linalg_cond.default linalg_cond.p_str linalg_det.default
     linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor
-        linalg_matrix_rank.default logdet.default""",
+        linalg_matrix_rank.default linalg_matrix_rank.tol_tensor logdet.default""",
     "... i! j! -> ..., ...": "linalg_slogdet.default slogdet.default",
     "... i! j! -> ... k!": "linalg_eigvals.default linalg_eigvalsh.default linalg_svdvals.default",
     "... i! j! -> ... k!, ... x! y!": "linalg_eigh.default",
     "... i! j! -> ... x! y!": """inverse.default linalg_inv.default linalg_matrix_exp.default
     linalg_matrix_power.default linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor
-        linalg_pinv.default matrix_exp.default matrix_power.default pinverse.default""",
+        linalg_pinv.default linalg_pinv.rcond_tensor matrix_exp.default matrix_power.default pinverse.default""",
     "... i! j! -> ... x! y!, ...": "linalg_cholesky_ex.default linalg_inv_ex.default",
     "... i! j! -> ... x! y!, ... z!": "linalg_ldl_factor.default linalg_lu_factor.default",
     "... i! j! -> ... x! y!, ... z!, ...": "linalg_ldl_factor_ex.default linalg_lu_factor_ex.default",
@@ -94,7 +100,7 @@ MATRICES = {
 """Rule -> operators whose results are computed from one matrix each."""
 
 RULES: dict[Any, Rule] = {
-    **{op: Rule(text) for text, names in MATRICES.items() for op in named(names)},
+    **{op: Rule(with_tolerances(text)) for text, names in MATRICES.items() for op in named(names)},
     aten.cholesky.default: Rule("... i! j! -> ... i! j!"),
     aten.cholesky_inverse.default: Rule("... i! j! -> ... i! j!"),
     aten.cholesky_solve.default: Rule("... i! k, ... i! j! -> ... i! k", linear="first"),

@@ -25,6 +25,9 @@ SOLVED = [
 MATRICES = [case(d(5, 4, 4)), case(d(4, 4)), case(d(6, 5, 3, 3))]
 OBLONG = [case(f(5, 4, 3)), case(f(4, 6))]
 PIVOTS = torch.tensor([[2, 4, 3, 4]] * 5, dtype=torch.int32)
+SMALL = torch.full((5,), 1e-9, dtype=torch.float64)
+TOLERANCE = [case(f(5, 4, 3), SMALL), case(f(5, 4, 6), SMALL)]
+TOLERANCES = [*OBLONG, case(f(5, 4, 3), atol=SMALL), case(f(5, 4, 6), atol=SMALL)]
 CONSTANT = [case(T((5, 4, 4), "c")), case(T((4, 4), "c"))]
 POWERS = [case(d(5, 4, 4), 3), case(d(4, 4), 2)]
 
@@ -53,7 +56,6 @@ LINALG: Samples = {
     **dict.fromkeys(
         (
             aten.linalg_pinv.atol_rtol_float,
-            aten.linalg_pinv.atol_rtol_tensor,
             aten.linalg_qr.default,
             aten.linalg_svdvals.default,
             aten.pinverse.default,
@@ -61,7 +63,15 @@ LINALG: Samples = {
         OBLONG,
     ),
     **dict.fromkeys((aten.linalg_matrix_power.default, aten.matrix_power.default), POWERS),
-    **dict.fromkeys((aten.linalg_matrix_rank.atol_rtol_float, aten.linalg_matrix_rank.atol_rtol_tensor), OBLONG),
+    **dict.fromkeys(
+        (aten.linalg_matrix_rank.atol_rtol_tensor, aten.linalg_pinv.atol_rtol_tensor),
+        TOLERANCES,
+    ),
+    **dict.fromkeys(
+        (aten.linalg_matrix_rank.tol_tensor, aten.linalg_pinv.rcond_tensor),
+        TOLERANCE,
+    ),
+    aten.linalg_matrix_rank.atol_rtol_float: OBLONG,
     **dict.fromkeys((aten.linalg_ldl_factor.default, aten.linalg_ldl_factor_ex.default), CONSTANT),
     aten.linalg_cond.p_str: [case(T((5, 4, 4), "c"), "fro"), case(d(5, 4, 4), "nuc")],
     aten.linalg_householder_product.default: [case(f(5, 4, 3), T((5, 3), "sig"))],

@@ -85,6 +85,8 @@ WHOLE: dict[Any, tuple[str, str]] = {
 }
 """Factors that stay whole although they might be cut, and why."""
 
+RANKS = "ranks of parts add up where no rows depend on each other"
+
 UNCUT: dict[Any, tuple[str, ...]] = {
     aten.any.default: (OR, "0 -", "1 -"),
     aten.any.dim: (OR, "1 -", "2 -"),
@@ -95,14 +97,9 @@ UNCUT: dict[Any, tuple[str, ...]] = {
     aten.index_put.default: ("by a mask of all dims, which passes write as masked_fill", "0 0 - 0", "1 1 - 1"),
     aten.instance_norm.default: (WHOLE[aten.instance_norm.default][1], "0 - - - - 0"),
     aten.isin.Tensor_Tensor: (WHOLE[aten.isin.Tensor_Tensor][1], "- 0 -", "- 1 -"),
-    **dict.fromkeys(
-        (
-            aten.linalg_matrix_rank.atol_rtol_float,
-            aten.linalg_matrix_rank.atol_rtol_tensor,
-            aten.linalg_matrix_rank.default,
-        ),
-        ("ranks of parts add up where no rows depend on each other", "0 -", "2 -"),
-    ),
+    **dict.fromkeys((aten.linalg_matrix_rank.atol_rtol_float, aten.linalg_matrix_rank.default), (RANKS, "0 -", "2 -")),
+    aten.linalg_matrix_rank.atol_rtol_tensor: (RANKS, "0 -", "2 -", "1 - -", "2 - -"),
+    aten.linalg_matrix_rank.tol_tensor: (RANKS, "1 - -", "2 - -"),
     aten.linalg_norm.default: (ORDER, "2 -"),
     aten.linalg_vector_norm.default: (ORDER, "1 -"),
     aten.pairwise_distance.default: (ORDER, "1 1 -"),

@@ -55,6 +55,7 @@ from passes.run import Pass, run
 from passes.sink_flatten import sink_flatten
 from passes.spellings import spellings
 from passes.split_ops import split_ops
+from passes.strided import strided
 from passes.written_back import written_back
 
 NORMALIZE: tuple[Pass, ...] = (
@@ -64,6 +65,7 @@ NORMALIZE: tuple[Pass, ...] = (
     drop_devices,
     batch_norm,
     inplace,
+    strided,
     spellings,
     composed,
     alignments,

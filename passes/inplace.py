@@ -105,6 +105,11 @@ def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
     if node.target in TURNED:
         _turned(node, base)
         return
+    if facts.shape(node) != facts.shape(base):
+        raise ValueError(
+            f"{facts.where(node)}: {node.target} changes the size of a tensor in place, and values of a graph have one "
+            "size: use what gives a new tensor (reshape, slices, F.pad)"
+        )
     chain = _view_chain(base)
     root = chain[-1]
     check_root(node, root)

@@ -197,6 +197,16 @@ UNSAID: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def test_tensors_that_change_their_size_in_place_are_refused() -> None:
+    """Their functional twin does not fit: torch's error of expand ended capture."""
+
+    def function(m: Fn, x: Tensor, y: None) -> Tensor:
+        return (x.detach() + 1).resize_(2, 4) * m.w.sum()
+
+    with pytest.raises(ValueError, match=r"resize_\.default changes the size of a tensor in place"):
+        normalized(function, data(3, 6))
+
+
 @pytest.mark.parametrize("name", UNSAID)
 def test_views_of_operators_that_do_not_say_so_are_seen(name: str) -> None:
     def function(m: Fn, x: Tensor, y: None) -> Tensor:

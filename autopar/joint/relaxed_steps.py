@@ -19,7 +19,7 @@ from autopar.pipeline.units import homes, units
 from autopar.problem.build import Model
 from autopar.problem.clusters import Cluster
 from autopar.problem.nets import Link
-from autopar.problem.pass_quantities import INPUTS, SHOWN
+from autopar.problem.pass_quantities import INPUTS
 from autopar.problem.pass_tables import BACKWARD, PASSES, PassTables
 from autopar.problem.types import Net, Node
 
@@ -80,25 +80,24 @@ def in_one_place(
     models: Models,
     microbatches: int,
     share: float,
-    piece: int | None = None,
     *,
+    beside_s: float = 0.0,
     hosted: bool = False,
 ) -> Relaxed:
-    """A lower bound of the seconds of a place that has the `share` of the only run of blocks, and outside of blocks the
-    operator of node `piece` (None: nothing), for all `microbatches`, once-per-step costs included. Without memory
+    """A lower bound of the seconds of a place that has the `share` of the only run of blocks, and outside of blocks
+    what takes `beside_s` per microbatch, for all `microbatches`, once-per-step costs included. Without memory
     limits."""
     scope, once = next(iter(passing.model.links[0].program.runs)), models.once
     node_s = [
         share * (not hosted) * once.updates_s(index) * (cluster.scope == scope)
         for index, cluster in enumerate(once.clusters)
     ]
-    if piece is not None:
-        node_s[piece] = node_s[piece] + microbatches * passing.nodes[piece].each[..., SHOWN].sum(0)
     net_s = [
         share * each * (link.cluster.scope == scope)
         for link, each in zip(passing.model.links, _once_s(passing, once), strict=True)
     ]
-    return Relaxed(passing, {(scope, way): share * microbatches for way in PASSES}, node_s, net_s)
+    times = {(scope, way): share * microbatches for way in PASSES}
+    return Relaxed(passing, times, node_s, net_s, fixed_s=microbatches * beside_s)
 
 
 def _times(passing: PassTables, forward: float, backward: float) -> dict[Key, float]:

@@ -223,28 +223,27 @@ class Timed:
             self._cases,
         )
         even_s, uneven_s = blocks_s * most / count, blocks_s * (most + 1) / count
-        if even_s >= min(cutoff_s, uneven_s) or self._largest is None:
+        if even_s >= min(cutoff_s, uneven_s):
             return even_s
-        least = max(0, count - most * (places - 1))
-        there_s = cut_s(
-            [in_one_place(self.passing, self.models, microbatches, least / count, self._largest, hosted=hosted)],
-            min(cutoff_s, uneven_s),
-            effort,
-            [],
-            self._cases,
-        )
+        share = max(0, count - most * (places - 1)) / count
+        there = in_one_place(self.passing, self.models, microbatches, share, beside_s=self._largest_s, hosted=hosted)
+        there_s = cut_s([there], min(cutoff_s, uneven_s), effort, [], self._cases)
         return min(uneven_s, max(even_s, there_s))
 
     @cached_property
-    def _largest(self) -> int | None:
-        """The node outside of blocks with the most seconds at its fastest choice; None where there is none."""
-        nodes = self.passing.model.problem.nodes
-        least_s = {
-            index: float(np.where(np.isinf(nodes[index].cost_s), np.inf, table.each[..., SHOWN].sum(0)).min())
-            for index, table in enumerate(self.passing.nodes)
-            if not table.scope and self.passing.model.clusters[index].root.role == "op"
-        }
-        return max(least_s, key=least_s.__getitem__, default=None)
+    def _largest_s(self) -> float:
+        """The most seconds that a single operator outside of blocks takes per microbatch, at its fastest choice; 0
+        where there is none. Operators that share a choice may be on different places."""
+        model, apart = self.passing.model, {unit.name for unit in self.context.units if unit.instance < 0}
+        return max(
+            (
+                float(np.where(np.isinf(node.cost_s), np.inf, member.each(model.prices.op_s)).min())
+                for node, members in zip(model.problem.nodes, model.members, strict=True)
+                for member in members
+                if member.op.name in apart and not member.op.free
+            ),
+            default=0.0,
+        )
 
     def _open(
         self, cutoff_s: float, effort: Effort, *, hosted: bool

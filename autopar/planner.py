@@ -7,7 +7,7 @@ A Candidate is one solution on one mesh, with its price and its peak of memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
@@ -219,10 +219,12 @@ class Planner:
     def work(self, level: str) -> Work:
         """The least work of a step with all blocks run again at `level`, found once."""
         if level not in self._work:
-            self._work[level] = Work.of(
-                self.program, self.request.cluster.device, self.request.settings, self.again(level)
-            )
+            self._work[level] = self.work_on(self.request.cluster.device, self.again(level))
         return self._work[level]
+
+    def work_on(self, device: Device, again: Collection[str] = ()) -> Work:
+        """The least work of a step on devices of one kind, where the operators of `again` run forward twice."""
+        return Work.of(self.program, self.branches, device, self.request.settings, again)
 
     def least_bytes(self) -> float:
         """Bytes per device that every plan of one stage and one microbatch needs, under `remat`."""

@@ -11,7 +11,6 @@ from autopar.errors import InfeasibleError
 from autopar.joint.place_kinds import distinct
 from autopar.joint.search_context import SearchContext
 from autopar.plan import Alternative, Plan
-from autopar.problem.time_floor import Work
 from autopar.text import seconds
 
 
@@ -25,9 +24,7 @@ def compared(context: SearchContext, made: Plan, best: Callable[[SearchContext],
         return made
     others, notes, step_s = list[Alternative](), list[str](), made.predicted.step_s
     for part in distinct(request.cluster):
-        if Work.of(context.whole.program, part.device, request.settings).step_s(part.devices, 1, 1) >= step_s * (
-            1 - PRICE_TOLERANCE
-        ):
+        if context.whole.work_on(part.device).step_s(part.devices, 1, 1) >= step_s * (1 - PRICE_TOLERANCE):
             continue
         request.say(f"{part.label} alone")
         try:

@@ -183,18 +183,16 @@ class SearchContext:
         if places == 1 or not parts:
             return self.whole.work(level)
         if level not in self._parts_work:
+            whole, devices = self.whole, [(part.device, part.devices) for part in parts]
             self._parts_work[level] = Work.mixed(
-                self.whole.program,
-                [(part.device, part.devices) for part in parts],
-                self.request.settings,
-                self.whole.again(level),
+                whole.program, whole.branches, devices, self.request.settings, whole.again(level)
             )
         return self._parts_work[level]
 
     def pace(self, device: Device) -> float:
         """The speed of one device: how many times per second it could run all operators at its best rates."""
         if device not in self._paces:
-            self._paces[device] = 1 / Work.of(self.whole.program, device, self.request.settings).rates_s
+            self._paces[device] = 1 / self.whole.work_on(device).rates_s
         return self._paces[device]
 
     def paces(self, shape: Shape) -> list[list[float]]:

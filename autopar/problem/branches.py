@@ -12,8 +12,10 @@ branch reads may rest on its coordinate alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import networkx as nx
 
@@ -47,6 +49,16 @@ class Branches:
         if branch is None or ways < 2:
             return []
         return [self._option(op, branch, c) for c in range(min(ways, branch.index + 1))]
+
+    def beside(self, name: str) -> int:
+        """How many branches may work side by side where the Op `name` is: 1 where it is in none."""
+        branch = self.of.get(name)
+        return 1 if branch is None else self._counts[branch.region]
+
+    @cached_property
+    def _counts(self) -> Counter[int]:
+        """The number of branches of each region."""
+        return Counter(branch.region for branch in set(self.of.values()))
 
     def _option(self, op: Op, branch: Branch, coordinate: int) -> Option:
         """`op`, an operator of `branch`, on one coordinate: operands from inside of the branch are there, those from

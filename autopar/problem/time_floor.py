@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autopar.cluster import Device
 from autopar.cost.compute import BACKWARD, attention_share, vector_rate
+from autopar.problem.branches import Branches
 from autopar.problem.graph import ATTENTION, Op, Program
 from autopar.problem.kernels import matmul_dtype, multiplies
 from autopar.problem.settings import Settings
@@ -16,20 +17,26 @@ from autopar.problem.settings import Settings
 @dataclass(frozen=True, slots=True)
 class Work:
     """The work of a model on one device, forward and backward: seconds of its operators at the device's best rates, and
-    seconds of launching each of them once."""
+    seconds in which one rank launches each of them once, or its even share of branches that may work side by side."""
 
     rates_s: float
     starts_s: float
 
     @staticmethod
-    def of(program: Program, device: Device, settings: Settings, again: Collection[str] = ()) -> Work:
+    def of(
+        program: Program, branches: Branches, device: Device, settings: Settings, again: Collection[str] = ()
+    ) -> Work:
         """The work of `program`, where the operators of `again` run forward twice. No operator gets cheaper per sample
         when it gets smaller (autopar.cost.compute), so n microbatches have at least this work together."""
-        return _whole(by_piece(program, device, settings, again))
+        return _whole(by_piece(program, branches, device, settings, again))
 
     @staticmethod
     def mixed(
-        program: Program, devices: Sequence[tuple[Device, int]], settings: Settings, again: Collection[str] = ()
+        program: Program,
+        branches: Branches,
+        devices: Sequence[tuple[Device, int]],
+        settings: Settings,
+        again: Collection[str] = (),
     ) -> Work:
         """The work of a pipeline on several kinds of devices, (device, number of them), as work on one average device.
 
@@ -37,7 +44,7 @@ class Work:
         takes at least the mean over all places of w_d times the time of its pieces (operators and blocks). So whichever
         place a piece is on, it adds at least the least of w_d times its work on d, over all d.
         """
-        each = [by_piece(program, device, settings, again) for device, _ in devices]
+        each = [by_piece(program, branches, device, settings, again) for device, _ in devices]
         alone_s = [_whole(own).rates_s for own in each]
         count, pace = (
             sum(n for _, n in devices),
@@ -60,7 +67,9 @@ class Work:
         return self.rates_s / devices + self.starts_s * microbatches / places
 
 
-def by_piece(program: Program, device: Device, settings: Settings, again: Collection[str] = ()) -> dict[str, Work]:
+def by_piece(
+    program: Program, branches: Branches, device: Device, settings: Settings, again: Collection[str] = ()
+) -> dict[str, Work]:
     """The work of each piece by name, all instances of a block together, on one device, the operators of `again` run
     forward twice."""
     found: dict[str, Work] = {}
@@ -68,7 +77,7 @@ def by_piece(program: Program, device: Device, settings: Settings, again: Collec
         if op.role == "op" and (op.flops > 0 or op.bytes > 0):
             ways = (0,) * (1 + (op.name in again)) + (1,) * (settings.training and op.graded)
             rates_s = op.count * sum(_direction_s(op, direction, device, settings) for direction in ways)
-            starts = op.count * len(ways) if op.leads or not settings.fused else 0
+            starts = op.count * len(ways) / branches.beside(op.name) if op.leads or not settings.fused else 0.0
             before = found.get(op.scope or op.name, Work(0.0, 0.0))
             found[op.scope or op.name] = Work(before.rates_s + rates_s, before.starts_s + starts * device.launch_s)
     return found

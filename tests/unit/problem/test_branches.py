@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,8 +15,11 @@ from autopar.problem.branches import Branch, coordinate_of
 from autopar.problem.build import Model
 from autopar.recipes import roles
 from autopar.request import Request
+from autopar.search import SEARCHES
 from passes import ANNOTATE, NORMALIZE, run
 from tests.helpers.export import B, export_graph
+
+TWO = Cluster.parse("h100:1x2")
 
 
 class Forked(nn.Module):
@@ -44,6 +48,17 @@ class Towers(nn.Module):
         return (torch.tanh(self.deep(x)) * torch.tanh(self.wide(x))).sum()
 
 
+class Twins(nn.Module):
+    """Two branches of six layers each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.one(x) * self.other(x)).sum()
+
+
 class Shared(Towers):
     """The same behind a layer: the run starts at a value that gets a gradient."""
 
@@ -68,11 +83,11 @@ class Chained(nn.Module):
 
 
 @cache
-def planner(kind: type[nn.Module]) -> Planner:
+def planner(kind: type[nn.Module], cluster: Cluster = TWO) -> Planner:
     """The planner of one model on two devices."""
     gm = export_graph(kind(), (torch.zeros(4, 8),), dims=({0: B},))
     gm.meta["outputs"] = [{"name": "loss", "kind": "loss", "target": ""}]
-    return Planner.of(run(run(gm, NORMALIZE), ANNOTATE), {"b": 4}, Request(Cluster.parse("h100:1x2")))
+    return Planner.of(run(run(gm, NORMALIZE), ANNOTATE), {"b": 4}, Request(cluster))
 
 
 def weights(found: Planner) -> dict[str, Branch]:
@@ -127,6 +142,14 @@ def test_only_the_free_search_places() -> None:
     assert model(roles.anything).problem.lanes
     for recipe in (roles.nothing, roles.data, roles.tensor):
         assert not model(recipe).problem.lanes
+
+
+def test_the_least_work_is_below_that_of_branches_side_by_side() -> None:
+    """Every rank was to launch all operators: such a plan was faster than what was proven of all plans."""
+    found = planner(Twins, replace(TWO, device=replace(TWO.device, launch_s=1.0)))  # little else takes any time
+    problem = found.model((2,), (roles.anything,), "twins").problem
+    step_s = problem.price(SEARCHES["ilp"](problem, time_limit_s=5).choice).time_s
+    assert 0.6 * step_s < found.work("none").step_s(2, 1, 1) <= step_s
 
 
 def test_a_branch_is_placed_whole() -> None:

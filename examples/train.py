@@ -97,7 +97,6 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"step {step}: loss {loss:.6f}, norm of gradients {norm.item():.4f}", flush=True)
 
-    # in front of the evaluation, whose forwards count as steps of `rng_state()`
     dcp.save(state_of(model, optimizer, options.steps), checkpoint_id=options.folder)
     seen = evaluate(model)
     if dist.get_rank() == 0:

@@ -190,7 +190,7 @@ class ShardedModule(ModuleState):
         self._leaves.refresh()
         self._spread.clear()
         self.mutations.clear()
-        self.rng.advance(training=self.training or not self.TRAINS)
+        self._advance()
         with ExitStack() as stack:
             stack.enter_context(rng.using(self.rng))
             self._turn = stack.enter_context(regather.regathering(self._sync))
@@ -212,6 +212,11 @@ class ShardedModule(ModuleState):
             if self.OUTPUTS
             else values
         )
+
+    def _advance(self) -> None:
+        """Begin a step of the random numbers, or an evaluation: one without gradients counts as none."""
+        training = self.training or not self.TRAINS
+        self.rng.advance(training=training, counts=training or torch.is_grad_enabled())
 
     def _mutate(self, held: Held, value: Tensor) -> None:
         """A buffer's new value, unless only training changes it. Not in place: the backward may need the old one."""

@@ -213,7 +213,7 @@ class PipelinedModule(ShardedModule):
         for leaves in self._leaves_of:
             leaves.refresh()
         self._changed.clear()
-        self.rng.advance(training=self.training or not self.TRAINS)
+        self._advance()
         sizes = self.sizes(*inputs)
         parts = {name: self._cut(name, value) for name, value in zip(self.INPUTS, inputs, strict=True)}
         whole = self.totals(*inputs, **sizes)

@@ -1,10 +1,10 @@
 """Random numbers of sharded programs, and whether a step trains. Draws are equal on replicas, and differ between
 shards, steps and calls.
 
-A draw is seeded by (seed, step, name of the operator, number of the block in the model, microbatch, number of its call
-there, shard). So it needs no communication, does not depend on other draws nor on what else runs on a rank, and is
-reproducible. It does not depend on how the model is cut into stages; stages that each compute a value draw the same,
-and so do microbatches where the value is the same for all (`once`).
+A draw is seeded by (seed, step, evaluation, name of the operator, number of the block in the model, microbatch, number
+of its call there, shard). So it needs no communication, does not depend on other draws nor on what else runs on a rank,
+and is reproducible. It does not depend on how the model is cut into stages; stages that each compute a value draw the
+same, and so do microbatches where the value is the same for all (`once`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ T = TypeVar("T")
 
 @dataclass
 class Rng:
-    """The random state of one module: `seed`; `step`, the number of steps so far; `calls`, (operator, block) -> its
-    calls in this step (of one microbatch in one stage, in a pipeline); `training`, whether this step trains.
-    `microbatch` and `block` say where it draws now."""
+    """The random state of one module: `seed`; `step`, the number of steps so far; `evaluation`, that of evaluations
+    since the last of them; `calls`, (operator, block) -> its calls in this step (of one microbatch in one stage, in a
+    pipeline); `training`, whether this step trains. `microbatch` and `block` say where it draws now."""
 
     seed: int = 0
     step: int = 0
+    evaluation: int = 0
     calls: dict[tuple[str, int], int] = field(default_factory=dict)
     training: bool = True
     microbatch: int = 0
@@ -49,9 +50,10 @@ class Rng:
         stages of the rank."""
         return replace(self, microbatch=microbatch, calls={})
 
-    def advance(self, *, training: bool = True) -> None:
-        """Begin the next step."""
-        self.step += 1
+    def advance(self, *, training: bool = True, counts: bool = True) -> None:
+        """Begin the next step, or an evaluation, which draws other numbers again and does not count (`counts`): those
+        of the steps to come are the same with it and without."""
+        self.step, self.evaluation = (self.step + 1, 0) if counts else (self.step, self.evaluation + 1)
         self.calls = {}
         self.training = training
 
@@ -70,7 +72,7 @@ class Rng:
                 f"set_rng_state got {state!r}, wanted what rng_state() gave: {{'seed': ..., 'step': ...}}, two whole "
                 "numbers"
             )
-        return replace(self, seed=state["seed"], step=state["step"], calls={})
+        return replace(self, seed=state["seed"], step=state["step"], evaluation=0, calls={})
 
     def generator(
         self, key: str, layout: Layout, coord: tuple[int, ...], device: torch.device, *, once: bool = False
@@ -80,7 +82,8 @@ class Rng:
         call = self.calls.get((key, self.block), 0)
         self.calls[key, self.block] = call + 1
         shard = [(axis, coord[axis]) for axis, entry in enumerate(layout) if is_shard(entry)]
-        where = (self.seed, self.step, key, self.block, 0 if once else self.microbatch, call, shard)
+        microbatch = 0 if once else self.microbatch
+        where = (self.seed, self.step, self.evaluation, key, self.block, microbatch, call, shard)
         digest = hashlib.blake2b(repr(where).encode(), digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import autopar
 from autopar.errors import RunError
@@ -21,14 +20,14 @@ WIDTH = 32
 
 
 class Noisy(nn.Module):
-    """A product and a mask of dropout, which is also an output."""
+    """A product and a random mask, which is also an output, in training and in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mask = F.dropout(torch.ones(WIDTH, dtype=x.dtype), 0.5)
+        mask = (torch.rand(WIDTH, dtype=x.dtype) < 0.5).to(x.dtype)
         return (self.linear(x) * mask).square().mean(), mask
 
 
@@ -85,12 +84,31 @@ def test_ranks_that_are_seeded_apart_draw_as_the_first(tmp_path: Path) -> None:
     on_ranks(2, _apart, tmp_path / "plan")
 
 
+def made_at(state: dict[str, int]) -> autopar.Compiled:
+    """The model with the random numbers of a run that is there."""
+    model = made()
+    model.set_rng_state(state)
+    return model
+
+
+@torch.no_grad()
+def _evaluated(model: autopar.Compiled) -> list[list[float]]:
+    """The masks of an evaluation of two batches."""
+    model.eval()
+    found = masks(model, 2)
+    model.train()
+    return found
+
+
 def _goes_on(folder: Path) -> None:
     torch.manual_seed(3)
     model = made()
     masks(model, 2)
     dcp.save({"model": model.state_dict(), "rng": model.rng_state()}, checkpoint_id=folder)
-    wanted = masks(model, 2)
+    wanted = masks(made_at(model.rng_state()), 2)
+    evaluated = _evaluated(model)
+    assert masks(model, 2) == wanted, "an evaluation changes nothing of what comes"
+    assert len({tuple(mask) for mask in (*evaluated, *wanted)}) == 4
     torch.manual_seed(4)
     again = made()
     state = {"model": again.state_dict(), "rng": again.rng_state()}

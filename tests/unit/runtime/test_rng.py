@@ -18,11 +18,24 @@ def seed_of(rng: Rng, key: str = "drop", coord: tuple[int, ...] = (0, 0), *, onc
 
 def test_a_draw_is_another_one_wherever_something_differs_that_it_follows_from() -> None:
     seen = []
-    for seed, step, microbatch, block in itertools.product(range(2), repeat=4):
+    for seed, step, evaluation, microbatch, block in itertools.product(range(2), repeat=5):
         for key, shard in itertools.product("ab", range(2)):
-            rng = replace(Rng(seed, step), microbatch=microbatch, block=block)
+            rng = replace(Rng(seed, step, evaluation), microbatch=microbatch, block=block)
             seen += [seed_of(rng, key, (shard, 0)) for _ in range(2)]  # two calls
-    assert len(set(seen)) == len(seen) == 128
+    assert len(set(seen)) == len(seen) == 256
+
+
+def test_an_evaluation_draws_other_numbers_and_leaves_those_of_the_next_step() -> None:
+    def drawn(counts: list[bool]) -> list[int]:
+        rng, seen = Rng(), []
+        for one in counts:
+            rng.advance(counts=one)
+            seen.append(seed_of(rng))
+        return seen
+
+    first, *evaluations, second, other = drawn([True, False, False, True, False])
+    assert [first, second] == drawn([True, True])
+    assert len({first, *evaluations, second, other}) == 5
 
 
 def test_replicas_draw_the_same_and_so_do_microbatches_of_what_is_the_same_for_all() -> None:

@@ -159,13 +159,13 @@ def _evaluation(context: Context, names: Names) -> list[str]:
 
 
 def _ungraded(context: Context, gm: fx.GraphModule) -> tuple[int, ...]:
-    """The numbers of outputs, other than the loss, that have a gradient on one device; none in a pipeline, whose
-    forward has no gradients."""
-    if context.plan.mode != "train" or context.plan.pipelined:
+    """The numbers of outputs that have a gradient on one device and not here: all but the loss, and in a pipeline,
+    whose forward has no gradients, the loss too."""
+    if context.plan.mode != "train":
         return ()
     graded, kinds = needs_grad(gm), [entry["kind"] for entry in gm.meta["outputs"] if entry["kind"] != "mutation"]
     given = list(zip(edit.results(gm), kinds, strict=True))
-    losses = {node for node, kind in given if kind == "loss"}
+    losses = {node for node, kind in given if kind == "loss" and not context.plan.pipelined}
     return tuple(number for number, (node, _) in enumerate(given) if graded[node] and node not in losses)
 
 

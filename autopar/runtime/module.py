@@ -29,7 +29,7 @@ from autopar.runtime.module_copies import not_pickled, twin
 from autopar.runtime.module_state import ModuleState
 from autopar.runtime.moves import relayout
 from autopar.runtime.nested import Nested
-from autopar.runtime.outputs import Spread, by_name, is_number, leaves, pack, ungraded
+from autopar.runtime.outputs import OTHER, Spread, by_name, is_number, leaves, pack, ungraded
 from autopar.runtime.params import Held, Param
 from autopar.runtime.rank0_weights import check_replicas
 from autopar.runtime.reshard import reshard
@@ -118,10 +118,7 @@ class ShardedModule(ModuleState):
         Raises RunError on inputs that the plan does not have, and where the ranks' shapes do not fit together.
         """
         with self._together():
-            values = self._run(args, kwargs)
-            for number in self.UNGRADED:
-                values[number] = ungraded(values[number], self._results()[number][1])
-            return self._packed(values)
+            return self._packed(self._run(args, kwargs))
 
     def train_step(
         self, *args: Any, scaler: GradScaler | None = None, loss_weight: float = 1.0, **kwargs: Any
@@ -233,8 +230,11 @@ class ShardedModule(ModuleState):
             return self.STRUCTURE
         return by_name(tuple(name for _, name in self._results()) or ("",) * count)
 
-    def _packed(self, values: Sequence[Any]) -> Any:
-        return pack(self._structure(len(values)), lambda index: values[index])
+    def _packed(self, values: Sequence[Any], why: str = OTHER) -> Any:
+        """The outputs of a call in the user's structure; `why` some have no way for a gradient."""
+        names = {number: self._results()[number][1] for number in self.UNGRADED}
+        given = [ungraded(value, names[i], why) if i in names else value for i, value in enumerate(values)]
+        return pack(self._structure(len(given)), given.__getitem__)
 
     # -- outputs and batches
 

@@ -15,11 +15,7 @@ from autopar.errors import RunError
 def twin(module: Any, memo: dict[int, Any]) -> Any:
     """A copy of a ShardedModule on the same mesh; `memo` is that of `copy.deepcopy`. Gradients are not copied."""
     memo[id(module)] = made = type(module)(seed=module.rng.seed)
-    fresh: dict[int, Tensor] = {}
-    for name, held in made._held.items():
-        mine = module._held[name].tensor
-        tensor = wrap_like(local_of(mine).detach().clone(), mine)
-        fresh[id(held.tensor)] = as_parameter(tensor, mine.requires_grad) if isinstance(mine, nn.Parameter) else tensor
+    fresh = {id(held.tensor): _copied(module._held[name].tensor, memo) for name, held in made._held.items()}
     for part in made.modules():  # tied ones have several names
         tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
         for table in tables:
@@ -29,6 +25,17 @@ def twin(module: Any, memo: dict[int, Any]) -> Any:
         if name not in vars(made) and not name.startswith("_"):
             setattr(made, name, copy.deepcopy(value, memo))
     return made.train(module.training)
+
+
+def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """The copy of a parameter or buffer, one for all that is copied together: an optimizer steps the parameters of the
+    module that is copied with it, whichever comes first."""
+    if id(tensor) not in memo:
+        made = wrap_like(local_of(tensor).detach().clone(), tensor)
+        memo[id(tensor)] = as_parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    found: Tensor = memo[id(tensor)]
+    found.grad = None  # that of a DTensor is copied by torch
+    return found
 
 
 def not_pickled(module: Any, protocol: Any) -> Any:

@@ -63,25 +63,34 @@ def leaves(outputs: Any) -> list[Any]:
 
 
 class _Ungraded(torch.autograd.Function):
-    """Identity on `value`, whose backward raises RunError."""
+    """Identity on `value`, whose backward raises RunError: a gradient came back to the output `name`, and `why` there
+    is no way for it."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, name: str) -> Tensor:
-        ctx.name = name
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, name: str, why: str) -> Tensor:
+        ctx.said = f"a gradient came back to output {name!r}, and {why}"
         return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        raise RunError(
-            f"a gradient came back to output {ctx.name!r}, and a plan has ways for the gradient of its loss alone: "
-            "through other outputs ranks would give their weights parts of a gradient, or none. Compute what you make "
-            "of outputs in the model's forward, as part of the loss that it returns, or in loss_fn=, and compile it "
-            "so; where it is only looked at, detach() it"
-        )
+        raise RunError(ctx.said)
 
 
-def ungraded(value: Tensor, name: str) -> Tensor:
+OTHER = (
+    "a plan has ways for the gradient of its loss alone: through other outputs ranks would give their weights parts of "
+    "a gradient, or none. Compute what you make of outputs in the model's forward, as part of the loss that it "
+    "returns, or in loss_fn=, and compile it so; where it is only looked at, detach() it"
+)
+STAGED = (
+    "the forward of a pipeline keeps nothing for a backward: call train_step(*batch), which is forward and backward, "
+    "microbatch by microbatch, and gives the loss; where the output is only looked at, detach() it"
+)
+"""Why outputs of a program without stages, and of a pipeline, have no way for a gradient."""
+
+
+def ungraded(value: Tensor, name: str, why: str) -> Tensor:
     """`value`, detached; where gradients are recorded, a backward through it raises RunError."""
-    return (
-        _Ungraded.apply(torch.zeros((), requires_grad=True), value.detach(), name) if torch.is_grad_enabled() else value
-    )
+    if not torch.is_grad_enabled():
+        return value
+    marked: Tensor = _Ungraded.apply(torch.zeros((), requires_grad=True), value.detach(), name, why)
+    return marked

@@ -49,7 +49,7 @@ from autopar.runtime.leaves import Leaves
 from autopar.runtime.module import ShardedModule
 from autopar.runtime.moves import relayout
 from autopar.runtime.names import paths_of
-from autopar.runtime.outputs import Spread
+from autopar.runtime.outputs import STAGED, Spread
 from autopar.runtime.params import Held, grad_at_rest
 from autopar.runtime.places import Everywhere, shared_gradients, tell
 from autopar.runtime.scaling import GradScaler, scale_of
@@ -157,27 +157,32 @@ class PipelinedModule(ShardedModule):
         """As ShardedModule.spreads, on every rank, whichever made the outputs."""
         return self._outputs
 
-    @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward only; the outputs in the structure of the original model, on every rank, cut as the plan says. There
-        is no gradient behind them: `train_step` trains."""
+        is no gradient behind them, and a backward raises RunError: `train_step` trains."""
         with self._together():
-            sizes, micro = self._begin(args, kwargs)
-            with rng.using(self.rng):
-                made = run_forward(self, self.stages, sizes, micro)
-            self._change()
-            values: list[Any] = []
-            self._outputs = {}
-            for number, (role, _) in enumerate(self.OUTPUTS):
-                if role == "mutation":
-                    continue
-                owner = next(i for i, kind in enumerate(self.STAGES) if number in kind.RESULTS)
-                value, spread = self._joined(number, made.get(number), role)
-                value, spread = tell(value, spread, self.PIPELINE.places[owner], self.MESH)
-                values.append(value)
-                if spread is not None:
-                    self._outputs[number] = spread
-            return self._packed(values)
+            with torch.no_grad():
+                values = self._forward(args, kwargs)
+            return self._packed(values, STAGED)
+
+    def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """All microbatches forward; the outputs of the model over the whole batch."""
+        sizes, micro = self._begin(args, kwargs)
+        with rng.using(self.rng):
+            made = run_forward(self, self.stages, sizes, micro)
+        self._change()
+        values: list[Any] = []
+        self._outputs = {}
+        for number, (role, _) in enumerate(self.OUTPUTS):
+            if role == "mutation":
+                continue
+            owner = next(i for i, kind in enumerate(self.STAGES) if number in kind.RESULTS)
+            value, spread = self._joined(number, made.get(number), role)
+            value, spread = tell(value, spread, self.PIPELINE.places[owner], self.MESH)
+            values.append(value)
+            if spread is not None:
+                self._outputs[number] = spread
+        return values
 
     def mutate(self, stage: Stage, results: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Keep the new values of the buffers of `stage` for the end of the step: until then all microbatches read the

@@ -22,8 +22,12 @@ def _copied(source: str, rank_case: RankCase) -> tuple[list[float], dict[str, Te
     module = rank_case.build(source)
     module.extra = {"of": ["the user"]}  # type: ignore[assignment]  # whatever users put there
     batch = module.shard_batch(**rank_case.batch)
+    optimizer = optim.SGD(module.parameters(), RATE)
     losses = [module.train_step(*batch)]
-    twin = copy.deepcopy(module.eval())
+    optimizer.zero_grad()
+    for last_first in (True, False):  # a module that is copied with its optimizer
+        twin, steps = copy.deepcopy((module.eval(), optimizer)[:: -1 if last_first else 1])[:: -1 if last_first else 1]
+        assert [id(p) for p in steps.param_groups[0]["params"]] == [id(p) for p in twin.parameters()]
     assert not twin.training and twin.extra == module.extra and twin.extra is not module.extra
     assert twin.rng_state() == module.rng_state() and module.rng_state()["step"] == 1 and twin.rng is not module.rng
     assert list(twin.state_dict()) == list(module.state_dict()) and len(list(twin.parameters())) == len(
@@ -32,7 +36,7 @@ def _copied(source: str, rank_case: RankCase) -> tuple[list[float], dict[str, Te
     assert all(parameter.grad is None for parameter in twin.parameters())
     twin.train()
     losses.append(twin.train_step(*batch))
-    optim.SGD(twin.parameters(), RATE).step()
+    steps.step()
     module.train()
     losses += [module.train_step(*batch), twin.train_step(*batch)]
     return [float(loss) for loss in losses], module.full_state_dict(), twin.full_state_dict()

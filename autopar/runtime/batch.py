@@ -254,13 +254,7 @@ def check_agreement(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh
     ]
     everyone = objects_of_all(mine, mesh)
     check_shapes(inputs, [[shape for shape, *_ in each] for each in everyone], mesh)
-    for index, name in enumerate(inputs):
-        for rank, each in enumerate(everyone):
-            if each[index][2] != everyone[0][index][2]:
-                raise RunError(
-                    f"input {name!r} is {each[index][2]} on rank {rank} and {everyone[0][index][2]} on rank 0, and "
-                    "ranks cannot sum what they compute of it: give it the same dtype on every rank"
-                )
+    check_dtypes(inputs, [[dtype for *_, dtype in each] for each in everyone])
     for index, (name, layout) in enumerate(inputs.items()):
         first: dict[tuple[int, ...], int] = {}
         for rank, coord in enumerate(_coords(mesh)):
@@ -273,6 +267,17 @@ def check_agreement(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh
                     f"{mesh}, but not the same in it. They work on it together: give them the same (samplers take "
                     "model.data_parallel_size and data_parallel_rank, and model.shard_loaded what they give), or "
                     "every rank its part of one global batch, as model.shard_batch(*global_batch) does"
+                )
+
+
+def check_dtypes(inputs: Mapping[str, str], everyone: Sequence[Sequence[str]]) -> None:
+    """Raise RunError unless each input has the same dtype on all ranks."""
+    for index, name in enumerate(inputs):
+        for rank, each in enumerate(everyone):
+            if each[index] != everyone[0][index]:
+                raise RunError(
+                    f"input {name!r} is {each[index]} on rank {rank} and {everyone[0][index]} on rank 0, and ranks "
+                    "cannot sum what they compute of it: give it the same dtype on every rank"
                 )
 
 

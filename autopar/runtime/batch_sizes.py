@@ -7,8 +7,8 @@ different parameters, they reduce gradients of different tensors: they deadlock 
 place also needs to know whether any other place still trains parameters. If one rank weights its loss otherwise,
 evaluates, or draws other numbers (`SAME`), gradients of different losses are summed.
 
-So each rank sends its sizes, a checksum of which parameters train, and the state of the step: one small all-gather,
-which is started with the forward and read after it, when every rank has started.
+So each rank sends its sizes and dtypes, a checksum of which parameters train, and the state of the step: one small
+all-gather, which is started with the forward and read after it, when every rank has started.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ SAME: Mapping[str, str] = {
 }
 """What all ranks of a step have alike, and what to do where they do not; what differs first is named."""
 
+DTYPES = tuple(sorted({str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}))
+"""All dtypes by name: ranks send the number of one."""
+
 
 def step_state(rng: Rng | None, *, training: bool, loss_weight: float) -> dict[str, float]:
     """The values of SAME on this rank; without those of `rng` where ranks may run forwards by themselves, which count
@@ -63,6 +66,7 @@ class BatchSizes:
         self.inputs, self.mesh = inputs, mesh
         self._dims: list[int] | None = None
         self._mine: list[int] = []
+        self._dtypes: list[int] = []
         self._right: list[list[int]] = []  # the sizes of all ranks when they were last checked and found consistent
         self.trains = True
         self._held: Mapping[str, Held] = {}
@@ -89,8 +93,9 @@ class BatchSizes:
         self._dims = [value.dim() if isinstance(value, Tensor) else 0 for value in values]
 
     def tell(self, values: Sequence[Any], held: Mapping[str, Held], state: Mapping[str, float]) -> bool:
-        """Start to send the sizes of this rank's part, which of `held` train, and the `step_state`. Returns whether the
-        sizes differ from those of the last step."""
+        """Start to send the sizes and dtypes of this rank's part, which of `held` train, and the `step_state`. Returns
+        whether the sizes differ from those of the last step. Where dtypes do, it looks at once: backends end a process
+        that is to sum tensors of different dtypes."""
         sizes = [
             size
             for value, dims in zip(values, self._dims or (), strict=True)
@@ -99,37 +104,49 @@ class BatchSizes:
         state = {"steps begun": self._begun, **state}
         self._held, self._state, training = held, state, bytes(one.tensor.requires_grad for one in held.values())
         self.trains = any(training)
+        dtypes = [DTYPES.index(str(value.dtype)) if isinstance(value, Tensor) else -1 for value in values]
+        cast, self._dtypes = dtypes != self._dtypes, dtypes
         if self.mesh.ranks > 1:
             with self._beside():
                 self._coming = start_all_gather_from_all(
                     torch.tensor(
-                        [zlib.crc32(training) + 1 if self.trains else 0, *map(_bits, state.values()), *sizes],
+                        [
+                            zlib.crc32(training) + 1 if self.trains else 0,
+                            *map(_bits, state.values()),
+                            *dtypes,
+                            *sizes,
+                        ],
                         dtype=torch.int64,
                         device=self.mesh.device,
                     ),
                     self.mesh,
                 )
         changed, self._mine = sizes != self._mine, sizes
+        if cast:
+            self.look()
         return changed
 
     def look(self) -> None:
-        """Read what the ranks sent. Raises RunError, on every rank, where their parts are not parts of one batch, the
-        step has another state on some ranks, or, where gradients are recorded, ranks of one place have frozen different
-        parameters."""
+        """Read what the ranks sent. Raises RunError, on every rank, where their parts are not parts of one batch or of
+        other dtypes, the step has another state on some ranks, or, where gradients are recorded, ranks of one place
+        have frozen different parameters."""
         if self._coming is None:
             return
         with self._beside():
             told, self._coming = self._coming().tolist(), None
         count = 1 + len(self._state)
-        training, states, everyone = (
+        shapes = count + len(self._dtypes)
+        training, states, dtypes, everyone = (
             [each[0] for each in told],
             [each[1:count] for each in told],
-            [each[count:] for each in told],
+            [each[count:shapes] for each in told],
+            [each[shapes:] for each in told],
         )
         self.trains = any(training)
         self._same(states)
         if torch.is_grad_enabled():
             self._alike(training)
+        batch.check_dtypes(self.inputs, [[DTYPES[n] if n >= 0 else "no tensor" for n in each] for each in dtypes])
         if everyone != self._right:
             batch.check_shapes(self.inputs, [self._shapes(sizes) for sizes in everyone], self.mesh)
             self._right = everyone

@@ -27,6 +27,9 @@ Dims = Mapping[str, Sequence[str | int | None]]
 """Of each input its global sizes: a number that is part of the program, the name of a symbol, or None for what follows
 from others."""
 
+Sample = Mapping[str, tuple[Sequence[int], str]]
+"""Of each input the shape and the dtype with which the model was captured."""
+
 
 def bind(
     inputs: Mapping[str, str],
@@ -126,15 +129,33 @@ def without_autocast(mesh: Mesh) -> None:
         )
 
 
-def as_computed(
-    sample: Mapping[str, tuple[Sequence[int], str]], names: Iterable[str], values: Sequence[Any]
-) -> list[Any]:
-    """Floating inputs cast to the dtypes in which the model was captured (`sample`: input -> shape, dtype), as
-    cast_forward_inputs of FSDP's MixedPrecisionPolicy does."""
+def as_computed(sample: Sample, names: Iterable[str], values: Sequence[Any]) -> list[Any]:
+    """Floating inputs cast to the dtypes in which the model was captured, as cast_forward_inputs of FSDP's
+    MixedPrecisionPolicy does."""
     return [
         value.to(getattr(torch, sample[name][1])) if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in zip(names, values, strict=True)
     ]
+
+
+def as_sent(sample: Sample, names: Iterable[str], values: Sequence[Any]) -> list[Any]:
+    """Inputs in the dtypes in which the model was captured, since stages send each other what they make of them in
+    constant dtypes. Narrower ones of the same kind are cast, which changes no value; raises RunError on others."""
+    return [_widened(name, value, sample[name][1]) for name, value in zip(names, values, strict=True)]
+
+
+def _widened(name: str, value: Any, planned: str) -> Any:
+    wanted: torch.dtype = getattr(torch, planned)
+    if not isinstance(value, Tensor) or value.dtype == wanted:
+        return value
+    alike = value.is_floating_point() == wanted.is_floating_point and torch.bool not in (value.dtype, wanted)
+    if not alike or torch.promote_types(value.dtype, wanted) != wanted:
+        raise RunError(
+            f"input {name!r} is {value.dtype} and was planned as {wanted}: what stages of a pipeline send each other "
+            f"is of the dtypes that were planned. Give {name}.to({wanted}), or plan the model again with inputs as "
+            "these are"
+        )
+    return value.to(wanted)
 
 
 def cut_batch(inputs: Mapping[str, str], values: Sequence[Any], mesh: Mesh) -> list[Any]:

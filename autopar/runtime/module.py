@@ -48,7 +48,7 @@ class ShardedModule(ModuleState):
     INPUTS: ClassVar[Mapping[str, str]] = {}
     FIXED: ClassVar[Mapping[str, tuple[int, Any]]] = {}
     NESTED: ClassVar[Nested] = {}
-    SAMPLE: ClassVar[Mapping[str, tuple[Sequence[int], str]]] = {}
+    SAMPLE: ClassVar[batch.Sample] = {}
     MIXED: ClassVar[bool] = False  # mixed precision: floating inputs are cast to what is computed with
     DIMS: ClassVar[batch.Dims] = {}
     SIZES: ClassVar[Mapping[str, tuple[int, int | None, int]]] = {}

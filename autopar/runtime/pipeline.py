@@ -40,7 +40,7 @@ from torch.distributed import ProcessGroup
 from autopar._torch import local_of
 from autopar.errors import RunError
 from autopar.layout import Layout, cutters, dim_of, is_shard, parse, ways_of
-from autopar.runtime import checkpoint, rng
+from autopar.runtime import batch, checkpoint, rng
 from autopar.runtime.count import uncounted
 from autopar.runtime.declare import Declarations
 from autopar.runtime.first_order import check_trains
@@ -211,6 +211,8 @@ class PipelinedModule(ShardedModule):
         self._check_dtypes()
         inputs = self._bound(args, kwargs, loss_weight)
         self._told.look()  # before anything is sent: ranks with parts of other sizes would wait for each other
+        if self.MESH.places > 1:
+            inputs = batch.as_sent(self.SAMPLE, self.INPUTS, inputs)
         if torch.is_grad_enabled():
             check_trains(self._told.trains)
         for stage, sync in zip(self.stages, self._syncs, strict=True):

@@ -291,19 +291,6 @@ def _outputs(recipe: str) -> dict[str, str]:
     return wrong
 
 
-def _staged() -> tuple[str, ...]:
-    made, batch = compiled("1f1b")
-    loss = made(*batch)
-    with torch.no_grad():
-        assert not made(*batch).requires_grad
-    return said(loss.backward), said((loss.detach() + made(*batch)).backward)
-
-
-def test_a_backward_of_the_forward_of_a_pipeline() -> None:
-    for wrong in on_ranks(2, _staged):
-        assert all("the forward of a pipeline keeps nothing for a backward: call train_step" in text for text in wrong)
-
-
 @pytest.mark.parametrize("recipe", ["ddp", "zero3", "tp"])
 def test_gradients_through_other_outputs_than_the_loss(recipe: str) -> None:
     for wrong in on_ranks(2, _outputs, recipe):

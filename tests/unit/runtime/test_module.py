@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from autopar.errors import LayoutError, RunError
 from autopar.runtime import Mesh, Outputs, Param, ShardedModule, count, main
 from autopar.runtime.count import record
+from autopar.runtime.gradient_buckets import Bucket
 from autopar.runtime.gradsync import GradSync
 from autopar.runtime.outputs import by_name, leaves, pack
 from autopar.runtime.regather import gather
@@ -201,6 +203,15 @@ def test_what_waits_for_the_host_in_a_step_that_failed_is_none_of_the_next_one()
         if not fails:
             sync.flush()
     assert held.tensor.grad.tolist() == [12, 12]
+
+
+def test_sums_of_a_step_that_failed_are_waited_for():
+    """All ranks take part in them, and their memory is in use until they end."""
+    sync, bucket = GradSync([], Mesh((1,), ("x",), "cpu")), Bucket((), (), sums=mock.Mock())
+    sync.started = [bucket]
+    sync.reset()
+    bucket.sums.wait.assert_called_once_with()
+    assert not sync.started
 
 
 def test_outputs_follow_the_structure_of_the_model():

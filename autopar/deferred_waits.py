@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from autopar.layout import SOON
+from autopar.buckets import SOON
 
 
 class Deferred(Protocol):

@@ -51,20 +51,8 @@ class Step:
 
 MOST_SECTIONS, DIGITS = 1 << 20, 18
 """The most sections of one dim, and the most digits of a number in a layout: no tensor has more."""
-BUCKET_BYTES = 25_000_000
-"""Tensors that take the same step at once (gradients that are summed, weights that are gathered once per step) travel
-in flat buckets of about so many bytes, as in torch's DistributedDataParallel (bucket_cap_mb=25): large enough to fill a
-link. A tensor of so many bytes or more has collectives of its own: to pack it takes longer than to start these."""
-PACKED = ("all_gather", "all_reduce", "reduce_scatter")
-"""Kinds of steps that tensors take together in buckets; a tensor that takes any other goes its whole way by itself."""
 LOCAL = ("slice", "mask")
 """Kinds of steps that a rank does by itself, without a collective."""
-SOON = 0.1
-"""Share of the limit of bytes in flight: a collective that is not the first of its chain is started only once so many
-bytes are ready for it, so that small tensors take it together. Otherwise many small collectives would each wait for the
-one before, and compute for them (autopar.prefetching, autopar.deferred_waits)."""
-LEAVES_AHEAD = 2
-"""How many buckets of leaves are gathered before they are needed: while one is unpacked the next ones travel."""
 
 
 def parse(text: str) -> Layout:

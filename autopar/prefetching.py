@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, SOON
+from autopar.buckets import BUCKET_BYTES, SOON
+
+LEAVES_AHEAD = 2
+"""How many buckets of leaves are gathered before they are needed: while one is unpacked the next ones travel."""
 
 
 def ends(nbytes: Sequence[float], at: int, legs: int, ahead_bytes: float = BUCKET_BYTES) -> tuple[int, ...]:

@@ -165,6 +165,7 @@ def test_the_runtime_imports_only_torch_and_layouts() -> None:
         "autopar.layout",
         "autopar.window_rows",
         "autopar.routing",
+        "autopar.buckets",
         "autopar.deferred_waits",
         "autopar.prefetching",
         "autopar.optimizers",

@@ -32,10 +32,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from autopar.buckets import PACKED
 from autopar.cluster import Mesh, MeshAxis, Protocol, Span
 from autopar.cluster.types import COLLECTIVES, Device
 from autopar.errors import ClusterError
-from autopar.layout import LOCAL, PACKED, Step, fraction, in_order, is_placed, is_shard
+from autopar.layout import LOCAL, Step, fraction, in_order, is_placed, is_shard
 
 
 @dataclass(frozen=True)

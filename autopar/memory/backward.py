@@ -7,9 +7,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from autopar.buckets import BUCKET_BYTES
 from autopar.cost.memory import itemsize, rests_in
 from autopar.deferred_waits import BUCKETS, Queue
-from autopar.layout import BUCKET_BYTES, Layout, moving
+from autopar.layout import Layout, moving
 from autopar.memory.ahead import Unit, begin_ahead, gather_into
 from autopar.memory.buckets import Buckets, Whole
 from autopar.memory.forward import Forward

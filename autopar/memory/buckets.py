@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from autopar.buckets import BUCKET_BYTES, full, travels_alone
 from autopar.deferred_waits import Queue
-from autopar.layout import BUCKET_BYTES, in_order
+from autopar.layout import in_order
 from autopar.memory.storages import Book, Storage
 from autopar.problem.pairs import LayoutPair
 
@@ -51,7 +52,7 @@ def copied(lies: LayoutPair, nbytes: float) -> bool:
     """Whether a gradient of `nbytes` of a parameter that `lies` so is copied before it is summed over ranks: not where
     it travels by itself, and is cut along dim 0 (runtime.coalesced)."""
     cuts = [lies.rest[axis] for axis in lies.gathered]
-    return nbytes < BUCKET_BYTES or not cuts or not all(map(in_order, cuts))
+    return not (travels_alone(nbytes) and cuts and all(map(in_order, cuts)))
 
 
 @dataclass(eq=False)
@@ -79,7 +80,7 @@ class Buckets:
             self.resting[gradient] = rest
         members = self.filling.setdefault(lies, [])
         members.append(gradient)
-        if sum(member.nbytes for member in members) >= BUCKET_BYTES:
+        if full(sum(member.nbytes for member in members)):
             self._begin(lies, self.filling.pop(lies), unit)
 
     def drain(self) -> None:

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.buckets import gradient_buckets
 from autopar.cost.memory import itemsize, rests_in
-from autopar.layout import BUCKET_BYTES
 from autopar.memory.at_rest import (
     ALWAYS,
     by_kind,
@@ -288,19 +288,20 @@ class Holding:
     def _bucket_bytes(self, ops: Sequence[Op], *, copies: bool = False) -> float:
         """Bytes of the gradients of `ops` in their largest bucket, in the dtype of parameters at rest; `copies`: of
         those that are copied for it. The gradient that fills a bucket is in it as a whole; gradients that are summed
-        over other axes have buckets of their own (runtime.gradsync)."""
-        most, filling = 0.0, dict[tuple[int, ...], tuple[float, float]]()
-        for op in self._in_turn(ops[::-1]):
-            lies = self.shares.lies((op.name, 0))
-            size = float(
-                self.shares.elements(op.call.outs[0].sizes, lies.value)
+        over other axes have buckets of their own."""
+        lies = {op.name: self.shares.lies((op.name, 0)) for op in ops}
+        nbytes = {
+            op.name: float(
+                self.shares.elements(op.call.outs[0].sizes, lies[op.name].value)
                 * itemsize(rests_in(str(op.out_dtypes[0]), self.shares.plan.precision))
             )
-            before, found = filling.get(lies.gathered, (0.0, 0.0))
-            found += size if not copies or copied(lies, size) else 0.0
-            filling[lies.gathered] = (before + size, found) if before + size < BUCKET_BYTES else (0.0, 0.0)
-            most = max(most, found)
-        return most
+            for op in ops
+        }
+        counted = {name: size if not copies or copied(lies[name], size) else 0.0 for name, size in nbytes.items()}
+        buckets = gradient_buckets(
+            self._in_turn(ops[::-1]), alike=lambda op: lies[op.name].gathered, nbytes=lambda op: nbytes[op.name]
+        )
+        return max((sum(counted[op.name] for op in members) for members in buckets), default=0.0)
 
     def _in_turn(self, ops: Sequence[Op]) -> Iterator[Op]:
         """The parameters among `ops` that this place holds, in order; those of a run of blocks block by block, once for

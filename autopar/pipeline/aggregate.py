@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.layout import BUCKET_BYTES
+from autopar.buckets import BUCKET_BYTES
 from autopar.pipeline.clock import Timeline
 from autopar.pipeline.pass_ends import AHEAD
 from autopar.pipeline.work import BACKWARD, FORWARD, PASSES, Did, Pass, shown_s, shows

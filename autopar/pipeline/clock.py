@@ -20,7 +20,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autopar.layout import BUCKET_BYTES
+from autopar.buckets import leaf_buckets
 from autopar.pipeline.pass_clock import OUTSIDE, Clock, LeafBucket, Turn
 from autopar.pipeline.pass_ends import AGAIN, AHEAD, BACK, Sent, Stop, Stops, Sum, in_one_bucket
 from autopar.pipeline.work import BACKWARD, Pass, least_s
@@ -142,19 +142,17 @@ class Timeline:
         order = sorted(walked, key=lambda scope: self.program.order[self.program.runs[scope].ports[0]])
         blocks: list[Hashable] = [OUTSIDE, *((scope, number) for scope in order for number in range(walked[scope]))]
         by_reader = {scope: sorted(leaves, key=lambda leaf: leaf.reader) for scope, leaves in self._leaves.items()}
-        found, filled_bytes, before = list[list[tuple[_Leaf, Hashable]]](), 0.0, None
-        for block in blocks:
-            for leaf in by_reader.get(block[0] if isinstance(block, tuple) else "", ()):
-                full = filled_bytes >= BUCKET_BYTES or (
-                    found
-                    and found[-1][-1][1] != block
-                    and (2 * filled_bytes >= BUCKET_BYTES or found[-1][-1][1] is OUTSIDE)
-                )
-                if not found or not leaf.ahead or leaf.kinds != before or full:
-                    found.append([])
-                    filled_bytes = 0.0
-                found[-1].append((leaf, block))
-                filled_bytes, before = filled_bytes + leaf.sent.nbytes, leaf.kinds
+        read = [
+            (leaf, block)
+            for block in blocks
+            for leaf in by_reader.get(block[0] if isinstance(block, tuple) else "", ())
+        ]
+        found = leaf_buckets(
+            read,
+            alike=lambda one: one[0].kinds if one[0].ahead else one,  # by itself where it is not gathered
+            reader=lambda one: one[1],
+            nbytes=lambda one: one[0].sent.nbytes,
+        )
         return [_bucket(members) for members in found]
 
 

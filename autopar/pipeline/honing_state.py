@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.buckets import BUCKET_BYTES
 from autopar.cost.comm import link_shares
-from autopar.layout import BUCKET_BYTES
 from autopar.problem.leaf_gathers import in_a_row, share_ahead
 from autopar.problem.pass_quantities import COMPUTE, SHOWN, WAITED
 from autopar.problem.pass_tables import PASSES, PassTables

@@ -6,7 +6,7 @@ The rules by which collectives begin and are waited for are those of the runtime
     leaves      are gathered in buckets as `autopar.prefetching.due` says; a block waits for its own before it runs
                 (runtime.leaves)
     scatters    of whole gradients to the layout of their leaf are waited for as `autopar.deferred_waits.Queue` says
-    sums        of gradients over ranks begin when a bucket of BUCKET_BYTES is full (runtime.gradsync)
+    sums        of gradients over ranks begin when a bucket is full (autopar.buckets)
 
 Collectives of one stream run one after the other; streams share links and compute units (pipeline.streams).
 """
@@ -14,11 +14,12 @@ Collectives of one stream run one after the other; streams share links and compu
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
+from autopar.buckets import BUCKET_BYTES, gradient_buckets
 from autopar.deferred_waits import BUCKETS, Queue
-from autopar.layout import BUCKET_BYTES, legs
+from autopar.layout import legs
 from autopar.pipeline.pass_ends import Sent, Stop, Sum, in_one_bucket
 from autopar.pipeline.streams import Sending, Streams
 from autopar.prefetching import due, timetable
@@ -191,26 +192,26 @@ class Clock:
 
 @dataclass(eq=False, slots=True)
 class _Bucket:
-    """The sums of a bucket, their bytes, and how many of its gradients have not come to their leaves yet."""
+    """The sums of a bucket, and how many of its gradients have not come to their leaves yet."""
 
-    members: list[Sum] = field(default_factory=list)
-    nbytes: float = 0.0
-    missing: int = 0
+    members: Sequence[Sum]
+    missing: int
 
 
 def _buckets(turns: Sequence[Turn]) -> Mapping[tuple[int, int], _Bucket]:
     """The bucket of each sum, by its turn and its number there. As runtime.gradient_buckets fills them: in the order of
     the backward, whatever the order in which gradients come from their scatters."""
-    filling, found = dict[object, _Bucket](), dict[tuple[int, int], _Bucket]()
-    for number, turn in enumerate(turns):
-        for at, gradient in enumerate(turn.stop.sums):
-            bucket = found[number, at] = filling.setdefault(gradient.key, _Bucket())
-            bucket.members.append(gradient)
-            bucket.nbytes += gradient.sent.nbytes
-            bucket.missing += 1
-            if bucket.nbytes >= BUCKET_BYTES:
-                del filling[gradient.key]
-    return found
+    gradients = [(number, at) for number, turn in enumerate(turns) for at in range(len(turn.stop.sums))]
+    found = gradient_buckets(
+        gradients,
+        alike=lambda one: turns[one[0]].stop.sums[one[1]].key,
+        nbytes=lambda one: turns[one[0]].stop.sums[one[1]].sent.nbytes,
+    )
+    in_bucket = dict[tuple[int, int], _Bucket]()
+    for members in found:
+        bucket = _Bucket([turns[number].stop.sums[at] for number, at in members], len(members))
+        in_bucket.update(dict.fromkeys(members, bucket))
+    return {one: in_bucket[one] for one in gradients}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.buckets import BUCKET_BYTES, SOON, travels_alone
 from autopar.cluster import MeshAxis
 from autopar.cost.comm import collective_s, link_shares
 from autopar.deferred_waits import BUCKETS
-from autopar.layout import BUCKET_BYTES, SOON, legs
+from autopar.layout import legs
 from autopar.prefetching import ends
 from autopar.problem.graph import Op, Program
 from autopar.problem.hiding import LOCAL_AXIS, Load, Loads, moves
@@ -62,13 +63,13 @@ class Sent:
 
 def in_one_bucket(sent: Sequence[Sent]) -> list[Load]:
     """The collectives of a bucket, with the copies around them: each runs once over the bytes of all that is packed,
-    and once for each tensor of BUCKET_BYTES or more (runtime.coalesced), one right after the other."""
+    and once for each large tensor (runtime.coalesced), one right after the other."""
     found = list[Load]()
     for number, parts in enumerate(zip(*(legs(one.way, moves) for one in sent), strict=True)):
         copies_s = sum(load.seconds for part in parts for load in part if not moves(load))
         found += [Load(LOCAL_AXIS, copies_s, {}, "copy")] if copies_s > 0.0 else []
         moved = [
-            (load, one.nbytes >= BUCKET_BYTES)
+            (load, travels_alone(one.nbytes))
             for one, part in zip(sent, parts, strict=True)
             for load in part
             if moves(load)

@@ -20,8 +20,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+from autopar.buckets import BUCKET_BYTES
 from autopar.cluster import MeshAxis
-from autopar.layout import BUCKET_BYTES, NO_GRAD, Layout, fraction
+from autopar.layout import NO_GRAD, Layout, fraction
 from autopar.pipeline.aggregate import Aggregate
 from autopar.pipeline.once_per_step import Sums
 from autopar.pipeline.op_passes import OpPasses, sum_s

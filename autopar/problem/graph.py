@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from autopar.layout import BUCKET_BYTES
+from autopar.buckets import BUCKET_BYTES
 from autopar.rules.arguments import bias_of, given
 from autopar.rules.language import Call, Tensor
 from autopar.rules.rule import Rule

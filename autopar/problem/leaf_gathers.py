@@ -21,7 +21,8 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD
+from autopar.buckets import BUCKET_BYTES
+from autopar.prefetching import LEAVES_AHEAD
 from autopar.problem.graph import Program
 
 

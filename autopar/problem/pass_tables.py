@@ -37,8 +37,9 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.buckets import BUCKET_BYTES
 from autopar.cost.comm import COLLECTIVES, fastest_ways, link_shares
-from autopar.layout import BUCKET_BYTES, fraction
+from autopar.layout import fraction
 from autopar.problem.build import Model
 from autopar.problem.cluster_members import Member, Way
 from autopar.problem.clusters import Cluster

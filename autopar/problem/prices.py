@@ -19,11 +19,13 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.buckets import BUCKET_BYTES
 from autopar.cluster import Device, Mesh
 from autopar.cost.comm import collective_s
 from autopar.cost.memory import ParameterBytes, itemsize, parameter_bytes, rests_in, scales_loss
-from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, Layout, fraction, most_elements
+from autopar.layout import Layout, fraction, most_elements
 from autopar.optimizers import OPTIMIZERS
+from autopar.prefetching import LEAVES_AHEAD
 from autopar.problem.at_rest import Resting
 from autopar.problem.graph import Op
 from autopar.problem.kernels import Kernels

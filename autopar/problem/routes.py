@@ -16,30 +16,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar.buckets import PACKED, travels_alone
 from autopar.cluster import Mesh
 from autopar.cost.comm import LOCAL, bucket_copies_s, collective_s, copies_s, group_bytes, link_shares, step_s
-from autopar.layout import (
-    BUCKET_BYTES,
-    PACKED,
-    Entry,
-    Layout,
-    Step,
-    dim_of,
-    fraction,
-    is_placed,
-    is_shard,
-    moving,
-    sections_of,
-    shard,
-    steps,
-)
+from autopar.layout import Entry, Layout, Step, dim_of, fraction, is_placed, is_shard, moving, sections_of, shard, steps
 from autopar.problem.hiding import LOCAL_AXIS, Load, split
 
 NO_STEP = -1
 """Fills up the rows of an array of steps, where routes have different numbers of them."""
 
 BY_ITSELF = math.inf
-"""For the bytes of its bucket: of a tensor that has collectives of its own there (runtime.coalesced)."""
+"""For the bytes of its bucket: of a tensor that has collectives of its own there (autopar.buckets.travels_alone)."""
 
 LARGE_BYTES = 1e9
 """A size at which the latency of a collective is negligible."""
@@ -81,8 +68,8 @@ class Routes:
 
     Sizes of tensors are `size_bytes`, of the whole tensor on one device. `bucket_bytes`, where it is not 0, are the
     bytes of the bucket on a rank in which the tensor travels with others: it then costs its share of the bucket's
-    collectives, so that the latency is divided, and is copied into the bucket and out of it. A tensor that has
-    BUCKET_BYTES on a rank at either end of its route travels by itself (runtime.coalesced).
+    collectives, so that the latency is divided, and is copied into the bucket and out of it. A large
+    tensor travels by itself (autopar.buckets).
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -134,7 +121,7 @@ class Routes:
         share = self._packed_share[number]
         if not bucket_bytes or math.isinf(share):
             return 0.0
-        return bucket_bytes if share * size_bytes < BUCKET_BYTES else BY_ITSELF
+        return BY_ITSELF if travels_alone(share * size_bytes) else bucket_bytes
 
     def loads(self, source: Layout, target: Layout, size_bytes: float, bucket_bytes: float = 0.0) -> tuple[Load, ...]:
         """The loads of one route, in order: the collective of each step, and the local copies before or after it. Their

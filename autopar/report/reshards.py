@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autopar.buckets import BUCKET_BYTES
 from autopar.cluster import Cluster
 from autopar.codegen.context import Context
 from autopar.codegen.edges import Reshard
 from autopar.codegen.tally import Tally
-from autopar.layout import BUCKET_BYTES, fraction
+from autopar.layout import fraction
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
 from autopar.problem.prices import Prices

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.layout import BUCKET_BYTES, Step, dim_of, most_elements
+from autopar.buckets import BUCKET_BYTES, travels_alone
+from autopar.layout import Step, dim_of, most_elements
 from autopar.runtime.collectives import start_all_gather, start_reduce_scatter, wait
 from autopar.runtime.count import counting, record
 from autopar.runtime.cuts import cut, join, pad
@@ -49,9 +50,11 @@ class Together:
     ) -> None:
         self.shapes, self.mesh, self.names, self.into = shapes, mesh, names, into
         large = [
-            max(most_elements(shape, layout, mesh.sizes) for layout in (way[0].before, way[-1].after))
-            * x.element_size()
-            >= limit_bytes
+            travels_alone(
+                max(most_elements(shape, layout, mesh.sizes) for layout in (way[0].before, way[-1].after))
+                * x.element_size(),
+                limit_bytes,
+            )
             for way, x, shape in zip(ways, tensors, shapes, strict=True)
         ]
         self._alone = [index for index, own in enumerate(large) if own]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from autopar.layout import PACKED, Step, steps
+from autopar.buckets import PACKED, gradient_buckets
+from autopar.layout import Step, steps
 from autopar.runtime.coalesced import Together
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.params import Held
@@ -36,18 +35,18 @@ def sync_steps(held: Held, mesh: Mesh) -> tuple[Step, ...]:
 def buckets_of(held: Sequence[Held], mesh: Mesh, limit_bytes: int) -> list[Bucket]:
     """Buckets in the order in which a backward fills them: parameters in reverse, those of a bucket with the same
     collectives, dtype and `each`."""
-    filling: dict[tuple[tuple[tuple[str, int], ...], torch.dtype, bool], list[Held]] = {}
-    buckets: list[Bucket] = []
-    for h in reversed(held):
-        moves = tuple((step.kind, step.axis) for step in sync_steps(h, mesh))
-        if not moves or not h.leaf.requires_grad or not all(kind in PACKED for kind, _ in moves):
-            continue
-        members = filling.setdefault((moves, h.local.dtype, h.info.each), [])
-        members.append(h)
-        if sum(m.gradient_bytes(mesh) for m in members) >= limit_bytes:
-            buckets.append(Bucket(moves, tuple(members)))
-            members.clear()
-    return buckets + [Bucket(moves, tuple(members)) for (moves, *_), members in filling.items() if members]
+    moves = {h.name: tuple((step.kind, step.axis) for step in sync_steps(h, mesh)) for h in held}
+    found = gradient_buckets(
+        [
+            h
+            for h in reversed(held)
+            if h.leaf.requires_grad and moves[h.name] and all(kind in PACKED for kind, _ in moves[h.name])
+        ],
+        alike=lambda h: (moves[h.name], h.local.dtype, h.info.each),
+        nbytes=lambda h: h.gradient_bytes(mesh),
+        limit_bytes=limit_bytes,
+    )
+    return [Bucket(moves[members[0].name], tuple(members)) for members in found]
 
 
 def turns_of(held: Sequence[Held], buckets: Sequence[Bucket]) -> list[Bucket | Held]:

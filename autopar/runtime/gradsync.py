@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from autopar._torch import at_end_of_backward, gradient_hooks, local_of, wrap_like
+from autopar.buckets import BUCKET_BYTES
 from autopar.deferred_waits import BUCKETS, Queue
 from autopar.errors import RunError
-from autopar.layout import BUCKET_BYTES, Layout
+from autopar.layout import Layout
 from autopar.runtime.coalesced import Together
 from autopar.runtime.first_order import only_first_order
 from autopar.runtime.gradient_buckets import Bucket, buckets_of, sync_steps, turns_of

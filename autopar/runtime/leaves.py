@@ -15,15 +15,16 @@ optimizer, a checkpoint, or an in-place edit that no version counter shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from autopar._torch import copy_all
-from autopar.layout import BUCKET_BYTES, Step, crosses, steps
+from autopar.buckets import BUCKET_BYTES, leaf_buckets
+from autopar.layout import Step, crosses, steps
 from autopar.prefetching import due
 from autopar.runtime.coalesced import Together
 from autopar.runtime.lifetimes import weakly
@@ -68,7 +69,7 @@ class Leaves:
         # -1: the model itself
         first = {h.name: min(numbers.get(id(table), -1) for table, _ in h.readers) for h in gathered}
         gathered.sort(key=lambda h: first[h.name])
-        self.buckets = list(_buckets(gathered, first, mesh, bucket_bytes))
+        self.buckets = _buckets(gathered, first, mesh, bucket_bytes)
         self.done = len(self.buckets)
         last = {
             number: index
@@ -160,27 +161,19 @@ def _readers(held: Held, numbers: Mapping[int, int]) -> Iterator[int]:
         yield numbers.get(id(table), -1)
 
 
-def _buckets(held: Sequence[Held], first: Mapping[str, int], mesh: Mesh, limit_bytes: int) -> Iterator[_Bucket]:
-    """Buckets in the order of `held`, each of one dtype and one sequence of axes. A block starts a new bucket where the
-    current one is at least half full."""
-    filling: list[Held] = []
-    key: Any = None
-    for h in held:
+def _buckets(held: Sequence[Held], first: Mapping[str, int], mesh: Mesh, limit_bytes: int) -> list[_Bucket]:
+    """Buckets in the order of `held`; `first` is the number of the block that reads each first, -1 for the model
+    itself."""
+
+    def alike(h: Held) -> Hashable:
         way = gathered_by(h, mesh)
-        here = (*(step.axis for step in way), h.leaf.dtype) if way else None
-        size = sum(m.leaf_bytes(mesh) for m in filling)
-        new_reader = bool(filling) and first[filling[-1].name] != first[h.name]
-        if filling and (
-            here != key
-            or size >= limit_bytes
-            or (new_reader and (2 * size >= limit_bytes or first[filling[-1].name] < 0))
-        ):
-            yield _bucket(filling, mesh)
-            filling = []
-        filling.append(h)
-        key = here
-    if filling:
-        yield _bucket(filling, mesh)
+        return (*(step.axis for step in way), h.leaf.dtype) if way else None
+
+    def reader(h: Held) -> int | None:
+        return first[h.name] if first[h.name] >= 0 else None
+
+    found = leaf_buckets(held, alike=alike, reader=reader, nbytes=lambda h: h.leaf_bytes(mesh), limit_bytes=limit_bytes)
+    return [_bucket(members, mesh) for members in found]
 
 
 def _bucket(members: Sequence[Held], mesh: Mesh) -> _Bucket:

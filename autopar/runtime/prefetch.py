@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from autopar._torch import at_end_of_backward
-from autopar.layout import BUCKET_BYTES, Layout, most_elements, moving, steps
+from autopar.buckets import BUCKET_BYTES
+from autopar.layout import Layout, most_elements, moving, steps
 from autopar.prefetching import timetable
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import Chain, relayout

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
-from autopar.layout import BUCKET_BYTES, legs
+from autopar.buckets import BUCKET_BYTES
+from autopar.layout import legs
 from autopar.prefetching import due, timetable
 from autopar.simulate.pieces import Piece
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.buckets import BUCKET_BYTES, PACKED, gradient_buckets, leaf_buckets, travels_alone
 from autopar.cluster import Mesh
 from autopar.codegen.edges import Edges, out_pair
-from autopar.layout import BUCKET_BYTES, LOCAL, PACKED, Step, most_elements
+from autopar.layout import LOCAL, Step, most_elements
 from autopar.pipeline.stage_views import View
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
@@ -62,21 +63,22 @@ class Sync:
     def buckets(self, view: View, turns: Sequence[Turn], limit_bytes: float = BUCKET_BYTES) -> list[Bucket]:
         """The gradient buckets of a stage, as in runtime.gradient_buckets: parameters in reverse order of use, those of
         a bucket with the same collectives and dtype."""
-        filling: dict[tuple[object, ...], list[_Entry]] = {}
-        found: list[Bucket] = []
         ways = {r.ref: r for r in self.edges.reshards if r.role == "sync"}
-        for member in reversed(self.members(view, turns)):
-            op, way = self.program.ops[member[0]], ways.get((member[0], 0))
-            if way is None:
-                continue
-            entry = _Entry(member, self._several(way.backward(self.mesh.sizes)), way.each)
-            key = tuple((step.kind, step.axis) for step in entry.sums)
-            entries = filling.setdefault((key, op.dtype, way.each), [])
-            entries.append(entry)
-            if sum(self._gradient_bytes(e.member) for e in entries) >= limit_bytes:
-                found.append(self._bucket(entries))
-                entries.clear()
-        return found + [self._bucket(entries) for entries in filling.values() if entries]
+        found = gradient_buckets(
+            [
+                _Entry(member, self._several(way.backward(self.mesh.sizes)), way.each)
+                for member in reversed(self.members(view, turns))
+                if (way := ways.get((member[0], 0))) is not None
+            ],
+            alike=lambda entry: (
+                tuple((step.kind, step.axis) for step in entry.sums),
+                self.program.ops[entry.member[0]].dtype,
+                entry.each,
+            ),
+            nbytes=lambda entry: self._gradient_bytes(entry.member),
+            limit_bytes=limit_bytes,
+        )
+        return [self._bucket(entries) for entries in found]
 
     def _several(self, steps: Sequence[Step]) -> tuple[Step, ...]:
         """The steps on axes of two or more ranks."""
@@ -124,23 +126,18 @@ class Sync:
             for member in sorted(first, key=first.__getitem__)
             if (way := ways.get((member[0], 0))) is not None
         }
-        found: list[list[Member]] = []
-        for member in (member for member, steps in moved.items() if steps):
-            last = found[-1][-1] if found else None
-            size = sum(self.local_bytes(self.program.ops[name]) for name, _ in found[-1]) if found else 0.0
-            new_reader = last is not None and first[last] != first[member]
-            if (
-                last is None
-                or self._key(member, moved) != self._key(last, moved)
-                or size >= limit_bytes
-                or (new_reader and (2 * size >= limit_bytes or first[last] < 0))
-            ):
-                found.append([])
-            found[-1].append(member)
-        return [
-            self._filling(members, moved, [blocks[first[m]] if first[m] >= 0 else None for m in members])
-            for members in found
-        ]
+
+        def reader(member: Member) -> tuple[str, int] | None:
+            return blocks[first[member]] if first[member] >= 0 else None
+
+        found = leaf_buckets(
+            [member for member, steps in moved.items() if steps],
+            alike=lambda member: self._key(member, moved),
+            reader=reader,
+            nbytes=self._leaf_bytes,
+            limit_bytes=limit_bytes,
+        )
+        return [self._filling(members, moved, [reader(member) for member in members]) for members in found]
 
     def _key(self, member: Member, moved: Mapping[Member, tuple[Step, ...]]) -> tuple[tuple[int, ...], str] | None:
         """The key that all leaves of a bucket share: axes and dtype; None for leaves that are resharded by
@@ -180,7 +177,7 @@ class Sync:
         full = [self.prices.gradient_bytes(op, size) for op, size in zip(ops, full, strict=True)] if gradients else full
         first, last = ops[0].name, ops[-1].name
         nbytes_of = self._gradient_bytes if gradients else self._leaf_bytes
-        small = [number for number, one in enumerate(members) if nbytes_of(one) < BUCKET_BYTES] if packed else None
+        small = [number for number, one in enumerate(members) if not travels_alone(nbytes_of(one))] if packed else None
         return together(steps, full, small, self.mesh, first if first == last else f"{first} ... {last}")
 
     def local_bytes(self, op: Op) -> float:

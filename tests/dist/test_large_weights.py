@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.layout import BUCKET_BYTES
+from autopar.buckets import BUCKET_BYTES
 
 WIDTH = 1800
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar._torch import local_of
+from autopar.buckets import BUCKET_BYTES
 from autopar.bundle import Bundle
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
@@ -26,7 +27,6 @@ from autopar.compiled import Compiled
 from autopar.errors import PlanError
 from autopar.frontend import load
 from autopar.frontend.loading import cast
-from autopar.layout import BUCKET_BYTES
 from autopar.problem.prices import Prices
 from autopar.report.reshards import reshards
 from autopar.runtime import count

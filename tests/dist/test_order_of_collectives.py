@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.layout import BUCKET_BYTES, LOCAL
+from autopar.buckets import BUCKET_BYTES
+from autopar.layout import LOCAL
 from autopar.runtime.count import count
 from autopar.simulate.stages import Stages
 from tests.helpers.ranks import on_ranks

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.buckets import BUCKET_BYTES
 from autopar.bundle import Bundle
 from autopar.capture import Captured, capture
 from autopar.cluster import Cluster
@@ -18,7 +19,6 @@ from autopar.codegen.edges import spot_of
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
 from autopar.frontend import Loaded, load
-from autopar.layout import BUCKET_BYTES
 from autopar.memory import predict
 from autopar.onestage import finish, plan
 from autopar.plan import Plan

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 
 from autopar import bestfirst
+from autopar.buckets import BUCKET_BYTES
 from autopar.candidate import Candidate
 from autopar.cluster import Cluster
 from autopar.cost.comm import link_shares
-from autopar.layout import BUCKET_BYTES
 from autopar.pipeline import passes
 from autopar.pipeline.honing_state import HoningState
 from autopar.pipeline.passes import Passes

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD
+from autopar.buckets import BUCKET_BYTES
+from autopar.prefetching import LEAVES_AHEAD
 from autopar.problem.leaf_gathers import Leaves, first_bytes
 
 sizes = st.sampled_from([0.0, 0.1, 0.3, 0.6, 0.9, 1.0, 1.2, 3.0, 5.0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from autopar._torch import TorchDispatchMode
+from autopar.buckets import BUCKET_BYTES, travels_alone
 from autopar.cluster import Cluster
-from autopar.layout import BUCKET_BYTES, local_shape, parse, steps
+from autopar.layout import local_shape, parse, steps
 from autopar.problem import routes as routes_module
 from autopar.problem.hiding import LOCAL_AXIS
 from autopar.problem.routes import Routes
@@ -87,7 +89,7 @@ def test_buckets_copy_what_is_priced(
     device = replace(
         cluster.device, launch_s=0.0, cache_bytes=0, memory_bandwidth_bytes_s=1e9, achievable_bandwidth=1.0
     )
-    monkeypatch.setattr(routes_module, "BUCKET_BYTES", limit_bytes)
+    monkeypatch.setattr(routes_module, "travels_alone", partial(travels_alone, limit_bytes=limit_bytes))
     routes = Routes(replace(cluster, device=device).mesh(sizes))
     loads = routes.loads(source, target, sum(4.0 * math.prod(shape) for shape in SHAPES), 1.0)
     copies_s = sum(load.seconds for load in loads if load.axis == LOCAL_AXIS)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from autopar.layout import BUCKET_BYTES, LEAVES_AHEAD, crosses, legs, moving, steps
+from autopar.buckets import BUCKET_BYTES
+from autopar.layout import crosses, legs, moving, steps
 from autopar.memory.ahead import Unit, begin_ahead
 from autopar.memory.storages import Book
-from autopar.prefetching import ends
+from autopar.prefetching import LEAVES_AHEAD, ends
 from autopar.runtime.leaves import due
 from autopar.runtime.prefetch import timetable
 

@@ -38,19 +38,41 @@ from autopar.runtime.turns import Turn
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One gather, of the leaf of `held` (None: of another tensor, which cannot begin ahead) as `turn` makes it, of
-    `nbytes` on the fullest rank, in so many collectives."""
+class Fetch:
+    """How a weight of whole `shape` is gathered: its shard as `turn` makes it, from layout `src` to `dst`. The gather
+    belongs to `unit`; `name` is for runtime.count."""
 
-    held: Held | None
     turn: Turn
     src: Layout
     dst: Layout
     shape: tuple[int, ...]
-    nbytes: int
-    legs: int
+    mesh: Mesh = field(compare=False)
     name: str = field(compare=False)
     unit: Any = field(compare=False)
+
+    def at_once(self, x: Tensor) -> Tensor:
+        """The weight, gathered now of the shard `x`."""
+        return relayout(self.turn.of(x), self.src, self.dst, self.shape, self.mesh, self.name)
+
+    def ahead(self, x: Tensor) -> Chain:
+        """The gather of the shard `x` in the background, not begun yet."""
+        return Chain(self.turn.of(x), self.src, self.dst, self.shape, self.mesh, self.name, behind=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One gather, of the leaf of `held` (None: of another tensor, which cannot begin ahead), of `nbytes` on the fullest
+    rank, in so many collectives."""
+
+    held: Held | None
+    fetch: Fetch
+    nbytes: int
+    legs: int
+
+    @property
+    def unit(self) -> Any:
+        """What the gather belongs to."""
+        return self.fetch.unit
 
 
 @dataclass(frozen=True)
@@ -100,14 +122,14 @@ class Orders:
         """End a pass."""
         self._open.pop(going, None)
 
-    def call(
-        self, x: Tensor, turn: Turn, src: Layout, dst: Layout, shape: tuple[int, ...], name: str, unit: Any
-    ) -> Call:
+    def call(self, leaf: Tensor, fetch: Fetch) -> Call:
         """The Call of one gather."""
-        way = moving(steps(src, dst, self.mesh.sizes), self.mesh.sizes)
+        sizes = self.mesh.sizes
+        way = moving(steps(fetch.src, fetch.dst, sizes), sizes)
         gathers = any(step.kind == "all_gather" for step in way)
-        nbytes = most_elements(shape, dst, self.mesh.sizes) * (turn.casts[-1] if turn.casts else x.dtype).itemsize
-        return Call(self.held_of(x) if gathers else None, turn, src, dst, shape, nbytes, len(way), name, unit)
+        dtype = fetch.turn.casts[-1] if fetch.turn.casts else leaf.dtype
+        nbytes = most_elements(fetch.shape, fetch.dst, sizes) * dtype.itemsize
+        return Call(self.held_of(leaf) if gathers else None, fetch, nbytes, len(way))
 
 
 class Going:
@@ -121,45 +143,28 @@ class Going:
         self._due = dict(learned.due)
         self._begun: dict[int, tuple[Chain, int]] = {}  # by number, with the version of what is gathered
 
-    def take(
-        self,
-        x: Tensor,
-        src: Layout,
-        dst: Layout,
-        shape: tuple[int, ...],
-        mesh: Mesh,
-        name: str = "",
-        *,
-        leaf: Tensor,
-        turn: Turn,
-        unit: Any,
-    ) -> Tensor:
-        """Gather a weight: `relayout` of `x` after `turn`, which may have begun already. `leaf` is `x` as autograd sees
-        it; the gather belongs to `unit`."""
+    def take(self, x: Tensor, fetch: Fetch, leaf: Tensor) -> Tensor:
+        """Gather a weight of its shard `x`, which may have begun already. `leaf` is `x` as autograd sees it."""
         if self.ended:
-            return relayout(turn.of(x), src, dst, shape, mesh, name)
-        call, at = self.orders.call(leaf, turn, src, dst, shape, name, unit), len(self.seen)
+            return fetch.at_once(x)
+        call, at = self.orders.call(leaf, fetch), len(self.seen)
         self.seen.append(call)
         if self.plan and (at >= len(self.plan) or self.plan[at] != call):
             self.leave()
         self._go_on(at)
         chain, version = self._begun.pop(at, (None, -1))
         whole = chain.finish() if chain is not None else None
-        return (
-            whole
-            if whole is not None and version == leaf._version
-            else relayout(turn.of(x), src, dst, shape, mesh, name)
-        )
+        return whole if whole is not None and version == leaf._version else fetch.at_once(x)
 
     def begin(self) -> None:
         """Start the gathers that are due before the first one is used."""
         self._go_on(0)
 
-    def take_back(self, *args: Any, **kwargs: Any) -> Tensor:
+    def take_back(self, x: Tensor, fetch: Fetch, leaf: Tensor) -> Tensor:
         """`take` in a backward; the pass ends when the backward does."""
         if not self.seen and not self.ended:
             at_end_of_backward(self.end)
-        return self.take(*args, **kwargs)
+        return self.take(x, fetch, leaf)
 
     def end(self) -> None:
         """End the pass."""
@@ -192,9 +197,7 @@ class Going:
     def _chain(self, call: Call, held: Held) -> tuple[Chain, int]:
         if held.ready is not None:
             held.ready()
-        return Chain(
-            call.turn.of(held.leaf.detach()), call.src, call.dst, call.shape, self.orders.mesh, call.name, behind=True
-        ), held.leaf._version
+        return call.fetch.ahead(held.leaf.detach()), held.leaf._version
 
 
 _units: list[Any] = []  # blocks that are running, innermost last

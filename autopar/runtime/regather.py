@@ -26,7 +26,7 @@ from autopar.layout import Layout
 from autopar.runtime.first_order import only_first_order
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import relayout
-from autopar.runtime.prefetch import Orders, unit_here
+from autopar.runtime.prefetch import Fetch, Orders, unit_here
 from autopar.runtime.replay import once
 from autopar.runtime.reshard import arrow, reshard
 from autopar.runtime.stack import pushed
@@ -37,6 +37,13 @@ _open: list[Pass] = []  # one for each open context of `regathering` and `rerunn
 
 
 Sink = Callable[[Tensor, Layout, str], None]  # takes a whole gradient, its layout, and a name for the count
+
+
+class Take(Protocol):
+    """What gathers a weight in a pass."""
+
+    def __call__(self, x: Tensor, fetch: Fetch, leaf: Tensor) -> Tensor:
+        """The weight of the shard `x`, which autograd knows as `leaf`."""
 
 
 class Sinks(Protocol):
@@ -57,28 +64,19 @@ class Pass:
     backward, `sinks` take gradients, and `sums` maps dtypes of leaves to those in which their gradients are reduced,
     where these differ."""
 
-    take: Callable[..., Tensor]
+    take: Take
     sinks: Sinks | None = None
-    back: Callable[..., Tensor] | None = None
+    back: Take | None = None
     sums: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
 
 
 class Handle:
-    """How to gather one weight again, in `dtype`. `saved` counts what autograd saved and has not used yet."""
+    """How to gather one weight again, in `dtype`: by `take`, from the shard of `leaf`. `saved` counts what autograd
+    saved and has not used yet."""
 
-    def __init__(
-        self,
-        shard: Tensor,
-        dtype: torch.dtype,
-        src: Layout,
-        dst: Layout,
-        shape: tuple[int, ...],
-        mesh: Mesh,
-        name: str,
-        take: Callable[..., Tensor],
-    ) -> None:
-        self.shard, self.version, self.dtype = shard.detach(), shard._version, dtype
-        self.src, self.dst, self.shape, self.mesh, self.name, self.take = src, dst, shape, mesh, name, take
+    def __init__(self, leaf: Tensor, dtype: torch.dtype, fetch: Fetch, take: Take) -> None:
+        self.shard, self.version, self.dtype = leaf.detach(), leaf._version, dtype
+        self.fetch, self.take = fetch, partial(take, fetch=fetch, leaf=leaf)
         self.saved = 0
         self.whole: Tensor | None = None
 
@@ -87,12 +85,12 @@ class Handle:
         since."""
         if self.shard._version != self.version:
             raise RunError(
-                f"the shard of weight {self.name or self.shape} was modified between forward and backward: "
+                f"the shard of weight {self.fetch.name or self.fetch.shape} was modified between forward and backward: "
                 f"version {self.shard._version}, wanted {self.version}; step the optimizer after the backward"
             )
         if self.whole is None:
             with torch.no_grad():
-                self.whole = self.take(self.shard, self.src, self.dst, self.shape, self.mesh, self.name)
+                self.whole = self.take(self.shard)
         whole = self.whole
         self.saved -= 1
         if self.saved <= 0:
@@ -128,19 +126,18 @@ def gather(
     if torch.compiler.is_compiling() or not _open:
         sums = _open[-1].sums.get(x.dtype) if _open and not casts else None
         return reshard(turn.of(x), change, grad=grad, shape=shape, mesh=mesh, name=name, sums=sums)
-    now, unit = _open[-1], unit_here()
-    take = partial(now.take, leaf=x, turn=turn, unit=unit)
+    now, fetch = _open[-1], Fetch(turn, *arrow(change), tuple(shape), mesh, name, unit_here())
+    take = partial(now.take, fetch=fetch, leaf=x)
     if grad is None or not x.requires_grad or not torch.is_grad_enabled():
-        out = once(lambda: take(x.detach(), *arrow(change), tuple(shape), mesh, name))
+        out = once(lambda: take(x.detach()))
     else:
-        gathered, consumed = Gathered(turn, tuple(shape), arrow(grad)[1]), arrow(grad)[0]
-        sink = now.sinks.sink(x, gathered, unit) if now.sinks is not None else None
-        out = _Gather.apply(x, gathered, *arrow(change), consumed, mesh, name, sink, take)
+        consumed, rest = arrow(grad)
+        gathered = Gathered(turn, fetch.shape, rest)
+        sink = now.sinks.sink(x, gathered, fetch.unit) if now.sinks is not None else None
+        out = _Gather.apply(x, take, fetch, consumed, gathered, sink)
     address = out.untyped_storage().data_ptr()
     if again and now.back is not None and out.numel() and address != x.untyped_storage().data_ptr():
-        _registry[address] = Handle(
-            x, out.dtype, *arrow(change), tuple(shape), mesh, name, partial(now.back, leaf=x, turn=turn, unit=unit)
-        )
+        _registry[address] = Handle(x, out.dtype, fetch, now.back)
         weakref.finalize(out, _registry.pop, address, None)
     return out
 
@@ -150,34 +147,32 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        gathered: Gathered,
-        src: Layout,
-        dst: Layout,
+        take: Callable[[Tensor], Tensor],
+        fetch: Fetch,
         consumed: Layout,
-        mesh: Mesh,
-        name: str,
+        gathered: Gathered,
         sink: Sink | None,
-        take: Callable[..., Tensor],
     ) -> Tensor:
-        ctx.gathered, ctx.consumed, ctx.mesh, ctx.name, ctx.sink = gathered, consumed, mesh, name, sink
+        ctx.fetch, ctx.consumed, ctx.gathered, ctx.sink = fetch, consumed, gathered, sink
         # in which a parameter's gradients are summed and add up
         ctx.dtype = (x.grad_dtype if x.is_leaf else None) or x.dtype
-        out = once(lambda: take(x, src, dst, gathered.shape, mesh, name))
+        out = once(lambda: take(x))
         return out.view_as(out) if out is x else out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        only_first_order(ctx.name)
+        fetch: Fetch = ctx.fetch
+        only_first_order(fetch.name)
         moved = None
         if ctx.sink is not None:
-            ctx.sink(grads[0], ctx.consumed, ctx.name)
+            ctx.sink(grads[0], ctx.consumed, fetch.name)
         else:
             gathered: Gathered = ctx.gathered
             grad = gathered.turn.summed(grads[0], ctx.dtype)
             moved = gathered.turn.back(
-                relayout(grad, ctx.consumed, gathered.rest, gathered.shape, ctx.mesh, ctx.name), ctx.dtype
+                relayout(grad, ctx.consumed, gathered.rest, gathered.shape, fetch.mesh, fetch.name), ctx.dtype
             )
-        return moved, *(None,) * 8
+        return moved, *(None,) * 5
 
 
 @contextmanager
@@ -204,20 +199,9 @@ def _nothing() -> None:
     """There is no backward that gathers."""
 
 
-def _at_once(
-    x: Tensor,
-    src: Layout,
-    dst: Layout,
-    shape: tuple[int, ...],
-    mesh: Mesh,
-    name: str = "",
-    *,
-    leaf: Tensor,
-    turn: Turn,
-    unit: object,
-) -> Tensor:
+def _at_once(x: Tensor, fetch: Fetch, leaf: Tensor) -> Tensor:
     """A gather without prefetching, where no forward is running."""
-    return relayout(turn.of(x), src, dst, shape, mesh, name)
+    return fetch.at_once(x)
 
 
 def rerunning() -> Callable[[], AbstractContextManager[None]]:

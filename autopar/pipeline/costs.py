@@ -48,7 +48,7 @@ def costs(
     did = Passes(program, micro, choice, forward, apart=apart, sums_at_end=True)
     held = {name: _Held() for name in did.did}
     for index in range(len(micro.problem.nodes)):
-        _hold_node(held, did, program, micro, once, index, choice[index], apart)
+        _hold_node(held, did, once, index)
     _hold_nets(held, did, micro, choice)
     seconds = did.seconds(micro.prices.contention, shared=micro.prices.overlap == 0.0)
     count = {run.scope: run.count for run in program.runs.values()}
@@ -78,18 +78,10 @@ def costs(
     ]
 
 
-def _hold_node(
-    held: Mapping[str, _Held],
-    did: Passes,
-    program: Program,
-    micro: Model,
-    once: Model,
-    index: int,
-    c: int,
-    apart: bool,
-) -> None:
-    """Add what node number `index` holds under its choice `c` to the pieces that hold it: bytes of a microbatch and at
-    rest, and of a parameter the seconds of its update and of adding up its gradient."""
+def _hold_node(held: Mapping[str, _Held], did: Passes, once: Model, index: int) -> None:
+    """Add what node number `index` holds under the solution of `did` to the pieces that hold it: bytes of a microbatch
+    and at rest, and of a parameter the seconds of its update and of adding up its gradient."""
+    program, micro, c = did.program, did.model, did.choice[index]
     cluster, node, at_rest = micro.clusters[index], micro.problem.nodes[index], once.problem.nodes[index]
     op, here = cluster.members[0], held[did.home[cluster.root.name]]
     live = 0.0 if node.live_bytes is None else float(node.live_bytes[c])
@@ -99,7 +91,7 @@ def _hold_node(
     holders = _holders(program, op, did.home)
     for number, name in enumerate(holders):
         held[name].rest_bytes += float(at_rest.memory_bytes[c])
-        if op.role == "param" and (apart or not number):
+        if op.role == "param" and (did.apart or not number):
             held[name].update_s += once.update_s(index, c)
             for way in (BACKWARD, WEIGHTS, BOTH):
                 did.did[name].passes[way].adding_s += micro.update_s(index, c)

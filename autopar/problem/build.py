@@ -153,10 +153,7 @@ class Frame:
         """The Problem with the numbers of `prices`."""
         clusters, choices = self.clusters, self.choices
         scopes = {scope: i for i, scope in enumerate(dict.fromkeys(c.scope for c in clusters))}
-        nodes = tuple(
-            _node(i, self.members[i], self.keeps, c, _labels(options), prices, scopes[c.scope])
-            for i, (c, options) in enumerate(zip(clusters, choices, strict=True))
-        )
+        nodes = tuple(_node(self, index, prices, scopes[cluster.scope]) for index, cluster in enumerate(clusters))
         nodes, lanes = in_lanes(nodes, clusters, choices, self.branches)
         nets = tuple(
             whole(
@@ -179,9 +176,11 @@ class Frame:
 def rested(model: Model, prices: Prices) -> Model:
     """`model` with the memory and the updates of parameters as `prices` has them, which are for the same mesh and other
     settings of offloading; all else is unchanged."""
-    keeps = kept(model.clusters, model.links[0].program)
+    program = model.links[0].program
+    keeps = kept(model.clusters, program)
+    frame = Frame(program, model.clusters, model.choices, model.members, model.links, keeps, Branches())
     nodes = {
-        index: _node(index, model.members[index], keeps, cluster, node.labels, prices, node.group)
+        index: _node(frame, index, prices, node.group)
         for index, (cluster, node) in enumerate(zip(model.clusters, model.problem.nodes, strict=True))
         if cluster.members[0].role == "param"
     }
@@ -299,16 +298,9 @@ def _labels(options: Sequence[Choice]) -> tuple[str, ...]:
     return tuple([",".join([joint.options[-1].factor or "-" for joint in combo]) for combo in options])
 
 
-def _node(
-    index: int,
-    members: Sequence[Member],
-    keeps: Kept,
-    cluster: Cluster,
-    labels: tuple[str, ...],
-    prices: Prices,
-    group: int,
-) -> Node:
-    """The node of cluster number `index`: seconds and bytes of each choice."""
+def _node(frame: Frame, index: int, prices: Prices, group: int) -> Node:
+    """The node of cluster number `index`, in overlap group `group`: seconds and bytes of each choice."""
+    members, labels = frame.members[index], _labels(frame.choices[index])
     seconds, hide = (np.zeros(len(labels)) for _ in range(2))
     for member in members:
         op = member.op
@@ -319,8 +311,9 @@ def _node(
             work_s, under_s = member.both(prices.work_s, wanted)
             seconds += work_s
             hide += under_s
-    held, live = node_bytes(index, members, keeps, prices), passing_bytes(members, prices)
-    return Node(cluster.name, labels, seconds, held if live is None else held + live, hide, group, live_bytes=live)
+    held, live = node_bytes(index, members, frame.keeps, prices), passing_bytes(members, prices)
+    nbytes = held if live is None else held + live
+    return Node(frame.clusters[index].name, labels, seconds, nbytes, hide, group, live_bytes=live)
 
 
 def _net(link: Link, keeps: Kept, prices: Prices, group: int) -> Net:

@@ -7,7 +7,7 @@ A *link* says which value and which of its readers a net stands for. What the ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from autopar.problem.cluster_members import Choice, Member
 from autopar.problem.clusters import Cluster
 from autopar.problem.graph import HOLDERS, Op, Program, Ref
 from autopar.problem.pairs import LayoutPair
-from autopar.problem.prices import Prices
+from autopar.problem.prices import MovedWeight, Prices
 from autopar.problem.saved import Kept, NetKey
 from autopar.problem.types import Net, Use
 from autopar.rules.experts import INSIDE
@@ -27,8 +27,6 @@ from autopar.rules.experts import INSIDE
 COPIES, AS_MADE = "copies", "as made"
 """The bytes that a net may count: of copies that its reshards make, and of the value itself where a reader takes it in
 the layout in which it is made."""
-
-Home = Mapping[str, tuple[int, int]]  # op name -> (its cluster, its place among the members)
 
 
 @dataclass(eq=False)
@@ -132,67 +130,52 @@ class Link:
 def links_of(program: Program, clusters: Sequence[Cluster], members: Sequence[Sequence[Member]]) -> list[Link]:
     """One link for each value and each scope whose operators read it from another cluster, for each value that is fed
     into a run of blocks, and for each that is carried from block to block. `members` are those of `clusters`."""
-    home = {op.name: (i, m) for i, c in enumerate(clusters) for m, op in enumerate(c.members)}
+    makes = _Links(program, clusters, members)
+    home, ops = makes.home, program.ops
     found: list[Link] = []
-
-    def add(ref: Ref, readers: list[tuple[Op, int]], count: int, kind: str = "edge") -> None:
-        found.append(_link(program, home, clusters, members, ref, readers, count, kind))
-
     for ref, readers in program.readers.items():
         outside = [(op, i) for op, i in readers if home[op.name][0] != home[ref[0]][0]]
         for scope in dict.fromkeys(op.scope for op, _ in outside):
             group = [(op, i) for op, i in outside if op.scope == scope]
-            add(ref, group, group[0][0].count)
-    ops = program.ops
+            found.append(makes.link(ref, group, group[0][0].count, "edge"))
     for run in program.runs.values():
         outer = ops[run.ports[0]].count // run.count
         for port, feed in zip(run.ports, run.feeds, strict=True):
-            add(feed, [(ops[port], -1)], outer, "feed")
+            found.append(makes.link(feed, [(ops[port], -1)], outer, "feed"))
         for port, ref in zip(run.ports, run.carried, strict=False):
             if run.count > 1:
-                add(ref, [(ops[port], -1)], outer * (run.count - 1), "carry")
+                found.append(makes.link(ref, [(ops[port], -1)], outer * (run.count - 1), "carry"))
     return found
 
 
-def _link(
-    program: Program,
-    home: Home,
-    clusters: Sequence[Cluster],
-    members: Sequence[Sequence[Member]],
-    ref: Ref,
-    readers: list[tuple[Op, int]],
-    count: int,
-    kind: str,
-) -> Link:
-    """The link of the value `ref` with `readers`. `home`: op -> (cluster, position among its members)."""
-    producer, member = home[ref[0]]
-    made = members[producer][member]
-    rows, row = _rows(made, ref[1], members[producer][0])
-    columns: dict[LayoutPair, int] = {}
-    uses = []
-    for op, operand in readers:
-        index, position = home[op.name]
-        reader = members[index][position]
+class _Links:
+    """Makes links of values of `program`, whose `clusters` have these `members`."""
+
+    def __init__(self, program: Program, clusters: Sequence[Cluster], members: Sequence[Sequence[Member]]) -> None:
+        self.program, self.clusters, self.members = program, clusters, members
+        # op -> its cluster, and its place among the members
+        self.home = {op.name: (i, m) for i, c in enumerate(clusters) for m, op in enumerate(c.members)}
+
+    def link(self, ref: Ref, readers: list[tuple[Op, int]], count: int, kind: str) -> Link:
+        """The link of the value `ref` with `readers`."""
+        producer, member = self.home[ref[0]]
+        members = self.members[producer]
+        rows, row = _rows(members[member], ref[1], members[0])
+        columns: dict[LayoutPair, int] = {}
+        uses = tuple([self._use(op, operand, columns) for op, operand in readers])
+        cluster = self.clusters[producer]
+        return Link(self.program, ref, readers, count, kind, producer, cluster, members, rows, row, list(columns), uses)
+
+    def _use(self, op: Op, operand: int, columns: dict[LayoutPair, int]) -> Use:
+        """What a reader asks for, as indices of `columns`, which it adds to."""
+        index, position = self.home[op.name]
+        reader = self.members[index][position]
         # a port (operand -1) has one layout, as what it takes and as what it gives
         asked = [
             columns.setdefault(LayoutPair.of_uses(tuple([option.ins[max(operand, 0)] for option in way])), len(columns))
             for way in reader.ways
         ]
-        uses.append(Use(index, np.array(asked)[reader.at]))
-    return Link(
-        program,
-        ref,
-        readers,
-        count,
-        kind,
-        producer,
-        clusters[producer],
-        members[producer],
-        rows,
-        row,
-        list(columns),
-        tuple(uses),
-    )
+        return Use(index, np.array(asked)[reader.at])
 
 
 def _rows(made: Member, output: int, first: Member) -> tuple[list[LayoutPair], np.ndarray]:
@@ -255,19 +238,14 @@ def shown(link: Link, prices: Prices, cost_s: np.ndarray, times: np.ndarray) -> 
         return 0.0
     if link.opening:
         return 1.0
-    grad_bytes = prices.gradient_bytes(link.program.ops[link.ref[0]], link.size_bytes)
-    scope = link.readers[0][0].scope
-    return prices.shown(
-        link.rows,
-        link.columns,
+    weight = MovedWeight(
         link.size_bytes,
-        cost_s / link.count,
-        times,
-        grad_bytes,
-        link.program.weights_bytes.get(scope, 0.0),
+        prices.gradient_bytes(link.program.ops[link.ref[0]], link.size_bytes),
+        link.program.weights_bytes.get(link.readers[0][0].scope, 0.0),
         link.last_share,
         link.ahead,
     )
+    return prices.shown(link.rows, link.columns, weight, cost_s / link.count, times)
 
 
 def net_bytes(link: Link, keeps: Kept, prices: Prices, again: set[int]) -> np.ndarray:

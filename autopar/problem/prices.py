@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -41,6 +42,18 @@ from autopar.rules.tiles import tile_bytes
 
 OVERLAP = 0.8
 """In the linear form of the Problem: the share of compute that can overlap collectives, on devices where any can."""
+
+
+@dataclass(frozen=True, slots=True)
+class MovedWeight:
+    """A weight of `nbytes`, with a gradient of `grad_bytes`, in a block whose weights have `block_bytes`. `last_share`
+    of its gradients come from the block whose backward is last; `ahead`: gathers can begin before its use."""
+
+    nbytes: float
+    grad_bytes: float
+    block_bytes: float
+    last_share: float
+    ahead: bool
 
 
 class Prices:
@@ -156,83 +169,75 @@ class Prices:
             seconds = seconds * self.again(rows, columns, again)
         if not here.graded.any():
             return seconds
-        return seconds + np.where(here.graded, self._back_s(here, grad_bytes or size_bytes, weight, size_bytes), 0.0)
+        grad_bytes = grad_bytes or size_bytes
+        back = (
+            self._weight_back_s(here, grad_bytes, size_bytes) if weight else self.routes.seconds(here.back, grad_bytes)
+        )
+        return seconds + np.where(here.graded, back, 0.0)
 
     def shown(
         self,
         rows: Sequence[LayoutPair],
         columns: Sequence[LayoutPair],
-        size_bytes: float,
+        weight: MovedWeight,
         seconds: np.ndarray,
         times: np.ndarray,
-        grad_bytes: float,
-        block_bytes: float,
-        last: float,
-        ahead: bool,
     ) -> np.ndarray:
         """[rows, columns]: of the `seconds` of a weight's reshard the share that counts as exposed, in the linear form
-        of the Problem: what compute waits for, and of the rest `contention`.
+        of the Problem: what compute waits for, and of the rest `contention`. It is gathered `times` times.
 
-        The weight has `size_bytes`, its gradient `grad_bytes`, it is gathered `times` times, in a block with weights of
-        `block_bytes`. Where gathers can begin `ahead` of their use, chains that begin with a gather, and the scatters
-        of their gradients, run in the background (`hiding.split`), and so do sums (runtime.gradsync), and of leaves
-        that are gathered once per step the first buckets of each block (runtime.leaves). Of the share `last` of
-        gradients, those of the block whose backward is last, compute waits for all but the first collective.
+        Where gathers can begin ahead of their use, chains that begin with a gather, and the scatters of their
+        gradients, run in the background (`hiding.split`), and so do sums (runtime.gradsync), and of leaves that are
+        gathered once per step the first buckets of each block (runtime.leaves). Of the gradients of the block whose
+        backward is last, compute waits for all but the first collective.
         """
         here = self.routes.between(rows, columns)
-        gathers = self.routes.gathers(here.forward) & ahead
+        gathers = self.routes.gathers(here.forward) & weight.ahead
         waits = times * np.where(
-            gathers, self.routes.waited_s(here.forward, size_bytes), self.routes.seconds(here.forward, size_bytes)
+            gathers,
+            self.routes.waited_s(here.forward, weight.nbytes),
+            self.routes.seconds(here.forward, weight.nbytes),
         )
         if here.graded.any():
             # a sum after a scatter begins one block later for each collective of the scatter
-            late = np.minimum(1.0, last * self.routes.collectives(here.read))
+            late = np.minimum(1.0, weight.last_share * self.routes.collectives(here.read))
             back = np.where(
                 gathers,
-                self.routes.waited_s(here.read, grad_bytes, later=last),
-                self.routes.seconds(here.read, grad_bytes),
+                self.routes.waited_s(here.read, weight.grad_bytes, later=weight.last_share),
+                self.routes.seconds(here.read, weight.grad_bytes),
             )
-            waits = waits + np.where(
-                here.graded,
-                back + self._late_s(here, size_bytes, grad_bytes, block_bytes, np.where(gathers, late, 0.0)),
-                0.0,
-            )
+            waits = waits + np.where(here.graded, back + self._late_s(here, weight, np.where(gathers, late, 0.0)), 0.0)
         share = np.divide(waits, seconds, out=np.zeros_like(waits), where=(seconds > 0) & np.isfinite(seconds))
         return np.asarray(self.contention + (1.0 - self.contention) * np.clip(share, 0.0, 1.0))
 
-    def _late_s(
-        self, here: Between, size_bytes: float, grad_bytes: float, block_bytes: float, last: np.ndarray
-    ) -> np.ndarray:
+    def _late_s(self, here: Between, weight: MovedWeight, last: np.ndarray) -> np.ndarray:
         """[rows, columns]: seconds that compute waits for sums of gradients in buckets, of which the share `last` is
         exposed, and for leaves that are gathered once per step."""
-        held = np.array([[fraction(row.value, self.sizes)] for row in here.rows]) * block_bytes
+        held = np.array([[fraction(row.value, self.sizes)] for row in here.rows]) * weight.block_bytes
         ahead = np.minimum(1.0, LEAVES_AHEAD * BUCKET_BYTES / np.maximum(held, 1.0))
-        leaf_s = self.routes.seconds(here.leaf, size_bytes, self.bucket_bytes)
-        return np.asarray(self._sums_wait_s(here, size_bytes, grad_bytes, last) + (1.0 - ahead) * leaf_s)
+        leaf_s = self.routes.seconds(here.leaf, weight.nbytes, self.bucket_bytes)
+        return np.asarray(self._sums_wait_s(here, weight, last) + (1.0 - ahead) * leaf_s)
 
-    def _sums_wait_s(self, here: Between, size_bytes: float, grad_bytes: float, last: np.ndarray) -> np.ndarray:
+    def _sums_wait_s(self, here: Between, weight: MovedWeight, last: np.ndarray) -> np.ndarray:
         """[rows, columns]: seconds of sums of gradients that compute waits for."""
-        bucket_bytes = self.grad_bucket_bytes(size_bytes, grad_bytes)
-        return (1.0 - last) * self.routes.waited_s(here.summed, grad_bytes, bucket_bytes) + last * self.routes.seconds(
-            here.summed, grad_bytes, bucket_bytes
-        )
+        bucket_bytes = self.grad_bucket_bytes(weight.nbytes, weight.grad_bytes)
+        hidden_s = self.routes.waited_s(here.summed, weight.grad_bytes, bucket_bytes)
+        return (1.0 - last) * hidden_s + last * self.routes.seconds(here.summed, weight.grad_bytes, bucket_bytes)
 
     def again(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], twice: Sequence[bool]) -> np.ndarray:
         """[rows, columns]: how often a weight is gathered whose copy is dropped for the columns `twice`."""
         return np.where(self.routes.between(rows, columns).regathers & np.array(twice), 2.0, 1.0)
 
-    def _back_s(self, here: Between, size_bytes: float, weight: bool, leaf_bytes: float) -> np.ndarray:
-        """[rows, columns]: seconds of the reshard of the gradient of `size_bytes`; of any value where there is no
-        gradient.
+    def _weight_back_s(self, here: Between, grad_bytes: float, leaf_bytes: float) -> np.ndarray:
+        """[rows, columns]: seconds of the reshard of the gradient of a weight of `leaf_bytes`; any value where there is
+        no gradient.
 
-        The gradient of a weight of `leaf_bytes` goes to the layout of its leaf, and from there in buckets to that at
-        rest. With that sum comes the gather of leaves that are made once per step, because all readers share both.
+        The gradient goes to the layout of the leaf, and from there in buckets to that at rest. With that sum comes the
+        gather of leaves that are made once per step, because all readers share both.
         """
-        if not weight:
-            return self.routes.seconds(here.back, size_bytes)
         return (
-            self.routes.seconds(here.read, size_bytes)
-            + self.summed_s(here, size_bytes, leaf_bytes)
+            self.routes.seconds(here.read, grad_bytes)
+            + self.summed_s(here, grad_bytes, leaf_bytes)
             + self.routes.seconds(here.leaf, leaf_bytes, self.bucket_bytes)
         )
 

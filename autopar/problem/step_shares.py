@@ -24,7 +24,7 @@ from autopar.problem.graph import Op
 from autopar.problem.kernels import Kernels
 from autopar.problem.layout_pairs import Between
 from autopar.problem.pairs import LayoutPair
-from autopar.problem.prices import Prices
+from autopar.problem.prices import MovedWeight, Prices
 from autopar.problem.routes import RouteTable
 from autopar.problem.settings import Settings
 from autopar.problem.types import Net, Node, Problem
@@ -47,19 +47,15 @@ class MicroPrices(Prices):
         super().__init__(mesh, device, settings, kernels, bucket_bytes=bucket_bytes)
         self.adding = (microbatches - 1) / microbatches
 
-    def _back_s(self, here: Between, size_bytes: float, weight: bool, leaf_bytes: float) -> np.ndarray:
-        """As Prices._back_s, without gathers and the sums of gradients that wait for the end of the step."""
-        if not weight:
-            return super()._back_s(here, size_bytes, weight, leaf_bytes)
-        return self.routes.seconds(here.read, size_bytes) + np.where(
-            here.each, self.summed_s(here, size_bytes, leaf_bytes), 0.0
+    def _weight_back_s(self, here: Between, grad_bytes: float, leaf_bytes: float) -> np.ndarray:
+        """As Prices._weight_back_s, without gathers and the sums of gradients that wait for the end of the step."""
+        return self.routes.seconds(here.read, grad_bytes) + np.where(
+            here.each, self.summed_s(here, grad_bytes, leaf_bytes), 0.0
         )
 
-    def _late_s(
-        self, here: Between, size_bytes: float, grad_bytes: float, block_bytes: float, last: np.ndarray
-    ) -> np.ndarray:
+    def _late_s(self, here: Between, weight: MovedWeight, last: np.ndarray) -> np.ndarray:
         """Seconds of sums after every microbatch; others happen once per step."""
-        return np.where(here.each, self._sums_wait_s(here, size_bytes, grad_bytes, last), 0.0)
+        return np.where(here.each, self._sums_wait_s(here, weight, last), 0.0)
 
     def rest_bytes(self, op: Op, options: Sequence[Option]) -> float:
         """0: bytes at rest belong to StepPrices."""

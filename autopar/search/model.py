@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.problem.types import Net, Problem
+from autopar.problem.types import Net, Problem, Use
 
 _INF = float("inf")
 
@@ -111,28 +111,20 @@ def _nets(model: Linear, problem: Problem) -> list[tuple[int, np.ndarray, np.nda
         cost_s, memory = net.cost_s[rows, columns], net.memory_bytes[rows, columns]
         exposed_s = net.shown_s[rows, columns]
         if len(net.uses) == 1:
-            y = _flows(model, net, 0, rows, columns, exposed_s, memory, model.starts)
+            y = _flows(model, net, net.uses[0], exposed_s, memory)
         else:
-            y = _shared(model, net, rows, columns, exposed_s, memory, cost_s)
+            y = _shared(model, net, exposed_s, memory, priced=(cost_s > 0) | (memory > 0))
         if net.group >= 0:
             priced = np.flatnonzero((cost_s > 0) & (y >= 0))
             hidden.append((net.group, y[priced], net.hideable_s[rows, columns][priced]))
     return hidden
 
 
-def _flows(
-    model: Linear,
-    net: Net,
-    use: int,
-    rows: np.ndarray,
-    columns: np.ndarray,
-    cost_s: np.ndarray,
-    memory: np.ndarray,
-    starts: np.ndarray,
-) -> np.ndarray:
-    """(2) and (3) for one reader; returns the columns of f."""
-    reader = net.uses[use]
-    f = model.add_columns(cost_s, memory)
+def _flows(model: Linear, net: Net, reader: Use, cost_s: np.ndarray, memory: np.ndarray) -> np.ndarray:
+    """(2) and (3) for one reader; returns the columns of f, one for each pair that is not forbidden, as `cost_s` and
+    `memory` are."""
+    rows, columns = np.nonzero(np.isfinite(net.cost_s))
+    starts, f = model.starts, model.add_columns(cost_s, memory)
     height, width = net.cost_s.shape
     first = model.add_rows(height, 0.0, 0.0)
     model.add_entries(first + rows, f, 1.0)
@@ -143,26 +135,17 @@ def _flows(
     return f
 
 
-def _shared(
-    model: Linear,
-    net: Net,
-    rows: np.ndarray,
-    columns: np.ndarray,
-    exposed_s: np.ndarray,
-    memory: np.ndarray,
-    cost_s: np.ndarray,
-) -> np.ndarray:
-    """(4): y where it costs anything (-1 elsewhere), above the flow of every reader."""
-    priced = np.flatnonzero((cost_s > 0) | (memory > 0))
-    y = np.full(len(rows), -1)
-    y[priced] = model.add_columns(exposed_s[priced], memory[priced])
-    nothing = np.zeros_like(cost_s)
-    for use in range(len(net.uses)):
-        f = _flows(model, net, use, rows, columns, nothing, nothing, model.starts)
-        first = model.add_rows(len(priced), 0.0, _INF)
-        row = first + np.arange(len(priced))
-        model.add_entries(row, y[priced], 1.0)
-        model.add_entries(row, f[priced], -1.0)
+def _shared(model: Linear, net: Net, exposed_s: np.ndarray, memory: np.ndarray, priced: np.ndarray) -> np.ndarray:
+    """(4): y where it is `priced` (-1 elsewhere), above the flow of every reader."""
+    at = np.flatnonzero(priced)
+    y = np.full(len(priced), -1)
+    y[at] = model.add_columns(exposed_s[at], memory[at])
+    nothing = np.zeros_like(exposed_s)
+    for reader in net.uses:
+        f = _flows(model, net, reader, nothing, nothing)
+        row = model.add_rows(len(at), 0.0, _INF) + np.arange(len(at))
+        model.add_entries(row, y[at], 1.0)
+        model.add_entries(row, f[at], -1.0)
     return y
 
 

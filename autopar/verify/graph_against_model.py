@@ -8,9 +8,10 @@ dtype counts. Emitted programs are compared with the graph in float64 (`verify.c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -52,18 +53,16 @@ def graph_rows(
     differs. A model that does not run in float32 is not compared. The model has its weights, on the CPU, and is not
     changed.
     """
+    both = _Both(model, captured, args, kwargs, training)
     drawing, evaluates = drawn(captured.gm), training and captured.evaluation.differs and not captured.evaluation.why
     rows: list[Row] = []
     try:
         if not drawing:
             with undropped():
-                rows += _compared(model, captured, args, kwargs, training, keep_all)
+                rows += _compared(both, keep_all)
         if evaluates:
             with _evaluating(model):
-                rows += [
-                    replace(row, name=f"{row.name}, in evaluation")
-                    for row in _compared(model, captured, args, kwargs, training, evaluate)
-                ]
+                rows += [replace(row, name=f"{row.name}, in evaluation") for row in _compared(both, evaluate)]
     except _Stopped as stopped:
         return rows, [
             f"the model is not compared with its graph: by itself it does not run in float32 on a CPU ({stopped})"
@@ -78,36 +77,33 @@ class _Stopped(RuntimeError):
     """The model itself fails in a dtype; the text is the first line of its error."""
 
 
-def _compared(
-    model: nn.Module,
-    captured: Captured,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    training: bool,
-    still: Callable[[fx.GraphModule], object],
-) -> list[Row]:
+@dataclass(frozen=True)
+class _Both:
+    """A model and the graph that was captured of it, with the inputs of both; `training`: gradients are compared."""
+
+    model: nn.Module
+    captured: Captured
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    training: bool
+
+
+def _compared(both: _Both, still: Callable[[fx.GraphModule], object]) -> list[Row]:
     """The rows of a comparison in float32; where some are wrong, of each row the better one of float32 and float64.
     `still` brings the graph, in place, into the mode that the model is in."""
-    rows = _rows(model, captured, args, kwargs, training, still, SINGLE)
+    rows = _rows(both, still, SINGLE)
     if all(row.ok for row in rows):
         return rows
     try:
-        exact = _rows(model, captured, args, kwargs, training, still, DOUBLE)
+        exact = _rows(both, still, DOUBLE)
     except RuntimeError:  # the model has casts or operators that know no float64
         return rows
     return [min(pair, key=lambda row: row.error) for pair in zip(rows, exact, strict=True)]
 
 
-def _rows(
-    model: nn.Module,
-    captured: Captured,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    training: bool,
-    still: Callable[[fx.GraphModule], object],
-    dtype: torch.dtype,
-) -> list[Row]:
+def _rows(both: _Both, still: Callable[[fx.GraphModule], object], dtype: torch.dtype) -> list[Row]:
     """The rows of a comparison in `dtype`."""
+    model, captured = both.model, both.captured
     gm = lift(captured.gm, dtype)
     still(gm)
     names: dict[str, Tensor] = {
@@ -116,29 +112,23 @@ def _rows(
     }
     held = {name: tensor for name, tensor in captured.constants.items() if name in names}
     weights = _cast({**names, **captured.constants}, dtype)
-    kinds = [entry["kind"] for entry in gm.meta["outputs"] if entry["kind"] != "mutation"] if training else []
-    got = train_step(gm, weights, _cast(inputs_of(captured, args, kwargs), dtype), training=training)
+    kinds = [entry["kind"] for entry in gm.meta["outputs"] if entry["kind"] != "mutation"] if both.training else []
+    inputs = _cast(inputs_of(captured, both.args, both.kwargs), dtype)
+    got = train_step(gm, weights, inputs, training=both.training)
     try:
-        result, outputs, gradients, buffers = _model_step(model, held, args, kwargs, kinds, captured.left_out, dtype)
+        result, outputs, gradients, buffers = _model_step(both, held, kinds, dtype)
     except RuntimeError as error:
         raise _Stopped(first_line(error)) from error
     if len(outputs) != len(got["output"]):
-        return [
-            Row(
-                f"{len(outputs)} outputs of the model, {len(got['output'])} of its graph",
-                "model",
-                float("inf"),
-                TOLERANCE,
-            )
-        ]
+        return [_row(f"{len(outputs)} outputs of the model, {len(got['output'])} of its graph", math.inf)]
     rows = [_structure(captured, result)]
     rows += [
-        Row(name, "model", difference(value, wanted), TOLERANCE)
+        _row(name, difference(value, wanted))
         for (name, value), wanted in zip(got["output"].items(), outputs, strict=True)
     ]
     found = {name: torch.zeros_like(value) for name, value in gradients.items()} | got["gradient"]
     rows += [
-        Row(f"gradient of {name}", "model", difference(value, gradients.get(name, torch.zeros_like(value))), TOLERANCE)
+        _row(f"gradient of {name}", difference(value, gradients.get(name, torch.zeros_like(value))))
         for name, value in found.items()
     ]
     new = {
@@ -147,10 +137,11 @@ def _rows(
         if still is not evaluate or name in captured.evaluation.changing
     }
     changed = [name for name, value in buffers.items() if name in new or not torch.equal(value, weights[name])]
-    return rows + [
-        Row(f"new {name}", "model", difference(new.get(name, weights[name]), buffers[name]), TOLERANCE)
-        for name in changed
-    ]
+    return rows + [_row(f"new {name}", difference(new.get(name, weights[name]), buffers[name])) for name in changed]
+
+
+def _row(name: str, error: float) -> Row:
+    return Row(name, "model", error, TOLERANCE)
 
 
 def _structure(captured: Captured, result: Any) -> Row:
@@ -158,12 +149,8 @@ def _structure(captured: Captured, result: Any) -> Row:
     model gives."""
     got, wanted = pack(captured.structure, lambda number: "tensor"), _form(result, captured.left_out)
     same = got == wanted and _keys(got) == _keys(wanted)
-    return Row(
-        "structure of outputs" if same else f"structure of outputs: {got} of the graph, {wanted} of the model",
-        "model",
-        0.0 if same else float("inf"),
-        TOLERANCE,
-    )
+    what = "structure of outputs"
+    return _row(what, 0.0) if same else _row(f"{what}: {got} of the graph, {wanted} of the model", math.inf)
 
 
 def _form(tree: Any, left_out: Collection[str], path: str = "") -> Any:
@@ -190,18 +177,13 @@ def _keys(tree: Any) -> list[Any]:
 
 
 def _model_step(
-    model: nn.Module,
-    held: Mapping[str, Tensor],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    kinds: Sequence[str],
-    left_out: Sequence[str],
-    dtype: torch.dtype,
+    both: _Both, held: Mapping[str, Tensor], kinds: Sequence[str], dtype: torch.dtype
 ) -> tuple[Any, list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """One step of the model: what it gives, dataclasses as dicts; its output tensors in order, without those that are
-    `left_out`; the gradients of its loss,
-    the output whose entry in `kinds` is "loss" (none where `kinds` are empty); and after the forward, its buffers and
-    the weights that do not train."""
+    """One step of the model, with the constants `held` in place of its own: what it gives, dataclasses as dicts; its
+    output tensors in order, without those that the graph leaves out; the gradients of its loss, the output whose entry
+    in `kinds` is "loss" (none where `kinds` are empty); and after the forward, its buffers and the weights that do not
+    train."""
+    model = both.model
     own = dict(model.named_parameters())
     leaves = {
         name: tensor.requires_grad_(own[name].requires_grad and bool(kinds))
@@ -210,14 +192,14 @@ def _model_step(
     buffers = _cast({**dict(model.named_buffers()), **held}, dtype)
     with _as_captured(), torch.set_grad_enabled(bool(kinds)):
         placed = _everywhere(model, {**leaves, **buffers})  # functional_call writes assigned buffers into this dict
-        given = tuple(_cast(dict(enumerate(args)), dtype).values())
+        given = tuple(_cast(dict(enumerate(both.args)), dtype).values())
         with InPlaceOf(_by_place(model, placed)):
-            result = functional_call(model, placed, given, _cast(kwargs, dtype), tie_weights=False)
+            result = functional_call(model, placed, given, _cast(both.kwargs, dtype), tie_weights=False)
     result = by_field(dict(result) if hasattr(result, "to_tuple") else result)
     outputs = [
         leaf
         for name, leaf in named_leaves(result).items()
-        if isinstance(leaf, Tensor) and not any(f"{name}.".startswith(f"{other}.") for other in left_out)
+        if isinstance(leaf, Tensor) and not any(f"{name}.".startswith(f"{other}.") for other in both.captured.left_out)
     ]
     if "loss" in kinds and len(kinds) == len(outputs):
         outputs[kinds.index("loss")].backward()

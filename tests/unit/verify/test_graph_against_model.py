@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from autopar import frontend
 from autopar.capture import capture
 from autopar.verify import Row, graph_rows
-from autopar.verify.graph_against_model import SINGLE, _rows, undropped
+from autopar.verify.graph_against_model import SINGLE, _Both, _rows, undropped
 from autopar.verify.randomness import keep_all
 from passes import ops
 from passes.switches import EVALUATED
@@ -150,7 +150,7 @@ def test_what_rounds_far_in_float32_is_compared_in_float64() -> None:
     torch.manual_seed(0)
     model, x = Chaotic(), torch.randn(2, 32)
     captured = capture(model, (x,))
-    assert not all(row.ok for row in _rows(model, captured, (x,), {}, True, keep_all, SINGLE))
+    assert not all(row.ok for row in _rows(_Both(model, captured, (x,), {}, True), keep_all, SINGLE))
     rows, notes = graph_rows(model, captured, (x,), {}, training=True)
     assert not notes and max(row.error for row in rows) < 1e-8
     tanh = torch.ops.aten.tanh.default

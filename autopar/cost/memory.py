@@ -102,9 +102,9 @@ def parameter_bytes(
     dtype: str,
     precision: str,
     optimizer: str,
+    *,
     training: bool = True,
     leaf: float | None = None,
-    *,
     offload: str = "",
 ) -> ParameterBytes:
     """Bytes of `numel` trainable elements at rest, which are computed with in `dtype`. `leaf`: the number of elements

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from autopar.buckets import BUCKET_BYTES
 from autopar.pipeline.clock import Timeline
 from autopar.pipeline.pass_ends import AHEAD
-from autopar.pipeline.work import BACKWARD, FORWARD, PASSES, Did, Pass, shown_s, shows
+from autopar.pipeline.work import BACKWARD, FORWARD, PASSES, Did, Pass, exposed_share, shown_s
 from autopar.problem.graph import Program
 from autopar.problem.hiding import Loads
 
@@ -39,7 +39,7 @@ class Aggregate:
     def seconds(self, contention: float) -> dict[str, list[float]]:
         """By piece, the seconds of each pass, where background collectives take `contention` of the compute units."""
         scopes = self._scopes()
-        exposed = {scope: [shows(total, contention, False) for total in totals] for scope, totals in scopes.items()}
+        exposed = {scope: [exposed_share(total, contention) for total in totals] for scope, totals in scopes.items()}
         if not self.sums_at_end:
             self._overlap_first_gathers(scopes, exposed, contention)
         if self.apart and "" in scopes:

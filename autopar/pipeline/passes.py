@@ -97,7 +97,7 @@ class Passes(OpPasses):
         stages."""
         return self.apart and link.weight and not link.cluster.scope
 
-    def seconds(self, contention: float, shared: bool) -> dict[str, list[float]]:
+    def seconds(self, contention: float, *, shared: bool) -> dict[str, list[float]]:
         """By piece, the seconds of each pass, exposed communication included. Background collectives take `contention`
         of the compute units. `shared`: they and compute share cores, so that nothing overlaps."""
         total = Aggregate(self.program, self.did, self.line, self.apart, self.sums_at_end)

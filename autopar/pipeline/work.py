@@ -97,10 +97,9 @@ class Did:
         return self.once.all_s - (1.0 - contention) * min(self.once.local_s, self.once.moving_s)
 
 
-def shows(total: Pass, contention: float, shared: bool) -> float:
-    """The share of a pass's background collectives that is exposed. `shared`: they and compute share cores (CPU ranks),
-    so that all of it is."""
-    return 1.0 if shared else shown_s(total, contention) / (total.background_s or 1.0)
+def exposed_share(total: Pass, contention: float) -> float:
+    """The share of a pass's background collectives that is exposed."""
+    return shown_s(total, contention) / (total.background_s or 1.0)
 
 
 def least_s(total: Pass, contention: float) -> float:

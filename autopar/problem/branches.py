@@ -64,19 +64,18 @@ class Branches:
         """`op`, an operator of `branch`, on one coordinate: operands from inside of the branch are there, those from
         outside are on all ranks and get partial gradients."""
         entry = f"O{coordinate}"
-        trained = op.graded
+
+        def use(tensor: Tensor, value: str, grad: str) -> Use:
+            return Use(value, grad if tensor.grad and op.graded else NO_GRAD)
+
         if op.role == "port":
-            ins = tuple(_use(t, entry, entry, trained) for t in op.call.ins)
+            ins = tuple(use(t, entry, entry) for t in op.call.ins)
         else:
             ins = tuple(
-                _use(t, entry, entry, trained) if self.of.get(ref[0]) == branch else _use(t, "R", "P", trained)
+                use(t, entry, entry) if self.of.get(ref[0]) == branch else use(t, "R", "P")
                 for ref, t in zip(op.operands, op.call.ins, strict=op.role == "op")
             )
-        return Option(f"O({coordinate})", ins, tuple(_use(t, entry, entry, trained) for t in op.call.outs))
-
-
-def _use(tensor: Tensor, value: str, grad: str, trained: bool) -> Use:
-    return Use(value, grad if tensor.grad and trained else NO_GRAD)
+        return Option(f"O({coordinate})", ins, tuple(use(t, entry, entry) for t in op.call.outs))
 
 
 def coordinate_of(option: Option) -> int | None:

@@ -110,7 +110,7 @@ def first_bytes(options: Sequence[np.ndarray]) -> tuple[float, list[float]]:
         for filling in itertools.combinations(can_fill, count):
             own = list(options)
             for index in can_fill:
-                own[index] = _options_by_size(options[index], index in filling)
+                own[index] = _options_by_size(options[index], filling=index in filling)
             most_where[filling] = _most_bytes(own)
     for index in can_fill:
         less[index] = min(
@@ -121,7 +121,7 @@ def first_bytes(options: Sequence[np.ndarray]) -> tuple[float, list[float]]:
     return most, less
 
 
-def _options_by_size(each: np.ndarray, filling: bool) -> np.ndarray:
+def _options_by_size(each: np.ndarray, *, filling: bool) -> np.ndarray:
     """The options of a weight that fill a bucket by themselves (`filling`), or those that do not."""
     return each[(each >= BUCKET_BYTES) == filling]
 
@@ -138,7 +138,7 @@ def _most_bytes(options: Sequence[np.ndarray]) -> float:
         found, before = 0.0, 0.0
         for index in range(first, len(options) if buckets else first):
             found = max(found, min(before, BUCKET_BYTES) + float(options[index].max()) + most(index + 1, buckets - 1))
-            small = _options_by_size(options[index], False)
+            small = _options_by_size(options[index], filling=False)
             if not len(small):
                 break
             before += float(small.max())

@@ -123,7 +123,9 @@ class _Reader:
             ports[node.name].early if role == "port" else self._flow(node, role, first, weights, ports)[0]
         )
         several = isinstance(facts.value(node), (tuple, list))
-        outs = tuple(self._tensor(node, i if several else None, gradient) for i in range(len(facts.tensors(node))))
+        outs = tuple(
+            self._tensor(node, i if several else None, graded=gradient) for i in range(len(facts.tensors(node)))
+        )
         if role == "op" and not gradient:  # its operands may have one from others
             read = [replace(tensor, grad=False) for tensor in read]
         arguments = ((outs[0],), {}) if role == "port" else _substitute(node, read)  # a port passes its value on
@@ -144,19 +146,19 @@ class _Reader:
             where=facts.where(node),
         )
         if role == "op":
-            self._add_work(op, gradient, grads)
+            self._add_work(op, grads, graded=gradient)
         op.batch = tuple(frozenset(d for d, n in enumerate(t.shape) if _has_batch(n)) for t in op.tensors)
         known[name] = op
         self.refs[node] = (name, 0)
         self.weight.update({(name, i): weight for i in range(len(outs))})
 
-    def _add_work(self, op: Op, gradient: bool, grads: tuple[bool, ...]) -> None:
-        """Fill in the FLOPs and bytes of an operator, and where it has a `gradient`, what its backward keeps. `grads`:
-        whether each operand has one."""
+    def _add_work(self, op: Op, grads: tuple[bool, ...], *, graded: bool) -> None:
+        """Fill in the FLOPs and bytes of an operator, and where it is `graded`, what its backward keeps. `grads`:
+        whether each operand has a gradient."""
         node = op.node
         op.flops, op.backward_flops = self.number(facts.flops(node)), self.number(facts.backward_flops(node))
         op.bytes = self.number(facts.read_bytes(node)) + self.number(facts.written_bytes(node))
-        if gradient:
+        if graded:
             kept, first = saved(node, self.program.device), op.first_grads
             op.saves, op.copies, op.extra_bytes = kept.positions, kept.copies, self.number(kept.extra_bytes)
             op.first_saves = (
@@ -175,11 +177,11 @@ class _Reader:
         gradient = node in self.reached and floating and any(grads) and node.target not in NO_GRADIENT
         return gradient, role == "op" and bool(weights) and all(weights)
 
-    def _tensor(self, node: fx.Node, index: int | None, gradient: bool) -> Tensor:
+    def _tensor(self, node: fx.Node, index: int | None, *, graded: bool) -> Tensor:
         shape = facts.shape(node, index)
         dtype = facts.dtype(node, index)
         floating = dtype.is_floating_point or dtype.is_complex
-        gradient = gradient and floating and (index is None or self._used(node, index))
+        gradient = graded and floating and (index is None or self._used(node, index))
         return Tensor(shape, gradient, tuple(int(self.number(n)) for n in shape), floating, dtype.itemsize)
 
     def _used(self, node: fx.Node, index: int) -> bool:

@@ -148,9 +148,9 @@ class Messages:
             self.least[v] = total.min()
             if look is not None:
                 look(v, total)
-            self._give(v, total - self.least[v], forwards)
+            self._give(v, total - self.least[v], forwards=forwards)
 
-    def _give(self, v: int, spare: np.ndarray, forwards: bool) -> None:
+    def _give(self, v: int, spare: np.ndarray, *, forwards: bool) -> None:
         """Give a share of `spare` [choices] to each factor of node `v` that has a node still to be visited. `spare` is
         the cost of each choice above that of the cheapest one."""
         part = self.shares[v] * spare

@@ -17,7 +17,7 @@ from autopar.buckets import BUCKET_BYTES, travels_alone
 from autopar.layout import Step, dim_of, most_elements
 from autopar.runtime.collectives import start_all_gather, start_reduce_scatter, wait
 from autopar.runtime.count import counting, record
-from autopar.runtime.cuts import cut, join, pad
+from autopar.runtime.cuts import join, joining, pad
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.moves import START, Shape, scatter_parts, settled, step_bytes
 from autopar.runtime.profiler_ranges import mark
@@ -188,10 +188,7 @@ def _gather(
 ) -> Finish:
     """Start one all-gather of all tensors; `into`: where the results go, if it is not empty."""
     dims = [dim_of(step.before[step.axis]) for step in steps]
-    cuts = [
-        cut(shape[dim], step.after, step.before, dim, step.axis, mesh.sizes, mesh.coord)
-        for step, shape, dim in zip(steps, shapes, dims, strict=True)
-    ]
+    cuts = [joining(step, shape, mesh) for step, shape in zip(steps, shapes, strict=True)]
     padded = [pad(x, dim, max(how.lengths)) for x, dim, how in zip(tensors, dims, cuts, strict=True)]
     sizes = [tuple(x.shape) for x in padded]
     done = start_all_gather(torch.cat([x.reshape(-1) for x in padded]), steps[0].axis, mesh, behind=True)

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autopar.errors import RunError
-from autopar.layout import Layout, local_shape, pieces
+from autopar.layout import Layout, Step, dim_of, local_shape, pieces
+from autopar.runtime.mesh import Mesh
 from autopar.window_rows import Range
 
 
@@ -36,11 +37,21 @@ class Cut:
         return all(r == ((c * step, (c + 1) * step),) for c, r in enumerate(self.ranges))
 
 
+def parting(step: Step, shape: Sequence[int], mesh: Mesh) -> Cut:
+    """How a step that cuts a dim shares what this rank holds of it before; `shape` is that of the whole tensor."""
+    return cut(shape[dim_of(step.after[step.axis])], step.before, step.after, step.axis, mesh.sizes, mesh.coord)
+
+
+def joining(step: Step, shape: Sequence[int], mesh: Mesh) -> Cut:
+    """How what this rank holds of a dim after a step that joins its parts is shared before."""
+    return cut(shape[dim_of(step.before[step.axis])], step.after, step.before, step.axis, mesh.sizes, mesh.coord)
+
+
 @lru_cache(maxsize=65536)
-def cut(
-    size: int, coarse: Layout, fine: Layout, dim: int, axis: int, sizes: tuple[int, ...], coord: tuple[int, ...]
-) -> Cut:
-    """How `fine`, which cuts `dim` on `axis` as well, shares what the rank at `coord` holds of `dim` under `coarse`."""
+def cut(size: int, coarse: Layout, fine: Layout, axis: int, sizes: tuple[int, ...], coord: tuple[int, ...]) -> Cut:
+    """How `fine`, which cuts a dim of `size` on `axis` as well, shares what the rank at `coord` holds of that dim under
+    `coarse`."""
+    dim = dim_of(fine[axis])
     outer = pieces(size, coarse, dim, sizes, coord)
     found = []
     for c in range(sizes[axis]):

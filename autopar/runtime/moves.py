@@ -21,7 +21,7 @@ from autopar.runtime.collectives import (
     start_reduce_scatter,
 )
 from autopar.runtime.count import counting, record
-from autopar.runtime.cuts import check_shape, cut, join, pad, take
+from autopar.runtime.cuts import check_shape, join, joining, pad, parting, take
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.profiler_ranges import mark
 
@@ -120,7 +120,7 @@ def step_bytes(step: Step, shape: Shape, itemsize: int, mesh: Mesh) -> int:
 
 def _gather(x: Tensor, step: Step, shape: Shape, mesh: Mesh, *, behind: bool, out: Tensor | None = None) -> Later:
     dim = dim_of(step.before[step.axis])
-    how = cut(shape[dim], step.after, step.before, dim, step.axis, mesh.sizes, mesh.coord)
+    how = joining(step, shape, mesh)
     plain = how.even and dim == 0
     if plain:
         finish = start_all_gather(x, step.axis, mesh, out, behind=behind)
@@ -143,7 +143,7 @@ def scatter_parts(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> tuple[Tens
     """What each rank of the axis is to get, `[n, ...]` padded to equal lengths; the dim that is cut, and the own
     length."""
     dim = dim_of(step.after[step.axis])
-    how = cut(shape[dim], step.before, step.after, dim, step.axis, mesh.sizes, mesh.coord)
+    how = parting(step, shape, mesh)
     own_length = how.lengths[mesh.coord[step.axis]]
     if how.even and dim == 0:
         return x.unflatten(0, (mesh.sizes[step.axis], -1)), dim, own_length
@@ -156,8 +156,7 @@ def scatter_parts(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> tuple[Tens
 
 def _exchange(x: Tensor, step: Step, shape: Shape, mesh: Mesh, *, behind: bool) -> Later:
     old, new = dim_of(step.before[step.axis]), dim_of(step.after[step.axis])
-    send = cut(shape[new], step.before, step.after, new, step.axis, mesh.sizes, mesh.coord)
-    receive = cut(shape[old], step.after, step.before, old, step.axis, mesh.sizes, mesh.coord)
+    send, receive = parting(step, shape, mesh), joining(step, shape, mesh)
     mine = send.lengths[mesh.coord[step.axis]]
     shapes = []
     for length in receive.lengths:
@@ -185,7 +184,7 @@ def _slice(x: Tensor, step: Step, shape: Shape, mesh: Mesh) -> Tensor:
         here = mesh.coord[step.axis] == placed_on(step.after[step.axis])
         return x if here else x.new_empty(local_shape(shape, step.after, mesh.sizes, mesh.coord))
     dim = dim_of(step.after[step.axis])
-    how = cut(shape[dim], step.before, step.after, dim, step.axis, mesh.sizes, mesh.coord)
+    how = parting(step, shape, mesh)
     ranges = how.ranges[mesh.coord[step.axis]]
     mine = take(x, dim, ranges)
     # a view would keep all of x in memory

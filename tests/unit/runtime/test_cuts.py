@@ -48,7 +48,7 @@ def test_join_undoes_take(sizes, size, sections, data):
     whole = torch.arange(size)
     for coord in _coords(sizes):
         local = own(whole, coarse, sizes, coord)
-        how = cut(size, coarse, fine, 0, axis, sizes, coord)
+        how = cut(size, coarse, fine, axis, sizes, coord)
         parts = [take(local, 0, ranges) for ranges in how.ranges]
         assert torch.equal(parts[coord[axis]], own(whole, fine, sizes, coord))
         assert tuple(map(len, parts)) == how.lengths

@@ -263,7 +263,17 @@ def _fed(program: Program, plan: Plan, sync: Mapping[Ref, tuple[int, ...]]) -> l
         src = src.partial(sync.get((program.source(feed), 0), ())) if program.is_weight(feed) else src
         if needed(src, dst):
             found.append(
-                Reshard(feed, src, dst, "feed", program.ops[feed[0]].scope, outer[ports[0]], False, False, tuple(ports))
+                Reshard(
+                    feed,
+                    src,
+                    dst,
+                    "feed",
+                    program.ops[feed[0]].scope,
+                    outer[ports[0]],
+                    weight=False,
+                    saved=False,
+                    readers=tuple(ports),
+                )
             )
     return found
 

@@ -73,11 +73,11 @@ class Tally:
         parts, twice, first = self.plan.microbatches, self.again(name) if again else 0, self._firsts(name)
         both = min(twice, first)
         return [
-            Ran(both, True, True, parts),
-            Ran(twice - both, True, False, parts),
-            Ran(first - both, False, True, parts),
-            Ran(self.op(name) - twice - first + both, False, False, parts),
-            Ran(int(self.plan.pipelined and name in self.before), False, False),
+            Ran(both, again=True, first=True, parts=parts),
+            Ran(twice - both, again=True, first=False, parts=parts),
+            Ran(first - both, again=False, first=True, parts=parts),
+            Ran(self.op(name) - twice - first + both, again=False, first=False, parts=parts),
+            Ran(int(self.plan.pipelined and name in self.before), again=False, first=False),
         ]
 
     def _firsts(self, name: str) -> int:

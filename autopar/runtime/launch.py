@@ -72,7 +72,7 @@ def launch(
     fork = _can_fork(device_type)
     # multiprocessing itself would keep a file open for each tensor
     job = partial(fn, *args) if fork else partial(_call, pickle.dumps((fn, args)))
-    team = _Team.start(nprocs, lambda rank: (job,), timeout_s, device_type, fork)
+    team = _Team.start(nprocs, lambda rank: (job,), timeout_s, device_type, fork=fork)
     try:
         return _collect(team, timeout_s)
     finally:
@@ -114,7 +114,7 @@ class Ranks:
             lambda rank: _Inbox(pairs[rank][0]),
             self.timeout_s,
             self.device_type,
-            _can_fork(self.device_type),
+            fork=_can_fork(self.device_type),
         )
         for there, _ in pairs:
             there.close()
@@ -166,7 +166,7 @@ class _Team:
 
     @staticmethod
     def start(
-        nprocs: int, jobs: Callable[[int], Iterable[Job]], timeout_s: float, device_type: str, fork: bool
+        nprocs: int, jobs: Callable[[int], Iterable[Job]], timeout_s: float, device_type: str, *, fork: bool
     ) -> _Team:
         """Start them, forked or spawned; rank r does `jobs(r)`, one report each."""
         if nprocs < 1:
@@ -374,7 +374,7 @@ def _receive(end: Connection, child: Any) -> _Report:
             if code is not None and code < 0
             else f"ended with exit code {code}"
         )
-        return _Report(False, 0.0, b"", f"the process was {how} without a Python error")
+        return _Report(ok=False, time_s=0.0, value=b"", text=f"the process was {how} without a Python error")
 
 
 def _raise_first(reports: dict[int, _Report], team: _Team, timeout_s: float) -> None:

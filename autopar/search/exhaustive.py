@@ -41,7 +41,8 @@ def search(problem: Problem, *, time_limit_s: float, seed: int = 0, start: tuple
             )
         raise shortfall(problem, least)
     choice = tuple(int(c) for c in np.unravel_index(best, sizes)) if sizes else ()
-    return Solution(choice, "exhaustive", problem.evaluate(choice).time_s, True, f"all {total:,} combinations")
+    best_s = problem.evaluate(choice).time_s
+    return Solution(choice, "exhaustive", best_s, optimal=True, note=f"all {total:,} combinations")
 
 
 def combinations(problem: Problem) -> int:

@@ -118,6 +118,5 @@ def finish(problem: Problem, choice: tuple[int, ...], bound_s: float, note: str)
     time_s = problem.evaluate(choice).time_s
     bound_s = min(max(bound_s, 0.0), time_s)
     gap = (time_s - bound_s) / time_s if time_s > 0 else 0.0
-    if gap <= GAP:
-        return Solution(choice, "ilp", bound_s, True, f"{note}; optimal")
-    return Solution(choice, "ilp", bound_s, False, f"{note}; gap {gap:.2%}")
+    optimal = gap <= GAP
+    return Solution(choice, "ilp", bound_s, optimal, f"{note}; {'optimal' if optimal else f'gap {gap:.2%}'}")

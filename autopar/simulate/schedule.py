@@ -8,12 +8,14 @@ the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autopar.pipeline.orders import Action
 from autopar.simulate.engine import Task
 
 Seconds = Callable[[Action], float]
+ACTIVATIONS, GRADIENTS = SENT = ("activations", "gradients")
+"""What is sent between the places of two stages: forwards, and back."""
 CORES = "cores"
 """The link that places share where there are more ranks than cores on the machine."""
 
@@ -22,7 +24,7 @@ def tasks(
     lines: Sequence[Sequence[Action]],
     places: Sequence[int],
     action_s: Seconds,
-    send_s: Callable[[int, bool], float],
+    send_s: Mapping[tuple[int, str], float],
     alone: float = 1.0,
 ) -> tuple[list[Task], list[Action | None]]:
     """The tasks of a pipeline, and the action of each (None: a send). Where places share cores, so that one is `alone`
@@ -30,7 +32,7 @@ def tasks(
     CORES.
 
     `lines` has the actions of each place, `places` the place of each stage; `action_s` are the seconds of an action,
-    `send_s` those of sending what a stage gives to the next one, or with True its gradient back.
+    `send_s` by (stage, one of SENT) those of sending what a stage gives to the next one, and its gradients back.
     """
     known = {action: index for index, action in enumerate(action for line in lines for action in line)}
     actions: list[Action | None] = list(known)
@@ -63,7 +65,7 @@ def label(action: Action) -> str:
 
 
 def _following(
-    action: Action, places: Sequence[int], known: dict[Action, int], send_s: Callable[[int, bool], float]
+    action: Action, places: Sequence[int], known: dict[Action, int], send_s: Mapping[tuple[int, str], float]
 ) -> list[tuple[Action, float | None, str]]:
     """The actions that wait for `action`: each with the seconds of the send between them (None: nothing is sent) and
     the send's name."""
@@ -74,15 +76,15 @@ def _following(
             found.append(
                 (
                     Action("F", stage + 1, micro),
-                    send_s(stage, False) if places[stage] != places[stage + 1] else None,
-                    f"activations of stage {stage} microbatch {micro}",
+                    send_s[stage, ACTIVATIONS] if places[stage] != places[stage + 1] else None,
+                    f"{ACTIVATIONS} of stage {stage} microbatch {micro}",
                 )
             )
         found += [(Action(back, stage, micro), None, "") for back in "BI"]
     if kind in "BI" and stage > 0:
-        sent = send_s(stage - 1, True) if places[stage] != places[stage - 1] else None
+        sent = send_s[stage - 1, GRADIENTS] if places[stage] != places[stage - 1] else None
         found += [
-            (Action(back, stage - 1, micro), sent, f"gradients of stage {stage - 1} microbatch {micro}")
+            (Action(back, stage - 1, micro), sent, f"{GRADIENTS} of stage {stage - 1} microbatch {micro}")
             for back in "BI"
         ]
     if kind == "I":

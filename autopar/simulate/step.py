@@ -129,9 +129,9 @@ class _Pipeline:
         plan = self.stages.plan
         where = [stage.place for stage in plan.stages]
         sends = {
-            (stage, back): self.stages.send_s(stage, gradients=back)
+            (stage, what): self.stages.send_s(stage, gradients=what == schedule.GRADIENTS)
             for stage in range(len(where))
-            for back in (False, True)
+            for what in schedule.SENT
         }
         alone = min(self.stages.cluster.device.alone, plan.places) if plan.places > 1 else 1.0
         host_s = [self._host_s(place) for place in where]
@@ -139,9 +139,7 @@ class _Pipeline:
             (kind, stage): host_s[stage] + (ran.length_s if (ran := self.ran(Action(kind, stage, 0))) else 0.0)
             for kind, stage in dict.fromkeys((a.kind, a.stage) for line in self.lines for a in line)
         }
-        self.tasks, self.actions = schedule.tasks(
-            self.lines, where, lambda a: seconds[a.kind, a.stage], lambda stage, back: sends[stage, back], alone
-        )
+        self.tasks, self.actions = schedule.tasks(self.lines, where, lambda a: seconds[a.kind, a.stage], sends, alone)
         ends = self._endings() if self.stages.training else [[] for _ in self.lines]
         timeline = run(self.tasks, {schedule.CORES: plan.places / alone})
         mine: list[list[int]] = [[] for _ in self.lines]

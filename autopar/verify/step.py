@@ -66,7 +66,7 @@ def _step(source: str, rank_case: RankCase, wanted: Results) -> tuple[Gaps, list
     for again in range(2 if rank_case.gathers else 1):
         with _as_it_was(module) if rank_case.gathers and not again else nullcontext(), count() as seen:
             now: Gaps = {}
-            for outputs in _run(module, batch, training):
+            for outputs in _run(module, batch, training=training):
                 now |= {
                     key: max(gap, now.get(key, 0.0))
                     for key, gap in _compare("output", _outputs(module, outputs, wanted["output"]), wanted, module)
@@ -104,7 +104,7 @@ def _second(module: ShardedModule, rank_case: RankCase, steps: torch.optim.Optim
     training = rank_case.plan.mode == "train"
     _reset(module, wanted["parameter"])
     batch = module.shard_batch(**rank_case.second)
-    *_, outputs = _run(module, batch, training)
+    *_, outputs = _run(module, batch, training=training)
     found = dict(_compare("second output", _outputs(module, outputs, wanted["second output"]), wanted, module))
     del outputs
     if training:
@@ -140,7 +140,7 @@ def _as_it_was(module: ShardedModule) -> Iterator[None]:
         parameter.grad = gradient
 
 
-def _run(module: ShardedModule, batch: Sequence[Tensor], training: bool) -> Iterator[dict[str, Tensor]]:
+def _run(module: ShardedModule, batch: Sequence[Tensor], *, training: bool) -> Iterator[dict[str, Tensor]]:
     """The outputs of a forward, and in training of a backward after it. A pipeline's forward has no gradient: there the
     outputs come from a separate forward, which is not counted and whose changes of state are undone, and then again
     with the loss of the training step."""

@@ -32,9 +32,8 @@ def test_the_search_says_what_the_engine_says(kind: Kind, places: int, send_s: f
     lines = orders(kind.schedule, places, table.stages, table.microbatches)
     for alone in (1.0, 1.5, 2.0):
         found = max(shared_cores.ends_s(Flow.of(lines, table.at), times, alone))
-        tasks, _ = schedule.tasks(
-            lines, table.at, lambda a: times[a.stage].of(a.kind), lambda stage, back: send_s, alone
-        )
+        sends_s = {(stage, what): send_s for stage in range(table.stages) for what in schedule.SENT}
+        tasks, _ = schedule.tasks(lines, table.at, lambda a: times[a.stage].of(a.kind), sends_s, alone)
         assert found == pytest.approx(run(tasks, {schedule.CORES: places / alone}).length_s, rel=1e-6), alone
         if alone == 1.0:
             assert found == pytest.approx(max(finishes_s(lines, times, table.at)), rel=1e-9)

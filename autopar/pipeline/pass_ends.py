@@ -258,13 +258,16 @@ def _prefetched(stops: Sequence[Stop], blocks: int, axes: _Axes, now_s: float) -
     # by number of legs: how many blocks have begun each of them
     begun = {len(way): ends(each_bytes, 0, len(way)) for way in ways}
     go_on_s, end_s = now_s, [[now_s] * len(ways) for _ in range(max(end for each in begun.values() for end in each))]
-    for later in (False, True):  # the first block's gathers begin before those of later ones
-        for leg in range(max(begun)):
-            for block in range(1, len(end_s)) if later else (0,):
-                for number, way in enumerate(ways):
-                    if leg < len(way) and block < begun[len(way)][leg]:
-                        go_on_s = max(go_on_s, end_s[block][number] if leg else now_s)
-                        end_s[block][number] = axes.run(way[leg : leg + 1], go_on_s)
+    gathers = [
+        (block > 0, leg, block, number)  # in this order: first those of the first block, each leg before the next
+        for block in range(len(end_s))
+        for number, way in enumerate(ways)
+        for leg in range(len(way))
+        if block < begun[len(way)][leg]
+    ]
+    for _, leg, block, number in sorted(gathers):
+        go_on_s = max(go_on_s, end_s[block][number] if leg else now_s)
+        end_s[block][number] = axes.run(ways[number][leg : leg + 1], go_on_s)
     return end_s[0], go_on_s
 
 

@@ -20,14 +20,14 @@ def choices(model: Model, forward: ForwardPrices, choice: Sequence[int], scope: 
     seconds = {op.name: forward.op_s(op, decisions[op.name]) for op in ops}
     for link in model.links:
         if link.moves and link.kind == "edge" and link.readers[0][0].scope == scope:
-            row, done = link.rows[link.row[choice[link.producer]]], dict[int, None]()
+            row, first = link.rows[link.row[choice[link.producer]]], dict[int, str]()
             for (op, _), use in zip(link.readers, link.uses, strict=True):
-                column = int(use.column[choice[use.node]])
-                if column not in done:  # readers share it; the first one brings it
-                    done[column] = None
-                    seconds[op.name] += (
-                        float(forward.table_s([row], [link.columns[column]], link.size_bytes)[0, 0]) * link.count
-                    )
+                first.setdefault(
+                    int(use.column[choice[use.node]]), op.name
+                )  # readers share it; the first one brings it
+            for column, name in first.items():
+                once_s = float(forward.table_s([row], [link.columns[column]], link.size_bytes)[0, 0])
+                seconds[name] += once_s * link.count
     place = {op.name: (c, m) for c, cluster in enumerate(model.clusters) for m, op in enumerate(cluster.members)}
 
     def nbytes(op: Op) -> float:

@@ -147,11 +147,9 @@ def check_batch(gm: fx.GraphModule, batch: Mapping[str, Tensor]) -> None:
 
 def sizes(case: Case) -> dict[str, int]:
     """The symbolic sizes of this batch (not those that were planned)."""
-    found = dict(case.plan.hints)
-    for node in case.gm.graph.nodes:
-        if node.meta.get("role") == "input":
-            for dim, size in enumerate(node.meta["val"].shape):
-                for name, symbol in case.gm.meta["symbols"].items():
-                    if not isinstance(size, int) and size.node.expr == symbol:
-                        found[name] = case.batch[node.meta["input"]].shape[dim]
-    return found
+    inputs = [node for node in case.gm.graph.nodes if node.meta.get("role") == "input"]
+    given: dict[facts.Size, int] = {}
+    for node in inputs:
+        given.update(zip(facts.shape(node), case.batch[node.meta["input"]].shape, strict=True))
+    named = facts.symbols(case.gm)
+    return {**case.plan.hints, **{name: given[symbol] for name, symbol in named.items() if symbol in given}}

@@ -54,17 +54,17 @@ def keep_all(gm: fx.GraphModule) -> tuple[str, ...]:
     silenced: list[str] = []
     stilled: list[str] = []
     others: list[str] = []
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                if node.target in SWITCHES:
-                    silenced += [node.name] if turn_off(node) else []
-                elif node.target in STILL:
-                    stilled.append(node.name)
-                    _still(node)
-                elif node.op == "call_function" and _draws(node.target):
-                    others.append(f"{node.name} ({facts.where(node)})")
-            module.recompile()
+    graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    for node in [node for part in graphs for node in part.graph.nodes]:
+        if node.target in SWITCHES:
+            silenced += [node.name] if turn_off(node) else []
+        elif node.target in STILL:
+            stilled.append(node.name)
+            _still(node)
+        elif node.op == "call_function" and _draws(node.target):
+            others.append(f"{node.name} ({facts.where(node)})")
+    for part in graphs:
+        part.recompile()
     notes = (
         [
             f"dropout is off in this comparison: {len(silenced)} operators ({', '.join(silenced[:3])}"

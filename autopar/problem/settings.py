@@ -13,11 +13,6 @@ OFFLOADED = ("", "optimizer", "parameters")
 trained parameters and their gradients, so that the optimizer steps on the host."""
 
 
-ROWS_TO = ("ranks", "experts", "nodes")
-"""How often a token is sent to its experts: once to each rank of an axis that has some of them; once to each of them;
-or once to each node with such ranks, inside which it is copied on."""
-
-
 @dataclass(frozen=True)
 class Settings:
     """What is trained and how, as far as prices depend on it.
@@ -38,7 +33,9 @@ class Settings:
                            them in order
         tokens_in_parts    each rank of an axis that splits the experts' width sends its part of a token; the parts are
                            gathered by the experts
-        rows_to            one of ROWS_TO
+        rows_to            how often a token is sent to its experts: once to each of the "ranks" of an axis that have
+                           some of them; once to each of the "experts"; or once to each of the "nodes" with such ranks,
+                           inside which it is copied on
         in_a_row           the experts of a token are neighbours
         offload            one of OFFLOADED
 

@@ -118,7 +118,7 @@ class Scatter(Sums):
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class GradientBucket:
     """Gradients that are reduced together.
 
     members  (parameter, instance of its block) of each
@@ -136,7 +136,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Filling:
+class LeafBucket:
     """A bucket of leaves that are gathered together: the collectives and the copies around them, whether they run in
     the background (`behind`), and the blocks that wait for them (None: the model itself)."""
 
@@ -173,7 +173,7 @@ class Ahead:
         self._begun: dict[int, Chain] = {}
 
     def go_on(self) -> None:
-        """Start the collectives that are due before the next gather is used (runtime.prefetch.timetable)."""
+        """Start the collectives that are due before the next gather is used (prefetching.timetable)."""
         for number in self._due.pop(self.at, ()):
             if number not in self._begun:
                 self._begun[number] = Chain(self.rank, self.plan[number].pieces)
@@ -189,35 +189,35 @@ class Ahead:
 
 @dataclass(eq=False)
 class Leaves:
-    """The gathers of the leaves of one step: the chains that have started, and the number `done` of fillings that are
+    """The gathers of the leaves of one step: the chains that have started, and the number `done` of buckets that are
     complete."""
 
     rank: Starts
-    fillings: Sequence[Filling]
+    buckets: Sequence[LeafBucket]
     done: int = 0
     begun: dict[int, Chain] = field(default_factory=dict)
 
     def go_on(self) -> None:
-        """Start the collectives that are due (runtime.leaves.due)."""
-        takes = [sum(map(_moves, filling.pieces)) if filling.behind else 0 for filling in self.fillings]
+        """Start the collectives that are due (prefetching.due)."""
+        takes = [sum(map(_moves, bucket.pieces)) if bucket.behind else 0 for bucket in self.buckets]
         for number in due(takes, [self.begun[i].begun if i in self.begun else 0 for i in range(len(takes))], self.done):
             if number not in self.begun:
-                self.begun[number] = Chain(self.rank, self.fillings[number].pieces, "sync")
+                self.begun[number] = Chain(self.rank, self.buckets[number].pieces, "sync")
             self.begun[number].go_on()
 
     def filled(self, upto: int) -> None:
-        """Wait for the fillings up to number `upto`."""
+        """Wait for the buckets up to number `upto`."""
         while self.done <= upto:
             if self.done in self.begun:
                 self.begun[self.done].finish()
             else:
-                self.rank.do(self.fillings[self.done].pieces, "sync")
+                self.rank.do(self.buckets[self.done].pieces, "sync")
             self.done += 1
             self.go_on()
 
     def last(self, reader: Hashable) -> int:
-        """The number of the last filling that a reader waits for; -1 for none."""
-        return max((i for i, filling in enumerate(self.fillings) if reader in filling.readers), default=-1)
+        """The number of the last bucket that a reader waits for; -1 for none."""
+        return max((i for i, bucket in enumerate(self.buckets) if reader in bucket.readers), default=-1)
 
 
 def _moves(piece: Piece) -> bool:

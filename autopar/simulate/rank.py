@@ -35,7 +35,7 @@ from autopar.cluster import Mesh
 from autopar.codegen.edges import Spot
 from autopar.cost.comm import link_shares
 from autopar.deferred_waits import BUCKETS, Queue
-from autopar.simulate.chains import Ahead, Bucket, Chain, Fetch, Filling, Leaves, Scatter, Sums
+from autopar.simulate.chains import Ahead, Chain, Fetch, GradientBucket, LeafBucket, Leaves, Scatter, Sums
 from autopar.simulate.engine import Task, Timeline, run
 from autopar.simulate.pieces import Piece, Pieces
 from autopar.simulate.work import Turn
@@ -86,10 +86,15 @@ class Rank:
             if turn.instance >= 0 and index == _first(turns, index):
                 self._leaves.filled(self._leaves.last(_unit(turn)))
             self._moved(turn, turn.item.forward)
-        self._leaves.filled(len(self._leaves.fillings) - 1)
+        self._leaves.filled(len(self._leaves.buckets) - 1)
 
     def backward(
-        self, turns: Sequence[Turn], buckets: Sequence[Bucket] = (), part: str = "backward", *, at_once: bool = False
+        self,
+        turns: Sequence[Turn],
+        buckets: Sequence[GradientBucket] = (),
+        part: str = "backward",
+        *,
+        at_once: bool = False,
     ) -> None:
         """Append the backward of a stage, or its `part` "inputs" or "weights". The reductions of `buckets` start in it,
         as their gradients arrive. `at_once`: it follows its forward directly, so that its first gathers begin with
@@ -112,7 +117,7 @@ class Rank:
         self._late.drain()
         self.finish(buckets)
 
-    def _arrived(self, buckets: Sequence[Bucket]) -> None:
+    def _arrived(self, buckets: Sequence[GradientBucket]) -> None:
         """One more gradient of each of these buckets has arrived; start the buckets that are full."""
         for bucket in buckets:
             self._left[id(bucket)] -= 1
@@ -133,7 +138,7 @@ class Rank:
         else:
             self._do(pieces, turn.item.lane)
 
-    def _back(self, turn: Turn, part: str, buckets: Sequence[Bucket]) -> None:
+    def _back(self, turn: Turn, part: str, buckets: Sequence[GradientBucket]) -> None:
         """The backward of an item, after which one gradient of each of `buckets` has arrived."""
         item = turn.item
         if part != "weights":
@@ -152,10 +157,10 @@ class Rank:
         scatter.chain.go_on()
         self._late.add(scatter, _unit(turn))
 
-    def gather(self, fillings: Sequence[Filling]) -> None:
+    def gather(self, buckets: Sequence[LeafBucket]) -> None:
         """Start to gather leaves, and wait for those that the model itself reads; a block waits for its own when it
         runs."""
-        self._leaves = Leaves(self, fillings)
+        self._leaves = Leaves(self, buckets)
         self._leaves.go_on()
         self.filled(self._leaves.last(None))
 
@@ -163,7 +168,7 @@ class Rank:
         """Wait for the gathers of leaves up to a number."""
         self._leaves.filled(upto)
 
-    def start(self, bucket: Bucket) -> None:
+    def start(self, bucket: GradientBucket) -> None:
         """Start the reduction of a bucket in the background."""
         if bucket.sums:
             sums = Sums(Chain(self, bucket.sums, "sync"), bucket.held)
@@ -171,7 +176,7 @@ class Rank:
             if sums.go_on():
                 self._sums.add(sums, bucket.block or bucket)
 
-    def finish(self, buckets: Sequence[Bucket]) -> None:
+    def finish(self, buckets: Sequence[GradientBucket]) -> None:
         """Wait for the reductions of `buckets`; those that were not started are started now."""
         for bucket in buckets:
             if id(bucket) not in self._started:
@@ -331,7 +336,9 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def _arrivals(turns: Sequence[Turn], wanted: Mapping[tuple[str, int], Bucket]) -> dict[int, list[tuple[str, int]]]:
+def _arrivals(
+    turns: Sequence[Turn], wanted: Mapping[tuple[str, int], GradientBucket]
+) -> dict[int, list[tuple[str, int]]]:
     """Position in the forward -> the parameters whose gradients are complete after the backward of that position: it
     has their first reader."""
     first: dict[tuple[str, int], int] = {}

@@ -88,7 +88,9 @@ class Stages:
                 rank.forward(self.turns[stage])
             else:
                 each = [
-                    bucket for bucket in self.syncs[place].buckets(self.views[stage], self.turns[stage]) if bucket.each
+                    bucket
+                    for bucket in self.syncs[place].gradient_buckets(self.views[stage], self.turns[stage])
+                    if bucket.each
                 ]
                 rank.backward(self.turns[stage], each if part != "inputs" else (), part)
                 if part != "inputs":
@@ -103,8 +105,8 @@ class Stages:
     def whole(self) -> Ran:
         """The step of a plan without a pipeline: forward, backward with its sums, optimizer."""
         (view,), (turns,) = self.views, self.turns
-        rank, buckets = self.rank(0), self.syncs[0].buckets(view, turns)
-        rank.gather(self.syncs[0].fillings(view, turns))
+        rank, buckets = self.rank(0), self.syncs[0].gradient_buckets(view, turns)
+        rank.gather(self.syncs[0].leaf_buckets(view, turns))
         rank.forward(turns)
         if self.training:
             rank.backward(turns, buckets, at_once=True)
@@ -117,9 +119,9 @@ class Stages:
         rank = self.rank(place)
         for view, turns, stage in zip(self.views, self.turns, self.plan.stages, strict=True):
             if stage.place == place:
-                buckets = self.syncs[place].buckets(view, turns)
-                rank.gather(fillings := self.syncs[place].fillings(view, turns))
-                rank.filled(len(fillings) - 1)
+                buckets = self.syncs[place].gradient_buckets(view, turns)
+                rank.gather(leaves := self.syncs[place].leaf_buckets(view, turns))
+                rank.filled(len(leaves) - 1)
                 rank.finish([bucket for bucket in buckets if not bucket.each])
         return rank.run()
 

@@ -14,7 +14,7 @@ from autopar.pipeline.stage_views import View
 from autopar.plan import Plan
 from autopar.problem.graph import Op, Program
 from autopar.problem.prices import Prices
-from autopar.simulate.chains import Bucket, Filling
+from autopar.simulate.chains import GradientBucket, LeafBucket
 from autopar.simulate.pieces import Piece, together
 from autopar.simulate.work import Turn
 
@@ -60,7 +60,9 @@ class Sync:
                 first.setdefault((name, turn.instance if ops[name].scope else -1), index)
         return sorted((m for m in held if ops[m[0]].call.outs[0].grad), key=lambda member: first.get(member, 0))
 
-    def buckets(self, view: View, turns: Sequence[Turn], limit_bytes: float = BUCKET_BYTES) -> list[Bucket]:
+    def gradient_buckets(
+        self, view: View, turns: Sequence[Turn], limit_bytes: float = BUCKET_BYTES
+    ) -> list[GradientBucket]:
         """The gradient buckets of a stage, as in runtime.gradient_buckets: parameters in reverse order of use, those of
         a bucket with the same collectives and dtype."""
         ways = {r.ref: r for r in self.edges.reshards if r.role == "sync"}
@@ -78,13 +80,13 @@ class Sync:
             nbytes=lambda entry: self._gradient_bytes(entry.member),
             limit_bytes=limit_bytes,
         )
-        return [self._bucket(entries) for entries in found]
+        return [self._gradient_bucket(entries) for entries in found]
 
     def _several(self, steps: Sequence[Step]) -> tuple[Step, ...]:
         """The steps on axes of two or more ranks."""
         return tuple(step for step in steps if self.mesh.sizes[step.axis] > 1)
 
-    def _bucket(self, entries: Sequence[_Entry]) -> Bucket:
+    def _gradient_bucket(self, entries: Sequence[_Entry]) -> GradientBucket:
         """One bucket: each collective runs once over all small members together, and once for each large one."""
         rows = list(zip(*(e.sums for e in entries), strict=True))
         members, packed = [e.member for e in entries], all(step.kind in PACKED for step in entries[0].sums)
@@ -96,7 +98,7 @@ class Sync:
         ]
         name, instance = entries[-1].member
         block = (self.program.ops[name].scope, instance) if instance >= 0 else None
-        return Bucket(tuple(members), tuple(sums), tuple(held), entries[0].each, block)
+        return GradientBucket(tuple(members), tuple(sums), tuple(held), entries[0].each, block)
 
     def _gradient_bytes(self, member: Member) -> float:
         """Bytes of the gradient of a leaf on the rank that has most of it, in the dtype in which it is summed."""
@@ -112,7 +114,7 @@ class Sync:
         op = self.program.ops[member[0]]
         return self.prices.local_bytes(self.prices.gradient_bytes(op, self.program.bytes_of((op.name, 0))), step.before)
 
-    def fillings(self, view: View, turns: Sequence[Turn], limit_bytes: float = BUCKET_BYTES) -> list[Filling]:
+    def leaf_buckets(self, view: View, turns: Sequence[Turn], limit_bytes: float = BUCKET_BYTES) -> list[LeafBucket]:
         """The buckets of the leaves of a stage, as in runtime.leaves: in the order of the blocks, those of a bucket
         with the same axes and dtype."""
         ways = {r.ref: r for r in self.edges.reshards if r.role == "sync"}
@@ -137,7 +139,7 @@ class Sync:
             nbytes=self._leaf_bytes,
             limit_bytes=limit_bytes,
         )
-        return [self._filling(members, moved, [reader(member) for member in members]) for members in found]
+        return [self._leaf_bucket(members, moved, [reader(member) for member in members]) for members in found]
 
     def _key(self, member: Member, moved: Mapping[Member, tuple[Step, ...]]) -> tuple[tuple[int, ...], str] | None:
         """The key that all leaves of a bucket share: axes and dtype; None for leaves that are resharded by
@@ -149,12 +151,12 @@ class Sync:
             else None
         )
 
-    def _filling(
+    def _leaf_bucket(
         self,
         members: Sequence[Member],
         moved: Mapping[Member, tuple[Step, ...]],
         readers: Sequence[tuple[str, int] | None],
-    ) -> Filling:
+    ) -> LeafBucket:
         """One bucket of leaves: `moved` are the steps of each, `readers` the blocks that read them first."""
         pieces: list[Piece] = []
         bucketed = self._key(members[0], moved) is not None
@@ -165,7 +167,7 @@ class Sync:
             for member in members:
                 for step in moved[member]:
                     pieces += self._together([member], [step], gradients=False, packed=False)
-        return Filling(tuple(pieces), bucketed, (*dict.fromkeys(readers),))
+        return LeafBucket(tuple(pieces), bucketed, (*dict.fromkeys(readers),))
 
     def _together(
         self, members: Sequence[Member], steps: Sequence[Step], *, gradients: bool, packed: bool = True

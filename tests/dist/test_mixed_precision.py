@@ -292,7 +292,7 @@ def test_buckets_are_full_by_what_is_summed(precision: str) -> None:
         layers, "cpu:1x2", (x,), precision=precision, recipe="ddp", loss_fn=torch.mean, time_limit_s=5.0
     )
     stages = Stages.of(made.captured.gm, made.plan)
-    simulated = stages.syncs[0].buckets(stages.views[0], stages.turns[0])
+    simulated = stages.syncs[0].gradient_buckets(stages.views[0], stages.turns[0])
     assert [len(bucket.members) for bucket in simulated] == [6, 6, 2]
     assert living(2).run(_members, made.bundle, dict(layers.state_dict()))[0] == [6, 6, 2]
     leaf_bytes = 1024 * 1024 * COMPUTES.get(precision, torch.float32).itemsize

@@ -51,10 +51,10 @@ ALONE_BYTES = 1e-9  # of a bucket with one tensor
 def _simulated_s(stages: Stages, sync: Sync) -> float:
     """Seconds of all pieces, every gradient in a bucket of its own, as the Problem prices it."""
     (view,), (turns,) = stages.views, stages.turns
-    buckets, fillings = sync.buckets(view, turns, limit_bytes=1), sync.fillings(view, turns, limit_bytes=1)
+    sums, leaves = sync.gradient_buckets(view, turns, limit_bytes=1), sync.leaf_buckets(view, turns, limit_bytes=1)
     once = [
-        *(piece for bucket in buckets for piece in bucket.sums),
-        *(piece for filling in fillings for piece in filling.pieces),
+        *(piece for bucket in sums for piece in bucket.sums),
+        *(piece for bucket in leaves for piece in bucket.pieces),
     ]
     return _alone_s(turns) + sum(piece.seconds for piece in once) + stages.optimizer(0).seconds
 
@@ -169,7 +169,7 @@ def test_on_a_cpu_nothing_hides(recipe: str) -> None:
     ran = stages.whole()
     assert ran.length_s == pytest.approx(sum(task.work_s for task in ran.tasks), rel=1e-9)
     assert ran.length_s == pytest.approx(made.predicted.step_s, rel=0.03)
-    if not stages.syncs[0].buckets(stages.views[0], stages.turns[0]):
+    if not stages.syncs[0].gradient_buckets(stages.views[0], stages.turns[0]):
         assert ran.length_s == pytest.approx(made.predicted.step_s, rel=1e-9)
 
 
@@ -227,7 +227,9 @@ def test_weights_that_blocks_are_fed(recipe: str, model: str) -> None:
     stages = Stages.of(who.captured.gm, made)
     assert stages.whole().length_s == pytest.approx(made.predicted.step_s, rel=1e-9)
     summed = {
-        name for bucket in stages.syncs[0].buckets(stages.views[0], stages.turns[0]) for name, _ in bucket.members
+        name
+        for bucket in stages.syncs[0].gradient_buckets(stages.views[0], stages.turns[0])
+        for name, _ in bucket.members
     }
     assert ("p_shared" in summed) == (recipe in ("ddp", "zero1", "zero2"))
 

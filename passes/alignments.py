@@ -31,7 +31,7 @@ def _by_samples(node: fx.Node) -> fx.Node | None:
     that cannot be read by samples."""
     given, graph = edit.args_of(node), node.graph
     targets = _rows(node, given["targets"], given["target_lengths"])
-    if len(facts.shape(given["log_probs"])) != 3 or targets is None:
+    if facts.rank(given["log_probs"]) != 3 or targets is None:
         return None
     lengths = given["target_lengths"]
     each = edit.call(
@@ -57,13 +57,13 @@ def _by_samples(node: fx.Node) -> fx.Node | None:
 def _rows(node: fx.Node, targets: fx.Node, lengths: fx.Node) -> fx.Node | None:
     """`targets` as a row for each sample, [b, s]: as they are, or where each row of a mask picks as many as `lengths`
     says of a matrix, with those in front."""
-    if len(facts.shape(targets)) == 2:
+    if facts.rank(targets) == 2:
         return targets
     if (picked := edit.call_of(targets, aten.masked_select.default)) is None:
         return None
     labels, mask = picked.args
     assert isinstance(labels, fx.Node) and isinstance(mask, fx.Node)
-    if facts.shape(labels) != facts.shape(mask) or len(facts.shape(labels)) != 2 or not _counts(lengths, mask):
+    if facts.shape(labels) != facts.shape(mask) or facts.rank(labels) != 2 or not _counts(lengths, mask):
         return None
     order = edit.call(
         node.graph,

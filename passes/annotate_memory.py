@@ -183,7 +183,7 @@ def _attention(node: fx.Node, grads: list[bool]) -> Saved | None:
     wider = (wide - itemsize) * sum(facts.numel(given[name]) for name in ("query", "key", "value"))
     extra = scores * (3 if given["dropout_p"] else 1) + wider
     # a batched product takes values of three dims as they are
-    as_given = len(facts.shape(given["value"])) == 3 and wide == itemsize
+    as_given = facts.rank(given["value"]) == 3 and wide == itemsize
     return Saved((2,), (0, 1), extra) if as_given else Saved((), (0, 1, 2), extra)
 
 

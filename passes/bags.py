@@ -68,11 +68,7 @@ def _rows(flat: Any) -> fx.Node | None:
     """The matrix whose concatenated rows are `flat`."""
     shaped = edit.call_of(flat, aten.reshape.default)
     source = None if shaped is None else shaped.args[0]
-    return (
-        source
-        if isinstance(source, fx.Node) and len(facts.shape(source)) == 2 and len(facts.shape(flat)) == 1
-        else None
-    )
+    return source if isinstance(source, fx.Node) and facts.rank(source) == 2 and facts.rank(flat) == 1 else None
 
 
 def _begins(offsets: Any, rows: facts.Size, width: facts.Size) -> bool:

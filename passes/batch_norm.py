@@ -75,7 +75,7 @@ def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.No
     """With n elements per channel: mean = sum(x)/n, var = sum((x - mean)^2)/n, (x - mean) * rsqrt(var + eps) * w +
     b."""
     x: fx.Node = given["input"]
-    dims = [dim for dim in range(len(facts.shape(x))) if dim != 1]
+    dims = [dim for dim in range(facts.rank(x)) if dim != 1]
     count = edit.product(node.graph, [edit.size(x, dim) for dim in dims], like=node)
     mean = _mean(gm, node, _sum(node, x, dims), count, given, "running_mean")
     centred = _op(node, aten.sub.Tensor, x, _as(node, mean, x))
@@ -100,7 +100,7 @@ def _instances(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> None
     """The new running statistics of an instance norm: the mean and the unbiased variance of each sample, averaged over
     samples."""
     x = _op(node, aten.detach.default, given["input"])
-    dims = list(range(2, len(facts.shape(x))))
+    dims = list(range(2, facts.rank(x)))
     count = edit.product(node.graph, [edit.size(x, dim) for dim in dims], like=node)
     mean = _op(node, aten.div.Tensor, _sum(node, x, dims), count)
     centred = _op(node, aten.sub.Tensor, x, mean)
@@ -169,7 +169,7 @@ def _affine(node: fx.Node, value: fx.Node, given: dict[str, Any]) -> fx.Node:
 
 def _per_channel(node: fx.Node, value: fx.Node, given: dict[str, Any]) -> fx.Node:
     """`value [c]` as [c, 1, ...], which broadcasts against the input [n, c, ...]."""
-    trailing = len(facts.shape(given["input"])) - 2
+    trailing = facts.rank(given["input"]) - 2
     return _op(node, aten.reshape.default, value, [-1] + [1] * trailing) if trailing else value
 
 

@@ -61,4 +61,4 @@ def _fit(product: fx.Node, bias: fx.Node, total: fx.Node) -> bool:
 def _by_matrix(product: fx.Node) -> bool:
     """Whether rows are multiplied by one matrix, not vectors or matrices each by its own."""
     rows, weight = edit.tensor_operands(product)
-    return len(facts.shape(rows)) > 1 and len(facts.shape(weight)) == 2
+    return facts.rank(rows) > 1 and facts.rank(weight) == 2

@@ -42,9 +42,9 @@ def _part(node: fx.Node) -> fx.Node | None:
     if whole.target is not aten.expand.default:
         return None
     x, asked = edit.args_of(whole)["self"], edit.args_of(whole)["size"]
-    rank, shape = len(facts.shape(whole)), facts.shape(node)
+    rank, shape = facts.rank(whole), facts.shape(node)
     dim = edit.args_of(node)["dim"] % rank
-    own = dim - rank + len(facts.shape(x))
+    own = dim - rank + facts.rank(x)
     if own < 0 or facts.shape(x)[own] != 1 or facts.shape(whole)[dim] == 1 or not isinstance(shape[dim], int):
         return None
     if facts.shape(x) == shape:
@@ -76,5 +76,5 @@ def _size(among: list[fx.Node], dim: int, size: object) -> int | fx.Node:
     `among` that has it."""
     if isinstance(size, int):
         return size
-    owner = next(node for node in among if -dim <= len(facts.shape(node)) and facts.shape(node)[dim] == size)
-    return edit.size(owner, len(facts.shape(owner)) + dim)
+    owner = next(node for node in among if -dim <= facts.rank(node) and facts.shape(node)[dim] == size)
+    return edit.size(owner, facts.rank(owner) + dim)

@@ -40,7 +40,7 @@ def _ranked(chosen: Any) -> fx.Node | None:
     if best is not None:
         return best if edit.args_of(best)["dim"] is not None else None
     ranked = edit.call_of(edit.part_of(part, 1), *DISTINCT)
-    return ranked if ranked is not None and edit.args_of(ranked)["dim"] in (-1, len(facts.shape(part)) - 1) else None
+    return ranked if ranked is not None and edit.args_of(ranked)["dim"] in (-1, facts.rank(part) - 1) else None
 
 
 def _last_size(node: Any) -> facts.Size:

@@ -45,7 +45,7 @@ def _along(node: fx.Node) -> fx.Node:
     operand, indices, dim = given["self"], given["indices"], given["dim"]
     if dim is None:
         operand, indices, dim = _line(operand, node), _line(indices, node), 0
-    dim %= len(facts.shape(operand))
+    dim %= facts.rank(operand)
     chosen = _wide(operand, indices, dim, node), dim, _wide(indices, operand, dim, node)
     return edit.call(node.graph, aten.gather.default, chosen, like=node)
 
@@ -78,7 +78,7 @@ def _diagonal_blocks(node: fx.Node) -> fx.Node | None:
     if not all(isinstance(size, int) for size in sizes):
         return None
     for each, size in zip(matrices, sizes, strict=True):
-        if len(facts.shape(each)) < 2:
+        if facts.rank(each) < 2:
             each = edit.call(node.graph, aten.reshape.default, (each, [1, size]), like=node)
         if facts.dtype(each) != facts.dtype(node):
             each = edit.call(node.graph, aten.to.dtype, (each, facts.dtype(node)), like=node)

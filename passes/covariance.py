@@ -43,7 +43,7 @@ def _correlation(node: fx.Node) -> fx.Node | None:
 
 def _is_plain(operand: fx.Node) -> bool:
     """Whether there are several variables in rows, of real numbers."""
-    return len(facts.shape(operand)) == 2 and facts.shape(operand)[0] != 1 and facts.dtype(operand).is_floating_point
+    return facts.rank(operand) == 2 and facts.shape(operand)[0] != 1 and facts.dtype(operand).is_floating_point
 
 
 def _products(operand: fx.Node, correction: int, node: fx.Node) -> fx.Node:

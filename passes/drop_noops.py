@@ -109,13 +109,13 @@ def _writes_all(node: fx.Node) -> bool:
 
 def _same_dim(squeezed: fx.Node, apart: fx.Node) -> bool:
     """Whether `squeezed` removes the very dim that `apart` added."""
-    rank = len(facts.shape(apart))
+    rank = facts.rank(apart)
     return int(squeezed.args[1]) % rank == int(apart.args[1]) % rank  # type: ignore[arg-type]
 
 
 def _swaps_nothing(node: fx.Node) -> bool:
     """Whether a transpose exchanges a dim with itself."""
-    rank = len(facts.shape(node))
+    rank = facts.rank(node)
     return not rank or int(node.args[1]) % rank == int(node.args[2]) % rank  # type: ignore[arg-type]
 
 

@@ -43,7 +43,7 @@ def called(layer: Layer, like: fx.Node) -> fx.Node:
         new = edit.call(like.graph, aten.add.Tensor, (new, more), like=like)
     if facts.dtype(new) != facts.dtype(like):
         new = edit.call(like.graph, aten.to.dtype, (new, facts.dtype(like)), like=like)
-    return new if len(facts.shape(like)) == len(facts.shape(new)) else flat(new)
+    return new if facts.rank(like) == facts.rank(new) else flat(new)
 
 
 def put(node: fx.Node, new: fx.Node) -> None:
@@ -67,7 +67,7 @@ def flat(node: fx.Node) -> fx.Node:
     """`node [..., d]` as `[n, d]`, at the insertion point."""
     return (
         node
-        if len(facts.shape(node)) == 2
+        if facts.rank(node) == 2
         else edit.call(node.graph, aten.reshape.default, (node, [-1, edit.size(node, -1)]), like=node)
     )
 
@@ -102,7 +102,7 @@ def together(tensors: list[fx.Node], each: int, like: fx.Node) -> fx.Node:
         ):
             return whole
     stacked = edit.call(like.graph, aten.stack.default, (tensors,), like=like)
-    sizes = [edit.size(stacked, dim) for dim in range(1, len(facts.shape(stacked)))]
+    sizes = [edit.size(stacked, dim) for dim in range(1, facts.rank(stacked))]
     return (
         stacked
         if each == 1

@@ -120,7 +120,7 @@ def _written(node: fx.Node) -> _Write | None:
 def _term(write: _Write) -> _Term | None:
     """The rows of one expert that are written; None where they are none."""
     found, rows = tokens(write.indices), uncast(write.rows)
-    if found is None or len(facts.shape(write.into)) != found[1] + 1:
+    if found is None or facts.rank(write.into) != found[1] + 1:
         return None
     mask, product = found[0], edit.call_of(rows, aten.mul.Tensor)
     for one, other in () if product is None else (product.args, product.args[::-1]):

@@ -78,7 +78,7 @@ class _Pieces:
             return self._cuts(args[0][0], len(nodes))
         if target in CONTRACTIONS:
             return self.are([each[0] for each in args]) and all(
-                len(facts.shape(each[1])) == 2 and not self._of_split(each[1]) for each in args
+                facts.rank(each[1]) == 2 and not self._of_split(each[1]) for each in args
             )
         if target is operator.getitem or target in COLUMNS:
             return (
@@ -95,22 +95,20 @@ class _Pieces:
         and the same value."""
         if all(operand == operands[0] for operand in operands):
             return (
-                not isinstance(operands[0], fx.Node)
-                or not facts.is_tensor(operands[0])
-                or len(facts.shape(operands[0])) < 2
+                not isinstance(operands[0], fx.Node) or not facts.is_tensor(operands[0]) or facts.rank(operands[0]) < 2
             )
         return self._biases(operands) or self.are(operands)
 
     def _biases(self, operands: Sequence[Any]) -> bool:
         """Whether all operands are vectors: biases of the experts, one for each section."""
         return all(
-            isinstance(operand, fx.Node) and facts.is_tensor(operand) and len(facts.shape(operand)) == 1
+            isinstance(operand, fx.Node) and facts.is_tensor(operand) and facts.rank(operand) == 1
             for operand in operands
         )
 
     def _along_last(self, node: fx.Node) -> bool:
         """Whether `node` works along the last dim."""
-        return edit.args_of(node)["dim"] in (-1, len(facts.shape(node.args[0])) - 1)  # type: ignore[arg-type]
+        return edit.args_of(node)["dim"] in (-1, facts.rank(node.args[0]) - 1)
 
     def _cuts(self, split: fx.Node, count: int) -> bool:
         """Whether `split` cuts rows into `count` sections, section i with as many rows as i occurs among some
@@ -120,7 +118,7 @@ class _Pieces:
         if (
             split.target is not aten.split_with_sizes.default
             or edit.args_of(split)["dim"] != 0
-            or len(facts.shape(split.args[0])) != 2  # type: ignore[arg-type]
+            or facts.rank(split.args[0]) != 2
         ):
             return False
         found = [_count(size) for size in edit.args_of(split)["split_sizes"]]

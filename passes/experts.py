@@ -71,7 +71,7 @@ def _summed(node: fx.Node) -> _Sum | None:
     terms, gates = edit.call_of(uncast(total.args[0]), aten.reshape.default, aten.mul.Tensor), None
     if terms is not None and terms.target is aten.mul.Tensor:
         terms, gates = _gated(terms)
-    back = undone(uncast(terms.args[0])) if terms is not None and len(facts.shape(terms)) == 3 else None
+    back = undone(uncast(terms.args[0])) if terms is not None and facts.rank(terms) == 3 else None
     order = order_of(back[1]) if back is not None else None
     if back is None or order is None or facts.shape(terms)[:2] != facts.shape(order.chosen):  # type: ignore[arg-type]
         return None
@@ -145,7 +145,7 @@ def _layer(total: _Sum) -> Layer | None:
     if None in rows or len(hidden) != 1 or len(biases) not in (0, len(ups)):
         return None
     tokens, dtype = hidden.pop()
-    if len(facts.shape(tokens)) != 2:
+    if facts.rank(tokens) != 2:
         return None
     gates = in_front(aten.ones_like.default, order.chosen, dtype=dtype) if total.gates is None else total.gates
     bias = [_cast(_joined(biases, 1), dtype)] if biases else []

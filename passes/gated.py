@@ -59,7 +59,7 @@ def gates_of(node: Any, mask: Mask) -> list[Gates]:
 def _of_tokens(gates: fx.Node, mask: Mask, dims: int) -> list[Gates]:
     """The form of gates of single tokens, `[...]` with `dims` dims or `[..., 1]`, as an expert with `mask` reads
     them."""
-    rank, merged = len(facts.shape(gates)), edit.call_of(gates, aten.reshape.default)
+    rank, merged = facts.rank(gates), edit.call_of(gates, aten.reshape.default)
     # one number for each token, in their order, in whatever shape
     total = edit.call_of(gates if merged is None else merged.args[0], aten.sum.dim_IntList)
     if total is not None and facts.shape(gates)[dims:] in ((), (1,)) and (summed := _summed(total, mask)) is not None:
@@ -78,7 +78,7 @@ def _of_tokens(gates: fx.Node, mask: Mask, dims: int) -> list[Gates]:
 def _summed(total: fx.Node, mask: Mask) -> fx.Node | None:
     """The gates in `(gates * (chosen == e)).sum(-1)`; None for other sums."""
     source, dims = total.args[:2]
-    if list(dims) not in ([-1], [len(facts.shape(source)) - 1]):  # type: ignore[arg-type]
+    if list(dims) not in ([-1], [facts.rank(source) - 1]):  # type: ignore[arg-type]
         return None
     flat = edit.call_of(source, aten.reshape.default)
     if flat is not None and facts.shape(flat)[-1] == facts.shape(flat.args[0])[-1]:  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def _summed(total: fx.Node, mask: Mask) -> fx.Node | None:
 def _by_places(indices: list[Any], mask: Mask, gates: fx.Node) -> bool:
     """Whether `indices` select from `gates` what the mask selects: by token and rank, or by the mask itself."""
     if [picked(index) for index in indices] == [(mask, TOKEN), (mask, RANK)]:
-        return len(facts.shape(gates)) == 2
+        return facts.rank(gates) == 2
     return (
         len(indices) == 1
         and mask.ordered
@@ -114,7 +114,7 @@ def _without_last(node: Any, dims: int) -> fx.Node:
     """The operand of an operator that adds a last dim of size 1; else `node`."""
     apart = edit.call_of(node, aten.unsqueeze.default)
     return (
-        apart.args[0] if apart is not None and facts.shape(apart)[-1] == 1 and len(facts.shape(apart)) > dims else node  # type: ignore[return-value]
+        apart.args[0] if apart is not None and facts.shape(apart)[-1] == 1 and facts.rank(apart) > dims else node  # type: ignore[return-value]
     )
 
 
@@ -127,7 +127,7 @@ def choice(mask: Mask, gates: Gates, like: fx.Node) -> tuple[fx.Node, fx.Node]:
         weights = edit.call(graph, aten.ones_like.default, (chosen,), {"dtype": facts.dtype(like)}, like=like)
     elif gates.all:
         weights, chosen = _apart(weights, chosen)
-        weights = edit.call(graph, aten.gather.default, (weights, len(facts.shape(chosen)) - 1, chosen), like=like)
+        weights = edit.call(graph, aten.gather.default, (weights, facts.rank(chosen) - 1, chosen), like=like)
     return flat(chosen), flat(weights)
 
 
@@ -143,13 +143,13 @@ def column(node: fx.Node, place: int, like: fx.Node) -> fx.Node:
     """Column `place`, `[..., 1]`, of `node [..., k]`, at the insertion point; taken before a flattening if there is
     one."""
     source = flattened(node) or node
-    return edit.call(node.graph, aten.slice.Tensor, (source, len(facts.shape(source)) - 1, place, place + 1), like=like)
+    return edit.call(node.graph, aten.slice.Tensor, (source, facts.rank(source) - 1, place, place + 1), like=like)
 
 
 def _apart(weights: fx.Node, chosen: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Weights and chosen experts with equal dims except the last, both with flattened tokens or both without."""
     chosen, weights = flattened(chosen) or chosen, flattened(weights) or weights
     if facts.shape(weights)[:-1] != facts.shape(chosen)[:-1]:
-        sizes = [*(edit.size(chosen, dim) for dim in range(len(facts.shape(chosen)) - 1)), edit.size(weights, -1)]
+        sizes = [*(edit.size(chosen, dim) for dim in range(facts.rank(chosen) - 1)), edit.size(weights, -1)]
         weights = edit.call(weights.graph, aten.reshape.default, (weights, sizes), like=weights)
     return weights, chosen

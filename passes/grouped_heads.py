@@ -41,7 +41,7 @@ def grouped_heads(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _one_each(query: fx.Node, key: fx.Node) -> bool:
     """Whether there are as many heads of queries as of repeated keys: nothing is broadcast."""
-    return len(facts.shape(query)) == 4 and facts.shape(query)[1] == facts.shape(key)[1]
+    return facts.rank(query) == 4 and facts.shape(query)[1] == facts.shape(key)[1]
 
 
 def _unrepeated(node: Any) -> fx.Node | None:

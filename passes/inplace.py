@@ -76,7 +76,7 @@ def _masked_diagonal(node: fx.Node) -> None:
     diagonal wraps in a tall matrix."""
     given, graph = edit.args_of(node), node.graph
     x = given["self"]
-    if len(facts.shape(x)) != 2 or given["wrap"]:
+    if facts.rank(x) != 2 or given["wrap"]:
         return
     with edit.before(node):
         rows, columns = (edit.call(graph, aten.arange.default, (edit.size(x, dim),), like=node) for dim in (0, 1))
@@ -293,7 +293,7 @@ def _twin(node: fx.Node, base: fx.Node) -> fx.Node:
     if facts.dtype(result) != facts.dtype(base):
         result = edit.call(node.graph, aten.to.dtype, (result, facts.dtype(base)), like=node)
     if facts.shape(result) != facts.shape(base):
-        sizes = [edit.size(base, dim) for dim in range(len(facts.shape(base)))]
+        sizes = [edit.size(base, dim) for dim in range(facts.rank(base))]
         result = edit.call(node.graph, aten.expand.default, (result, sizes), like=node)
     return edit.call(node.graph, aten.detach.default, (result,), like=node) if node.meta.get("no_grad") else result
 

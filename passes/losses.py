@@ -41,7 +41,7 @@ def _nll(node: fx.Node) -> fx.Node | None:
     """nll_loss of a log_softmax over the classes, as a cross-entropy of the logits in the dtype of the log_softmax."""
     given = edit.args_of(node)
     log_probabilities = given["self"]
-    rank = len(facts.shape(log_probabilities))
+    rank = facts.rank(log_probabilities)
     if log_probabilities.target is aten.log_softmax.int and log_probabilities.args[1] % rank == min(1, rank - 1):
         return _split_cross_entropy(
             node, _cast(log_probabilities.args[0], facts.dtype(log_probabilities), node), given, 0.0
@@ -58,7 +58,7 @@ def _split_cross_entropy(node: fx.Node, logits: fx.Node, given: dict[str, Any], 
     labels, reduction, graph = given["target"], given["reduction"], node.graph
     given = {**given, "weight": _summed(given["weight"], given, node)}
     options = (given["ignore_index"], smoothing, *([] if given["weight"] is None else [given["weight"]]))
-    if len(facts.shape(logits)) > 2:  # [n, v, ...]: classes last
+    if facts.rank(logits) > 2:  # [n, v, ...]: classes last
         logits = edit.call(graph, aten.movedim.int, (logits, 1, -1), like=node)
     if reduction == NONE:
         return edit.call(graph, ops.cross_entropy_each, (logits, labels, *options), like=node)
@@ -96,13 +96,13 @@ def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
     """A cross-entropy against class probabilities as plain operators, as torch computes it. Its mean is over positions,
     with or without class weights."""
     logits, wanted, weight, graph = given["self"], given["target"], given["weight"], node.graph
-    dim = min(1, len(facts.shape(logits)) - 1)
+    dim = min(1, facts.rank(logits) - 1)
     classes = facts.shape(logits)[dim]
     if not isinstance(classes, int):
         return None
-    if dim == len(facts.shape(logits)) - 1 and given["reduction"] != NONE:
+    if dim == facts.rank(logits) - 1 and given["reduction"] != NONE:
         logits, wanted = _unflattened(logits, wanted, 0)
-        dim = len(facts.shape(logits)) - 1
+        dim = facts.rank(logits) - 1
     logits, wanted, weight = (_summed(x, given, node) for x in (logits, wanted, weight))
 
     def call(target: Any, *args: Any) -> fx.Node:
@@ -116,7 +116,7 @@ def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
         )
     terms = call(aten.mul.Tensor, call(aten.log_softmax.int, logits, dim), wanted)
     if weight is not None:
-        rank = len(facts.shape(logits))
+        rank = facts.rank(logits)
         terms = call(
             aten.mul.Tensor,
             terms,
@@ -129,7 +129,7 @@ def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
     total = call(aten.neg.default, call(aten.sum.default, terms))
     if given["reduction"] == SUM:
         return total
-    sizes = [edit.size(logits, d) for d in range(len(facts.shape(logits))) if d != dim]
+    sizes = [edit.size(logits, d) for d in range(facts.rank(logits)) if d != dim]
     return _cast(call(aten.div.Tensor, total, edit.product(graph, sizes, like=node)), facts.dtype(node), node)
 
 
@@ -141,7 +141,7 @@ def _unflattened(logits: fx.Node, labels: fx.Node, beside: int = 1) -> tuple[fx.
     if (
         wide is not None
         and isinstance(source, fx.Node)
-        and facts.shape(wide)[: len(facts.shape(wide)) - beside] == facts.shape(source)
+        and facts.shape(wide)[: facts.rank(wide) - beside] == facts.shape(source)
     ):
         return wide, source
     return logits, labels

@@ -40,7 +40,7 @@ class Whole:
     @property
     def more(self) -> int:
         """The number of dims of `rows` beyond those of the selected rows."""
-        return len(facts.shape(self.mask)) - 1
+        return facts.rank(self.mask) - 1
 
 
 def masked(gm: fx.GraphModule) -> fx.GraphModule:
@@ -113,7 +113,7 @@ def mask_of_places(given: Sequence[Any]) -> fx.Node | None:
     if None in found or any((place[0], place[1]) != (found[0][0], dim) for dim, place in enumerate(found)):  # type: ignore[index]
         return None
     mask: fx.Node = found[0][0]  # type: ignore[index]
-    return mask if len(facts.shape(mask)) == len(indices) and facts.dtype(mask) == torch.bool else None
+    return mask if facts.rank(mask) == len(indices) and facts.dtype(mask) == torch.bool else None
 
 
 def zeroed(rows: fx.Node, mask: fx.Node, node: fx.Node, zero: float = 0) -> fx.Node:
@@ -126,7 +126,7 @@ def zeroed(rows: fx.Node, mask: fx.Node, node: fx.Node, zero: float = 0) -> fx.N
 
 def widened(mask: fx.Node, rows: fx.Node, node: fx.Node) -> fx.Node:
     """`mask` with as many dims as `rows`."""
-    for dim in range(len(facts.shape(mask)), len(facts.shape(rows))):
+    for dim in range(facts.rank(mask), facts.rank(rows)):
         mask = edit.call(node.graph, aten.unsqueeze.default, (mask, dim), like=node)
     return mask
 
@@ -144,9 +144,9 @@ def _operands(node: fx.Node, known: Known, given: Sequence[Any]) -> tuple[list[A
 def _pointwise(node: fx.Node, known: Known) -> Whole | None:
     """A pointwise operator whose operands are selected rows of the same rank, or values of a lower rank, which are the
     same for all rows."""
-    rank = len(facts.shape(node))
+    rank = facts.rank(node)
     for operand in edit.tensor_operands(node):
-        if (len(facts.shape(operand)) == rank) != is_picked(operand):
+        if (facts.rank(operand) == rank) != is_picked(operand):
             return None
     if node.target is aten.div.Tensor and isinstance(node.args[1], fx.Node) and is_picked(node.args[1]):
         return None
@@ -189,7 +189,7 @@ def _along(node: fx.Node, known: Known, *, new: int = 0) -> Whole | None:
     if not all(map(is_picked, tensors)) or (found := _operands(node, known, tensors)) is None:
         return None
     rows, mask = found
-    moved = [dim % rank + len(facts.shape(mask)) - 1 for dim in dims]
+    moved = [dim % rank + facts.rank(mask) - 1 for dim in dims]
     by_name = dict(zip(tensors, rows, strict=True))
     values = {**given, "dim": moved if isinstance(asked, (list, tuple)) else moved[0]}
     args, kwargs = _spelled(
@@ -256,11 +256,9 @@ def _of_classes(node: fx.Node, known: Known) -> fx.Node | None:
         return None
     (rows, chosen), mask = found
     chosen = zeroed(chosen, mask, node, given["ignore_index"])
-    if len(facts.shape(mask)) > 1:
-        count = edit.product(graph, [edit.size(chosen, dim) for dim in range(len(facts.shape(mask)))], like=node)
-        rows = edit.call(
-            graph, aten.reshape.default, (rows, [count, edit.size(rows, len(facts.shape(rows)) - 1)]), like=node
-        )
+    if facts.rank(mask) > 1:
+        count = edit.product(graph, [edit.size(chosen, dim) for dim in range(facts.rank(mask))], like=node)
+        rows = edit.call(graph, aten.reshape.default, (rows, [count, edit.size(rows, facts.rank(rows) - 1)]), like=node)
         chosen = edit.call(graph, aten.reshape.default, (chosen, [count]), like=node)
     args, kwargs = _spelled(node, {**given, "self": rows, "target": chosen})
     return edit.call(graph, node.target, args, kwargs, like=node)  # type: ignore[arg-type]
@@ -291,7 +289,7 @@ def _over(node: fx.Node, known: Known, *, mean: bool) -> fx.Node | None:
 def _together(node: fx.Node, found: Whole, dims: list[int] | None, *, mean: bool) -> fx.Node:
     """The sum over all rows, along `dims` of the selected rows (which include the first; None: all dims); with `mean`
     divided by the number of selected elements. 16-bit rows are summed in float32."""
-    graph, rank, result = node.graph, len(facts.shape(found.rows)), facts.dtype(node)
+    graph, rank, result = node.graph, facts.rank(found.rows), facts.dtype(node)
     rest = [dim + found.more for dim in dims[1:]] if dims is not None else list(range(found.more + 1, rank))
     over = [*range(found.more + 1), *rest]
     wide = torch.float32 if result in _NARROW else result

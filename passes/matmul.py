@@ -54,7 +54,7 @@ def _product(node: fx.Node, left: Any, right: Any) -> fx.Node:
 
 def _transposed(node: Any) -> fx.Node | None:
     """The matrix that `node` is the transpose of, if it is one."""
-    if not isinstance(node, fx.Node) or len(facts.shape(node)) != 2:
+    if not isinstance(node, fx.Node) or facts.rank(node) != 2:
         return None
     if node.target not in (aten.t.default, aten.transpose.int, aten.permute.default):
         return None
@@ -85,7 +85,7 @@ def _convolution(node: fx.Node) -> fx.Node | None:
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     plain = tuple(None if name == "bias" else given[name] for name in names)
     result = edit.call(node.graph, node.target, plain, like=node)  # type: ignore[arg-type]
-    spatial = len(facts.shape(given["weight"])) - 2
+    spatial = facts.rank(given["weight"]) - 2
     channels = edit.call(node.graph, aten.reshape.default, (bias, [-1] + [1] * spatial), like=node)
     return added(node, result, channels)
 

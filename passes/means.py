@@ -24,7 +24,7 @@ def _quotient(node: fx.Node) -> fx.Node:
     """One mean as a sum divided by the number of its elements."""
     given = edit.args_of(node)
     operand: fx.Node = given["self"]
-    rank = len(facts.shape(operand))
+    rank = facts.rank(operand)
     # a tensor of no dims has a last one, too
     dims = [dim % rank for dim in given.get("dim") or range(rank)] if rank else []
     result = facts.dtype(node)

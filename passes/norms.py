@@ -107,7 +107,7 @@ def _mean_of_last(node: Any) -> Any:
     if mean is None:
         return None
     given = edit.args_of(mean)
-    rank = len(facts.shape(given["self"]))
+    rank = facts.rank(given["self"])
     kept = rank > 0 and given["keepdim"] and facts.dtype(mean) == facts.dtype(given["self"])
     return given["self"] if kept and [dim % rank for dim in given["dim"] or ()] == [rank - 1] else None
 

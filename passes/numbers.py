@@ -65,7 +65,7 @@ def _spelled(node: fx.Node) -> fx.Node | None:
     apart = edit.call(
         node.graph,
         aten.full.default,
-        ([1] * len(facts.shape(node)), float(number)),
+        ([1] * facts.rank(node), float(number)),
         {"dtype": facts.dtype(node)},
         like=node,
     )

@@ -63,7 +63,7 @@ def rows_of(node: Any, mask: Mask) -> fx.Node | None:
     ):
         hidden, indices = whole.args[0], indices[1:]  # type: ignore[assignment]
     found = tokens(indices) if len(indices) == 1 else None
-    return hidden if found is not None and found[0] == mask and len(facts.shape(hidden)) == found[1] + 1 else None
+    return hidden if found is not None and found[0] == mask and facts.rank(hidden) == found[1] + 1 else None
 
 
 def expert_of(node: Any, mask: Mask) -> Expert | None:

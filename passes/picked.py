@@ -96,7 +96,7 @@ def places(index: Any) -> tuple[Any, int] | None:
         places = edit.call_of(column.args[1] in (1, -1) and column.args[0], aten.nonzero.default)
         return None if places is None else (places.args[0], column.args[2])  # type: ignore[return-value]
     flat = edit.call_of(index, aten.squeeze.dim, aten.reshape.default)
-    places = edit.call_of(flat and len(facts.shape(flat)) == 1 and flat.args[0], aten.nonzero.default)
+    places = edit.call_of(flat and facts.rank(flat) == 1 and flat.args[0], aten.nonzero.default)
     return (places.args[0], 0) if places is not None and facts.shape(places)[1] == 1 else None
 
 
@@ -125,7 +125,7 @@ def _compared(node: fx.Node) -> Mask | None:
                 apart is not None
                 and numbers is not None
                 and len(numbers.args) == 1
-                and apart.args[1] in (-1, len(facts.shape(apart)) - 1)
+                and apart.args[1] in (-1, facts.rank(apart) - 1)
             ):
                 return _fresh(apart.args[0], None, (NUMBER,))  # type: ignore[arg-type]
     return None
@@ -138,7 +138,7 @@ def _fresh(chosen: fx.Node, number: int | None, more: tuple[str, ...]) -> Mask:
 
 def _natural(chosen: fx.Node) -> tuple[str | int, ...]:
     """The kinds of the dims of `chosen`: tokens, then the choice."""
-    rank = len(facts.shape(chosen))
+    rank = facts.rank(chosen)
     return {1: (TOKEN,), 2: (TOKEN, RANK)}.get(rank, (*range(rank - 1), RANK))
 
 

@@ -36,7 +36,7 @@ def _einsum(node: fx.Node, equation: str, *operands: fx.Node) -> fx.Node:
 def _summed(node: fx.Node, left: fx.Node, right: fx.Node, pairs: Sequence[tuple[int, int]]) -> fx.Node:
     """Multiply `left` and `right` and sum over the pairs of dims (of `left`, of `right`) in `pairs`. The dims of the
     result are the others of `left`, then the others of `right`."""
-    ranks = [len(facts.shape(operand)) for operand in (left, right)]
+    ranks = [facts.rank(operand) for operand in (left, right)]
     one, other = ascii_letters[: ranks[0]], list(ascii_letters[ranks[0] : sum(ranks)])
     for first, second in pairs:
         other[second % ranks[1]] = one[first % ranks[0]]

@@ -84,7 +84,7 @@ def _read(node: fx.Node) -> _Indexed | None:
         facts.dtype(index).itemsize == 1 for index in indices
     ):
         return None
-    rank = max(len(facts.shape(index)) for index in indices)
+    rank = max(facts.rank(index) for index in indices)
     own = [_along(index, facts.shape(x)[place], rank) for index, place in zip(indices, places, strict=True)]
     found = _Indexed(x, places[0], indices, tuple(own), rank)
     return found if len(set(found.named)) == len(found.named) else None
@@ -104,7 +104,7 @@ def _along(index: fx.Node, size: facts.Size, rank: int) -> int | None:
         and not facts.is_float(made)
     ):
         made = made.args[0]
-    if not isinstance(made, fx.Node) or made.target not in RANGES or len(facts.shape(made)) != 1:
+    if not isinstance(made, fx.Node) or made.target not in RANGES or facts.rank(made) != 1:
         return None
     end = RANGES[made.target]
     zero, steps = made.args[:end], made.args[end + 1 :]
@@ -114,7 +114,7 @@ def _along(index: fx.Node, size: facts.Size, rank: int) -> int | None:
 def _turned(found: _Indexed, x: fx.Node, dims: list[int], node: fx.Node) -> fx.Node:
     """`x` with the dims from the first indexed one on permuted to the order of the block's dims; a dim of the block
     that is not in `dims` has size 1."""
-    rank, at = len(facts.shape(x)), found.first
+    rank, at = facts.rank(x), found.first
     order = [*range(at), *(at + dims.index(dim) for dim in sorted(dims)), *range(at + len(dims), rank)]
     if order != list(range(rank)):
         x = edit.call(node.graph, aten.permute.default, (x, order), like=node)
@@ -128,7 +128,7 @@ def _taken(found: _Indexed, number: int, node: fx.Node) -> fx.Node | None:
     """`x` read along the one dim whose index, number `number`, is no range. None where that index varies along more
     than one dim of the block that no range goes along."""
     index = found.indices[number]
-    missing = found.rank - len(facts.shape(index))
+    missing = found.rank - facts.rank(index)
     shape = (1,) * missing + facts.shape(index)
     kept = [dim for dim in range(found.rank) if shape[dim] != 1]
     free = [dim for dim in kept if dim not in found.own]

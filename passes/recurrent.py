@@ -83,7 +83,7 @@ def network(node: fx.Node) -> Network:
 
 def matrices(weights: tuple[fx.Node, ...]) -> list[fx.Node]:
     """The matrix of the input, that of the state, and that of a projection if there is one."""
-    return [weight for weight in weights if len(facts.shape(weight)) == 2]
+    return [weight for weight in weights if facts.rank(weight) == 2]
 
 
 def flops(node: fx.Node) -> Size:
@@ -130,7 +130,7 @@ def _cell(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _samples(rows: fx.Node) -> Size:
-    return facts.shape(rows)[0] if len(facts.shape(rows)) == 2 else 1
+    return facts.shape(rows)[0] if facts.rank(rows) == 2 else 1
 
 
 def cell_flops(node: fx.Node) -> Size:

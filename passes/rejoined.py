@@ -29,7 +29,7 @@ def rejoined(gm: fx.GraphModule) -> fx.GraphModule:
         with edit.before(node):
             new = source
             if node.target is aten.cat.default:
-                rest = [edit.size(source, dim) for dim in range(2, len(facts.shape(source)))]
+                rest = [edit.size(source, dim) for dim in range(2, facts.rank(source))]
                 new = edit.call(node.graph, aten.reshape.default, (source, [-1, *rest]), like=node)
         edit.replace(node, new)
     return edit.finish(gm)
@@ -48,4 +48,4 @@ def _whole(pieces: Any) -> fx.Node | None:
         return None
     source: fx.Node = split.args[0]  # type: ignore[assignment]  # what is unbound
     in_order = [piece.args[1] for piece in pieces] == list(range(len(facts.tensors(split))))
-    return source if in_order and len(facts.shape(source)) > 1 else None
+    return source if in_order and facts.rank(source) > 1 else None

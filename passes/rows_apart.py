@@ -46,9 +46,9 @@ def _apart(node: fx.Node, first: Any, second: Any) -> bool:
     if not isinstance(first, int) or any(not isinstance(size, int) for size in facts.shape(node)[1:]):
         return False
     if _pointwise(node):
-        rank = len(facts.shape(node))
+        rank = facts.rank(node)
         return all(
-            len(facts.shape(operand)) < rank or _apart(operand, first, second) for operand in edit.tensor_operands(node)
+            facts.rank(operand) < rank or _apart(operand, first, second) for operand in edit.tensor_operands(node)
         )
     if node.target is aten.reshape.default:
         return facts.shape(node.args[0])[:2] == (first, second)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def _times(node: fx.Node) -> Any:
     if node.target is not aten.repeat.default:
         return 0
     times: Any = node.args[1]
-    return times[0] if len(times) == len(facts.shape(node.args[0])) and all(n == 1 for n in times[1:]) else 0  # type: ignore[arg-type]
+    return times[0] if len(times) == facts.rank(node.args[0]) and all(n == 1 for n in times[1:]) else 0
 
 
 def _made(node: fx.Node, first: int, second: Any) -> fx.Node:
@@ -80,8 +80,7 @@ def _made(node: fx.Node, first: int, second: Any) -> fx.Node:
             return edit.call(node.graph, aten.expand.default, (one, [first, -1, *([-1] * len(rest))]), like=node)
     rank = len(rest) + 1
     args = tuple(
-        _made(arg, first, second) if isinstance(arg, fx.Node) and len(facts.shape(arg)) == rank else arg
-        for arg in node.args
+        _made(arg, first, second) if isinstance(arg, fx.Node) and facts.rank(arg) == rank else arg for arg in node.args
     )
     with edit.before(node):
         return edit.call(node.graph, node.target, args, dict(node.kwargs), like=node)  # type: ignore[arg-type]

@@ -95,7 +95,7 @@ def _stacked(node: fx.Node, latest: Mapping[fx.Node, int]) -> Sequence[fx.Node]:
     stack = node.args[0]
     if not isinstance(stack, fx.Node) or stack.target is not aten.stack.default or len(stack.users) > 1:
         return ()
-    given, rank = edit.args_of(stack), len(facts.shape(stack))
+    given, rank = edit.args_of(stack), facts.rank(stack)
     summed = edit.args_of(node)
     alone = [dim % rank for dim in summed.get("dim") or range(rank)] == [given["dim"] % rank]
     plain = alone and not summed.get("keepdim") and summed["dtype"] is None

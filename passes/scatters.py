@@ -26,7 +26,7 @@ def _scattered(operator: Callable[..., Any]) -> Callable[[fx.Node, fx.Node, fx.N
             return edit.call(view.graph, operator, (parent, new, *view.args[1:]), like=view)
         _, dim, *rest = edit.args_of(view).values()
         parts = [edit.call(view.graph, aten.view_as_real.default, (node,), like=view) for node in (parent, new)]
-        written = edit.call(view.graph, operator, (*parts, dim % len(facts.shape(parent)), *rest), like=view)
+        written = edit.call(view.graph, operator, (*parts, dim % facts.rank(parent), *rest), like=view)
         return edit.call(view.graph, ops.as_complex, (written,), like=view)
 
     return write
@@ -35,7 +35,7 @@ def _scattered(operator: Callable[..., Any]) -> Callable[[fx.Node, fx.Node, fx.N
 def _diagonal(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     """`parent` with its diagonal, of which `view` is the view, replaced by `new`; by real and imaginary parts as in
     `_scattered`."""
-    given, rank, scatter = edit.args_of(view), len(facts.shape(parent)), aten.diagonal_scatter.default
+    given, rank, scatter = edit.args_of(view), facts.rank(parent), aten.diagonal_scatter.default
     where = (given["offset"], given["dim1"] % rank, given["dim2"] % rank)
     if not facts.dtype(parent).is_complex:
         return edit.call(view.graph, scatter, (parent, new, *where), like=view)
@@ -61,13 +61,13 @@ def _same_call(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
 
 def _unview(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     """A reshape back to the sizes of the parent."""
-    sizes = [edit.size(parent, dim) for dim in range(len(facts.shape(parent)))]
+    sizes = [edit.size(parent, dim) for dim in range(facts.rank(parent))]
     return edit.call(view.graph, aten.reshape.default, (new, sizes), like=view)
 
 
 def _permuted(parent: fx.Node, new: fx.Node, view: fx.Node) -> fx.Node:
     """The inverse permutation."""
-    rank, dims = len(facts.shape(parent)), edit.args_of(view)["dims"]
+    rank, dims = facts.rank(parent), edit.args_of(view)["dims"]
     places = [dim % rank for dim in dims]
     return edit.call(view.graph, aten.permute.default, (new, [places.index(dim) for dim in range(rank)]), like=view)
 

@@ -93,7 +93,7 @@ def _with_last(operand: fx.Node, last: facts.Size) -> list[int | fx.Node] | None
 def _one_matrix(node: fx.Node) -> bool:
     """Whether the second operand is a matrix, the same for all rows."""
     weight = node.args[1]
-    return isinstance(weight, fx.Node) and len(facts.shape(weight)) == 2
+    return isinstance(weight, fx.Node) and facts.rank(weight) == 2
 
 
 def _along_last(node: fx.Node) -> bool:
@@ -107,7 +107,7 @@ def _sink(node: fx.Node, operands: list[Any]) -> None:
     found = {operand: source for operand, source in sources.items() if source is not None}
     if not found or len({facts.shape(source)[:-1] for source in found.values()}) != 1:
         return
-    if any(source is None and len(facts.shape(operand)) > 1 for operand, source in sources.items()):
+    if any(source is None and facts.rank(operand) > 1 for operand, source in sources.items()):
         return
     args = fx.map_arg(node.args, lambda n: found.get(n, n))
     if node.target in LAST_DIM:
@@ -131,7 +131,7 @@ def _keeps_last(node: fx.Node) -> bool:
     if node.target is not aten.sum.dim_IntList:
         return False
     given = edit.args_of(node)
-    return given["keepdim"] and list(given["dim"]) in ([-1], [1]) and len(facts.shape(node.args[0])) == 2  # type: ignore[arg-type]
+    return given["keepdim"] and list(given["dim"]) in ([-1], [1]) and facts.rank(node.args[0]) == 2
 
 
 def _sink_topk(node: fx.Node) -> None:

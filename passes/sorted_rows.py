@@ -51,12 +51,12 @@ def order_of(node: Any) -> Order | None:
     if (
         sort is None
         or flat is None
-        or len(facts.shape(flat)) != 1
+        or facts.rank(flat) != 1
         or edit.args_of(sort)["dim"] not in (-1, 0)
         or edit.args_of(sort)["descending"]
     ):
         return None
-    return Order(node, sort, flat.args[0]) if len(facts.shape(flat.args[0])) == 2 else None  # type: ignore[arg-type]
+    return Order(node, sort, flat.args[0]) if facts.rank(flat.args[0]) == 2 else None  # type: ignore[arg-type]
 
 
 def divided(node: Any) -> fx.Node | None:
@@ -87,7 +87,7 @@ def in_each_column(node: Any) -> Any:
     column = edit.call_of(wide and wide.args[0], aten.reshape.default, aten.unsqueeze.default)
     return (
         column.args[0]
-        if column is not None and len(facts.shape(column.args[0])) == 1 and facts.shape(column)[1:] == (1,)  # type: ignore[arg-type]
+        if column is not None and facts.rank(column.args[0]) == 1 and facts.shape(column)[1:] == (1,)
         else None
     )
 
@@ -149,14 +149,14 @@ def _counts(node: Any, order: Order, experts: facts.Size) -> bool:
     if total is None or marks is None or not _each_once(total) or facts.shape(marks)[-1] != experts:
         return False
     start, dim, index, value = marks.args
-    if dim not in (-1, len(facts.shape(marks)) - 1) or not (value is True or value == 1):
+    if dim not in (-1, facts.rank(marks) - 1) or not (value is True or value == 1):
         return False
     return is_zeros(start) and _is_chosen(index, order) and distinct(index)
 
 
 def _each_once(total: fx.Node) -> bool:
     """Whether `total` is a sum over all dims but the last."""
-    rank = len(facts.shape(total.args[0]))  # type: ignore[arg-type]
+    rank = facts.rank(total.args[0])
     return sorted(dim % rank for dim in edit.args_of(total)["dim"]) == [*range(rank - 1)] and len(total.args) == 2
 
 
@@ -177,13 +177,11 @@ def bias_of(node: Any, order: Order) -> fx.Node | None:
     `biases[numbers]` or `biases.repeat_interleave(counts, 0)`."""
     rows, repeated = taken(uncast(node)), edit.call_of(uncast(node), aten.repeat_interleave.self_Tensor)
     if rows is not None:
-        return (
-            rows[0] if len(rows[1]) == 1 and order.is_numbers(rows[1][0]) and len(facts.shape(rows[0])) == 2 else None
-        )
+        return rows[0] if len(rows[1]) == 1 and order.is_numbers(rows[1][0]) and facts.rank(rows[0]) == 2 else None
     if repeated is None or edit.args_of(repeated)["dim"] != 0:
         return None
     biases, times = _without_slack(repeated.args[0]), _without_slack(uncast(repeated.args[1]))
-    return biases if len(facts.shape(biases)) == 2 and _counts(times, order, facts.shape(biases)[0]) else None
+    return biases if facts.rank(biases) == 2 and _counts(times, order, facts.shape(biases)[0]) else None
 
 
 def _without_slack(node: Any) -> fx.Node:

@@ -80,7 +80,7 @@ def _as_another(node: fx.Node) -> fx.Node:
 def _unflattened(node: fx.Node) -> fx.Node:
     """One dim split into several."""
     given = edit.args_of(node)
-    operand, first = given["self"], given["dim"] % len(facts.shape(given["self"]))
+    operand, first = given["self"], given["dim"] % facts.rank(given["self"])
     return _as(
         aten.reshape.default, node, (operand, reshape_sizes(operand, node, lambda dim: given["sizes"][dim - first]))
     )
@@ -131,7 +131,7 @@ def _with_dims(rank: int) -> Callable[[fx.Node], fx.Node]:
     the second."""
 
     def spell(node: fx.Node) -> fx.Node:
-        return _operand(node) if len(facts.shape(_operand(node))) >= rank else _reshape(node)
+        return _operand(node) if facts.rank(_operand(node)) >= rank else _reshape(node)
 
     return spell
 
@@ -148,7 +148,7 @@ def _of_all(target: Callable[..., Any]) -> Callable[[fx.Node], fx.Node]:
 
 def _turned(node: fx.Node) -> fx.Node:
     """`x.T`: all dims in reverse order."""
-    return _as(aten.permute.default, node, (node.args[0], list(reversed(range(len(facts.shape(node)))))))
+    return _as(aten.permute.default, node, (node.args[0], list(reversed(range(facts.rank(node))))))
 
 
 def _turned_last(node: fx.Node) -> fx.Node:
@@ -191,13 +191,13 @@ def _inner(node: fx.Node) -> fx.Node | None:
 def _side_by_side(node: fx.Node) -> fx.Node:
     """hstack, vstack, dstack as `cat`, after dims of size 1 are added to operands that have too few, as the rank of the
     result says."""
-    rank, pieces = len(facts.shape(node)), node.args[0]
+    rank, pieces = facts.rank(node), node.args[0]
     assert isinstance(pieces, (list, tuple))
     name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]  # an operator
     dim = {"dstack": 2, "hstack": min(1, rank - 1), "column_stack": 1}.get(name, 0)
     wide = []
     for piece in pieces:
-        while (own := len(facts.shape(piece))) < rank:  # type: ignore[arg-type]  # a list of nodes
+        while (own := facts.rank(piece)) < rank:
             in_front = name in ("hstack", "vstack", "row_stack") or own == 0 or (name == "dstack" and own == 1)
             piece = edit.call(node.graph, aten.unsqueeze.default, (piece, 0 if in_front else own), like=node)
         wide.append(piece)
@@ -208,7 +208,7 @@ def _tiled(node: fx.Node) -> fx.Node:
     """As `repeat`, with a count of one for dims that have none."""
     operand, counts = node.args
     assert isinstance(operand, fx.Node) and isinstance(counts, (list, tuple))
-    repeated = _as(aten.repeat.default, node, (operand, [1] * (len(facts.shape(operand)) - len(counts)) + list(counts)))
+    repeated = _as(aten.repeat.default, node, (operand, [1] * (facts.rank(operand) - len(counts)) + list(counts)))
     return _repeat(repeated) or repeated
 
 
@@ -221,7 +221,7 @@ def _repeat(node: fx.Node) -> fx.Node | None:
     number (one per sample) of any dim."""
     operand, counts = node.args
     assert isinstance(operand, fx.Node) and isinstance(counts, (list, tuple))
-    sizes = [1] * (len(counts) - len(facts.shape(operand))) + list(facts.shape(operand))
+    sizes = [1] * (len(counts) - facts.rank(operand)) + list(facts.shape(operand))
     both = [count for size, count in zip(sizes, counts, strict=True) if size != 1 and count != 1]
     if any(isinstance(count, fx.Node) for count in both):
         return _copies(node, operand, counts)
@@ -238,7 +238,7 @@ def _copies(node: fx.Node, operand: fx.Node, counts: Sequence[Any]) -> fx.Node:
     """`operand` repeated `counts` times along each dim: expanded along a new dim in front of each, and merged with
     it."""
     wide = operand
-    for _ in range(len(counts) - len(facts.shape(operand))):
+    for _ in range(len(counts) - facts.rank(operand)):
         wide = edit.call(node.graph, aten.unsqueeze.default, (wide, 0), like=node)
     sizes: list[int | fx.Node] = []
     for count in counts:
@@ -258,7 +258,7 @@ def _repeated(node: fx.Node) -> fx.Node:
     assert isinstance(operand, fx.Node)
     if dim is None:
         operand, dim = edit.call(node.graph, aten.reshape.default, (operand, [-1]), like=node), 0
-    rank = len(facts.shape(operand))
+    rank = facts.rank(operand)
     dim %= rank
     wide = edit.call(node.graph, aten.unsqueeze.default, (operand, dim + 1), like=node)
     wide = edit.call(

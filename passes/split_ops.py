@@ -51,7 +51,7 @@ def _one_cut(node: fx.Node) -> None:
     """A split, chunk or unbind as one `split_with_sizes`; None (it stays) along a symbolic dim."""
     given = edit.args_of(node)
     operand = given["self"]
-    rank = len(facts.shape(operand))
+    rank = facts.rank(operand)
     dim = min(_ALONG[node.target], rank - 1) if node.target in _ALONG else given["dim"] % rank
     unbound = node.target is aten.unbind.int
     sizes = [1 if unbound else part.shape[dim] for part in facts.tensors(node)]
@@ -96,7 +96,7 @@ def _ranges(node: fx.Node, dim: int, total: int) -> dict[fx.Node, tuple[int, int
             continue
         given = edit.args_of(user)
         start, end = given["start"] or 0, INT64_MAX if given["end"] is None else given["end"]
-        same_dim = given["dim"] % len(facts.shape(node)) == dim
+        same_dim = given["dim"] % facts.rank(node) == dim
         if same_dim and given["step"] == 1 and isinstance(start, int) and isinstance(end, int):
             found[user] = (_clamped(start, total), _clamped(end, total))
     return found

@@ -210,7 +210,7 @@ def has_experts(program: Program) -> bool:
 def _is_stack(node: fx.Node) -> bool:
     """Whether `node` is three-dimensional and, views and casts aside, read by contractions that take stacks, or as the
     experts' biases are."""
-    rank = len(facts.shape(node))
+    rank = facts.rank(node)
     if rank not in (2, 3):
         return False
     return any(

@@ -39,7 +39,7 @@ def test_a_loop_over_experts_is_one_op_on_tokens_that_stay_apart(loop, expert):
     assert layer.args[ops.INNER] == INNER[expert] and len(layer.args) == ops.BIAS + (expert is plain)
     first = 2 * WIDTH if expert is Gated else WIDTH
     assert [facts.shape(node) for node in layer.args[3:5]] == [(EXPERTS, HIDDEN, first), (EXPERTS, WIDTH, HIDDEN)]
-    assert [len(facts.shape(node)) for node in layer.args[:3]] == [3, 3, 3] or loop in ("columns", "nonzero")
+    assert [facts.rank(node) for node in layer.args[:3]] == [3, 3, 3] or loop in ("columns", "nonzero")
     assert sum(node.target is ops.bag for node in gm.graph.nodes) == len(layers(gm)) * (expert is plain)
     assert not {"aten.where.default", "aten.nonzero.default", "aten.index.Tensor"} & set(targets(gm))
 
@@ -228,7 +228,7 @@ def test_dropout_behind_experts_drops_each_of_a_tokens_experts_by_itself():
     model = Looped(mistral, dropping)
     gm, inputs = normalized(model)
     assert len(layers(gm)) == TOP == targets(gm).count("aten.dropout.default")
-    assert all(len(facts.shape(node)) == 3 for layer in layers(gm) for node in layer.args[:3])
+    assert all(facts.rank(node) == 3 for layer in layers(gm) for node in layer.args[:3])
     assert_same(run(export_graph(model.eval(), (), inputs, {"x": {0: B, 1: S}}), NORMALIZE), model, inputs, 1e-10)
 
 

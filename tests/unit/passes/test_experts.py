@@ -98,7 +98,7 @@ def test_a_layer_of_experts_is_one_op_on_tokens_that_stay_apart(twist, biased):
     assert_same(gm, model, inputs, 1e-10)
     (layer,) = [node for node in gm.graph.nodes if node.target is ops.experts]
     assert layer.args[ops.INNER] == GATES[twist][1] and len(layer.args) == ops.BIAS + biased
-    assert [len(facts.shape(node)) for node in layer.args[:3]] == [3, 3, 3]
+    assert [facts.rank(node) for node in layer.args[:3]] == [3, 3, 3]
     assert not {"aten.sort.default", "aten.reshape.default", "aten.index.Tensor"} & set(targets(gm))
     assert sum(node.target is ops.bag for node in gm.graph.nodes) == biased
 
@@ -229,7 +229,7 @@ def test_rows_that_are_added_to_their_tokens(case):
     assert len(layers) == (not stays) and targets(gm).count("grouped_matmul") == 0
     if not stays:
         assert_same(gm, model, inputs, 1e-10)
-        assert [len(facts.shape(node)) for node in layers[0].args[:3]] == [3, 3, 3]
+        assert [facts.rank(node) for node in layers[0].args[:3]] == [3, 3, 3]
         assert layers[0].args[ops.INNER] == "halves(lambda first, second: F.silu(first) * second)"
 
 

@@ -57,20 +57,22 @@ def load_full(
         and (not isinstance(value, Tensor) or value.is_meta or tuple(value.shape) != h.info.shape)
     ]
     if missing or unknown or wrong:
-        raise RunError(
-            "state dict does not fit the planned model"
-            + "".join(
-                f"; {what}: {', '.join(items[:5])}{' ...' if len(items) > 5 else ''}"
-                for what, items in (("missing", missing), ("unknown", unknown), ("wrong shape", wrong))
-                if items
-            )
-            + _prefixed(missing, unknown)
-        )
+        raise _does_not_fit(missing, unknown, wrong)
     for h in held:
         value = found[h.name]
         if value is not None:
             dense = value.detach() if value.layout is torch.strided else value.detach().to_dense()
             h.local.copy_(own(dense, h.info.entries, mesh.sizes, mesh.coord))
+
+
+def _does_not_fit(missing: Sequence[str], unknown: Sequence[str], wrong: Sequence[str]) -> RunError:
+    """The error of a state dict with missing and unknown names, and values of wrong shapes."""
+    found = "".join(
+        f"; {what}: {', '.join(items[:5])}{' ...' if len(items) > 5 else ''}"
+        for what, items in (("missing", missing), ("unknown", unknown), ("wrong shape", wrong))
+        if items
+    )
+    return RunError(f"state dict does not fit the planned model{found}{_prefixed(missing, unknown)}")
 
 
 def _prefixed(missing: Sequence[str], unknown: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ Called by memory.predict, and by the simulator for bytes over time (`levels`).""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.buckets import gradient_buckets
@@ -93,7 +93,7 @@ class Holding:
     staged: bool
     actions: Sequence[Action]
     transits: Sequence[Transit] = ()
-    synced: frozenset[str] = frozenset()
+    synced: Collection[str] = ()
 
     def place(self) -> Place:
         """The peak, and what makes it up."""
@@ -277,12 +277,11 @@ class Holding:
         plan, ops = self.shares.plan, self.shares.program.ops
         if self.shares.habits.standing:
             return 0.0  # in their buffers
-        scattered = {name: None for name in self.synced if self.shares.lies((name, 0)).gathered}
-        wait = {name: None for name in scattered if plan.microbatches > 1 and EACH not in plan.nodes[name].runs}
-        more = self._bucket_bytes([ops[name] for name in scattered if name not in wait]) + (
-            self._bucket_bytes([ops[name] for name in scattered]) if self.shares.on_cpu else 0.0
-        )
+        # in program order: which gradients share a bucket depends on it
         synced = [op for op in ops.values() if op.role == "param" and op.name in self.synced]
+        scattered = [op for op in synced if self.shares.lies((op.name, 0)).gathered]
+        whole = [op for op in scattered if plan.microbatches == 1 or EACH in plan.nodes[op.name].runs]
+        more = self._bucket_bytes(whole) + (self._bucket_bytes(scattered) if self.shares.on_cpu else 0.0)
         return self._bucket_bytes(synced, copies=True) + more
 
     def _bucket_bytes(self, ops: Sequence[Op], *, copies: bool = False) -> float:

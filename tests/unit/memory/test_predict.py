@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.buckets import gradient_buckets
 from autopar.cluster import Cluster
 from autopar.memory import Prediction, predict
+from autopar.memory import place as place_module
+from autopar.memory.predict import fullest
 from autopar.pipeline.orders import orders
 from autopar.plan import Plan
 from autopar.planner import Planner
@@ -91,6 +94,15 @@ def test_what_rests_and_what_is_kept_is_what_the_search_counts(case: tuple[str, 
     rest = sum(place.rest.get(kind, 0.0) for kind in ("weights", "gradients", "optimizer", "master"))
     assert rest == at_rest(model, choice)
     assert place.kept_bytes[0] == pytest.approx(activations(model, choice), rel=0.03)
+
+
+def test_sums_of_gradients_take_as_much_in_whatever_order_their_names_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are in a set, which each process orders in its own way; the program's order fills buckets."""
+    monkeypatch.setattr(place_module, "gradient_buckets", partial(gradient_buckets, limit_bytes=2000))
+    (rank,) = fullest(program("gpt"), made("gpt", "zero1"))
+    names = sorted(rank.synced)
+    orders_of_names = [names, names[::-1], *(random.Random(seed).sample(names, len(names)) for seed in range(4))]
+    assert len({replace(rank, synced=dict.fromkeys(some)).sums_bytes() for some in orders_of_names}) == 1
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,7 +18,7 @@ from autopar.capture import block_runs, dims
 from autopar.capture._torch import code_when_asked
 from autopar.capture.asked import Asked
 from autopar.capture.captured import Captured
-from autopar.capture.chain import is_chain
+from autopar.capture.chain import chains
 from autopar.capture.constants import constants, fleeting
 from autopar.capture.evaluation import Evaluation, evaluation
 from autopar.capture.export import export
@@ -89,7 +89,7 @@ def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, mask
     _Shortened where the whole model is to be captured."""
     model, mode = asked.model, asked.mode
     with clock("shadow"):
-        twin, runs, why = _meta_copy(asked, runs)
+        twin, runs, whole = _meta_copy(asked, runs)
         resting = {} if asked.rests is None else _buffer_dtypes(shadow(asked.rests, _kept_children(asked.rests, runs)))
     with clock("export"), code_when_asked():
         program, known, found, left_out = export(
@@ -108,7 +108,7 @@ def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, mask
     left_out |= numbers
     check_loss(gm, mode, model, left_out)
     refuse_sizes_of_values(gm, asked.name)
-    notes = (*asked.notes, *_capture_notes(why, found, differs=evaluating.differs and not model.training))
+    notes = (*asked.notes, *_capture_notes((*whole, *found), differs=evaluating.differs and not model.training))
     return _as_captured(asked, gm, known.hints, structure, left_out, evaluating, notes, clock)
 
 
@@ -159,11 +159,8 @@ def _as_captured(
     )
 
 
-def _capture_notes(why: str, found: Sequence[str], *, differs: bool) -> Iterator[str]:
-    """Notes on the capture: why alike blocks were not folded (`why`), the notes of the export (`found`), and whether
-    evaluation `differs` from training."""
-    if why:
-        yield f"blocks are captured one by one: {why}"
+def _capture_notes(found: Sequence[str], *, differs: bool) -> Iterator[str]:
+    """Notes on the capture: those `found` by its parts, and whether evaluation `differs` from training."""
     yield from found
     if differs:
         yield (
@@ -206,16 +203,20 @@ def _other_state(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _meta_copy(asked: Asked, runs: list[block_runs.AlikeRun]) -> tuple[nn.Module, list[block_runs.AlikeRun], str]:
+def _meta_copy(
+    asked: Asked, runs: Sequence[block_runs.AlikeRun]
+) -> tuple[nn.Module, list[block_runs.AlikeRun], list[str]]:
     """The model to export, without its loss function: a copy on meta, shortened where `runs` are proven to be chains.
-    With the runs that were shortened, and why none were ("" where they were)."""
-    model = asked.model
-    twin = _in_mode(shadow(model, _kept_children(model, runs)), asked.mode)
-    why = is_chain(model, shadow(twin), runs, *asked.stand_ins(asked.dims)) if runs else ""
-    return (_in_mode(shadow(model), asked.mode), [], why) if why else (twin, runs, "")
+    With the runs that were shortened, and notes on those that were not."""
+
+    def short(some: Sequence[block_runs.AlikeRun]) -> nn.Module:
+        return _in_mode(shadow(asked.model, _kept_children(asked.model, some)), asked.mode)
+
+    shortened, notes = chains(asked.model, short, runs, *asked.stand_ins(asked.dims))
+    return short(shortened), shortened, notes
 
 
-def _kept_children(model: nn.Module, runs: list[block_runs.AlikeRun]) -> dict[str, Mapping[int, int]]:
+def _kept_children(model: nn.Module, runs: Sequence[block_runs.AlikeRun]) -> dict[str, Mapping[int, int]]:
     """The children that a shadow keeps of each container that `runs` shorten."""
     return {run.path: block_runs.kept(runs, run.path, len(model.get_submodule(run.path)._modules)) for run in runs}
 

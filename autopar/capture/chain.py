@@ -11,7 +11,7 @@ does what that of the whole model does, operator for operator, with the middle b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,35 @@ from autopar.capture.outer_code import Call, Recording, play, results
 from autopar.capture.valueless import UNTOLD
 from autopar.capture.watched_number import ReadError, Watched
 from autopar.text import first_line
+
+
+def chains(
+    model: nn.Module,
+    shortened: Callable[[Sequence[AlikeRun]], nn.Module],
+    runs: Sequence[AlikeRun],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> tuple[list[AlikeRun], list[str]]:
+    """Those of `runs` that may be shortened, and for all others a note that says why not. `shortened` makes the shadow
+    with some runs shortened.
+
+    Heads that outer code collects must not keep layers from being shortened: where all runs together are no chains,
+    those of each kind of container (`layers.*.experts`) are tried one after the other."""
+    kinds: dict[str, list[AlikeRun]] = {}
+    for run in runs:
+        kind = ".".join("*" if part.isdecimal() else part for part in run.path.split("."))
+        kinds.setdefault(kind or "the model", []).append(run)
+    if len(kinds) > 1 and not is_chain(model, shortened(runs), runs, args, kwargs):
+        return list(runs), []
+    taken: list[AlikeRun] = []
+    notes = []
+    for kind, more in kinds.items():
+        tried = [run for run in runs if run in taken or run in more]
+        if why := is_chain(model, shortened(tried), tried, args, kwargs):
+            notes.append(f"blocks of {kind} are captured one by one: {why}")
+        else:
+            taken = tried
+    return taken, notes
 
 
 def is_chain(
@@ -56,7 +85,7 @@ def is_chain(
             "the model does not run with fewer of them, as where it counts them or takes them by number "
             f"({first_line(error)})"
         )
-    broken = next((f"{run.path}: {why}" for run in runs if (why := _why_no_chain(run, whole.calls))), "")
+    broken = next((why for run in runs if (why := _why_no_chain(run, whole.calls))), "")
     return broken or _compare(runs, brief, whole)
 
 
@@ -72,7 +101,7 @@ def _watching(short: nn.Module, runs: Sequence[AlikeRun]) -> Iterator[None]:
                 setattr(
                     module,
                     name,
-                    Watched(number, f"{run.path}: blocks read their own number ({type(module).__name__}.{name})"),
+                    Watched(number, f"blocks read their own number ({type(module).__name__}.{name})"),
                 )
     try:
         yield

@@ -87,6 +87,19 @@ class Collects(Stack):
         return torch.stack(seen).sum(0)
 
 
+class Heads(Stack):
+    """Collects what small lists give, before its layers and behind them."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__(blocks)
+        self.heads = nn.ModuleList(Block(i) for i in range(4))
+        self.sides = nn.ModuleList(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5)) for _ in range(2))
+
+    def walk(self, h: Tensor) -> Tensor:
+        h = super().walk(h + sum(side(h) for sides in self.sides for side in sides))
+        return torch.stack([head(h) for head in self.heads]).prod(0)
+
+
 class Middle(Stack):
     """Uses what one block in the middle gives."""
 

@@ -18,6 +18,7 @@ from tests.helpers.blocks import (
     ByNumber,
     Collects,
     Counted,
+    Heads,
     MaskOfOne,
     MasksByPlace,
     Mean,
@@ -72,7 +73,18 @@ def test_what_is_no_chain_is_captured_whole(name):
     model = make().double()
     captured = capture(model, batch())
     (note,) = captured.notes
-    assert "one by one" in note and why in note
+    assert note.startswith("blocks of layers are captured one by one: ") and why in note
+    assert_same(captured, model)
+
+
+def test_lists_that_are_no_chains_leave_the_others_shortened():
+    model = Heads(blocks("r" * 9)).double()
+    captured = capture(model, batch())
+    assert max(n.meta.get("repeat", 0) for n in captured.gm.graph.nodes) == 9
+    assert [note.partition(" are captured one by one: ")[0] for note in captured.notes] == [
+        "blocks of heads",
+        "blocks of sides.*",
+    ]
     assert_same(captured, model)
 
 

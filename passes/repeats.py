@@ -115,20 +115,28 @@ def find_runs(gm: fx.GraphModule, container: str) -> list[Run]:
 
 
 def _blocks(gm: fx.GraphModule, container: str) -> dict[int, list[fx.Node]]:
-    """Calls per child of the container, in graph order; those of `places`, and additions to a sum over the blocks with
-    the block whose result is added."""
+    """Calls per child of the container, in graph order: those of `places`; additions to a sum over the blocks (`x = x +
+    block(x)`) with the block whose result is added; and other calls between two blocks, or between two parts of one,
+    with the block that reads them first."""
     place, latest = places(gm, container)
-    place.update(running_sums(gm.graph, place, latest))
+    sums = running_sums(gm.graph, place, latest)
+    earliest: dict[fx.Node, int] = {}
+    far = 1 << 30
+    for node in reversed(gm.graph.nodes):
+        earliest[node] = min([place.get(user, earliest[user]) for user in node.users], default=far)
     blocks: dict[int, list[fx.Node]] = {}
+    place |= sums
     for node in gm.graph.nodes:
-        if node in place:
-            blocks.setdefault(place[node], []).append(node)
+        between = node.op == "call_function" and 0 <= latest[node] <= earliest[node] < far
+        home = place.get(node, earliest[node] if between else -1)
+        if home >= 0:
+            blocks.setdefault(home, []).append(node)
     return blocks
 
 
 def places(gm: fx.GraphModule, container: str) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-    """The child of the container that each call is in: calls between two blocks are in the later one, sizes that one
-    block alone uses in that block. Then, of every node, the last block that it depends on, -1 where on none."""
+    """The child of the container that each call is in, by its module path; sizes that one block alone uses are in that
+    block. Then, of every node, the last block that it depends on, -1 where on none."""
     place: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:
         inside = re.match(re.escape(container) + r"\.(\d+)(?:\.|$)", node.meta.get("module", ""))
@@ -141,13 +149,6 @@ def places(gm: fx.GraphModule, container: str) -> tuple[dict[fx.Node, int], dict
     latest: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:
         latest[node] = max([place.get(node, -1), *(latest[operand] for operand in node.all_input_nodes)])
-    earliest: dict[fx.Node, int] = {}
-    far = 1 << 30
-    for node in reversed(gm.graph.nodes):
-        earliest[node] = min([place.get(user, earliest[user]) for user in node.users], default=far)
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and node not in place and 0 <= latest[node] < earliest[node] < far:
-            place[node] = earliest[node]
     return place, latest
 
 

@@ -146,6 +146,33 @@ def test_a_sum_over_the_blocks_is_carried(how, repeats):
     assert_same(gm, model, {"x": torch.randn(3, 4)}, 1e-6)
 
 
+class AddsOutside(nn.Module):
+    """Residual sums in the code around the blocks: of two layers in each, or of blocks with a scale and dropout."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList(nn.Linear(4, 4) for _ in range(parts)) if parts > 1 else nn.Linear(4, 4) for _ in range(4)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            if isinstance(layer, nn.Linear):
+                x = x + nn.functional.dropout(0.5 * layer(x).tanh(), 0.0)
+            else:
+                for part in layer:
+                    x = part(x).tanh() + x
+        return x.exp() + x
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_residual_sums_around_the_blocks_are_part_of_them(parts):
+    model = AddsOutside(parts)
+    gm = folded(model)
+    assert [call.meta["repeat"] for call in calls(gm)] == [4]
+    assert_same(gm, model, {"x": torch.randn(3, 4)}, 1e-6)
+
+
 class ReadsRows(Block):
     """Writes rows of a table, which it takes a view of."""
 

@@ -1,4 +1,4 @@
-"""Sums that outer code makes over what blocks give (losses of routers, skip connections):
+"""Sums that outer code makes over what blocks give (losses of routers, skip connections, `x = x + block(x)`):
 
     for block in blocks:
         h, aux = block(h); total = total + 0.1 * aux

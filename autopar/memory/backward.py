@@ -286,11 +286,12 @@ class Backward:
         self.book.use(moved.slot)
         if reshard.weight:
             moved.slot.kind = "whole gradients"
+        node = self.forward.program.ops[source.ref[0]]
+        wider, whole = self._wider(node), self._widened(node, moved.slot)
         if not fresh(back):
-            self._add_gradient(source, moved.slot)
+            self._add_gradient(source, whole)
             return
-        node, grad = self.forward.program.ops[source.ref[0]], self._gradient_storage("reshards", source)
-        wider = self._wider(node)
+        grad = self._gradient_storage("reshards", source)
         grad.nbytes *= wider
 
         def value(layout: Layout) -> float:
@@ -302,8 +303,8 @@ class Backward:
                 "temporaries", node.name, node.where, workspace(moved_by[:1], value, staged=self.shares.on_cpu)
             )
             ways = halfway(moved_by, value)
-            self.sending.append((moved.slot, ways))
-            self.late.add(Whole(self.book, moved.slot, ways), self.block or object())
+            self.sending.append((whole, ways))
+            self.late.add(Whole(self.book, whole, ways), self.block or object())
         else:
             self.book.new("temporaries", node.name, node.where, workspace(back, value, staged=self.shares.on_cpu))
         self._add_gradient(source, grad)
@@ -317,16 +318,22 @@ class Backward:
         return self.again[storage]
 
     def _gradient(self, op: Op, value: Value) -> Storage:
-        """The gradient of an operand. That of a weight is added to an existing buffer by the kernel that makes it, or
-        cast to the dtype of the weight at rest, as habits say."""
+        """The gradient of an operand. That of a leaf is added to an existing buffer by the kernel that makes it, or
+        cast to the dtype of the parameter at rest, as habits say."""
         made = self._gradient_storage("gradients of activations", value)
-        wider = self._wider(self.forward.program.ops[value.ref[0]])
-        if wider > 1:
-            self.book.new("temporaries", made.node, made.where, made.nbytes)
-            made.nbytes *= wider
-        if self.habits.standing and value.leaf is not None and op.flops > 0:
+        if value.leaf is None:
+            return made
+        made = self._widened(value.leaf, made)
+        if self.habits.standing and op.flops > 0:
             made.nbytes = 0.0
         return made
+
+    def _widened(self, op: Op, grad: Storage) -> Storage:
+        """The gradient of the parameter `op` in the dtype in which it is summed: a cast of `grad`, which is there
+        beside it, or `grad` itself."""
+        if (wider := self._wider(op)) == 1:
+            return grad
+        return self.book.new(grad.kind, grad.node, grad.where, grad.nbytes * wider)
 
     def _wider(self, op: Op) -> float:
         """The bytes of an element of a parameter's summed gradient over those of one in the computation; 1 for other

@@ -155,9 +155,12 @@ def test_gloo_sums_whole_gradients_of_gathered_weights_in_copies(name: str, prec
     )
 
 
-@pytest.mark.parametrize(("recipe", "precision"), [("zero1", "float32"), ("zero1", "bf16"), ("ddp", "bf16")])
+@pytest.mark.parametrize(
+    ("recipe", "precision"), [("zero1", "float32"), ("zero1", "bf16"), ("ddp", "bf16"), ("zero3", "bf16")]
+)
 def test_of_few_gradients_a_bucket_is_sent_when_all_are_there(recipe: str, precision: str) -> None:
-    """What its scatter brings is there from then on, when nothing of the backward's operators is any more."""
+    """What its scatter brings is there from then on, when nothing of the backward's operators is any more. Gradients of
+    gathered weights are scattered one by one, while they are there in both dtypes."""
     model, x = Loss(nn.Sequential(*(nn.Linear(256, 256) for _ in range(5)))), torch.randn(256, 256)
     made = autopar.compile(model, "cpu:1x2", (x,), recipe=recipe, precision=precision, time_limit_s=5.0)
     counted = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[

@@ -23,7 +23,7 @@ from autopar.memory.storages import Book, Storage
 from autopar.memory.walked import Blocks, Part, Step, Value
 from autopar.pipeline.stage_views import RESULTS
 from autopar.problem.graph import CAST, HOLDERS, Op, Program, Ref, Run
-from autopar.problem.op_algorithms import sites
+from autopar.problem.op_algorithms import keeping, sites
 from autopar.problem.pairs import LayoutPair
 from autopar.problem.view_ops import makes_view
 from autopar.rules.tiles import weight_of
@@ -252,11 +252,12 @@ class Forward:
     def _local(self, op: Op, ins: Sequence[Value]) -> Local:
         """The call of `op` on this rank, for formulas of temporary memory."""
         outs = [self.shares.value((op.name, i), self.shares.lies((op.name, i)).value) for i in range(len(op.call.outs))]
+        instead = keeping(op, self.shares.options(op), self.sizes)
         return Local(
             op,
             [self.shares.value(v.ref, v.pair.value) for v in ins],
             outs,
-            self.extra_bytes(op),
+            self.extra_bytes(op) if instead is None else instead.own_bytes * self.shares.scale(op),
             self.program.device == "cpu",
         )
 
@@ -266,7 +267,8 @@ class Forward:
         """The storages that autograd keeps for the backward of `op`, each once, without what rests anyway
         (parameters, buffers, inputs)."""
         kept: dict[Storage, None] = {}
-        for index in op.saves:
+        instead = keeping(op, self.shares.options(op), self.sizes)
+        for index in op.saves if instead is None else instead.given:
             value = ins[index] if index < len(ins) else outs[index - len(ins)]
             if copies(op, index, runs, self.habits):
                 kept[self.book.new("activations", op.name, op.where, local.ins[0])] = None
@@ -279,6 +281,8 @@ class Forward:
                 kept.update(
                     dict.fromkeys((*value.storage.real, *([value.storage] if value.storage.regathered else ())))
                 )
+        for index in () if instead is None else instead.copied:
+            kept[self.book.new("activations", op.name, op.where, local.ins[index])] = None
         if local.extra:
             kept[self.book.new("activations", op.name, op.where, local.extra)] = None
         return list(kept)

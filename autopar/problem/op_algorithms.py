@@ -14,7 +14,7 @@ from autopar.problem.graph import Op
 from autopar.problem.settings import Settings
 from autopar.rules.algorithms import ALGORITHMS, Algorithm
 from autopar.rules.language import Option
-from autopar.rules.site import InnerCollective, Site
+from autopar.rules.site import InnerCollective, Keeping, Site
 
 
 def sites(
@@ -31,6 +31,15 @@ def sites(
         for axis, option in enumerate(options)
         if option.run
     ]
+
+
+def keeping(op: Op, options: Sequence[Option], sizes: tuple[int, ...]) -> Keeping | None:
+    """What an algorithm of `op` keeps for the backward; None where that is what the plain operator keeps."""
+    if not op.graded:
+        return None
+    return next(
+        (algorithm.keeps(site) for algorithm, site in sites(op, options, sizes) if algorithm.keeps is not None), None
+    )
 
 
 @dataclass(frozen=True, slots=True)

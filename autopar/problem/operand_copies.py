@@ -1,4 +1,4 @@
-"""Copies of operands that autograd keeps: their sizes and layouts.
+"""Tensors of an operator, and copies of operands, that autograd keeps: their sizes and layouts.
 
 A batched product of operands whose batch dims differ expands both to the broadcast batch dims and makes one tensor of
 each (at::matmul: expand, reshape, bmm). Such a copy is larger than the operand that it is made of."""
@@ -35,6 +35,14 @@ def copy_of(op: Op, index: int, options: Sequence[Option]) -> tuple[int, Layout]
     made = tuple(option.outs[0].value for option in options)
     layout = tuple(_entry(result, given, batch, len(operand.sizes)) for result, given in zip(made, own, strict=True))
     return math.prod((*batch, *operand.sizes[-MATRIX:])) * operand.itemsize, layout
+
+
+def tensor_of(op: Op, index: int, options: Sequence[Option]) -> tuple[int, Layout]:
+    """Bytes of tensor number `index` of `op` (operands, then results), and its layout."""
+    tensor = op.tensors[index]
+    return math.prod(tensor.sizes) * tensor.itemsize, tuple(
+        (*option.ins, *option.outs)[index].value for option in options
+    )
 
 
 def _entry(result: Entry, given: Entry, batch: Sequence[int], rank: int) -> Entry:

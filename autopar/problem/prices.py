@@ -31,8 +31,8 @@ from autopar.problem.at_rest import Resting
 from autopar.problem.graph import Op
 from autopar.problem.kernels import Kernels
 from autopar.problem.layout_pairs import Between, routes_on
-from autopar.problem.op_algorithms import Wait, sites, waits
-from autopar.problem.operand_copies import copy_of
+from autopar.problem.op_algorithms import Wait, keeping, sites, waits
+from autopar.problem.operand_copies import copy_of, tensor_of
 from autopar.problem.pairs import LayoutPair
 from autopar.problem.settings import Settings
 from autopar.rules.experts import INSIDE
@@ -287,6 +287,11 @@ class Prices:
     def extra_bytes(self, op: Op, options: tuple[Option, ...]) -> float:
         """Bytes per device that the backward of one Op keeps beside tensors of the graph (masks, statistics, copies of
         operands), all its instances."""
+        if self.settings.training and (instead := keeping(op, options, self.sizes)) is not None:
+            own = instead.own_bytes
+            for index in (*instead.given, *instead.copied):
+                own += 0.0 if index in op.saves else self.local_bytes(*tensor_of(op, index, options))
+            return own * op.count
         own = 0.0
         if op.target in INSIDE and self.settings.training and op.graded:
             own = INSIDE[op.target].kept_bytes(Site(op.call.ins, options, self.sizes, call=op.call))

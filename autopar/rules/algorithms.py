@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from autopar.layout import dim_of, is_placed, is_shard
 from autopar.rules import experts, halo, ring, ring_memory, tiles
 from autopar.rules.language import Option
-from autopar.rules.site import InnerCollective, Inside, Site, once
+from autopar.rules.site import InnerCollective, Inside, Keeping, Site, once
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ class Algorithm:
     `travels` are operands whose shards are sent as they are; where these are even, all ranks send the same number of
     bytes.
 
-    `inside` is what the operator keeps, reads and writes in addition to its operands and outputs.
+    `inside` is what the operator keeps, reads and writes in addition to its operands and outputs. `keeps` is what the
+    backward keeps, where that is not what the plain operator keeps on shards.
 
     `follow` are operands that no minor axis may cut along the dim of operand 0 that this axis cuts (`_behind`).
 
@@ -59,6 +60,7 @@ class Algorithm:
     alone: bool = False
     travels: tuple[int, ...] = ()
     inside: Inside | None = None
+    keeps: Callable[[Site], Keeping] | None = None
     follow: tuple[int, ...] = ()
     apart: tuple[int, ...] = ()
     gathers: tuple[Callable[[Site], tuple[float, float]], ...] = ()
@@ -131,6 +133,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ring.pace,
         alone=True,
         travels=(ring.QUERY, ring.KEY, ring.VALUE),
+        keeps=ring_memory.kept,
         takes=(ring_memory.forward_bytes, ring_memory.backward_bytes),
     ),
     **{

@@ -1,9 +1,10 @@
-"""Temporary memory of ring attention (autopar.runtime.algorithms.ring_attention) on one rank.
+"""Memory of ring attention (autopar.runtime.algorithms.ring_attention) on one rank: what its backward keeps, and what
+exists only while it runs.
 
 What is alive at once, in bytes, beside what the rank is given and what the backward keeps. Results and gradients of
 operands are counted where they are made, so they are taken off here.
 
-    forward     rows go to the ranks that work on them: what is sent, and what comes
+    forward     rows go to the ranks that work on them: what is sent, beside what comes and is kept
                 rounds: the sum so far, keys and values at hand and on their way, and one part with its share of the sum
                 rows go back
     backward    as the forward, with the gradients of keys and values: those of this rank's part, those that it has
@@ -15,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.rules.ring import KEY, MASK, QUERY, VALUE, in_halves, keys_bytes, result_bytes
-from autopar.rules.site import Site
+from autopar.rules.site import Keeping, Site
 
 WIDE = 4  # bytes of an element of sums, at least
 
@@ -84,10 +85,21 @@ class _Ring:
         return self.repeated + max(copies + made, summed if self.repeated and self.cast else 0.0)
 
 
+def kept(site: Site) -> Keeping:
+    """Queries, keys and values of the rows that a rank works on (its own, unless rows go to other ranks); masks,
+    the result, and for each row the logarithm of the sum of its exponentials."""
+    count, query = len(site.operands), site.operands[QUERY]
+    rows, masks_and_result = (QUERY, KEY, VALUE), tuple(range(MASK, count + 1))
+    sums_bytes = site.local(QUERY, *range(len(query.shape) - 1)) * max(WIDE, query.itemsize)
+    if in_halves(site):
+        return Keeping(masks_and_result, rows, sums_bytes)
+    return Keeping((*rows, *masks_and_result), (), sums_bytes)
+
+
 def forward_bytes(site: Site) -> float:
     """Bytes in the forward, at most."""
     ring = _Ring.of(site)
-    sent = 2 * (ring.query + ring.keys) * ring.halves
+    sent = (ring.query + ring.keys) * ring.halves
     merged = ring.result + ring.wide * ring.result * (1 + ring.cast)
     rounds = ring.wide * ring.result + min(ring.ways, 2) * ring.keys + max(ring.part, merged)
     returned = (ring.wide + ring.cast + 3) * ring.result * ring.halves

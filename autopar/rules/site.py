@@ -101,3 +101,14 @@ class Inside:
 
     kept_bytes: Callable[[Site], float]
     moved_bytes: Callable[[Site], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """What an algorithm keeps for the backward on one rank, in place of what the plain operator keeps: tensors of the
+    call (numbers of operands, then results), `given` as they are and `copied` in tensors of its own; and `own_bytes`
+    in addition."""
+
+    given: tuple[int, ...]
+    copied: tuple[int, ...]
+    own_bytes: float

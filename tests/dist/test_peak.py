@@ -243,9 +243,10 @@ def test_the_peak_of_attention_whose_heads_are_joined_is_counted(name: str, reci
     ), "of the rank that has most"
 
 
-@pytest.mark.parametrize("name", ["heads", "causal heads"])
-def test_the_peak_of_a_ring_of_attention_is_counted(name: str) -> None:
-    """Joining heads is no copy: results lie in memory as queries do."""
+@pytest.mark.parametrize(("name", "within"), [("heads", 0.01), ("causal heads", 0.01), ("sloped heads", 0.1)])
+def test_the_peak_of_a_ring_of_attention_is_counted(name: str, within: float) -> None:
+    """Joining heads is no copy: results lie in memory as queries do. Scores are not kept, though a CPU keeps them where
+    a bias has a gradient."""
     build, drawn = HEADS[name]
     model, x = Loss(build()), drawn()
     made = autopar.compile(
@@ -254,7 +255,7 @@ def test_the_peak_of_a_ring_of_attention_is_counted(name: str) -> None:
     assert "ring" in made.plan.nodes["scaled_dot_product_attention"].runs
     seen = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})
     assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
-        max(counted.step_bytes for counted in seen), rel=0.05
+        max(counted.step_bytes for counted in seen), rel=within
     )
 
 

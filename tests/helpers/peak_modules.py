@@ -125,22 +125,25 @@ class Attending(nn.Module):
 
 
 class Heads(nn.Module):
-    """Attention whose heads are joined."""
+    """Attention whose heads are joined. `sloped`: with a bias for distances that is learned."""
 
-    def __init__(self, *, causal: bool = False) -> None:
+    def __init__(self, *, causal: bool = False, sloped: bool = False) -> None:
         super().__init__()
-        self.causal = causal
+        self.causal, self.slopes = causal, nn.Parameter(torch.ones(4, 1, 1)) if sloped else None
         self.parts, self.out = nn.Linear(128, 3 * 128), nn.Linear(128, 128)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.parts(x).view(*x.shape[:2], 3, 4, 32).permute(2, 0, 3, 1, 4)
-        made = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        place = torch.arange(x.shape[1])
+        bias = None if self.slopes is None else -self.slopes * (place[:, None] - place).abs()
+        made = F.scaled_dot_product_attention(query, key, value, bias, is_causal=self.causal)
         return self.out(made.transpose(1, 2).reshape(x.shape))
 
 
 HEADS = {
     "heads": (Heads, lambda: torch.randn(16, 128, 128)),
     "causal heads": (lambda: Heads(causal=True), lambda: torch.randn(16, 128, 128)),
+    "sloped heads": (lambda: Heads(sloped=True), lambda: torch.randn(16, 128, 128)),
     "torch's layers": (
         lambda: nn.TransformerEncoder(
             nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True),

@@ -128,6 +128,18 @@ def test_on_an_axis_of_one_device_it_does_not_matter_how_values_lie(draw: random
     )
 
 
+def test_rows_that_come_from_other_ranks_are_kept_beside_those_that_are_given() -> None:
+    """A causal ring works on two halves of chunks, of queries, keys and values, where the rows divide by them."""
+
+    def of_a_row(seq: int) -> float:
+        """Bytes at the peak of the forward, beside what rests, by rows of the sequence."""
+        place = predicted(("hf-gpt2", "cp"), seq=seq).places[0]
+        return (place.phases["forward"] - sum(n for kind, n in place.rest.items() if kind != "gradients")) / seq
+
+    hidden, ranks = 64, 2
+    assert of_a_row(32) - of_a_row(30) == pytest.approx(3 * 8 * hidden * 4 / ranks, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("schedule", "virtual"),
     [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2), ("zbv_zero_bubble", 2)],

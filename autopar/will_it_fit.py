@@ -238,25 +238,25 @@ class Survey:
     def _largest(self, plan: Plan, symbol: str, limits: Sequence[float]) -> int:
         """The largest size of `symbol` that fits within `limits` (bytes of each place), also with all blocks run
         again."""
-        again = {}
-        if plan.mode == "train" and self.request.remat == "auto":
-            again = levels(self._program(self.hints), "full")
-        plans = [
-            plan,
-            *(
-                [replace(plan, remat=again, stages=tuple(replace(stage, again={}) for stage in plan.stages))]
-                if again
-                else []
-            ),
-        ]
-        return max(self._largest_of(each, symbol, limits) for each in plans)
+        found = self._largest_of(plan, symbol, limits)
+        if self._is_most(found, plan, symbol) or plan.mode != "train" or self.request.remat != "auto":
+            return found
+        if not (again := levels(self._program(self.hints), "full")):
+            return found
+        stages = tuple(replace(stage, again={}) for stage in plan.stages)
+        return max(found, self._largest_of(replace(plan, remat=again, stages=stages), symbol, limits))
+
+    def _is_most(self, size: int, plan: Plan, symbol: str) -> bool:
+        """Whether no larger size is looked at."""
+        most = self.most.get(symbol)
+        return size == most if most else size + self._step(plan, symbol) > LARGEST
 
     def _largest_of(self, plan: Plan, symbol: str, limits: Sequence[float]) -> int:
         """The largest size of `symbol` that fits, with the blocks that `plan` runs again; of a pipeline also with more
         microbatches."""
         most = self.most.get(symbol) or LARGEST
         found = largest(self._peak(plan, symbol, limits), max(limits), self._step(plan, symbol), most)
-        if plan.microbatches == 1:
+        if plan.microbatches == 1 or self._is_most(found, plan, symbol):
             return found
         if symbol == "b":
             return max(found, self._largest_batch(plan, limits, most))
@@ -280,14 +280,16 @@ class Survey:
         )
         if finer < ways * top:
             return finer
-        counts = (
-            rounds * plan.places
-            for rounds in (MOST_MICROBATCHES, MOST_MICROBATCHES // 2, MOST_MICROBATCHES // 4, ROUNDS)
-        )
-        coarser = (
-            largest(self._peak(replace(plan, microbatches=n), "b", limits), max(limits), ways * n, most) for n in counts
-        )
-        return max(finer, next((found for found in coarser if found), 0))
+
+        def coarser(microbatches: int) -> int:
+            peak = self._peak(replace(plan, microbatches=microbatches), "b", limits)
+            return largest(peak, max(limits), ways * microbatches, most)
+
+        found = coarser(top)
+        if found + ways * top > most:  # as small models do; schedules of many microbatches take seconds to lay out
+            return max(finer, found)
+        counts = (MOST_MICROBATCHES, MOST_MICROBATCHES // 2, MOST_MICROBATCHES // 4)
+        return max(finer, next((more for rounds in counts if (more := coarser(rounds * plan.places))), found))
 
     def _finest_peak(self, plan: Plan, batch: int, limits: Sequence[float]) -> float:
         """The peak of a pipeline with one sample per rank and microbatch, for a batch of so many samples."""

@@ -11,8 +11,9 @@ def largest(peak_bytes: Callable[[int], float], limit_bytes: float, step: int, m
     """The largest multiple of `step`, at most `most`, at which `peak_bytes` stays within the limit; 0 where not even
     `step` does.
 
-    `peak_bytes` must not fall with the size. It is piecewise linear, so a secant step is tried first (where the line
-    through the peaks of both bounds meets the limit), then the size next to the lower bound, then the middle.
+    `peak_bytes` must not fall with the size. The largest size of all is looked at first, since small models fit at any.
+    The peak is piecewise linear, so then a secant step is tried (where the line through the peaks of both bounds meets
+    the limit), then the size next to the lower bound, then the middle.
     """
     known: dict[int, float] = {}
 
@@ -23,12 +24,12 @@ def largest(peak_bytes: Callable[[int], float], limit_bytes: float, step: int, m
     top = most // step
     if top < 1 or not fits(1):
         return 0
+    if fits(top):
+        return top * step
     low, high = 1, 2
-    while high <= top and fits(high):
+    while high < top and fits(high):
         grown = max(known[high] - known[low], 1.0) / (high - low)
-        low, high = high, min(top + 1, max(2 * high, high + int((limit_bytes - known[high]) / grown)))
-        if low == top:
-            return low * step
+        low, high = high, min(top, max(2 * high, high + int((limit_bytes - known[high]) / grown)))
     for way in itertools.cycle(("line", "neighbour", "middle")):
         if high - low < 2:
             return low * step

@@ -80,11 +80,11 @@ def _name_held(
     canonical: Callable[[str], str],
     requires_grad: Mapping[str, bool],
 ) -> None:
-    """Parameters, buffers and constants by their original names, each once."""
+    """Parameters, buffers and constants by their original names, each once, with their number in the model's order."""
     seen: dict[str, fx.Node] = {}
-    for node, spec in held:
+    for number, (node, spec) in enumerate(held):
         name = canonical(spec.target.removeprefix(INNER))
-        node.meta["fqn"] = name
+        node.meta["fqn"], node.meta["number"] = name, number
         node._rename(node.name.replace(f"_{WithLoss.INNER}_", "_"))
         node.meta["requires_grad"] = requires_grad.get(name, False)
         if node.meta["role"] == "constant":

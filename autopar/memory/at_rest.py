@@ -147,16 +147,11 @@ def roots_bytes(shares: Shares, views: Sequence[View]) -> float:
 
 
 def _trained(shares: Shares, views: Sequence[View]) -> Iterator[float]:
-    """Bytes of trained parameters' shards in the order in which they are first read, which is the order of parameters
-    in most models. Those of a run of blocks are listed twice, because the first one of a block follows the last one of
-    the block before."""
-    program, counts = shares.program, instances(shares, views)
-    first: dict[str, int] = {}
-    for number, op in enumerate(program.ops.values()):
-        for name, _ in op.operands:
-            first.setdefault(name, number)
-    held = [op for op in program.ops.values() if op.role == "param" and op.call.outs[0].grad and counts[op.name]]
-    for _, block in itertools.groupby(sorted(held, key=lambda op: first.get(op.name, 0)), key=lambda op: op.scope):
+    """Bytes of trained parameters' shards in the order of the model, in which optimizers step them. Those of a run of
+    blocks are listed twice, because the first one of a block follows the last one of the block before."""
+    counts = instances(shares, views)
+    held = [op for op in shares.program.ops.values() if op.role == "param" and op.call.outs[0].grad and counts[op.name]]
+    for _, block in itertools.groupby(sorted(held, key=lambda op: op.node.meta["number"]), key=lambda op: op.scope):
         sizes = [
             (
                 float(

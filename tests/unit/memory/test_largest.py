@@ -31,3 +31,6 @@ def test_few_sizes_are_tried_on_a_line() -> None:
 
     assert largest(peak, 80e9, 8, 1 << 22) == 13328
     assert len(tried) <= 8
+    tried.clear()
+    assert largest(peak, 80e12, 8, 1 << 22) == 1 << 22 == tried[-1], "where all fits, the largest is looked at first"
+    assert len(tried) == 2

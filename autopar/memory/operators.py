@@ -55,6 +55,8 @@ _COPIES_GRADIENT = (
     aten.unbind.int,
     aten.diagonal.default,
     aten.unfold.default,
+    aten.imag.default,
+    aten.real.default,
 )
 """Views whose gradient is a tensor of its own: a sum, or zeros with the gradient put in."""
 

@@ -70,6 +70,10 @@ TAKING = {
     "a power": lambda p, q, x: torch.pow(p.abs() + 1, q).mean(),
     "an angle": lambda p, q, x: torch.atan2(p, q).sum(-1).mean(),
     "complex numbers": lambda p, q, x: torch.complex(p, q).abs().mean(),
+    "real parts": lambda p, q, x: torch.fft.fft(p).real.relu().mean() + q.mean(),
+    "a correlation": lambda p, q, x: (
+        torch.fft.irfft(torch.fft.rfft(p) * torch.fft.rfft(q).conj(), n=128).square().mean()
+    ),
     "dropout": lambda p, q, x: F.dropout(p, 0.1).mean() + q.mean(),
 }
 

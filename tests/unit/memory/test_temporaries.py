@@ -50,6 +50,7 @@ MORE = {
         case(f(5, 4), f(5, 4), None, None, 2),
         case(f(5, 4), T((5, 4), "t"), None, T((4,), "c"), 2),
     ],
+    aten.fft_rfft.default: [case(f(5, 16, 8), None, 1)],
     aten.gru_cell.default: [case(f(60, 12), f(60, 20), f(60, 12), f(60, 20))],
     aten.index_reduce.default: [case(f(5, 4, 6), 1, i(4, 3), f(5, 3, 6), reduce) for reduce in ("amin", "prod")],
     aten.linalg_cond.default: [case(f(5, 3, 6))],

@@ -217,11 +217,11 @@ EXTRA = {
 
 
 WITHOUT_ROW = (
-    aten._conj.default, aten.alpha_dropout.default, aten.batch_norm.default, aten.complex.default, aten.conj.default,
+    aten.alpha_dropout.default, aten.batch_norm.default, aten.complex.default, aten.conj.default,
     aten.feature_alpha_dropout.default, aten.feature_dropout.default, aten.fft_ihfft.default, aten.group_norm.default,
-    aten.imag.default, aten.instance_norm.default, aten.linalg_cond.default, aten.linalg_cond.p_str,
+    aten.instance_norm.default, aten.linalg_cond.default, aten.linalg_cond.p_str,
     aten.linalg_matrix_norm.default, aten.linalg_matrix_norm.str_ord, aten.linalg_norm.default,
-    aten.linalg_norm.ord_str, aten.lu_unpack.default, aten.native_layer_norm.default, aten.real.default,
+    aten.linalg_norm.ord_str, aten.lu_unpack.default, aten.native_layer_norm.default,
     aten.resolve_conj.default,
 )  # fmt: skip
 """Operators that are taken to keep all operands, which autograd does not, or not as they are."""

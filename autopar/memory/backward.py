@@ -321,11 +321,10 @@ class Backward:
         """The gradient of an operand. That of a leaf is added to an existing buffer by the kernel that makes it, or
         cast to the dtype of the parameter at rest, as habits say."""
         made = self._gradient_storage("gradients of activations", value)
-        if value.leaf is None:
-            return made
-        made = self._widened(value.leaf, made)
-        if self.habits.standing and op.flops > 0:
-            made.nbytes = 0.0
+        if value.leaf is not None:
+            made = self._widened(value.leaf, made)
+            if self.habits.standing and op.flops > 0:
+                made.nbytes = 0.0
         return made
 
     def _widened(self, op: Op, grad: Storage) -> Storage:

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.export import ExportedProgram
 from torch.utils._sympy.value_ranges import ValueRanges  # what a symbolic size may be
 
@@ -201,6 +202,19 @@ def vmap_replaced(run: Callable[..., Any]) -> Iterator[None]:
     with mock.patch.object(
         apis, "vmap_impl", lambda *given, **kwargs: run(original, *given[:5], args=given[5:], kwargs=kwargs)
     ):
+        yield
+
+
+@contextmanager
+def functions_applied(run: Callable[..., Any]) -> Iterator[None]:
+    """A context in which every `apply(*args)` of a torch.autograd.Function becomes `run(original, cls, *args)`.
+    `apply` is a class method, and stubs do not say what of."""
+    original: Callable[..., Any] = Function.apply.__func__  # type: ignore[attr-defined]
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        return run(original, cls, *args, **kwargs)
+
+    with mock.patch.object(Function, "apply", classmethod(apply)):
         yield
 
 

@@ -23,7 +23,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar._torch import pytree
+from autopar.capture._torch import functions_applied
 from autopar.capture.leaves import tensors_of
 from autopar.capture.lines import caller
 from autopar.capture.traced_apart import aside
@@ -67,10 +67,9 @@ def own_backwards(notes: list[str]) -> Iterator[None]:
 
     Raises CaptureError, inside, where a backward cannot be kept, or the function does not run on random numbers.
     """
-    original: Callable[..., Any] = Function.apply.__func__  # type: ignore[attr-defined]  # a classmethod
     tracing, known = threading.current_thread(), dict[Any, bool]()
 
-    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    def apply(original: Callable[..., Any], cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if threading.current_thread() is not tracing or not torch.is_grad_enabled():
             return original(cls, *args, **kwargs)
         if kwargs or cls.setup_context is not Function.setup_context:
@@ -87,7 +86,7 @@ def own_backwards(notes: list[str]) -> Iterator[None]:
                 notes.append(f"{cls.__qualname__} keeps its own backward ({caller()})")
         return _traced_with_own_backward(cls, args) if known[key] else _differentiated_forward(cls, args)
 
-    with mock.patch.object(Function, "apply", classmethod(apply)):
+    with functions_applied(apply):
         yield
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import memory_of, pytree
-from autopar.capture._torch import tracing, vmap_replaced
+from autopar.capture._torch import functions_applied, tracing, vmap_replaced
 from autopar.capture.assigned import assigned, buffers_of, why_unlike
 from autopar.capture.block_runs import INNER
 from autopar.capture.by_tensor import ByTensor
@@ -128,7 +128,7 @@ def played(
         args, kwargs = fake(inputs)
         for i, leaf in enumerate(tensors_of((args, kwargs))):
             tape.begin(leaf, ("input", i), (EVERY_STEP,))
-        with tape, picking, vmap_replaced(tape.mapped), KnownMasks(counting=True):
+        with tape, picking, vmap_replaced(tape.mapped), functions_applied(tape.applied), KnownMasks(counting=True):
             result = model(*args, **kwargs)
     tape.result = [tape.number(leaf) for leaf in tensors_of(by_field(result))]
     untrained = {
@@ -161,6 +161,7 @@ class Tape(TorchFunctionMode):
     states   buffers, and weights that do not train, that change in place -> a number for their new value
     assigned buffers that are another tensor after the run -> its number
     unlike   those of them whose size or dtype changed, in words
+    switched the calls with a training flag on, flags and rates included, in order
     made     the numbers of all results of functions
     on       the first function called with a training flag on, in words
     other    the first function whose number is not among the `known` ones; `where`: the line that calls it
@@ -178,6 +179,7 @@ class Tape(TorchFunctionMode):
         self.states: dict[str, int] = {}
         self.assigned: dict[str, int] = {}
         self.unlike: dict[str, str] = {}
+        self.switched: list[int] = []
         self.made: dict[int, None] = {}
         self.on = self.other = self.where = ""
         self.noises = 0
@@ -254,6 +256,18 @@ class Tape(TorchFunctionMode):
             self._note(leaf, self._made(("samples", self._depth, number, repr(settings)), (number,)))
         return result
 
+    def applied(self, original: Callable[..., Any], cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of a torch.autograd.Function. What it gives has numbers of the arguments, too: its backward may read
+        those that its forward does not (the factor of a reversed gradient)."""
+        given = self._flat((args, kwargs))
+        result = original(cls, *args, **kwargs)
+        for i, tensor in enumerate(tensors_of(result)):
+            number = self.number(tensor)
+            made = self._made(("function", cls.__qualname__, i, number, *given), (number,))
+            self._note(tensor, made)
+            self._add(made, cls.__qualname__)
+        return result
+
     def _had(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor of this run or of the earlier one, without changes in place; None for any other
         tensor."""
@@ -300,8 +314,10 @@ class Tape(TorchFunctionMode):
             before = read[0]
         if before is None and self._leaving_out and name in PRODUCTS:
             before = self._multiplied(read, args, result)
-        if flag is not None and not self.on and flag.is_on(args, kwargs):
-            self.on = self._says(f"{name} does what it does in training when the model evaluates, too")
+        if flag is not None and flag.is_on(args, kwargs):
+            self.on = self.on or self._says(f"{name} does what it does in training when the model evaluates, too")
+            self.switched.append(self._number(("switched", name, *self._flat((args, kwargs)))))
+            self._add(self.switched[-1], name)
         made = self._made(key, () if name in SIZES_READ else read, drawn=name in DRAWING) if before is None else before
         if before is None and (name in DRAWING or name in OTHER_DRAWS):
             self._sources[made] = self._sources[made] | {EVERY_STEP}
@@ -316,10 +332,14 @@ class Tape(TorchFunctionMode):
             if self._had(tensor) is None:
                 self._note(tensor, made if before is not None or tensor is result else self._made((made, i), (made,)))
         if (tensors or in_place) and before is None:
-            self.made[made] = None
-            if self._known is not None and made not in self._known and not self.other:
-                self.other, self.where = name, caller()
+            self._add(made, name)
         return result
+
+    def _add(self, made: int, name: str) -> None:
+        """Add the number of what the function `name` computes, and note the first one that is not among those known."""
+        self.made[made] = None
+        if self._known is not None and made not in self._known and not self.other:
+            self.other, self.where = name, caller()
 
     def _multiplied(self, read: Sequence[int], args: tuple[Any, ...], result: Any) -> int | None:
         """The number of the value of which `result` is the product with a random factor; None where `result` is no such

@@ -133,10 +133,41 @@ class KeepsOfABufferThatChanges(Keeping):
         return x * self.kept.setdefault("mean", self.mean.square())  # the line
 
 
+class DropsMore(Keeping):
+    """A rate is no part of what an evaluation is compared by."""
+
+    def keep(self, x):
+        self.steps += 1
+        return nn.functional.dropout(x, min(0.5, self.steps / 1000))  # the line
+
+
+class _Reversed(torch.autograd.Function):
+    """Only its backward reads the factor."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -ctx.factor * grad, None
+
+
+class ReversesMore(Keeping):
+    """As domain-adversarial training."""
+
+    def keep(self, x):
+        self.steps += 1
+        return _Reversed.apply(x, min(1.0, self.steps / 1000))  # the line
+
+
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(
     "kind",
     [
+        DropsMore,
+        ReversesMore,
         WarmsUp,
         Lists,
         Decays,

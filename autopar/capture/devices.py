@@ -5,7 +5,8 @@ Model code makes tensors without naming a device (`torch.arange(n)`), or on a de
 make meta tensors, literals (`torch.tensor([0.5])`) and lists used as indices keep their values, and a tensor of another
 device is moved to meta where it is combined with one on meta. Captured graphs name no device in the end
 (passes.drop_devices). `x.data`, which torch.export takes for an unrelated tensor, is read as `x.detach()`; assignments
-to it, which torch.export ignores, become in-place copies.
+to it, which torch.export ignores, become in-place copies. A `copy.deepcopy` in forward, through which torch.export lets
+gradients flow, has none.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class _Meeting(TorchFunctionMode):
             return args[0].detach()
         if func == ASSIGNED:
             return _assign(*args)
+        if func is torch.Tensor.__deepcopy__:
+            return _copy(*args)
         if func in INDEXED:
             args = (args[0], _index(args[1]), *args[2:])
         tensors = tensors_of((args, kwargs))
@@ -60,6 +63,12 @@ def _index(index: Any) -> Any:
     if isinstance(index, tuple):
         return tuple(_index(item) for item in index)
     return torch.tensor(index, device="cpu") if isinstance(index, list) and index and not tensors_of(index) else index
+
+
+def _copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """The copy of `copy.deepcopy`, from which no gradient flows back."""
+    made = memo[id(tensor)] = tensor.detach().clone()
+    return made
 
 
 def _assign(target: torch.Tensor, value: torch.Tensor) -> None:

@@ -3,6 +3,7 @@ nothing is."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -218,9 +219,20 @@ class InfersFirst(Calling):
         return ((self.layers[1](h.clone()) - y) ** 2).mean()
 
 
-def test_what_is_computed_in_inference_mode_has_no_gradients() -> None:
+class CopiesPart(Calling):
+    """A copy has no gradients, nor does it hand any on."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        target = copy.deepcopy(self.layers[0])
+        for weight in target.parameters():
+            weight.requires_grad_(False)
+        return super().forward(x, target(y))
+
+
+@pytest.mark.parametrize("kind", [InfersFirst, CopiesPart])
+def test_what_is_computed_in_inference_mode_or_by_copies_has_no_gradients(kind: type[Calling]) -> None:
     torch.manual_seed(0)
-    model = InfersFirst(AS_AUTOGRAD["lean"])
+    model = kind(AS_AUTOGRAD["lean"])
     rows, notes = graph_rows(model, capture(model, batch()), batch(), {}, training=True)
     assert not notes and all(row.ok for row in rows), rows
 

@@ -15,7 +15,8 @@ from autopar._torch import pytree
 from autopar.capture import dims
 from autopar.capture.dims import Dims
 from autopar.capture.hooks import refuse_hooks
-from autopar.capture.shadow import WithLoss
+from autopar.capture.outside import Outside
+from autopar.capture.shadow import WithLoss, shadow
 from autopar.capture.targets import count_targets, refuse_trained
 from autopar.capture.wrapped import refuse_wrapped
 from autopar.errors import CaptureError
@@ -28,6 +29,7 @@ class Asked:
 
     model    the user's model, in the dtype of activations
     rests    the model in the dtypes of its stored weights (mixed precision); None where these are the same
+    outside  what the code of the model and of the loss function finds outside of them
     mode     "train" or "inference"
     inputs   positional inputs, on meta, of which the last `targets` go to `loss_fn`
     named    keyword inputs, on meta
@@ -43,6 +45,7 @@ class Asked:
     dims: Dims
     notes: tuple[str, ...]
     rests: nn.Module | None
+    outside: Outside
 
     @staticmethod
     def of(
@@ -66,8 +69,9 @@ class Asked:
             refuse_hooks(model)
         inputs, named = _to_meta(args), _to_meta(dict(kwargs))
         flat = pytree.tree_leaves((inputs, named))
+        outside = Outside(model, *([] if loss_fn is None else [loss_fn]))
         if dynamic_shapes is not None:
-            made = Asked(model, loss_fn, mode, tuple(inputs), named, targets, Dims(), (), rests)
+            made = Asked(model, loss_fn, mode, tuple(inputs), named, targets, Dims(), (), rests, outside)
             return replace(
                 made,
                 dims=dims.explicit(
@@ -85,6 +89,7 @@ class Asked:
             dims.find(flat, max_positions(model)),
             (note,) if note else (),
             rests,
+            outside,
         )
 
     @property
@@ -97,6 +102,11 @@ class Asked:
         flat, tree = pytree.tree_flatten((self.inputs, self.named))
         args, kwargs = pytree.tree_unflatten(known.stand_ins(flat), tree)
         return tuple(args[: len(args) - self.targets]), kwargs
+
+    def fresh(self, twin: nn.Module) -> nn.Module:
+        """A shadow of `twin`, which finds outside of it what the first one found."""
+        self.outside.put_back()
+        return shadow(twin)
 
     def with_loss(self, twin: nn.Module) -> nn.Module:
         """`twin`, a copy of the model, with the loss function applied to its outputs, if there is one."""

@@ -63,12 +63,15 @@ def capture(
     would lack."""
     asked = Asked.of(model, args, kwargs or {}, loss_fn, mode, dynamic_shapes, rests)
     masks = KnownMasks(counting=False)
+    runs = block_runs.find(model) if fold else []
     try:
-        return _folded(asked, block_runs.find(model) if fold else [], _Clock(progress), masks)
+        return _folded(asked, runs, _Clock(progress), masks)
     except CaptureError:
         if not masks.left:
             raise
-    return _folded(asked, block_runs.find(model) if fold else [], _Clock(progress), KnownMasks(counting=True))
+        return _folded(asked, runs, _Clock(progress), KnownMasks(counting=True))
+    finally:
+        asked.outside.put_back()
 
 
 def _folded(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, masks: KnownMasks) -> Captured:
@@ -93,7 +96,7 @@ def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, mask
         resting = {} if asked.rests is None else _buffer_dtypes(shadow(asked.rests, _kept_children(asked.rests, runs)))
     with clock("export"), code_when_asked():
         program, known, found, left_out = export(
-            lambda: asked.with_loss(shadow(twin)),
+            lambda: asked.with_loss(asked.fresh(twin)),
             asked.inputs,
             dict(asked.named),
             asked.dims,
@@ -231,10 +234,10 @@ def _evaluation(asked: Asked, twin: nn.Module, runs: list[block_runs.AlikeRun], 
     """How the model evaluates; `twin` is its shortened shadow. Raises CaptureError where a second training step would
     be another computation than the first."""
     args, kwargs = asked.stand_ins(known)
-    step = one_step(lambda: shadow(twin), asked.name, args, kwargs)
+    step = one_step(lambda: asked.fresh(twin), asked.name, args, kwargs)
     if asked.mode != "train":
         return Evaluation()
-    found = evaluation(twin, step, args, kwargs)
+    found = evaluation(lambda: asked.fresh(twin), step, args, kwargs)
     return replace(
         found, changing=tuple(dict.fromkeys(name for short in found.changing for name in block_runs.meant(runs, short)))
     )

@@ -12,13 +12,12 @@ evaluation is the graph with its flags off, and without the changes of buffers t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from autopar.capture.shadow import shadow
 from autopar.capture.tape import Tape, played
 from autopar.capture.valueless import UNTOLD
 from autopar.text import first_line
@@ -36,17 +35,19 @@ class Evaluation:
     differs: bool = False
 
 
-def evaluation(model: nn.Module, step: Tape | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Evaluation:
-    """How `model`, a shadow in training mode, evaluates on inputs on meta; it is not changed. `step` is the tape of its
+def evaluation(
+    fresh: Callable[[], nn.Module], step: Tape | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Evaluation:
+    """How a model that `fresh` makes, in training mode, evaluates on inputs on meta. `step` is the tape of its
     training step on them; None where that did not run."""
     inputs, numbers = (args, dict(kwargs)), step.numbers if step is not None else dict[Hashable, int]()
     try:
-        evaluated = played(shadow(model).eval(), inputs, numbers)
+        evaluated = played(fresh().eval(), inputs, numbers)
         for leaving_out in (False, True):
             trained = (
                 step
                 if step is not None and not leaving_out
-                else played(shadow(model), inputs, numbers, leaving_out=leaving_out)
+                else played(fresh(), inputs, numbers, leaving_out=leaving_out)
             )
             same = evaluated.result == trained.result and all(
                 trained.changed.get(name) == state for name, state in evaluated.changed.items()
@@ -54,7 +55,7 @@ def evaluation(model: nn.Module, step: Tape | None, args: tuple[Any, ...], kwarg
             if same and not evaluated.on:
                 differs = bool(trained.on or trained.noises or trained.changed.keys() - evaluated.changed.keys())
                 return Evaluation(changing=tuple(evaluated.changed), noises=trained.noises, differs=differs)
-        again = played(shadow(model).eval(), inputs, numbers, known=trained.made)
+        again = played(fresh().eval(), inputs, numbers, known=trained.made)
     except UNTOLD as error:
         return Evaluation(
             f"it does not run without values, to see what evaluation changes: {first_line(error)[:200]}", differs=True

@@ -1,5 +1,6 @@
 """What a model keeps from step to step beside tensors: numbers that count (`self.steps += 1`), and what else changes in
-its attributes, also inside of lists, dicts and plain objects. Used by step_variation.
+its attributes, also inside of lists, dicts and plain objects, and in what its code keeps outside of it
+(`capture.outside`). Used by step_variation.
 
 Whether any later step is another one cannot be known by running some. For numbers, later steps are tried where a
 comparison of them turns out otherwise (`capture.noting_numbers`), and whether or not they are compared, far later: at
@@ -10,15 +11,17 @@ powers of ten, and at its neighbours. Lists that grow are tried at one great len
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import partial
+from operator import setitem
 from typing import Any
 
 from torch import Tensor, nn
 
 from autopar.capture.block_runs import INNER
 from autopar.capture.noting_numbers import Comparison, noting
+from autopar.capture.outside import Place, is_plain_object, slots
 
 FAR = math.lcm(*range(1, 21)) * 10_000
 """A count that no training reaches, which all usual periods divide."""
@@ -27,39 +30,39 @@ LONG = 1000
 DEPTH = 4
 """How deep attributes are looked into."""
 
-Place = tuple[str, ...]
-"""Where a number is: the path of a module, and in words each step from there."""
-
 
 @dataclass(frozen=True)
 class Held:
-    """A value that a model holds: `owner` is the module's `vars()`, or the dict or list that has it under `key`."""
+    """A value that a model holds, or that its code finds outside of it; `put` gives its place another one."""
 
-    owner: Any
-    key: Any
     value: Any
+    put: Callable[[Any], None]
 
 
 def held(model: nn.Module) -> dict[Place, Held]:
-    """Everything in the attributes of all modules that is neither a tensor nor a module, by its place."""
+    """Everything in the attributes of all modules, and outside of the model, that is neither a tensor nor a module, by
+    its place."""
     found: dict[Place, Held] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
         own = {name: value for name, value in vars(module).items() if name not in INNER}
         for name, value in own.items():
-            _look(vars(module), name, value, (path, name), found, seen)
+            _look(Held(value, partial(setitem, vars(module), name)), (path, name), found, seen)
+    for place, slot in slots(model).items():
+        _look(Held(slot.value, slot.put), place, found, seen)
     return found
 
 
-def _look(owner: Any, key: Any, value: Any, place: Place, found: dict[Place, Held], seen: set[int]) -> None:
+def _look(here: Held, place: Place, found: dict[Place, Held], seen: set[int]) -> None:
+    value = here.value
     if isinstance(value, Tensor | nn.Module) or id(value) in seen or len(place) > DEPTH:
         return
-    found[place] = Held(owner, key, value)
-    if isinstance(value, MutableMapping | list) or type(value) is SimpleNamespace:
+    found[place] = here
+    if isinstance(value, MutableMapping | list) or is_plain_object(value):
         seen.add(id(value))
-        inside = vars(value) if type(value) is SimpleNamespace else value
+        inside = value if isinstance(value, MutableMapping | list) else vars(value)
         for name, item in list(inside.items() if isinstance(inside, MutableMapping) else enumerate(inside)):
-            _look(inside, name, item, (*place, str(name)), found, seen)
+            _look(Held(item, partial(setitem, inside, name)), (*place, str(name)), found, seen)
 
 
 @dataclass(frozen=True)
@@ -112,12 +115,12 @@ def put(model: nn.Module, values: Mapping[Place, float], by: Mapping[Place, floa
     everything = held(model)
     for place, value in values.items():
         if place in everything:
-            item, step = everything[place], by[place]
+            step = by[place]
 
             def later(steps: int, value: float = value, step: float = step) -> float:
                 return value + steps * step
 
-            item.owner[item.key] = noting(value, later, noted)
+            everything[place].put(noting(value, later, noted))
 
 
 def lengthen(model: nn.Module, which: Sequence[Place]) -> None:

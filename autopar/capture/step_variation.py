@@ -27,7 +27,8 @@ from torch import nn
 
 from autopar.capture.assigned import buffers_of, put_back
 from autopar.capture.noting_numbers import Comparison
-from autopar.capture.step_counts import FAR, Place, State, counts, lengthen, put, said, state_of
+from autopar.capture.outside import Place
+from autopar.capture.step_counts import FAR, State, counts, lengthen, put, said, state_of
 from autopar.capture.tape import Tape, played
 from autopar.capture.valueless import UNTOLD
 from autopar.errors import CaptureError

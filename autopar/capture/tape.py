@@ -75,6 +75,8 @@ SIZES_READ = (
     "zeros_like",
 )
 """Functions that read only the sizes of their operand."""
+FIRST_READ = ("expand_as", "reshape_as", "to", "type_as", "view_as")
+"""Functions that read the values of their first operand alone; of another one its sizes or dtype."""
 SAME_ELEMENTS = (
     "__getitem__",
     "clone",
@@ -318,7 +320,8 @@ class Tape(TorchFunctionMode):
             self.on = self.on or self._says(f"{name} does what it does in training when the model evaluates, too")
             self.switched.append(self._number(("switched", name, *self._flat((args, kwargs)))))
             self._add(self.switched[-1], name)
-        made = self._made(key, () if name in SIZES_READ else read, drawn=name in DRAWING) if before is None else before
+        sources = () if name in SIZES_READ else read[:1] if name in FIRST_READ else read
+        made = self._made(key, sources, drawn=name in DRAWING) if before is None else before
         if before is None and (name in DRAWING or name in OTHER_DRAWS):
             self._sources[made] = self._sources[made] | {EVERY_STEP}
         in_place = changed(func, args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import random
@@ -99,7 +100,53 @@ def of_an_iterator(model: Any, x: Tensor) -> Tensor:
     return x * next(model.scales)
 
 
+STEPS = 0
+
+
+def in_a_global(model: Any, x: Tensor) -> Tensor:
+    global STEPS
+    STEPS += 1
+    return x * 2.0 if STEPS > 100 else x
+
+
+class Schedule:
+    """Counts in an attribute of its class."""
+
+    steps = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        Schedule.steps += 1
+        return x * 2.0 if self.steps > 100 else x
+
+
+def in_a_class(model: Any, x: Tensor) -> Tensor:
+    return Schedule()(x)
+
+
+def in_a_closure() -> Callable[[Any, Tensor], Tensor]:
+    steps = 0
+
+    def in_a_cell(model: Any, x: Tensor) -> Tensor:
+        nonlocal steps
+        steps += 1
+        return x * 2.0 if steps > 100 else x
+
+    return in_a_cell
+
+
+def in_a_default(model: Any, x: Tensor, kept: list[int] = [0]) -> Tensor:  # noqa: B006
+    kept[0] += 1
+    return x * 2.0 if kept[0] > 100 else x
+
+
+def on_a_function(model: Any, x: Tensor) -> Tensor:
+    vars(on_a_function)["steps"] = vars(on_a_function).get("steps", 0) + 1
+    return x * 2.0 if vars(on_a_function)["steps"] > 100 else x
+
+
+OUTSIDE = (in_a_global, in_a_class, in_a_closure(), in_a_default, on_a_function)
 OTHERS = (
+    *OUTSIDE,
     at_one_step,
     far_away,
     one_of_some,
@@ -121,6 +168,30 @@ def test_a_later_step_that_differs_is_refused(keep: Callable[[Any, Tensor], Tens
     with pytest.raises(CaptureError, match=rf"{why}.* computes something else than the first one, .*test_step_counts"):
         capture(model, (torch.randn(8, 4),))
     assert (model.steps, model.left, model.kept["steps"], model.phase, model.seen) == (0, 5, 0, "first", [])
+    assert (STEPS, Schedule.steps, in_a_default.__defaults__, vars(on_a_function)) == (0, 0, ([0],), {})
+
+
+LAST: Any = None
+
+
+@functools.lru_cache
+def table(size: int) -> Tensor:
+    return torch.arange(size)
+
+
+def remembers(model: Any, x: Tensor) -> Tensor:
+    global LAST
+    x = x if LAST is None else x + LAST
+    LAST = x.detach()
+    return x
+
+
+def test_what_is_kept_outside_is_as_before_afterwards() -> None:
+    """A run without values would leave tensors without values."""
+    with pytest.raises(CaptureError, match=r"its second step computes something else .* from add"):
+        capture(Keeping(remembers), (torch.randn(8, 4),))
+    capture(Keeping(lambda model, x: x * table(4)), (torch.randn(8, 4),))
+    assert LAST is None and table(4).tolist() == [0, 1, 2, 3]
 
 
 def toggles(model: Any, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from autopar._torch import pytree
 from autopar.capture import dims
 from autopar.capture.dims import Dims
 from autopar.capture.hooks import refuse_hooks
-from autopar.capture.outside import Outside
+from autopar.capture.outside import Outside, is_plain_object
 from autopar.capture.shadow import WithLoss, shadow
 from autopar.capture.targets import count_targets, refuse_trained
 from autopar.capture.wrapped import refuse_wrapped
@@ -61,8 +61,6 @@ class Asked:
         that cannot be captured."""
         refuse_wrapped(model)
         refuse_trained(loss_fn)
-        # a copy, because tracing may change its buffers
-        loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
         targets = count_targets(loss_fn, model, len(args), kwargs)
         _check_inputs(model, args, kwargs, targets)
         if mode == "train":
@@ -97,11 +95,11 @@ class Asked:
         """The class of the model."""
         return type(self.model).__name__
 
-    def stand_ins(self, known: Dims) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs of the model, without targets, at stand-in sizes, which differ between symbols."""
+    def stand_ins(self, known: Dims, *, targets: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs of the model, with or without targets, at stand-in sizes, which differ between symbols."""
         flat, tree = pytree.tree_flatten((self.inputs, self.named))
         args, kwargs = pytree.tree_unflatten(known.stand_ins(flat), tree)
-        return tuple(args[: len(args) - self.targets]), kwargs
+        return tuple(args if targets else args[: len(args) - self.targets]), kwargs
 
     def fresh(self, twin: nn.Module) -> nn.Module:
         """A shadow of `twin`, which finds outside of it what the first one found."""
@@ -109,12 +107,12 @@ class Asked:
         return shadow(twin)
 
     def with_loss(self, twin: nn.Module) -> nn.Module:
-        """`twin`, a copy of the model, with the loss function applied to its outputs, if there is one."""
-        return (
-            twin
-            if self.loss_fn is None
-            else WithLoss(twin, self.loss_fn, self.targets, len(self.inputs) - self.targets)
-        )
+        """`twin`, a copy of the model, with a copy of the loss function applied to its outputs, if there is one."""
+        if self.loss_fn is None:
+            return twin
+        held = isinstance(self.loss_fn, nn.Module) or is_plain_object(self.loss_fn)
+        loss_fn = copy.deepcopy(self.loss_fn) if held else self.loss_fn
+        return WithLoss(twin, loss_fn, self.targets, len(self.inputs) - self.targets)
 
 
 def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: int) -> None:

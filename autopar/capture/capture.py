@@ -107,6 +107,9 @@ def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, mask
         evaluating = _evaluation(asked, twin, runs, known)
     with clock("passes"), code_when_asked():
         gm = _graph(asked, program, known, runs, evaluating.noises, resting)
+    if asked.loss_fn is not None:
+        with clock("steps of the loss"):
+            one_step(lambda: asked.with_loss(asked.fresh(twin)), asked.name, *asked.stand_ins(known, targets=True))
     structure, numbers = outputs_of(program)
     left_out |= numbers
     check_loss(gm, mode, model, left_out)

@@ -20,8 +20,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.capture.block_runs import INNER
+from autopar.capture.forwards import functions_of
 from autopar.capture.noting_numbers import Comparison, noting
 from autopar.capture.outside import Place, is_plain_object, slots
+from autopar.capture.shadow import WithLoss
 
 FAR = math.lcm(*range(1, 21)) * 10_000
 """A count that no training reaches, which all usual periods divide."""
@@ -44,7 +46,8 @@ def held(model: nn.Module) -> dict[Place, Held]:
     its place."""
     found: dict[Place, Held] = {}
     seen: set[int] = set()
-    for path, module in model.named_modules():
+    functions = [("loss_fn", function) for function in functions_of(model) if isinstance(function, nn.Module)]
+    for path, module in (*model.named_modules(), *functions):
         own = {name: value for name, value in vars(module).items() if name not in INNER}
         for name, value in own.items():
             _look(Held(value, partial(setitem, vars(module), name)), (path, name), found, seen)
@@ -133,4 +136,5 @@ def lengthen(model: nn.Module, which: Sequence[Place]) -> None:
 
 def said(places: Sequence[Place]) -> str:
     """Places as people read them: `encoder.steps, kept.scale`."""
-    return ", ".join(".".join(part for part in place if part) for place in places)
+    names = (".".join(part for part in place if part) for place in places)
+    return ", ".join(name.removeprefix(f"{WithLoss.INNER}.") for name in names)

@@ -133,6 +133,14 @@ class KeepsOfABufferThatChanges(Keeping):
         return x * self.kept.setdefault("mean", self.mean.square())  # the line
 
 
+class ReadsANumber(Keeping):
+    """Which has no value when steps are compared."""
+
+    def keep(self, x):
+        self.steps += 1
+        return x / x.detach().abs().max().item() * self.steps  # the line
+
+
 class DropsMore(Keeping):
     """A rate is no part of what an evaluation is compared by."""
 
@@ -168,6 +176,7 @@ class ReversesMore(Keeping):
     [
         DropsMore,
         ReversesMore,
+        ReadsANumber,
         WarmsUp,
         Lists,
         Decays,

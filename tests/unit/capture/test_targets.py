@@ -85,12 +85,15 @@ class Centre(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how = how
+        self.how, self.steps = how, 0
         self.register_buffer("centre", torch.ones(WIDTH))
         self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=how == "trains")
 
     def forward(self, out: Tensor) -> Tensor:
         loss = ((out - self.centre) * self.scale).square().mean()
+        self.steps += 1
+        if self.how == "counts" and self.steps > 100:
+            loss = loss * 2.0
         if self.how == "assigns":
             self.centre = self.centre * 0.9 + out.detach().mean(0)
         if self.how == "in place":
@@ -103,6 +106,7 @@ class Centre(nn.Module):
     [
         ("trains", r"loss_fn Centre has parameters that train \(scale\).*make it a part of the model"),
         ("assigns", "loss_fn Centre changes its buffer centre.*make it a part of the model"),
+        ("counts", r"it counts its steps \(loss_fn.steps\), and a later one computes something else"),
         ("in place", "changes constant .* in place .*a buffer of loss_fn"),
     ],
 )
@@ -110,7 +114,7 @@ def test_a_loss_has_nothing_that_changes(how, why):
     loss = Centre(how)
     with pytest.raises(CaptureError, match=why):
         capture(nn.Linear(WIDTH, WIDTH), (torch.zeros(2, WIDTH),), loss_fn=loss)
-    assert torch.equal(loss.centre, torch.ones(WIDTH))
+    assert torch.equal(loss.centre, torch.ones(WIDTH)) and loss.steps == 0
 
 
 def test_a_loss_that_does_not_change_may_have_buffers_and_frozen_weights():

@@ -21,12 +21,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autopar.capture.closures import UNSET, content
 from autopar.capture.lines import users
 
 Place = tuple[str, ...]
 """Where something is, in words."""
-UNSET = object()
-"""The value of a name that has none."""
 ENTERED = ("forward", "backward", "setup_context", "__call__", "__getattr__")
 """Methods that are called without being named."""
 DEPTH = 4
@@ -137,14 +136,6 @@ def _refill(container: Any, items: Any) -> None:
 
 def _flat(container: Any) -> list[Any]:
     return [*container, *container.values()] if isinstance(container, MutableMapping) else list(container)
-
-
-def content(cell: CellType) -> Any:
-    """What a cell holds, or UNSET."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return UNSET
 
 
 class _Search:

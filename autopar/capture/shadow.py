@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autopar.capture.closures import closures_copied
 from autopar.capture.targets import target_names
 from autopar.capture.torch_forwards import without_values
 from autopar.errors import CaptureError
@@ -37,7 +38,8 @@ def shadow(model: nn.Module, keep: Mapping[str, Mapping[int, int]] | None = None
     Raises CaptureError for a model that holds what cannot be copied.
     """
     try:
-        return _shadow(model, keep)
+        with closures_copied(model):
+            return _shadow(model, keep)
     except TypeError as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied: {first_line(error)}. It is captured as a copy without weights: "

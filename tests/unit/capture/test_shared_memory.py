@@ -50,9 +50,29 @@ def changes_found(net: Any, h: Tensor) -> Tensor:
     return h @ net.found["weight"] + net.table.sum(0)
 
 
+def held_by_a_function(net: Any) -> None:
+    weight = net.two.weight
+    net.body = lambda _, h: moves(net, h @ weight)
+
+
+def held_by_a_hook(net: Any) -> None:
+    """As hooks that are defined where a model is made, and have the whole model in their closure."""
+    seen = {}
+
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        net.table.mul_(0.9).add_(out.detach().mean(0))
+        seen["out"] = out
+        return net.two(out)
+
+    net.one.register_forward_hook(hook)
+    net.body = lambda net, h: h + seen["out"].tanh() + net.table.sum(0)
+
+
 ELSEWHERE: dict[str, tuple[Body, Callable[[Any], object]]] = {
     "list": (lambda net, h: h @ net.weights[0] + net.weights[1][0].sum(0), in_a_list),
     "dict": (changes_found, in_a_dict),
+    "function": (moves, held_by_a_function),
+    "hook": (moves, held_by_a_hook),
     "penalty": (
         lambda net, h: h * sum(weight.square().mean() for weight in net.all),
         lambda net: setattr(net, "all", list(net.parameters())),
@@ -86,8 +106,8 @@ def tied_by_data(net: Any) -> None:
     net.two.weight.data = net.one.weight.data
 
 
-def held_by_a_function(net: Any) -> None:
-    weight = net.two.weight
+def seen_by_a_function(net: Any) -> None:
+    weight = net.two.weight.detach()
     net.body = lambda net, h: h @ weight
 
 
@@ -100,7 +120,7 @@ SHARED: dict[str, tuple[Body, Callable[[Any], object], str]] = {
     ),
     "attribute": (lambda net, h: h @ net.plain, whole_as_an_attribute, "shares memory with two.weight, which trains"),
     "tied": (lambda net, h: h, tied_by_data, "two.weight shares memory with one.weight, which trains"),
-    "function": (moves, held_by_a_function, "reads from elsewhere.* shares memory with two.weight, which trains"),
+    "function": (moves, seen_by_a_function, "reads from elsewhere.* shares memory with two.weight, which trains"),
 }
 
 

@@ -114,7 +114,10 @@ def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, mask
     left_out |= numbers
     check_loss(gm, mode, model, left_out)
     refuse_sizes_of_values(gm, asked.name)
-    notes = (*asked.notes, *_capture_notes((*whole, *found), differs=evaluating.differs and not model.training))
+    notes = (
+        *asked.notes,
+        *_capture_notes((*whole, *found), evaluating.rerun, differs=evaluating.differs and not model.training),
+    )
     return _as_captured(asked, gm, known.hints, structure, left_out, evaluating, notes, clock)
 
 
@@ -165,9 +168,15 @@ def _as_captured(
     )
 
 
-def _capture_notes(found: Sequence[str], *, differs: bool) -> Iterator[str]:
-    """Notes on the capture: those `found` by its parts, and whether evaluation `differs` from training."""
+def _capture_notes(found: Sequence[str], rerun: Sequence[str], *, differs: bool) -> Iterator[str]:
+    """Notes on the capture: those `found` by its parts, the lines that `rerun` parts which change buffers, and whether
+    evaluation `differs` from training."""
     yield from found
+    if rerun:
+        yield (
+            f"buffers change in a checkpoint ({', '.join(rerun)}), which torch runs twice in a training step: in the "
+            "sharded module they change once (running statistics move half as fast)"
+        )
     if differs:
         yield (
             "the model is in evaluation, and planned as it trains: with dropout, statistics of the batch and whatever "
@@ -242,7 +251,9 @@ def _evaluation(asked: Asked, twin: nn.Module, runs: list[block_runs.AlikeRun], 
         return Evaluation()
     found = evaluation(lambda: asked.fresh(twin), step, args, kwargs)
     return replace(
-        found, changing=tuple(dict.fromkeys(name for short in found.changing for name in block_runs.meant(runs, short)))
+        found,
+        rerun=() if step is None else tuple(step.rerun),
+        changing=tuple(dict.fromkeys(name for short in found.changing for name in block_runs.meant(runs, short))),
     )
 
 

@@ -27,12 +27,14 @@ from autopar.text import first_line
 class Evaluation:
     """How a captured model evaluates. `why`: why the graph cannot evaluate; empty where it can, with its flags off.
     `changing`: the buffers that evaluation changes too. `noises`: the number of products with random factors that
-    evaluation leaves out (`passes.noises`). `differs`: whether evaluation differs from training at all."""
+    evaluation leaves out (`passes.noises`). `differs`: whether evaluation differs from training at all. `rerun`: of the
+    training step, lines of the user that checkpoint parts which change buffers."""
 
     why: str = ""
     changing: tuple[str, ...] = ()
     noises: int = 0
     differs: bool = False
+    rerun: tuple[str, ...] = ()
 
 
 def evaluation(

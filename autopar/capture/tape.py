@@ -15,6 +15,7 @@ from autopar.capture._torch import functions_applied, tracing, vmap_replaced
 from autopar.capture.assigned import assigned, buffers_of, why_unlike
 from autopar.capture.block_runs import INNER
 from autopar.capture.by_tensor import ByTensor
+from autopar.capture.checkpoints import checkpoints_watched
 from autopar.capture.devices import changed, on_meta
 from autopar.capture.flags import FLAGS
 from autopar.capture.known_masks import KnownMasks
@@ -130,19 +131,28 @@ def played(
         args, kwargs = fake(inputs)
         for i, leaf in enumerate(tensors_of((args, kwargs))):
             tape.begin(leaf, ("input", i), (EVERY_STEP,))
-        with tape, picking, vmap_replaced(tape.mapped), functions_applied(tape.applied), KnownMasks(counting=True):
+        with (
+            checkpoints_watched(lambda: _states(tape, model, named)) as tape.rerun,
+            tape,
+            picking,
+            vmap_replaced(tape.mapped),
+            functions_applied(tape.applied),
+            KnownMasks(counting=True),
+        ):
             result = model(*args, **kwargs)
     tape.result = [tape.number(leaf) for leaf in tensors_of(by_field(result))]
-    untrained = {
-        name: None
-        for name, weight in (*model.named_parameters(), *model.named_buffers())
-        if name in named and not weight.requires_grad
-    }
-    tape.states = {name: state for name in untrained if (state := tape.state(named[name])) is not None}
+    tape.states = _states(tape, model, named)
     new = assigned(model, before)
     tape.assigned = {name: tape.number(buffer) for name, buffer in new.items()}
     tape.unlike = {name: why for name, buffer in new.items() if (why := why_unlike(buffer, before[name]))}
     return tape
+
+
+def _states(tape: Tape, model: nn.Module, named: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """`Tape.states`, of the tensors that had these names before the run."""
+    held = (*model.named_parameters(), *model.named_buffers())
+    untrained = dict.fromkeys(name for name, weight in held if name in named and not weight.requires_grad)
+    return {name: state for name in untrained if (state := tape.state(named[name])) is not None}
 
 
 def _is_all(name: str, args: tuple[Any, ...], result: Any) -> bool:
@@ -167,7 +177,8 @@ class Tape(TorchFunctionMode):
     made     the numbers of all results of functions
     on       the first function called with a training flag on, in words
     other    the first function whose number is not among the `known` ones; `where`: the line that calls it
-    noises   the number of products with random factors whose factor was left out"""
+    noises   the number of products with random factors whose factor was left out
+    rerun    lines of the user that checkpoint parts which change buffers"""
 
     def __init__(
         self,
@@ -183,6 +194,7 @@ class Tape(TorchFunctionMode):
         self.unlike: dict[str, str] = {}
         self.switched: list[int] = []
         self.made: dict[int, None] = {}
+        self.rerun: dict[str, None] = {}
         self.on = self.other = self.where = ""
         self.noises = 0
         self.numbers, self._known, self._leaving_out, self._kept = numbers, known, leaving_out, kept
@@ -259,8 +271,7 @@ class Tape(TorchFunctionMode):
         return result
 
     def applied(self, original: Callable[..., Any], cls: type[Any], *args: Any, **kwargs: Any) -> Any:
-        """A call of a torch.autograd.Function. What it gives has numbers of the arguments, too: its backward may read
-        those that its forward does not (the factor of a reversed gradient)."""
+        """A call of a torch.autograd.Function, whose backward may read arguments that its forward does not."""
         given = self._flat((args, kwargs))
         result = original(cls, *args, **kwargs)
         for i, tensor in enumerate(tensors_of(result)):
@@ -341,7 +352,7 @@ class Tape(TorchFunctionMode):
         return result
 
     def _add(self, made: int, name: str) -> None:
-        """Add the number of what the function `name` computes, and note the first one that is not among those known."""
+        """Add the number of what the function `name` computes, and note the first one that is not known."""
         self.made[made] = None
         if self._known is not None and made not in self._known and not self.other:
             self.other, self.where = name, caller()

@@ -4,6 +4,7 @@ conditions on the batch."""
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.capture import capture
@@ -352,3 +354,22 @@ def test_what_no_program_can_make_again_is_refused_by_name():
         match=r"no scalar loss in train mode, got outputs \[\]; output is a Cache, into which nobody looks",
     ):
         capture(Opaque(Cache), (torch.randn(4, WIDTH),))
+
+
+class Checkpoints(Map):
+    """A part that changes buffers, where it is a norm."""
+
+    def __init__(self, part: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.part, self.reentrant = part, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.part, self.linear(x), use_reentrant=self.reentrant).square().mean()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_buffers_that_change_in_a_checkpoint_are_told(reentrant: bool) -> None:
+    """torch changes them twice in a step."""
+    x = torch.randn(6, WIDTH)
+    norm, tanh = (capture(Checkpoints(part, reentrant), (x,)).notes for part in (nn.BatchNorm1d(WIDTH), nn.Tanh()))
+    assert any(re.search(r"buffers change in a checkpoint \(test_habits.py:\d+\)", note) for note in norm) and not tanh

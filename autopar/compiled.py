@@ -20,6 +20,7 @@ from autopar.runtime import GradScaler, ShardedModule
 from autopar.runtime.rank0_weights import check_program, from_first
 from autopar.runtime.rng import new_seed
 from autopar.runtime.shared_results import together
+from autopar.runtime.uncompiled import check_uncompiled
 from autopar.text import seconds
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ INSTEAD = {
     **dict.fromkeys(("to", "cuda", "cpu", "half", "float", "double", "bfloat16"), _PLACED),
     "no_sync": "gradients of several steps add up until zero_grad() as they are; train_step(..., loss_weight=1 / k) "
     "makes them the mean of k",
+    "compile": "torch.compile takes its blocks: module.compile_blocks()",
     "backward": "train_step is forward and backward; where they are apart, call backward() of the loss of a forward",
     "step": "call step() of an optimizer of parameters()",
     "generate": 'sampling is another program: a second plan, made without targets and with mode="inference"',
@@ -83,6 +85,7 @@ class Compiled:
         drew from torch's generator when this object was made. Raises RunError when the number of ranks is not the
         plan's, and when ranks have different plans.
         """
+        check_uncompiled()
         kind, constants = self.plan.device_kind, self.bundle.constants
         device = torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
         check_program(self.source, f"{self.plan.strategy} on mesh {self.plan.mesh} of {self.plan.model}", device)
@@ -114,6 +117,11 @@ class Compiled:
                     f"type(model).{name}(compiled, ...)"
                 )
             raise AttributeError(f"a compiled model has no attribute {name!r}; {instead}", name=name, obj=self)
+
+    @property
+    def training(self) -> bool:
+        """Whether the next calls are those of training, as nn.Module.training."""
+        return self.module.training
 
     def train(self, mode: bool = True) -> Compiled:
         """As nn.Module.train: switch to training, or with False to evaluation. Raises RunError where the model computes

@@ -36,6 +36,7 @@ from autopar.runtime.reshard import reshard
 from autopar.runtime.scaling import GradScaler, is_narrow, scale_of
 from autopar.runtime.scopes import Scope
 from autopar.runtime.tree import Tree
+from autopar.runtime.uncompiled import check_uncompiled, not_compiled
 
 
 class ShardedModule(ModuleState):
@@ -168,7 +169,9 @@ class ShardedModule(ModuleState):
         return inputs
 
     def _together(self) -> AbstractContextManager[None]:
-        """The context of a call: where it needs all ranks, they count it, and learn of an error in it."""
+        """The context of a call: where it needs all ranks, they count it, and learn of an error in it. Raises RunError
+        in code that torch.compile compiles."""
+        check_uncompiled()
         return self._told.step() if self.MESH.ranks > 1 and self._in_step() else nullcontext()
 
     def _in_step(self) -> bool:
@@ -321,6 +324,8 @@ class ShardedModule(ModuleState):
     def _copies(self) -> Sequence[tuple[Sequence[Held], ProcessGroup]]:
         """What places of a pipeline have copies of, with the ranks that have them."""
         return ()
+
+    compile = not_compiled
 
     def compile_blocks(self, backend: Any = "inductor", **options: Any) -> Self:
         """Compile the forward of every block with torch.compile; numerically the same, but for gradients of weights

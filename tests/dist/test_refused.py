@@ -54,6 +54,7 @@ def _inputs(recipe: str) -> tuple[str, str, str]:
     wrong = said(lambda: made.train_step(x.detach().requires_grad_(), y))
     with torch.no_grad():
         evaluated = said(lambda: made(x.requires_grad_(), y))
+    assert made.training and not made.eval().training and made.train().training
     return wrong, evaluated, said(lambda: made.train_step(x.detach(), y))
 
 

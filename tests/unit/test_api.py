@@ -306,6 +306,7 @@ def test_a_compiled_model_is_copied_and_not_pickled(tmp_path):
     ("name", "instead"),
     [
         ("cuda", "cluster and precision= of compile"),
+        ("compile", r"module.compile_blocks\(\)"),
         ("no_sync", "loss_weight=1 / k"),
         ("generate", "a second plan"),
         ("named_modules", "module.named_modules is that of this rank's nn.Module"),

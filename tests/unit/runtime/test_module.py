@@ -26,6 +26,15 @@ def _plain():
     return Plain().double()
 
 
+def test_a_compiler_of_the_whole_module_is_refused():
+    model = sharded((1, 1))().double().load_full(_plain().state_dict())
+    local = model.shard_batch(*batch())
+    for call in (torch.compile(model.train_step, backend="eager"), model.compile):
+        with pytest.raises(RunError, match=r"torch.compile of a sharded module .* model.module.compile_blocks\(\)"):
+            call(*local)
+    model.train_step(*local)
+
+
 def test_a_mesh_of_one_runs_without_ranks():
     plain, model = _plain(), sharded((1, 1))().double().load_full(_plain().state_dict())
     whole = plain(*batch())

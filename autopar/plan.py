@@ -281,17 +281,8 @@ class Plan:
         `source` is what gave that graph, for the message."""
         if graph_hash == self.graph_hash:
             return
-        now = dict.fromkeys(nodes)
-        gone, new = [n for n in self.nodes if n not in now], [n for n in now if n not in self.nodes]
-        parts = [f"{len(self.nodes)} nodes planned, {len(now)} now"] if len(self.nodes) != len(now) else []
-        parts += [
-            f"{what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-            for what, names in (("gone", gone), ("new", new))
-            if names
-        ]
-        parts = parts or ["the same nodes with other sizes or arguments"]
         raise PlanError(
-            f"the plan for {self.model} is for another graph than {source} gives now ({'; '.join(parts)}; "
+            f"the plan for {self.model} is for another graph than {source} gives now ({changed(self.nodes, nodes)}; "
             f"hash {self.graph_hash[:12]} planned, {graph_hash[:12]} now): plan the model again"
         )
 
@@ -321,6 +312,16 @@ class Plan:
             return Plan.from_json(text)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
+
+
+def changed(old: Iterable[str], new: Iterable[str]) -> str:
+    """What the names of nodes say of how two unlike graphs differ."""
+    before, after = dict.fromkeys(old), dict.fromkeys(new)
+    gone, made = [n for n in before if n not in after], [n for n in after if n not in before]
+    parts = [f"{len(before)} nodes, {len(after)} now"] if len(before) != len(after) else []
+    for what, names in (("gone", gone), ("new", made)):
+        parts += [f"{what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"] if names else []
+    return "; ".join(parts) or "the same nodes with other sizes, arguments or numbers of blocks"
 
 
 def _keeping(kept: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ def diff_command(old: Path, new: Path, rows: int, json: str | None) -> int:
     found = diff(Plan.load(old), Plan.load(new))
     if not write_json(json, found.to_dict()):
         show(
+            *([f"the model is another one: {found.graph}", ""] if found.graph else []),
             *([_facts(found.facts, old, new)] if found.facts else []),
             *([_changes(found.changes[:rows])] if found.changes else []),
         )

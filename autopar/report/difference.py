@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
-from autopar.plan import Alternative, NodePlan, Plan, Predicted, Stage
+from autopar.plan import Alternative, NodePlan, Plan, Predicted, Stage, changed
 from autopar.text import times
 
 Value = str | float | None
@@ -41,10 +41,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """All that differs between two plans; nothing where they are the same."""
+    """All that differs between two plans; nothing where they are the same. `graph`: where the models are unlike, what
+    the names of their nodes say of that."""
 
     facts: tuple[Fact, ...]
     changes: tuple[Change, ...]
+    graph: str = ""
 
     @property
     def same(self) -> bool:
@@ -66,7 +68,8 @@ def diff(old: Plan, new: Plan) -> Difference:
             )
     pairs = [(f.name, getattr(old, f.name), getattr(new, f.name)) for f in fields(Plan) if f.name != "nodes"]
     facts = [fact for name, before, after in pairs if before != after for fact in _facts(name, before, after)]
-    return Difference(tuple(facts), tuple(_changes(old, new)))
+    graph = changed(old.nodes, new.nodes) if old.graph_hash != new.graph_hash else ""
+    return Difference(tuple(facts), tuple(_changes(old, new)), graph)
 
 
 def _facts(name: str, old: Any, new: Any) -> list[Fact]:

@@ -223,7 +223,7 @@ def test_a_plan_for_another_model(compiled):
         match=r"plan for MLP is for another graph.*1 now.*gone: .*new: other.*hash .* planned, 123 now.*again",
     ):
         plan.check("123", ["other"])
-    with pytest.raises(PlanError, match="the same nodes with other sizes or arguments"):
+    with pytest.raises(PlanError, match="the same nodes with other sizes, arguments or numbers of blocks"):
         plan.check("123", plan.nodes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -91,6 +92,17 @@ def test_nodes_that_differ_are_those_of_which_the_plans_say_other_things(recipe:
         and facts["step_s"] == (old.predicted.step_s, new.predicted.step_s)
         and "model" not in facts
     )
+
+
+@pytest.mark.parametrize(
+    ("renamed", "said"), [(False, "the same nodes with other sizes, arguments"), (True, "gone: .*; new: other")]
+)
+def test_another_model_is_said_with_what_its_nodes_tell(renamed: bool, said: str) -> None:
+    plan = planned("ddp").plan
+    first, *rest = plan.nodes
+    nodes = {"other" if renamed else first: plan.nodes[first], **{name: plan.nodes[name] for name in rest}}
+    assert re.match(said, diff(plan, replace(plan, graph_hash="1" * 64, nodes=nodes)).graph)
+    assert not diff(plan, replace(plan, seed=7)).graph
 
 
 def test_a_plan_is_the_same_as_itself_read_again() -> None:

@@ -23,9 +23,7 @@ from autopar.cost.memory import check_optimizer
 from autopar.errors import AutoparError, CaptureError, ClusterError, PlanError, RuleError
 from autopar.optimizers import OPTIMIZERS
 from autopar.plan_schema import MOST
-from autopar.text import first_line, near, sizes
-
-SHOWN = 60  # characters of a value that an error shows
+from autopar.text import first_line, near, shown, sizes
 
 Check = Callable[[str, Any], Any]  # (name of the argument, its value) -> the value to work with; raises an AutoparError
 
@@ -56,10 +54,9 @@ def some(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
 
 def fail(name: str, got: object, wanted: str, kind: type[AutoparError] = PlanError) -> NoReturn:
     """Raise an error of `kind` that says which argument it is, what was given and what is wanted."""
-    text = f"the class {got.__name__}" if isinstance(got, type) else repr(got)
-    shown = text if len(text) <= SHOWN else text[:SHOWN] + "..."
+    text = f"the class {got.__name__}" if isinstance(got, type) else shown(got)
     of_type = "" if isinstance(got, (str, type)) or got is None else f" ({type(got).__name__})"
-    raise kind(f"{name} is {shown}{of_type}; wanted {wanted}")
+    raise kind(f"{name} is {text}{of_type}; wanted {wanted}")
 
 
 def _model(name: str, value: Any) -> Any:

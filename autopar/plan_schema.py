@@ -8,7 +8,7 @@ what is wanted.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -17,25 +17,19 @@ from autopar.cost.memory import HOSTED, ITEMSIZES, POLICIES
 from autopar.errors import LayoutError, PlanError
 from autopar.layout import NO_GRAD, parse
 from autopar.optimizers import OPTIMIZERS
+from autopar.text import SHOWN, shown
 
 Check = Callable[[str, Any], None]  # of the field's name and its value; raises PlanError
 
 KINDS = ("sample", "operator", "attribute", "parameter", "replicate", "partial")
 PRECISIONS = (*POLICIES, *(dtype for dtype in ITEMSIZES if "float" in dtype))
 MOST = 1 << 62  # of any whole number: what torch takes
-SHOWN = 60  # characters of a value that an error shows
 DEEPEST = 64  # levels of JSON: more than any plan has, and fewer than Python's own functions on nested data take
 
 
 def fail(path: str, got: object, wanted: str) -> NoReturn:
     """Raise PlanError: what is malformed, got and wanted."""
-    raise PlanError(f"plan is malformed: {path} is {_short(got)}; wanted {wanted}")
-
-
-def _short(value: object) -> str:
-    """The beginning of a value, as Python writes it."""
-    text = repr(value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+    raise PlanError(f"plan is malformed: {path} is {shown(got)}; wanted {wanted}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +60,7 @@ def check_keys(data: Any) -> None:
         if isinstance(value, _Repeated):
             raise PlanError(
                 f"plan is malformed: {path} is there {len(value.values)} times, as "
-                f"{' and '.join(map(_short, value.values))}; wanted each key once"
+                f"{' and '.join(map(shown, value.values))}; wanted each key once"
             )
         if depth > DEEPEST:
             raise PlanError(f"plan is malformed: {path[:SHOWN]}... lies {depth} levels deep; wanted at most {DEEPEST}")
@@ -107,7 +101,7 @@ def whole(least: int | None = None, most: int = MOST) -> Check:
 
 def amount(path: str, value: Any) -> None:
     """Seconds or bytes."""
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
+    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
         fail(path, value, "a number of at least 0 that is not infinite")
 
 

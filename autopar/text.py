@@ -7,6 +7,14 @@ import difflib
 import json
 from collections.abc import Iterable, Sequence
 
+SHOWN = 60  # characters of a value that an error shows
+
+
+def shown(value: object) -> str:
+    """The beginning of a value, as Python writes it."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
 
 def seconds(value: float | None) -> str:
     """`0.0123` -> `12.3 ms`; `-` for None and 0, and for what is left of 0 after rounding: less than a picosecond."""

@@ -8,7 +8,7 @@ import sys
 import traceback
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ import autopar
 from autopar.cli.console import fail, say, writable
 from autopar.errors import AutoparError
 from autopar.optimizers import OPTIMIZERS
+from autopar.plan_schema import MOST
 from autopar.timer import TIME_LIMIT_S
 
 app = typer.Typer(
@@ -40,13 +41,12 @@ ModelSpec = Annotated[
 PlanFile = Annotated[
     Path, typer.Argument(metavar="PLAN", help="a file that `autopar plan -o` wrote, or a folder of `autopar emit`")
 ]
+SIZE: Any = {"min": 1, "max": MOST, "metavar": "N"}
 Batch = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="global samples per step; else the default of the factory's batch=, or 8"),
+    int | None, typer.Option(**SIZE, help="global samples per step; else the default of the factory's batch=, or 8")
 ]
 Seq = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="tokens per sample; else the default of the factory's seq=, or 128"),
+    int | None, typer.Option(**SIZE, help="tokens per sample; else the default of the factory's seq=, or 128")
 ]
 ClusterName = Annotated[str, typer.Option(help="PRESET:NODESxDEVICES, a .toml file, or here; see `autopar clusters`")]
 MeshSizes = Annotated[
@@ -124,7 +124,7 @@ def plan(
         float, typer.Option(min=0.1, metavar="SECONDS", help="for all that the search does, proof included")
     ] = TIME_LIMIT_S,
     seed: Annotated[
-        int, typer.Option(min=0, max=(1 << 62) - 1, metavar="N", help="of the search, and later of weights and inputs")
+        int, typer.Option(min=0, max=MOST - 1, metavar="N", help="of the search, and later of weights and inputs")
     ] = 0,
     pareto: Annotated[
         bool, typer.Option("--pareto", help="plan for less and less memory too: step time against memory per device")
@@ -201,8 +201,8 @@ def verify(
         float | None,
         typer.Option(min=0.0, metavar="T", help="largest relative difference; 1e-9 in float64, 1e-4 in float32"),
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="another batch than planned")] = None,
-    seq: Annotated[int | None, typer.Option(min=1, metavar="N", help="another sequence than planned")] = None,
+    batch: Annotated[int | None, typer.Option(**SIZE, help="another batch than planned")] = None,
+    seq: Annotated[int | None, typer.Option(**SIZE, help="another sequence than planned")] = None,
     device: Annotated[
         str, typer.Option(help="of the ranks: cpu, or cuda, whose devices they share where there are fewer")
     ] = "cpu",

@@ -27,7 +27,7 @@ from autopar.problem.settings import Settings
 from autopar.recipes import roles
 from autopar.request import Request
 from autopar.rules.rule import Rule
-from autopar.text import gibibytes
+from autopar.text import gibibytes, shown
 from autopar.verify import inputs_of
 
 SOURCE = record(
@@ -54,9 +54,9 @@ class Source:
             return Source(**plan.source)
         except PlanError as error:
             raise PlanError(
-                f"plan {where} does not say which model it is for (source is {dict(plan.source)!r}): it was not made "
-                "by `autopar plan`. In Python use what autopar.compile gave (its verify, simulate, memory and save), "
-                "or plan the model again"
+                f"plan {where} does not say which model it is for (source is {shown(dict(plan.source))}): it was not "
+                "made by `autopar plan`. In Python use what autopar.compile gave (its verify, simulate, memory and "
+                "save), or plan the model again"
             ) from error
 
     def load(

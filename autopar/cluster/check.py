@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from autopar.errors import ClusterError
-from autopar.text import near
+from autopar.text import near, shown
 
 # field -> (smallest, largest, what the number is)
 RANGES: dict[str, tuple[float, float, str]] = {
@@ -65,7 +65,7 @@ TEXTS = ("name", "source", "kind", "algorithm", "topology")
 
 def fail(where: str, key: str, got: object, wanted: str) -> NoReturn:
     """Raise ClusterError: what, where, got and wanted."""
-    raise ClusterError(f"{where}: {key} is {got!r}; wanted {wanted}")
+    raise ClusterError(f"{where}: {key} is {shown(got)}; wanted {wanted}")
 
 
 def check_number(where: str, key: str, value: object, rule: str) -> None:

@@ -51,6 +51,13 @@ def find_factory(spec: str) -> Factory:
             f"def made(): return {name}, (inputs, ...)"
         )
     if callable(factory):
+        try:
+            inspect.signature(factory)
+        except ValueError as error:  # of C, without a note of its parameters
+            raise CaptureError(
+                f"model {spec!r}: {name} does not say which parameters it has, as many functions that are written in C "
+                "do not; wanted a function of Python that makes the model"
+            ) from error
         return factory
     there = [key for key, value in vars(module).items() if defined_here(value, module)]
     wrong = f"has no {name!r}" if factory is None else f"has {name!r}, but it is {type(factory).__name__}, not callable"

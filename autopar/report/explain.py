@@ -89,9 +89,9 @@ def find(model: Model, node: str) -> int:
     """
     held = [(index, op) for index, cluster in enumerate(model.clusters) for op in cluster.members]
     for index, op in held:
-        if node in (op.name, *op.node.meta.get("fqns", ())) or ("/" not in op.name and node == op.fqn):
+        if node in (op.name, *op.node.meta.get("fqns", ()), *([op.fqn or op.name] if "/" not in op.name else ())):
             return index
-    inside = {op.name: index for index, op in held if node in (op.name.rsplit("/", 1)[-1], op.fqn)}
+    inside = {op.name: index for index, op in held if node in (op.name.rsplit("/", 1)[-1], op.fqn or op.name)}
     if len(set(inside.values())) > 1:
         raise PlanError(f"several nodes are called {node!r} in their blocks: name one of {', '.join(inside)}")
     if inside:

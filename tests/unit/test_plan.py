@@ -132,6 +132,7 @@ def test_a_missing_key_is_named(key: str) -> None:
         (("nodes", "x", "more"), [], "malformed.*more"),
         (("predicted",), {"step_s": 1}, "malformed.*missing"),
         (("predicted", "speed"), 1, "malformed.*speed"),
+        (("predicted", "step_s"), 10**400, r"malformed: predicted.step_s is 1000.*\.\.\.; wanted a number"),
         (("stages",), [{"nodes": []}], "malformed.*blocks"),
         (("mesh",), 4, "malformed"),
         (("alternatives",), [{"name": "ddp"}], "malformed.*mesh"),

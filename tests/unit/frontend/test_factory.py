@@ -121,6 +121,7 @@ def test_file_in_a_package_imports_from_that_package(tmp_path):
         ("net.py:NOT_CALLABLE", ["is int, not callable"]),
         ("no_such_package.sub:make", ["no module 'no_such_package'"]),
         ("net.py:needs", ["the factory needs path", "at most batch= and seq="]),
+        ("torch:randn", ["randn does not say which parameters it has", "a function of Python"]),
         ("net.py:wrong", ["the factory gave (Net, Tensor)", "(model, args tuple)"]),
         ("net.py:Config", ["the factory gave Config", "wanted a torch.nn.Module"]),
         ("net.py:Net", ["inputs for Net cannot be made", "(model, args)"]),

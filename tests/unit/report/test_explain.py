@@ -54,9 +54,10 @@ def test_nodes_are_found_by_all_their_names(name: str) -> None:
     assert any(name in (op.fqn, op.name.rsplit("/", 1)[-1], *op.node.meta.get("fqns", ())) for op in held)
 
 
-def test_an_unknown_node_is_refused_with_near_ones() -> None:
-    with pytest.raises(PlanError, match=r"no node 'layers.9.up.weight'; nodes are .*up\.weight"):
-        why.find(planned("ddp").model, "layers.9.up.weight")
+@pytest.mark.parametrize("name", ["layers.9.up.weight", ""])
+def test_an_unknown_node_is_refused_with_near_ones(name: str) -> None:
+    with pytest.raises(PlanError, match=rf"no node '{name}'; nodes are .*up\.weight"):
+        why.find(planned("ddp").model, name)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from typing import Annotated, Any
 import typer
 
 import autopar
-from autopar.cli.console import fail, say, writable
+from autopar.cli.console import fail, of_size, say, writable
 from autopar.errors import AutoparError
 from autopar.optimizers import OPTIMIZERS
-from autopar.plan_schema import MOST
 from autopar.timer import TIME_LIMIT_S
 
 app = typer.Typer(
@@ -41,7 +40,7 @@ ModelSpec = Annotated[
 PlanFile = Annotated[
     Path, typer.Argument(metavar="PLAN", help="a file that `autopar plan -o` wrote, or a folder of `autopar emit`")
 ]
-SIZE: Any = {"min": 1, "max": MOST, "metavar": "N"}
+SIZE: Any = {"min": 1, "metavar": "N", "callback": of_size}
 Batch = Annotated[
     int | None, typer.Option(**SIZE, help="global samples per step; else the default of the factory's batch=, or 8")
 ]
@@ -124,7 +123,7 @@ def plan(
         float, typer.Option(min=0.1, metavar="SECONDS", help="for all that the search does, proof included")
     ] = TIME_LIMIT_S,
     seed: Annotated[
-        int, typer.Option(min=0, max=MOST - 1, metavar="N", help="of the search, and later of weights and inputs")
+        int, typer.Option(min=0, max=(1 << 62) - 1, metavar="N", help="of the search, and later of weights and inputs")
     ] = 0,
     pareto: Annotated[
         bool, typer.Option("--pareto", help="plan for less and less memory too: step time against memory per device")

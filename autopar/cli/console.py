@@ -16,6 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from autopar.errors import AutoparError, PlanError
 from autopar.plan import write_atomic
+from autopar.plan_schema import MOST
 
 WIDTH = 140  # of tables in files and pipes
 
@@ -94,6 +95,13 @@ def writable(
     if why:
         raise error(f"cannot write {what} to {where}: {why}; {option} wants the name of a file that can be written")
     return where
+
+
+def of_size(value: int | None) -> int | None:
+    """A size of inputs, after a check that a plan file may say it. Raises PlanError."""
+    if value is not None and value > MOST:
+        raise PlanError(f"a batch or sequence of {value}; wanted at most {MOST}")
+    return value
 
 
 def _unwritable(path: Path, folders: bool) -> str:

@@ -152,6 +152,13 @@ def test_a_size_that_a_factory_cannot_be_told_is_refused(here, monkeypatch, caps
     assert "--batch cannot be given" in said and "no parameter batch" in said
 
 
+@pytest.mark.parametrize("command", ["plan", "memory", "verify"])
+def test_a_size_that_no_plan_file_may_say_is_refused(here, monkeypatch, capsys, command: str) -> None:
+    """It went to the factory, whose error had the frames of torch's C++."""
+    said = refused(here, monkeypatch, capsys, command, "net.py:good", "--seq", str(1 << 70))
+    assert f"sequence of {1 << 70}; wanted at most {1 << 62}" in said
+
+
 def test_a_size_that_a_factory_cannot_be_told_is_not_verified(here, monkeypatch, capsys) -> None:
     path = planned(here, monkeypatch, model="net.py:fixed")
     monkeypatch.setattr("autopar.cli.verifying.verify", lambda *a, **k: pytest.fail("ranks started"))

@@ -371,16 +371,21 @@ def _plan(data: dict[str, Any]) -> Plan:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new content, never half of it. Raises PlanError where the file
-    cannot be written."""
+    """Write a file so that a reader sees the old or the new content, never half of it. Links stay, and their file is
+    written; devices and pipes (/dev/null) stay too, and are written to. Raises PlanError where the file cannot be
+    written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        file_path = Path(os.path.realpath(path))
+        file_path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=file_path.parent, prefix=f".{file_path.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
             os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
+            os.replace(temporary, file_path)
         except BaseException:
             os.unlink(temporary)
             raise

@@ -108,6 +108,8 @@ def _unwritable(path: Path, folders: bool) -> str:
     """Why no file can be written at `path`; empty where one can."""
     if path.is_dir():
         return "it is a folder"
+    if path.exists() and not path.is_file():  # a device or a pipe: it is written to, and its folder is not
+        return "" if os.access(path, os.W_OK) else "it cannot be written to"
     if not folders and not path.parent.is_dir():
         return f"there is no folder {path.parent}"
     folder = next(above for above in path.parents if above.exists())

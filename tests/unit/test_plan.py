@@ -4,6 +4,7 @@ half-written."""
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.cli.console import writable
 from autopar.errors import PlanError
 from autopar.plan import SCHEMA, Alternative, NodePlan, Plan, Predicted, Stage, write_atomic
 from autopar.plan_schema import KINDS
@@ -210,6 +212,19 @@ def test_a_file_is_the_old_or_the_new_one(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(PlanError, match=rf"^cannot write {path}: disk full; name another file$"):
         write_atomic(path, "half")
     assert Plan.load(path) == PLAN and [p.name for p in path.parent.iterdir()] == ["plan.json"]
+
+
+def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
+    """Of root, `--json /dev/null` made a file of the machine's own /dev/null."""
+    kept, link, pipe = tmp_path / "deep" / "plan.json", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(kept)
+    write_atomic(link, "new")
+    assert link.is_symlink() and kept.read_text() == "new"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_atomic(Path(str(writable("--json", pipe))), "told")
+    assert pipe.is_fifo() and os.read(reader, 9) == b"told"
+    os.close(reader)
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,7 @@ def test_a_size_that_a_factory_cannot_be_told_is_refused(here, monkeypatch, caps
 
 @pytest.mark.parametrize("command", ["plan", "memory", "verify"])
 def test_a_size_that_no_plan_file_may_say_is_refused(here, monkeypatch, capsys, command: str) -> None:
-    """It went to the factory, whose error had the frames of torch's C++."""
-    said = refused(here, monkeypatch, capsys, command, "net.py:good", "--seq", str(1 << 70))
-    assert f"sequence of {1 << 70}; wanted at most {1 << 62}" in said
+    assert "wanted at most 4611" in refused(here, monkeypatch, capsys, command, "net.py:good", "--seq", str(1 << 70))
 
 
 def test_a_size_that_a_factory_cannot_be_told_is_not_verified(here, monkeypatch, capsys) -> None:

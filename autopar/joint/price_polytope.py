@@ -14,26 +14,28 @@ links of level l (slow_l). They are subject to
 
     1  x_a + y_a + tail + late_a >= Q_a              all of the background runs at some time
     2  x_a <= C + c sum x                            compute, slowed down, lasts so long
-    3  y_a <= W + sum late + sum slow                waits last so long; without slow_l of a's own level, as sharing a
+    3  y_a <= W + sum slow                           waits last so long; without slow_l of a's own level, as sharing a
                                                      link does not speed it up
-    4  y_a <= u (1 - c) x_a + sum late + sum slow    if W <= u C: work is spread evenly, so that little runs under waits
+    4  y_a <= u (1 - c) x_a + sum slow               if W <= u C: work is spread evenly, so that little runs under waits
                                                      alone
-    5  late_a >= L_a - H_a                           only H_a of the leaves can be prefetched (problem.leaf_gathers:
-                                                     LATE and leaves_s)
+    5  late_a >= L_a - H_a                           only H_a of the leaves can be prefetched, by each of the BOUNDS of
+                                                     problem.leaf_gathers (LATE and leaves_s); nothing runs beside the
+                                                     others
     6  slow_l >= t (1 - c axes) (Q_a - y_a - tail - late_a) - u n (1 - c) (Q_a - K_a)
                                                      if W <= u C and t C <= F_l; F_l is the part of W, K_a that of Q_a,
                                                      which takes the links of level l (LINKS), and n axes do
 
 By duality that minimum is at least
 
-    S + sum over a of  p_a Q_a - e_a C - w_a W + l_a (L_a - H_a) + k_a (t (1 - c axes) Q_a - u n (1 - c) (Q_a - K_a))
+    S + sum over a of  p_a Q_a - e_a C - w_a W + sum of l_a (L_a - H_a)
+                       + k_a (t (1 - c axes) Q_a - u n (1 - c) (Q_a - K_a))
 
 for all non-negative p (row 1), e (row 2), w (row 3), r (row 4), l (row 5), k (row 6) with, where v = t (1 - c axes),
 
     p_a + c sum e + u (1 - c) r_a <= c + e_a               of x_a
     p_a + v k_a <= w_a + r_a                               of y_a
     sum (p + v k) <= 1                                     of tail
-    p_a + v k_a + l_a + sum (w + r) <= 1                   of late_a
+    p_a + v k_a + sum of l_a <= 1                          of late_a
     sum of k on level l + sum of (w + r) helped by it <= 1 of slow_l
 
 The gathers of one block in a backward after its forward may overlap the scope "" too: their price is the lower one of
@@ -99,7 +101,7 @@ class Polytope:
         model.add_entries(rows.astype(int), columns.astype(int), values)
 
     def _ahead_s(self, key: Key) -> np.ndarray | None:
-        """[axes] seconds to subtract from LATE; None where the pass has no leaves."""
+        """[BOUNDS, axes] seconds to subtract from LATE; None where the pass has no leaves."""
         scope, way = key
         most_s = self.passing.leaves_s.get(scope) if way == FORWARD else None
         return most_s if most_s is not None and most_s.any() else None
@@ -114,7 +116,10 @@ class Polytope:
         w = [self._column({WAITED: -1.0}) for _ in axes]
         r = [self._column({}) for _ in axes if even]
         late = [
-            self._column({self.passing.late_leaf(a): 1.0, self.passing.width: -float(ahead_s[a])})
+            [
+                self._column({self.passing.late_leaf(bound, a): 1.0, self.passing.width: -float(most_s[a])})
+                for bound, most_s in enumerate(ahead_s)
+            ]
             for a in axes
             if ahead_s is not None
         ]
@@ -136,7 +141,8 @@ class Polytope:
                 contention,
             )
             self._row({p: 1.0, w[a]: -1.0, **({r[a]: -1.0} if even else {}), **slow}, 0.0)
-            self._row({p: 1.0, **waiting, **slow, **({late[a]: 1.0} if late else {})}, 1.0)
+            if late:
+                self._row({p: 1.0, **dict.fromkeys(late[a], 1.0), **slow}, 1.0)
         self._row({**dict.fromkeys(self.p, 1.0), **{k[a]: beside[a] for a in k}}, 1.0)
         self._row(dict.fromkeys(e, 1.0), 1.0)
         for level in dict.fromkeys(self.passing.link):

@@ -7,8 +7,13 @@ bytes, of which A bytes are in the first buckets, L A / B seconds are prefetched
 bounded by one. With a price p in seconds per byte, and l seconds, b bytes of each weight:
 
     L A / B <= p A + sum of max(0, l - p b)    since L <= p B + sum of max(0, l - p b), and A <= B
-    A       <= most - sum of `less`            `most`: the most bytes that the first buckets can hold; `less` of each
-                                               weight that fills a bucket by itself
+    A       <= most - sum of `less`            one of these holds for any weights that are gathered (`First`):
+               most       the most bytes that the first buckets can hold
+               less       of a weight that fills a bucket by itself, how many bytes fewer that makes them
+                       or, given LEAVES_AHEAD weights in a row of those that may fill a bucket by themselves:
+               most       the most bytes of all weights behind these, once for each of them
+               less       of each of these, if it fills a bucket, the bytes behind them; of each weight up to the last
+                          of these, its bytes, negative
 """
 
 from __future__ import annotations
@@ -24,6 +29,21 @@ import numpy as np
 from autopar.buckets import BUCKET_BYTES
 from autopar.prefetching import LEAVES_AHEAD
 from autopar.problem.graph import Program
+
+ROWS_AHEAD = 3
+"""How many bounds of the second kind there are at most, for those weights that fill most."""
+
+BOUNDS = 1 + ROWS_AHEAD
+
+
+@dataclass(frozen=True, eq=False)
+class First:
+    """A bound of the bytes in the first buckets: at most `most` minus the sum of `less` [weights][rows]. `bytes_s`
+    [axes] is the price p of a byte."""
+
+    most: float
+    less: Sequence[np.ndarray]
+    bytes_s: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,34 +64,70 @@ class Leaves:
         return 1.0 - 1.0 / self.count
 
     @cached_property
-    def bytes_s(self) -> np.ndarray:
-        """[axes] the price p of a byte: L / B where each weight has the slowest choice of those that go in buckets. At
-        it the bound is exact for these choices."""
+    def bounds(self) -> list[First]:
+        """At most BOUNDS bounds of the bytes in the first buckets."""
+        most, less = first_bytes(self.nbytes)
+        by_filling = [fewer * fills for fewer, fills in zip(less, self._fills, strict=True)]
+        return [First(most, by_filling, self._bytes_s(0)), *map(self._behind, self._in_a_row)]
+
+    @cached_property
+    def _fills(self) -> list[np.ndarray]:
+        """[weights][rows]: whether a weight fills a bucket by itself."""
+        return [each >= BUCKET_BYTES for each in self.nbytes]
+
+    @property
+    def _in_a_row(self) -> list[list[int]]:
+        """Each LEAVES_AHEAD weights in a row of those that may fill a bucket by themselves, if any weights may be
+        gathered behind them; ROWS_AHEAD of these at most."""
+        can = [index for index, fills in enumerate(self._fills) if fills.any()]
+        rows = [can[at : at + LEAVES_AHEAD] for at in range(len(can) - LEAVES_AHEAD + 1)]
+        found = [row for row in rows if self._most_behind(row[-1])]
+        found.sort(key=lambda row: -sum(float(self.nbytes[index].max()) for index in row))
+        return found[:ROWS_AHEAD]
+
+    def _most_behind(self, last: int) -> float:
+        """The most bytes of the weights behind weight number `last`."""
+        return sum(float(each.max()) for each in self.nbytes[last + 1 :])
+
+    def _behind(self, row: Sequence[int]) -> First:
+        """The bound by which weights are late that are behind those of `row`, if all of these fill a bucket. At its
+        price of a byte it is exact where no weight before them is gathered."""
+        behind = self._most_behind(row[-1])
+        less = [
+            behind * fills * (index in row) - nbytes * (index <= row[-1])
+            for index, (fills, nbytes) in enumerate(zip(self._fills, self.nbytes, strict=True))
+        ]
+        return First(behind * len(row), less, self._bytes_s(row[0]))
+
+    def _bytes_s(self, begin: int) -> np.ndarray:
+        """[axes] the price p of a byte: L / B where each weight from number `begin` on has the slowest choice of those
+        that go in buckets, and no other one is gathered. At it the bound is exact for these choices."""
         whole_s, whole = np.zeros(self.seconds[0].shape[-1]), np.zeros(self.seconds[0].shape[-1])
-        for nbytes, seconds, packs in zip(self.nbytes, self.seconds, self.packs, strict=True):
+        for nbytes, seconds, packs in list(zip(self.nbytes, self.seconds, self.packs, strict=True))[begin:]:
             at = np.where(packs[..., None], seconds, 0.0).max(1)  # [rows, axes]
             whole_s += at.max(0)
             whole += np.where(at.max(0) > 0, nbytes[at.argmax(0)], 0.0)
         return np.divide(whole_s, whole, out=np.zeros_like(whole), where=whole > 0)
 
-    @cached_property
-    def first(self) -> tuple[float, list[float]]:
-        """`first_bytes` of these weights."""
-        return first_bytes(self.nbytes)
-
     @property
     def most_s(self) -> np.ndarray:
-        """[axes] seconds to subtract from the sum of `late_s` over all weights to get a lower bound of what is late."""
-        return self.share * self.bytes_s * self.first[0]
+        """[BOUNDS, axes] seconds to subtract from the sum of `late_s` over all weights to get a lower bound of what is
+        late; 0 where there is no such bound."""
+        found = np.zeros((BOUNDS, self.seconds[0].shape[-1]))
+        for each, bound in zip(found, self.bounds, strict=False):
+            each[:] = self.share * bound.bytes_s * bound.most
+        return found
 
     def late_s(self, index: int) -> np.ndarray:
-        """[rows, columns, axes] seconds of gathers that are not prefetched because of one weight, up to `most_s`: of
-        its own gather, and, if it fills a bucket by itself, of other weights."""
-        nbytes, seconds = self.nbytes[index][:, None, None], self.seconds[index]
-        ahead_s = np.maximum(0.0, seconds - self.bytes_s * nbytes) - self.bytes_s * self.first[1][index] * (
-            nbytes >= BUCKET_BYTES
-        )
-        return np.asarray(seconds - self.share * ahead_s)
+        """[BOUNDS, rows, columns, axes] seconds of gathers that are not prefetched because of one weight, up to
+        `most_s`: of its own gather, and, if it fills a bucket by itself, of other weights."""
+        seconds = self.seconds[index]
+        found = np.zeros((BOUNDS, *seconds.shape))
+        for each, bound in zip(found, self.bounds, strict=False):
+            nbytes, less = self.nbytes[index][:, None, None], bound.less[index][:, None, None]
+            ahead_s = np.maximum(0.0, seconds - bound.bytes_s * nbytes) - bound.bytes_s * less
+            each[:] = seconds - self.share * ahead_s
+        return found
 
 
 def in_a_row(program: Program, scope: str) -> float:

@@ -25,6 +25,7 @@ from autopar.pipeline import passes
 from autopar.pipeline.passes import Passes
 from autopar.pipeline.single_stage import step_cost
 from autopar.problem import leaf_gathers, pass_tables
+from autopar.problem.leaf_gathers import BOUNDS
 from autopar.problem.pass_quantities import COMPUTE, WAITED
 from autopar.problem.pass_tables import FORWARD, PassTables
 from autopar.problem.settings import Settings
@@ -145,7 +146,7 @@ def test_no_more_leaves_are_late_than_are(monkeypatch: pytest.MonkeyPatch) -> No
         for scope, share in filled.items():
             sums = relaxed.sums(choice).passes[scope, FORWARD]
             late_s = (1 - share) * sums[tables.leaf(0) : tables.leaf(0) + tables.axes]
-            said_s = sums[tables.late_leaf(0) : tables.late_leaf(0) + tables.axes] - tables.leaves_s[scope]
+            said_s = sums[tables.late_leaf(0, 0) : -1].reshape(BOUNDS, tables.axes) - tables.leaves_s[scope]
             assert (said_s <= late_s * (1 + 1e-9) + 1e-15).all()
             seen += bool((said_s > 0).any())
             less += share < 0.9

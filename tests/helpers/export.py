@@ -29,14 +29,14 @@ def export_graph(model: nn.Module, args: tuple = (), kwargs: dict | None = None,
         gm = make_graph_module(ep.graph_module, ep.graph)
     specs = {spec.arg.name: spec for spec in ep.graph_signature.input_specs}
     gm.meta["constants"] = {}
-    for node in gm.graph.nodes:
+    for number, node in enumerate(gm.graph.nodes):
         if node.op == "placeholder":
             spec = specs[node.name]
             node.meta["role"] = KINDS[spec.kind.name]
             if node.meta["role"] == "input":
                 node.meta["input"] = node.name
             else:
-                node.meta["fqn"] = spec.target
+                node.meta["fqn"], node.meta["number"] = spec.target, number
             if node.meta["role"] == "constant":
                 gm.meta["constants"][spec.target] = ep.constants[spec.target]
     last = next(iter(reversed(gm.graph.nodes)))

@@ -1,6 +1,5 @@
 """The walk over the backward of one stage: gradients, whole gradients of gathered weights until they are scattered,
-and weights that are gathered again. Called by memory.stage, after memory.forward.
-"""
+and weights that are gathered again. Called by memory.stage, after memory.forward."""
 
 from __future__ import annotations
 

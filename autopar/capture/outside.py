@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -111,8 +111,7 @@ def _containers(value: Any, found: dict[int, Any], depth: int) -> None:
     if id(value) in found or not depth or not (isinstance(value, CONTAINERS) or is_plain_object(value)):
         return
     found[id(value)] = value
-    inside = _inside(value)
-    for item in list(inside.values() if isinstance(inside, MutableMapping) else inside):
+    for item in _items(_inside(value)):
         _containers(item, found, depth - 1)
 
 
@@ -121,21 +120,29 @@ def _inside(value: Any) -> Any:
     return value if isinstance(value, CONTAINERS) else vars(value)
 
 
-def _items(container: Any) -> Any:
-    """What a container has now."""
-    return dict(container) if isinstance(container, MutableMapping) else list(container)
+def _built_in(container: Any) -> Any:
+    """The type of Python that a container is of. Its own type may read or write in ways of its own: a dict of classes
+    whose items are made when they are read."""
+    return next(kind for kind in type(container).__mro__ if kind.__module__ in ("builtins", "collections"))
 
 
-def _refill(container: Any, items: Any) -> None:
+def _items(container: Any) -> list[Any]:
+    """What a container has now; of a dict its keys, and then its values."""
+    kind = _built_in(container)
+    return [*kind.keys(container), *kind.values(container)] if issubclass(kind, dict) else [*kind.__iter__(container)]
+
+
+def _refill(container: Any, items: Sequence[Any]) -> None:
     """Let a container have the items that it had, where it has others."""
-    same = len(container) == len(items) and all(a is b for a, b in zip(_flat(container), _flat(items), strict=True))
-    if not same:
-        container.clear()
-        (container.extend if isinstance(container, list | deque) else container.update)(items)
-
-
-def _flat(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, MutableMapping) else list(container)
+    now, kind = _items(container), _built_in(container)
+    if len(now) == len(items) and all(a is b for a, b in zip(now, items, strict=True)):
+        return
+    kind.clear(container)
+    if issubclass(kind, dict):
+        for key, value in zip(items[: len(items) // 2], items[len(items) // 2 :], strict=True):
+            kind.__setitem__(container, key, value)
+    else:
+        (kind.update if issubclass(kind, set) else kind.extend)(container, items)
 
 
 class _Search:

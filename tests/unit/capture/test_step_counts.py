@@ -6,6 +6,7 @@ import functools
 import itertools
 import operator
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -192,6 +193,22 @@ def test_what_is_kept_outside_is_as_before_afterwards() -> None:
         capture(Keeping(remembers), (torch.randn(8, 4),))
     capture(Keeping(lambda model, x: x * table(4)), (torch.randn(8, 4),))
     assert LAST is None and table(4).tolist() == [0, 1, 2, 3]
+
+
+class Made(OrderedDict[str, Any]):
+    """As transformers' table of activations: an item is made when it is read."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+ACTIVATIONS = Made(relu=nn.ReLU, gelu=nn.GELU)
+
+
+def test_tables_that_make_what_is_read_of_them_stay_as_they_are() -> None:
+    """They were refilled with what they had made: the next model that read them failed."""
+    capture(Keeping(lambda model, x: ACTIVATIONS["relu"](x)), (torch.randn(8, 4),))
+    assert list(ACTIVATIONS.values()) == [nn.ReLU, nn.GELU]
 
 
 def toggles(model: Any, x: Tensor) -> Tensor:

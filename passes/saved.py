@@ -185,6 +185,7 @@ SAVED: dict[Any, Row] = {
             aten.linalg_pinv.atol_rtol_float,
             aten.linalg_pinv.atol_rtol_tensor,
             aten.linalg_pinv.default,
+            aten.linalg_pinv.rcond_tensor,
             aten.pinverse.default,
         ),
         fixed(0, OUT),

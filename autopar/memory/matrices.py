@@ -256,7 +256,14 @@ HESSENBERG, VECTORS, BLOCKED = 32, 192, 12
 """Rows of the blocks in which MKL makes a matrix triangular (gehrd), and its eigenvectors (trevc3), these of matrices
 from that size on."""
 
-PSEUDOINVERSES = "linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor linalg_pinv.default pinverse.default"
+PSEUDOINVERSES = (
+    "linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor linalg_pinv.default linalg_pinv.rcond_tensor "
+    "pinverse.default"
+)
+RANKS = (
+    "linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.default "
+    "linalg_matrix_rank.tol_tensor"
+)
 NORMS = "linalg_matrix_norm.default linalg_matrix_norm.str_ord linalg_norm.default linalg_norm.ord_str"
 
 FORWARD: dict[Any, Bytes] = {
@@ -274,6 +281,8 @@ FORWARD: dict[Any, Bytes] = {
     **dict.fromkeys(named(NORMS), _matrix_norm),
     **dict.fromkeys(named("linalg_matrix_power.default matrix_power.default"), _power),
     **dict.fromkeys(named(PSEUDOINVERSES), _inverted),
+    # singular values, and what they are compared with
+    **dict.fromkeys(named(RANKS), lambda local: 3 * local.ins[0] / max(local.op.call.ins[0].sizes[-2:])),
     **dict.fromkeys(named("stft.center stft.default"), _framed),
     **dict.fromkeys((aten.linalg_cond.default, aten.linalg_cond.p_str), _condition),
     aten.istft.default: _joined_frames,

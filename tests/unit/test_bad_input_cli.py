@@ -218,7 +218,7 @@ def test_a_plan_for_another_model_or_schema(here, monkeypatch, capsys) -> None:
         said = refused(here, monkeypatch, capsys, *command)
         assert "is for another graph than net.py:good gives now" in said and "plan the model again" in said
         # outputs, sizes and blocks were always said to be gone or new
-        assert "(12 nodes planned, 11 now; gone: p_linear_bias, linear_default; new: linear; hash" in said
+        assert "(12 nodes, 11 now; gone: p_linear_bias, linear_default; new: linear; hash" in said
     data = json.loads(path.read_text())
     path.write_text(json.dumps(data | {"schema": 99}))
     assert "plan has schema 99, this version of autopar reads" in refused(

@@ -104,12 +104,13 @@ def _moves(value: Any) -> bool:
 
 def counts(states: Sequence[State]) -> dict[Place, float]:
     """The numbers that each of two steps has changed, and by how much the second one did: a number that only the first
-    step changes (the longest text so far) is no count. `states`: before the first step, between the two, and after."""
+    step changes (the longest text so far) is no count, nor is one that is no number (a nan differs from itself).
+    `states`: before the first step, between the two, and after."""
     first, between, last = (state.numbers for state in states)
     return {
         place: value - between.get(place, 0)
         for place, value in last.items()
-        if first.get(place) != between.get(place) != value
+        if first.get(place) != between.get(place) != value and math.isfinite(value - between.get(place, 0))
     }
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 import random
 from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.capture.noting_numbers import NEAR, Comparison, noting, plain
+from autopar.capture.step_counts import counts, state_of
 from autopar.errors import CaptureError
 
 
@@ -209,6 +212,14 @@ def test_tables_that_make_what_is_read_of_them_stay_as_they_are() -> None:
     """They were refilled with what they had made: the next model that read them failed."""
     capture(Keeping(lambda model, x: ACTIVATIONS["relu"](x)), (torch.randn(8, 4),))
     assert list(ACTIVATIONS.values()) == [nn.ReLU, nn.GELU]
+
+
+def test_what_is_no_number_is_no_count() -> None:
+    """A table of floats with a nan, as transformers has one, made later steps of every model be tried."""
+    with mock.patch.dict(globals(), STEPS=math.nan):
+        model = Keeping(lambda model, x: x + 0 * len(str(STEPS)))
+        state = state_of(model)
+        assert any(map(math.isnan, state.numbers.values())) and counts([state] * 3) == {}
 
 
 def toggles(model: Any, x: Tensor) -> Tensor:

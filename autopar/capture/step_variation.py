@@ -159,8 +159,7 @@ class _Steps:
 
 def _computed(tape: Tape, *, restored: bool = False) -> tuple[Any, ...]:
     """What a step computes, its results and buffers, and what it drops at random, to be compared with that of another
-    step. `restored`: both begin
-    with the same buffers, so that only changes of these count."""
+    step. `restored`: both begin with the same buffers, so that only changes of these count."""
     return tape.result, tape.changed if restored else tape.states, tape.switched
 
 

@@ -109,7 +109,7 @@ class Leaves:
             whole += np.where(at.max(0) > 0, nbytes[at.argmax(0)], 0.0)
         return np.divide(whole_s, whole, out=np.zeros_like(whole), where=whole > 0)
 
-    @property
+    @cached_property
     def most_s(self) -> np.ndarray:
         """[BOUNDS, axes] seconds to subtract from the sum of `late_s` over all weights to get a lower bound of what is
         late; 0 where there is no such bound."""

@@ -238,7 +238,7 @@ class PassTables(Quantities):
             sums,
             np.where(here.each | (not self.sums_at_end), graded, 0.0),
             self.behind(0),
-            self._hidden(link, np.where(gathers, prices.routes.collectives(here.read), 0.0)),
+            self._hidden(link, here, gathers),
         )
         if not self.sums_at_end:
             leaf = self._moved(here.leaf, link.size_bytes, prices.bucket_bytes)
@@ -306,9 +306,9 @@ class PassTables(Quantities):
                 found[link.ref] = found.get(link.ref, 0) + len(link.uses)
         return {ref: count > 1 for ref, count in found.items()}
 
-    def _hidden(self, link: Link, behind: np.ndarray) -> np.ndarray:
+    def _hidden(self, link: Link, here: Between, gathers: np.ndarray) -> np.ndarray:
         """[2, rows, columns]: the most of the sum of a weight's gradient that can be in the background, as a share: of
-        its first collective, and of later ones. `behind` [rows, columns]: background collectives that bring the
+        its first collective, and of later ones. `gathers` [rows, columns]: whether background collectives bring the
         gradient to its leaf before the sum begins.
 
         The last bucket, half full on average, is exposed, and one more for later collectives. Its share of all
@@ -318,8 +318,10 @@ class PassTables(Quantities):
         """
         bucket = BUCKET_BYTES / max(1.0, self._gradients_bytes)
         if bucket >= 1.0 or link.opening:
-            return np.zeros((2, *behind.shape))
-        last = np.minimum(1.0, link.last_share * behind) * (self.linked and not self.sums_at_end)
+            return np.zeros((2, *gathers.shape))
+        last = np.zeros(gathers.shape)
+        if self.linked and not self.sums_at_end:
+            last = np.minimum(1.0, link.last_share * gathers * self.model.prices.routes.collectives(here.read))
         return np.stack([1.0 - np.maximum(last, min(1.0, buckets * bucket)) for buckets in (0.5, 1.5)])
 
     @cached_property

@@ -147,7 +147,8 @@ class Planner:
         cut, whatever the role."""
         role = role if ways > 1 else roles.nothing
         if (role, ways) not in self._joints:
-            table, allow = self.table(ways, placed=role is roles.anything, tiled=role in roles.GATHERING), role(ways)
+            placed = isinstance(role, roles.Free) and not role.by_sample
+            table, allow = self.table(ways, placed=placed, tiled=roles.gathers(role)), role(ways)
             self._joints[role, ways] = [join(cluster, table, allow) for cluster in self.clusters]
         return self._joints[role, ways]
 
@@ -311,7 +312,7 @@ class Planner:
         """Whether some weight may be gathered in tiles: the peak then exceeds what the Problem counts by more than
         usual."""
         return any(
-            role in roles.GATHERING and self.tiles(op, ways)
+            roles.gathers(role) and self.tiles(op, ways)
             for role, ways in zip(used, sizes, strict=True)
             for op in self.program.ops.values()
         )

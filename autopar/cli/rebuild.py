@@ -21,6 +21,7 @@ from autopar.plan import Plan
 from autopar.plan_schema import record, text, whole
 from autopar.plan_suits_graph import suits
 from autopar.planner import Planner
+from autopar.problem.at_rest import EACH
 from autopar.problem.build import Model
 from autopar.problem.read_graph import laid_out
 from autopar.problem.settings import Settings
@@ -177,7 +178,8 @@ def problem(rebuilt: Rebuilt) -> tuple[Planner, Model]:
         plan.runs,
     )
     planner.remat = plan.remat
-    return planner, planner.model(plan.mesh, (roles.anything,) * len(plan.mesh), "explain", plan.places)
+    each = any(EACH in node.runs for node in plan.nodes.values())
+    return planner, planner.model(plan.mesh, (roles.Free(each=each),) * len(plan.mesh), "explain", plan.places)
 
 
 def as_source(source: Source) -> dict[str, Any]:

@@ -15,6 +15,8 @@ What is made of a shape:
     staging           cuts a solution into stages, times the step and counts its memory
     stage_times       seconds of each stage, and of the sends between stages
     pricing           the best plan of a shape: solved, then cut and timed under every timetable
+    ways              the fastest of some ways to run a solution
+    scattering        plans that scatter gradients after every microbatch
     kept_results      which results blocks keep that are run again
     pipeline_honing   descent on the price of the whole step
     own_layouts       different layouts for each place

@@ -28,12 +28,14 @@ from functools import cached_property
 from autopar.bestfirst import HONED, PRICE_TOLERANCE
 from autopar.errors import InfeasibleError
 from autopar.joint.pipeline_honing import honed
-from autopar.joint.pricing import Beaten, Pricing
+from autopar.joint.pricing import Pricing
 from autopar.joint.prove import families
+from autopar.joint.scattering import may_gain, scattered
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape, neighbours, starts
 from autopar.joint.spaces import Space
 from autopar.joint.staging import Found
+from autopar.joint.ways import Beaten
 from autopar.text import seconds
 
 
@@ -161,8 +163,17 @@ class Explorer:
             best = self.best
             rough = self._next_to_solve(best) if best is not None else None
             if rough is None:
-                return self._honed(best)
+                self._scatter()
+                return self._honed(self.best)
             self._polish(rough)
+
+    def _scatter(self) -> None:
+        """Try whether the fastest results that are short of memory get faster if gradients may also be scattered after
+        every microbatch, as long as time is left."""
+        short = [found for found in self.settled if may_gain(self.pricing, found)]
+        for found in sorted(short, key=lambda found: found.step_s)[:SCATTERED]:
+            if not self._late() and (made := scattered(self.pricing, found)) is not None:
+                self.found[found.shape] = made
 
     def _honed(self, best: Found | None) -> Found | None:
         """`best`, honed if it was solved exactly and may become the fastest known plan."""
@@ -358,6 +369,9 @@ MANY_SHAPES = 100
 
 FEW_SHAPES = 32
 """A space of at most so many shapes is visited as a whole."""
+
+SCATTERED = 3
+"""Results for which scattering gradients after every microbatch is tried: each takes a glance at every level."""
 
 SLOWER_STARTS = 2
 """After so many starts in a row, each slower than the one before and far from the best, no further start is visited."""

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from autopar.bestfirst import PRICE_TOLERANCE
 from autopar.errors import InfeasibleError, PlanError
@@ -20,12 +19,12 @@ from autopar.joint.shapes import Shape
 from autopar.joint.spaces import Space, Used
 from autopar.joint.staging import Found, lay
 from autopar.joint.timetables import Kind, Timetable, timetable
+from autopar.joint.ways import Beaten, even_s, fastest
 from autopar.named_strategies import FULL
 from autopar.pipeline.schedules import SCHEDULES
 from autopar.problem.time_floor import least_wait
-from autopar.text import gibibytes, seconds
+from autopar.text import gibibytes
 
-T = TypeVar("T")
 TABLES = 3
 """Timetables for which it is tried what blocks that run again may keep, those that are fastest when nothing is kept:
 each try costs a price, and the others seldom become the fastest."""
@@ -36,15 +35,6 @@ OTHERS = 4
 SHIFTED = 0.05
 """Relative: how much faster a pipeline may become by cuts that are shifted, which a glance does not try. Results of a
 glance that are slower by more are not laid out."""
-
-
-class Beaten(InfeasibleError):
-    """No plan on a shape is as fast as was asked for: `bound_s` is a proven lower bound in seconds; `full`: more memory
-    might allow a faster one."""
-
-    def __init__(self, bound_s: float, *, full: bool) -> None:
-        super().__init__(f"no plan there is faster than {seconds(bound_s)}")
-        self.bound_s, self.full = bound_s, full
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +163,7 @@ class Pricing:
             ):
                 break
             with suppress(InfeasibleError):
-                as_it_is = self._laid_exactly(found.shape, other.table, other.ground, other.chosen)
+                as_it_is = self.laid_exactly(found.shape, other.table, other.ground, other.chosen)
                 best = as_it_is if best is None or as_it_is.step_s < best.step_s else best
         if best is not None:
             return best
@@ -215,14 +205,25 @@ class Pricing:
         cutoff_s: float = float("inf"),
         bounds: list[float] | None = None,
         models: Models | None = None,
+        each: bool = False,
+        spare_bytes: float = 0.0,
     ) -> Found:
         """The best result under `tables`, with choices of `models`: left out, of all there are, and under timetables
-        that take the backward apart also of those that let them. The bound of the shape at this level is appended to
+        that take the backward apart also of those that let them; `each` and
+        `spare_bytes` as SearchContext.solve has them. The bound of the shape at this level is appended to
         `bounds`. Raises InfeasibleError where nothing fits, Beaten where nothing is as fast as `cutoff_s`."""
         if not tables:
             raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
         best = self._priced(
-            shape, models or self.models(shape), tables, level, exact=exact, cutoff_s=cutoff_s, bounds=bounds
+            shape,
+            models or self.models(shape),
+            tables,
+            level,
+            exact=exact,
+            cutoff_s=cutoff_s,
+            bounds=bounds,
+            each=each,
+            spare_bytes=spare_bytes,
         )
         splitting = [table for table in tables if table.schedule.splits_backward]
         if models is None and splitting and not best.chosen.separable:
@@ -235,6 +236,8 @@ class Pricing:
                     exact=exact,
                     cutoff_s=min(cutoff_s, best.step_s),
                     start=best.chosen.solution.choice,
+                    each=each,
+                    spare_bytes=spare_bytes,
                 )
                 best = taken_apart if taken_apart.step_s < best.step_s else best
         return best
@@ -250,14 +253,25 @@ class Pricing:
         cutoff_s: float,
         bounds: list[float] | None = None,
         start: tuple[int, ...] | None = None,
+        each: bool = False,
+        spare_bytes: float = 0.0,
     ) -> Found:
-        """As `price`, of choices made by `models` for the timetable that keeps least in memory; `start` as
-        SearchContext.solve has it."""
+        """As `price`, of choices made by `models` for the timetable that keeps least in memory; `start`, `each` and
+        `spare_bytes` as SearchContext.solve has them."""
         least = min(tables, key=lambda t: (t.kept, t.length))
         # a bound under the timetable that keeps least holds, scaled by their lengths, for the shortest one, which
         # leaves no more room in memory
         slack = least.length / min(table.length for table in tables) / self._eased(shape, level)
-        chosen = self.context.solve(models, least, level, exact=exact, cutoff_s=cutoff_s * slack, start=start)
+        chosen = self.context.solve(
+            models,
+            least,
+            level,
+            exact=exact,
+            cutoff_s=cutoff_s * slack,
+            start=start,
+            each=each,
+            spare_bytes=spare_bytes,
+        )
         proven_s = chosen.bound_s / slack
         if bounds is not None:
             bounds.append(proven_s)
@@ -268,14 +282,14 @@ class Pricing:
 
         def laid(way: tuple[Timetable, Ground]) -> Found:
             if exact:
-                return self._laid_exactly(shape, *way, chosen)
+                return self.laid_exactly(shape, *way, chosen)
             made = self._estimated(shape, way, chosen, shifts=True)
             self.laid.setdefault(shape, []).append(Glance(made.step_s, *way, chosen))
             return made
 
         return fastest(ways, laid, lambda way: even_s(*way, chosen))
 
-    def _laid_exactly(self, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen) -> Found:
+    def laid_exactly(self, shape: Shape, table: Timetable, ground: Ground, chosen: Chosen) -> Found:
         """`chosen` laid out as it runs, with as many blocks run again as memory requires, or with all of them where no
         smaller number is found to fit. Raises InfeasibleError where that does not fit either."""
         try:
@@ -365,36 +379,3 @@ class Pricing:
             return table if table.flying else None
         except PlanError:
             return None
-
-
-def even_s(table: Timetable, ground: Ground, chosen: Chosen) -> float:
-    """An estimate of the seconds of a step of `chosen` under `table`, cut evenly, in which no block is run again that
-    does not have to be.
-
-    It is no bound: a pipeline with a short first or last stage fills sooner, and may take a few per cent less
-    (tests/unit/joint/test_timetables.py says how much). 0 for devices that run faster while others wait: nothing is
-    known then.
-    """
-    if ground.places.device(0).alone > 1:
-        return 0.0
-    paces = [1 / float(chosen.on(place, kind).table.seconds[-1]) for place, kind in enumerate(ground.kinds)]
-    return table.least_length * table.places / sum(paces)
-
-
-def fastest(ways: Iterable[T], price: Callable[[T], Found], hoped_s: Callable[[T], float]) -> Found:
-    """The fastest result of `price` over `ways`; a way whose estimate `hoped_s` is no better than the best so far is
-    left out. Raises the last InfeasibleError where no way fits."""
-    best: Found | None = None
-    failed = InfeasibleError("")
-    for way in ways:
-        if best is not None and hoped_s(way) >= best.step_s:
-            continue
-        try:
-            found = price(way)
-        except InfeasibleError as error:
-            failed = error
-            continue
-        best = found if best is None or found.step_s < best.step_s else best
-    if best is None:
-        raise failed
-    return best

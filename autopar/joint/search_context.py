@@ -1,9 +1,6 @@
-"""SearchContext: everything that the search derives from one graph, made when first asked for and then shared. Used by
-all of joint.
-
-For each shape and one role per mesh axis, these are the Problems of one microbatch and of what happens once per step,
-and their solution for a timetable. Beside them the least work, the memory of parameters, and how microbatches share
-values.
+"""SearchContext: what the search derives from one graph, made when first asked for and then shared by all of joint: for
+each shape and one role per mesh axis the Problems (shape_problems) and their solutions, and for all shapes the least
+work, the memory of parameters, and how microbatches share values.
 """
 
 from __future__ import annotations
@@ -31,6 +28,7 @@ from autopar.pipeline.stretches import Cost
 from autopar.pipeline.units import Unit
 from autopar.plan import Plan
 from autopar.planner import Planner
+from autopar.problem.cadence import without
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.kernels import Kernels
 from autopar.problem.memory_floor import least_bytes
@@ -262,15 +260,19 @@ class SearchContext:
         exact: bool,
         cutoff_s: float = math.inf,
         start: tuple[int, ...] | None = None,
+        each: bool = False,
+        spare_bytes: float = 0.0,
     ) -> Chosen:
         """Choose the layouts of a place under `table`, with all blocks run again at `level`: exactly, or at a glance,
         which ends once it is proven that nothing is as fast as `cutoff_s`, and begins also at the solution `start`,
-        which may do what is forbidden in `models`. Raises InfeasibleError where nothing fits."""
+        which may do what is forbidden in `models`. With `each`, gradients may also be scattered after every
+        microbatch. `spare_bytes` per device stay free. Raises InfeasibleError where nothing fits."""
         share, trust = Share(table.length, 1 / table.places, table.kept, 1 / table.places), 1.0
         if isinstance(models, Mixed):
             trust = TRUST * models.weights.even(table.length, table.microbatches)
-        limit_bytes = self.mean_bytes(table.places)
+        limit_bytes = self.mean_bytes(table.places) - spare_bytes
         model = combined(models.at(level), models.once, share, limit_bytes)
+        model = model if each else without(model, models.scattering_each)
         solution = (
             ilp.search(model.problem, time_limit_s=SHAPE_SOLVE_S, seed=self.request.seed, gap=SOLVED)
             if exact

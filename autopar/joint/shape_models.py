@@ -14,7 +14,7 @@ from autopar.planner import Planner
 from autopar.problem.build import Decisions, Frame, rested
 from autopar.problem.clusters import Joint
 from autopar.problem.step_shares import ForwardPrices, MicroPrices, StepPrices
-from autopar.recipes.roles import Role
+from autopar.recipes.roles import Role, scattering
 
 if TYPE_CHECKING:
     from autopar.joint.search_context import SearchContext
@@ -26,7 +26,8 @@ def open_choices(context: SearchContext, shape: Shape, used: tuple[Role, ...]) -
     if context.on_devices is not None and not context.request.cluster.parts:
         return _hosted(context, context.on_devices.models(shape, used))
     here, ground = context.planner(shape.microbatches), context.grounds(shape)[0]
-    joints = [here.joints(role, n) for role, n in zip(used, shape.mesh, strict=True)]
+    free = scattering(used) if shape.microbatches > 1 else used
+    joints = [here.joints(role, n) for role, n in zip(free, shape.mesh, strict=True)]
     frame = Frame.of(here.program, here.clusters, joints, shape.mesh)
     return _of_kinds(context, here, frame, ground, shape)
 

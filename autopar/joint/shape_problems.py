@@ -3,9 +3,11 @@ shape_models, solved by search_context, laid out by staging."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+
+import numpy as np
 
 from autopar.joint.place_kinds import Weights
 from autopar.pipeline.costs import costs
@@ -13,6 +15,7 @@ from autopar.pipeline.once_per_step import Update, shared_updates
 from autopar.pipeline.stretches import Cost, Pieces
 from autopar.planner import Planner
 from autopar.problem.build import Model
+from autopar.problem.cadence import scattering_each
 from autopar.problem.remat import Levels, levels, rematerialised
 from autopar.problem.separable import separable
 from autopar.problem.step_shares import ForwardPrices
@@ -38,6 +41,12 @@ class Models:
     def separable(self) -> Models:
         """The same, of choices under which zero-bubble schedules can take the backward of every stage apart."""
         return Models(separable(self.micro), self.once, self.forward)
+
+    @cached_property
+    def scattering_each(self) -> Mapping[int, np.ndarray]:
+        """bool [choices] by cluster: which ones scatter gradients after every microbatch where another choice differs
+        only in doing so once per step."""
+        return scattering_each(self.micro)
 
     def at(self, level: str) -> Model:
         """`micro` with all blocks run again in the backward, at one of problem.remat.LEVELS."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.layout import NO_GRAD, dim_of, is_shard
+from autopar.problem.at_rest import EACH
 from autopar.problem.graph import Op, Program, Ref
 from autopar.rules.language import Option, Use
 from autopar.rules.tiles import tiles
@@ -223,7 +224,8 @@ def same(producer: Use, reader: Use) -> bool:
 
 
 def _distinct(cluster: Cluster, joints: Sequence[Joint], inner: Mapping[str, int]) -> list[Joint]:
-    """Of the joints with the same uses at the border of the cluster, the one that splits most members."""
+    """Of the joints with the same uses at the border of the cluster, and the same tiles and scatters of gradients
+    inside, the one that splits most members."""
     best: dict[tuple[object, ...], tuple[int, Joint]] = {}
     for joint in joints:
         outer = tuple(
@@ -232,7 +234,8 @@ def _distinct(cluster: Cluster, joints: Sequence[Joint], inner: Mapping[str, int
             for ref, use in zip(op.operands, option.ins, strict=op.role == "op")
             if ref[0] not in inner
         )
-        key = (outer, joint.options[-1].outs, tuple(option.run for option in joint.options if tiles(option.run) > 1))
+        runs = tuple(option.run for option in joint.options if option.run == EACH or tiles(option.run) > 1)
+        key = (outer, joint.options[-1].outs, runs)
         work = sum(option.split for option in joint.options)
         if key not in best or work > best[key][0]:
             best[key] = (work, joint)

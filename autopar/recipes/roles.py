@@ -1,11 +1,12 @@
 """What one mesh axis is for: each role is a predicate over (op, option), made for the number of ranks on the axis.
 
-A recipe is a tuple of roles. The search itself is the role `anything` on every axis.
+A recipe is a tuple of roles. The search itself has roles that leave most open (`Free`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -34,9 +35,42 @@ LOCAL = ("", "own_heads")
 _NO_OPERATORS = (*HOLDERS, "output", "loss", "mutation")
 
 
-def anything(ways: int) -> Allow:
-    """No restriction: what the search uses. Gradients of one microbatch are scattered once, so when does not matter."""
-    return lambda op, option: not _scattered_each(op, option)
+@dataclass(frozen=True)
+class Free:
+    """A role of the search.
+
+    by_sample    operators split over samples only, parameters rest as they like
+    each         gradients of weights that are gathered once per step may also be scattered after every microbatch
+                 (ZeRO-2), not only once per step (ZeRO-1)
+    """
+
+    by_sample: bool = False
+    each: bool = False
+
+    def __call__(self, ways: int) -> Allow:
+        def allow(op: Op, option: Option) -> bool:
+            if op.role == "param" and option.run == EACH and not self.each:
+                return False
+            return not self.by_sample or op.of_weights or _samples(op, option, ways)
+
+        return allow
+
+
+anything = Free()
+"""No restriction. Of one microbatch it does not matter when gradients are scattered."""
+
+samples = Free(by_sample=True)
+"""What the slowest axis of three is for."""
+
+
+def scattering(used: Sequence[Role]) -> tuple[Role, ...]:
+    """`used`, where roles of the search may also scatter gradients after every microbatch (`Free.each`)."""
+    return tuple(replace(role, each=True) if isinstance(role, Free) else role for role in used)
+
+
+def gathers(role: Role) -> bool:
+    """Whether a role gathers weights where they are used, those that are too large for that in tiles."""
+    return role is zero3 or isinstance(role, Free)
 
 
 def nothing(ways: int) -> Allow:
@@ -80,10 +114,6 @@ def _gathered_once(ways: int, run: str) -> Allow:
         return is_gathered(option) and option.run == run
 
     return allow
-
-
-def _scattered_each(op: Op, option: Option) -> bool:
-    return op.role == "param" and option.run == EACH
 
 
 def check_roles(recipe: str, given: object) -> None:
@@ -142,15 +172,6 @@ def stacks_of(op: Op) -> list[int]:
         if op.target in STACKS
         else []
     )
-
-
-def samples(ways: int) -> Allow:
-    """Work splits over samples; parameters rest as they like: what the slowest axis of three is for."""
-    return lambda op, option: op.of_weights or (_samples(op, option, ways) and not _scattered_each(op, option))
-
-
-GATHERING: tuple[Role, ...] = (anything, zero3, samples)
-"""Roles that gather weights where they are used, those that are too large for that in tiles."""
 
 
 def tensor(ways: int) -> Allow:

@@ -1,0 +1,58 @@
+"""The fastest of some ways to run a solution, of which those are priced that an estimate leaves hope for. Called by
+joint.pricing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from autopar.errors import InfeasibleError
+from autopar.joint.place_kinds import Ground
+from autopar.joint.shape_problems import Chosen
+from autopar.joint.staging import Found
+from autopar.joint.timetables import Timetable
+from autopar.text import seconds
+
+T = TypeVar("T")
+
+
+class Beaten(InfeasibleError):
+    """No plan on a shape is as fast as was asked for: `bound_s` is a proven lower bound in seconds; `full`: more memory
+    might allow a faster one."""
+
+    def __init__(self, bound_s: float, *, full: bool) -> None:
+        super().__init__(f"no plan there is faster than {seconds(bound_s)}")
+        self.bound_s, self.full = bound_s, full
+
+
+def even_s(table: Timetable, ground: Ground, chosen: Chosen) -> float:
+    """An estimate of the seconds of a step of `chosen` under `table`, cut evenly, in which no block is run again that
+    does not have to be.
+
+    It is no bound: a pipeline with a short first or last stage fills sooner, and may take a few per cent less
+    (tests/unit/joint/test_timetables.py says how much). 0 for devices that run faster while others wait: nothing is
+    known then.
+    """
+    if ground.places.device(0).alone > 1:
+        return 0.0
+    paces = [1 / float(chosen.on(place, kind).table.seconds[-1]) for place, kind in enumerate(ground.kinds)]
+    return table.least_length * table.places / sum(paces)
+
+
+def fastest(ways: Iterable[T], price: Callable[[T], Found], hoped_s: Callable[[T], float]) -> Found:
+    """The fastest result of `price` over `ways`; a way whose estimate `hoped_s` is no better than the best so far is
+    left out. Raises the last InfeasibleError where no way fits."""
+    best: Found | None = None
+    failed = InfeasibleError("")
+    for way in ways:
+        if best is not None and hoped_s(way) >= best.step_s:
+            continue
+        try:
+            found = price(way)
+        except InfeasibleError as error:
+            failed = error
+            continue
+        best = found if best is None or found.step_s < best.step_s else best
+    if best is None:
+        raise failed
+    return best

@@ -370,7 +370,7 @@ MANY_SHAPES = 100
 FEW_SHAPES = 32
 """A space of at most so many shapes is visited as a whole."""
 
-SCATTERED = 3
+SCATTERED = 2
 """Results for which scattering gradients after every microbatch is tried: each takes a glance at every level."""
 
 SLOWER_STARTS = 2

@@ -39,7 +39,9 @@ def _at(pricing: Pricing, found: Found, level: str, cutoff_s: float) -> Found:
         made = pricing.price(
             found.shape, [found.table], level, exact=exact, cutoff_s=cutoff_s, each=True, spare_bytes=spare_bytes
         )
-        return made if exact else pricing.laid_exactly(made.shape, made.table, made.ground, made.chosen)
+        if exact or made.step_s >= cutoff_s:
+            return made
+        return pricing.laid_exactly(made.shape, made.table, made.ground, made.chosen)
 
     try:
         return laid(0.0, exact=False)

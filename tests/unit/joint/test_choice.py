@@ -176,8 +176,39 @@ def test_what_is_near_the_best_is_solved_where_only_that_may_be_faster_than_what
     monkeypatch.setattr(walk, "_shapes", list)
     monkeypatch.setattr(walk, "_walk", lambda shapes: walk.found.update(found) if not walk.found else None)
     monkeypatch.setattr(explore, "honed", lambda context, name, best, late: best)
+    monkeypatch.setattr(explore, "may_gain", lambda pricing, found: False)
     made = walk.run()
     assert said == solved and made is not None and made.step_s == (0.9 if solved else 1.0)
+
+
+@pytest.mark.parametrize(("short", "named", "least_s"), [((0, 1, 3), [0, 1], 0.6), ((3,), [3], 0.9), ((), [], 1.0)])
+def test_gradients_are_scattered_more_often_in_the_fastest_plans_that_are_short_of_memory(
+    short: tuple[int, ...], named: list[int], least_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four solved shapes of 1.0 to 1.3 s the second one gets to 0.6 s so, and the last one to 0.9."""
+    tried: list[int] = []
+    shapes = [Shape(1, (8 << index,), 2) for index in range(4)]
+    context: Any = None
+    walk = Explorer(context, SEARCH, math.inf, math.inf)
+    found: Any = {
+        shape: SimpleNamespace(
+            shape=shape, step_s=1 + index / 10, table=SimpleNamespace(places=1, stages=1, microbatches=2)
+        )
+        for index, shape in enumerate(shapes)
+    }
+    walk.found, walk.polished = found, dict.fromkeys(shapes)
+    vars(walk)["pricing"] = None
+
+    def scattered(pricing: None, before: Any) -> Any:
+        tried.append(shapes.index(before.shape))
+        faster_s = {1: 0.6, 3: 0.9}.get(tried[-1])
+        return faster_s and SimpleNamespace(**{**vars(before), "step_s": faster_s})
+
+    monkeypatch.setattr(explore, "may_gain", lambda pricing, before: shapes.index(before.shape) in short)
+    monkeypatch.setattr(explore, "scattered", scattered)
+    walk._scatter()
+    best = walk.best
+    assert tried == named and best is not None and best.step_s == least_s
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,7 @@ def test_the_runtime_imports_only_torch_and_layouts() -> None:
         "autopar.prefetching",
         "autopar.optimizers",
         "autopar.errors",
+        "autopar.torchrun",
         "autopar._torch",
     )
     wrong = {}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar import torchrun
 from autopar.calibrate import background, fit_device, fit_level, machine, network
 from autopar.calibrate.clock import Clock
 from autopar.calibrate.fits import Fits
@@ -203,7 +204,7 @@ def cores_here() -> int:
 def _local() -> tuple[int, int]:
     """(nodes, ranks on each) of the process group."""
     world = dist.get_world_size()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    local = torchrun.local_ranks() or world
     if world % local:
         raise ClusterError(f"WORLD_SIZE {world} is not a multiple of LOCAL_WORLD_SIZE {local}")
     return world // local, local

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from autopar import torchrun
 from autopar.calibrate import Calibration, calibrate, write
 from autopar.cli.console import show, writable, write_json
 from autopar.cluster import Cluster
@@ -83,7 +83,7 @@ def as_json(found: Calibration) -> dict[str, Any]:
 @contextlib.contextmanager
 def _group(device: str) -> Iterator[int]:
     """The process group of torchrun, where that started us; gives the rank."""
-    if "WORLD_SIZE" not in os.environ or dist.is_initialized():
+    if torchrun.ranks() is None or dist.is_initialized():
         yield dist.get_rank() if dist.is_initialized() else 0
         return
     torch.set_num_threads(1)

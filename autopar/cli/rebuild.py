@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar import frontend
+from autopar import frontend, torchrun
 from autopar.capture import Captured, own_state
 from autopar.capture.precision import capture_in, resting
 from autopar.cluster import Cluster
@@ -139,7 +138,7 @@ def _read_again(where: Path) -> Iterator[None]:
 def check_room(loaded: frontend.Loaded, where: Path) -> None:
     """Raise PlanError where this machine has too little memory for the weights of `loaded` (on meta): each process that
     was started here makes all of them."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    processes = torchrun.local_ranks() or 1
     wanted, there = (
         processes * sum(each.numel() * each.element_size() for each in own_state(loaded.model).values()),
         machine_bytes(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar import torchrun
 from autopar.bundle import Bundle
 from autopar.cli.console import progress, write_json
 from autopar.cli.emitting import bundle
@@ -52,7 +52,7 @@ def run_command(where: Path, steps: int, lr: float, json: str | None) -> None:
         rebuilt = rebuild(where, tell, weights=True)
         rebuilt = dataclasses.replace(rebuilt, plan=placed(rebuilt.plan))
         job = Job(bundle(rebuilt), rebuilt.weights, rebuilt.batch, steps, lr, quiet=json == "-")
-    if "WORLD_SIZE" in os.environ:
+    if torchrun.ranks():
         with joined(rebuilt.plan.device_kind) as rank:
             done, first = train(job), rank == 0
     else:
@@ -97,7 +97,7 @@ def train(job: Job) -> list[Step]:
 
 def placed(plan: Plan) -> Plan:
     """The plan for the devices at hand: on CPU ranks where there are fewer CUDA devices than it needs here."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", plan.ranks))
+    local = torchrun.local_ranks() or plan.ranks
     if plan.device_kind == "cpu" or torch.cuda.device_count() >= local:
         return plan
     return plan.on("cpu")

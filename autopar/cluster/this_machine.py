@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 
+from autopar import torchrun
 from autopar.errors import ClusterError
 
 # device name as the driver reports it, least and most memory in GB -> preset; the first row that fits
@@ -39,7 +40,7 @@ def here() -> str:
     """`"h100:1x8"` for the CUDA devices of this machine, else `"cpu:1x4"` for its cores.
 
     Under torchrun, WORLD_SIZE and LOCAL_WORLD_SIZE say how many nodes there are and of how many ranks. Raises
-    ClusterError for a device without a preset.
+    ClusterError for a device without a preset, RunError where they are no numbers.
     """
     import torch  # only here: a cluster is plain data everywhere else
 
@@ -66,11 +67,10 @@ def machine_bytes() -> int:
 
 
 def _sizes(local: int) -> str:
-    world, per_node = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not world:
+    ranks = torchrun.ranks()
+    if ranks is None:
         return f"1x{local}"
-    ranks = int(world)
-    per_node_ranks = int(per_node) if per_node else min(ranks, local)
-    if ranks % per_node_ranks:
-        raise ClusterError(f"cluster 'here': WORLD_SIZE {ranks} is not a multiple of LOCAL_WORLD_SIZE {per_node_ranks}")
-    return f"{ranks // per_node_ranks}x{per_node_ranks}"
+    per_node = torchrun.local_ranks() or min(ranks, local)
+    if ranks % per_node:
+        raise ClusterError(f"cluster 'here': WORLD_SIZE {ranks} is not a multiple of LOCAL_WORLD_SIZE {per_node}")
+    return f"{ranks // per_node}x{per_node}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar import torchrun
 from autopar.errors import RunError
 from autopar.runtime import constants
 from autopar.runtime.module import ShardedModule
@@ -38,7 +38,7 @@ def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = Non
     options = _parser().parse_args(arguments)
     mesh = model_class.MESH
     if mesh.ranks > 1 and not dist.is_initialized():
-        if "WORLD_SIZE" not in os.environ:
+        if torchrun.ranks() is None:
             raise RunError(
                 f"this program runs on {mesh.ranks} ranks; start it with torchrun --nproc-per-node={mesh.ranks}"
             )

@@ -215,15 +215,4 @@ def _inputs(
         from autopar import frontend
 
         return frontend.inputs_for(model, batch=batch, seq=seq, labels=labels)
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    if isinstance(example, torch.Tensor):
-        return (example,), {}
-    if (
-        isinstance(example, tuple)
-        and len(example) == 2
-        and isinstance(example[0], tuple)
-        and isinstance(example[1], Mapping)
-    ):
-        return example[0], dict(example[1])
-    return tuple(example), {}
+    return arguments.split(example)

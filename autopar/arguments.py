@@ -7,8 +7,11 @@ What can only be checked against the model, the cluster or the graph is checked 
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
@@ -66,7 +69,7 @@ def _model(name: str, value: Any) -> Any:
     what = "an nn.Module"
     if isinstance(value, type) and issubclass(value, nn.Module):
         what = f"an nn.Module: make one of it, {value.__name__}(...)"
-    elif callable(value):
+    elif inspect.isroutine(value):
         what = "an nn.Module: call it where it makes one, or put the function into the forward of a Module"
     elif isinstance(value, str):
         what = "an nn.Module: make the model first (the command line, `autopar plan`, takes names of models)"
@@ -90,10 +93,30 @@ def _cluster(name: str, value: Any) -> Any:
 
 
 def _example(name: str, value: Any) -> Any:
-    """Example inputs: a tuple, a dict, a pair of both, or None."""
+    """Example inputs: a tuple, a dict by names, a pair of both, or None."""
+    wanted = "a tuple of positional inputs, a dict of named ones, or (tuple, dict)"
     if isinstance(value, (str, bytes)) or not (value is None or isinstance(value, Iterable)):
-        fail(name, value, "a tuple of positional inputs, a dict of named ones, or (tuple, dict)", CaptureError)
+        fail(name, value, wanted, CaptureError)
+    named = value[1] if _is_pair(value) else value
+    if isinstance(named, Mapping) and not all(isinstance(key, str) for key in named):
+        fail(name, value, f"{wanted}, whose names are text", CaptureError)
     return value
+
+
+def split(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs as (positional ones, those by name)."""
+    if isinstance(value, Mapping):
+        return (), dict(value)
+    if isinstance(value, torch.Tensor):
+        return (value,), {}
+    return (value[0], dict(value[1])) if _is_pair(value) else (tuple(value), {})
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether example inputs are (positional ones, those by name)."""
+    return (
+        isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], tuple) and isinstance(value[1], Mapping)
+    )
 
 
 def _loss(name: str, value: Any) -> Any:
@@ -155,7 +178,7 @@ def _mesh(name: str, value: Any) -> tuple[int, ...] | None:
         else (value,)
         if _is_whole(value)
         else tuple(value)
-        if isinstance(value, Iterable)
+        if isinstance(value, (list, tuple))
         else None
     )
     if not found or not all(_is_whole(size) and size > 0 for size in found):
@@ -171,9 +194,9 @@ def _precision(name: str, value: Any) -> str | None:
 
 def _seconds(name: str, value: Any) -> float:
     """A number of seconds above 0."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+    if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
         fail(name, value, "seconds, a number above 0, as 30.0")
-    return float(value)
+    return float(value) if value < sys.float_info.max else math.inf
 
 
 def _rules(name: str, value: Any) -> Any:

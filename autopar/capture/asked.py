@@ -62,7 +62,7 @@ class Asked:
         refuse_wrapped(model)
         refuse_trained(loss_fn)
         targets = count_targets(loss_fn, model, len(args), kwargs)
-        _check_inputs(model, args, kwargs, targets)
+        _check_inputs(model, args, kwargs, targets, with_loss=loss_fn is not None)
         if mode == "train":
             refuse_hooks(model)
         inputs, named = _to_meta(args), _to_meta(dict(kwargs))
@@ -115,9 +115,11 @@ class Asked:
         return WithLoss(twin, loss_fn, self.targets, len(self.inputs) - self.targets)
 
 
-def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: int) -> None:
+def _check_inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: int, *, with_loss: bool
+) -> None:
     """Raise CaptureError where the inputs do not fit the signature of forward, followed by `targets` inputs of the loss
-    function."""
+    function, if there is one (`with_loss`)."""
     signature = inspect.signature(model.forward)
     got = f"got {len(args)} positional input{'s' * (len(args) != 1)}" + (f" and {', '.join(kwargs)}" if kwargs else "")
     if len(args) < targets:
@@ -126,7 +128,7 @@ def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
         signature.bind(*args[: len(args) - targets], **kwargs)
     except TypeError as error:
         last = "the last one goes" if targets == 1 else f"the last {targets} go"
-        taken = f", of which {last} to loss_fn" if targets else ""
+        taken = f", of which {last} to loss_fn" if targets else ", none of which loss_fn takes" if with_loss else ""
         raise CaptureError(
             f"{type(model).__name__} does not take these inputs: {error}; {got}{taken}, wanted forward{signature}: "
             "give that in example_inputs (on the command line: in the args, or kwargs, that the factory returns)"

@@ -112,7 +112,7 @@ def _captured(asked: Asked, runs: list[block_runs.AlikeRun], clock: _Clock, mask
             one_step(lambda: asked.with_loss(asked.fresh(twin)), asked.name, *asked.stand_ins(known, targets=True))
     structure, numbers = outputs_of(program)
     left_out |= numbers
-    check_loss(gm, mode, model, left_out)
+    check_loss(gm, asked, left_out)
     refuse_sizes_of_values(gm, asked.name)
     notes = (
         *asked.notes,

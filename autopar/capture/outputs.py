@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
+from autopar.capture.asked import Asked
 from autopar.errors import CaptureError
 from passes import facts
 
@@ -28,20 +29,32 @@ def mark_loss(gm: fx.GraphModule) -> None:
         entries[chosen[0]] = {"name": "loss", "kind": "loss", "target": ""}
 
 
-def check_loss(gm: fx.GraphModule, mode: str, model: nn.Module, left_out: Mapping[str, str]) -> None:
+def check_loss(gm: fx.GraphModule, asked: Asked, left_out: Mapping[str, str]) -> None:
     """Raise CaptureError where a model that trains has no loss; `left_out` are outputs that the graph lacks, by
     name."""
-    if mode == "train" and not any(entry["kind"] == "loss" for entry in gm.meta["outputs"]):
+    if asked.mode == "train" and not any(entry["kind"] == "loss" for entry in gm.meta["outputs"]):
         others = "".join(
             f"; {name} {what}, into which nobody looks (return a dict, a tuple or a dataclass)"
             for name, what in left_out.items()
         )
-        got = [entry["name"] for entry in gm.meta["outputs"] if entry["kind"] == "output"]
-        raise CaptureError(
-            f"{type(model).__name__} gives no scalar loss in train mode, got outputs {got}{others}: pass labels among "
-            "the inputs, or loss_fn=, or mode='inference' "
+        todo = (
+            "pass labels among the inputs, or loss_fn=, or mode='inference' "
             "(on the command line: a factory whose model gives the loss, or --mode inference)"
+            if asked.loss_fn is None
+            else "loss_fn wants to return one number as a tensor of a floating dtype, the mean or the sum of its losses"
         )
+        raise CaptureError(
+            f"{asked.name} gives no scalar loss in train mode, got outputs {', '.join(_outputs(gm))}{others}: {todo}"
+        )
+
+
+def _outputs(gm: fx.GraphModule) -> Iterator[str]:
+    """The outputs of a graph by name, dtype and sizes: `logits float32[b, 10]`."""
+    (output,) = [n for n in gm.graph.nodes if n.op == "output"]
+    for node, entry in zip(output.args[0], gm.meta["outputs"], strict=True):
+        if entry["kind"] == "output" and isinstance(node, fx.Node) and facts.is_tensor(node):
+            dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+            yield f"{entry['name']} {dtype}[{', '.join(map(str, facts.shape(node)))}]"
 
 
 def other_outputs(left_out: Mapping[str, str], structure: Any) -> Iterator[str]:

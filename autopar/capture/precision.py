@@ -67,7 +67,9 @@ def _captured_in(
     mode: str,
     options: Mapping[str, Any],
 ) -> tuple[Captured, str]:
-    dtype, stated = computation(precision or str(loading.dtype_of(model)).removeprefix("torch."), mode)
+    dtype, stated = computation(
+        str(loading.dtype_of(model)).removeprefix("torch.") if precision is None else precision, mode
+    )
     typed = in_dtype(model, dtype)
     if typed is model:
         return capture(model, args, kwargs, mode=mode, **options), stated

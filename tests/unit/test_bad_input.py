@@ -68,6 +68,8 @@ WRONG = {
         PlanError,
         r"mesh is \(2.0,\) \(tuple\); wanted the sizes of the mesh axes, whole numbers of at least 1",
     ),
+    "mesh without an order": ({"mesh": {2, 1}}, PlanError, r"mesh is \{1, 2\} \(set\); wanted the sizes"),
+    "mesh of a tensor": ({"mesh": torch.tensor(2)}, PlanError, r"mesh is tensor\(2\) \(Tensor\); wanted the sizes"),
     "mesh as text": ({"mesh": "two"}, PlanError, r"mesh is 'two'; wanted the sizes"),
     "mesh below 1": ({"mesh": (-1, -2)}, PlanError, r"mesh is \(-1, -2\) \(tuple\); wanted the sizes"),
     "precision": (
@@ -75,6 +77,7 @@ WRONG = {
         PlanError,
         r"precision is 16 \(int\); wanted 'bf16', 'fp16', or a floating dtype of torch",
     ),
+    "no precision": ({"precision": ""}, PlanError, r"precision '' is neither mixed precision"),
     "dtype": ({"precision": torch.int64}, PlanError, r"precision 'int64' is neither mixed precision"),
     "cluster of devices": (
         {"cluster": ["cuda:0", "cuda:1"]},
@@ -176,6 +179,9 @@ def test_inputs_that_are_none():
     for wrong in (5, "abc"):
         with pytest.raises(CaptureError, match=rf"example_inputs is {wrong!r}.*; wanted a tuple of positional inputs"):
             autopar.compile(model, "cpu:1x2", wrong)
+    for wrong in ({0: batch[0]}, (batch[:1], {0: batch[1]})):
+        with pytest.raises(CaptureError, match=r"a dict of named ones, or .tuple, dict., whose names are text"):
+            autopar.compile(model, "cpu:1x2", wrong)
     with pytest.raises(
         CaptureError, match=r"example_inputs have no elements \(shapes \(0, .*give a batch of the size that a step has"
     ):
@@ -187,6 +193,7 @@ def test_inputs_that_are_none():
 def test_a_size_and_a_dtype_are_what_their_names_are():
     wanted = compile(mesh=(2,), recipe="ddp", precision="bfloat16").plan
     assert all(compile(mesh=mesh, recipe="ddp", precision=torch.bfloat16).plan == wanted for mesh in (2, "2", [2]))
+    assert compile(recipe="ddp", time_limit_s=10**400).plan == compile(recipe="ddp", time_limit_s=math.inf).plan
 
 
 @pytest.mark.parametrize(

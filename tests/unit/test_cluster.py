@@ -14,7 +14,7 @@ import pytest
 from autopar.cluster import Cluster, Device, presets
 from autopar.cluster.check import RANGES
 from autopar.cluster.this_machine import here, match
-from autopar.errors import ClusterError, RunError
+from autopar.errors import ClusterError
 
 PRESETS = (
     "a100-40",
@@ -116,10 +116,6 @@ def test_here_is_a_cluster_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(ClusterError, match="WORLD_SIZE 8 is not a multiple of LOCAL_WORLD_SIZE 3"):
         here()
-    for name, text in (("LOCAL_WORLD_SIZE", "0"), ("WORLD_SIZE", "eight"), ("WORLD_SIZE", "-8")):
-        monkeypatch.setenv(name, text)
-        with pytest.raises(RunError, match=f"{name} is '{text}'; wanted a whole number of at least 1"):
-            here()
 
 
 @pytest.mark.parametrize(

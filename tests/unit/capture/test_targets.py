@@ -123,3 +123,15 @@ def test_a_loss_that_does_not_change_may_have_buffers_and_frozen_weights():
         all(torch.equal(value, torch.ones(WIDTH)) for value in captured.constants.values())
         and len(captured.constants) == 2
     )
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda out, y: (out - y) ** 2, r"got outputs loss float32\[b, 4\], outputs .*: loss_fn wants to return one"),
+        (lambda out: out.sum(), "got 2 positional inputs, none of which loss_fn takes, wanted forward"),
+    ],
+)
+def test_a_loss_function_of_another_form(loss, said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        capture(nn.Linear(4, 4), (torch.zeros(8, 4), torch.zeros(8, 4)), loss_fn=loss)

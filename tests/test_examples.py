@@ -233,6 +233,19 @@ def test_commands_of_the_pages_are_taken(page: Path, tmp_path: Path, monkeypatch
         assert group.commands[name].make_context(f"autopar {name}", words).params
 
 
+def test_the_help_of_each_command_ends_in_examples_that_are_taken(tmp_path: Path, monkeypatch) -> None:
+    from typer.main import get_command
+
+    from autopar.cli.app import app
+    from autopar.cli.examples import EXAMPLES
+
+    monkeypatch.chdir(tmp_path)
+    for name, command in get_command(app).commands.items():
+        for example in EXAMPLES[name]:
+            context = command.make_context(f"autopar {name}", shlex.split(example))
+            assert f"\n    autopar {name} {example}".rstrip() in command.get_help(context)
+
+
 BEFORE = """
 import torch
 import torch.distributed as dist

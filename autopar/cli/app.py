@@ -14,6 +14,7 @@ import typer
 
 import autopar
 from autopar.cli.console import fail, of_size, say, writable
+from autopar.cli.examples import add_examples
 from autopar.errors import AutoparError
 from autopar.optimizers import OPTIMIZERS
 from autopar.timer import TIME_LIMIT_S
@@ -60,12 +61,7 @@ Precision = Annotated[
     ),
 ]
 RulesFile = Annotated[
-    str,
-    typer.Option(
-        "--rules",
-        metavar="FILE.py[:NAME]",
-        help="rules of your own operators: a dict RULES, or NAME, as rules= of autopar.compile takes it",
-    ),
+    str, typer.Option("--rules", metavar="FILE.py[:NAME]", help="rules of your own operators: a dict RULES, or NAME")
 ]
 Json = Annotated[
     str | None,
@@ -227,7 +223,7 @@ def explain(
 
 @app.command(short_help="what differs between two plans")
 def diff(
-    old: Annotated[Path, typer.Argument(metavar="OLD", help="a file that `autopar plan -o` wrote")],
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="a plan, as PLAN of the other commands")],
     new: Annotated[Path, typer.Argument(metavar="NEW", help="another one")],
     rows: Annotated[int, typer.Option(min=1, metavar="N", help="rows of nodes shown")] = 20,
     json: Json = None,
@@ -357,6 +353,9 @@ def clusters(json: Json = None) -> None:
     from autopar.cli.presets import clusters_command
 
     clusters_command(json)
+
+
+add_examples(app.registered_commands)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from torch import fx
 
 from autopar.cluster import Cluster
 from autopar.codegen.edges import options
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import ClusterError, InfeasibleError, PlanError
 from autopar.memory import predict
 from autopar.pipeline.microbatches import microbatching
 from autopar.pipeline.orders import lines_of
@@ -82,8 +82,13 @@ class _Suited:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """The cluster of the plan."""
-        return Cluster.from_dict(dict(self.plan.cluster))
+        """The cluster of the plan. Raises PlanError where it is none."""
+        try:
+            return Cluster.from_dict(dict(self.plan.cluster))
+        except ClusterError as error:
+            raise PlanError(
+                f"the plan's cluster is malformed: {error}. Plan the model again, or bring the field back"
+            ) from error
 
     @cached_property
     def planner(self) -> Planner:

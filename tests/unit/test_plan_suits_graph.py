@@ -198,6 +198,7 @@ NESTED = [
     ("pipeline", ("stages", 0, "blocks", "blocks_0"), [0, 99]),
     ("pipeline", ("stages", 0, "again"), {"blocks_0": 99}),
     ("pipeline", ("predicted", "step_s"), float("nan")),
+    ("pipeline", ("cluster", "device", "units"), "many"),
     # a total
     ("pipeline", ("nodes", "count_valid", "micro", 0), "S0"),
     ("pipeline", ("nodes", "count_valid", "micro", 0), "P"),

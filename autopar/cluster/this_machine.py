@@ -39,15 +39,19 @@ KNOWN = (
 def here() -> str:
     """`"h100:1x8"` for the CUDA devices of this machine, else `"cpu:1x4"` for its cores.
 
-    Under torchrun, WORLD_SIZE and LOCAL_WORLD_SIZE say how many nodes there are and of how many ranks. Raises
-    ClusterError for a device without a preset, RunError where they are no numbers.
+    On ranks, their number is that of the process group, or WORLD_SIZE before there is one; LOCAL_WORLD_SIZE says how
+    many are on each node, else as many as there are devices. Raises ClusterError for a device without a preset,
+    RunError where the variables are no numbers.
     """
     import torch  # only here: a cluster is plain data everywhere else
+    import torch.distributed as dist
 
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else torchrun.ranks()
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        return f"{match(properties.name, properties.total_memory)}:{_sizes(torch.cuda.device_count())}"
-    return f"cpu:{_sizes(len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1)}"
+        return f"{match(properties.name, properties.total_memory)}:{_sizes(ranks, torch.cuda.device_count())}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"cpu:{_sizes(ranks, cores)}"
 
 
 def match(name: str, memory_bytes: int) -> str:
@@ -66,8 +70,8 @@ def machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _sizes(local: int) -> str:
-    ranks = torchrun.ranks()
+def _sizes(ranks: int | None, local: int) -> str:
+    """Nodes x devices for so many ranks on machines of `local` devices; one machine where there are no ranks."""
     if ranks is None:
         return f"1x{local}"
     per_node = torchrun.local_ranks() or min(ranks, local)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
 from autopar import torchrun
 from autopar.cluster.this_machine import here
@@ -29,6 +30,15 @@ def test_an_environment_in_which_ranks_would_not_meet(monkeypatch, name: str, va
     monkeypatch.setenv(name, value)
     with pytest.raises(RunError, match=said):
         torchrun.check()
+
+
+def test_ranks_that_met_by_themselves_are_those_of_the_cluster_that_is_here(monkeypatch) -> None:
+    """As under Slurm without torchrun, where init_process_group is told rank and size."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 6)
+    assert here().endswith(":3x2")
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])

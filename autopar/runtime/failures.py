@@ -84,6 +84,8 @@ def of_others() -> str:
 
 def _note(error: BaseException) -> None:
     """Tell other ranks of an `error` of this one."""
+    if not dist.is_initialized():  # there are none: this is what the error says
+        return
     text = f"{type(error).__name__}: {error}"
     with suppress(dist.DistError):
         store = default_store()

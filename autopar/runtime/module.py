@@ -253,14 +253,16 @@ class ShardedModule(ModuleState):
     def spreads(self) -> dict[int, Spread]:
         """How each cut output of the last call lies, by its number among the outputs; the others (the loss) are whole
         everywhere."""
-        spread = iter(self._spread)
         roles = [role for role, _ in self._results()] or ["output"] * len(self._spread)
-        return {index: next(spread) for index, role in enumerate(roles) if role == "output"}
+        numbers = [index for index, role in enumerate(roles) if role == "output"]
+        return dict(zip(numbers, self._spread, strict=False))  # a call that failed noted fewer
 
     @torch.no_grad()
     def full(self, outputs: Any) -> Any:
         """Outputs of the last call with every tensor whole, on every rank; a collective operation. Raises RunError
-        where `outputs` are some of them only."""
+        where there was no call, and where `outputs` are some of them only."""
+        if not self._told.begun:
+            raise RunError("full takes what a call of the model returned, and the model was not called yet")
         at = self.spreads()
         structure = self._structure(len(self._results()) or len(at))
         wanted, given = list(leaves(structure)), list(leaves(outputs))

@@ -24,6 +24,8 @@ def _started_again(source: str, rank_case: RankCase, store: str) -> tuple[list[f
         rank, ranks = dist.get_rank(), dist.get_world_size()
         if not start:
             dist.destroy_process_group()
+            with pytest.raises(RunError, match="is not initialised"):
+                module.train_step(*batch)
             dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
             with pytest.raises(RunError) as caught:
                 module.train_step(*batch)

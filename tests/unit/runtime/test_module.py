@@ -38,6 +38,8 @@ def test_a_compiler_of_the_whole_module_is_refused():
 def test_a_mesh_of_one_runs_without_ranks():
     plain, model = _plain(), sharded((1, 1))().double().load_full(_plain().state_dict())
     whole = plain(*batch())
+    with pytest.raises(RunError, match="full takes what a call of the model returned, and the model was not called"):
+        model.full(whole)
     whole["loss"].backward()
     loss = model.train_step(*model.shard_batch(*batch()))
     torch.testing.assert_close(loss, whole["loss"].detach())

@@ -11,7 +11,6 @@ import inspect
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
@@ -97,19 +96,22 @@ def _example(name: str, value: Any) -> Any:
     wanted = "a tuple of positional inputs, a dict of named ones, or (tuple, dict)"
     if isinstance(value, (str, bytes)) or not (value is None or isinstance(value, Iterable)):
         fail(name, value, wanted, CaptureError)
-    named = value[1] if _is_pair(value) else value
-    if isinstance(named, Mapping) and not all(isinstance(key, str) for key in named):
+    if not all(isinstance(key, str) for key in _named(value)):
         fail(name, value, f"{wanted}, whose names are text", CaptureError)
     return value
 
 
 def split(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Example inputs as (positional ones, those by name)."""
-    if isinstance(value, Mapping):
-        return (), dict(value)
     if isinstance(value, torch.Tensor):
         return (value,), {}
-    return (value[0], dict(value[1])) if _is_pair(value) else (tuple(value), {})
+    placed = () if isinstance(value, Mapping) else value[0] if _is_pair(value) else tuple(value)
+    return placed, dict(_named(value))
+
+
+def _named(value: Any) -> Mapping[Any, Any]:
+    """Of example inputs those by name."""
+    return value if isinstance(value, Mapping) else value[1] if _is_pair(value) else {}
 
 
 def _is_pair(value: Any) -> bool:
@@ -194,9 +196,13 @@ def _precision(name: str, value: Any) -> str | None:
 
 def _seconds(name: str, value: Any) -> float:
     """A number of seconds above 0."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
+    try:
+        seconds = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # a whole number above all floats
+        seconds = math.inf
+    if not seconds > 0:
         fail(name, value, "seconds, a number above 0, as 30.0")
-    return float(value) if value < sys.float_info.max else math.inf
+    return seconds
 
 
 def _rules(name: str, value: Any) -> Any:

@@ -237,7 +237,7 @@ def test_the_help_of_each_command_ends_in_examples_that_are_taken(tmp_path: Path
     from typer.main import get_command
 
     from autopar.cli.app import app
-    from autopar.cli.examples import EXAMPLES
+    from autopar.cli.command import EXAMPLES
 
     monkeypatch.chdir(tmp_path)
     for name, command in get_command(app).commands.items():

@@ -2,7 +2,7 @@
 recipes | clusters`.
 
     app.py       what each command takes (imports no torch, so that help is quick)
-    examples.py  what the help of each command ends in
+    command.py   what all of them have in common: examples, and a check of the files that they write
     console.py   output, progress, errors, files
     signals.py   Ctrl-C and other ends
     rebuild.py   from a plan file back to the model that it was made for

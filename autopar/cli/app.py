@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 import autopar
+from autopar.cli.command import prepare
 from autopar.cli.console import fail, of_size, say, writable
-from autopar.cli.examples import add_examples
 from autopar.errors import AutoparError
 from autopar.optimizers import OPTIMIZERS
 from autopar.timer import TIME_LIMIT_S
@@ -355,7 +355,7 @@ def clusters(json: Json = None) -> None:
     clusters_command(json)
 
 
-add_examples(app.registered_commands)
+prepare(app.registered_commands)
 
 
 def main() -> None:

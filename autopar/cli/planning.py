@@ -100,8 +100,6 @@ class Asked:
 def plan_command(asked: Asked, output: Path | None, json: str | None) -> None:
     """Plan, print, and write what was asked for."""
     writable("--output", output, "the plan")
-    if str(output) == json == "-":
-        raise PlanError("--output and --json are both -, stdout; wanted the name of a file for one of them")
     began = time.perf_counter()
     with progress(f"planning {asked.model}") as tell:
         compiled = _compiled(asked, tell)

@@ -158,8 +158,9 @@ def test_what_needs_no_torch_does_not_wait_for_it() -> None:
         ),
         (
             ("plan", "models/mlp.py:tiny", "--cluster", "cpu:1x2", "-o", "-", "--json", "-"),
-            "--output and --json are both -, stdout",
+            "--output and --json are both -; wanted another file for --json",
         ),
+        (("explain", "README.md", "--json", "docs/../README.md"), "PLAN and --json are both README.md; wanted another"),
         (("emit", "nowhere.json", "-o", "README.md"), "README.md is a file: name another folder"),
         (("simulate", "nowhere.json", "--trace", "docs"), "cannot write the trace to docs: it is a folder"),
     ],

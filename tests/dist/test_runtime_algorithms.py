@@ -13,6 +13,7 @@ from autopar.runtime.algorithms import (
     causal_rows,
     dropout,
     own_heads,
+    placed,
     vocab_bag,
     vocab_cross_entropy_sum,
     vocab_embedding,
@@ -272,3 +273,19 @@ def test_dropout_agrees_on_replicas_differs_on_shards_calls_and_steps_and_is_rep
     values = torch.tensor(masks)
     assert values.unique().tolist() == pytest.approx([0, 1 / 0.75])
     assert 0.2 < (values == 0).double().mean() < 0.3
+
+
+def _complex_elsewhere():
+    mesh = _mesh((2,))
+    angle = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    turned = placed(
+        0, 1, lambda: torch.polar(torch.ones_like(angle), angle), (angle,), (torch.complex128, (2,)), mesh=mesh
+    )
+    (turned.real.sum() + turned.imag.sum()).backward()
+    return angle.grad.tolist()
+
+
+def test_complex_numbers_that_are_placed_have_gradients_on_every_rank():
+    """A rank without one would not run the collectives that sum them up."""
+    nothing, own = on_ranks(2, _complex_elsewhere)
+    assert nothing == [0.0, 0.0] and own == [pytest.approx(math.cos(x) - math.sin(x)) for x in (1.0, 2.0)]

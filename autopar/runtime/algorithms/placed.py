@@ -50,7 +50,7 @@ class _Elsewhere(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.about = [(x.shape, x.dtype, x.device) for x in operands]
         outs = tuple(torch.empty(s, dtype=d, device=device) for s, d in zip(shapes, dtypes, strict=True))
-        ctx.mark_non_differentiable(*(x for x in outs if not x.is_floating_point()))
+        ctx.mark_non_differentiable(*(x for x in outs if not (x.is_floating_point() or x.is_complex())))
         return outs
 
     @staticmethod

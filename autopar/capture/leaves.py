@@ -17,6 +17,11 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def differentiable(x: Tensor) -> bool:
+    """Whether a tensor may have a gradient: it has floating or complex numbers."""
+    return x.is_floating_point() or x.is_complex()
+
+
 def by_field(tree: Any) -> Any:
     """The tree with dataclasses as dicts of their fields, whether torch knows them or not. Those that are dicts too
     (outputs of transformers) stay."""

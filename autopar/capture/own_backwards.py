@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar._torch import pytree
 from autopar.capture._torch import functions_applied
-from autopar.capture.leaves import tensors_of
+from autopar.capture.leaves import differentiable, tensors_of
 from autopar.capture.lines import caller
 from autopar.capture.traced_apart import aside
 from autopar.errors import CaptureError
@@ -170,9 +170,15 @@ class _TensorKind:
     def drawn(self, draw: Draw) -> Tensor:
         """Random numbers of that kind."""
         floating, whole = draw
-        if self.dtype.is_floating_point:
-            return floating(self.shape).to(self.dtype).requires_grad_(self.requires_grad)
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            return _of_dtype(self.dtype, floating, self.shape).requires_grad_(self.requires_grad)
         return torch.randint(whole, self.shape).to(self.dtype)
+
+
+def _of_dtype(dtype: torch.dtype, floating: Callable[..., Tensor], shape: Sequence[int]) -> Tensor:
+    """Numbers that `floating` draws for a shape, in a floating or complex dtype: then both parts are drawn."""
+    parts = [floating(shape) for _ in range(1 + dtype.is_complex)]
+    return (torch.complex(*parts) if dtype.is_complex else parts[0]).to(dtype)
 
 
 def _stand_in(item: Any) -> Any:
@@ -227,12 +233,17 @@ def _gradients(call: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
     """The results of `call(*args)`, and the gradients of `args` for random gradients of the results, which are the same
     in every call: of each result alone where there are several, far smaller and far larger ones, and last of all
     results at once. Raises _ChangesArguments where computing them changes one of `args`."""
-    wanted = range(len([x for x in _results(call, args) if x.requires_grad and x.is_floating_point()]))
+    wanted = range(len([x for x in _results(call, args) if x.requires_grad]))
     asked = [*([number] for number in wanted if len(wanted) > 1)]
     found = [_derived(call, args, only, 1.0)[1] for only in asked]
     found += [_derived(call, args, wanted, scale)[1] for scale in SCALES]
     outs, of_all = _derived(call, args, wanted, 1.0)
-    return [x.detach().double() for x in (*outs, *itertools.chain(*found), *of_all)]
+    return [_parts(x.detach()).double() for x in (*outs, *itertools.chain(*found), *of_all)]
+
+
+def _parts(x: Tensor) -> Tensor:
+    """`x`, complex numbers as both of their parts."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _results(call: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
@@ -245,11 +256,12 @@ def _results(call: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
 def _derived(
     call: Callable[..., Any], args: Sequence[Any], only: Collection[int], scale: float
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What `call` gives, and the gradients of `args` for random gradients of its floating results (of these `only`),
-    `scale` times as large where their dtype has such numbers; divided by `scale` again."""
+    """What `call` gives, and the gradients of `args` for random gradients of those of its results that have one (of
+    these `only`), `scale` times as large where their dtype has such numbers; divided by `scale` again."""
     outs = _results(call, args)
     chance = torch.Generator().manual_seed(1)
-    ups = [torch.randn(x.shape, generator=chance).to(x.dtype) if x.is_floating_point() else None for x in outs]
+    draw = partial(torch.randn, generator=chance)
+    ups = [_of_dtype(x.dtype, draw, x.shape) if differentiable(x) else None for x in outs]
     pairs = [(x, up) for x, up in zip(outs, ups, strict=True) if up is not None and x.requires_grad]
     pairs = [pair for number, pair in enumerate(pairs) if number in only]
     scale = scale if all(torch.finfo(up.dtype).max > LARGE for _, up in pairs) else 1.0
@@ -312,8 +324,7 @@ def _results_and_products(
     if context.dirty:
         raise NotImplementedError(f"{cls.__qualname__} changes its inputs in place")
     asked = [
-        isinstance(x, Tensor) and x.is_floating_point() and not any(x is other for other in context.without)
-        for x in leaves
+        isinstance(x, Tensor) and differentiable(x) and not any(x is other for other in context.without) for x in leaves
     ]
     ups = [
         torch.zeros_like(x).requires_grad_(wanted) if isinstance(x, Tensor) else None

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._torch import pytree
 from autopar.capture._torch import below_autograd
 from autopar.capture.devices import on_meta
+from autopar.capture.leaves import differentiable
 
 detach = torch.ops.aten.detach.default
 cast = torch.ops.aten._to_copy.default
@@ -88,5 +89,5 @@ class _Unrecorded(TorchFunctionMode):
         return (
             result
             if torch.is_grad_enabled()
-            else pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) and x.is_floating_point() else x, result)
+            else pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) and differentiable(x) else x, result)
         )

@@ -73,6 +73,18 @@ class Halves(Function):
         return torch.stack((even, odd * x[..., 1::2].cos()), -1).flatten(-2)
 
 
+class Turned(Function):
+    """Complex numbers, turned in the forward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * (1 + 1j)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 class Lean(Function):
     """The gradient that autograd has, too, with less saved: most such functions are of that kind."""
 
@@ -183,6 +195,7 @@ KEPT: dict[str, Body] = {
     "reversed": lambda h, w: Reversed.apply(h, 0.3) @ w,
     "signs": lambda h, w: Signed.apply(h, w),
     "halves": lambda h, w: torch.cat([half * mask for mask, *halves in [Halves.apply(h @ w)] for half in halves], -1),
+    "complex": lambda h, w: Turned.apply(torch.complex(h, h @ w)).real,
 }
 AS_AUTOGRAD: dict[str, Body] = {"lean": lambda h, w: Lean.apply(h @ w)}
 REFUSED: dict[str, tuple[Body, str]] = {

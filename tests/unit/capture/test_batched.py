@@ -62,9 +62,10 @@ class Scaled(Mapping):
         """By what no gradient is asked of."""
 
         def one(row: Tensor) -> Tensor:
+            pairs = torch.view_as_complex(row.unflatten(-1, (-1, 2)))
             with torch.no_grad():
-                scale = (row @ self.w).abs().sum()
-            return row / scale + row.detach() * row
+                scale, turn = (row @ self.w).abs().sum(), pairs.exp()
+            return row / scale + row.detach() * row + turn.abs().sum() * row
 
         return torch.vmap(one)(h)
 

@@ -130,14 +130,14 @@ class _Exporting:
     least: int | None = None
 
     def exported(self) -> tuple[ExportedProgram, Dims, list[str], dict[str, str]]:
-        """The result of the first attempt that succeeds. Raises CaptureError where none does."""
-        attempts, model = deque(_dims_to_try(self.dims)), None
-        while attempts:
+        """The result of the first attempt that succeeds. Raises CaptureError where none does, with the error of the
+        last one: it has no symbolic dims, so that its error is of the model and not of dims that were guessed."""
+        attempts = deque(_dims_to_try(self.dims))
+        while True:
             dims = attempts.popleft()
             if any((wide, name) in self.numbers for wide in (False, dims.wide) for name in dims.hints):
                 continue
             trial = self._trial(dims)
-            model = trial.model
             try:
                 program = self._traced(trial)
             except export_errors() as error:
@@ -145,15 +145,14 @@ class _Exporting:
                     attempts.appendleft(dims)
                 elif not attempts:
                     _refuse_what_does_not_run(self.fresh, ((self.args, self.kwargs),), self.dims, error)
+                    place = source(error, trial.model)
+                    raise CaptureError(
+                        f"{_user_class(trial.model)} cannot be exported: {says(error, self.dims)}\n{place}; "
+                        f"{advice(error, place)}"
+                    ) from error
                 continue
             if self._holds(trial, program):
                 return program, trial.dims, self._noted(trial), trial.left_out
-        failure = self.failures[False]
-        assert model is not None
-        place = source(failure, model)
-        raise CaptureError(
-            f"{_user_class(model)} cannot be exported: {says(failure, self.dims)}\n{place}; {advice(failure, place)}"
-        ) from failure
 
     def _trial(self, dims: Dims) -> _Trial:
         """A new model, with its forward changed to one that torch.export accepts."""

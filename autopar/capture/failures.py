@@ -55,6 +55,11 @@ _SPECIAL = (
         "nested tensors have as many rows as their offsets say, and a graph has the sizes of its inputs: use padded "
         "tensors and a mask",
     ),
+    (
+        re.compile(r"expression (Eq|Ne)\(u\d+, u\d+\)"),
+        "two sizes that depend on values need not be equal: of rows that masks pick, compute the mask once and use it "
+        "for all of them (keep = y > 0; x[keep] - z[keep])",
+    ),
 )
 """(pattern, advice) for tensors whose sizes depend on values: what torch's error, or the line that makes such a tensor,
 contains; and what to write instead."""

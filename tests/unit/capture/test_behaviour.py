@@ -296,6 +296,17 @@ def test_a_model_that_cannot_be_exported_names_the_line():
         capture(Branches(), (torch.zeros(3, 4),))
 
 
+class TwoMasks(Branches):
+    def forward(self, x, y):
+        return nn.functional.mse_loss(self.linear(x)[y > 0], x[y > 0])
+
+
+def test_the_error_is_the_models_and_not_that_of_guessed_sizes():
+    """Of labels the second dim is taken for the sequence, of floating inputs first not: then masks do not fit."""
+    with pytest.raises(CaptureError, match=r"(?s)TwoMasks cannot be exported: .*depends on the values.*mask once"):
+        capture(TwoMasks(), (torch.zeros(3, 5, 4), torch.zeros(3, 5, dtype=torch.long)))
+
+
 class Wrong(nn.Module):
     def forward(self, x):
         return (x @ torch.ones(5, 5)).sum()

@@ -186,19 +186,21 @@ def wait(work: Any, x: Tensor) -> None:
         while not said and not _came(work, x):
             said = failures.of_others()
     except RuntimeError as error:
+        failures.gave_up()
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RunError(
-            f"waiting for the other ranks in a collective failed ({first}): {failures.of_others() or _UNKNOWN}. {_MEND}"
+            f"waiting for the other ranks in a collective failed ({first}): {failures.of_others() or _UNKNOWN}. "
+            f"{failures.MEND}"
         ) from error
     if said:
-        raise RunError(f"waiting for the other ranks in a collective: {said}. {_MEND}")
+        failures.gave_up()
+        raise RunError(f"waiting for the other ranks in a collective: {said}. {failures.MEND}")
 
 
 _UNKNOWN = (
     "one of them has raised an error of its own, has ended, or is in another step. Look for the rank that failed "
     "first: what it says is the cause"
 )
-_MEND = "Let such an error end its process, so that torchrun ends the others"
 
 
 def _came(work: Any, x: Tensor) -> bool:

@@ -6,11 +6,15 @@ store.
 
 A note counts until its rank begins another step. One of a step that failed on the reading rank, too, does not count:
 that step is over for all.
+
+The step after one that failed begins once all ranks have failed in that one. It never begins where a rank gave up
+waiting: what it waited in is still under way there, and would take what the other ranks send from now on.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +22,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from autopar._torch import default_store
+from autopar.errors import RunError
 
 LOOK_S = 5.0
 """How long a rank waits in a collective before it looks for notes, and between two looks."""
@@ -25,17 +30,25 @@ NOTES = "autopar/failures"
 """The key of how many notes there are; note i is at NOTES/i."""
 LATEST = 16  # notes that are looked at
 LONGEST = 600  # characters of an error that are told
+FAILED = "autopar/failed"
+"""FAILED/n is the key of how many ranks have failed in step n."""
+TORN = "autopar/torn"
+"""The key that is there once a rank has given up waiting for others."""
+MEND = "Let such an error end its process, so that torchrun ends the others"
 
 
 @dataclass
 class _Steps:
     """Steps of this rank since `world`, the group of all ranks, was made: how many have begun, the number of the last
-    one that failed, and the key of this rank's note of it in the store (empty: there is none)."""
+    one that failed, and the key of this rank's note of it in the store (empty: there is none). `talks`: whether ranks
+    have begun to communicate in the last one; `torn`: whether this rank has given up waiting."""
 
     world: object = None
     begun: int = 0
     failed: int = 0
     note: str = ""
+    talks: bool = False
+    torn: bool = False
 
 
 _here = _Steps()
@@ -44,25 +57,34 @@ _here = _Steps()
 @contextmanager
 def step() -> Iterator[None]:
     """The context of a step that all ranks run: an error in it is noted for the others, and says which rank failed
-    before this one."""
-    global _here
-    if _here.world is not dist.group.WORLD:
-        _here = _Steps(dist.group.WORLD)
-    _here.begun += 1
-    if _here.note:
-        with suppress(dist.DistError):
-            default_store().set(_here.note, "")  # to read a key that is deleted meanwhile would block
-        _here.note = ""
+    before this one. Raises RunError where ranks are still in a step that failed."""
+    here = _steps()
+    here.begun += 1
     try:
+        _begin(here)
         yield
     except BaseException as error:  # KeyboardInterrupt, too: the others wait all the same
         said = of_others()
         if said and said not in str(error):
             error.add_note(said)
-        _here.failed = _here.begun
-        if not said:
+        here.failed = here.begun
+        with suppress(dist.DistError):
+            default_store().add(f"{FAILED}/{here.failed}", 1)
+        if not said and not here.note:  # the first one is the reason of what follows
             _note(error)
         raise
+
+
+def talks() -> None:
+    """To be called when ranks begin to communicate in a step."""
+    _here.talks = True
+
+
+def gave_up() -> None:
+    """To be called where this rank stops to wait for others, and leaves what it waited in."""
+    _steps().torn = True
+    with suppress(dist.DistError):
+        default_store().set(TORN, "")
 
 
 def of_others() -> str:
@@ -80,6 +102,43 @@ def of_others() -> str:
             if rank != dist.get_rank() and (dist.group.WORLD is not _here.world or number > _here.failed):
                 return f"rank {rank} failed: {text}"
     return ""
+
+
+def _steps() -> _Steps:
+    """The steps of this rank in the present group of all ranks."""
+    global _here
+    if _here.world is not dist.group.WORLD:
+        _here = _Steps(dist.group.WORLD)
+    return _here
+
+
+def _begin(here: _Steps) -> None:
+    """Wait until all ranks have left the last step, where it failed; then it is forgotten. Raises RunError where one
+    gave up waiting, or does not leave it."""
+    if here.torn or (here.failed and here.failed == here.begun - 1 and not _over(here)):
+        gave_up()
+        raise RunError(
+            "a step failed before this one, and not on all ranks alike: some gave up waiting for others, or are in it "
+            f"still, and would take what is sent now for what they wait for. {MEND}"
+        )
+    if here.note:
+        with suppress(dist.DistError):
+            default_store().set(here.note, "")  # to read a key that is deleted meanwhile would block
+        here.note = ""
+    here.talks = False
+
+
+def _over(here: _Steps) -> bool:
+    """Whether the step that failed is over for all ranks, after waiting for those that are in it. Where this rank has
+    sent nothing in it the others, who wait for that, learn the number of its step from the next one."""
+    with suppress(dist.DistError):
+        store = default_store()
+        last = time.monotonic() + store.timeout.total_seconds()
+        while not store.check([TORN]) and time.monotonic() < last:
+            if not here.talks or store.add(f"{FAILED}/{here.failed}", 0) >= dist.get_world_size():
+                return True
+            time.sleep(LOOK_S / 50)
+    return False
 
 
 def _note(error: BaseException) -> None:

@@ -55,6 +55,7 @@ from autopar.runtime.places import Everywhere, shared_gradients, tell
 from autopar.runtime.scaling import GradScaler, scale_of
 from autopar.runtime.scopes import Block, Stage
 from autopar.runtime.stepping import Engine, run_forward
+from autopar.runtime.watched import watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +143,17 @@ class PipelinedModule(ShardedModule):
             key = tuple(sizes.items())
             if key not in self._engines:
                 self._engines = {key: Engine(self, self.stages, sizes, number)}  # one at a time: its buffers are large
-            with ExitStack() as stack:
-                stack.enter_context(rng.using(self.rng))
-                for group in self._shared:
-                    stack.enter_context(group.summing(self._held))
-                losses = self._engines[key].step(micro, self._syncs, scale)
-                for sync in self._syncs:
-                    sync.flush()
-            self._change()
-            loss = torch.stack(losses).sum() if losses else None
-            return self._loss(loss)
+            with watched(self.MESH):
+                with ExitStack() as stack:
+                    stack.enter_context(rng.using(self.rng))
+                    for group in self._shared:
+                        stack.enter_context(group.summing(self._held))
+                    losses = self._engines[key].step(micro, self._syncs, scale)
+                    for sync in self._syncs:
+                        sync.flush()
+                self._change()
+                loss = torch.stack(losses).sum() if losses else None
+                return self._loss(loss)
 
     def spreads(self) -> dict[int, Spread]:
         """As ShardedModule.spreads, on every rank, whichever made the outputs."""
@@ -168,9 +170,14 @@ class PipelinedModule(ShardedModule):
     def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """All microbatches forward; the outputs of the model over the whole batch."""
         sizes, micro = self._begin(args, kwargs)
-        with rng.using(self.rng):
-            made = run_forward(self, self.stages, sizes, micro)
-        self._change()
+        with watched(self.MESH):
+            with rng.using(self.rng):
+                made = run_forward(self, self.stages, sizes, micro)
+            self._change()
+            return self._told_everywhere(made)
+
+    def _told_everywhere(self, made: Mapping[int, Sequence[tuple[Tensor, Spread | None]]]) -> list[Any]:
+        """The outputs of the model over the whole batch, on every place; `made` are the results of this one."""
         values: list[Any] = []
         self._outputs = {}
         for number, (role, _) in enumerate(self.OUTPUTS):

@@ -43,10 +43,6 @@ class Sent:
         """Wait for all sends at the end of a step."""
         for works in self._last.values():
             _wait(works)
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop the sends of a step that failed."""
         self._last = {}
 
 
@@ -141,16 +137,9 @@ class OwnStage(pipelining.PipelineStage):
         return []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """The forward of one microbatch; receive buffers are freed after it, but for what autograd saved. An error is
-        raised as it is: torch wraps it in a RuntimeError, whose text becomes a note."""
-        try:
+        """The forward of one microbatch; receive buffers are freed after it, but for what autograd saved."""
+        with _errors_as_they_are():
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        except RuntimeError as error:
-            found = error.__cause__
-            if found is None:
-                raise
-            found.add_note(inspect.cleandoc(str(error)))
-            raise found from found.__cause__
         _let_go(self.args_recv_info[fwd_chunk_id])
         runner: Any = self.submod
         self._going[fwd_chunk_id], runner.going = runner.going, ()
@@ -161,7 +150,8 @@ class OwnStage(pipelining.PipelineStage):
         gradient to give: zeros."""
         came = self.grad_recv_info.get(bwd_chunk_id, ())
         self._make(came, zero=True)
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with _errors_as_they_are():
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         _let_go(came)
 
     def _make(self, infos: Sequence[Any], *, zero: bool = False) -> None:
@@ -202,6 +192,20 @@ class OwnStage(pipelining.PipelineStage):
             if len(group["intermediates"]) > 1:
                 add_gradients(group, [x for x in inputs if isinstance(x, Tensor)])
         self.backward_state[chunk] = (inputs, [group for group in each if len(group["intermediates"]) < 2], *outputs)
+
+
+@contextmanager
+def _errors_as_they_are() -> Iterator[None]:
+    """A context that raises errors of a stage as they are: torch wraps them in a RuntimeError, whose text becomes a
+    note."""
+    try:
+        yield
+    except RuntimeError as error:
+        found, said = error.__cause__, inspect.cleandoc(str(error)).strip()
+        if found is None or "ailed to run" not in said.partition("\n")[0]:
+            raise
+        found.add_note(said)
+        raise found from found.__cause__
 
 
 def count_sends(tensors: Sequence[Tensor]) -> None:

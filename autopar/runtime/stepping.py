@@ -156,8 +156,6 @@ class Engine:
                 self._alone(number)
         else:
             numbers = torch.arange(self.count, device="cpu")  # for the host
-            if self.sent is not None:
-                self.sent.forget()
             self.schedule.step(microbatch=numbers, target=numbers, return_outputs=False)
             if self.sent is not None:
                 self.sent.finish()

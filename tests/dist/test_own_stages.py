@@ -131,29 +131,35 @@ def test_buffers_are_there_while_they_are_needed(name: str, places: tuple[int, .
 
 
 class Ends(nn.Module):
-    """Runs into an error, and one that torch raises."""
+    """Runs into an error, or its backward does."""
 
     going: Sequence[Tensor] = ()
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, where: str) -> None:
         super().__init__()
-        self.error = error
+        self.error, self.where, self.weight = error, where, nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
+        loss = x.sum() * self.weight
+        loss.register_hook(self.end)
+        return loss if self.where == "backward" else self.end(loss)
+
+    def end(self, _: Tensor) -> Tensor:
         raise self.error from KeyError("why")
 
 
-def _ends(error: Exception) -> None:
+def _ends(error: Exception, where: str) -> None:
     meta, loss = torch.empty(ROWS, WIDTH, device="meta"), torch.empty((), device="meta", requires_grad=True)
-    stage = OwnStage(Ends(error), 0, 1, torch.device("cpu"), input_args=(meta,), output_args=(loss,), sent=None)
+    stage = OwnStage(Ends(error, where), 0, 1, torch.device("cpu"), input_args=(meta,), output_args=(loss,), sent=None)
     schedule = pipelining.ScheduleGPipe(stage, 1, loss_fn=lambda x, _: x)
     with pytest.raises(type(error), match="in row 7") as caught:
         schedule.step(torch.zeros(ROWS, WIDTH), target=torch.zeros(1))
     assert type(caught.value) is type(error) and isinstance(caught.value.__cause__, KeyError)
-    assert any("[Stage 0] failed to run forward" in note for note in caught.value.__notes__)
+    assert any("ailed to run" in note and where in note for note in caught.value.__notes__)
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("kind", [RunError, IndexError, RuntimeError])
-def test_what_ends_a_stage_is_raised_as_it_is(kind: type[Exception]) -> None:
+def test_what_ends_a_stage_is_raised_as_it_is(kind: type[Exception], where: str) -> None:
     """As from a module of one stage: torch raises a RuntimeError of its own."""
-    on_ranks(1, _ends, kind("in row 7"))
+    on_ranks(1, _ends, kind("in row 7"), where)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -213,6 +214,50 @@ def test_ranks_with_different_plans_are_refused(tmp_path):
         assert (
             "ranks have different programs: rank 0 ddp on mesh (2,) of" in said and "rank 1 tp on mesh (2,) of" in said
         )
+
+
+def _planted(backward, real, *given, **sizes):
+    """A forward that ends in an error, or whose backward does."""
+    made = real(*given, **sizes)
+    if backward:
+        loss = made[-1] if isinstance(made[-1], torch.Tensor) else made[-1][-1]
+        loss.register_hook(lambda _: made[0].planted)
+        return made
+    raise ValueError("planted")
+
+
+def _failing_inside(recipe, backward):
+    """What a rank says of each of three steps, where rank 1 fails in the middle of the second, and all go on."""
+    failures.LOOK_S = 0.1
+    torch.manual_seed(0)
+    model, batch = model_and_batch()
+    compiled, said = autopar.compile(model, "cpu:1x2", batch, recipe=recipe), []
+    local, module = compiled.shard_batch(*batch), compiled.module
+    scope = getattr(module, "stages", [module])[-1]
+    for number in range(3):
+        given = partial(_planted, backward, scope.forward)
+        planted = dist.get_rank() and number == 1
+        with mock.patch.object(scope, "forward", given) if planted else contextlib.nullcontext():
+            try:
+                compiled.train_step(*local)
+                said.append("")
+            except (RunError, ValueError, AttributeError) as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backward", "why"),
+    [("zero3", False, "ValueError: planted"), ("1f1b", False, "ValueError: planted"), ("1f1b", True, "AttributeError")],
+)
+def test_a_rank_that_fails_in_its_step_tells_the_others_why_and_all_refuse_the_next(recipe, backward, why):
+    """Places of a pipeline waited for each other until the timeout of their group, and ranks that went on for what is
+    still under way."""
+    other, failed = on_new_ranks(2, _failing_inside, recipe, backward)
+    assert not failed[0] and not other[0]
+    assert other[1].startswith("waiting for") and f"rank 1 failed: {why}" in other[1]
+    for said in (other, failed):
+        assert said[2].startswith("a step failed before this one, and not on all ranks alike")
 
 
 def _waiting(seconds):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopar.buckets import BUCKET_BYTES, travels_alone
 from autopar.layout import Step, dim_of, most_elements
-from autopar.runtime.collectives import start_all_gather, start_reduce_scatter, wait
+from autopar.runtime.collectives import start_all_gather, start_reduce_scatter, then
 from autopar.runtime.count import counting, record
 from autopar.runtime.cuts import join, joining, pad
 from autopar.runtime.mesh import Mesh
@@ -157,12 +157,7 @@ def _reduce(
     flat = torch.cat([x.reshape(-1) for x in tensors])
     work = dist.all_reduce(flat, group=mesh.group(steps[0].axis, behind=True), async_op=True)
     sizes = [tuple(x.shape) for x in tensors]
-
-    def finish() -> list[Tensor]:
-        wait(work, flat)
-        return [piece.view(size) for piece, size in zip(_split(flat, sizes), sizes, strict=True)]
-
-    return finish
+    return then(work, flat, lambda: [piece.view(size) for piece, size in zip(_split(flat, sizes), sizes, strict=True)])
 
 
 def _scatter(

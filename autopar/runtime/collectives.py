@@ -70,7 +70,7 @@ def start_all_reduce(x: Tensor, axis: int, mesh: Mesh, entry: str = "P", *, behi
         total = start_all_reduce(x.to(SUMMED[x.dtype]), axis, mesh, entry, behind=behind)
         return lambda: total().to(x.dtype)
     out = x.clone(memory_format=torch.contiguous_format)
-    return _then(
+    return then(
         dist.all_reduce(out, OPS[entry], group=mesh.group(axis, behind=behind), async_op=True), out, lambda: out
     )
 
@@ -84,7 +84,7 @@ def broadcast(x: Tensor, source: int, axis: int, mesh: Mesh) -> Tensor:
 def start_broadcast(x: Tensor, source: int, axis: int, mesh: Mesh, *, behind: bool = False) -> Later:
     """`broadcast` in the background; the result comes from calling what this returns."""
     out = x.contiguous()
-    return _then(
+    return then(
         dist.broadcast(_carried(out), group=mesh.group(axis, behind=behind), group_src=source, async_op=True),
         out,
         lambda: out,
@@ -101,7 +101,7 @@ def start_all_gather(x: Tensor, axis: int, mesh: Mesh, out: Tensor | None = None
     from calling what this returns. `x` must not change until then."""
     x = x.contiguous()
     into = x.new_empty((mesh.sizes[axis] * x.shape[0], *x.shape[1:])) if out is None else out
-    return _then(
+    return then(
         _all_gather(_carried(into), _carried(x), group=mesh.group(axis, behind=behind), async_op=True),
         into,
         lambda: into.view(mesh.sizes[axis], *x.shape),
@@ -111,7 +111,7 @@ def start_all_gather(x: Tensor, axis: int, mesh: Mesh, out: Tensor | None = None
 def start_all_gather_from_all(x: Tensor, mesh: Mesh) -> Later:
     """`[m]` on each of the ranks of `mesh`, of all places -> `[ranks, m]` in the background."""
     out = x.new_empty(mesh.ranks * x.shape[0])
-    return _then(_all_gather(out, x, async_op=True), out, lambda: out.view(mesh.ranks, -1))
+    return then(_all_gather(out, x, async_op=True), out, lambda: out.view(mesh.ranks, -1))
 
 
 def reduce_scatter(x: Tensor, axis: int, mesh: Mesh) -> Tensor:
@@ -127,7 +127,7 @@ def start_reduce_scatter(x: Tensor, axis: int, mesh: Mesh, out: Tensor | None = 
         return lambda: done().to(x.dtype)
     x = x.contiguous()
     into = x.new_empty(x.shape[1:]) if out is None else out
-    return _then(
+    return then(
         _reduce_scatter(into, x.flatten(0, 1), group=mesh.group(axis, behind=behind), async_op=True), into, lambda: into
     )
 
@@ -152,7 +152,7 @@ def start_all_to_all(
         group=mesh.group(axis, behind=behind),
         async_op=True,
     )
-    return _then(work, out, lambda: [got.view(shape) for got, shape in zip(out.split(sizes), shapes, strict=True)])
+    return then(work, out, lambda: [got.view(shape) for got, shape in zip(out.split(sizes), shapes, strict=True)])
 
 
 def _carried(x: Tensor) -> Tensor:
@@ -162,6 +162,7 @@ def _carried(x: Tensor) -> Tensor:
 
 def all_reduce_in_place(x: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
     """Reduce `x` over the ranks of `group` (None: all)."""
+    failures.talks()
     wait(dist.all_reduce(x, op, group=group, async_op=True), x)
 
 
@@ -218,8 +219,9 @@ def _came(work: Any, x: Tensor) -> bool:
     return True
 
 
-def _then(work: Any, x: Tensor, result: Callable[[], Result]) -> Callable[[], Result]:
-    """`wait` for `work` on `x`, then `result`."""
+def then(work: Any, x: Tensor, result: Callable[[], Result]) -> Callable[[], Result]:
+    """What waits for `work`, a collective on `x` that has begun, and gives its `result`."""
+    failures.talks()
 
     def finish() -> Result:
         wait(work, x)

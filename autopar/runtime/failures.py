@@ -7,8 +7,9 @@ store.
 A note counts until its rank begins another step. One of a step that failed on the reading rank, too, does not count:
 that step is over for all.
 
-The step after one that failed begins once all ranks have failed in that one. It never begins where a rank gave up
-waiting: what it waited in is still under way there, and would take what the other ranks send from now on.
+The step after one that failed begins once all ranks have failed in that one, at the same place: after as many
+collectives. It never begins where a rank gave up waiting, or was interrupted: what it waited in is still under way
+there, and would take what the other ranks send from now on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ NOTES = "autopar/failures"
 LATEST = 16  # notes that are looked at
 LONGEST = 600  # characters of an error that are told
 FAILED = "autopar/failed"
-"""FAILED/n is the key of how many ranks have failed in step n."""
+"""FAILED/n is the key of how many ranks have failed in step n, FAILED/n/m after they had begun m collectives in it."""
 TORN = "autopar/torn"
 """The key that is there once a rank has given up waiting for others."""
 MEND = "Let such an error end its process, so that torchrun ends the others"
@@ -40,14 +41,14 @@ MEND = "Let such an error end its process, so that torchrun ends the others"
 @dataclass
 class _Steps:
     """Steps of this rank since `world`, the group of all ranks, was made: how many have begun, the number of the last
-    one that failed, and the key of this rank's note of it in the store (empty: there is none). `talks`: whether ranks
-    have begun to communicate in the last one; `torn`: whether this rank has given up waiting."""
+    one that failed, and the key of this rank's note of it in the store (empty: there is none). `talks`: how many
+    collectives have begun in the last one; `torn`: whether this rank has given up waiting."""
 
     world: object = None
     begun: int = 0
     failed: int = 0
     note: str = ""
-    talks: bool = False
+    talks: int = 0
     torn: bool = False
 
 
@@ -68,7 +69,10 @@ def step() -> Iterator[None]:
         if said and said not in str(error):
             error.add_note(said)
         here.failed = here.begun
+        if not isinstance(error, Exception):  # an interrupt comes anywhere
+            gave_up()
         with suppress(dist.DistError):
+            default_store().add(f"{FAILED}/{here.failed}/{here.talks}", 1)
             default_store().add(f"{FAILED}/{here.failed}", 1)
         if not said and not here.note:  # the first one is the reason of what follows
             _note(error)
@@ -76,8 +80,8 @@ def step() -> Iterator[None]:
 
 
 def talks() -> None:
-    """To be called when ranks begin to communicate in a step."""
-    _here.talks = True
+    """To be called with each collective that begins."""
+    _here.talks += 1
 
 
 def gave_up() -> None:
@@ -118,14 +122,14 @@ def _begin(here: _Steps) -> None:
     if here.torn or (here.failed and here.failed == here.begun - 1 and not _over(here)):
         gave_up()
         raise RunError(
-            "a step failed before this one, and not on all ranks alike: some gave up waiting for others, or are in it "
-            f"still, and would take what is sent now for what they wait for. {MEND}"
+            "a step failed before this one, and not on all ranks alike: some gave up waiting for others, failed at "
+            f"another place, or are in it still, and would take what is sent now for what they wait for. {MEND}"
         )
     if here.note:
         with suppress(dist.DistError):
             default_store().set(here.note, "")  # to read a key that is deleted meanwhile would block
         here.note = ""
-    here.talks = False
+    here.talks = 0
 
 
 def _over(here: _Steps) -> bool:
@@ -135,8 +139,10 @@ def _over(here: _Steps) -> bool:
         store = default_store()
         last = time.monotonic() + store.timeout.total_seconds()
         while not store.check([TORN]) and time.monotonic() < last:
-            if not here.talks or store.add(f"{FAILED}/{here.failed}", 0) >= dist.get_world_size():
+            if not here.talks:
                 return True
+            if store.add(f"{FAILED}/{here.failed}", 0) >= dist.get_world_size():
+                return store.add(f"{FAILED}/{here.failed}/{here.talks}", 0) >= dist.get_world_size()
             time.sleep(LOOK_S / 50)
     return False
 

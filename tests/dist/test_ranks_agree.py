@@ -198,6 +198,27 @@ def test_a_failure_counts_until_the_next_step_of_its_rank_and_where_it_is_not_th
     assert on_ranks(2, _notes) == [["rank 1 failed: ValueError: of rank 1", "", ""], ["", "", ""]]
 
 
+def _failing_together(error, apart):
+    """What a rank says behind a step in which all fail, rank 1 after more collectives where they are `apart`."""
+    with contextlib.suppress(ValueError, KeyboardInterrupt), failures.step():
+        for _ in range(1 + (apart and dist.get_rank())):
+            failures.talks()
+        raise error
+    try:
+        with failures.step():
+            return ""
+    except RunError as said:
+        return str(said)
+
+
+@pytest.mark.parametrize(
+    ("error", "apart", "refused"), [(ValueError(), 0, False), (ValueError(), 1, True), (KeyboardInterrupt(), 0, True)]
+)
+def test_a_step_begins_after_one_in_which_all_ranks_failed_at_the_same_place(error, apart, refused):
+    for said in on_new_ranks(2, _failing_together, error, apart):
+        assert said.startswith("a step failed before this one, and not on all ranks alike") is refused
+
+
 def _of_another_plan(folders):
     """What a rank says that has loaded a plan of its own."""
     compiled = autopar.load(folders[dist.get_rank()])

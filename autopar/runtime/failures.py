@@ -137,7 +137,7 @@ def _over(here: _Steps) -> bool:
     sent nothing in it the others, who wait for that, learn the number of its step from the next one."""
     with suppress(dist.DistError):
         store = default_store()
-        last = time.monotonic() + store.timeout.total_seconds()
+        last = time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined, unused-ignore]
         while not store.check([TORN]) and time.monotonic() < last:
             if not here.talks:
                 return True

@@ -56,5 +56,6 @@ def _look(group: dist.ProcessGroup, over: threading.Event, said: list[str]) -> N
             said.append(found)
             with suppress(RuntimeError):
                 other = int(dist.get_rank(group) == 0)
-                dist.irecv(torch.empty(1), group=group, group_src=other, tag=_UNUSED).wait(timedelta(milliseconds=1))
+                if (never := dist.irecv(torch.empty(1), group=group, group_src=other, tag=_UNUSED)) is not None:
+                    never.wait(timedelta(milliseconds=1))
             return

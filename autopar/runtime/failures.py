@@ -59,6 +59,9 @@ _here = _Steps()
 def step() -> Iterator[None]:
     """The context of a step that all ranks run: an error in it is noted for the others, and says which rank failed
     before this one. Raises RunError where ranks are still in a step that failed."""
+    if not dist.is_initialized():  # there is nobody to tell; the step says so
+        yield
+        return
     here = _steps()
     here.begun += 1
     try:
@@ -149,8 +152,6 @@ def _over(here: _Steps) -> bool:
 
 def _note(error: BaseException) -> None:
     """Tell other ranks of an `error` of this one."""
-    if not dist.is_initialized():  # there are none: this is what the error says
-        return
     text = f"{type(error).__name__}: {error}"
     with suppress(dist.DistError):
         store = default_store()

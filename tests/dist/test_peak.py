@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autopar
 from autopar.bundle import Bundle
 from autopar.capture import capture
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
+from autopar.compiled import Compiled
 from autopar.memory import Place, memory_of, predict
-from autopar.memory.place import WEIGHTS
+from autopar.memory.place import SUMS, UPDATE
 from autopar.plan import Plan
 from autopar.problem.read_graph import read
 from models import gpt
-from tests.helpers.peak import Counted, counted_on_rank
+from tests.helpers.peak import Counted, beside_state, is_counted
 from tests.helpers.peak_modules import (
     ALIKE,
     APART,
@@ -34,42 +35,43 @@ from tests.helpers.peak_modules import (
     Taking,
     Widened,
 )
-from tests.helpers.ranks import living
 from tests.helpers.remat import rematerialised
 from tests.helpers.tiny import TINY
 from tests.helpers.verify import Sizes, Subject, by_recipe, by_stages, planned, subject
 
 BATCH, SEQ = 64, 64  # activations are a hundred times the weights
-FAST = [("hf-llama", "zero3"), ("hf-gpt2", "megatron"), ("hf-bert", "tp_sp"), ("gpt", "zero1")]
+FAST = [("gpt", "zero1"), ("mlp", "ddp")]
 SLOW = [
     (name, recipe)
     for name in TINY
     for recipe in ("ddp", "zero1", "zero3", "tp_sp", "megatron")
     if (name, recipe) not in FAST
 ]
-STATE = ("weights", "master", "optimizer", "buffers", "inputs")  # there before a step begins
 
 
-def compared(who: Subject, made: Plan) -> list[tuple[Place, Counted]]:
-    """What is predicted for each place, and counted on its first rank."""
+def compared(who: Subject, made: Plan, within: float) -> tuple[tuple[Place, ...], list[Counted]]:
+    """The peak of a step as predicted for each place and as counted: the places, and what each rank counts."""
     hints = who.captured.hints | {n: size for n, size in (("b", BATCH), ("s", SEQ)) if n in who.captured.hints}
     bundle = Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
-    seen = living(made.ranks).run(counted_on_rank, bundle, dict(who.weights), who.batch(BATCH, SEQ))
     places = predict(read(who.captured.gm, hints, training=True, device="cpu"), made).places
-    return [(place, seen[place.number * made.ranks // made.places]) for place in places]
+    return places, is_counted(places, bundle, who.weights, who.batch(BATCH, SEQ), within)
 
 
-def beside_state(place: Place, *phases: str) -> float:
-    """The predicted peak of some phases, without what is there before the step."""
-    return max(place.phases.get(phase, 0.0) for phase in phases) - sum(place.rest.get(kind, 0.0) for kind in STATE)
+def peaks(made: Compiled, model: nn.Module, inputs: Sequence[Tensor], within: float) -> tuple[Place, list[Counted]]:
+    """The same of a compiled model of one place, at the sizes of its inputs."""
+    places = made.memory().places
+    batch = dict(zip(made.captured.input_names, inputs, strict=True))
+    return places[0], is_counted(places, made.bundle, model.state_dict(), batch, within)
 
 
 @pytest.mark.parametrize(("name", "recipe"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
 def test_the_peak_of_a_step_is_counted(name: str, recipe: str) -> None:
+    """An update takes two more of the largest parameter, and one of the parameter before, in the order of the model
+    (Phi-3 reads its weights in another one)."""
     who = subject(name)
-    ((place, counted),) = compared(who, by_recipe(who, (2,), recipe))
+    (place,), (counted, *_) = compared(who, by_recipe(who, (2,), recipe), 0.1)
     assert counted.step_bytes > 50_000
-    assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.1)
+    assert beside_state(place, UPDATE) == pytest.approx(counted.update_bytes, rel=0.01)
 
 
 @pytest.mark.slow
@@ -79,10 +81,7 @@ def test_on_an_axis_of_one_device_layouts_are_views() -> None:
     who = subject("hf-neox")
     made = planned(who, (1,), "single")
     assert any("P" in use for node in made.nodes.values() for use in node.ins)
-    ((place, counted),) = compared(who, made)
-    assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(
-        counted.step_bytes, rel=0.01
-    )
+    compared(who, made, 0.01)
 
 
 @pytest.mark.parametrize(
@@ -96,13 +95,7 @@ def test_gradients_in_mixed_precision_are_there_in_both_dtypes(recipe: str, batc
     model, args = gpt.build(gpt.Config(vocab=4096, positions=16, layers=2, heads=4, hidden=128), batch, 16)
     ranks = 1 if recipe == "single" else 2
     made = autopar.compile(model, f"cpu:1x{ranks}", args, precision="bf16", recipe=recipe, time_limit_s=10.0)
-    assert made.captured is not None
-    counted = living(ranks).run(
-        counted_on_rank, made.bundle, dict(model.state_dict()), dict(zip(made.captured.input_names, args, strict=True))
-    )[0]
-    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
-        counted.step_bytes, rel=0.1
-    )
+    peaks(made, model, args, 0.1)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
@@ -111,13 +104,8 @@ def test_the_peak_of_a_loss_over_split_classes_is_counted(precision: str) -> Non
     torch.manual_seed(0)
     model, args = gpt.build(gpt.Config(vocab=4096, positions=16, layers=1, heads=4, hidden=64), 128, 16)
     made = autopar.compile(model, "cpu:1x2", args, precision=precision, recipe="megatron", time_limit_s=10.0)
-    counted = living(2).run(
-        counted_on_rank, made.bundle, dict(model.state_dict()), dict(zip(made.captured.input_names, args, strict=True))
-    )[0]
     assert "cross_entropy" in str(made.plan.nodes["cross_entropy_sum"].runs)
-    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
-        counted.step_bytes, rel=0.03
-    )
+    peaks(made, model, args, 0.03)
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "zero1", "zero2"])
@@ -127,16 +115,11 @@ def test_whole_gradients_that_are_scattered_do_not_stay(recipe: str) -> None:
     thread runs."""
     model, x = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12))), torch.randn(4, 2048)
     made = autopar.compile(Loss(model), "cpu:1x2", (x,), recipe=recipe, time_limit_s=5.0)
-    counted = living(2).run(
-        counted_on_rank, made.bundle, dict(Loss(model).state_dict()), {made.captured.input_names[0]: x}
-    )[0]
-    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
-        counted.step_bytes, rel=0.15
-    )
+    place, (counted, *_) = peaks(made, Loss(model), (x,), 0.15)
     assert recipe == "ddp" or counted.step_bytes < (12 / 2 + 12) * 4 * 2048 * 2048
-    assert recipe != "ddp" or beside_state(made.memory().places[0], "sums of gradients") == pytest.approx(
-        counted.step_bytes, rel=0.01
-    ), "a bucket has all of the layer that makes it full"
+    assert recipe != "ddp" or beside_state(place, SUMS) == pytest.approx(counted.step_bytes, rel=0.01), (
+        "a bucket has all of the layer that makes it full"
+    )
 
 
 @pytest.mark.parametrize(("name", "precision"), [*((name, "float32") for name in ALIKE), ("layers", "bf16")])
@@ -147,12 +130,7 @@ def test_gloo_sums_whole_gradients_of_gathered_weights_in_copies(name: str, prec
     build, drawn = ALIKE[name]
     model, x = Loss(build()), drawn()
     made = autopar.compile(model, "cpu:1x2", (x,), recipe="zero3", precision=precision, time_limit_s=5.0)
-    counted = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[
-        0
-    ]
-    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
-        counted.step_bytes, rel=0.15
-    )
+    peaks(made, model, (x,), 0.15)
 
 
 @pytest.mark.parametrize(
@@ -163,41 +141,31 @@ def test_of_few_gradients_a_bucket_is_sent_when_all_are_there(recipe: str, preci
     gathered weights are scattered one by one, while they are there in both dtypes."""
     model, x = Loss(nn.Sequential(*(nn.Linear(256, 256) for _ in range(5)))), torch.randn(256, 256)
     made = autopar.compile(model, "cpu:1x2", (x,), recipe=recipe, precision=precision, time_limit_s=5.0)
-    counted = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[
-        0
-    ]
-    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
-        counted.step_bytes, rel=0.01
-    )
+    peaks(made, model, (x,), 0.01)
 
 
-def _is_counted(build: Callable[[], nn.Module], precision: str | None = None, rows: int = 2048) -> None:
+def _of_rows(build: Callable[[], nn.Module], precision: str | None = None, rows: int = 2048) -> None:
     """The peak of a step on so many rows of one device, beside what rests, is what the allocator counts."""
     torch.manual_seed(0)
     model, x = build(), torch.randn(rows, 128)
     made = autopar.compile(model, "cpu:1x1", (x,), recipe="single", precision=precision, time_limit_s=5.0)
-    counted = living(1).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[
-        0
-    ]
-    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
-        counted.step_bytes, rel=0.05
-    )
+    peaks(made, model, (x,), 0.05)
 
 
 @pytest.mark.parametrize("name", SQUARES)
 def test_the_peak_of_squares_is_counted(name: str) -> None:
-    _is_counted(lambda: Squared(name))
+    _of_rows(lambda: Squared(name))
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_inputs_that_are_cast_are_there_in_both_dtypes(count: int) -> None:
     """What is given is in float32, and its copy in 16 bits takes as much as each of what is made of it."""
-    _is_counted(lambda: Scaled(count), "bf16")
+    _of_rows(lambda: Scaled(count), "bf16")
 
 
 @pytest.mark.parametrize("name", TAKING)
 def test_the_peak_of_what_operators_take_is_counted(name: str) -> None:
-    _is_counted(lambda: Taking(name))
+    _of_rows(lambda: Taking(name))
 
 
 @pytest.mark.parametrize(
@@ -214,12 +182,12 @@ def test_the_peak_of_what_operators_take_is_counted(name: str) -> None:
 )
 def test_the_peak_of_norms_is_counted(norm: str, count: int, precision: str) -> None:
     """A CPU runs RMSNorm as plain operators, each of which takes memory."""
-    _is_counted(lambda: Normed(norm, count), precision)
+    _of_rows(lambda: Normed(norm, count), precision)
 
 
 def test_gradients_of_blocks_come_as_what_blocks_keep_goes() -> None:
     """All of both are never there at once."""
-    _is_counted(lambda: Widened(8), rows=256)
+    _of_rows(lambda: Widened(8), rows=256)
 
 
 @pytest.mark.parametrize(
@@ -237,10 +205,7 @@ def test_the_peak_of_attention_whose_heads_are_joined_is_counted(name: str, reci
     build, drawn = HEADS[name]
     model, x = Loss(build()), drawn()
     made = autopar.compile(model, "cpu:1x2", (x,), recipe=recipe, time_limit_s=5.0)
-    seen = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})
-    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
-        max(counted.step_bytes for counted in seen), rel=0.03
-    ), "of the rank that has most"
+    peaks(made, model, (x,), 0.03)
 
 
 @pytest.mark.parametrize(("name", "within"), [("heads", 0.01), ("causal heads", 0.01), ("sloped heads", 0.1)])
@@ -253,16 +218,13 @@ def test_the_peak_of_a_ring_of_attention_is_counted(name: str, within: float) ->
         model, "cpu:1x2", (x,), recipe="cp", dynamic_shapes=(({0: "b", 1: "s"},), {}), time_limit_s=5.0
     )
     assert "ring" in made.plan.nodes["scaled_dot_product_attention"].runs
-    seen = living(2).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})
-    assert beside_state(made.memory().places[0], "forward", "backward", "sums of gradients") == pytest.approx(
-        max(counted.step_bytes for counted in seen), rel=within
-    )
+    peaks(made, model, (x,), within)
 
 
 @pytest.mark.parametrize(("dropped", "precision"), [(0.1, "float32"), (0.1, "bf16"), (0.0, "bf16"), (0.0, "float32")])
 def test_the_peak_of_attention_as_products_is_counted(dropped: float, precision: str) -> None:
     """In float32, whatever it is given."""
-    _is_counted(lambda: Attending(dropped), precision)
+    _of_rows(lambda: Attending(dropped), precision)
 
 
 @pytest.mark.parametrize(
@@ -280,15 +242,7 @@ def test_the_peak_of_attention_as_products_is_counted(dropped: float, precision:
 )
 def test_the_peak_of_recurrent_networks_is_counted(name: str, layers: int, both: bool) -> None:
     """Gates of all positions are there at once, beside what is kept."""
-    _is_counted(lambda: Recurrent(name, layers, both), rows=256)
-
-
-@pytest.mark.parametrize(("name", "recipe"), [("hf-phi3", "zero3"), ("mlp", "ddp"), ("hf-bert", "tp_sp")])
-def test_the_update_takes_two_more_of_the_largest_parameter(name: str, recipe: str) -> None:
-    """And one of the parameter before, in the order of the model (Phi-3 reads its weights in another one)."""
-    who = subject(name)
-    ((place, counted),) = compared(who, by_recipe(who, (2,), recipe))
-    assert beside_state(place, "update") == pytest.approx(counted.update_bytes, rel=0.01)
+    _of_rows(lambda: Recurrent(name, layers, both), rows=256)
 
 
 @pytest.mark.parametrize("layers", [2, 4])
@@ -296,21 +250,14 @@ def test_the_update_has_one_more_of_the_parameter_before(layers: int) -> None:
     """Of alike ones three; blocks that are alike are one run, of layers without biases."""
     model, x = Loss(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(layers)))), torch.randn(4, 256)
     made = autopar.compile(model, "cpu:1x1", (x,), recipe="single", time_limit_s=5.0)
-    counted = living(1).run(counted_on_rank, made.bundle, dict(model.state_dict()), {made.captured.input_names[0]: x})[
-        0
-    ]
-    assert (
-        beside_state(made.memory().places[0], "update")
-        == pytest.approx(counted.update_bytes, rel=0.01)
-        == (layers + 3) * 4 * 256 * 256
-    )
+    place, (counted,) = peaks(made, model, (x,), 0.05)
+    assert beside_state(place, UPDATE) == pytest.approx(counted.update_bytes, rel=0.01) == (layers + 3) * 4 * 256 * 256
 
 
 @pytest.mark.parametrize(("name", "recipe", "level"), [("hf-gpt2", "ddp", "full"), ("hf-llama", "zero3", "selective")])
 def test_the_peak_of_blocks_that_are_run_again_is_counted(name: str, recipe: str, level: str) -> None:
     who = subject(name)
-    ((place, counted),) = compared(who, rematerialised(who, by_recipe(who, (2,), recipe), level))
-    assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(counted.step_bytes, rel=0.1)
+    compared(who, rematerialised(who, by_recipe(who, (2,), recipe), level), 0.1)
 
 
 @pytest.mark.parametrize("level", ["full", "selective"])
@@ -322,11 +269,7 @@ def test_the_inputs_of_blocks_that_are_run_again_go_with_their_backward(level: s
     who = Subject("widened", "train", capture(model, (x,)), model.state_dict())
     made = rematerialised(who, planned(who, (1,), "single"), level)
     bundle = Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
-    counted = living(1).run(counted_on_rank, bundle, dict(who.weights), {who.captured.input_names[0]: x})[0]
-    (place,) = memory_of(who.captured.gm, made).places
-    assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(
-        counted.step_bytes, rel=0.05
-    )
+    is_counted(memory_of(who.captured.gm, made).places, bundle, who.weights, {who.captured.input_names[0]: x}, 0.05)
 
 
 STAGES: list[tuple[str, Sizes, str, int, int, str, int]] = [
@@ -350,10 +293,7 @@ def test_the_peak_of_each_place_of_a_pipeline_is_counted(
     name: str, mesh: Sizes, recipe: str, places: int, microbatches: int, schedule: str, virtual: int
 ) -> None:
     who = subject(name)
-    for place, counted in compared(who, by_stages(who, mesh, recipe, places, microbatches, schedule, virtual)):
-        assert beside_state(place, "forward", "backward", WEIGHTS, "sums of gradients") == pytest.approx(
-            counted.step_bytes, rel=0.07
-        ), place.number
+    compared(who, by_stages(who, mesh, recipe, places, microbatches, schedule, virtual), 0.07)
 
 
 @pytest.mark.parametrize(
@@ -375,11 +315,7 @@ def test_the_peak_of_a_backward_with_two_actions_is_counted(name: str, level: st
     who = Subject(name, "train", capture(model, (x,)), model.state_dict())
     made = rematerialised(who, by_stages(who, (1,), "single", 2, 4, schedule, 2), level)
     bundle = Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
-    seen = living(2).run(counted_on_rank, bundle, dict(who.weights), {who.captured.input_names[0]: x})
-    for place, counted in zip(memory_of(who.captured.gm, made).places, seen, strict=True):
-        assert beside_state(place, "forward", "backward", WEIGHTS, "sums of gradients") == pytest.approx(
-            counted.step_bytes, rel=0.05
-        ), place.number
+    is_counted(memory_of(who.captured.gm, made).places, bundle, who.weights, {who.captured.input_names[0]: x}, 0.05)
 
 
 def test_what_scatters_of_each_microbatch_bring_is_there_beside_the_sums() -> None:
@@ -389,8 +325,4 @@ def test_what_scatters_of_each_microbatch_bring_is_there_beside_the_sums() -> No
     who = Subject("large weights", "train", capture(model, (x,)), model.state_dict())
     made = by_stages(who, (2,), "zero2", 2, 4, "1f1b")
     bundle = Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
-    seen = living(4).run(counted_on_rank, bundle, dict(who.weights), {who.captured.input_names[0]: x})
-    for place in memory_of(who.captured.gm, made).places:
-        assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(
-            max(counted.step_bytes for counted in seen[2 * place.number : 2 * place.number + 2]), rel=0.05
-        ), place.number
+    is_counted(memory_of(who.captured.gm, made).places, bundle, who.weights, {who.captured.input_names[0]: x}, 0.05)

@@ -15,9 +15,9 @@ from autopar.codegen.tables import Names
 from autopar.memory import predict
 from autopar.problem.read_graph import read
 from models import gpt
-from tests.dist.test_peak import beside_state, compared
-from tests.helpers.peak import counted_on_rank
-from tests.helpers.ranks import living
+from tests.dist.test_peak import compared
+from tests.helpers.captures import captured_once
+from tests.helpers.peak import is_counted
 from tests.helpers.remat import rematerialised
 from tests.helpers.verify import by_stages, subject
 
@@ -40,22 +40,17 @@ def test_the_peak_where_the_first_blocks_are_run_again_is_counted(
     """Of six blocks of one stage, three of each of two, or one and two of four."""
     torch.manual_seed(0)
     model, args = gpt.build(gpt.Config(vocab=256, positions=16, layers=6, heads=4, hidden=64), 64, 16)
-    made = autopar.compile(
-        model, "cpu:1x2", args, recipe=recipe, remat=level, mesh=(2,) if len(again) == 1 else (1,), time_limit_s=5.0
-    )
+    mesh = (2,) if len(again) == 1 else (1,)
+    with captured_once("six blocks"):
+        made = autopar.compile(model, "cpu:1x2", args, recipe=recipe, remat=level, mesh=mesh, time_limit_s=5.0)
     (scope,) = made.plan.remat
     plan = replace(
         made.plan,
         stages=tuple(replace(stage, again={scope: n}) for stage, n in zip(made.plan.stages, again, strict=True)),
     )
     bundle = Bundle(plan, emit(made.captured.gm, plan, Names.of(made.captured)), made.captured.constants)
-    seen = living(2).run(
-        counted_on_rank, bundle, dict(model.state_dict()), dict(zip(made.captured.input_names, args, strict=True))
-    )
-    for place in predict(read(made.captured.gm, made.captured.hints, training=True, device="cpu"), plan).places:
-        assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(
-            seen[place.number].step_bytes, rel=0.05
-        ), place.number
+    places = predict(read(made.captured.gm, made.captured.hints, training=True, device="cpu"), plan).places
+    is_counted(places, bundle, model.state_dict(), dict(zip(made.captured.input_names, args, strict=True)), 0.05)
 
 
 @pytest.mark.parametrize(("schedule", "close"), [("1f1b", 0.005), ("gpipe", 0.03)])
@@ -64,8 +59,4 @@ def test_sends_hold_what_they_have_sent(schedule: str, close: float) -> None:
     part of it. With blocks that are run again they are a tenth of the peak. Under GPipe gradients of weights, which the
     first backward makes one by one, are counted from its begin."""
     who = subject("hf-llama")
-    made = rematerialised(who, by_stages(who, (1,), "single", 2, 4, schedule), "full")
-    for place, counted in compared(who, made):
-        assert beside_state(place, "forward", "backward", "sums of gradients") == pytest.approx(
-            counted.step_bytes, rel=close
-        ), place.number
+    compared(who, rematerialised(who, by_stages(who, (1,), "single", 2, 4, schedule), "full"), close)

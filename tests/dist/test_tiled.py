@@ -33,8 +33,7 @@ from autopar.runtime.cuts import own
 from autopar.verify import Report, case_of, verify
 from models.mlp import build
 from passes import ops
-from tests.dist.test_peak import beside_state
-from tests.helpers.peak import counted_on_rank
+from tests.helpers.peak import beside_state, counted_on_rank
 from tests.helpers.ranks import living, on_ranks
 from tests.helpers.remat import rematerialised
 from tests.helpers.tiled import in_tiles

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from autopar._torch import local_of
 from autopar.bundle import Bundle
+from autopar.memory import Place
+from autopar.memory.place import SUMS, WEIGHTS
+from tests.helpers.ranks import living
 
-STEPS, SHORT_STEPS = 3, 40
-"""Steps of which the least is taken: threads of gloo let go of what they have sent when they are next scheduled, on a
-busy machine much later. Of SHORT_STEPS where there are less than SHORT_BYTES of weights: a step is over then before
-they are."""
-SHORT_BYTES = 1e6
+STEPS, MORE_STEPS = 3, 40
+"""Steps of which the least is taken, and how many at most while some rank took more than it may: threads of gloo let go
+of what they have sent when they are next scheduled, which may be after a short step is over."""
+STATE = ("weights", "master", "optimizer", "buffers", "inputs")  # there before a step begins
+STEP = ("forward", "backward", WEIGHTS, SUMS)
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,6 @@ class Counted:
 
     step_bytes: int
     update_bytes: int
-    curve: tuple[int, ...] = ()
 
 
 def allocations(body: Callable[[], Any]) -> list[int]:
@@ -44,10 +49,34 @@ def allocations(body: Callable[[], Any]) -> list[int]:
     return list(accumulate(nbytes for *_, nbytes in events))
 
 
+def beside_state(place: Place, *phases: str) -> float:
+    """The predicted peak of some phases, without what is there before the step."""
+    return max(place.phases.get(phase, 0.0) for phase in phases) - sum(place.rest.get(kind, 0.0) for kind in STATE)
+
+
+def is_counted(
+    places: Sequence[Place],
+    bundle: Bundle,
+    weights: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    within: float,
+) -> list[Counted]:
+    """Assert that the peak of a step is predicted for each place as it is counted on those of its ranks that has most.
+    Gives what is counted on every rank."""
+    predicted, ranks = [beside_state(place, *STEP) for place in places], bundle.plan.ranks // len(places)
+    may_take = [nbytes / (1 - within) for nbytes in predicted for _ in range(ranks)]
+    seen = living(bundle.plan.ranks).run(counted_on_rank, bundle, dict(weights), dict(batch), may_take)
+    for number, nbytes in enumerate(predicted):
+        most = max(counted.step_bytes for counted in seen[number * ranks : (number + 1) * ranks])
+        assert nbytes == pytest.approx(most, rel=within), f"place {number}"
+    return seen
+
+
 def counted_on_rank(
-    bundle: Bundle, weights: dict[str, Tensor], batch: dict[str, Tensor], *, curve: bool = False
+    bundle: Bundle, weights: dict[str, Tensor], batch: dict[str, Tensor], may_take: Sequence[float] | None = None
 ) -> Counted:
-    """A step of training and its AdamW update, behind one that has made all state."""
+    """A step of training and its AdamW update, behind one that has made all state. `may_take`: bytes of a step on each
+    rank."""
     module = bundle.build(weights)
     inputs = module.shard_batch(**batch)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
@@ -55,17 +84,23 @@ def counted_on_rank(
     def step() -> None:
         module.train_step(*inputs)
 
-    curves = []
+    most = math.inf if may_take is None else may_take[dist.get_rank()]
+    peaks: list[int] = []
     step()
     optimizer.step()
-    short = sum(weight.nbytes for weight in weights.values()) < SHORT_BYTES
-    for _ in range(SHORT_STEPS if short else STEPS):
+    while len(peaks) < STEPS or (len(peaks) < MORE_STEPS and _on_any_rank(min(peaks) > most)):
         optimizer.zero_grad()
         gc.collect()  # what cycles of the step before hold is to go now, not in the middle of what is counted
-        curves.append(allocations(step))
-    first = min(curves, key=lambda curve: max(curve, default=0))
-    second = allocations(optimizer.step)
+        peaks.append(max(allocations(step), default=0))
+    update = allocations(optimizer.step)
     storages = [local_of(p.grad).untyped_storage() for p in module.parameters() if p.grad is not None]
     # those of a bucket share one
     gradients = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    return Counted(max(first, default=0), gradients + max(second, default=0), tuple(first) if curve else ())
+    return Counted(min(peaks), gradients + max(update, default=0))
+
+
+def _on_any_rank(so: bool) -> bool:
+    """Whether it is so on this rank or on another one."""
+    found = torch.tensor(float(so))
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)

@@ -64,8 +64,16 @@ def _look(here: Held, place: Place, found: dict[Place, Held], seen: set[int]) ->
     if isinstance(value, MutableMapping | list) or is_plain_object(value):
         seen.add(id(value))
         inside = value if isinstance(value, MutableMapping | list) else vars(value)
-        for name, item in list(inside.items() if isinstance(inside, MutableMapping) else enumerate(inside)):
+        for name, item in _pairs(inside):
             _look(Held(item, partial(setitem, inside, name)), (*place, str(name)), found, seen)
+
+
+def _pairs(container: MutableMapping[Any, Any] | list[Any]) -> list[tuple[Any, Any]]:
+    """What a container has now, by key or position. A dict is read as Python's own are: one of classes that are
+    imported when they are read (transformers' tables of models) would import all of them."""
+    if isinstance(container, dict):
+        return list(dict.items(container))
+    return list(container.items() if isinstance(container, MutableMapping) else enumerate(container))
 
 
 @dataclass(frozen=True)

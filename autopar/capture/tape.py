@@ -19,7 +19,7 @@ from autopar.capture.checkpoints import checkpoints_watched
 from autopar.capture.devices import changed, on_meta
 from autopar.capture.flags import FLAGS
 from autopar.capture.known_masks import KnownMasks
-from autopar.capture.leaves import by_field, tensors_of
+from autopar.capture.leaves import by_field, leaves_of, tensors_of
 from autopar.capture.lines import caller
 from autopar.capture.mask_branches import Picking
 from autopar.capture.noting_numbers import plain
@@ -396,5 +396,5 @@ class Tape(TorchFunctionMode):
             self.number(leaf)
             if isinstance(leaf, torch.Tensor)
             else (type(leaf).__name__, repr(leaf) if isinstance(leaf, NAMED) else "")
-            for leaf in map(plain, pytree.tree_leaves(tree))
+            for leaf in map(plain, leaves_of(tree))
         ]

@@ -13,6 +13,7 @@ from autopar.frontend import load
 from autopar.frontend.loading import cast
 from autopar.runtime import count
 from autopar.verify.step import RankCase
+from tests.helpers.captures import captured_once
 from tests.helpers.ranks import on_new_ranks
 from tests.helpers.tiny import TINY
 
@@ -35,14 +36,9 @@ def _steps(source: str, rank_case: RankCase) -> list[tuple[dict[str, Tensor], in
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_gradients_of_gathered_weights_are_summed_as_wide_as_all_others(remat: str) -> None:
     loaded = load(TINY["hf-gpt2"], batch=8, seq=16, device="cpu", train=True, labels=True)
-    compiled = autopar.compile(
-        loaded.model,
-        "cpu:1x2",
-        (tuple(loaded.args), dict(loaded.kwargs)),
-        precision="bf16",
-        recipe="zero3",
-        remat=remat,
-    )
+    given = tuple(loaded.args), dict(loaded.kwargs)
+    with captured_once(("hf-gpt2", "bf16")):
+        compiled = autopar.compile(loaded.model, "cpu:1x2", given, precision="bf16", recipe="zero3", remat=remat)
     assert compiled.captured is not None
     args, kwargs = cast((loaded.args, loaded.kwargs), torch.bfloat16)
     batch = dict(zip(compiled.captured.input_names, [*args, *kwargs.values()], strict=True))

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import autopar
 from autopar.compiled import Compiled
 from autopar.errors import RunError
+from tests.helpers.captures import captured_once
 from tests.helpers.ranks import living
 
 WIDTH, WORDS, SEQ, BATCH, SAMPLES = 16, 32, 8, 8, 32
@@ -46,7 +47,8 @@ def dataset() -> TensorDataset:
 def compiled(recipe: str) -> Compiled:
     torch.manual_seed(0)
     ids = torch.zeros(BATCH, SEQ, dtype=torch.int64)
-    return autopar.compile(Model().double(), "cpu:1x4", (ids, ids), recipe=recipe, time_limit_s=10.0)
+    with captured_once(Model):
+        return autopar.compile(Model().double(), "cpu:1x4", (ids, ids), recipe=recipe, time_limit_s=10.0)
 
 
 def _epoch(made: Compiled, weights: dict[str, Tensor]) -> tuple[int, int, list[float], dict[str, Tensor]]:

@@ -19,6 +19,7 @@ from autopar._torch import local_of
 from autopar.compiled import Compiled
 from autopar.verify.step import RankCase
 from tests.dist.test_loaders import Model, dataset
+from tests.helpers.captures import captured_once
 from tests.helpers.ranks import living
 
 WIDTH, BATCH, FAINT = 16, 16, 1e-7
@@ -28,7 +29,8 @@ WIDTH, BATCH, FAINT = 16, 16, 1e-7
 def two_ranks(recipe: str) -> Compiled:
     """The model of the loaders' tests in float64 on two ranks."""
     ids = torch.zeros(BATCH // 2, 8, dtype=torch.int64)
-    return autopar.compile(Model().double(), "cpu:1x2", (ids, ids), recipe=recipe, time_limit_s=10.0)
+    with captured_once(Model):
+        return autopar.compile(Model().double(), "cpu:1x2", (ids, ids), recipe=recipe, time_limit_s=10.0)
 
 
 class Faint(nn.Module):
@@ -49,7 +51,8 @@ def planned(recipe: str) -> tuple[str, RankCase, dict[str, Tensor]]:
     """The source, what it takes, and the gradients of one device in float64."""
     torch.manual_seed(0)
     model, x = Faint(), torch.randn(BATCH, WIDTH)
-    made = autopar.compile(model, "cpu:1x2", (x,), precision="fp16", recipe=recipe, time_limit_s=10.0)
+    with captured_once(Faint):
+        made = autopar.compile(model, "cpu:1x2", (x,), precision="fp16", recipe=recipe, time_limit_s=10.0)
     wide = Faint().double()
     wide.load_state_dict(model.state_dict())
     wide(x.double()).backward()

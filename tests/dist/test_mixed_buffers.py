@@ -15,6 +15,7 @@ from autopar.memory import memory_of
 from autopar.runtime.scaling import scaler_for
 from autopar.verify import case_of, verify
 from autopar.verify.step import RankCase
+from tests.helpers.captures import captured_once
 from tests.helpers.ranks import living
 
 WIDTH, ROWS, STEPS = 8, 1024, 300
@@ -105,7 +106,8 @@ def test_what_steps_change_is_what_it_is_in_float32(recipe: str, precision: str)
 def deep(recipe: str) -> tuple[Compiled, nn.Module, Tensor]:
     torch.manual_seed(0)
     model, x = Deep(), data(8, 40, WIDTH)
-    return autopar.compile(model, "cpu:1x4", (x,), precision="bf16", recipe=recipe, time_limit_s=5.0), model, x
+    with captured_once(Deep):
+        return autopar.compile(model, "cpu:1x4", (x,), precision="bf16", recipe=recipe, time_limit_s=5.0), model, x
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "zero1", "zero3", "1f1b"])

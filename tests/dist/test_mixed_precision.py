@@ -63,7 +63,7 @@ class Mixed:
 def mixed(recipe: str, name: str = "hf-gpt2", precision: str = "bf16") -> Mixed:
     """Planned for mixed precision on four ranks."""
     loaded = load(TINY[name], batch=BATCH, seq=SEQ, device="cpu", train=True, labels=True)
-    with captured_once((__name__, name, precision)):
+    with captured_once((name, precision)):
         compiled = autopar.compile(
             loaded.model,
             "cpu:1x4",

@@ -14,6 +14,7 @@ import autopar
 from autopar.compiled import Compiled
 from autopar.runtime import ShardedModule
 from tests.dist.test_loaders import Model, dataset
+from tests.helpers.captures import captured_once
 from tests.helpers.ranks import living
 
 Batches = list[tuple[Tensor, ...]]
@@ -75,7 +76,9 @@ FAST = [
 @cache
 def compiled(recipe: str) -> Compiled:
     ids = torch.zeros(8, 8, dtype=torch.int64)
-    return autopar.compile(Model().double(), f"cpu:1x{RECIPES[recipe]}", (ids, ids), recipe=recipe, time_limit_s=10.0)
+    cluster = f"cpu:1x{RECIPES[recipe]}"
+    with captured_once(Model):
+        return autopar.compile(Model().double(), cluster, (ids, ids), recipe=recipe, time_limit_s=10.0)
 
 
 def batches() -> Batches:

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 import autopar
 from autopar.errors import RunError
+from tests.helpers.captures import captured_once
 from tests.helpers.ranks import on_ranks
 
 WIDTH, ROWS = 8, 8
@@ -36,7 +37,8 @@ class Model(nn.Module):
 def compiled(recipe: str, hidden: int = 4 * WIDTH) -> tuple[autopar.compiled.Compiled, tuple[Tensor, ...]]:
     torch.manual_seed(0)
     batch = torch.randn(ROWS, WIDTH).double(), torch.randn(ROWS, WIDTH).double()
-    made = autopar.compile(Model(hidden).double(), "cpu:1x2", batch, recipe=recipe, time_limit_s=5.0)
+    with captured_once((__name__, hidden)):
+        made = autopar.compile(Model(hidden).double(), "cpu:1x2", batch, recipe=recipe, time_limit_s=5.0)
     return made, made.shard_batch(*batch)
 
 
@@ -234,8 +236,7 @@ def test_hooks_of_the_whole_module(recipe: str, why: str, calls: int) -> None:
 
 
 def _data() -> tuple[bool, bool]:
-    made, _ = compiled("zero3")
-    weight = next(made.parameters())
+    weight = next(compiled("zero3")[0].parameters())
     before = weight.detach().full_tensor().clone()  # type: ignore[attr-defined]  # a DTensor
     weight.data = weight.detach() * 2
     assigned = torch.equal(weight.detach().full_tensor(), before)  # type: ignore[attr-defined]
@@ -245,7 +246,7 @@ def _data() -> tuple[bool, bool]:
 
 def test_data_of_parameters_is_changed_in_place_only() -> None:
     """When this fails, torch heeds assignments too: say so in docs/training.md."""
-    assert on_ranks(2, _data) == [(True, True)] * 2
+    assert on_ranks(2, _data) == 2 * [(True, True)]
 
 
 class Several(Model):
@@ -272,7 +273,8 @@ def _outputs(recipe: str) -> dict[str, str]:
     torch.manual_seed(0)
     model = Several().double()
     batch = torch.randn(ROWS, WIDTH).double(), torch.randn(ROWS, WIDTH).double()
-    made = autopar.compile(model, "cpu:1x2", batch, recipe=recipe, time_limit_s=5.0)
+    with captured_once((__name__, Several)):
+        made = autopar.compile(model, "cpu:1x2", batch, recipe=recipe, time_limit_s=5.0)
     mine = made.shard_batch(*batch)
     wrong = {name: said((made(*mine)["loss"] + made(*mine)[name].sum()).backward) for name in ("second", "out")}
     made.zero_grad()
@@ -381,7 +383,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 
 def _changed(recipe: str) -> dict[str, str]:
     """One rank: what a step says behind each change of the tree of names."""
-    batch, found = (torch.zeros(ROWS, WIDTH).double(), torch.zeros(ROWS, WIDTH).double()), {}
+    batch, found = (torch.zeros(ROWS, WIDTH).double(),) * 2, {}
     made = autopar.compile(Tied().double(), "cpu:1x2", batch, recipe=recipe, time_limit_s=5.0)
     mine = made.shard_batch(*batch)
     for name, (change, _) in CHANGES.items():

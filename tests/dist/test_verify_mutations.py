@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -26,8 +27,7 @@ def _recorded(case: Case) -> dict[str, list[Any]]:
 
 
 def _verified(name: str, sizes: tuple[int, ...], recipe: str, mutate: Callable[[str], str]) -> Report:
-    who = subject(name)
-    return who.verified(by_recipe(who, sizes, recipe), mutate=mutate)
+    return subject(name).verified(by_recipe(subject(name), sizes, recipe), mutate=mutate)
 
 
 def _swap(old: str, new: str) -> Callable[[str], str]:
@@ -364,14 +364,14 @@ class Rows(Subject):
         return {self.captured.input_names[0]: torch.randn(batch, 8, generator=torch.Generator().manual_seed(1))}
 
 
+@cache
 def tasks() -> Rows:
     model = Tasks()
     return Rows("tasks", "train", capture(model, (torch.zeros(8, 8),)), model.state_dict())
 
 
 def test_outputs_that_are_parameters_are_those_of_the_forward() -> None:
-    who = tasks()
-    report = who.verified(by_recipe(who, (2,), "ddp"), 8)
+    report = tasks().verified(by_recipe(tasks(), (2,), "ddp"), 8)
     assert report.ok, (report.first, [row for row in report.rows if not row.ok])
 
 

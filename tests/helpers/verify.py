@@ -88,6 +88,11 @@ class Subject:
         return verify(case, reference=self.references[key], ranks=living(made.ranks))
 
 
+def verified(case: Case) -> Report:
+    """`verify` on living ranks."""
+    return verify(case, ranks=living(case.plan.ranks))
+
+
 def spec(name: str) -> str:
     """What `load` takes of the model that a subject's name begins with."""
     return {**TINY, **DEEP}[name.removesuffix(FROZEN)]
@@ -127,8 +132,9 @@ def splitting(ranks: int) -> Cluster:
     return Cluster(base.name, levels, device)
 
 
+@cache
 def by_recipe(who: Subject, sizes: Sizes, recipe: str) -> Plan:
-    """A named strategy, planned as users do."""
+    """A named strategy, planned as users do; once per process."""
     request = Request(
         Cluster.parse(f"cpu:1x{math.prod(sizes)}"), Settings(who.mode), recipe=recipe, mesh=sizes, time_limit_s=20.0
     )
@@ -284,6 +290,7 @@ def kinds(made: Plan) -> dict[str, None]:
     return dict.fromkeys(k for k in found if k in ("sample", "attribute", "parameter", "operator"))
 
 
+@cache
 def planned(who: Subject, sizes: Sizes, how: str) -> Plan:
     """One entry of the matrix: a recipe's name, "searched", "few" (searched for two samples), "thrifty", "spatial" or
     "random <seed>"."""

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
-from autopar.verify import Case, Report, case_of, verify
+from autopar.verify import Case, Report, case_of
 from passes.fold_repeats import body_of
-from tests.helpers.verify import Subject, by_stages, planned
+from tests.helpers.verify import Subject, by_stages, planned, verified
 
 DEPTH = 6
 
@@ -164,7 +164,7 @@ def test_sums_over_the_blocks_are_carried(name: str, repeat: int, carried: int) 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("how", ["zero3", "random 0"])
 def test_names(name: str, how: str) -> None:
-    right(name, verify(case(name, how)))
+    right(name, verified(case(name, how)))
 
 
 @pytest.mark.parametrize(
@@ -180,4 +180,4 @@ def test_names(name: str, how: str) -> None:
 def test_names_in_stages(name: str, microbatches: int, schedule: str) -> None:
     who = subject(name)
     made = by_stages(who, (2,), "zero3", 2, microbatches, schedule, 2 if schedule.startswith("inter") else 1)
-    right(name, verify(case_of(who.captured, made, who.weights, dict(zip(("x", "y"), batch(), strict=True)))))
+    right(name, verified(case_of(who.captured, made, who.weights, dict(zip(("x", "y"), batch(), strict=True)))))

@@ -14,8 +14,8 @@ from torch import nn
 from autopar.capture import capture
 from autopar.codegen.edges import edges
 from autopar.problem.read_graph import read
-from autopar.verify import Case, case_of, verify
-from tests.helpers.verify import Subject, planned
+from autopar.verify import Case, case_of
+from tests.helpers.verify import Subject, planned, verified
 
 DEPTH = 6
 
@@ -72,7 +72,7 @@ def case(how: str) -> Case:
 
 @pytest.mark.parametrize("how", ["ddp", "zero3", "random 0", "random 1"])
 def test_every_instance_updates_its_own_statistics(how: str) -> None:
-    report = verify(case(how))
+    report = verified(case(how))
     assert report.ok, (report.first, report.worst)
     names = {row.name for row in report.rows if row.kind == "buffer"}
     assert names == {
@@ -102,7 +102,7 @@ def test_a_planted_error_in_the_statistics_is_found(right: str, wrong: str) -> N
         made.notes,
         mutate=partial(_plant, right, wrong),
     )
-    report = verify(planted)
+    report = verified(planted)
     assert not report.ok
     assert {row.kind for row in report.rows if not row.ok} == {"buffer"}
 
@@ -110,7 +110,7 @@ def test_a_planted_error_in_the_statistics_is_found(right: str, wrong: str) -> N
 def test_statistics_of_the_batch_in_evaluation_are_found() -> None:
     """A training step knows no difference."""
     planted = replace(case("ddp"), mutate=lambda source: re.sub(r"in_training\((.*), self\.b.*", r"(\1)", source))
-    report = verify(planted)
+    report = verified(planted)
     wrong = {row.title for row in report.rows if not row.ok}
     assert "loss, in evaluation after the steps" in wrong and all(
         name.endswith("in evaluation after the steps") for name in wrong

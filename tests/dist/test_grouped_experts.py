@@ -11,9 +11,9 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.plan import Plan
-from autopar.verify import case_of, verify
+from autopar.verify import case_of
 from passes import ops
-from tests.helpers.verify import Subject, planned
+from tests.helpers.verify import Subject, planned, verified
 
 pytest.importorskip("transformers.integrations.moe")
 EXPERTS, WIDTH, HIDDEN, TOP = 7, 12, 8, 2
@@ -83,7 +83,7 @@ def test_experts_that_are_grouped_matmuls(mesh: tuple[int, ...], how: str, count
     plan = planned(who, mesh, how)
     if count is not None:
         assert cut_by_groups(plan) == count
-    report = verify(case_of(who.captured, plan, who.weights, {"x": batch()}))
+    report = verified(case_of(who.captured, plan, who.weights, {"x": batch()}))
     assert report.ok, (report.first, report.worst)
 
 
@@ -108,5 +108,5 @@ def test_experts_with_biases(mesh: tuple[int, ...], how: str, run: str | None) -
     assert run is None or run in layer.runs
     if how == "ep":
         assert plan.nodes["p_up_bias"].outs[0].startswith("S0") or len(mesh) > 1, "a bias rests where its experts do"
-    report = verify(case_of(who.captured, plan, who.weights, {"x": batch()}))
+    report = verified(case_of(who.captured, plan, who.weights, {"x": batch()}))
     assert report.ok, (report.first, report.worst)

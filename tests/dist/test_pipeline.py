@@ -167,10 +167,11 @@ def test_inputs_that_are_cut_over_different_ranks_are_cut_into_the_same_microbat
     _right(who.verified(made))
 
 
-def test_a_result_that_is_cut_over_more_ranks_than_the_batch_comes_in_order() -> None:
+@pytest.mark.parametrize(("model", "places"), [("gpt", 1), pytest.param("hf-llama", 2, marks=pytest.mark.slow)])
+def test_a_result_that_is_cut_over_more_ranks_than_the_batch_comes_in_order(model: str, places: int) -> None:
     """Logits cut by samples over both axes, the inputs over one."""
-    who = subject("hf-llama")
-    made = by_stages(who, (2, 2), (roles.zero3, roles.tensor), 2, 2, "1f1b")
+    who = subject(model)
+    made = by_stages(who, (2, 2), (roles.zero3, roles.tensor), places, 2, "1f1b" if places > 1 else "gpipe")
     source = who.case(made).source()
-    assert "'input_ids': 'S0,R'" in source and '"S0,S0", (b // 2, s, 257)' in source
+    assert f"'{who.captured.input_names[0]}': 'S0,R'" in source and '"S0,S0", (b // 2, s, 257)' in source
     _right(who.verified(made))

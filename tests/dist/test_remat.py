@@ -18,11 +18,11 @@ from autopar.errors import PlanError
 from autopar.pipeline import SCHEDULES
 from autopar.plan import Plan
 from autopar.runtime import rng
-from autopar.verify import Report, verify
+from autopar.verify import Report
 from tests.helpers.ranks import on_ranks
 from tests.helpers.remat import in_part, rematerialised
 from tests.helpers.tiny import TINY
-from tests.helpers.verify import Sizes, Subject, by_recipe, by_stages, planned, subject
+from tests.helpers.verify import Sizes, Subject, by_recipe, by_stages, planned, subject, verified
 
 # model, mesh, plan, level
 FAST: list[tuple[str, Sizes, str, str]] = [
@@ -159,7 +159,7 @@ def _planted(made: Plan, who: Subject, old: str, new: str) -> Report:
         assert times, f"nothing in the source matches {old}:\n{source}"
         return changed
 
-    return verify(replace(who.case(made), mutate=mutate))
+    return verified(replace(who.case(made), mutate=mutate))
 
 
 def test_what_is_not_run_again_as_priced_is_found() -> None:
@@ -176,7 +176,7 @@ def test_what_is_not_run_again_as_priced_is_found() -> None:
     assert {row.kind for row in wrong} == {"collectives"} and "all_reduce on axis 0" in wrong[0].name
     made = by_recipe(who, (2,), "zero3")
     source = who.case(rematerialised(who, made, "full")).source()
-    report = verify(replace(who.case(made), mutate=lambda _: source))
+    report = verified(replace(who.case(made), mutate=lambda _: source))
     assert [row.kind for row in report.rows if not row.ok] == ["collectives"], (
         "vectors are gathered again, which nobody has priced"
     )
@@ -202,7 +202,7 @@ def test_a_backward_in_two_parts_would_run_blocks_again_in_each() -> None:
     taken = [
         stage if whole in before else stage.replace(whole, parts) for stage, before in zip(stages, plain, strict=True)
     ]
-    report = verify(replace(who.case(made), mutate=lambda _: "class Stage".join(taken)))
+    report = verified(replace(who.case(made), mutate=lambda _: "class Stage".join(taken)))
     wrong = {row.kind: row.name for row in report.rows if not row.ok and "bytes" not in row.name}
     assert wrong.keys() == {"collectives"}
     priced, ran = map(int, re.search(r"all_reduce on axis 0: (\d+) priced, (\d+) run", wrong["collectives"]).groups())  # type: ignore[union-attr]

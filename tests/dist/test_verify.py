@@ -125,8 +125,9 @@ def test_other_sizes_than_planned(name: str, sizes: Sizes, how: str, batch: int,
 @pytest.mark.parametrize(
     ("name", "sizes", "how"),
     [
-        ("hf-gpt2", (4,), "megatron"),
+        ("gpt", (4,), "megatron"),
         ("hf-resnet", (2,), "ddp"),
+        pytest.param("hf-gpt2", (4,), "megatron", marks=pytest.mark.slow),
         pytest.param("hf-t5", (2, 2), "random 0", marks=pytest.mark.slow),
     ],
 )

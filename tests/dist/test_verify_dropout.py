@@ -12,9 +12,8 @@ from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
 from autopar.plan import Plan
 from autopar.runtime import launch
-from autopar.verify import verify
 from autopar.verify.randomness import STILL
-from tests.helpers.verify import Sizes, Subject, by_chance, by_recipe
+from tests.helpers.verify import Sizes, Subject, by_chance, by_recipe, verified
 
 WIDTH = 16
 
@@ -88,7 +87,7 @@ def test_replicas_stay_alike_and_shards_differ(recipe: str) -> None:
 def test_the_comparison_leaves_dropout_out_and_says_so(how: str) -> None:
     who = _subject()
     plan = by_chance(who, (4,), 0) if how == "random" else by_recipe(who, (4,), how)
-    report = verify(who.case(plan))
+    report = verified(who.case(plan))
     assert report.ok, report.worst
     assert any("dropout is off" in note and "2 operators" in note for note in report.notes)
     assert "dropout is off" in report.to_json()
@@ -132,7 +131,7 @@ def test_the_comparison_draws_one_number_always() -> None:
     torch.manual_seed(0)
     model = Paths()
     who = _Noisy("paths", "train", capture(model, (torch.zeros(8, WIDTH), torch.zeros(8, WIDTH))), model.state_dict())
-    report = verify(who.case(by_chance(who, (2,), 1)))
+    report = verified(who.case(by_chance(who, (2,), 1)))
     assert report.ok, (report.first, report.worst)
     # paths are drawn like a tensor of samples
     assert len([note for note in report.notes if "draws the same number always" in note]) == len(STILL) + 1

@@ -6,16 +6,19 @@ import ast
 import itertools
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.helpers.command import ROOT, forked
+
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 
@@ -27,17 +30,10 @@ def blocks(page: Path, language: str) -> list[str]:
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
-    """All blocks of a page, one after the other, in one fresh interpreter."""
+    """All blocks of a page, one after the other, as one script in a process of its own."""
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks(page, "python")))
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-    )
+    done = forked(partial(runpy.run_path, str(script), run_name="__main__"))
     assert done.returncode == 0, done.stderr
 
 

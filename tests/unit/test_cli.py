@@ -92,7 +92,7 @@ def test_lists(tmp_path: Path) -> None:
     assert all(recipe["name"] in done.stdout for recipe in recipes)
 
 
-@pytest.mark.parametrize("arguments", ["recipes", "recipes --json -"])
+@pytest.mark.parametrize("arguments", ["clusters", "clusters --json -"])  # which need no torch
 def test_a_stdout_that_takes_no_more_is_said(arguments: str) -> None:
     done = subprocess.run(
         f"{sys.executable} -m autopar {arguments} > /dev/full", shell=True, capture_output=True, text=True, cwd=ROOT
@@ -105,7 +105,7 @@ def test_a_stdout_that_takes_no_more_is_said(arguments: str) -> None:
 
 def test_streams_that_are_closed_end_no_command(tmp_path: Path) -> None:
     done = subprocess.run(
-        f"{sys.executable} -m autopar recipes --json {tmp_path}/out.json >&- 2>&- <&-", shell=True, cwd=ROOT
+        f"{sys.executable} -m autopar clusters --json {tmp_path}/out.json >&- 2>&- <&-", shell=True, cwd=ROOT
     )
     assert done.returncode == 0 and json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
 

@@ -29,9 +29,9 @@ from benchmarks.costmodel.predictions import captured
 from benchmarks.costmodel.transformer import Block
 from passes import ops
 
-SMALL = Config(vocab=512, positions=256, layers=3, heads=4, kv_heads=4, head_dim=64, hidden=256, ffn=512)
-GATED = replace(SMALL, rms=True, gated=True, rotary=True, bias=False)
-EXPERTS = replace(GATED, tied=False, experts=8, top_k=2, expert_ffn=128)
+SMALL = Config(vocab=768, positions=256, layers=3, heads=12, kv_heads=12, head_dim=16, hidden=192, ffn=768)
+GATED = replace(SMALL, rms=True, gated=True, rotary=True, bias=False, tied=False)
+EXPERTS = replace(GATED, experts=8, top_k=2, expert_ffn=128)
 
 
 @cache
@@ -84,7 +84,7 @@ def test_what_checkpoints_leave_out_is_priced_once() -> None:
 def test_parts_of_blocks_are_told_apart() -> None:
     """The first block has a feed-forward layer, the others experts and what all tokens meet."""
     sizes = replace(EXPERTS, layers=6, shared=128, dense=3)
-    gm = captured(sizes, "bfloat16")
+    gm = graph(sizes)
     program = read(gm, {"b": 2, "s": 256}, training=True, device="cuda")
     found = {
         part: {op.scope for op in program.ops.values() if op.role == "op" and PARTS[part](program)(op)}
@@ -105,7 +105,7 @@ def test_experts_are_cut_by_expert_or_by_their_width_over_tensor_ranks(whole: bo
     sizes = replace(EXPERTS, shared=128)
     setup = Setup(1, 1, 256, tp=2, ep=8 if whole else 4, whole_experts=whole, dp=4, sequence_parallel=True)
     cluster = Cluster.parse("h100:1x8")
-    decided = decide(captured(sizes, "bfloat16"), setup, cluster, "bfloat16")
+    decided = decide(graph(sizes), setup, cluster, "bfloat16")
     program, mesh = decided.planner.program, decided.mesh
     assert mesh.sizes == (4, 2)
     stacks = [op for op in program.ops.values() if op.role == "param" and stacked(op)]
@@ -130,7 +130,7 @@ def test_context_parallel_ranks_may_have_experts_of_their_own(change: dict[str, 
     """Eight ways to cut experts on four data-parallel ranks were refused."""
     sizes = EXPERTS
     setup, cluster = Setup(1, 1, 256, experts_over_context=True, **change), Cluster.parse("h100:1x8")  # type: ignore[arg-type]
-    decided = decide(captured(sizes, "bfloat16"), setup, cluster, "bfloat16")
+    decided = decide(graph(sizes), setup, cluster, "bfloat16")
     assert decided.mesh.sizes == ways
     (experts,) = [op for op in decided.planner.program.ops.values() if op.target is ops.experts]
     assert {option.run for option in decided.decisions[experts.name]} == {"expert_dispatch"}
@@ -143,7 +143,7 @@ def test_context_parallel_ranks_may_have_experts_of_their_own(change: dict[str, 
     held = {
         name: unit.expert_parameters for name, unit in decided.priced(cluster).times.items() if unit.expert_parameters
     }
-    assert list(held.values()) == [8 * 3 * 256 * 128 / setup.ep]
+    assert list(held.values()) == [8 * 3 * 192 * 128 / setup.ep]
 
 
 @pytest.mark.parametrize(
@@ -158,14 +158,13 @@ def test_context_parallel_ranks_may_have_experts_of_their_own(change: dict[str, 
 )
 def test_matmuls_are_in_dtypes_that_the_device_has(cluster: str, matmul: str, known: bool) -> None:
     """A device without tensor cores for a dtype was priced with the rate of float32: 13 times as long as in 16 bits."""
-    sizes = Config(vocab=512, positions=256, layers=3, heads=4, kv_heads=4, head_dim=64, hidden=256, ffn=512)
     setup = Setup(1, 1, 256, software=Software(matmul=matmul))
     with (
         nullcontext()
         if known
         else pytest.raises(PlanError, match=f"wanted a device that is faster in {matmul} than in bfloat16")
     ):
-        price(captured(sizes, "bfloat16"), setup, Cluster.parse(cluster), "bfloat16")
+        price(graph(SMALL), setup, Cluster.parse(cluster), "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -186,25 +185,8 @@ def test_matmuls_are_in_dtypes_that_the_device_has(cluster: str, matmul: str, kn
 )
 def test_what_an_axis_does_not_cut_is_refused(sizes: dict[str, int], change: dict[str, int], why: str) -> None:
     """It was priced as computed whole on every rank, without a word."""
-    config = Config(
-        **{
-            "vocab": 512,
-            "positions": 256,
-            "layers": 3,
-            "heads": 8,
-            "kv_heads": 8,
-            "head_dim": 32,
-            "hidden": 256,
-            "ffn": 512,
-            "rms": True,
-            "gated": True,
-            "rotary": True,
-            "bias": False,
-            "tied": False,
-        }
-        | sizes
-    )
-    gm, setup, cluster = captured(config, "bfloat16"), replace(Setup(1, 1, 256), **change), Cluster.parse("h100:1x8")
+    gm, cluster = graph(replace(GATED, **sizes)), Cluster.parse("h100:1x8")  # type: ignore[arg-type]
+    setup = replace(Setup(1, 1, 256), **change)  # type: ignore[arg-type]
     for run in (lambda: price(gm, setup, cluster, "bfloat16"), lambda: peak(gm, setup, cluster)):
         with pytest.raises(PlanError, match=why) if why else nullcontext():
             run()
@@ -230,28 +212,12 @@ def test_the_graph_is_one_of_the_sizes_that_are_priced() -> None:
 def test_ranks_need_not_fill_nodes() -> None:
     """Twelve devices in nodes of eight, or two ranks in nodes of three: that no mesh of all devices is so was the
     reason to refuse them. Some groups are in two nodes, which are as fast as the network."""
-    sizes = Config(
-        vocab=768,
-        positions=256,
-        layers=3,
-        heads=6,
-        kv_heads=6,
-        head_dim=32,
-        hidden=192,
-        ffn=768,
-        rms=True,
-        gated=True,
-        rotary=True,
-        bias=False,
-        tied=False,
-    )
-    gm = captured(sizes, "bfloat16")
     for cluster, setup in (
         ("h100:2x8", Setup(1, 1, 256, tp=3, dp=4)),
         ("h100:6x3", Setup(1, 1, 256, tp=2, dp=9)),
         ("h100:2x8", Setup(1, 1, 256, tp=3, cp=2, dp=2)),
     ):
         machine = Cluster.parse(cluster)
-        mesh = price(gm, setup, machine, "bfloat16").mesh
+        mesh = price(graph(GATED), setup, machine, "bfloat16").mesh
         assert mesh.sizes == tuple(ways for ways in (setup.cp, setup.tp) if ways > 1)
         assert mesh.axes[-1].bandwidth_bytes_s == machine.levels[0].bandwidth_bytes_s

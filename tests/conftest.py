@@ -38,13 +38,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-class TogetherOnRanks(LoadFileScheduling):
-    """File by file, but one worker has all the tests that run ranks: they share living ranks and captured models."""
+TOGETHER = ("tests/dist/", "tests/unit/decisions/", "tests/unit/joint/")
+"""Folders whose tests share captured models, and those of the first one living ranks: one worker has all of each."""
+
+
+class ByFile(LoadFileScheduling):
+    """File by file, but for TOGETHER."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/dist" if nodeid.startswith("tests/dist/") else str(super()._split_scope(nodeid))
+        return next((folder for folder in TOGETHER if nodeid.startswith(folder)), str(super()._split_scope(nodeid)))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
     """What `--dist loadfile` means here."""
-    return TogetherOnRanks(config, log) if config.getvalue("dist") == "loadfile" else None
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None

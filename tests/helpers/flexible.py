@@ -4,7 +4,7 @@ made."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -13,8 +13,12 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention
 
 WORDS, WIDTH, HEADS, LENGTH = 64, 32, 4, 16
-compiled = torch.compile(flex_attention)
-compiled_mask = torch.compile(create_block_mask)
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as torch.compile makes it, where it is asked for: the compiler takes seconds to import."""
+    return torch.compile(function)
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -98,7 +102,7 @@ MASKS: dict[str, Callable[[Tensor], BlockMask | None]] = {
     "documents": documents,
     "seen": seen,
     "kept": lambda tokens: kept(tokens.shape[1]),
-    "compiled": lambda tokens: made(causal, tokens, make=compiled_mask),
+    "compiled": lambda tokens: made(causal, tokens, make=compiled(create_block_mask)),
     "compiled by flag": lambda tokens: made(causal, tokens, _compile=True),
     "moved": lambda tokens: made(causal, tokens).to(tokens.device),
 }
@@ -115,7 +119,9 @@ def sinks(of: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
 
 ATTENTIONS: dict[str, Callable[..., Tensor]] = {
     "plain": plainly,
-    "compiled": lambda of, q, k, v, mask: compiled(q, k, v, block_mask=mask, enable_gqa=of.groups != HEADS),
+    "compiled": lambda of, q, k, v, mask: compiled(flex_attention)(
+        q, k, v, block_mask=mask, enable_gqa=of.groups != HEADS
+    ),
     "slopes": lambda of, q, k, v, mask: plainly(
         of, q, k, v, mask, lambda score, b, h, i, j, slopes=of.slopes: score + slopes[h] * (j - i)
     ),

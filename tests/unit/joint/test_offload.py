@@ -26,6 +26,7 @@ from autopar.problem.settings import Settings
 from autopar.recipes.offload import OFFLOADS
 from autopar.request import Request
 from autopar.simulate import simulate
+from tests.helpers.captures import captured_once
 from tests.helpers.planned import BATCH, graph
 
 CLUSTER = Cluster.parse("cpu:1x4")
@@ -144,9 +145,10 @@ def test_offloading_is_tried_where_a_plan_of_one_stage_fits_that_runs_nothing_ag
     model = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64))
 
     def planned(cluster: Cluster) -> Plan:
-        return autopar.compile(
-            model, cluster, (rows, rows), loss_fn=nn.functional.mse_loss, mesh=(2,), time_limit_s=60.0
-        ).plan
+        with captured_once("two layers, 64 rows"):
+            return autopar.compile(
+                model, cluster, (rows, rows), loss_fn=nn.functional.mse_loss, mesh=(2,), time_limit_s=60.0
+            ).plan
 
     made, there = planned(slow), planned(replace(slow, device=replace(slow.device, host_memory_bytes=0)))
     assert (made.offload, there.strategy, there.offload) == (held, "tp", "")

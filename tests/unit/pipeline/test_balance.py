@@ -8,13 +8,14 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.pipeline.balance import balance
 from autopar.pipeline.orders import Flying
 from autopar.pipeline.stretches import Cost, Pieces, memory_bytes
+from tests.helpers.examples import examples
 
 PIECES = st.lists(
     st.builds(
@@ -137,7 +138,7 @@ def test_the_slowest_stage_is_as_fast_as_any_cut_allows(
     _check([_with_rerun(costs, more)] * stages, _keep(*range(stages, 0, -1)), [float(limit)] * stages, sends, barred)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     PIECES,
     SENDS,
@@ -156,7 +157,7 @@ def test_each_stage_has_a_piece_with_parameters_where_it_can(
     _check(kinds, _keep(*range(len(places), 0, -1)), [float(limit) for _, limit in places], sends, barred, needed)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     PIECES,
     RERUN,

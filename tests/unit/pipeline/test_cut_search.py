@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
@@ -23,6 +23,7 @@ from autopar.pipeline.makespan import KINDS
 from autopar.pipeline.orders import StageTime
 from autopar.pipeline.rerun_counts import fitted
 from autopar.pipeline.stretches import Cost, Pieces
+from tests.helpers.examples import examples
 
 TABLES = [
     timetable(Kind(schedule, virtual), places, microbatches)
@@ -133,7 +134,7 @@ def _drawn(table: Timetable, data: st.DataObject) -> tuple[Pieces, list[int], li
 
 
 @pytest.mark.parametrize("table", TABLES, ids=str)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.data())
 def test_of_few_cuts_none_is_faster_that_fits(table: Timetable, data: st.DataObject) -> None:
     """Of those in which nothing runs again, and those in which as little does as memory allows."""
@@ -153,7 +154,7 @@ def test_of_few_cuts_none_is_faster_that_fits(table: Timetable, data: st.DataObj
 
 @pytest.mark.parametrize("few", [cut_search.FEW_CUTS, 0])
 @pytest.mark.parametrize("table", TABLES, ids=str)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.data())
 def test_shifted_cuts_are_no_slower_and_fit_and_none_next_to_them_is_faster(
     table: Timetable, few: int, data: st.DataObject

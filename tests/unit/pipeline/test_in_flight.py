@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.joint.timetables import SEARCHED, Kind, Timetable, timetable
@@ -16,6 +16,7 @@ from autopar.pipeline.in_flight import place_bytes
 from autopar.pipeline.orders import orders
 from autopar.pipeline.rerun_counts import fitted
 from autopar.pipeline.stretches import Cost, Pieces
+from tests.helpers.examples import examples
 
 TABLES = [
     timetable(Kind(schedule, virtual), places, microbatches)
@@ -109,7 +110,7 @@ def test_all_that_are_searched_are_tested() -> None:
     assert {kind.schedule for kind in SEARCHED} <= {table.kind.schedule for table in TABLES}
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(TABLE, BYTES, st.lists(st.floats(0, 1), min_size=8, max_size=8))
 def test_a_place_is_as_full_as_at_its_fullest_action(
     table: Timetable, numbers: list[tuple[int, int, int, int]], shares: list[float]
@@ -132,7 +133,7 @@ def test_no_moment_is_there_in_vain(table: Timetable) -> None:
         )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(TABLE, BYTES, st.lists(st.floats(0, 1), min_size=8, max_size=8), st.integers(10, 200))
 def test_as_few_run_again_as_there_is_room_for(
     table: Timetable, numbers: list[tuple[int, int, int, int]], shares: list[float], limit: int

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.joint.timetables import SEARCHED, Kind, Timetable, flow_of
 from autopar.pipeline.makespan_bound import Example, Least, least, mean
 from autopar.pipeline.orders import StageTime
+from tests.helpers.examples import examples
 
 SECONDS = st.one_of(st.just(0.0), st.floats(0.01, 10.0))
 SHAPES = {
@@ -36,7 +37,7 @@ def _weights(kind: Kind, example: Example, sends_s: tuple[float, ...] = ()) -> L
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.data())
 def test_no_stages_are_faster(kind: Kind, data: st.DataObject) -> None:
     places, microbatches = SHAPES[kind]

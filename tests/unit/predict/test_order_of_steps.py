@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cluster import Cluster
 from autopar.pipeline.units import Unit
 from autopar.predict import Place, Setup, Software, UnitTime, predict, step
+from tests.helpers.examples import examples
 
 CLUSTER = Cluster.parse("h100:8x8")
 SCHEDULES = (
@@ -79,7 +80,7 @@ def setups(draw: st.DrawFn) -> Setup:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(places(), setups(), st.integers(1, 3))
 def test_more_to_do_takes_no_less(place: Place, setup: Setup, times: int) -> None:
     layers = setup.pp * setup.vpp * times

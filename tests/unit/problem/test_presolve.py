@@ -6,11 +6,12 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from autopar.errors import InfeasibleError
 from autopar.problem.presolve import presolve
 from autopar.problem.types import Node, Problem
+from tests.helpers.examples import examples
 from tests.helpers.problems import problems
 
 
@@ -25,7 +26,7 @@ def optimum(problem: Problem) -> float:
 
 
 @given(problems(nodes=4))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_same_optimum(problem: Problem) -> None:
     expected = optimum(problem)
     try:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from autopar.problem.types import Problem
 from autopar.search.state import Penalty, State
+from tests.helpers.examples import examples
 from tests.helpers.problems import problems
 
 
 @given(problems(nodes=6))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_after_and_move_agree_with_price(problem: Problem) -> None:
     rng = np.random.default_rng(len(problem.nodes))
     state = State(problem, [0] * len(problem.nodes))
@@ -31,7 +32,7 @@ def test_after_and_move_agree_with_price(problem: Problem) -> None:
 
 
 @given(problems())
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_placing_node_by_node_gives_the_same_totals(problem: Problem) -> None:
     choice = tuple(len(node.labels) - 1 for node in problem.nodes)
     state = State(problem, [-1] * len(choice))

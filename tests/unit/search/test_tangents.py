@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from autopar.problem.types import Problem
 from autopar.search import exhaustive
@@ -15,6 +15,7 @@ from autopar.search.descent import fits
 from autopar.search.honing import honed
 from autopar.search.state import State
 from autopar.search.tangents import SPREADS, promises, roamed, tangent
+from tests.helpers.examples import examples
 from tests.helpers.problems import problems, random_problem
 
 
@@ -26,7 +27,7 @@ class Steep(State):
 
 
 @given(problems(nodes=5))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_tangent_allows_what_the_state_allows_and_touches_it(problem: Problem) -> None:
     start = tuple(0 for _ in problem.nodes)
     if not fits(problem, start) or problem.groups or problem.lanes:
@@ -43,7 +44,7 @@ def test_a_tangent_allows_what_the_state_allows_and_touches_it(problem: Problem)
 
 
 @given(problems(nodes=5))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_it_is_no_worse_than_the_start_and_no_move_is_better(problem: Problem) -> None:
     start = tuple(0 for _ in problem.nodes)
     if not fits(problem, start):

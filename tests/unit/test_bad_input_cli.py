@@ -282,22 +282,8 @@ def test_a_recipe_that_splits_samples_wants_a_batch_that_divides(here, monkeypat
 
 
 def test_a_batch_that_does_not_fall_into_microbatches_is_refused_before_ranks_start(here, monkeypatch, capsys) -> None:
-    assert (
-        run(
-            monkeypatch,
-            "plan",
-            TINY["gpt"],
-            "--seq",
-            "32",
-            "--cluster",
-            "cpu:1x2",
-            "--recipe",
-            "1f1b",
-            "-o",
-            "plan.json",
-        )
-        == 0
-    )
+    asked = ("plan", TINY["mlp"], "--cluster", "cpu:1x2", "--recipe", "1f1b", "-o", "plan.json")
+    assert run(monkeypatch, *asked) == 0
     monkeypatch.setattr("autopar.cli.verifying.verify", lambda *a, **k: pytest.fail("ranks started"))
     count = json.loads((here / "plan.json").read_text())["microbatches"]
     said = refused(here, monkeypatch, capsys, "verify", "plan.json", "--batch", str(count + 1))

@@ -54,7 +54,7 @@ def test_small_stacks_on_a_cpu(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["zero3", "tp_sp"])
 def test_gradients_in_mixed_precision_have_the_bytes_that_they_rest_in(recipe: str) -> None:
-    loaded = frontend.load(TINY["hf-gpt2"], batch=8, seq=16, device="cpu", train=True, labels=True)
+    loaded = frontend.load(TINY["gpt"], batch=8, seq=16, device="cpu", train=True, labels=True)
     compiled = autopar.compile(
         loaded.model,
         "cpu:1x4",

@@ -137,6 +137,6 @@ def test_as_json_there_is_everything_but_the_spans() -> None:
 
 
 def test_forward_only_for_inference() -> None:
-    who = subject("hf-gpt2", "inference")
+    who = subject("mlp", "inference")
     found = simulate(who.captured.gm, by_recipe(who, (4,), "tp"))
     assert found.step_s == pytest.approx(found.predicted_s) and found.places[0].optimizer_s == 0.0

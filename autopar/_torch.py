@@ -197,12 +197,13 @@ def copied(function: Any, **names: Any) -> Any:
 
 def memory_of(tensor: Tensor) -> int:
     """An identifier of the memory that a tensor is a view of. Inside `torch.vmap` that of all samples; inside
-    `torch.func.grad` that of the plain tensor."""
-    from torch._C import _functorch
+    `torch.func.grad` that of the plain tensor. Modes that are on do not see that it is asked for."""
+    from torch._C import DisableTorchFunction, _functorch
 
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
-    return tensor.untyped_storage()._cdata
+    with DisableTorchFunction():
+        return tensor.untyped_storage()._cdata
 
 
 def without_fake_cache() -> AbstractContextManager[None]:

@@ -53,7 +53,11 @@ class _Meeting(TorchFunctionMode):
         if func in INDEXED:
             args = (args[0], _index(args[1]), *args[2:])
         tensors = tensors_of((args, kwargs))
-        if len({x.device.type for x in tensors}) > 1 and not (changes(func) and tensors[0].device.type != "meta"):
+        if (
+            len(tensors) > 1
+            and len({x.device.type for x in tensors}) > 1
+            and not (changes(func) and tensors[0].device.type != "meta")
+        ):
             args, kwargs = pytree.tree_map(_moved, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -98,8 +102,8 @@ def changes(func: Any) -> bool:
 def changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that a call changes in place: those of its first argument, by the name of the function or by
     `inplace=True`, and those of `out=`."""
-    first = args[:1] if changes(func) or kwargs.get("inplace") else ()
-    return tensors_of((first, kwargs.get("out")))
+    first, out = args[:1] if changes(func) or kwargs.get("inplace") else (), kwargs.get("out")
+    return tensors_of((first, out)) if first or out is not None else []
 
 
 def _moved(x: Any) -> Any:

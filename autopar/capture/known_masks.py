@@ -105,11 +105,13 @@ class KnownMasks(TorchFunctionMode):
 
     def _of(self, tensor: Tensor) -> _Made | None:
         """How a tensor was made, if known; plain attributes and buffers of the model count as constants."""
-        if self._made.get(tensor) is None:
+        made = self._made.get(tensor)
+        if made is None:
             for values in (ATTRIBUTES, BUFFERS):
                 if (value := values.get(tensor)) is not None:
-                    self._made.keep(tensor, _Made(value.cpu, (), {}, held=values is BUFFERS))
-        return self._made.get(tensor)
+                    made = _Made(value.cpu, (), {}, held=values is BUFFERS)
+                    self._made.keep(tensor, made)
+        return made
 
     def _picked(self, rows: Tensor, index: Any) -> Tensor | None:
         """`rows[index]`, computed without a size that depends on values; None where that is not known, or not

@@ -20,7 +20,7 @@ from passes.kernel_extras import BESIDE, BY_GRADIENTS
 from passes.saved import saved_positions
 from tests.helpers.kept_by_table import kept_by_table, tensors
 from tests.unit.passes.test_saved import SAMPLES
-from tests.unit.rules.samples import T, case, f, fill, i
+from tests.unit.rules.samples import T, case, f, fill, i, reseed
 from tests.unit.rules.table import SAMPLES as PROVEN
 
 
@@ -66,7 +66,7 @@ def rubbish(
 @pytest.mark.parametrize("target", CALLS, ids=lambda target: str(target).split(" at 0x")[0])
 def test_an_operator_that_is_left_out_has_its_gradients(target: Any) -> None:
     for arguments in CALLS[target]:
-        torch.manual_seed(0)
+        reseed()
         args, kwargs = arguments()
         operands, tape = tensors((args, kwargs)), replay.Tape()
         wanted = [x for x in operands if x.requires_grad]
@@ -163,7 +163,7 @@ def in_float32(value: Any) -> Any:
 def test_all_that_autograd_keeps_is_counted(target: Any, graded: int) -> None:
     """Up to a few numbers, with a gradient of the first operand alone and of all."""
     for arguments in [*CALLS[target], *(partial(proven, one) for one in FURTHER.get(target, ()))]:
-        torch.manual_seed(0)
+        reseed()
         args, kwargs = pytree.tree_map(in_float32, arguments())
         for operand in [x for x in tensors((args, kwargs)) if x.requires_grad][graded:]:
             operand.requires_grad_(False)

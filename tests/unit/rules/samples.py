@@ -47,6 +47,12 @@ def case(*args: Any, **kwargs: Any) -> Case:
 Samples = Mapping[Any, Sequence[Case]]
 
 
+def reseed() -> None:
+    """Begin the CPU's random numbers anew. torch.manual_seed does so for each kind of accelerator too, and notes the
+    stack for each: for small operators that takes as long as they do."""
+    torch.default_generator.manual_seed(0)
+
+
 def fill(tree: Any) -> Any:
     """Tensors for every `T`."""
     return pytree.tree_map_only(T, _tensor, tree, is_leaf=lambda leaf: isinstance(leaf, T))

@@ -21,7 +21,7 @@ from autopar.rules.rule import Rule
 from passes import ops
 from tests.unit.rules import samples_pointwise as pointwise
 from tests.unit.rules import samples_views as views
-from tests.unit.rules.samples import Case, fill
+from tests.unit.rules.samples import Case, fill, reseed
 from tests.unit.rules.table import SAMPLES
 from tests.unit.rules.test_oracle import wrong
 
@@ -155,7 +155,7 @@ LINEAR: dict[Any, tuple[str, str]] = {
 
 def _calls(target: Any) -> Iterator[tuple[Case, Call]]:
     for one in SAMPLES[target]:
-        torch.manual_seed(0)
+        reseed()
         args, kwargs = fill((list(one.args), dict(one.kwargs)))
         yield one, call_of(target, args, kwargs)
 

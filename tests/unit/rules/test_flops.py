@@ -17,7 +17,7 @@ from autopar.rules.language import parse
 from autopar.rules.oracle import call_of
 from passes import facts, ops
 from passes.annotate_flops import FLOPS, annotate_flops
-from tests.unit.rules.samples import Case, fill
+from tests.unit.rules.samples import Case, fill, reseed
 from tests.unit.rules.table import SAMPLES
 
 PICKS = (torch.ops.aten.nll_loss_nd.default,)
@@ -69,7 +69,7 @@ def called(target: Any, one: Case) -> tuple[Callable[[list[Tensor]], Tensor], li
 
 
 def multiplies(target: Any, one: Case) -> bool:
-    torch.manual_seed(0)
+    reseed()
     run, operands = called(target, one)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         run(operands)
@@ -125,7 +125,7 @@ def counted_alike(target: Any, args: Sequence[Any], kwargs: Any) -> bool:
 
 @pytest.mark.parametrize("target", FLOPS, ids=lambda op: str(op).removeprefix("aten.").split(" at ")[0])
 def test_products_take_the_flops_that_torch_counts(target):
-    torch.manual_seed(0)
+    reseed()
     for one in SAMPLES.get(target, ()):
         args, kwargs = fill((list(one.args), dict(one.kwargs)))
         (forward, backward), (wanted, back) = counts(target, args, kwargs), torchs(target, args, kwargs)

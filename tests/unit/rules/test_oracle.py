@@ -25,7 +25,7 @@ from autopar.runtime.mesh import Mesh
 from passes import ops
 from tests.unit.rules import samples_pointwise as pointwise
 from tests.unit.rules import samples_views as views
-from tests.unit.rules.samples import Case, case, f, fill, i
+from tests.unit.rules.samples import Case, case, f, fill, i, reseed
 from tests.unit.rules.table import SAMPLES
 
 aten = torch.ops.aten
@@ -189,7 +189,7 @@ def as_emitted(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outs
 
 
 def wrong(target: Any, rule: Rule, one: Case, ways: int) -> list[str]:
-    torch.manual_seed(0)
+    reseed()
     args, kwargs = fill((list(one.args), dict(one.kwargs)))
     here = {**TOGETHER, "halo": halo(target, args[0].shape)} if target in WINDOWS else TOGETHER
     random = target in views.STILL or target in pointwise.STILL
@@ -304,7 +304,7 @@ def test_which_dims_windows_go_over_may_be_cut(target):
 @pytest.mark.parametrize("named", ["same", "valid"])
 def test_paddings_by_name_are_numbers(named, spatial, size):
     """Of kernels 3 and 2 with dilations 1 and 2, whose sums of padding are even."""
-    torch.manual_seed(0)
+    reseed()
     kernel, dilation = [3, 2, 3][:spatial], [1, 2, 2][:spatial]
     image, weight = (torch.randn(*lead, dtype=torch.float64) for lead in ((2, 3, *[size] * spatial), (4, 3, *kernel)))
     by_name, by_numbers = (getattr(getattr(aten, f"conv{spatial}d"), overload) for overload in ("padding", "default"))

@@ -18,7 +18,7 @@ from autopar.rules.algorithms import agree
 from autopar.rules.language import Call, Option
 from autopar.rules.oracle import call_of, compare, cut, gradients, join, shards_of
 from autopar.rules.rule import Rule
-from tests.unit.rules.samples import Case, case, f, fill
+from tests.unit.rules.samples import Case, case, f, fill, reseed
 from tests.unit.rules.table import SAMPLES
 from tests.unit.rules.test_completeness import COMPARED, QUICK
 from tests.unit.rules.test_oracle import as_emitted
@@ -103,7 +103,7 @@ def problem(call: Call, given: Any, pair: Pair, sizes: Sizes) -> str:
 
 
 def wrong(target: Any, rule: Rule, one: Case, sizes: Sizes) -> list[str]:
-    torch.manual_seed(0)
+    reseed()
     args, kwargs = fill((list(one.args), dict(one.kwargs)))
     call, given = call_of(target, args, kwargs), (tuple(args), dict(kwargs))
     found = [([o.factor for o in pair], problem(call, given, pair, sizes)) for pair in pairs(rule, call, sizes)]

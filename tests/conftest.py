@@ -11,10 +11,11 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from tests.helpers import tiers
+from tests.helpers.examples import USUAL
 
 settings.register_profile("without deadlines", deadline=None)  # seconds of one example say how busy the machine is
-# of `make test`, which judges a change: the same examples every time
-settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+# of `make test`, which judges a change: the same examples every time, and a third of them
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, max_examples=USUAL // 3)
 settings.load_profile("without deadlines")  # of all else, which looks for what is wrong: new examples every time
 # most of what capturing and planning makes lives on: to look through it seldom is enough
 gc.set_threshold(20_000, 20, 20)

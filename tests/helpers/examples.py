@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-FEWER = 3
-"""By this, where the same ones are tried every time."""
+USUAL = 100
+"""Of a test that says nothing, by hypothesis; a third of them in `make test` (conftest.py)."""
 
 
 def examples(count: int) -> settings:
-    """Of a test that tries `count` examples: of `make test` the first third of them, which are the same every time."""
-    return settings(max_examples=count // FEWER if settings.default.derandomize else count)
+    """Settings of a test that tries `count` examples, where others try as many as is usual, and else that share."""
+    return settings(max_examples=count * settings.default.max_examples // USUAL)

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction
 from torch.autograd import Function
 from torch.export import ExportedProgram
 from torch.utils._sympy.value_ranges import ValueRanges  # what a symbolic size may be
@@ -96,6 +97,28 @@ def quietly() -> Iterator[None]:
         mock.patch.object(logging.getLogger("torch.fx.experimental.symbolic_shapes"), "disabled", True),
         mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
     ):
+        yield
+
+
+def past_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, called so that modes of torch functions that are on see nothing of what it does."""
+
+    def quick(*args: Any, **kwargs: Any) -> Any:
+        with DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return quick
+
+
+@contextmanager
+def fakes_past_modes() -> Iterator[None]:
+    """A context in which torch.export makes fake tensors of weights and inputs past modes of torch functions. These
+    would see every attribute that it reads of each, which takes longer than all else about it."""
+    from torch.export import _trace
+
+    with ExitStack() as stack:
+        for name in ("_fakify_params_buffers", "make_fake_inputs"):
+            stack.enter_context(mock.patch.object(_trace, name, past_modes(getattr(_trace, name))))
         yield
 
 

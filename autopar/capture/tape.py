@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import memory_of, pytree
-from autopar.capture._torch import functions_applied, tracing, vmap_replaced
+from autopar.capture._torch import functions_applied, past_modes, tracing, vmap_replaced
 from autopar.capture.assigned import assigned, buffers_of, why_unlike
 from autopar.capture.block_runs import INNER
 from autopar.capture.by_tensor import ByTensor
@@ -229,7 +229,7 @@ class Tape(TorchFunctionMode):
         which such views get storages of their own."""
         self._own.update(map(memory_of, self._before))
         for tensor in self._before:
-            view = tensor.detach()
+            view = past_modes(tensor.detach)()
             self._views.append(view)
             self._storages[memory_of(view)] = memory_of(tensor)
 

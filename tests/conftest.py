@@ -39,7 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-TOGETHER = ("tests/dist/", "tests/unit/decisions/", "tests/unit/joint/")
+TOGETHER = (
+    "tests/dist/",
+    *(f"tests/unit/{folder}/" for folder in ("decisions", "joint", "memory", "report", "simulate")),
+)
 """Folders whose tests share captured models, and those of the first one living ranks: one worker has all of each."""
 
 

@@ -12,16 +12,15 @@ from autopar.recipes.roles import Role
 @dataclass(frozen=True, slots=True)
 class PipelineRecipe:
     """`roles` are for the axes of a place, outermost first; a mesh of fewer axes has the inner ones, or where it is
-    `named` for the outer one the outer ones. `virtual`: stages per place where the schedule leaves it open. `searched`:
-    whether it is tried where nothing fits without a pipeline. Raises PlanError where `roles` are none, or `virtual` is
-    no number of stages; an unknown schedule is refused where the row is first used (joint.spaces)."""
+    `named` for the outer one the outer ones. `virtual`: stages per place where the schedule leaves it open. Raises
+    PlanError where `roles` are none, or `virtual` is no number of stages; an unknown schedule is refused where the row
+    is first used (joint.spaces)."""
 
     name: str
     schedule: str
     roles: tuple[Role, ...]
     about: str
     virtual: int = 1
-    searched: bool = False
     named: bool = False
 
     def __post_init__(self) -> None:
@@ -48,9 +47,7 @@ _TABLE = (
         (roles.data,),
         "GPipe: all microbatches forward, then all backward; data parallel in each stage",
     ),
-    PipelineRecipe(
-        "1f1b", "1f1b", (roles.data,), "one forward, one backward; data parallel in each stage", searched=True
-    ),
+    PipelineRecipe("1f1b", "1f1b", (roles.data,), "one forward, one backward; data parallel in each stage"),
     PipelineRecipe("interleaved", "interleaved_1f1b", (roles.data,), "1F1B with two stages per place", virtual=2),
     PipelineRecipe(
         "zero_bubble", "zbv_zero_bubble", (roles.data,), "zero bubble in a V: weight gradients fill the gaps"
@@ -62,14 +59,12 @@ _TABLE = (
         "1f1b",
         (roles.zero1, roles.tensor_sequence),
         "3-D: tensor and sequence parallel inside, 1F1B stages across, ZeRO-1 else",
-        searched=True,
     ),
     PipelineRecipe(
         "pp_zero3",
         "1f1b",
         (roles.zero3, roles.tensor_sequence),
         "1F1B stages, tensor and sequence parallel inside, ZeRO-3 across",
-        searched=True,
         named=True,
     ),
 )

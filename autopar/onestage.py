@@ -31,6 +31,7 @@ from autopar.planner import Planner
 from autopar.problem.largest import largest
 from autopar.problem.remat import Levels, price
 from autopar.recipes.free import space
+from autopar.recipes.names import with_level
 from autopar.request import Request
 from autopar.search import ilp
 from autopar.text import gibibytes, seconds, times
@@ -142,7 +143,7 @@ class _Level:
         self.tried = (
             tried
             if self.name == self.planner.request.remat_level
-            else [replace(one, name=f"{one.name}, {self.name} remat") for one in tried]
+            else [replace(one, name=with_level(one.name, self.name)) for one in tried]
         )
 
     def finish(self, alone_s: float, until: float) -> None:

@@ -12,8 +12,10 @@ from torch import fx
 from autopar import joint
 from autopar.errors import InfeasibleError
 from autopar.joint.search_context import SearchContext
-from autopar.plan import Plan
+from autopar.plan import Alternative, Plan
 from autopar.recipes import RECIPES
+from autopar.recipes.names import without_level
+from autopar.recipes.offload import OFFLOADS
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
 from autopar.text import gibibytes
@@ -45,22 +47,42 @@ def frontier(gm: fx.GraphModule, hints: Mapping[str, int], request: Request, **a
 
 
 def between(context: SearchContext, found: Sequence[Plan], about: Mapping[str, Any]) -> Iterator[Plan]:
-    """The recipes that were priced along the way and are beaten by none of `found`, each on its mesh and as fast as it
-    is with all the memory there is; what is proven of the first plan of `found` is proven of them."""
-    names = (*RECIPES, *PIPELINES)
-    unbeaten_rows = [
-        (row.name, row.mesh[1:] if row.name in PIPELINES else row.mesh)
-        for row in found[0].alternatives
-        if row.name in names
-        and row.step_s is not None
-        and row.memory_bytes is not None
-        and all(row.step_s < plan.predicted.step_s or row.memory_bytes < plan.predicted.memory_bytes for plan in found)
-    ]
-    for name, mesh in dict.fromkeys(unbeaten_rows):
+    """The recipes that were priced along the way and are beaten by none of `found`, each on its mesh, as fast as it is
+    with all the memory there is, and where it was priced at a level of rematerialisation, at that level too; what is
+    proven of the first plan of `found` is proven of them."""
+    for name, mesh, remat in dict.fromkeys(asked for row in _unbeaten_rows(found) for asked in _asked(row)):
         context.restart()
-        made = joint.anywhere(context.named(name, mesh), **about)
+        asked = context.named(name, mesh)
+        asked.request = replace(asked.request, remat=remat or asked.request.remat)
+        made = joint.anywhere(asked, **about)
         bound_s = min(made.predicted.step_s, found[0].predicted.bound_s)
         yield replace(made, predicted=replace(made.predicted, bound_s=bound_s))
+
+
+def _unbeaten_rows(found: Sequence[Plan]) -> Iterator[Alternative]:
+    """What was priced along the way and is beaten by none of `found`."""
+    for row in found[0].alternatives:
+        if (
+            row.step_s is not None
+            and row.memory_bytes is not None
+            and all(
+                row.step_s < plan.predicted.step_s or row.memory_bytes < plan.predicted.memory_bytes for plan in found
+            )
+        ):
+            yield row
+
+
+def _asked(row: Alternative) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """What to ask for to get the plan of a row: recipe, mesh and level of rematerialisation ("": as the request has
+    it). Nothing for a row of the search. With a level it is both: the row's blocks all run again, or as few as memory
+    requires."""
+    name, level = without_level(row.name)
+    if name in PIPELINES:
+        yield name, row.mesh[1:], ""
+    elif name in RECIPES or name in OFFLOADS:
+        yield name, row.mesh, ""
+        if level:
+            yield name, row.mesh, level
 
 
 def unbeaten(plans: list[Plan]) -> list[Plan]:

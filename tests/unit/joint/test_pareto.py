@@ -66,9 +66,25 @@ def test_recipes_are_on_the_meshes_that_they_were_priced_on_and_are_bounded() ->
     request = Request(Cluster.parse("h100:2x2"), Settings("train"), recipe="single")
     context = SearchContext(graph(), {"b": 64}, replace(request, recipe=None))
     first = plan(graph(), {"b": 64}, request)
-    priced = [("zero3", (4,)), ("hsdp", (2, 2)), ("1f1b", (4, 1)), ("1f1b", (2, 2))]
+    priced = [("zero3", (4,)), ("hsdp", (2, 2)), ("1f1b", (4, 1)), ("1f1b", (2, 2)), ("optimizer_offload", (4,))]
     rows = [Alternative(name, mesh, 1.0, 0.0) for name, mesh in priced]
     first = replace(first, alternatives=tuple(rows), predicted=replace(first.predicted, bound_s=1e-6))
     found = list(between(context, [first], {}))
     assert [(made.strategy, made.grid) for made in found] == [(row.name, row.mesh) for row in rows]
     assert {made.predicted.bound_s for made in found} == {1e-6}
+
+
+def test_recipes_are_at_the_level_of_rematerialisation_at_which_they_were_priced() -> None:
+    """They were left out: their names were taken for none of a recipe."""
+    request = Request(Cluster.parse("h100:1x2"), Settings("train"), recipe="ddp")
+    context = SearchContext(graph(), {"b": 8192}, replace(request, recipe=None))
+    first = replace(
+        plan(graph(), {"b": 8192}, request),
+        alternatives=tuple(
+            Alternative(name, (2,), 1.0, 0.0) for name in ("ddp, full remat", "search, full remat", "no remat")
+        ),
+    )
+    as_it_is, again = between(context, [first], {})
+    assert (as_it_is.strategy, again.strategy) == ("ddp", "ddp")
+    assert not as_it_is.remat and again.remat
+    assert again.predicted.memory_bytes < as_it_is.predicted.memory_bytes

@@ -33,8 +33,8 @@ def feasible(problem: Problem, *, time_limit_s: float) -> tuple[int, ...]:
 def least_memory(problem: Problem, *, time_limit_s: float) -> tuple[int, ...]:
     """A feasible solution, of least memory among all (or the first one met that fits, when time is short).
 
-    Raises InfeasibleError with the shortfall (least bytes reachable against the limit), or saying that every solution
-    uses a forbidden pair, or that time was up before either was known.
+    Raises InfeasibleError with the shortfall (least bytes reachable against the limit, or when time is short what is
+    proven of them), or saying that every solution uses a forbidden pair, or that time was up before anything was known.
     """
     deadline = time.perf_counter() + time_limit_s
     bytes_problem = in_bytes(problem)
@@ -47,6 +47,8 @@ def least_memory(problem: Problem, *, time_limit_s: float) -> tuple[int, ...]:
     needed = problem.price(least.choice).memory_bytes
     if least.bound_s >= needed * (1 - GAP):
         raise shortfall(problem, needed)
+    if least.bound_s > problem.memory_limit_bytes * (1 + GAP):
+        raise shortfall(problem, least.bound_s)
     raise InfeasibleError(
         f"problem {problem.name}: no solution within {_size(problem.memory_limit_bytes)} per device was found in "
         f"{time_limit_s:.1f} s; the best needs {_size(needed)}, and at least {_size(least.bound_s)} are needed; give "

@@ -12,6 +12,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.problem.types import Node, Problem, Solution
 from autopar.search import SEARCHES, checked
 from autopar.search.descent import fits
+from autopar.search.exact import Exact
 from autopar.search.feasible import feasible, least_memory
 from tests.helpers.problems import random_problem
 
@@ -97,6 +98,18 @@ def test_what_needs_little_memory_fits_and_nothing_needs_less_than_the_least(see
             assert fits(problem, solve(problem, time_limit_s=5))
     if oracle(seed) is not None:
         assert problem.price(least_memory(problem, time_limit_s=5)).memory_bytes == pytest.approx(least_bytes)
+
+
+@pytest.mark.parametrize(("proven_bytes", "why"), [(11.0, "the limit is 10 bytes: 1 bytes are missing"), (9.0, "time")])
+def test_what_is_proven_not_to_fit_is_not_said_to_want_time(
+    proven_bytes: float, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where time is up between a proof that nothing fits and the least bytes of all."""
+    problem = Problem((Node("n", ("a",), np.ones(1), np.full(1, 12.0), np.zeros(1)),), (), 0, 10.0)
+    monkeypatch.setattr("autopar.search.feasible.minimise", lambda *_, **__: Exact((0,), proven_bytes, ""))
+    with pytest.raises(InfeasibleError, match=why) as failed:
+        least_memory(problem, time_limit_s=1.0)
+    assert failed.value.missing_bytes == (1.0 if proven_bytes > 10.0 else None)
 
 
 def test_exhaustive_refuses_large_problems() -> None:

@@ -228,6 +228,8 @@ def _meta_copy(
         return _in_mode(shadow(asked.model, _kept_children(asked.model, some)), asked.mode)
 
     shortened, notes = chains(asked.model, short, runs, *asked.stand_ins(asked.dims))
+    if notes and not shortened:  # maybe the model does not run at stand-in sizes
+        shortened, notes = chains(asked.model, short, runs, *asked.stand_ins(dims.Dims()))
     return short(shortened), shortened, notes
 
 

@@ -88,6 +88,20 @@ def test_lists_that_are_no_chains_leave_the_others_shortened():
     assert_same(captured, model)
 
 
+def test_blocks_of_a_model_that_runs_at_one_size_alone_are_shortened():
+    """Outer code has a row for each sample, where chains are first tried at a size of their own."""
+
+    class Rows(Stack):
+        def walk(self, h):
+            return super().walk(h + self.rows)
+
+    model = Rows(blocks("r" * 7))
+    model.rows = torch.nn.Parameter(torch.randn(9, 8))
+    captured = capture(model, batch(9))
+    assert [n.meta["repeat"] for n in captured.gm.graph.nodes if "repeat" in n.meta] == [7]
+    assert not any("one by one" in note for note in captured.notes)
+
+
 def assert_same(captured, model):
     weights = dict(model.named_parameters()) | dict(captured.constants)
     for rows in (6, 9):

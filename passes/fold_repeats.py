@@ -70,7 +70,7 @@ def _fold(gm: fx.GraphModule, run: Run, total: int, carries: dict[fx.Node, bool]
     idle = _idle(gm, run, total)
     body = _body(gm, run, constant, weights, idle, total, carries)
     edit.drop_mutations(gm, [i.outside[slot].meta["fqn"] for i in run.instances for _, slot in i.writes])
-    name = _free_name(gm, f"{run.container}_{first.start}")
+    name = _free_name(gm, f"{run.path}_{first.start}")
     gm.add_submodule(name, body)
     users = users_outside(run)
     with edit.before(min(users) if users else edit.output_node(gm)):
@@ -82,7 +82,7 @@ def _fold(gm: fx.GraphModule, run: Run, total: int, carries: dict[fx.Node, bool]
     last = run.instances[-1]
     for result, source in zip(results, run.carried.values(), strict=True):
         node = last.nodes[source]
-        result.meta.update(val=node.meta["val"], module=run.container, source=node.meta.get("source", ""))
+        result.meta.update(val=node.meta["val"], module=run.path, source=node.meta.get("source", ""))
         carries[result] = carries[node]
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user in users)
     for node in reversed(run.nodes):
@@ -120,7 +120,7 @@ def _call_meta(run: Run, total: int) -> dict[str, Any]:
     last = run.instances[-1]
     return {
         "repeat": total,
-        "module": run.container,
+        "module": run.path,
         "source": run.instances[0].nodes[0].meta.get("source", ""),
         "val": tuple(last.nodes[source].meta["val"] for source in run.carried.values()),
     }
@@ -195,7 +195,7 @@ def _weight_names(run: Run, values: list[fx.Node], total: int) -> dict[str, Any]
 
 def _class_name(run: Run) -> str:
     """Class of the folded block (that of the first one when a period has several), "" when export did not record it."""
-    path = f"{run.container}.{run.instances[0].start}"
+    path = run.path if run.of_calls else f"{run.path}.{run.instances[0].start}"
     for node in run.instances[0].nodes:
         for where, class_name in (node.meta.get("nn_module_stack") or {}).values():
             if where == path:

@@ -1,6 +1,7 @@
 """Finds runs of alike blocks in a flat graph.
 
-Candidates are the children of a container by module path (`model.layers.0`, `.1`, ...). Two are alike when their calls,
+Candidates are the children of a container by module path (`model.layers.0`, `.1`, ...), and the calls of one module
+that is called several times (ALBERT's layer; its container is `model.layer@`). Two are alike when their operators,
 static arguments and sizes agree node by node, and the same of their weights train; a run is a chain when every outside
 value of instance i+1 is either the same as that of instance i (invariant) or one fixed result of instance i (carried).
 Each may give new values to buffers of its own.
@@ -19,6 +20,7 @@ from passes import edit, facts
 from passes.running_sums import running_sums
 
 _CHILD = re.compile(r"(.*?)\.(\d+)(?=\.|$)")
+_CALL = re.compile(r"@(\d+)$")  # behind the key of a module's second call and those after it, by torch.export
 MAX_PERIOD = 8
 """Longest pattern of different blocks that is looked for (A B A B has period 2)."""
 
@@ -75,6 +77,16 @@ class Run:
     carried: dict[int, int]
 
     @property
+    def of_calls(self) -> bool:
+        """Whether the instances are calls of one module."""
+        return self.container.endswith("@")
+
+    @property
+    def path(self) -> str:
+        """The path of the module that has the instances, or is called for each."""
+        return self.container.removesuffix("@")
+
+    @property
     def nodes(self) -> list[fx.Node]:
         """All calls of all instances."""
         return [node for instance in self.instances for node in instance.nodes]
@@ -86,23 +98,42 @@ def is_weight(node: fx.Node) -> bool:
 
 
 def containers(gm: fx.GraphModule) -> list[str]:
-    """Paths that have numbered children in the module paths of the graph, outermost first."""
+    """Paths that have numbered children in the module paths of the graph, and those of modules with weights that are
+    called several times, with `@` behind; outermost first."""
     found: dict[str, None] = {}
     for node in gm.graph.nodes:
         for match in _CHILD.finditer(node.meta.get("module", "")):
             found[node.meta["module"][: match.end(1)]] = None
+        again = next((path for path, number in calls(node).items() if number), None)
+        if again and any(is_weight(operand) for operand in node.all_input_nodes):
+            found[f"{again}@"] = None
     return sorted(found, key=lambda path: path.count("."))
+
+
+def calls(node: fx.Node) -> dict[str, int]:
+    """The modules in whose calls the node was traced, outermost first: path -> number of the call, from 0."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return {path: int(found.group(1)) if (found := _CALL.search(key)) else 0 for key, (path, _) in stack.items()}
+
+
+def _child(node: fx.Node, container: str) -> int | None:
+    """The number of the child of the container that the node is in; None where it is in none."""
+    if container.endswith("@"):
+        return calls(node).get(container[:-1])
+    inside = re.match(re.escape(container) + r"\.(\d+)(?:\.|$)", node.meta.get("module", ""))
+    return int(inside.group(1)) if inside else None
 
 
 def find_runs(gm: fx.GraphModule, container: str) -> list[Run]:
     """Longest runs of at least two alike, chained instances of the container's children; they do not overlap."""
     blocks, mutated = _blocks(gm, container), edit.mutated(gm)
     order = sorted(blocks)
+    longest = 1 if container.endswith("@") else MAX_PERIOD
     runs: list[Run] = []
     position = 0
     while position < len(order):
         best: Run | None = None
-        for period in range(1, min(MAX_PERIOD, (len(order) - position) // 2) + 1):
+        for period in range(1, min(longest, (len(order) - position) // 2) + 1):
             run = _run_from(container, blocks, order[position:], period, mutated)
             if run and (best is None or len(run.nodes) > len(best.nodes)):
                 best = run
@@ -139,9 +170,9 @@ def places(gm: fx.GraphModule, container: str) -> tuple[dict[fx.Node, int], dict
     block. Then, of every node, the last block that it depends on, -1 where on none."""
     place: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:
-        inside = re.match(re.escape(container) + r"\.(\d+)(?:\.|$)", node.meta.get("module", ""))
-        if inside and node.op == "call_function" and facts.tensors(node):
-            place[node] = int(inside.group(1))
+        child = _child(node, container)
+        if child is not None and node.op == "call_function" and facts.tensors(node):
+            place[node] = child
     for node in reversed(gm.graph.nodes):
         homes = {place.get(user, -1) for user in node.users}
         if node.op == "call_function" and not facts.tensors(node) and len(homes) == 1 and min(homes) >= 0:

@@ -55,19 +55,19 @@ RESERVED = (
 def emit(gm: fx.GraphModule, plan: Plan, names: Names, *, probes: bool = False) -> str:
     """The source of the sharded module for `plan`; with `probes`, every value is reported (see `codegen.probes`)."""
     program = read(gm, plan.hints, training=plan.mode == "train", device=plan.device_kind)
-    context = Context(program, plan, _class_names(program, plan), probes, names.fleeting, names.order)
+    context = Context(program, plan, _class_names(program, plan, gm), probes, names.fleeting, names.order)
     bodies = [_block(context, gm, run) for run in program.runs.values()]
     model = pipelined_model(context, gm, names) if plan.pipelined else _model(context, gm, names)
     return "\n".join([_header(context), *bodies, model, _footer()])
 
 
-def _class_names(program: Program, plan: Plan) -> dict[str, str]:
+def _class_names(program: Program, plan: Plan, gm: fx.GraphModule) -> dict[str, str]:
     """scope -> name of its class: the class of the block's module, with a number where the name is taken."""
     stages = (f"Stage{i}" for i in range(len(plan.stages)))
     taken = dict.fromkeys([*RESERVED, *USED_IN_SCOPES, *function_names(program), *stages])
     found = {}
     for run in program.runs.values():
-        name = _module_class(program, run)
+        name = _module_class(gm, run)
         found[run.scope] = next(
             text for text in itertools.chain([name], (f"{name}{i}" for i in itertools.count(2))) if text not in taken
         )
@@ -75,14 +75,9 @@ def _class_names(program: Program, plan: Plan) -> dict[str, str]:
     return found
 
 
-def _module_class(program: Program, run: Run) -> str:
-    for op in program.ops.values():
-        stack = op.node.meta.get("nn_module_stack") if op.scope == run.scope else None
-        for path, kind in (stack or {}).values():
-            if re.search(r"\.\d+$", str(path)):
-                text = kind if isinstance(kind, str) else kind.__name__
-                return str(text).rsplit(".", 1)[-1]
-    return "".join(part.capitalize() for part in re.findall(r"[a-zA-Z]+", run.scope)) + "Block"
+def _module_class(gm: fx.GraphModule, run: Run) -> str:
+    words = re.findall(r"[a-zA-Z]+", run.scope)
+    return gm.get_submodule(run.scope).meta["class_name"] or "".join(map(str.capitalize, words)) + "Block"
 
 
 def _header(context: Context) -> str:

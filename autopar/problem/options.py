@@ -67,7 +67,7 @@ def options_of(op: Op, ways: int, sections: Sections, rules: Mapping[Any, Rule] 
         found = options_for(op.call, ways, sections=sections, rules=rules)
         return [option for option in found if not _needs_planned_sizes(op, option)]
     if op.role == "port":
-        return options("... -> ...", op.call, ways, linear="all")
+        return options("... -> ...", op.call, ways, linear="all", sections=sections)
     if op.role == "param":
         return _parameter_options(op, ways, sections)
     if op.role == "input" and 0 in op.batch[0] and op.call.outs[0].sizes[0] % ways == 0:

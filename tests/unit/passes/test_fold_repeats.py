@@ -224,6 +224,32 @@ def test_a_weight_that_all_blocks_share_is_invariant():
     assert_same(gm, model, {"x": torch.randn(3, 4)}, 1e-6)
 
 
+class Again(Stack):
+    """One block, called several times (ALBERT), and an activation after each call."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__([8])
+        self.block, self.act, self.path = Block(4, 8), nn.Tanh(), path
+
+    def forward(self, x):
+        mask = torch.sigmoid(x)
+        for _ in range(4):
+            x = self.act(self.get_submodule(self.path)(x, mask))
+        return x
+
+
+@pytest.mark.parametrize(("path", "name"), [("block", "block_1"), ("layers.0", "layers_0_1")])
+def test_calls_of_one_module_fold(path, name):
+    """All but the first, whose input no activation gave."""
+    model = Again(path)
+    gm = folded(model)
+    (call,) = calls(gm)
+    assert (call.target, call.meta["repeat"], call.meta["module"]) == (name, 3, path)
+    assert body_of(call).meta["class_name"] == "Block"
+    assert not [n for n in body_of(call).graph.nodes if "fqns" in n.meta]
+    assert_same(gm, model, {"x": torch.randn(3, 4)}, 1e-6)
+
+
 class Counts(nn.Module):
     """Changes two buffers of its own and, maybe, one that all share."""
 

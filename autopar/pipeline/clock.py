@@ -64,7 +64,8 @@ class Timeline:
         """Note the gather of a leaf once per step, whose first `reader` is an operator; `ahead`: it consists of
         gathers, which begin early in buckets."""
         op = self.program.ops[reader]
-        self._leaves.setdefault(op.scope, []).append(_Leaf(sent, kinds, self.program.order[reader], ahead))
+        scope = "" if op.role == "port" else op.scope  # what is fed to blocks is read once, before them
+        self._leaves.setdefault(scope, []).append(_Leaf(sent, kinds, self.program.order[reader], ahead))
 
     def more_s(
         self,
@@ -98,8 +99,9 @@ class Timeline:
         """Seconds of gathers before any compute. The aggregate price counts them as work; the clock counts them as
         exposed."""
         return sum(
-            load.seconds
-            for stop in self.stops.named("", BACK if backward else AHEAD).values()
+            self.blocks(scope) * load.seconds
+            for scope in ("", *self.program.runs)
+            for stop in self.stops.named(scope, BACK if backward else AHEAD).values()
             for _, sent in stop.opens
             for load in sent.way
         )

@@ -169,6 +169,11 @@ class Passes(OpPasses):
         if op.scope and again_s > 0 < ahead_s:
             self.stops.at(op, AGAIN).waits += [(operand, load.times(again_s / ahead_s / blocks)) for load in ahead]
 
+    def _each(self, link: Link, op: Op) -> float:
+        """How often a net's reshards run for one instance of its reader `op`: once, or, of what is fed to a run of
+        blocks, once for all of them."""
+        return link.count / self.line.blocks(op.scope)
+
     def _record_copies(self, op: Op, loads: Sequence[Load], way: int) -> Stop:
         """The Stop of an operator, to which the local copies of a gather or scatter are added."""
         stop = self.stops.at(op, way)
@@ -223,7 +228,8 @@ class Passes(OpPasses):
             (did.passes[way].hide if gathers and prefetched else did.passes[way].wait)(ahead, times)
         if not gathers or not read.at:
             return
-        gathered, (reader, operand) = Sent(split(ahead)[1], used_bytes, key=self._shared_key(read)), read.at[0]
+        reader, operand = read.at[0]
+        gathered = Sent(split(ahead)[1], used_bytes, key=self._shared_key(read)).times(self._each(link, reader))
         if opening:
             self.stops.at(reader, AHEAD).opens.append((operand, gathered))
             did.passes[FORWARD].in_order_s += link.count * sum_s(gathered.way)
@@ -260,7 +266,7 @@ class Passes(OpPasses):
         if scatters and read.at:
             did.passes[BACKWARD].in_order_s += link.count * sum_s(sent.way) * opening
             sends = self._record_copies(read.at[0][0], back, BACK).sends
-            sends.append(sent)
+            sends.append(sent.times(self._each(link, read.at[0][0])))
             sends.sort(key=lambda one: -one.operand)
         for way in (WEIGHTS, BOTH):
             did.passes[way].wait(back, link.count)

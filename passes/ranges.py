@@ -7,7 +7,7 @@ reads itself only; an index of nothing but ranges is the identity.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -125,15 +125,15 @@ def _turned(found: _Indexed, x: fx.Node, dims: list[int], node: fx.Node) -> fx.N
 
 
 def _taken(found: _Indexed, number: int, node: fx.Node) -> fx.Node | None:
-    """`x` read along the one dim whose index, number `number`, is no range. None where that index varies along more
-    than one dim of the block that no range goes along."""
+    """`x` read along the one dim whose index, number `number`, is no range. None where that index varies along several
+    dims of the block that no range goes along, with others between them."""
     index = found.indices[number]
     missing = found.rank - facts.rank(index)
     shape = (1,) * missing + facts.shape(index)
     kept = [dim for dim in range(found.rank) if shape[dim] != 1]
     free = [dim for dim in kept if dim not in found.own]
     if len(free) > 1:
-        return None
+        return _taken_flat(found, number, free, node)
     for dim in reversed(range(missing, found.rank)):
         if dim not in kept:
             index = edit.call(node.graph, aten.squeeze.dim, (index, dim - missing), like=node)
@@ -149,6 +149,28 @@ def _taken(found: _Indexed, number: int, node: fx.Node) -> fx.Node | None:
     if not free:
         return _turned(found, edit.call(node.graph, aten.squeeze.dim, (x, along), like=node), found.named, node)
     return _turned(found, x, [*found.named[: along - at], *free, *found.named[along - at :]], node)
+
+
+def _taken_flat(found: _Indexed, number: int, free: list[int], node: fx.Node) -> fx.Node | None:
+    """As `_taken` where index `number` varies along several dims `free` of the block (neighbours of points): with these
+    dims as one. None where others are between them."""
+    index, less = found.indices[number], len(free) - 1
+    if free[-1] - free[0] != less:
+        return None
+    first = free[0] - (found.rank - facts.rank(index))
+    sizes = [edit.size(index, dim) for dim in range(facts.rank(index))]
+    flat = edit.call(
+        node.graph, aten.reshape.default, (index, [*sizes[:first], -1, *sizes[first + less + 1 :]]), like=node
+    )
+    own = tuple(dim if dim is None or dim < free[0] else dim - less for dim in found.own)
+    indices = (*found.indices[:number], flat, *found.indices[number + 1 :])
+    taken = _taken(replace(found, indices=indices, own=own, rank=found.rank - less), number, node)
+    if taken is None:
+        return None
+    at = found.first + free[0]
+    around = [edit.size(taken, dim) for dim in range(facts.rank(taken))]
+    sizes = [*around[:at], *sizes[first : first + less + 1], *around[at + 1 :]]
+    return edit.call(node.graph, aten.reshape.default, (taken, sizes), like=node)
 
 
 def _from_front(index: fx.Node, size: int | fx.Node, node: fx.Node) -> fx.Node:

@@ -39,6 +39,11 @@ FORMS = {
     "from the end": lambda x, last: x[rows(x), last - 4],
     "from the end of all": lambda x, last: x[rows(x)[:, None], torch.tensor([-1, 0, -2, 1])],
     "from the end of several": lambda x, last: x[rows(x)[:, None], last[:, None] - torch.tensor([1, 2, 3])],
+    "two dims of each": lambda x, last: x[
+        rows(x)[:, None, None], last[:, None, None] % 5 + torch.arange(2)[:, None] + torch.tensor([0, 1, 1])
+    ],
+    "two dims of all": lambda x, last: x[rows(x)[:, None, None], torch.tensor([[2, 0, 2], [1, 1, 3]])],
+    "two dims, turned": lambda x, last: x[rows(x), last % 5 + torch.arange(4).view(2, 2, 1)],
     "the largest": lambda x, last: (
         x[rows(x), x.sum(-1).argmax(-1)] + x[rows(x)[:, None], x.sum(-1).topk(2).indices].sum(1)
     ),
@@ -49,8 +54,8 @@ OTHERS = {
     "backwards": lambda x, last: x[rows(x).flip(0), last],
     "not neighbours": lambda x, last: x[rows(x), :, last % 2],
     "two others": lambda x, last: x[rows(x), last, last % 2],
-    "two dims": lambda x, last: x[
-        rows(x)[:, None, None], (last[:, None, None] * 0 + torch.arange(2)[:, None] + torch.tensor([0, 1]))
+    "a range between two dims": lambda x, last: x[
+        rows(x)[:, None], last[None, :, None] % 2 + torch.arange(2)[:, None, None] + torch.tensor([0, 1])
     ],
 }
 

@@ -76,8 +76,9 @@ def _class_names(program: Program, plan: Plan, gm: fx.GraphModule) -> dict[str, 
 
 
 def _module_class(gm: fx.GraphModule, run: Run) -> str:
-    words = re.findall(r"[a-zA-Z]+", run.scope)
-    return gm.get_submodule(run.scope).meta["class_name"] or "".join(map(str.capitalize, words)) + "Block"
+    body, words = gm.get_submodule(run.scope), re.findall(r"[a-zA-Z]+", run.scope)
+    assert isinstance(body, fx.GraphModule)
+    return str(body.meta["class_name"]) or "".join(map(str.capitalize, words)) + "Block"
 
 
 def _header(context: Context) -> str:

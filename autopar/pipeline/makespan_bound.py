@@ -17,17 +17,21 @@ host, are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.pipeline.makespan import FORWARD, INPUTS, WEIGHTS, WHOLE, Flow
 from autopar.search.model import Linear
-from autopar.search.solver import GLOP, solve
+from autopar.search.solver import GLOP, Answer, solve
 
-MOST = 4096  # actions: steps with more of them are bounded by `mean` alone
-SLACK = 1e-6  # relative: the weights are lowered by the error that the solver may make
+MOST = 4096
+"""Actions of which the waits count at most: of longer schedules only the first and the last microbatch wait."""
+
+SLACK = 1e-6
+"""Relative: the weights are lowered by the error that the solver may make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,77 +81,104 @@ def least(flow: Flow, stages: int, microbatches: int, example: Example, sends_s:
     """The weights for `flow` that give the highest bound for `example`. `sends_s`: the least seconds of a send between
     each stage and the next (default: 0)."""
     plain = mean(flow.places, microbatches)
-    if len(flow.steps) > MOST:
+    wanted = range(len(flow.steps)) if len(flow.steps) <= MOST else outermost(flow)
+    if len(wanted) > MOST:
         return plain
-    found = _Program(flow, stages, example, sends_s or (0.0,) * (stages - 1)).weights()
+    program = Program(stages, flow.places, example.forward_s + example.backward_s)
+    program.order(flow, sends_s or (0.0,) * (stages - 1), wanted)
+    found = _weights(program, example)
     return found if found is not None and found.step_s(example) > plain.step_s(example) else plain
 
 
-class _Program:
-    """The linear program, in units of F + B: columns for the seconds of each stage and for the end of each action; its
-    least last end is the bound."""
+def outermost(flow: Flow) -> frozenset[int]:
+    """The actions, by number, of the first and the last microbatch of each stage: by their waits pipelines fill and
+    drain, however many microbatches there are."""
+    first, last = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
+    for index, step in enumerate(flow.steps):
+        first.setdefault((step.stage, step.kind), index)
+        last[step.stage, step.kind] = index
+    return frozenset((*first.values(), *last.values()))
 
-    def __init__(self, flow: Flow, stages: int, example: Example, sends_s: Sequence[float]) -> None:
-        self.flow, self.sends_s, self.unit_s = flow, sends_s, example.forward_s + example.backward_s
-        self.sent: list[tuple[int, float]] = []  # the rows of actions that wait for a send, and its seconds
-        self.model = Linear(1.0, 1.0)
+
+class Program:
+    """The linear program of a step under a schedule, in units of `unit_s`: columns for the seconds of each stage (its
+    forward, its backward, and of this the compute for inputs and both parts of a split one), for those of each place
+    once per step, and for the end of the step, `last`, which is least. `sent`: the rows of actions that wait for a
+    send, with its seconds."""
+
+    def __init__(self, stages: int, places: int, unit_s: float) -> None:
+        self.unit_s, self.model = unit_s, Linear(1.0, 1.0)
+        self.sent: list[tuple[int, float]] = []
         self.model.starts = np.zeros(1, int)
-        self.forward, self.backward, self.inputs, self.early, self.late = (self._columns(stages) for _ in range(5))
-        self.once = self._columns(flow.places)
-        self.ends = self._columns(len(flow.steps))
-        self.last = self._columns(1, 1.0)
+        self.forward, self.backward, self.inputs, self.early, self.late = (self.columns(stages) for _ in range(5))
+        self.once = self.columns(places)
+        self.last = self.columns(1, 1.0)
         for stage in range(stages):  # the parts of a split backward take at least a whole one together
-            self._row([(self.early[stage], 1.0), (self.late[stage], 1.0), (self.backward[stage], -1.0)], 0.0)
-            self._row([(self.early[stage], 1.0), (self.inputs[stage], -1.0)], 0.0)
-            self._row([(self.backward[stage], 1.0), (self.inputs[stage], -1.0)], 0.0)
-        wanted = (
-            (self.forward, example.forward_s),
-            (self.backward, example.backward_s),
-            (self.inputs, example.inputs_s),
-            (self.once, example.once_s),
-        )
-        self.totals = [
-            self._row([(int(column), 1.0) for column in columns], seconds / self.unit_s) for columns, seconds in wanted
-        ]
-        self._order()
+            self.row([(self.early[stage], 1.0), (self.late[stage], 1.0), (self.backward[stage], -1.0)], 0.0)
+            self.row([(self.early[stage], 1.0), (self.inputs[stage], -1.0)], 0.0)
+            self.row([(self.backward[stage], 1.0), (self.inputs[stage], -1.0)], 0.0)
 
-    def _columns(self, count: int, cost: float = 0.0) -> np.ndarray:
+    def columns(self, count: int, cost: float = 0.0) -> np.ndarray:
+        """New columns of this cost each, all at least 0; their numbers."""
         return self.model.add_columns(np.full(count, cost), np.zeros(count))
 
-    def _row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float = math.inf) -> int:
+    def row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float = math.inf) -> int:
+        """A new row lower <= sum of (column, factor) `terms` <= upper; its number."""
         row = self.model.add_rows(1, lower, upper)
         self.model.add_entries(
             np.full(len(terms), row), np.array([column for column, _ in terms]), np.array([value for _, value in terms])
         )
         return row
 
-    def _order(self) -> None:
-        """Add rows: each action ends its own seconds after everything that it waits for, and a step ends once-per-step
-        seconds after the last action of each place."""
+    def order(self, flow: Flow, sends_s: Sequence[float], wanted: Container[int]) -> None:
+        """Add columns and rows: each of the `wanted` actions of `flow`, by number, ends its own seconds after the other
+        wanted ones that it waits for, and after all that its place does before; and a step ends once-per-step seconds
+        after the last action of each place. `sends_s` as in `least`."""
         took = {FORWARD: self.forward, WHOLE: self.backward, INPUTS: self.early, WEIGHTS: self.late}
-        before: dict[int, int] = {}
-        for index, step in enumerate(self.flow.steps):
-            own = [] if step.place not in before else [before[step.place]]
-            for other in dict.fromkeys((*own, *step.here, *step.sent)) or [None]:
-                sent_s = self.sends_s[self.flow.steps[other].hop] if other in step.sent else 0.0
-                row = self._row(
-                    [
-                        (self.ends[index], 1.0),
-                        (took[step.kind][step.stage], -1.0),
-                        *([] if other is None else [(self.ends[other], -1.0)]),
-                    ],
-                    sent_s / self.unit_s,
-                )
-                self.sent += [(row, sent_s)] * (sent_s > 0.0)
-            before[step.place] = index
-        for place, index in before.items():
-            self._row([(self.last[0], 1.0), (self.ends[index], -1.0), (self.once[place], -1.0)], 0.0)
+        ends: dict[int, int] = {}
+        before = [(-1, Counter[int]()) for _ in range(flow.places)]  # the last wanted action's end, and what follows it
+        for index, step in enumerate(flow.steps):
+            end, since = before[step.place]
+            own = int(took[step.kind][step.stage])
+            since[own] += 1
+            if index not in wanted:
+                continue
+            ends[index] = mine = int(self.columns(1)[0])
+            self._after(mine, end, since)
+            for other in dict.fromkeys((*step.here, *step.sent)):
+                if other in ends and (ends[other] != end or other in step.sent):
+                    sent_s = sends_s[flow.steps[other].hop] if other in step.sent else 0.0
+                    row = self._after(mine, ends[other], {own: 1}, sent_s)
+                    self.sent += [(row, sent_s)] * (sent_s > 0.0)
+            before[step.place] = mine, Counter()
+        for once, (end, since) in zip(self.once, before, strict=True):
+            self._after(int(self.last[0]), end, {**since, int(once): 1})
 
-    def weights(self) -> Least | None:
-        """The weights: dual values of the rows of F, B, I, O, lowered by SLACK; None where the solver finds none."""
-        answer = solve(self.model, GLOP, integer=False, time_limit_s=20.0)
-        if answer.status != "optimal" or answer.dual is None:
-            return None
-        fixed_s = sum(max(0.0, float(answer.dual[row])) * sent_s for row, sent_s in self.sent)
-        forward, backward, inputs, once = (max(0.0, float(answer.dual[row])) * (1 - SLACK) for row in self.totals)
-        return Least(forward, backward, inputs, once, fixed_s * (1 - SLACK))
+    def _after(self, column: int, end: int, took: Mapping[int, int], sent_s: float = 0.0) -> int:
+        """A new row: `column` is no earlier than `end` (-1: the begin), what `took` so many times, and a send."""
+        later = [(each, -float(times)) for each, times in took.items()]
+        return self.row([(column, 1.0), *later, *([(end, -1.0)] if end >= 0 else [])], sent_s / self.unit_s)
+
+    def solved(self) -> Answer:
+        """What the solver finds."""
+        return solve(self.model, GLOP, integer=False, time_limit_s=20.0)
+
+
+def _weights(program: Program, example: Example) -> Least | None:
+    """The weights: dual values of the rows by which the stages add up to F, B, I and O of the example, lowered by
+    SLACK; None where the solver finds none."""
+    wanted = (
+        (program.forward, example.forward_s),
+        (program.backward, example.backward_s),
+        (program.inputs, example.inputs_s),
+        (program.once, example.once_s),
+    )
+    totals = [
+        program.row([(int(column), 1.0) for column in columns], seconds / program.unit_s) for columns, seconds in wanted
+    ]
+    answer = program.solved()
+    if answer.status != "optimal" or answer.dual is None:
+        return None
+    fixed_s = sum(max(0.0, float(answer.dual[row])) * sent_s for row, sent_s in program.sent)
+    forward, backward, inputs, once = (max(0.0, float(answer.dual[row])) * (1 - SLACK) for row in totals)
+    return Least(forward, backward, inputs, once, fixed_s * (1 - SLACK))

@@ -1,0 +1,72 @@
+"""The least seconds of a step with the memory of each place, against steps that fit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.joint.timetables import Kind, Timetable, flow_of
+from autopar.pipeline.memory_bound import Part, step_s
+from autopar.pipeline.orders import StageTime
+from tests.unit.pipeline.test_makespan_bound import SHAPES
+
+WAYS = (0.0, 10.0), (0.3, 6.0), (1.0, 1.0)
+BLOCKS = Part(1.0, 2.0, 0.9, 0.0, 2.0, WAYS)
+"""Of one block; without T, which depends on the number of microbatches."""
+
+
+def _whole(count: int, microbatches: int, once_s: float) -> list[Part]:
+    """A run of `count` such blocks, and an operator outside of blocks."""
+    ways = [(seconds * count, nbytes * count) for seconds, nbytes in WAYS]
+    run_s = count * (3.0 * microbatches + once_s)
+    return [
+        Part(0.1, 0.2, 0.0, 0.3 * microbatches, 0.5, [(0.0, 1.0)]),
+        Part(1.0 * count, 2.0 * count, 0.9 * count, run_s, 2.0 * count, ways),
+    ]
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_no_stages_that_fit_are_faster(kind: Kind, data: st.DataObject) -> None:
+    """Any numbers of blocks in each stage, each of which runs again in some way, with as much memory as they take."""
+    places, microbatches = SHAPES[kind]
+    table = Timetable(kind, places, microbatches)
+    counts = data.draw(st.lists(st.integers(0, 2), min_size=table.stages, max_size=table.stages))
+    counts[0] += not any(counts)
+    ways = [data.draw(st.lists(st.sampled_from(WAYS), min_size=n, max_size=n)) for n in counts]
+    head = data.draw(st.integers(0, table.stages - 1))
+    once_s, send_s, slower = (data.draw(st.sampled_from(each)) for each in ([0.0, 0.7], [0.0, 0.2], [1.0, 1.5]))
+    times, kept, rest = [], [], []
+    for stage, (n, own) in enumerate(zip(counts, ways, strict=True)):
+        here = float(stage == head)
+        forward, again = n + 0.1 * here, sum(seconds for seconds, _ in own)
+        inputs, late = 0.9 * n + again, 1.1 * n + 0.2 * here
+        times.append(StageTime(forward * slower, inputs * slower, late * slower, send_s))
+        kept.append(sum(nbytes for _, nbytes in own) + here)
+        rest.append(2.0 * n + 0.5 * here)
+    limit = 0.0
+    for place, flying in enumerate(table.in_flight):
+        mine = table.of_place(place, kept)
+        held = max(sum(n * b for n, b in zip(moment, mine, strict=True)) for moment in flying.kept)
+        limit = max(limit, held + sum(table.of_place(place, rest)))
+    once = [once_s * sum(table.of_place(place, counts)) for place in range(places)]
+    took = max(end + late for end, late in zip(table.ends_s(times, whole=True), once, strict=True))
+    parts = _whole(sum(counts), microbatches, once_s)
+    flow, sends = flow_of(kind, places, microbatches), [send_s] * (table.stages - 1)
+    assert step_s(parts, table.at, microbatches, table.in_flight, limit, flow, sends) <= took * (1 + 1e-9)
+
+
+def test_each_place_has_its_own_memory() -> None:
+    """The first of two places keeps two microbatches and the last one: what fits in the mean may not fit there."""
+    kind = Kind("1f1b")
+    table, parts = Timetable(kind, 2, 8), _whole(8, 8, 0.0)
+
+    def least_s(limit_bytes: float) -> float:
+        return step_s(parts, table.at, 8, table.in_flight, limit_bytes, flow_of(kind, 2, 8))
+
+    roomy_s, short_s = least_s(160.0), least_s(50.0)
+    assert roomy_s * 1.05 < short_s < least_s(40.0) < least_s(14.0) == math.inf

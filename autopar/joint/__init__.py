@@ -42,6 +42,7 @@ The proof:
     cutting_planes    the dual prices of the highest bound, by cutting planes
     wait_cases        branch and bound over how long passes wait for collectives
     remat_bounds      lower bounds of what running blocks again costs
+    memory_bounds     lower bounds of one shape by what its memory leaves room for, in little time
     effort            limits on rounds and cases
 """
 

@@ -8,6 +8,8 @@ claim with the lowest bound is refined first. Its looks, each closer than the on
     together   shapes that differ only in microbatches, by the least seconds of their passes with unlimited memory.
                Neither operators nor collectives get cheaper per sample when they get smaller, so a bound for the fewest
                microbatches holds for all (not where a cache makes small data cheaper, `_spills`)
+    short      of these the one with fewest microbatches, by what its memory leaves room for (joint.memory_bounds);
+               where it is short of memory, the others are looked at again, from the first look on
     shape      one shape, by the least length of its timetables (pipeline.makespan_bound), with its memory limit
 
 Naive pipelines are one claim, of which every look takes one shape at a time. Their floor is as many times the least
@@ -21,9 +23,10 @@ The bound of one shape consists of:
               (joint.relaxed, joint.cutting_planes)
     places    places may have layouts of their own, so each block, and each operator outside of blocks, is bounded
               alone, with free reshards in between
-    memory    no plan holds more bytes than the devices have, as the search counts them: the limit of one place, or the
-              mean of several. A dual price of bytes weighs what blocks keep against running them again. Temporaries are
-              not counted on several places
+    memory    no plan holds more bytes than the devices have, as the search counts them. On each place, by dividing
+              blocks among stages (pipeline.memory_bound); and for the limit of one place, or the mean of several, over
+              all choices of layouts: a dual price of bytes weighs what blocks keep against running them again.
+              Temporaries are not counted on several places
 
 Plans with offloading have the same passes, another update, and on the device at least all bytes that do not belong to
 weights. Their bound is that of the passes with those bytes and without an update, plus the least update.
@@ -42,7 +45,9 @@ from autopar.errors import InfeasibleError
 from autopar.joint import offloading
 from autopar.joint.claim_board import Board, Part
 from autopar.joint.effort import CLOSEST, MOST_CASES, MOST_ROUNDS, Effort
+from autopar.joint.memory_bounds import Room
 from autopar.joint.pricing import Pricing
+from autopar.joint.relaxed_solving import BOUND_TOLERANCE
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shape_bounds import Alone, Timed
 from autopar.joint.shapes import Shape
@@ -155,6 +160,11 @@ class Prover:
         return self.naive if shape.naive else self.pricing
 
     @cached_property
+    def room(self) -> Room:
+        """The bounds by memory."""
+        return Room(self.context)
+
+    @cached_property
     def all_claims(self) -> list[Claim]:
         """The initial claims, in the order of their numbers on the board."""
         return self.claims()
@@ -227,14 +237,26 @@ class Prover:
         first, others = claim.shapes[:1], claim.shapes[1:]
         self.context.request.say(f"proving: {first[0]}")
         if together and not first[0].naive:
-            yield Claim(
-                max(claim.bound_s, self.together_s(claim.shapes, cutoff_s, effort)), claim.shapes, claim.looks + 1
-            )
+            yield from self._together(claim, cutoff_s, effort)
             return
         bound_s = self.together_s(first, cutoff_s, effort) if together else self.bound_s(first[0], cutoff_s, effort)
         yield Claim(max(claim.bound_s, bound_s), first, claim.looks + 1)
         if others:
             yield Claim(max(claim.bound_s, self.floor_s(others[0]) if first[0].naive else 0.0), others)
+
+    def _together(self, claim: Claim, cutoff_s: float, effort: Effort) -> Iterator[Claim]:
+        """`claim` after a look at all of its shapes together, with unlimited memory. Where the first one, of fewest
+        microbatches, is short of memory, a second look is at that alone, and the others are looked at again from the
+        beginning."""
+        first, others = claim.shapes[:1], claim.shapes[1:]
+        short_s = self.short_s(first[0]) if claim.looks else 0.0
+        if short_s > claim.bound_s * (1 + BOUND_TOLERANCE):
+            yield Claim(short_s, first, claim.looks + 1)
+            if others:
+                yield Claim(claim.bound_s, others)
+            return
+        bound_s = self.together_s(claim.shapes, cutoff_s, effort)
+        yield Claim(max(claim.bound_s, bound_s), claim.shapes, claim.looks + 1)
 
     def floor_s(self, shape: Shape) -> float:
         """The least work in seconds on all devices of a shape; of naive pipelines with the wait of places for each
@@ -257,9 +279,16 @@ class Prover:
     def bound_s(self, shape: Shape, cutoff_s: float = math.inf, effort: Effort = CLOSEST) -> float:
         """A lower bound in seconds on all plans on `shape`, which need not be exact above `cutoff_s`; infinite where
         there is no such plan."""
-        return self._least_s(
-            (shape,), lambda here, cutoff_s, hosted: here.bound_s(cutoff_s, effort, hosted=hosted), cutoff_s
-        )
+
+        def closest_s(here: Alone | Timed, cutoff_s: float, hosted: bool) -> float:
+            short_s = self.room.bound_s(here, hosted=hosted)
+            return short_s if short_s >= cutoff_s else max(short_s, here.bound_s(cutoff_s, effort, hosted=hosted))
+
+        return self._least_s((shape,), closest_s, cutoff_s)
+
+    def short_s(self, shape: Shape) -> float:
+        """A lower bound in seconds on all plans on `shape` by what its memory leaves room for, in little time."""
+        return self._least_s((shape,), lambda here, cutoff_s, hosted: self.room.bound_s(here, hosted=hosted), math.inf)
 
     def _least_s(self, shapes: tuple[Shape, ...], least: Bound, cutoff_s: float) -> float:
         """`least` of the first of `shapes` that has any plan, over plans with and without offloading."""

@@ -87,17 +87,32 @@ def in_one_place(
     """A lower bound of the seconds of a place that has the `share` of the only run of blocks, and outside of blocks
     what takes `beside_s` per microbatch, for all `microbatches`, once-per-step costs included. Without memory
     limits."""
-    scope, once = next(iter(passing.model.links[0].program.runs)), models.once
+    scope, times = next(iter(passing.model.links[0].program.runs)), share * microbatches
+    return of_scope(passing, models, scope, (times, times, share), fixed_s=microbatches * beside_s, hosted=hosted)
+
+
+def of_scope(
+    passing: PassTables,
+    models: Models,
+    scope: str,
+    times: tuple[float, float, float],
+    *,
+    fixed_s: float = 0.0,
+    hosted: bool = False,
+) -> Relaxed:
+    """A lower bound of the seconds of one scope alone, without memory limits. `times`: how often its forward, its
+    backward and what happens once per step count."""
+    forward, backward, once_times = times
     node_s = [
-        share * (not hosted) * once.updates_s(index) * (cluster.scope == scope)
-        for index, cluster in enumerate(once.clusters)
+        once_times * (not hosted) * models.once.updates_s(index) * (passing.scope_of(cluster.scope) == scope)
+        for index, cluster in enumerate(models.once.clusters)
     ]
     net_s = [
-        share * each * (link.cluster.scope == scope)
-        for link, each in zip(passing.model.links, _once_s(passing, once), strict=True)
+        once_times * each * (passing.scope_of(link.cluster.scope) == scope)
+        for link, each in zip(passing.model.links, _once_s(passing, models.once), strict=True)
     ]
-    times = {(scope, way): share * microbatches for way in PASSES}
-    return Relaxed(passing, times, node_s, net_s, fixed_s=microbatches * beside_s)
+    passes = {(scope, way): each for way, each in zip(PASSES, (forward, backward), strict=True)}
+    return Relaxed(passing, passes, node_s, net_s, fixed_s=fixed_s)
 
 
 def _times(passing: PassTables, forward: float, backward: float) -> dict[Key, float]:
@@ -162,6 +177,31 @@ def _held(
         if priced is not micro:
             nets = [*nets[: micro.shared], *(np.zeros(net.cost_s.shape) for net in priced.problem.nets[micro.shared :])]
         yield Room(nodes, nets, sum(weights) * limit_bytes, held)
+
+
+def kept_bytes(model: Model, nets: int, scope: str, between: frozenset[int], *, hosted: bool) -> float:
+    """The fewest bytes that a microbatch of `model` keeps of `scope` ("": of all that is outside of blocks), over all
+    choices, each of its nodes and of its first `nets` nets by itself; without those `between` pieces."""
+    runs, problem = model.links[0].program.runs, model.problem
+    return sum(
+        _counts(_rests(cluster), hosted) * float((node.memory_bytes - _live(node)).min())
+        for cluster, node in zip(model.clusters, problem.nodes, strict=True)
+        if (cluster.scope if cluster.scope in runs else "") == scope
+    ) + sum(
+        _counts(link.weight, hosted) * float((net.memory_bytes - _live(net)).min())
+        for index, (link, net) in enumerate(zip(model.links[:nets], problem.nets[:nets], strict=True))
+        if index not in between and (_reading(link) if _reading(link) in runs else "") == scope
+    )
+
+
+def rests_bytes(once: Model, scope: str, *, hosted: bool) -> float:
+    """The fewest bytes that the parameters of `scope` take with their gradients and state; as `kept_bytes`."""
+    runs = once.links[0].program.runs
+    return sum(
+        _counts(_rests(cluster), hosted) * float(node.memory_bytes.min())
+        for cluster, node in zip(once.clusters, once.problem.nodes, strict=True)
+        if (cluster.scope if cluster.scope in runs else "") == scope
+    )
 
 
 def _counts(weight: bool, hosted: bool) -> float:

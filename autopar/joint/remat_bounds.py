@@ -1,5 +1,5 @@
 """Lower bounds of what running blocks again costs, whatever they keep, for a step of one stage and one microbatch.
-Called by shape_bounds.
+Called by shape_bounds and memory_bounds.
 
 A block that runs again may keep results: the more bytes it keeps, the fewer seconds its second run takes. The lower
 convex hull of (seconds, bytes) is found exactly for given costs of each operator (problem.remat_frontier). Here these
@@ -20,7 +20,7 @@ of their own, because those without may have to keep more bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,6 +28,8 @@ import numpy as np
 
 from autopar.problem.build import Model
 from autopar.problem.cluster_members import Member
+from autopar.problem.clusters import Cluster as OpCluster
+from autopar.problem.graph import Op, Program
 from autopar.problem.remat_frontier import Choices
 from autopar.problem.rerun import keepable, rerun
 from autopar.problem.saved import kept
@@ -77,16 +79,15 @@ class _Blocks:
     be kept, with a runtime algorithm in some option."""
 
     def __init__(self, model: Model, forward: ForwardPrices) -> None:
-        self.model, self.forward, self.program = model, forward, model.links[0].program
+        self.forward, program = forward, model.links[0].program
         self.at: dict[str, tuple[int, Member]] = {
             member.op.name: (index, member)
             for index, members in enumerate(model.members)
             for member in members
-            if member.op.scope in self.program.runs and member.op.role == "op"
+            if member.op.scope in program.runs and member.op.role == "op"
         }
-        self.with_algorithms = [
-            name for name, (_, member) in self.at.items() if keepable(member.op) and any(member.runs)
-        ]
+        self.with_algorithms = algorithms(model)
+        self.hulls = Hulls(program, model.clusters, self._least_s)
 
     def runs(self, name: str) -> tuple[int, np.ndarray]:
         """The node of an operator, and [choices] whether it uses a runtime algorithm."""
@@ -95,37 +96,70 @@ class _Blocks:
 
     def corners(self, free: Collection[str]) -> dict[str, list[Corner]]:
         """The corners of each scope. Keeping the results of operators in `free` takes no bytes."""
+        ranks = math.prod(self.forward.sizes)
+        return {scope: [(s, b / ranks) for s, b in corners] for scope, corners in self.hulls.corners(free).items()}
+
+    def _least_s(self, op: Op) -> float:
+        """The least seconds of an operator's forward kernels over all its options."""
+        sizes, kernels = self.forward.sizes, self.forward.kernels
+        return min(kernels.seconds(op, way, sizes)[0] for way in self.at[op.name][1].ways)
+
+
+def algorithms(model: Model) -> list[str]:
+    """The operators of blocks whose results can be kept, with a runtime algorithm in some option."""
+    runs = model.links[0].program.runs
+    return [
+        member.op.name
+        for members in model.members
+        for member in members
+        if member.op.scope in runs and member.op.role == "op" and keepable(member.op) and any(member.runs)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Hulls:
+    """What blocks of `program` may keep that run again. `least_s`: the least seconds of the forward of one instance of
+    an operator."""
+
+    program: Program
+    clusters: list[OpCluster]
+    least_s: Callable[[Op], float]
+
+    def corners(self, free: Collection[str]) -> dict[str, list[Corner]]:
+        """The corners of each scope, in bytes of all ranks together. Keeping the results of operators in `free` takes
+        no bytes."""
         return {scope: self._corners(scope, free) for scope in self.program.runs}
 
     def _corners(self, scope: str, free: Collection[str]) -> list[Corner]:
         """The corners of one scope."""
-        names = [name for name, (_, member) in self.at.items() if member.op.scope == scope]
-        always = rerun(self.program, scope, [name for name in names if keepable(self.program.ops[name])]).again
-        seconds = {op.name: 0.0 for op in self.program.ops.values() if op.scope == scope}
+        ops = {op.name: op for op in self.program.ops.values() if op.scope == scope}
+        names = [name for name, op in ops.items() if op.role == "op"]
+        always = rerun(self.program, scope, [name for name in names if keepable(ops[name])]).again
+        seconds = dict.fromkeys(ops, 0.0)
         nbytes = dict(seconds)
-        seconds.update({name: self._least_s(name) for name in names if name not in always})
-        nbytes.update({name: self._least_bytes(name) for name in names if name not in free})
+        seconds.update(
+            {
+                name: ops[name].count * self.least_s(ops[name])
+                for name in names
+                if name not in always and not ops[name].free
+            }
+        )
+        nbytes.update({name: self._bytes(ops[name]) for name in names if name not in free})
         return [(point.seconds, point.nbytes) for point in Choices(self.program, scope, seconds, nbytes).corners]
 
-    def _least_s(self, name: str) -> float:
-        """The least seconds of an operator's forward kernels over all its options, for all instances together."""
-        member = self.at[name][1]
-        if member.op.free:
-            return 0.0
-        sizes, kernels = self.forward.sizes, self.forward.kernels
-        return member.op.count * min(kernels.seconds(member.op, way, sizes)[0] for way in member.ways)
-
-    def _least_bytes(self, name: str) -> float:
-        """The least bytes of an operator's results on a rank, for all instances of its run but one."""
-        op, run = self.at[name][1].op, self.program.runs[self.at[name][1].op.scope]
-        made = [(name, output) for output in range(len(op.call.outs))]
-        own = sum(self.program.bytes_of(ref) for ref in made if ref not in self._handed)
-        return own * op.count * (1.0 - 1.0 / run.count) / math.prod(self.forward.sizes)
+    def _bytes(self, op: Op) -> float:
+        """The bytes of an operator's results, for all instances of its run but one."""
+        own = sum(
+            self.program.bytes_of(ref)
+            for ref in ((op.name, output) for output in range(len(op.call.outs)))
+            if ref not in self._handed
+        )
+        return own * op.count * (1.0 - 1.0 / self.program.runs[op.scope].count)
 
     @cached_property
     def _handed(self) -> Collection[tuple[str, int]]:
         """The values that blocks hand to the next block, or to what follows the run."""
-        keeps = kept(self.model.clusters, self.program)
+        keeps = kept(self.clusters, self.program)
         inside = [ref for run in self.program.runs.values() for ref in run.carried]
         read = [
             ref

@@ -154,12 +154,16 @@ class Alone:
             )
 
     @cached_property
+    def fewest(self) -> Model:
+        """`plain` with all blocks run again and nothing kept."""
+        return rematerialised(self.plain, self.forward, self.whole.levels("full"))
+
+    @cached_property
     def _kept(self) -> _Kept:
         """Bounds of running blocks again with any results kept."""
-        fewest = rematerialised(self.plain, self.forward, self.whole.levels("full"))
         return _Kept.of(
             self.plain,
-            fewest,
+            self.fewest,
             self.forward,
             lambda model: PassTables(model, self.forward, sums_at_end=False, linked=True),
         )
@@ -352,7 +356,7 @@ class Timed:
             for sends in context.crossing(plan, shape.microbatches)[1:]
         ]
 
-    def _sends_s(self, table: Timetable) -> list[float]:
+    def sends_s(self, table: Timetable) -> list[float]:
         """For each stage but the last, the least seconds of a send to the next: over the positions of that cut which
         leave every stage a piece."""
         places, cuts, spare = (
@@ -381,7 +385,7 @@ class Timed:
                     table.stages,
                     table.microbatches,
                     example,
-                    self._sends_s(table),
+                    self.sends_s(table),
                 ),
             )
             for table in self.tables

@@ -138,7 +138,8 @@ class PassTables(Quantities):
         """The table of each net without `between` and LATE, which `nets` fills in."""
         return [self._net(link, net) for link, net in zip(self.model.links, self.model.problem.nets, strict=True)]
 
-    def _scope(self, scope: str) -> str:
+    def scope_of(self, scope: str) -> str:
+        """The scope that what is in `scope` belongs to."""
         return scope if scope in self.model.links[0].program.runs else ""
 
     def _node(self, cluster: Cluster, members: Sequence[Member], node: Node, update_s: np.ndarray) -> Table:
@@ -165,12 +166,12 @@ class PassTables(Quantities):
         for way, seconds in ((FORWARD, ahead_s), (BACKWARD, cost_s - ahead_s)):
             found[way, :, SHOWN] = seconds
             found[way, :, COMPUTE] = seconds - found[way, :, WAITED]
-        return Table(self._scope(cluster.scope), found)
+        return Table(self.scope_of(cluster.scope), found)
 
     def _reading(self, cluster: Cluster) -> list[str]:
         """The scopes in which the gradients of a parameter may be added up: those of its readers."""
         readers = self.model.links[0].program.readers.get((cluster.root.name, 0), ())
-        return list(dict.fromkeys(self._scope(cluster.scope or reader.scope) for reader, _ in readers)) or [""]
+        return list(dict.fromkeys(self.scope_of(cluster.scope or reader.scope) for reader, _ in readers)) or [""]
 
     def _inside(self, member: Member, way: Way) -> np.ndarray:
         """[2 passes, quantities]: the collectives inside an operator that compute waits for."""
@@ -189,7 +190,7 @@ class PassTables(Quantities):
     def _net(self, link: Link, net: Net) -> Table:
         """The table of a net."""
         prices, found = self.model.prices, np.zeros((2, *net.cost_s.shape, self.width))
-        scope = self._scope(link.readers[0][0].scope)
+        scope = self.scope_of(link.readers[0][0].scope)
         if not link.moves:
             return Table(scope, found)
         here, cost_s = (

@@ -76,7 +76,7 @@ def by_piece(
     for op in program.ops.values():
         if op.role == "op" and (op.flops > 0 or op.bytes > 0):
             ways = (0,) * (1 + (op.name in again)) + (1,) * (settings.training and op.graded)
-            rates_s = op.count * sum(_direction_s(op, direction, device, settings) for direction in ways)
+            rates_s = op.count * sum(least_s(op, direction, device, settings) for direction in ways)
             starts = op.count * len(ways) / branches.beside(op.name) if op.leads or not settings.fused else 0.0
             before = found.get(op.scope or op.name, Work(0.0, 0.0))
             found[op.scope or op.name] = Work(before.rates_s + rates_s, before.starts_s + starts * device.launch_s)
@@ -111,7 +111,7 @@ def least_wait(paces: Sequence[float], microbatches: int) -> float:
     return sum(paces) / microbatches / behind
 
 
-def _direction_s(op: Op, direction: int, device: Device, settings: Settings) -> float:
+def least_s(op: Op, direction: int, device: Device, settings: Settings) -> float:
     """Seconds of one Op forward (0) or backward (1) on one device at its best rates. No shard has less to compute or to
     move than its even share of the Op."""
     flops = (op.flops, op.backward_flops)[direction]

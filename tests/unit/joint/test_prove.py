@@ -122,6 +122,20 @@ def test_shapes_are_looked_at_closer_one_by_one_the_others_together_from_the_beg
     assert len(prover.all_claims) <= FEW_CLAIMS and replace(prover, closely=False).most_looks == CLOSER_LOOKS
 
 
+def test_a_claim_whose_first_shape_is_short_of_memory_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    who = subject("hf-gpt2")
+    prover = Prover(
+        SearchContext(
+            who.captured.gm, {**who.captured.hints, "b": 8}, Request(Cluster.parse("h100:1x4"), Settings("train"))
+        )
+    )
+    claim = replace(max(prover.claims(), key=lambda claim: len(claim.shapes)), looks=1)
+    monkeypatch.setattr(Prover, "short_s", lambda self, shape: 2 * claim.bound_s)
+    first, others = prover.closer(claim, math.inf)
+    assert first.shapes == claim.shapes[:1] and others.shapes == claim.shapes[1:]
+    assert (first.bound_s, first.looks, others.bound_s, others.looks) == (2 * claim.bound_s, 2, claim.bound_s, 0)
+
+
 def test_of_many_claims_none_is_looked_at_closer_in_the_time_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     who = subject("hf-gpt2")
     prover = Prover(

@@ -21,7 +21,8 @@ autopar.joint for the search, by codegen and memory for the stages of a plan, an
 
     balance, filling,
     memory_shares             where to cut a model; cut_search, rerun_counts: improvements of a cut
-    makespan, shared_cores    the length of a step from the times of its stages; makespan_bound: a lower bound
+    makespan, shared_cores    the length of a step from the times of its stages; makespan_bound: a lower bound;
+                              memory_bound: one with the memory of each place
     honing_state              the State of search for local search on these prices
 
 A stage is a part of the graph, not a graph of its own: layouts, reshards and prices are those of the whole program, and

@@ -29,7 +29,7 @@ def _whole(count: int, microbatches: int, once_s: float) -> list[Part]:
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_no_stages_that_fit_are_faster(kind: Kind, data: st.DataObject) -> None:
     """Any numbers of blocks in each stage, each of which runs again in some way, with as much memory as they take."""

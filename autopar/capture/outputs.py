@@ -43,9 +43,9 @@ def check_loss(gm: fx.GraphModule, asked: Asked, left_out: Mapping[str, str]) ->
             if asked.loss_fn is None
             else "loss_fn wants to return one number as a tensor of a floating dtype, the mean or the sum of its losses"
         )
-        raise CaptureError(
-            f"{asked.name} gives no scalar loss in train mode, got outputs {', '.join(_outputs(gm))}{others}: {todo}"
-        )
+        found = ", ".join(_outputs(gm))
+        got = f"outputs {found}" if found else "no outputs"
+        raise CaptureError(f"{asked.name} gives no scalar loss in train mode, got {got}{others}: {todo}")
 
 
 def _outputs(gm: fx.GraphModule) -> Iterator[str]:

@@ -63,11 +63,13 @@ def _of_gathered(found: list[Option]) -> list[Option]:
 
 def options_of(op: Op, ways: int, sections: Sections, rules: Mapping[Any, Rule] | None) -> list[Option]:
     """The options of one Op on an axis of `ways` ranks."""
-    if op.role == "op":
-        found = options_for(op.call, ways, sections=sections, rules=rules)
+    if op.role in ("op", "port"):
+        found = (
+            options_for(op.call, ways, sections=sections, rules=rules)
+            if op.role == "op"
+            else options("... -> ...", op.call, ways, linear="all", sections=sections)
+        )
         return [option for option in found if not _needs_planned_sizes(op, option)]
-    if op.role == "port":
-        return options("... -> ...", op.call, ways, linear="all", sections=sections)
     if op.role == "param":
         return _parameter_options(op, ways, sections)
     if op.role == "input" and 0 in op.batch[0] and op.call.outs[0].sizes[0] % ways == 0:

@@ -41,12 +41,14 @@ MEND = "Let such an error end its process, so that torchrun ends the others"
 @dataclass
 class _Steps:
     """Steps of this rank since `world`, the group of all ranks, was made: how many have begun, the number of the last
-    one that failed, and the key of this rank's note of it in the store (empty: there is none). `talks`: how many
-    collectives have begun in the last one; `torn`: whether this rank has given up waiting."""
+    one that failed, with how many collectives had begun in it (`talked`), and the key of this rank's note of it in the
+    store (empty: there is none). `talks`: how many collectives have begun since the last step did; `torn`: whether this
+    rank has given up waiting."""
 
     world: object = None
     begun: int = 0
     failed: int = 0
+    talked: int = 0
     note: str = ""
     talks: int = 0
     torn: bool = False
@@ -71,11 +73,11 @@ def step() -> Iterator[None]:
         said = of_others()
         if said and said not in str(error):
             error.add_note(said)
-        here.failed = here.begun
+        here.failed, here.talked = here.begun, here.talks
         if not isinstance(error, Exception):  # an interrupt comes anywhere
             gave_up()
         with suppress(dist.DistError):
-            default_store().add(f"{FAILED}/{here.failed}/{here.talks}", 1)
+            default_store().add(f"{FAILED}/{here.failed}/{here.talked}", 1)
             default_store().add(f"{FAILED}/{here.failed}", 1)
         if not said and not here.note:  # the first one is the reason of what follows
             _note(error)
@@ -92,6 +94,11 @@ def gave_up() -> None:
     _steps().torn = True
     with suppress(dist.DistError):
         default_store().set(TORN, "")
+
+
+def torn() -> bool:
+    """Whether this rank has given up waiting for others, so that no further step begins."""
+    return _steps().torn
 
 
 def of_others() -> str:
@@ -142,10 +149,10 @@ def _over(here: _Steps) -> bool:
         store = default_store()
         last = time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined, unused-ignore]
         while not store.check([TORN]) and time.monotonic() < last:
-            if not here.talks:
+            if not here.talked:
                 return True
             if store.add(f"{FAILED}/{here.failed}", 0) >= dist.get_world_size():
-                return store.add(f"{FAILED}/{here.failed}/{here.talks}", 0) >= dist.get_world_size()
+                return store.add(f"{FAILED}/{here.failed}/{here.talked}", 0) >= dist.get_world_size()
             time.sleep(LOOK_S / 50)
     return False
 

@@ -8,7 +8,6 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime.stepping import Engine
 from autopar.verify.step import RankCase
 from tests.helpers.ranks import living
 from tests.helpers.verify import by_stages, subject
@@ -16,12 +15,12 @@ from tests.helpers.verify import by_stages, subject
 
 def _accumulated(source: str, rank_case: RankCase) -> tuple[dict[str, Tensor], dict[str, Tensor], set[float]]:
     """One rank: whole gradients after one step, and after two more without clearing them, with one in between that ends
-    in an error on all ranks; and the losses."""
+    in an error on all ranks before its stages run; and the losses."""
     module = rank_case.build(source)
     batch = module.shard_batch(**rank_case.batch)
     losses = {float(module.train_step(*batch))}
     first = {name: grad.clone() for name, grad in module.full_grads().items() if grad is not None}
-    with mock.patch.object(Engine, "step", side_effect=MemoryError), pytest.raises(MemoryError):
+    with mock.patch.object(module, "totals", side_effect=MemoryError), pytest.raises(MemoryError):
         module.train_step(*batch)
     with mock.patch.object(
         dist, "broadcast_object_list", side_effect=AssertionError("what the loss is like is known by now")

@@ -204,6 +204,8 @@ def _failing_together(error, apart):
         for _ in range(1 + (apart and dist.get_rank())):
             failures.talks()
         raise error
+    for _ in range(dist.get_rank()):
+        failures.talks()  # outside of a step
     try:
         with failures.step():
             return ""

@@ -12,6 +12,7 @@ from typing import Any
 
 import autopar.runtime.algorithms
 import autopar.runtime.pipeline  # noqa: F401  what emitted files import: once here, not again on every rank
+from autopar.runtime import failures
 from autopar.runtime.launch import Ranks, launch
 
 
@@ -27,15 +28,23 @@ def on_new_ranks(nprocs: int, body: Callable[..., Any], *args: Any, timeout_s: f
     return launch(body, nprocs, *args, timeout_s=timeout_s)
 
 
+def _and_whether_torn(body: Callable[..., Any], *args: Any) -> tuple[Any, bool]:
+    """The result of a job on a rank, and whether steps were given up in it."""
+    return body(*args), failures.torn()
+
+
 class Resting(Ranks):
     """Ranks that are stopped between jobs. Gloo's threads, some for every group that a rank ever had, wake a hundred
     times in a second: without this, ranks that wait for their next job take a tenth of a processor."""
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """As `Ranks.run`."""
+        """As `Ranks.run`. Ranks on which no further step begins, as one gave up waiting for others, are stopped."""
         self._send(signal.SIGCONT)
         try:
-            return super().run(fn, *args)
+            results, torn = zip(*super().run(_and_whether_torn, fn, *args), strict=True)
+            if any(torn):
+                self.stop()
+            return list(results)
         finally:
             self._send(signal.SIGSTOP)
 

@@ -266,7 +266,8 @@ class Passes(OpPasses):
         if scatters and read.at:
             did.passes[BACKWARD].in_order_s += link.count * sum_s(sent.way) * opening
             sends = self._record_copies(read.at[0][0], back, BACK).sends
-            sends.append(sent.times(self._each(link, read.at[0][0])))
+            sent = sent.times(self._each(link, read.at[0][0]))  # the sum behind it knows it by identity
+            sends.append(sent)
             sends.sort(key=lambda one: -one.operand)
         for way in (WEIGHTS, BOTH):
             did.passes[way].wait(back, link.count)

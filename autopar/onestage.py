@@ -180,6 +180,7 @@ class _Levels:
     full: list[Alternative] = field(default_factory=list)
     # whether devices turned out not to be short of memory, so that more rematerialisation gains nothing
     roomy: bool = False
+    least_with_room_s: float = 0.0  # no mesh has a faster plan than this, however much memory there is
 
     @property
     def closed(self) -> bool:
@@ -236,11 +237,22 @@ class _Levels:
         best = self.fastest
         if best is None:
             return False
-        if not _short_of_memory(self.planner, best):
+        if not _short_of_memory(self.planner, best) and not self._others_are_short(best):
             self.roomy = True
             return True
         least_s = self.planner.work(name).step_s(self.planner.request.cluster.devices, 1, 1)
         return least_s >= min(self.fastest_s, self.elsewhere.seconds) * (1 - SIMPLER) or self.timer.skips()
+
+    def _others_are_short(self, best: Candidate) -> bool:
+        """Whether some mesh would have a faster plan than `best` if devices had more memory, where something failed for
+        want of it."""
+        below_s = best.cost.time_s * (1 - 2 * PRICE_TOLERANCE)
+        if not self.planner.missing_bytes or below_s <= self.least_with_room_s:
+            return False
+        faster = faster_with_room(self.planner, below_s)
+        if not faster:
+            self.least_with_room_s = below_s
+        return faster
 
 
 def _seconds(found: Candidate | None) -> float:

@@ -30,7 +30,7 @@ from autopar.errors import InfeasibleError
 from autopar.joint.pipeline_honing import honed
 from autopar.joint.pricing import Pricing
 from autopar.joint.prove import families
-from autopar.joint.scattering import may_gain, scattered
+from autopar.joint.scattering import scattered
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape, neighbours, starts
 from autopar.joint.spaces import Space
@@ -168,10 +168,9 @@ class Explorer:
             self._polish(rough)
 
     def _scatter(self) -> None:
-        """Try whether the fastest results that are short of memory get faster if gradients may also be scattered after
-        every microbatch, as long as time is left."""
-        short = [found for found in self.settled if may_gain(self.pricing, found)]
-        for found in sorted(short, key=lambda found: found.step_s)[:SCATTERED]:
+        """Try whether the fastest results get faster if gradients may also be scattered after every microbatch, as long
+        as time is left."""
+        for found in sorted(self.settled, key=lambda found: found.step_s)[:SCATTERED]:
             if not self._late() and (made := scattered(self.pricing, found)) is not None:
                 self.found[found.shape] = made
 
@@ -371,7 +370,7 @@ FEW_SHAPES = 32
 """A space of at most so many shapes is visited as a whole."""
 
 SCATTERED = 2
-"""Results for which scattering gradients after every microbatch is tried: each takes a glance at every level."""
+"""Results for which scattering gradients after every microbatch is tried: each takes as long as an exact solution."""
 
 SLOWER_STARTS = 2
 """After so many starts in a row, each slower than the one before and far from the best, no further start is visited."""

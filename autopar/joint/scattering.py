@@ -1,8 +1,7 @@
 """Plans in which gradients may also be scattered after every microbatch (ZeRO-2), and not only once per step (ZeRO-1).
 
-That takes more collectives and less memory, so that it is tried where a shape is short of it, and last: Problems of a
-first look take both for about as fast, as collectives hide under compute, and would end at worse solutions. Called by
-joint.explore.
+That takes more collectives, which may hide, less memory, and less time to add gradients up. It is tried last: a first
+look takes both for about as fast, and would end at worse solutions. Called by joint.explore.
 """
 
 from __future__ import annotations
@@ -15,18 +14,15 @@ from autopar.joint.staging import Found
 from autopar.named_strategies import FULL
 
 
-def may_gain(pricing: Pricing, found: Found) -> bool:
-    """Whether a shape has several microbatches and is short of memory."""
-    return found.shape.microbatches > 1 and (found.filled >= FULL or found.level != pricing.levels[0])
-
-
 def scattered(pricing: Pricing, found: Found) -> Found | None:
-    """The fastest such plan of `found`'s shape and timetable, at any level of rematerialisation; None where none is
-    faster than `found`."""
-    best = found
-    for level in pricing.levels:
+    """The fastest such plan of `found`'s shape and timetable, where memory is short at any level of rematerialisation;
+    None where none is faster than `found`, or it has a single microbatch."""
+    if found.shape.microbatches == 1:
+        return None
+    best, roomy = found, found.filled < FULL and found.level == pricing.levels[0]
+    for level in pricing.levels[:1] if roomy else pricing.levels:
         with suppress(InfeasibleError):
-            made = _at(pricing, found, level, best.step_s)
+            made = _exact(pricing, found, level, best.step_s) if roomy else _at(pricing, found, level, best.step_s)
             best = made if made.step_s < best.step_s else best
     return None if best is found else best
 
@@ -34,18 +30,19 @@ def scattered(pricing: Pricing, found: Found) -> Found | None:
 def _at(pricing: Pricing, found: Found, level: str, cutoff_s: float) -> Found:
     """Such a plan at one level, at a glance. Where its walked memory is over the limit, an exact one that leaves as
     many bytes free. Raises as Pricing.price does."""
-
-    def laid(spare_bytes: float, *, exact: bool) -> Found:
-        made = pricing.price(
-            found.shape, [found.table], level, exact=exact, cutoff_s=cutoff_s, each=True, spare_bytes=spare_bytes
-        )
-        if exact or made.step_s >= cutoff_s:
-            return made
-        return pricing.laid_exactly(made.shape, made.table, made.ground, made.chosen)
-
+    made = pricing.price(found.shape, [found.table], level, exact=False, cutoff_s=cutoff_s, each=True)
+    if made.step_s >= cutoff_s:
+        return made
     try:
-        return laid(0.0, exact=False)
+        return pricing.laid_exactly(made.shape, made.table, made.ground, made.chosen)
     except InfeasibleError as error:
         if not error.missing_bytes:
             raise
-        return laid(error.missing_bytes, exact=True)
+        return _exact(pricing, found, level, cutoff_s, error.missing_bytes)
+
+
+def _exact(pricing: Pricing, found: Found, level: str, cutoff_s: float, spare_bytes: float = 0.0) -> Found:
+    """The exact solution at one level that leaves `spare_bytes` free. Raises as Pricing.price does."""
+    return pricing.price(
+        found.shape, [found.table], level, exact=True, cutoff_s=cutoff_s, each=True, spare_bytes=spare_bytes
+    )

@@ -176,16 +176,13 @@ def test_what_is_near_the_best_is_solved_where_only_that_may_be_faster_than_what
     monkeypatch.setattr(walk, "_shapes", list)
     monkeypatch.setattr(walk, "_walk", lambda shapes: walk.found.update(found) if not walk.found else None)
     monkeypatch.setattr(explore, "honed", lambda context, name, best, late: best)
-    monkeypatch.setattr(explore, "may_gain", lambda pricing, found: False)
+    monkeypatch.setattr(explore, "scattered", lambda pricing, found: None)
     made = walk.run()
     assert said == solved and made is not None and made.step_s == (0.9 if solved else 1.0)
 
 
-@pytest.mark.parametrize(("short", "named", "least_s"), [((0, 1, 3), [0, 1], 0.6), ((3,), [3], 0.9), ((), [], 1.0)])
-def test_gradients_are_scattered_more_often_in_the_fastest_plans_that_are_short_of_memory(
-    short: tuple[int, ...], named: list[int], least_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of four solved shapes of 1.0 to 1.3 s the second one gets to 0.6 s so, and the last one to 0.9."""
+def test_gradients_are_scattered_more_often_in_the_two_fastest_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four solved shapes of 1.0 to 1.3 s the second one gets to 0.6 s so."""
     tried: list[int] = []
     shapes = [Shape(1, (8 << index,), 2) for index in range(4)]
     context: Any = None
@@ -201,14 +198,12 @@ def test_gradients_are_scattered_more_often_in_the_fastest_plans_that_are_short_
 
     def scattered(pricing: None, before: Any) -> Any:
         tried.append(shapes.index(before.shape))
-        faster_s = {1: 0.6, 3: 0.9}.get(tried[-1])
-        return faster_s and SimpleNamespace(**{**vars(before), "step_s": faster_s})
+        return SimpleNamespace(**{**vars(before), "step_s": 0.6}) if tried[-1] else None
 
-    monkeypatch.setattr(explore, "may_gain", lambda pricing, before: shapes.index(before.shape) in short)
     monkeypatch.setattr(explore, "scattered", scattered)
     walk._scatter()
     best = walk.best
-    assert tried == named and best is not None and best.step_s == least_s
+    assert tried == [0, 1] and best is not None and best.step_s == 0.6
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from autopar.joint import pricing as module
 from autopar.joint import search_context, staging
 from autopar.joint.pricing import Pricing
 from autopar.joint.prove import Prover
-from autopar.joint.scattering import may_gain, scattered
+from autopar.joint.scattering import scattered
 from autopar.joint.search_context import SearchContext
 from autopar.joint.shapes import Shape
 from autopar.joint.spaces import SEARCH, of_recipe
@@ -178,7 +178,6 @@ def test_gradients_are_scattered_after_each_microbatch_where_that_saves_time() -
     pricing = Pricing(context, SEARCH)
     once = pricing.exact(pricing.glance(shape, math.inf))
     assert once is not None
-    assert may_gain(pricing, once)
     assert _cadences(once) == {"once"}
     each = scattered(pricing, once)
     assert each is not None

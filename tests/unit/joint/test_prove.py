@@ -131,6 +131,8 @@ def test_a_claim_whose_first_shape_is_short_of_memory_is_divided(monkeypatch: py
     )
     claim = replace(max(prover.claims(), key=lambda claim: len(claim.shapes)), looks=1)
     monkeypatch.setattr(Prover, "short_s", lambda self, shape: 2 * claim.bound_s)
+    assert len(list(prover.closer(claim, math.inf))) == 1  # it is not short of memory
+    monkeypatch.setattr(Prover, "_is_short", lambda self, shape: True)
     first, others = prover.closer(claim, math.inf)
     assert first.shapes == claim.shapes[:1] and others.shapes == claim.shapes[1:]
     assert (first.bound_s, first.looks, others.bound_s, others.looks) == (2 * claim.bound_s, 2, claim.bound_s, 0)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from autopar.errors import RunError
 from autopar.pipeline import SCHEDULES
 from autopar.runtime import Ranks, launch
 from autopar.runtime.count import Counted
@@ -108,9 +109,12 @@ def _first(case: Case, tolerance: float, ranks: Ranks | None, wrong: Sequence[Ro
     values = {
         name: [(v.detach(), v.grad) for v in items] for name, items in case.reference(record=True)["values"].items()
     }
-    found = str(
-        _on_ranks(case, ranks, first_difference, case.source(probes=True), case.rank_case, values, tolerance)[0]
-    )
+    try:
+        found = str(
+            _on_ranks(case, ranks, first_difference, case.source(probes=True), case.rank_case, values, tolerance)[0]
+        )
+    except RunError as error:  # a large model may have no room for every value: the rows are told all the same
+        return f"no operator: ranks failed in the search for it ({str(error).strip().splitlines()[-1]})"
     if not found and kinds.keys() <= {"gradient", "parameter"} and _only_split(case, tolerance, ranks, wanted):
         return f"no operator: {SPLIT.format(case.plan.schedule, kinds['gradient'])}"
     return found or next(f"no operator: {said.format(kinds[kind])}" for kind, said in BEHIND.items() if kind in kinds)

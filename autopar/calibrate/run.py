@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import functools
 import math
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from autopar.calibrate.clock import Clock
 from autopar.calibrate.fits import Fits
 from autopar.calibrate.samples import Sample
 from autopar.cluster import Cluster, Device
-from autopar.cluster.this_machine import machine_bytes, match
+from autopar.cluster.this_machine import cores_here, machine_bytes, match
 from autopar.errors import ClusterError
 from autopar.runtime.launch import Ranks
 from autopar.text import gibibytes
@@ -194,11 +193,6 @@ def _memory(device: Device, sizes: tuple[int, int]) -> dict[str, Any]:
     if device.kind == "cuda":
         return {"memory_bytes": torch.cuda.get_device_properties(0).total_memory} if torch.cuda.is_available() else {}
     return {"memory_bytes": machine_bytes() // sizes[1]}
-
-
-def cores_here() -> int:
-    """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _local() -> tuple[int, int]:

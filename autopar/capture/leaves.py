@@ -43,11 +43,6 @@ def _collect(tree: Any, found: list[Any]) -> None:
         found.extend(pytree.tree_leaves(tree))
 
 
-def differentiable(x: Tensor) -> bool:
-    """Whether a tensor may have a gradient: it has floating or complex numbers."""
-    return x.is_floating_point() or x.is_complex()
-
-
 def by_field(tree: Any) -> Any:
     """The tree with dataclasses as dicts of their fields, whether torch knows them or not. Those that are dicts too
     (outputs of transformers) stay."""

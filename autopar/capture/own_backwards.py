@@ -31,10 +31,11 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar._torch import pytree
 from autopar.capture._torch import functions_applied
-from autopar.capture.leaves import differentiable, tensors_of
+from autopar.capture.leaves import tensors_of
 from autopar.capture.lines import caller
 from autopar.capture.traced_apart import aside
 from autopar.errors import CaptureError
+from autopar.tensors import as_real, differentiable
 
 TOLERANCE = 1e-4
 """The largest error of a result or gradient in a trial, relative to its largest value."""
@@ -238,12 +239,7 @@ def _gradients(call: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
     found = [_derived(call, args, only, 1.0)[1] for only in asked]
     found += [_derived(call, args, wanted, scale)[1] for scale in SCALES]
     outs, of_all = _derived(call, args, wanted, 1.0)
-    return [_parts(x.detach()).double() for x in (*outs, *itertools.chain(*found), *of_all)]
-
-
-def _parts(x: Tensor) -> Tensor:
-    """`x`, complex numbers as both of their parts."""
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    return [as_real(x.detach()).double() for x in (*outs, *itertools.chain(*found), *of_all)]
 
 
 def _results(call: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:

@@ -23,6 +23,7 @@ from autopar.capture.closures import closures_copied
 from autopar.capture.targets import target_names
 from autopar.capture.torch_forwards import without_values
 from autopar.errors import CaptureError
+from autopar.tensors import differentiable
 from autopar.text import first_line
 
 ATTRIBUTES: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
@@ -76,7 +77,7 @@ def _remember(root: nn.Module, memo: dict[int, Any], skip: Sequence[nn.Module] =
             if tensor is not None and id(tensor) not in memo:
                 memo[id(tensor)] = _on_meta(tensor)
     for buffer in root._buffers.values():
-        if buffer is not None and not buffer.is_floating_point() and not buffer.is_complex():
+        if buffer is not None and not differentiable(buffer):
             _value_of(memo[id(buffer)], buffer, BUFFERS)
     for value in vars(root).values():
         if isinstance(value, torch.Tensor) and id(value) not in memo:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._torch import pytree
 from autopar.capture._torch import below_autograd
 from autopar.capture.devices import on_meta
-from autopar.capture.leaves import differentiable
+from autopar.tensors import differentiable
 
 detach = torch.ops.aten.detach.default
 cast = torch.ops.aten._to_copy.default

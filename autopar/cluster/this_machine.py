@@ -50,8 +50,12 @@ def here() -> str:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         return f"{match(properties.name, properties.total_memory)}:{_sizes(ranks, torch.cuda.device_count())}"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"cpu:{_sizes(ranks, cores)}"
+    return f"cpu:{_sizes(ranks, cores_here())}"
+
+
+def cores_here() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def match(name: str, memory_bytes: int) -> str:

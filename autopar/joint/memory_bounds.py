@@ -36,7 +36,7 @@ class Room:
 
     context: SearchContext
     _hulls: dict[frozenset[str], Mapping[str, Sequence[Corner]]] = field(default_factory=dict)
-    _parts: dict[tuple[Timed, bool], list[Part]] = field(default_factory=dict)
+    _known: dict[tuple[Alone | Timed, bool], float] = field(default_factory=dict)
 
     def bound_s(self, here: Alone | Timed, *, hosted: bool) -> float:
         """A lower bound in seconds; 0 where nothing is known: if all blocks run again by request, or places are faster
@@ -44,9 +44,11 @@ class Room:
         request = self.context.request
         if request.cluster.device.alone > 1 or not (self._free or request.remat_level == "none"):
             return 0.0
-        if isinstance(here, Alone):
-            return self._alone_s(here, hosted=hosted)
-        return min(self._timed_s(here, table, hosted=hosted) for table in here.tables)
+        if (here, hosted) not in self._known:
+            self._known[here, hosted] = (
+                self._alone_s(here, hosted=hosted) if isinstance(here, Alone) else self._timed_s(here, hosted=hosted)
+            )
+        return self._known[here, hosted]
 
     @property
     def _free(self) -> bool:
@@ -63,12 +65,10 @@ class Room:
         parts += [Part(0.0, 0.0, 0.0, 0.0, 0.0, own) for own in ways.values()]
         return self._step_s(parts, table)
 
-    def _timed_s(self, here: Timed, table: Timetable, *, hosted: bool) -> float:
-        """The bound under one timetable."""
-        key = here, hosted
-        if key not in self._parts:
-            self._parts[key] = list(self._parts_of(here, hosted=hosted))
-        return self._step_s(self._parts[key], table, here.sends_s(table))
+    def _timed_s(self, here: Timed, *, hosted: bool) -> float:
+        """The bound of several microbatches, under any timetable."""
+        parts = list(self._parts_of(here, hosted=hosted))
+        return min(self._step_s(parts, table, here.sends_s(table)) for table in here.tables)
 
     def _step_s(self, parts: Sequence[Part], table: Timetable, sends_s: Sequence[float] = ()) -> float:
         """pipeline.memory_bound.step_s under `table`."""

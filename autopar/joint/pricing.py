@@ -209,9 +209,9 @@ class Pricing:
         spare_bytes: float = 0.0,
     ) -> Found:
         """The best result under `tables`, with choices of `models`: left out, of all there are, and under timetables
-        that take the backward apart also of those that let them; `each` and
-        `spare_bytes` as SearchContext.solve has them. The bound of the shape at this level is appended to
-        `bounds`. Raises InfeasibleError where nothing fits, Beaten where nothing is as fast as `cutoff_s`."""
+        that take the backward apart also of those that let them; `each` and `spare_bytes` as SearchContext.solve has
+        them. The bound of the shape at this level is appended to `bounds`. Raises InfeasibleError where nothing fits,
+        Beaten where nothing is as fast as `cutoff_s`."""
         if not tables:
             raise InfeasibleError(f"no schedule runs {shape.microbatches} microbatches on {shape.places} places")
         best = self._priced(

@@ -103,12 +103,13 @@ def of_scope(
     """A lower bound of the seconds of one scope alone, without memory limits. `times`: how often its forward, its
     backward and what happens once per step count."""
     forward, backward, once_times = times
+    program = passing.model.links[0].program
     node_s = [
-        once_times * (not hosted) * models.once.updates_s(index) * (passing.scope_of(cluster.scope) == scope)
+        once_times * (not hosted) * models.once.updates_s(index) * (program.scope_of(cluster.scope) == scope)
         for index, cluster in enumerate(models.once.clusters)
     ]
     net_s = [
-        once_times * each * (passing.scope_of(link.cluster.scope) == scope)
+        once_times * each * (program.scope_of(link.cluster.scope) == scope)
         for link, each in zip(passing.model.links, _once_s(passing, models.once), strict=True)
     ]
     passes = {(scope, way): each for way, each in zip(PASSES, (forward, backward), strict=True)}
@@ -182,25 +183,25 @@ def _held(
 def kept_bytes(model: Model, nets: int, scope: str, between: frozenset[int], *, hosted: bool) -> float:
     """The fewest bytes that a microbatch of `model` keeps of `scope` ("": of all that is outside of blocks), over all
     choices, each of its nodes and of its first `nets` nets by itself; without those `between` pieces."""
-    runs, problem = model.links[0].program.runs, model.problem
+    program, problem = model.links[0].program, model.problem
     return sum(
         _counts(_rests(cluster), hosted) * float((node.memory_bytes - _live(node)).min())
         for cluster, node in zip(model.clusters, problem.nodes, strict=True)
-        if (cluster.scope if cluster.scope in runs else "") == scope
+        if program.scope_of(cluster.scope) == scope
     ) + sum(
         _counts(link.weight, hosted) * float((net.memory_bytes - _live(net)).min())
         for index, (link, net) in enumerate(zip(model.links[:nets], problem.nets[:nets], strict=True))
-        if index not in between and (_reading(link) if _reading(link) in runs else "") == scope
+        if index not in between and program.scope_of(_reading(link)) == scope
     )
 
 
 def rests_bytes(once: Model, scope: str, *, hosted: bool) -> float:
     """The fewest bytes that the parameters of `scope` take with their gradients and state; as `kept_bytes`."""
-    runs = once.links[0].program.runs
+    program = once.links[0].program
     return sum(
         _counts(_rests(cluster), hosted) * float(node.memory_bytes.min())
         for cluster, node in zip(once.clusters, once.problem.nodes, strict=True)
-        if (cluster.scope if cluster.scope in runs else "") == scope
+        if program.scope_of(cluster.scope) == scope
     )
 
 

@@ -28,7 +28,6 @@ from autopar.pipeline.stretches import Cost
 from autopar.pipeline.units import Unit
 from autopar.plan import Plan
 from autopar.planner import Planner
-from autopar.problem.cadence import without
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.kernels import Kernels
 from autopar.problem.memory_floor import least_bytes
@@ -272,7 +271,7 @@ class SearchContext:
             trust = TRUST * models.weights.even(table.length, table.microbatches)
         limit_bytes = self.mean_bytes(table.places) - spare_bytes
         model = combined(models.at(level), models.once, share, limit_bytes)
-        model = model if each else without(model, models.scattering_each)
+        model = model if each else model.without(models.scattering_each)
         solution = (
             ilp.search(model.problem, time_limit_s=SHAPE_SOLVE_S, seed=self.request.seed, gap=SOLVED)
             if exact

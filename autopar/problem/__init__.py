@@ -25,7 +25,7 @@ graph. Called by the planner, by autopar.joint for the stages of pipelines, and 
         rerun, remat            what runs again; the Problem with it
         remat_frontier,
         remat_choices           which results to keep
-        cadence                 choices that scatter gradients after every microbatch, and Problems without them
+        cadence                 choices that scatter gradients after every microbatch
         separable               choices whose backward zero-bubble schedules can split
     tables for bounds and for local search (pipeline.passes, as sums over nodes and nets)
         pass_tables, pass_quantities, net_seconds, leaf_gathers, hiding

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -86,6 +86,14 @@ class Model:
         """The same with another name and another memory limit."""
         plain = None if self.plain is None else self.plain.with_limit(limit_bytes, name)
         return replace(self, problem=self.problem.with_limit(limit_bytes, name), plain=plain)
+
+    def without(self, barred: Mapping[int, np.ndarray]) -> Model:
+        """The same, in which choices that are `barred` (bool [choices], by cluster) cost infinitely many seconds."""
+        nodes = tuple(
+            replace(node, cost_s=np.where(barred[index], np.inf, node.cost_s)) if index in barred else node
+            for index, node in enumerate(self.problem.nodes)
+        )
+        return replace(self, problem=replace(self.problem, nodes=nodes)) if barred else self
 
     def update_s(self, index: int, choice: int) -> float:
         """The part of `cost_s` of cluster `index` under `choice` that is the update of a parameter: the optimizer's

@@ -1,4 +1,4 @@
-"""A Problem whose choices scatter gradients once per step wherever they may also do so after every microbatch (ZeRO-2).
+"""Choices that scatter gradients after every microbatch (ZeRO-2), where they may also do so once per step.
 
 Which of the two is faster, the search decides late: both take as long in a first look at a shape, where collectives
 hide under compute, so that with both it would end at worse solutions.
@@ -6,8 +6,7 @@ hide under compute, so that with both it would end at worse solutions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,15 +19,6 @@ def scattering_each(model: Model) -> dict[int, np.ndarray]:
     """bool [choices] for each cluster with choices that scatter some gradient after every microbatch, while another
     choice differs only in that: which ones these are."""
     return {index: mask for index, each in enumerate(model.members) if (mask := _twins(each)).any()}
-
-
-def without(model: Model, barred: Mapping[int, np.ndarray]) -> Model:
-    """`model`, in which choices that are `barred` (bool [choices], by cluster) cost infinitely many seconds."""
-    nodes = tuple(
-        replace(node, cost_s=np.where(barred[index], np.inf, node.cost_s)) if index in barred else node
-        for index, node in enumerate(model.problem.nodes)
-    )
-    return replace(model, problem=replace(model.problem, nodes=nodes)) if barred else model
 
 
 def _twins(members: Sequence[Member]) -> np.ndarray:

@@ -325,6 +325,10 @@ class Program:
         outputs."""
         return [op for op in self.ops.values() if op.role in ("loss", "output", "mutation") and not op.scope]
 
+    def scope_of(self, scope: str) -> str:
+        """The run of blocks that `scope` is; empty for what is outside of all of them."""
+        return scope if scope in self.runs else ""
+
     def bytes_of(self, ref: Ref) -> float:
         """Bytes of the whole value, on one device."""
         op = self.ops[ref[0]]

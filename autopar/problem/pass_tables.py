@@ -43,7 +43,7 @@ from autopar.layout import fraction
 from autopar.problem.build import Model
 from autopar.problem.cluster_members import Member, Way
 from autopar.problem.clusters import Cluster
-from autopar.problem.graph import Ref
+from autopar.problem.graph import Program, Ref
 from autopar.problem.layout_pairs import Between
 from autopar.problem.leaf_gathers import Leaves, in_a_row
 from autopar.problem.net_seconds import NetSeconds, add_to, over
@@ -101,7 +101,7 @@ class PassTables(Quantities):
     @property
     def scopes(self) -> list[str]:
         """The scopes: "" for all that is outside of blocks, and the runs of blocks."""
-        return ["", *self.model.links[0].program.runs]
+        return ["", *self.program.runs]
 
     @cached_property
     def nodes(self) -> list[Table]:
@@ -117,6 +117,11 @@ class PassTables(Quantities):
     def updates_s(self) -> list[np.ndarray]:
         """For each node [choices], seconds of the optimizer's step of its parameter (Model.update_s)."""
         return [self.model.updates_s(index) for index in range(len(self.model.problem.nodes))]
+
+    @property
+    def program(self) -> Program:
+        """What the tables are of."""
+        return self.model.links[0].program
 
     @cached_property
     def nets(self) -> list[Table]:
@@ -137,10 +142,6 @@ class PassTables(Quantities):
     def _made(self) -> list[Table]:
         """The table of each net without `between` and LATE, which `nets` fills in."""
         return [self._net(link, net) for link, net in zip(self.model.links, self.model.problem.nets, strict=True)]
-
-    def scope_of(self, scope: str) -> str:
-        """The scope that what is in `scope` belongs to."""
-        return scope if scope in self.model.links[0].program.runs else ""
 
     def _node(self, cluster: Cluster, members: Sequence[Member], node: Node, update_s: np.ndarray) -> Table:
         """The table of a node. `update_s` [choices] is the part of its cost that is the optimizer's step."""
@@ -166,12 +167,14 @@ class PassTables(Quantities):
         for way, seconds in ((FORWARD, ahead_s), (BACKWARD, cost_s - ahead_s)):
             found[way, :, SHOWN] = seconds
             found[way, :, COMPUTE] = seconds - found[way, :, WAITED]
-        return Table(self.scope_of(cluster.scope), found)
+        return Table(self.program.scope_of(cluster.scope), found)
 
     def _reading(self, cluster: Cluster) -> list[str]:
         """The scopes in which the gradients of a parameter may be added up: those of its readers."""
-        readers = self.model.links[0].program.readers.get((cluster.root.name, 0), ())
-        return list(dict.fromkeys(self.scope_of(cluster.scope or reader.scope) for reader, _ in readers)) or [""]
+        readers = self.program.readers.get((cluster.root.name, 0), ())
+        return list(dict.fromkeys(self.program.scope_of(cluster.scope or reader.scope) for reader, _ in readers)) or [
+            ""
+        ]
 
     def _inside(self, member: Member, way: Way) -> np.ndarray:
         """[2 passes, quantities]: the collectives inside an operator that compute waits for."""
@@ -190,7 +193,7 @@ class PassTables(Quantities):
     def _net(self, link: Link, net: Net) -> Table:
         """The table of a net."""
         prices, found = self.model.prices, np.zeros((2, *net.cost_s.shape, self.width))
-        scope = self.scope_of(link.readers[0][0].scope)
+        scope = self.program.scope_of(link.readers[0][0].scope)
         if not link.moves:
             return Table(scope, found)
         here, cost_s = (
@@ -270,7 +273,7 @@ class PassTables(Quantities):
                     [self.gathered(self.model.links[index]) for index in own],
                     seconds,
                     [self._packs(self.model.links[index]) for index in own],
-                    in_a_row(self.model.links[0].program, scope),
+                    in_a_row(self.program, scope),
                 )
         return found
 
@@ -285,7 +288,7 @@ class PassTables(Quantities):
         """By scope of blocks, the first net of each of its weights, in the order in which buckets are filled."""
         return {
             scope: [index for index in self.model.weights.values() if self.model.links[index].cluster.scope == scope]
-            for scope in self.model.links[0].program.runs
+            for scope in self.program.runs
         }
 
     def _fill_late(self) -> None:

@@ -14,21 +14,24 @@ import numpy as np
 
 from autopar.problem.build import Model
 from autopar.problem.nets import Link
-from autopar.problem.types import Net, Node
+from autopar.problem.types import Net
 
 
 def separable(model: Model) -> Model:
     """`model`, in which nothing is run again, without choices that gather a weight again for the backward: they cost
     infinitely many seconds."""
     problem = model.problem
-    nodes = tuple(_node(model, index, node) for index, node in enumerate(problem.nodes))
     nets = tuple(_net(model, link, net) for link, net in zip(model.links, problem.nets, strict=True))
-    return replace(model, problem=replace(problem, nodes=nodes, nets=nets))
+    return replace(model, problem=replace(problem, nets=nets)).without(_tiled(model))
 
 
-def _node(model: Model, index: int, node: Node) -> Node:
-    tiled = [np.array(member.tiles)[member.at] for member in model.members[index] if any(member.tiles)]
-    return replace(node, cost_s=np.where(np.any(tiled, axis=0), np.inf, node.cost_s)) if tiled else node
+def _tiled(model: Model) -> dict[int, np.ndarray]:
+    """bool [choices] for each cluster with choices that gather some weight in tiles: which ones these are."""
+    found = {
+        index: [np.array(member.tiles)[member.at] for member in members if any(member.tiles)]
+        for index, members in enumerate(model.members)
+    }
+    return {index: np.any(tiled, axis=0) for index, tiled in found.items() if tiled}
 
 
 def _net(model: Model, link: Link, net: Net) -> Net:

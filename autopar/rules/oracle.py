@@ -18,6 +18,7 @@ from autopar.layout import PARTIAL, Entry, is_shard, local_shape, pieces
 from autopar.rules.language import Call, Option, Tensor
 from autopar.rules.local import local_args
 from autopar.rules.rule import Rule
+from autopar.tensors import differentiable
 
 Shapes = Sequence[tuple[int, ...]]
 Execute = Callable[[Any, Sequence[Any], Mapping[str, Any], Shapes], Any]
@@ -39,13 +40,15 @@ def call_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
 
     def seen(item: Any) -> Any:
         return (
-            Tensor(tuple(item.shape), item.requires_grad, (), _floats(item), item.dtype.itemsize)
+            Tensor(tuple(item.shape), item.requires_grad, (), differentiable(item), item.dtype.itemsize)
             if isinstance(item, torch.Tensor)
             else item
         )
 
     given = pytree.tree_map(seen, (tuple(args), dict(kwargs)))
-    results = tuple(Tensor(tuple(t.shape), grad and _floats(t), (), _floats(t), t.dtype.itemsize) for t in outs)
+    results = tuple(
+        Tensor(tuple(t.shape), grad and differentiable(t), (), differentiable(t), t.dtype.itemsize) for t in outs
+    )
     return Call(target, given[0], given[1], results)
 
 
@@ -190,7 +193,7 @@ def cut(whole: torch.Tensor, entry: Entry, ways: int) -> list[torch.Tensor]:
         return [_shard(whole, entry, ways, rank) for rank in range(ways)]
     if entry != "P":
         return [whole] * ways
-    if whole.is_floating_point() or whole.is_complex():
+    if differentiable(whole):
         parts = [torch.randn_like(whole) for _ in range(ways - 1)]
     elif whole.dtype is torch.bool:  # a sum of booleans is an or: each true value on one rank
         owner = torch.randint(ways, whole.shape)
@@ -241,14 +244,10 @@ def compare(got: torch.Tensor | str, wanted: torch.Tensor, what: str, loose: boo
         return f"{what}: {got}"
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return f"{what}: got {tuple(got.shape)} {got.dtype}, wanted {tuple(wanted.shape)} {wanted.dtype}"
-    close = 1e-4 if loose else 1e-9 if _floats(wanted) else 0.0
+    close = 1e-4 if loose else 1e-9 if differentiable(wanted) else 0.0
     if torch.allclose(got, wanted, rtol=close, atol=close, equal_nan=True):
         return ""
     return f"{what}: differs by up to {_gap(got.detach(), wanted.detach()):.2g}"
-
-
-def _floats(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _gap(got: torch.Tensor, wanted: torch.Tensor) -> float:

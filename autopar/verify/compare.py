@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from autopar.tensors import as_real
+
 CHUNK = 1 << 20  # elements compared at a time: the difference of two large tensors needs no third one beside them
 
 
@@ -20,7 +22,7 @@ def scale(wanted: Tensor) -> float:
     """What differences are relative to: max(1, largest absolute value that is finite)."""
     if wanted.numel() == 0:
         return 1.0
-    wanted = _real(wanted)
+    wanted = as_real(wanted)
     low, high = map(float, wanted.to(torch.uint8).aminmax() if wanted.dtype == torch.bool else wanted.aminmax())
     if not (math.isfinite(low) and math.isfinite(high)):
         return scale(wanted[wanted.isfinite()])
@@ -35,7 +37,7 @@ def gap(got: Tensor | None, wanted: Tensor) -> float:
         return math.inf
     if wanted.numel() == 0:
         return 0.0
-    got, wanted = _real(got), _real(wanted.to(got.device))
+    got, wanted = as_real(got), as_real(wanted.to(got.device))
     if got.dtype != wanted.dtype or not wanted.is_floating_point():
         got, wanted = got.double(), wanted.double()
     if wanted.dim() == 0:
@@ -46,8 +48,3 @@ def gap(got: Tensor | None, wanted: Tensor) -> float:
         for a, b in zip(got.split(rows), wanted.split(rows), strict=True)
     ]
     return math.inf if any(map(math.isnan, found)) else max(found)
-
-
-def _real(x: Tensor) -> Tensor:
-    """`x`, complex numbers as both of their parts."""
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x

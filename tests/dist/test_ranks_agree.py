@@ -19,7 +19,7 @@ import autopar
 from autopar._torch import local_of
 from autopar.errors import RunError
 from autopar.runtime import failures
-from autopar.runtime.collectives import start_all_reduce
+from autopar.runtime.collectives import start_all_reduce, start_reduce_scatter
 from tests.dist.test_api import model_and_batch, train
 from tests.helpers.ranks import on_new_ranks, on_ranks
 
@@ -297,5 +297,25 @@ def _waiting(seconds):
 
 def test_a_rank_that_waits_for_one_that_failed_says_so():
     waiting, _ = on_new_ranks(2, _waiting, 0.5)
+    assert waiting.startswith("waiting for the other ranks in a collective failed (")
+
+
+def _scattering():
+    """What rank 0 says of a reduce-scatter whose other rank has closed its connections."""
+    group = dist.new_group()
+    dist.barrier(group)
+    if dist.get_rank():
+        dist.destroy_process_group(group)
+        return ""
+    mesh = SimpleNamespace(sizes=(2,), group=lambda axis, behind: group)
+    try:
+        return str(start_reduce_scatter(torch.ones(2, 3), 0, mesh)())
+    except RunError as error:
+        return str(error)
+
+
+def test_a_rank_that_waits_in_a_reduce_scatter_for_one_that_is_gone_says_so():
+    """gloo's never says that it is completed: the rank asked again and again."""
+    waiting, _ = on_new_ranks(2, _scattering)
     assert waiting.startswith("waiting for the other ranks in a collective failed (")
     assert "Look for the rank that failed first" in waiting

@@ -114,8 +114,9 @@ class Survey:
             if name in names or (not names and name != "single" and recipe.fits(planner.program)):
                 self.request.say(name)
                 yield self._row(name, self._recipe(planner, recipe))
-        for name in PIPELINES:
-            if self.request.settings.training and self.request.cluster.devices > 1 and (name in names or not names):
+        several = self.request.settings.training and self.request.cluster.devices > 1
+        for name, pipeline in PIPELINES.items():
+            if several and (name in names or (not names and pipeline.fits(planner.program))):
                 self.request.say(name)
                 yield self._row(name, self._pipeline(name))
         for name, offload in OFFLOADS.items():

@@ -111,7 +111,7 @@ def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([*pieces, rows.new_zeros(rows.shape[0] - starts[-1], weights.shape[2])])
 
 
-INNER, BIAS = 5, 6
+UP, INNER, BIAS = 3, 5, 6
 """The positions of these arguments in a call of `experts`."""
 MODE = 3
 """The position of this argument in a call of `bag`."""

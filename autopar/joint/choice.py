@@ -50,7 +50,8 @@ def best(context: SearchContext, **about: Any) -> Plan:
         if flat is None:
             raise failed or AssertionError("no plan, and no reason")
         return flat
-    spaces = [*FREE, *(of_recipe(recipe) for recipe in PIPELINES.values())]
+    named = [recipe for recipe in PIPELINES.values() if recipe.fits(context.whole.program)]
+    spaces = [*FREE, *map(of_recipe, named)]
     try:
         return staged(context, spaces, flat, about, begun)
     except InfeasibleError as error:

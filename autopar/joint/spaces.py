@@ -4,8 +4,9 @@ one after the other (joint.explore)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autopar.errors import PlanError
 from autopar.joint.search_context import SearchContext
@@ -31,6 +32,7 @@ class Space:
     axes        how many axes the mesh of a place has at most
     alone       whether one place with several microbatches is in the space (gradient accumulation)
     mesh        the only mesh in the space; None: the one of the request, or any if that names none
+    deep        whether places have three axes also where two might do (`_needs_three`)
     """
 
     name: str
@@ -39,6 +41,7 @@ class Space:
     axes: int
     alone: bool = False
     mesh: tuple[int, ...] | None = None
+    deep: bool = False
 
     def shapes(self, context: SearchContext) -> list[Shape]:
         """All shapes of the space on the cluster that `context` is for, in order."""
@@ -80,8 +83,32 @@ class Space:
             )
 
     def layouts(self, context: SearchContext) -> list[tuple[int, tuple[int, ...]]]:
-        """All (places, mesh of a place) with two or more places for which there are enough pieces."""
-        return layouts(context.request.cluster, self.axes, context.pieces // self.least_stages)
+        """All (places, mesh of a place) with two or more places for which there are enough pieces. Most places have no
+        need of a third axis, and to search all of them would take two to three times as long."""
+        found = layouts(context.request.cluster, self.axes, context.pieces // self.least_stages)
+        if self.deep or all(len(mesh) < 3 for _, mesh in found):
+            return found
+        needs = partial(self._needs_three, context, roles.expert_counts(context.whole.program))
+        return [(places, mesh) for places, mesh in found if len(mesh) < 3 or needs(places, mesh)]
+
+    def _needs_three(
+        self, context: SearchContext, experts: Collection[int], places: int, mesh: tuple[int, ...]
+    ) -> bool:
+        """Whether a mesh of three axes may do what none of two can. Its innermost axis lies in a node, and the middle
+        one leaves it (else they might be one). And the outer two, as one, have too few samples for as many microbatches
+        as there are places, or do not divide `experts` that the middle one divides."""
+        outer, middle, inner = mesh
+        if not inner <= context.request.cluster.levels[-1].size < middle * inner:
+            return False
+        microbatches = counts(context.batch, 1 if self._naive else places)
+        return not any(context.batch % (m * outer * middle) == 0 for m in microbatches) or any(
+            n % middle == 0 and n % (outer * middle) for n in experts
+        )
+
+    @property
+    def _naive(self) -> bool:
+        """Whether places run one after the other."""
+        return all(SCHEDULES[kind.schedule].name == "naive" for kind in self.kinds)
 
     @property
     def least_stages(self) -> int:
@@ -93,12 +120,12 @@ class Space:
         used = self.roles_on(mesh)
         if used is None:
             return
-        if all(SCHEDULES[kind.schedule].name == "naive" for kind in self.kinds):
+        if self._naive:
             yield 1
             return
         if context.sharable:
             return
-        ways = math.prod(n for n, role in zip(mesh, used, strict=True) if role in roles.BY_SAMPLE)
+        ways = math.prod(n for n, role in zip(mesh, used, strict=True) if role in (*roles.BY_SAMPLE, roles.samples))
         yield from (m for m in counts(context.batch, max(2, places)) if context.batch % (m * ways) == 0)
 
     def _state_bytes(self, context: SearchContext, shape: Shape) -> float:
@@ -114,10 +141,10 @@ def _anything(mesh: tuple[int, ...]) -> Used:
     return (roles.nothing,) if mesh == (1,) else space(mesh)
 
 
-SEARCH = Space("search", _anything, SEARCHED, axes=2, alone=True)
+SEARCH = Space("search", _anything, SEARCHED, axes=3, alone=True)
 """Several microbatches, on one place or more."""
 
-NAIVE = Space("naive", _anything, (Kind("naive"),), axes=2)
+NAIVE = Space("naive", _anything, (Kind("naive"),), axes=3)
 """One microbatch on several places, which run one after the other: where every microbatch costs much to start, or the
 batch cannot be cut into any."""
 
@@ -142,7 +169,7 @@ def asked(recipe: PipelineRecipe, context: SearchContext) -> Space:
 
     Raises PlanError, with the meshes that are possible, where there are no stages on places of that mesh.
     """
-    mesh, found = context.request.mesh, of_recipe(recipe)
+    mesh, found = context.request.mesh, replace(of_recipe(recipe), deep=True)
     if mesh is None:
         return found
     small, used = tuple(size for size in mesh if size != 1) or (1,), recipe.roles_on(mesh)

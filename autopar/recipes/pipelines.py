@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
-from autopar.recipes import roles
+from autopar.problem.graph import Program
+from autopar.recipes import roles, sequence
 from autopar.recipes.roles import Role
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineRecipe:
     """`roles` are for the axes of a place, outermost first; a mesh of fewer axes has the inner ones, or where it is
-    `named` for the outer one the outer ones. `virtual`: stages per place where the schedule leaves it open. Raises
-    PlanError where `roles` are none, or `virtual` is no number of stages; an unknown schedule is refused where the row
-    is first used (joint.spaces)."""
+    `named` for the outer one the outer ones. `virtual`: stages per place where the schedule leaves it open. `fits` as
+    in Recipe. Raises PlanError where `roles` are none, or `virtual` is no number of stages; an unknown schedule is
+    refused where the row is first used (joint.spaces)."""
 
     name: str
     schedule: str
@@ -22,6 +24,7 @@ class PipelineRecipe:
     about: str
     virtual: int = 1
     named: bool = False
+    fits: Callable[[Program], bool] = lambda program: True
 
     def __post_init__(self) -> None:
         roles.check_roles(self.name, self.roles)
@@ -59,6 +62,13 @@ _TABLE = (
         "1f1b",
         (roles.zero1, roles.tensor_sequence),
         "3-D: tensor and sequence parallel inside, 1F1B stages across, ZeRO-1 else",
+    ),
+    PipelineRecipe(
+        "4d",
+        "1f1b",
+        (roles.zero1, sequence.context, roles.tensor_sequence),
+        "4-D: as 3d, with the sequence cut over an axis of its own, and attention by the ring (context parallel)",
+        fits=sequence.attends,
     ),
     PipelineRecipe(
         "pp_zero3",

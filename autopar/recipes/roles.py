@@ -225,7 +225,17 @@ def convolutions_by_sample(ways: int) -> Allow:
 def has_experts(program: Program) -> bool:
     """Whether some parameter is a stack of experts, or experts that are parameters of their own are stacked where they
     are used."""
-    return any((op.role == "param" and _is_stack(op.node)) or op.target is ops.experts for op in program.ops.values())
+    return bool(expert_counts(program))
+
+
+def expert_counts(program: Program) -> frozenset[int]:
+    """How many experts there are, for each such stack."""
+    stacks = (
+        op.node if op.role == "param" else op.node.args[ops.UP]
+        for op in program.ops.values()
+        if (op.role == "param" and _is_stack(op.node)) or op.target is ops.experts
+    )
+    return frozenset(facts.shape(stack)[0] for stack in stacks)
 
 
 def _is_stack(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from autopar.pipeline import SCHEDULES
 from autopar.problem.remat import LEVELS
-from autopar.recipes import RECIPES, roles
+from autopar.recipes import RECIPES, roles, sequence
 from autopar.verify import Report
 from tests.helpers.remat import rematerialised
 from tests.helpers.tiny import TINY
@@ -73,11 +73,13 @@ PLACES: dict[str, tuple[int, Sizes, Sequence[roles.Role]]] = {
     "pp4": (4, (1,), (roles.nothing,)),
     "pp2 x dp2 x zero1": (2, (2,), (roles.zero1,)),
     "pp2 x tp2 x zero3": (2, (2, 2), (roles.zero3, roles.tensor)),
+    "pp2 x dp2 x cp2 x tp2": (2, (2, 2, 2), (roles.zero1, sequence.context, roles.tensor_sequence)),
 }
 """What ranks are: number of places, mesh of each, and the role of its axes."""
 
 MESHED = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
-"""Schedules where places have several ranks; all of them where they have one."""
+"""Schedules where places have several ranks on one axis or two; of three one, and all of them where they have one
+rank."""
 
 
 @dataclass(frozen=True)
@@ -117,4 +119,4 @@ def pipelines(models: tuple[str, ...] = PIPED) -> list[Piped]:
 def _schedules(model: str, mesh: Sizes) -> Sequence[str]:
     if model == "hf-resnet":
         return ("naive",)
-    return tuple(SCHEDULES) if mesh == (1,) else MESHED
+    return tuple(SCHEDULES) if mesh == (1,) else MESHED[: 1 if len(mesh) > 2 else None]

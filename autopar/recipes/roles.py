@@ -231,7 +231,7 @@ def has_experts(program: Program) -> bool:
 def expert_counts(program: Program) -> frozenset[int]:
     """How many experts there are, for each such stack."""
     stacks = (
-        op.node if op.role == "param" else op.node.args[ops.UP]
+        op.node if op.role == "param" else edit.tensor_operands(op.node)[ops.UP]
         for op in program.ops.values()
         if (op.role == "param" and _is_stack(op.node)) or op.target is ops.experts
     )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from autopar.cluster import Cluster
+from autopar.joint import plan
 from autopar.joint.search_context import SearchContext
 from autopar.joint.spaces import SEARCH, asked, of_recipe
 from autopar.recipes import roles, sequence
 from autopar.recipes.pipelines import PIPELINES
 from autopar.request import Request
+from autopar.simulate import simulate
 from tests.helpers.planned import graph
 from tests.helpers.verify import subject
 
@@ -47,3 +51,10 @@ def test_the_outermost_axis_splits_samples_and_the_others_anything() -> None:
 def test_who_asks_for_three_axes_has_all_of_them() -> None:
     assert of_recipe(PIPELINES["4d"]).roles_on((2, 2, 2)) == (roles.zero1, sequence.context, roles.tensor_sequence)
     assert _deep("h100:2x8", 2048, "4d").keys() == {(2, (2, 2, 2))}
+
+
+def test_they_take_as_long_as_is_simulated() -> None:
+    gm, request = graph(), Request(Cluster.parse("h100:4x4"), recipe="4d", mesh=(2, 2, 2))
+    made = plan(gm, {"b": 2048}, request, model="stack", graph_hash="0" * 64)
+    assert made.mesh == (2, 2, 2) and made.places == 2
+    assert simulate(gm, made).step_s == pytest.approx(made.predicted.step_s, rel=0.03)

@@ -92,6 +92,12 @@ def copy_all(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(into), list(sources))
 
 
+def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply each of `tensors`, of one device and dtype, by `factor`, of no dims, in place, as torch's clipping does
+    it. torch has no public name for it."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
 def as_received(grad: Tensor, node: Any, index: int) -> Tensor:
     """A gradient as autograd's engine hands it to input `index` of the next node: summed over what was broadcast, in
     the dtype of the value."""

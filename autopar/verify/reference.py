@@ -35,13 +35,18 @@ def optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 
     Its first step is nearly the sign of the gradient; epsilon is raised, so that the rounding of a gradient that should
     be zero (of a bias in front of a batch norm) does not count as a difference of the parameter: it is multiplied by
-    rate / epsilon. Fused, one operator for all parameters: a loop over DTensor parameters takes each rank seconds,
-    since DTensor's dispatch has no cached decisions in a new process.
+    rate / epsilon. Each parameter is a group of its own, and stepped by one fused operator. DTensor decides about an
+    operator once for all parameters that are alike, of this model and the next; about one on all parameters it decides
+    for each of them, and anew for every model (288 parameters on three axes: 3.5 s, where groups take 0.14 s).
     """
     held = list(parameters)
     exact = all(p.dtype in (torch.float64, torch.complex128) for p in held)
     return torch.optim.AdamW(
-        held, lr=1e-2, eps=1e-5 if exact else 1e-3, weight_decay=0.1, fused=not any(p.is_complex() for p in held)
+        [{"params": [p]} for p in held],
+        lr=1e-2,
+        eps=1e-5 if exact else 1e-3,
+        weight_decay=0.1,
+        fused=not any(p.is_complex() for p in held),
     )
 
 

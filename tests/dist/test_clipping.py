@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from autopar._torch import local_of
+from autopar._torch import Watch, local_of, pytree
 from autopar.errors import RunError
 from autopar.plan import Plan
 from autopar.verify.reference import train_step
@@ -28,12 +29,21 @@ KINDS = (2.0, 1.0, 3.5, math.inf)
 def _clipped(source: str, rank_case: RankCase) -> dict[float, tuple[float, dict[str, Tensor]]]:
     """One rank: by kind of norm the norm, and what it holds whole of its gradients afterwards."""
     found, module = dict[float, tuple[float, dict[str, Tensor]]](), rank_case.build(source)
+    module.train_step(*module.shard_batch(**rank_case.batch))
+    own = [local_of(p.grad) for p in module.parameters() if p.grad is not None]
+    before = [grad.clone() for grad in own]
     for kind in KINDS:
-        module.zero_grad()
-        module.train_step(*module.shard_batch(**rank_case.batch))
-        norm = module.clip_grad_norm_(NORM, norm_type=kind, error_if_nonfinite=True)  # which a finite one is not
+        for grad, was in zip(own, before, strict=True):
+            grad.copy_(was)
+        with Watch(_of_local_tensors):
+            norm = module.clip_grad_norm_(NORM, norm_type=kind, error_if_nonfinite=True)  # which a finite one is not
         found[kind] = float(norm), {name: grad for name, grad in module.full_grads().items() if grad is not None}
     return found
+
+
+def _of_local_tensors(operator: object, args: tuple[object, ...], *_: object) -> None:
+    """DTensor decides about each of a list of gradients, and anew for every list: that takes longer than the step."""
+    assert not any(isinstance(each, DTensor) for each in pytree.tree_leaves(args)), operator
 
 
 def _not_finite(source: str, rank_case: RankCase, kind: float) -> tuple[str, float, bool]:

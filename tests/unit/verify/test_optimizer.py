@@ -28,3 +28,9 @@ def test_rounding_where_a_gradient_should_be_zero_is_no_difference(
 def test_a_wrong_gradient_is_a_difference(dtype: torch.dtype, rounding: float, tolerance: float) -> None:
     for right, wrong in ((0.1, 0.0), (0.1, -0.1), (1e-3, 2e-3)):
         assert (_stepped(dtype, right) - _stepped(dtype, wrong)).abs().max() > tolerance, (right, wrong)
+
+
+def test_each_parameter_is_stepped_by_an_operator_of_its_own() -> None:
+    """About an operator on all of them DTensor decides anew for every set of parameters."""
+    groups = optimizer([torch.nn.Parameter(torch.zeros(n)) for n in (2, 3, 3)]).param_groups
+    assert [len(group["params"]) for group in groups] == [1, 1, 1] and all(group["fused"] for group in groups)

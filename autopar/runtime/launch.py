@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import RunError
+from autopar.runtime.pickles import dumps
 from autopar.runtime.scratch import Scratch
 
 # how long to wait for reports of other ranks after the first failure (one may be the cause), and for the stacks of late
@@ -71,7 +72,7 @@ def launch(
     """
     fork = _can_fork(device_type)
     # multiprocessing itself would keep a file open for each tensor
-    job = partial(fn, *args) if fork else partial(_call, pickle.dumps((fn, args)))
+    job = partial(fn, *args) if fork else partial(_call, dumps((fn, args)))
     team = _Team.start(nprocs, lambda rank: (job,), timeout_s, device_type, fork=fork)
     try:
         return _collect(team, timeout_s)
@@ -92,7 +93,7 @@ class Ranks:
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """As `launch`; `fn` and `args` must be picklable, because the ranks may be older than they are. Raises RunError
         as `launch`."""
-        job = pickle.dumps((fn, args))
+        job = dumps((fn, args))
         team = self._team or self._start()
         done = False
         try:
@@ -294,7 +295,7 @@ def _rank(
         with _Reporting(end) as report:
             if number == 0:
                 _join(rank, nprocs, store, device_type, timeout_s)
-            report.value = pickle.dumps(job())
+            report.value = dumps(job())
     # Wait until the caller has all results and stops us: a rank that leaves early breaks collectives still under way
     # elsewhere.
     time.sleep(timeout_s)

@@ -26,8 +26,10 @@ def _recorded(case: Case) -> dict[str, list[Any]]:
     }
 
 
-def _verified(name: str, sizes: tuple[int, ...], recipe: str, mutate: Callable[[str], str]) -> Report:
-    return subject(name).verified(by_recipe(subject(name), sizes, recipe), mutate=mutate)
+def _verified(
+    name: str, sizes: tuple[int, ...], recipe: str, mutate: Callable[[str], str], *, later: bool = False
+) -> Report:
+    return subject(name).verified(by_recipe(subject(name), sizes, recipe), mutate=mutate, later=later)
 
 
 def _swap(old: str, new: str) -> Callable[[str], str]:
@@ -180,7 +182,7 @@ LATER = {
 @pytest.mark.parametrize("name", LATER)
 def test_what_is_wrong_behind_the_first_step_is_found(name: str) -> None:
     model, recipe, mutate, what, row = LATER[name]
-    report = _verified(model, (2,), recipe, mutate)
+    report = _verified(model, (2,), recipe, mutate, later=True)
     wrong = {row.title for row in report.rows if not row.ok}
     assert row in wrong and report.first.startswith(f"none in the first step: wrong is {what}"), (report.first, wrong)
 
@@ -254,7 +256,7 @@ STAGED = {
 def test_a_planted_error_in_a_stage_is_located(name: str) -> None:
     how, mutate, node = STAGED[name]
     who = subject("gpt")
-    report = who.verified(by_stages(who, *how), mutate=mutate)
+    report = who.verified(by_stages(who, *how), mutate=mutate, later=False)
     assert not report.ok and re.match(node, report.first), f"named {report.first!r}, wanted {node!r}"
 
 

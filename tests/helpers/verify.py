@@ -41,6 +41,7 @@ from autopar.search import SEARCHES, Search
 from autopar.search.feasible import least_memory
 from autopar.verify import Case, Report, case_of, verify
 from autopar.verify.reference import Results
+from autopar.verify.second_step import SECOND
 from tests.helpers.ranks import living
 from tests.helpers.tiny import DEEP, TINY
 
@@ -80,12 +81,16 @@ class Subject:
             self.cases[key] = case_of(self.captured, made, self.weights, self.batch(batch, seq))
         return replace(self.cases[key], plan=made)
 
-    def verified(self, made: Plan, batch: int = BATCH, seq: int = SEQ, mutate: Callable[[str], str] = str) -> Report:
-        """`verify` on living ranks; one device computes once per size of batch. `mutate` changes the emitted text."""
+    def verified(
+        self, made: Plan, batch: int = BATCH, seq: int = SEQ, mutate: Callable[[str], str] = str, *, later: bool = True
+    ) -> Report:
+        """`verify` on living ranks; one device computes once per size of batch. `mutate` changes the emitted text;
+        `later` is that of the case."""
         case, key = replace(self.case(made, batch, seq), mutate=mutate), (batch, seq)
         if key not in self.references:
             self.references[key] = case.reference()
-        return verify(case, reference=self.references[key], ranks=living(made.ranks))
+        wanted = {kind: results for kind, results in self.references[key].items() if later or kind not in SECOND}
+        return verify(replace(case, later=later), reference=wanted, ranks=living(made.ranks))
 
 
 def verified(case: Case) -> Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from autopar.memory.place import SUMS, UPDATE
 from autopar.plan import Plan
 from autopar.problem.read_graph import read
 from models import gpt
-from tests.helpers.peak import Counted, beside_state, is_counted
+from tests.helpers.peak import beside_state, is_counted, update_on_rank
 from tests.helpers.peak_modules import (
     ALIKE,
     APART,
@@ -35,6 +36,7 @@ from tests.helpers.peak_modules import (
     Taking,
     Widened,
 )
+from tests.helpers.ranks import living
 from tests.helpers.remat import rematerialised
 from tests.helpers.tiny import TINY
 from tests.helpers.verify import Sizes, Subject, by_recipe, by_stages, planned, subject
@@ -49,15 +51,20 @@ SLOW = [
 ]
 
 
-def compared(who: Subject, made: Plan, within: float) -> tuple[tuple[Place, ...], list[Counted]]:
-    """The peak of a step as predicted for each place and as counted: the places, and what each rank counts."""
+def bundled(who: Subject, made: Plan) -> Bundle:
+    """What is emitted of a plan."""
+    return Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
+
+
+def compared(who: Subject, made: Plan, within: float) -> tuple[tuple[Place, ...], list[int]]:
+    """The peak of a step as predicted for each place and as counted: the places, and bytes on each rank."""
     hints = who.captured.hints | {n: size for n, size in (("b", BATCH), ("s", SEQ)) if n in who.captured.hints}
-    bundle = Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
+    bundle = bundled(who, made)
     places = predict(read(who.captured.gm, hints, training=True, device="cpu"), made).places
     return places, is_counted(places, bundle, who.weights, who.batch(BATCH, SEQ), within)
 
 
-def peaks(made: Compiled, model: nn.Module, inputs: Sequence[Tensor], within: float) -> tuple[Place, list[Counted]]:
+def peaks(made: Compiled, model: nn.Module, inputs: Sequence[Tensor], within: float) -> tuple[Place, list[int]]:
     """The same of a compiled model of one place, at the sizes of its inputs."""
     places = made.memory().places
     batch = dict(zip(made.captured.input_names, inputs, strict=True))
@@ -69,9 +76,11 @@ def test_the_peak_of_a_step_is_counted(name: str, recipe: str) -> None:
     """An update takes two more of the largest parameter, and one of the parameter before, in the order of the model
     (Phi-3 reads its weights in another one)."""
     who = subject(name)
-    (place,), (counted, *_) = compared(who, by_recipe(who, (2,), recipe), 0.1)
-    assert counted.step_bytes > 50_000
-    assert beside_state(place, UPDATE) == pytest.approx(counted.update_bytes, rel=0.01)
+    made = by_recipe(who, (2,), recipe)
+    (place,), (step_bytes, *_) = compared(who, made, 0.1)
+    assert step_bytes > 50_000
+    update_bytes, *_ = living(2).run(update_on_rank, bundled(who, made), dict(who.weights), who.batch(BATCH, SEQ))
+    assert beside_state(place, UPDATE) == pytest.approx(update_bytes, rel=0.01)
 
 
 @pytest.mark.slow
@@ -115,9 +124,9 @@ def test_whole_gradients_that_are_scattered_do_not_stay(recipe: str) -> None:
     thread runs."""
     model, x = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12))), torch.randn(4, 2048)
     made = autopar.compile(Loss(model), "cpu:1x2", (x,), recipe=recipe, time_limit_s=5.0)
-    place, (counted, *_) = peaks(made, Loss(model), (x,), 0.15)
-    assert recipe == "ddp" or counted.step_bytes < (12 / 2 + 12) * 4 * 2048 * 2048
-    assert recipe != "ddp" or beside_state(place, SUMS) == pytest.approx(counted.step_bytes, rel=0.01), (
+    place, (step_bytes, *_) = peaks(made, Loss(model), (x,), 0.15)
+    assert recipe == "ddp" or step_bytes < (12 / 2 + 12) * 4 * 2048 * 2048
+    assert recipe != "ddp" or beside_state(place, SUMS) == pytest.approx(step_bytes, rel=0.01), (
         "a bucket has all of the layer that makes it full"
     )
 
@@ -250,8 +259,10 @@ def test_the_update_has_one_more_of_the_parameter_before(layers: int) -> None:
     """Of alike ones three; blocks that are alike are one run, of layers without biases."""
     model, x = Loss(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(layers)))), torch.randn(4, 256)
     made = autopar.compile(model, "cpu:1x1", (x,), recipe="single", time_limit_s=5.0)
-    place, (counted,) = peaks(made, model, (x,), 0.05)
-    assert beside_state(place, UPDATE) == pytest.approx(counted.update_bytes, rel=0.01) == (layers + 3) * 4 * 256 * 256
+    place, _ = peaks(made, model, (x,), 0.05)
+    batch = {made.captured.input_names[0]: x}
+    (update_bytes,) = living(1).run(update_on_rank, made.bundle, model.state_dict(), batch)
+    assert beside_state(place, UPDATE) == pytest.approx(update_bytes, rel=0.01) == (layers + 3) * 4 * 256 * 256
 
 
 @pytest.mark.parametrize(("name", "recipe", "level"), [("hf-gpt2", "ddp", "full"), ("hf-llama", "zero3", "selective")])
@@ -268,7 +279,7 @@ def test_the_inputs_of_blocks_that_are_run_again_go_with_their_backward(level: s
     model, x = Widened(8), torch.randn(512, 128)
     who = Subject("widened", "train", capture(model, (x,)), model.state_dict())
     made = rematerialised(who, planned(who, (1,), "single"), level)
-    bundle = Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
+    bundle = bundled(who, made)
     is_counted(memory_of(who.captured.gm, made).places, bundle, who.weights, {who.captured.input_names[0]: x}, 0.05)
 
 
@@ -296,6 +307,14 @@ def test_the_peak_of_each_place_of_a_pipeline_is_counted(
     compared(who, by_stages(who, mesh, recipe, places, microbatches, schedule, virtual), 0.07)
 
 
+@cache
+def _taken_apart(name: str) -> tuple[Subject, Tensor]:
+    """A model of APART and its input."""
+    build, drawn = APART[name]
+    model, x = build(), drawn()
+    return Subject(name, "train", capture(model, (x,)), model.state_dict()), x
+
+
 @pytest.mark.parametrize(
     ("name", "level", "schedule"),
     [
@@ -310,19 +329,15 @@ def test_the_peak_of_a_backward_with_two_actions_is_counted(name: str, level: st
     two layers at once beside those that add up. DualPipeV takes only some of them apart, and sends what the first of
     two actions that overlap makes when both have ended. Blocks that are run again are not taken apart: what a
     microbatch keeps goes with the first action."""
-    build, drawn = APART[name]
-    model, x = build(), drawn()
-    who = Subject(name, "train", capture(model, (x,)), model.state_dict())
+    who, x = _taken_apart(name)
     made = rematerialised(who, by_stages(who, (1,), "single", 2, 4, schedule, 2), level)
-    bundle = Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
+    bundle = bundled(who, made)
     is_counted(memory_of(who.captured.gm, made).places, bundle, who.weights, {who.captured.input_names[0]: x}, 0.05)
 
 
 def test_what_scatters_of_each_microbatch_bring_is_there_beside_the_sums() -> None:
     """ZeRO-2 in a pipeline: until the backward ends, when it is added to the gradients of the microbatches before."""
-    build, drawn = APART["large weights"]
-    model, x = build(), drawn()
-    who = Subject("large weights", "train", capture(model, (x,)), model.state_dict())
+    who, x = _taken_apart("large weights")
     made = by_stages(who, (2,), "zero2", 2, 4, "1f1b")
-    bundle = Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
+    bundle = bundled(who, made)
     is_counted(memory_of(who.captured.gm, made).places, bundle, who.weights, {who.captured.input_names[0]: x}, 0.05)

@@ -314,7 +314,7 @@ def _peaks(who: Wide, made: Plan, hints: dict[str, int]) -> tuple[float, float]:
     bundle = Bundle(made, emit(who.captured.gm, made, Names.of(who.captured)), who.captured.constants)
     seen = living(2).run(counted_on_rank, bundle, dict(who.weights), who.batch(hints["b"]))
     (place,) = predict(read(who.captured.gm, {**who.captured.hints, **hints}, training=True, device="cpu"), made).places
-    return beside_state(place, "forward", "backward"), seen[0].step_bytes
+    return beside_state(place, "forward", "backward"), seen[0]
 
 
 def test_zero3_takes_tiles_where_it_does_not_fit_otherwise() -> None:

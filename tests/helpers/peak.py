@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -26,15 +25,6 @@ STEPS, MORE_STEPS = 3, 40
 of what they have sent when they are next scheduled, which may be after a short step is over."""
 STATE = ("weights", "master", "optimizer", "buffers", "inputs")  # there before a step begins
 STEP = ("forward", "backward", WEIGHTS, SUMS)
-
-
-@dataclass(frozen=True)
-class Counted:
-    """Bytes on one rank beside what rests at the start of a step: the peak of forward and backward, and that of the
-    update."""
-
-    step_bytes: int
-    update_bytes: int
 
 
 def allocations(body: Callable[[], Any]) -> list[int]:
@@ -60,26 +50,25 @@ def is_counted(
     weights: Mapping[str, Tensor],
     batch: Mapping[str, Tensor],
     within: float,
-) -> list[Counted]:
+) -> list[int]:
     """Assert that the peak of a step is predicted for each place as it is counted on those of its ranks that has most.
-    Gives what is counted on every rank."""
+    Gives what is counted on every rank, in bytes."""
     predicted, ranks = [beside_state(place, *STEP) for place in places], bundle.plan.ranks // len(places)
     may_take = [nbytes / (1 - within) for nbytes in predicted for _ in range(ranks)]
     seen = living(bundle.plan.ranks).run(counted_on_rank, bundle, dict(weights), dict(batch), may_take)
     for number, nbytes in enumerate(predicted):
-        most = max(counted.step_bytes for counted in seen[number * ranks : (number + 1) * ranks])
+        most = max(seen[number * ranks : (number + 1) * ranks])
         assert nbytes == pytest.approx(most, rel=within), f"place {number}"
     return seen
 
 
 def counted_on_rank(
     bundle: Bundle, weights: dict[str, Tensor], batch: dict[str, Tensor], may_take: Sequence[float] | None = None
-) -> Counted:
-    """A step of training and its AdamW update, behind one that has made all state. `may_take`: bytes of a step on each
-    rank."""
+) -> int:
+    """The peak of forward and backward on one rank, beside what rests at the start of a step, in bytes. `may_take`:
+    that of each rank at most."""
     module = bundle.build(weights)
     inputs = module.shard_batch(**batch)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
 
     def step() -> None:
         module.train_step(*inputs)
@@ -87,16 +76,24 @@ def counted_on_rank(
     most = math.inf if may_take is None else may_take[dist.get_rank()]
     peaks: list[int] = []
     step()
-    optimizer.step()
     while len(peaks) < STEPS or (len(peaks) < MORE_STEPS and _on_any_rank(min(peaks) > most)):
-        optimizer.zero_grad()
+        module.zero_grad()
         gc.collect()  # what cycles of the step before hold is to go now, not in the middle of what is counted
         peaks.append(max(allocations(step), default=0))
+    return min(peaks)
+
+
+def update_on_rank(bundle: Bundle, weights: dict[str, Tensor], batch: dict[str, Tensor]) -> int:
+    """Bytes of the gradients on one rank, and of what an AdamW update takes, behind one that has made all state."""
+    module = bundle.build(weights)
+    module.train_step(*module.shard_batch(**batch))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    optimizer.step()
     update = allocations(optimizer.step)
     storages = [local_of(p.grad).untyped_storage() for p in module.parameters() if p.grad is not None]
     # those of a bucket share one
     gradients = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    return Counted(min(peaks), gradients + max(update, default=0))
+    return gradients + max(update, default=0)
 
 
 def _on_any_rank(so: bool) -> bool:

@@ -136,7 +136,7 @@ def saves(shared, own, taken):
 def test_any_ranks_save(tmp_path):
     (tmp_path / "file").write_text("taken")
     files = ["README.md", "constants.pt", "plan.json", "sharded.py"]
-    for found, error in on_new_ranks(4, saves, str(tmp_path / "plan"), str(tmp_path / "nodes"), str(tmp_path / "file")):
+    for found, error in on_ranks(4, saves, str(tmp_path / "plan"), str(tmp_path / "nodes"), str(tmp_path / "file")):
         assert found == [(files, [7])] * 2 and "file is a file" in error
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "nodes", "plan"] and sorted(
         p.name for p in (tmp_path / "nodes").iterdir()
@@ -180,7 +180,7 @@ def ends_in(kind):
     ],
 )
 def test_whatever_ends_planning_on_rank_0_ends_it_everywhere(kind, first, second, text):
-    (name, _, _), (other, said, notes) = on_new_ranks(2, ends_in, kind, timeout_s=20)
+    (name, _, _), (other, said, notes) = on_ranks(2, ends_in, kind)
     assert (name, other) == (first, second) and text in said
     assert notes[0].startswith("on rank 0:\nTraceback") and "in search" in notes[0]
 

@@ -16,7 +16,7 @@ def _measured() -> dict[str, float]:
 
     wall, busy = Clock("cpu", 0.02, 3), Clock("cpu", 0.05, 5, cores=1)
     # in turns: how fast a core is changes with what its neighbours do
-    pairs = [(busy.apart_s(work), busy.alone_s(work)) for _ in range(5)]
+    pairs = [(busy.apart_s(work), busy.alone_s(work)) for _ in range(3)]
     return {
         "apart": wall.apart_s(work),
         "together": wall.together_s(work),

@@ -189,22 +189,23 @@ def test_in_float64_nothing_is_rounded(recipe: str, precision: str) -> None:
 def test_small_gradients_add_up() -> None:
     """256 + 1 is 256 in bfloat16: gradients of steps that are not cleared add up in float32."""
     what = mixed("zero1")
-    for once, often in living(4).run(_accumulated, what.compiled.source, what.rank_case):
-        assert often == pytest.approx(40 * once, rel=1e-5)
+    for gaps in living(4).run(_accumulated, what.compiled.source, what.rank_case):
+        assert len(gaps) > 1 and max(gaps) < 1e-5  # 2 ** -9 in bfloat16
 
 
-def _accumulated(source: str, rank_case: RankCase) -> tuple[float, float]:
+def _accumulated(source: str, rank_case: RankCase) -> list[float]:
+    """One rank: how far each gradient of five steps is from five times that of one, of the greatest of its elements."""
     module = rank_case.build(source)
     batch = module.shard_batch(**rank_case.batch)
-
-    def norm() -> float:
-        return sum(float(local_of(p.grad).double().abs().sum()) for p in module.parameters() if p.grad is not None)
-
     module.train_step(*batch)
-    once = norm()
-    for _ in range(39):
+
+    def held() -> list[Tensor]:
+        return [local_of(p.grad).clone() for p in module.parameters() if p.grad is not None]
+
+    once = held()
+    for _ in range(4):
         module.train_step(*batch)
-    return once, norm()
+    return [float((sums - 5 * g).abs().max() / g.abs().max()) for sums, g in zip(held(), once, strict=True) if g.any()]
 
 
 def _from_images(source: str, rank_case: RankCase) -> list[float]:

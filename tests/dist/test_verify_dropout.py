@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,8 +13,8 @@ from autopar.capture import capture
 from autopar.codegen.module import emit
 from autopar.codegen.tables import Names
 from autopar.plan import Plan
-from autopar.runtime import launch
 from autopar.verify.randomness import STILL
+from tests.helpers.ranks import on_ranks
 from tests.helpers.verify import Sizes, Subject, by_chance, by_recipe, verified
 
 WIDTH = 16
@@ -39,6 +41,7 @@ class _Noisy(Subject):
         return dict(zip(self.captured.input_names, made, strict=True))
 
 
+@cache
 def _subject() -> _Noisy:
     torch.manual_seed(0)
     model = Noisy()
@@ -63,7 +66,7 @@ def _run(sizes: Sizes, recipe: str) -> tuple[Plan, list[tuple[Tensor, dict[str, 
     captured = who.captured
     source = emit(captured.gm, plan, Names.of(captured))
     assert "dropout(" in source
-    return plan, launch(_step, plan.ranks, plan, source, dict(who.weights), who.batch())
+    return plan, on_ranks(plan.ranks, _step, plan, source, dict(who.weights), who.batch())
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "tp", "single"])

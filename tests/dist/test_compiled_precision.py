@@ -33,11 +33,14 @@ def _steps(source: str, rank_case: RankCase) -> list[tuple[dict[str, Tensor], in
     return found
 
 
-@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
-def test_gradients_of_gathered_weights_are_summed_as_wide_as_all_others(remat: str) -> None:
-    loaded = load(TINY["hf-gpt2"], batch=8, seq=16, device="cpu", train=True, labels=True)
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [("gpt", "full"), *(pytest.param("hf-gpt2", remat, marks=pytest.mark.slow) for remat in ("none", "full"))],
+)
+def test_gradients_of_gathered_weights_are_summed_as_wide_as_all_others(name: str, remat: str) -> None:
+    loaded = load(TINY[name], batch=8, seq=16, device="cpu", train=True, labels=True)
     given = tuple(loaded.args), dict(loaded.kwargs)
-    with captured_once(("hf-gpt2", "bf16")):
+    with captured_once((name, "bf16")):
         compiled = autopar.compile(loaded.model, "cpu:1x2", given, precision="bf16", recipe="zero3", remat=remat)
     assert compiled.captured is not None
     args, kwargs = cast((loaded.args, loaded.kwargs), torch.bfloat16)

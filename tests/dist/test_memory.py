@@ -39,7 +39,7 @@ FAST = [
     ("moe", "zero3"),
     ("hf-vit", "tp_sp"),
     ("mlp", "tp_sp"),
-    ("hf-llama-2kv", "tp_sp"),
+    ("hf-llama", "tp_sp"),
 ]
 SLOW = [case for name in TINY for recipe in ("single", "zero3", "tp_sp") if (case := (name, recipe)) not in FAST]
 

@@ -28,7 +28,7 @@ FAST = [
     ("hf-gpt2", "tp_sp", "selective"),
     ("hf-t5", "zero3", "full"),
     ("hf-gpt2", "single", "selective"),
-    ("hf-llama-2kv", "tp_sp", "selective"),
+    ("hf-llama", "tp_sp", "selective"),
     ("hf-resnet", "single", "full"),
     ("hf-vit", "tp_sp", "full"),
     ("hf-neox", "zero3", "selective"),

@@ -15,7 +15,7 @@ from autopar.capture import capture
 from autopar.verify import Case, Report
 from autopar.verify.probe import first_difference
 from tests.helpers.ranks import living
-from tests.helpers.verify import Subject, by_chance, by_recipe, by_stages, planned, subject
+from tests.helpers.verify import Sizes, Subject, by_chance, by_recipe, by_stages, planned, subject
 
 
 def _recorded(case: Case) -> dict[str, list[Any]]:
@@ -26,9 +26,7 @@ def _recorded(case: Case) -> dict[str, list[Any]]:
     }
 
 
-def _verified(
-    name: str, sizes: tuple[int, ...], recipe: str, mutate: Callable[[str], str], *, later: bool = False
-) -> Report:
+def _verified(name: str, sizes: Sizes, recipe: str, mutate: Callable[[str], str], *, later: bool = False) -> Report:
     return subject(name).verified(by_recipe(subject(name), sizes, recipe), mutate=mutate, later=later)
 
 
@@ -293,7 +291,7 @@ def test_the_unchanged_source_is_right() -> None:
 
 
 @pytest.mark.parametrize(("name", "sizes", "how"), [("gpt", (2, 2), "tp_zero3"), ("hf-mixtral", (2, 2), "random 1")])
-def test_probes_of_a_right_program_name_nothing(name: str, sizes: tuple[int, ...], how: str) -> None:
+def test_probes_of_a_right_program_name_nothing(name: str, sizes: Sizes, how: str) -> None:
     """Weights that are turned and then gathered, or summed at the end of the backward, among them."""
     who = subject(name)
     made = planned(who, sizes, how)

@@ -10,11 +10,12 @@ from typing import Any
 from autopar.predict import Setup, Software
 from benchmarks.costmodel.config import Config, Latent
 from benchmarks.costmodel.devices import cluster_of
+from benchmarks.costmodel.graphs import graphs
 from benchmarks.costmodel.ranks import FORWARDS_FIRST, Ranks
 from benchmarks.costmodel.reruns import Rerun
 from benchmarks.costmodel.rows import Loaded, Peak, Row
 from benchmarks.costmodel.sharding import Sharding
-from benchmarks.costmodel.software import Adapters, Facts, facts, in_fewer_bits, in_one_graph
+from benchmarks.costmodel.software import Adapters, Facts, facts, in_fewer_bits
 from benchmarks.costmodel.tables import Line, Refused, count, positive, rows_of
 from benchmarks.costmodel.times import step_s
 
@@ -335,9 +336,7 @@ def _software(line: Line, known: Facts, precision: str, matmul: str, sequence_pa
     """What the software does with a model in `precision`, matmuls in `matmul`, on the device of a line. DualPipe runs
     one microbatch's tokens to experts and back beside another's compute (https://arxiv.org/abs/2412.19437, section
     3.2.1)."""
-    in_graph = line["model_type"] == "moe" and in_one_graph(
-        line["source_id"], line.get("source_table", ""), line["dtype"].lower()
-    )
+    run = " ".join(line.get(column, "") for column in ("source_table", "model", "model_type", "gpu", "dtype"))
     habits = replace(
         known.software.habits,
         kept_bytes=1 if matmul else 0,
@@ -347,10 +346,9 @@ def _software(line: Line, known: Facts, precision: str, matmul: str, sequence_pa
     if precision == "float32":  # nothing is sent in fewer bits
         software = replace(software, gathered_bytes=4, gradient_bytes=4)
     return replace(
-        software,
+        replace(software, **graphs(line["source_id"], run)),
         matmul=matmul,
         habits=habits,
-        captured=known.software.captured or in_graph,
         hidden_tokens=1.0 if ranks.schedule == "dualpipev" else 0.0,
     )
 

@@ -260,13 +260,6 @@ OF_OTHERS = ((r"\bmethod megatron\b", MEGATRON_2021),)
 beside its own (alpa-projects/alpa, benchmark/megatron)."""
 
 
-def in_one_graph(source: str, table: str, dtype: str) -> bool:
-    """Whether a run of experts is one graph: recipes of Megatron-Bridge in mxfp8 from release 26.06 on (cuda_graph_impl
-    = "full_iteration", scripts/performance/configs at v0.5.1), and in the verification cards, which are later."""
-    release = re.match(r"(\d\d\.\d\d)", table)
-    return source.startswith("megatron-bridge") and dtype == "mxfp8" and (release is None or release[1] >= "26.06")
-
-
 def facts(source: str, notes: str, zero: int, sequence_parallel: bool, table: str = "") -> Facts:
     """The facts about one row: those of its source, corrected by what its notes say and what is known of its `table`,
     whose name has that of the model behind it. Software of a source that is not listed is torch's own where it cuts

@@ -363,6 +363,10 @@ def test_rates_of_devices_that_differ_from_what_they_are_based_on() -> None:
         assert device.flops("float64") == 10e12 / 8 < b200.flops("float64") / 20 and device.flops(
             "float32"
         ) == b200.flops("float32")
+    host, grace = Cluster.parse("h100").device, [Cluster.parse(name).device for name in ("gh200", "gb200", "gb300")]
+    assert [device.dispatch_s for device in grace] == pytest.approx(
+        [host.dispatch_s * linear_us / 13.48 for linear_us in (33.17, 37.08, 37.08)], rel=2e-3
+    )
 
 
 def test_protocols_for_a_number_of_members_serve_the_nearest_too() -> None:

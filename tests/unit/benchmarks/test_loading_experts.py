@@ -152,19 +152,30 @@ def test_whose_attention_is_that_of_transformer_engine(tmp_path: Path, notes: st
             {"source_id": "megatron-bridge", "dtype": "mxfp8", "source_table": "26.08", "model_type": "dense-llama"},
             False,
         ),
+        ({"source_id": "megatron-bridge", "source_table": "25.09", "model": "Qwen3_30B_a3B", "gpu": "GB200"}, True),
+        ({"source_id": "megatron-bridge", "source_table": "25.11", "model": "Qwen3_30B_a3B", "gpu": "GB200"}, False),
+        ({"source_id": "dgxc-v25.05.05", "model": "Nemotron4-340B", "model_type": "dense-gpt", "gpu": "GB200"}, True),
+        ({"source_id": "dgxc-v25.05.05", "model": "Nemotron4-340B", "model_type": "dense-gpt"}, False),
     ],
 )
-def test_which_steps_with_experts_are_one_graph(tmp_path: Path, change: dict[str, str], captured: bool) -> None:
+def test_which_steps_are_one_graph(tmp_path: Path, change: dict[str, str], captured: bool) -> None:
     (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | change])).rows
     assert row.setup.software.captured == captured
 
 
 @pytest.mark.parametrize(
-    "source, notes, calls",
-    [("dgxc-v25.02", "", EXPERT_CALLS), ("megatron-bridge", "CUDA graphs", 0), ("torchtitan", "", 0)],
+    "change, calls",
+    [
+        ({"source_id": "dgxc-v25.02"}, EXPERT_CALLS),
+        ({"source_id": "megatron-bridge", "notes": "CUDA graphs"}, 0),
+        ({"source_id": "megatron-bridge", "source_table": "26.04 NeMo", "gpu": "GB200"}, 0),
+        ({"source_id": "megatron-bridge", "source_table": "26.04 NeMo"}, EXPERT_CALLS),
+        ({"source_id": "megatron-bridge-cards", "model": "gpt-oss-120b", "gpu": "GB200"}, EXPERT_CALLS),
+        ({"source_id": "torchtitan"}, 0),
+    ],
 )
-def test_whose_layers_of_experts_keep_the_host_busy(tmp_path: Path, source: str, notes: str, calls: int) -> None:
-    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | {"source_id": source, "notes": notes}])).rows
+def test_whose_layers_of_experts_keep_the_host_busy(tmp_path: Path, change: dict[str, str], calls: int) -> None:
+    (row,) = published.load(write(tmp_path / "published_runs.csv", [MOE | change])).rows
     assert row.setup.software.expert_calls == calls
 
 

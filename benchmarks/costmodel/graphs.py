@@ -1,0 +1,36 @@
+"""What published runs hold in CUDA graphs, which the host launches as a whole. Tables seldom say it, recipes do."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+WHOLE: dict[str, Any] = {"captured": True}
+"""The step, or every layer."""
+
+ROUTING: dict[str, Any] = {"expert_calls": 0}
+"""Routers and what sorts tokens (`cuda_graph_scope`), mostly attention too: the host has no more calls for a layer of
+experts than for any operator."""
+
+RECIPES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    # --cuda_graphs true of all that it trains on GB200 (nemotron/launch.sh at v25.05.05); other recipes of that release
+    # have none (NVIDIA/NeMo, scripts/performance/recommended_model_configs/model_configs_gb200.csv)
+    ("dgxc", r"nemotron.* GB200", WHOLE),
+    # what follows: NVIDIA-NeMo/Megatron-Bridge, scripts/performance/configs; release 25.09 is branch r0.1.0
+    ("megatron-bridge", r"^25\.09.*(qwen3.* GB200|qwen3_30b.* B200)", WHOLE),
+    ("megatron-bridge", r"^25\.09", {}),
+    # v0.5.1, and the verification cards, which are later: cuda_graph_impl = "full_iteration"
+    ("megatron-bridge", r"^(?!25\.|26\.0[0-5]).* moe .*mxfp8", WHOLE),
+    # v0.2.0 to v0.5.1: all with experts on Grace but one, and some on other hosts
+    ("megatron-bridge", r"gpt.oss.* GB200", {}),
+    ("megatron-bridge", r" moe .*GB[23]00|qwen3.30b.* B[23]00|gpt.oss.* B300", ROUTING),
+)
+"""Source, run (`graphs`), and what its software has; the first that fits counts."""
+
+
+def graphs(source: str, run: str) -> dict[str, Any]:
+    """The fields of Software that say what a run holds in graphs, by its source and `run`: its table, model, type of
+    model, device and dtype, with blanks between them."""
+    return next(
+        (held for start, named, held in RECIPES if source.startswith(start) and re.search(named, run, re.I)), {}
+    )

@@ -68,9 +68,9 @@ def _captured_in(
     options: Mapping[str, Any],
 ) -> tuple[Captured, str]:
     dtype, stated = computation(
-        str(loading.dtype_of(model)).removeprefix("torch.") if precision is None else precision, mode
+        str(loading.dtypes_of(model)[0]).removeprefix("torch.") if precision is None else precision, mode
     )
-    typed = in_dtype(model, dtype)
+    typed = model if precision is None else in_dtype(model, dtype)
     if typed is model:
         return capture(model, args, kwargs, mode=mode, **options), stated
     args, kwargs = loading.cast((args, dict(kwargs)), dtype)

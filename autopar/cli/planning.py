@@ -12,7 +12,7 @@ from autopar import frontend
 from autopar.api import compile
 from autopar.capture.precision import resting
 from autopar.cli.console import progress, show, writable, write_json, write_out
-from autopar.cli.rebuild import Source, as_source
+from autopar.cli.rebuild import OWN, Source, as_source
 from autopar.compiled import Compiled
 from autopar.errors import PlanError
 from autopar.plan import Plan
@@ -144,7 +144,16 @@ def _compiled(asked: Asked, tell: Callable[[str], None]) -> Compiled:
         time_limit_s=asked.time_limit_s,
         seed=asked.seed,
         progress=tell,
-        source=as_source(Source(asked.model, loaded.batch, loaded.seq, asked.seed, asked.rules)),
+        source=as_source(
+            Source(
+                asked.model,
+                loaded.batch,
+                loaded.seq,
+                asked.seed,
+                asked.rules,
+                dtypes=OWN if asked.stated is None else "",
+            )
+        ),
         pareto=asked.pareto,
         remat=asked.remat,
         prove=asked.prove,

@@ -17,7 +17,7 @@ from autopar.cluster import Cluster
 from autopar.cluster.this_machine import machine_bytes
 from autopar.errors import CaptureError, PlanError, RuleError
 from autopar.plan import Plan
-from autopar.plan_schema import record, text, whole
+from autopar.plan_schema import one_of, record, text, whole
 from autopar.plan_suits_graph import suits
 from autopar.planner import Planner
 from autopar.problem.at_rest import EACH
@@ -30,21 +30,26 @@ from autopar.rules.rule import Rule
 from autopar.text import gibibytes, shown
 from autopar.verify import inputs_of
 
+OWN = "own"
+"""What `Source.dtypes` says of a model that is planned in the dtypes in which its factory makes it."""
 SOURCE = record(
-    {"model": text, "batch": whole(1), "seq": whole(1), "seed": whole(0), "rules": text}, left_out=("rules",)
+    {"model": text, "batch": whole(1), "seq": whole(1), "seed": whole(0), "rules": text, "dtypes": one_of((OWN,))},
+    left_out=("rules", "dtypes"),
 )
 """What `Plan.source` must say."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The MODEL argument, the sizes and the --rules that gave a plan: what `Plan.source` holds for the command line."""
+    """The MODEL argument, the sizes and the --rules that gave a plan: what `Plan.source` holds for the command line.
+    `dtypes` is OWN, or empty for those of the plan's precision."""
 
     model: str
     batch: int
     seq: int
     seed: int = 0
     rules: str = ""
+    dtypes: str = ""
 
     @staticmethod
     def of(plan: Plan, where: Path) -> Source:
@@ -76,7 +81,7 @@ class Source:
             batch=batch or self.batch,
             seq=seq or self.seq,
             device=device,
-            dtype=dtype or resting(plan.precision, plan.mode),
+            dtype=dtype or (None if self.dtypes == OWN else resting(plan.precision, plan.mode)),
             train=training,
             labels=training,
             seed=self.seed,
@@ -114,7 +119,12 @@ def rebuild(where: Path, progress: Callable[[str], None] | None = None, *, weigh
         loaded = source.load(plan, device="cpu" if weights else "meta")
         rules = frontend.load_rules(source.rules)
     captured, _ = capture_in(
-        loaded.model, loaded.args, loaded.kwargs, precision=plan.precision, mode=plan.mode, progress=progress
+        loaded.model,
+        loaded.args,
+        loaded.kwargs,
+        precision=None if source.dtypes == OWN else plan.precision,
+        mode=plan.mode,
+        progress=progress,
     )
     if not weights and captured.valueless:
         return rebuild(where, progress, weights=True)  # buffers that only the making of the whole model computes
@@ -189,4 +199,5 @@ def as_source(source: Source) -> dict[str, Any]:
         "seq": source.seq,
         "seed": source.seed,
         **({"rules": source.rules} if source.rules else {}),
+        **({"dtypes": source.dtypes} if source.dtypes else {}),
     }

@@ -60,7 +60,7 @@ def load(
     labels: bool = True,
     seed: int = 0,
 ) -> Loaded:
-    """Build the model that `spec` names, on `device` and in `dtype` (None: its own, `dtype_of`), with inputs of `batch`
+    """Build the model that `spec` names, on `device` and in `dtype` (None: as it is made), with inputs of `batch`
     samples of `seq` tokens (None: the factory's default, or that of `factory.SIZES`).
 
     On "meta" nothing is allocated and the values mean nothing. Elsewhere weights and inputs follow from `seed`; the
@@ -76,13 +76,14 @@ def load(
             factory = find_factory(spec)
             sizes = sizes_of(factory, batch=batch, seq=seq)
             model, made = call_factory(factory, spec, **sizes)
-    dtype = dtype or dtype_of(model)
-    model = in_dtype(model, dtype).train(train)
+    model = (model if dtype is None else in_dtype(model, dtype)).train(train)
     args, kwargs = made or inputs_for(model, **sizes, device=device, seed=seed, labels=labels)
+    if dtype is not None or len(dtypes_of(model)) == 1:
+        args, kwargs = cast((args, kwargs), dtype or dtypes_of(model)[0])
     return Loaded(
         model,
-        cast(args, dtype),
-        cast(kwargs, dtype),
+        args,
+        kwargs,
         short_name(spec),
         spec,
         **sizes,
@@ -108,13 +109,13 @@ def short_name(spec: str) -> str:
     return f"{Path(place).stem if place.endswith('.py') else place.rpartition('.')[2]}.{factory}"
 
 
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """The floating dtype of most parameter elements of `model`; float32 where it has none."""
+def dtypes_of(model: nn.Module) -> list[torch.dtype]:
+    """The floating dtypes of the parameters of `model`, that of most elements first; float32 where it has none."""
     counts: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
         if parameter.is_floating_point():
             counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+    return sorted(counts, key=lambda dtype: -counts[dtype]) or [torch.float32]
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:

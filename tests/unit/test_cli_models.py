@@ -158,6 +158,25 @@ def between(batch=8):
 """
 
 
+HALF = """
+
+class Half(Nested):
+    def __init__(self):
+        super().__init__()
+        self.layer.bfloat16()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x, scale, y):
+        x = self.layer(x.to(self.layer.weight.dtype)).float()
+        return (self.norm(x) * scale - y).square().mean()
+
+
+def half(batch=8):
+    x, y = inputs(batch)
+    return Half(), (x, 2.0, y)
+"""
+
+
 @pytest.mark.parametrize("model", ["nested", "between"])
 def test_arguments_that_hold_several_inputs_or_none(tmp_path: Path, model: str) -> None:
     """Tensors in a dict ended in a KeyError; behind a number the next input was taken to be that number."""
@@ -175,9 +194,8 @@ def test_arguments_that_hold_several_inputs_or_none(tmp_path: Path, model: str) 
 
 
 def test_a_factory_says_in_what_dtype_its_model_is(tmp_path: Path) -> None:
-    """Models in bfloat16 were planned in float32, without a word."""
-    made = "Between().bfloat16(), (inputs(batch)[0].bfloat16(), 2.0, inputs(batch)[1].bfloat16())"
-    (tmp_path / "given.py").write_text(f"{GIVEN}\n\ndef half(batch=8):\n    return {made}\n")
+    """Models in bfloat16 were planned in float32, without a word, and those in two dtypes in one of them."""
+    (tmp_path / "given.py").write_text(GIVEN + HALF)
     ask = ("given.py:half", "--cluster", "cpu:1x2", "--recipe", "ddp", "--json", "-")
     fits = json.loads(autopar("memory", *ask, cwd=tmp_path).stdout)
     assert autopar("plan", *ask[:-2], "-o", "plan.json", cwd=tmp_path).returncode == 0

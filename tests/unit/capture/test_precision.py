@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import autopar
 import autopar.frontend
@@ -32,3 +33,25 @@ def test_an_unknown_precision_is_refused() -> None:
     loaded = autopar.frontend.load(TINY["mlp"], batch=4, seq=8, device="cpu")
     with pytest.raises(PlanError, match="precision 'int64' is neither mixed precision"):
         autopar.compile(loaded.model, "cpu:1x2", (loaded.args, loaded.kwargs), precision="int64")
+
+
+class TwoDtypes(nn.Module):
+    """Layers in bfloat16 between a norm and a router in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer, self.router = nn.LayerNorm(8), nn.Linear(8, 8).bfloat16(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.layer.weight.dtype
+        return self.router(self.layer(self.norm(x).to(held)).to(x.dtype)).square().mean()
+
+
+def test_a_model_of_two_dtypes_keeps_them_unless_one_is_asked_for() -> None:
+    """All of it was computed in the dtype of most of its weights, in silence."""
+    given = TwoDtypes(), "cpu:1x2", (torch.zeros(4, 8),)
+    own, asked = (autopar.compile(*given, recipe="ddp", precision=precision) for precision in (None, "float32"))
+    assert [own.plan.precision, asked.plan.precision] == ["bfloat16", "float32"]
+    for compiled, dtypes in ((own, {"float32", "bfloat16"}), (asked, {"float32"})):
+        weights = compiled.captured.gm.graph.find_nodes(op="placeholder")
+        assert {str(node.meta["val"].dtype).removeprefix("torch.") for node in weights} == dtypes

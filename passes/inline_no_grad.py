@@ -1,4 +1,4 @@
-"""Inlines `no_grad` and `autocast` regions.
+"""Inlines `no_grad` regions.
 
 Export wraps such a region as one higher-order call of a subgraph. Inlining a `no_grad` region without more would let
 gradients flow through it, silently; so each float value that leaves it passes `aten.detach`.
@@ -13,19 +13,26 @@ import torch
 from torch import fx
 
 from passes import edit, facts
-from passes.autocast import write_casts
+from passes._torch import HigherOrderOperator
 from passes.drop_noops import drop_what_gives_itself
 
 aten = torch.ops.aten
 _GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
-_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
 def inline_no_grad(gm: fx.GraphModule) -> fx.GraphModule:
-    """needs: regions as `wrap_with_set_grad_enabled` and `wrap_with_autocast` calls of subgraphs.
-    does: inlines them, detaches what leaves a disabled region and marks what was in it, writes autocast's casts out.
-    gives: a graph without higher-order calls of these kinds; ValueError for grad enabled inside a no_grad region."""
+    """needs: regions as `wrap_with_set_grad_enabled` calls of subgraphs.
+    does: inlines them, detaches what leaves a disabled region and marks what was in it.
+    gives: a graph without higher-order calls; ValueError for grad enabled inside a no_grad region, and where functions
+    are called in another way (scan, cond)."""
     _flatten(gm, grad=True)
+    for node in edit.calls(gm):
+        if isinstance(node.target, HigherOrderOperator):
+            raise ValueError(
+                f"{facts.where(node)} calls functions by {node.target.name()}, which a plan cannot look into: write a "
+                "branch on values with torch.where and one on sizes as a plain if, a loop over positions in Python or "
+                "as an operator on all of them (cumsum, torch.func.vmap)"
+            )
     gm.recompile()
     return gm
 
@@ -33,23 +40,17 @@ def inline_no_grad(gm: fx.GraphModule) -> fx.GraphModule:
 def _flatten(gm: fx.GraphModule, *, grad: bool) -> None:
     """Inline the regions of one graph. `grad`: whether gradients flow where it runs."""
     drop_what_gives_itself(gm)
-    for node in edit.calls(gm, _GRAD, _AUTOCAST):
-        enabled = grad
-        if node.target is _GRAD:
-            enabled, body_node, *operands = node.args  # type: ignore[assignment]
-            if enabled and not grad:
-                raise ValueError(
-                    f"gradients are enabled inside a no_grad region at {facts.where(node)}: "
-                    "take the enable_grad part out of the no_grad region"
-                )
-        else:
-            body_node, *operands = node.args[4:]
-        assert isinstance(body_node, fx.Node)
+    for node in edit.calls(gm, _GRAD):
+        enabled, body_node, *operands = node.args
+        if enabled and not grad:
+            raise ValueError(
+                f"gradients are enabled inside a no_grad region at {facts.where(node)}: "
+                "take the enable_grad part out of the no_grad region"
+            )
+        assert isinstance(body_node, fx.Node) and isinstance(enabled, bool)
         body = gm.get_submodule(str(body_node.target))
         assert isinstance(body, fx.GraphModule)
         _flatten(body, grad=enabled)
-        if node.target is _AUTOCAST and node.args[2]:
-            write_casts(body)
         if not enabled:
             _mark(body)
         results = _copy(body, node, operands)

@@ -127,14 +127,15 @@ def _functionalize(gm: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _check_changed(node: fx.Node) -> None:
-    """Raise ValueError where an operator changes other operands than its first (observers of fake quantisation): it has
-    no functional twin."""
+    """Raise ValueError where an operator changes other operands than its first (observers of fake quantisation), or
+    gives nothing (a user's own): it has no functional twin."""
+    schema = node.target._schema  # type: ignore[union-attr]
     changed = [
         argument.name
-        for argument in node.target._schema.arguments  # type: ignore[union-attr]
+        for argument in schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    if changed != [node.target._schema.arguments[0].name]:  # type: ignore[union-attr]
+    if changed != [schema.arguments[0].name] or not schema.returns:
         raise ValueError(
             f"{facts.where(node)}: {node.target} changes {', '.join(changed)} beside what it gives, and has no "
             "functional twin: write it with operators that give new values and copy these into buffers (of modules "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from passes import facts
-from passes._torch import HigherOrderOperator, OpOverload
+from passes._torch import OpOverload
 from passes.drop_noops import ASSERTS
 
 ROLES = ("param", "buffer", "constant", "input")
@@ -59,8 +59,6 @@ def _check_call(node: fx.Node) -> None:
     where = facts.where(node)
     if target in ASSERTS:
         raise ValueError(f"assert {node.name} ({where}) is left in the graph: run drop_noops")
-    if isinstance(target, HigherOrderOperator):
-        raise ValueError(f"higher-order call {node.name} of {target} ({where}) is left: autopar cannot look inside it")
     if getattr(target, "__module__", "").startswith("torch._functorch"):
         raise ValueError(
             f"{where} is traced as a transform of torch.func ({getattr(target, '__name__', target)}), whose inside is "

@@ -11,7 +11,7 @@ gradients flow, has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -21,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import pytree
+from autopar.capture.autocast import Region, without_autocast
 from autopar.capture.flexible import plain_flex_attention
 from autopar.capture.leaves import tensors_of
 from autopar.capture.lines import caller
@@ -110,25 +111,18 @@ def _moved(x: Any) -> Any:
     return x.to("meta") if isinstance(x, torch.Tensor) and x.device.type != "meta" else x
 
 
-_BEGIN: Callable[..., None] = torch.amp.autocast.__init__
-
-
-def _of_cpu(self: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
-    """Autocast for the CPU where "meta" is asked for, which autocast does not know: `autocast(x.device.type)`."""
-    _BEGIN(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
-
-
 @contextmanager
-def on_meta() -> Iterator[None]:
+def on_meta() -> Iterator[list[Region]]:
     """A context in which all tensors are on meta (see the module docstring). SyncBatchNorm computes as BatchNorm, since
     captured programs take statistics over all ranks anyway and it requires GPUs. Code compiled by torch.compile runs
-    uncompiled, and fused observers of quantisation are written with common operators."""
+    uncompiled, and fused observers of quantisation are written with common operators. Gives the autocast regions, which
+    have no effect."""
     with (
         torch.device("meta"),
         _Meeting(),
-        mock.patch.object(torch.amp.autocast, "__init__", _of_cpu),
+        without_autocast() as regions,
         mock.patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm2d.forward),
         plain_flex_attention(),
         plain_observers(),
     ):
-        yield
+        yield regions

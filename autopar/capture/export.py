@@ -17,6 +17,7 @@ from torch.export import export as torch_export
 
 from autopar._torch import pytree, without_fake_cache
 from autopar.capture._torch import export_errors, fakes_past_modes, quietly
+from autopar.capture.autocast import refuse_regions
 from autopar.capture.bags import bags_of_samples
 from autopar.capture.batched import batched
 from autopar.capture.devices import on_meta
@@ -175,13 +176,13 @@ class _Exporting:
 
     def _traced(self, trial: _Trial) -> ExportedProgram:
         """The exported program of one attempt. Raises torch's errors, and CaptureError where the model draws random
-        numbers of Python or numpy."""
+        numbers of Python or numpy, or computes under autocast in another dtype."""
         model = trial.model
         picks = nullcontext() if self.least is None else Picking(check=shape_check, least=self.least)
         with (
             quietly(),
             fakes_past_modes(),
-            on_meta(),
+            on_meta() as regions,
             passing_guards(trial.notes),
             no_new_buffers(model),
             _without_cache_if_small(model),
@@ -198,6 +199,7 @@ class _Exporting:
             program = torch_export(
                 model, trial.args, trial.kwargs, dynamic_shapes=_dynamic_shapes(model, trial.shapes), strict=False
             )
+            refuse_regions(_user_class(model), model, regions)
             if drawn:
                 _refuse_draws(self.fresh(), trial.args, trial.kwargs)
         return program

@@ -73,11 +73,29 @@ def test_what_forward_keeps_is_made_anew_for_each_attempt(how):
 class InFull(Map):
     def forward(self, x):
         with torch.autocast(x.device.type, enabled=False):
-            return self.linear(x).square().mean()
+            hidden = self.linear(x)
+            with torch.no_grad():
+                scale = self.linear(x).abs().amax()
+            return (hidden / scale).square().mean()
 
 
 def test_regions_without_autocast_on_the_device_of_a_tensor():
+    """The scale in it had gradients."""
     same(InFull(), torch.randn(4, WIDTH))
+
+
+class Narrow(Map):
+    def forward(self, x):
+        with torch.autocast("cuda", torch.bfloat16):
+            return self.linear(x).square().mean()
+
+
+def test_autocast_is_refused_where_the_plan_computes_in_another_dtype():
+    """It was computed in float32."""
+    said = r"computes in bfloat16 under torch.autocast, and the plan would compute it in float32; .* precision='bf16'"
+    with pytest.raises(CaptureError, match=said):
+        capture(Narrow(), (X,))
+    capture(Narrow().bfloat16(), (X.bfloat16(),))
 
 
 class Cache:

@@ -49,6 +49,16 @@ def test_a_tensor_that_is_looked_at_without_gradients_keeps_its_own(name: str) -
     normalized(function, data(4, 6), passes=NORMALIZE)
 
 
+def test_functions_that_are_called_in_another_way_are_refused() -> None:
+    """It was said that capture should have set the value of a node."""
+
+    def function(m: Fn, x: Tensor, y: None) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda h: h @ m.w, lambda h: h * 2, (x,))
+
+    with pytest.raises(ValueError, match=r"calls functions by cond, .* a branch on values with torch.where"):
+        normalized(function, data(4, 6), passes=NORMALIZE)
+
+
 def _into_a_part(m: Fn, h: Tensor) -> Tensor:
     with torch.no_grad():
         m.seen[:3] += h.mean(0)[:3]

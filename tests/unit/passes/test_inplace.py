@@ -207,6 +207,21 @@ def test_tensors_that_change_their_size_in_place_are_refused() -> None:
         normalized(function, data(3, 6))
 
 
+@torch.library.custom_op("autopar_test_inplace::doubled", mutates_args=("x",))
+def doubled(x: Tensor) -> None:
+    x.mul_(2)
+
+
+def test_operators_of_ones_own_that_change_their_operand_are_refused() -> None:
+    def function(m: Fn, x: Tensor, y: None) -> Tensor:
+        h = x.clone()
+        doubled(h)
+        return h * m.w.sum()
+
+    with pytest.raises(ValueError, match=r"doubled.default changes x beside what it gives, and has no functional twin"):
+        normalized(function, data(3, 6))
+
+
 @pytest.mark.parametrize("name", UNSAID)
 def test_views_of_operators_that_do_not_say_so_are_seen(name: str) -> None:
     def function(m: Fn, x: Tensor, y: None) -> Tensor:

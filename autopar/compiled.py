@@ -38,6 +38,7 @@ INSTEAD = {
     "no_sync": "gradients of several steps add up until zero_grad() as they are; train_step(..., loss_weight=1 / k) "
     "makes them the mean of k",
     "compile": "torch.compile takes its blocks: module.compile_blocks()",
+    "apply": "initialise the model before compile, load_full what was initialised, or go over named_parameters()",
     "backward": "train_step is forward and backward; where they are apart, call backward() of the loss of a forward",
     "step": "call step() of an optimizer of parameters()",
     "generate": 'sampling is another program: a second plan, made without targets and with mode="inference"',

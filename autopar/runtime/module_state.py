@@ -4,7 +4,7 @@ its optimizers."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,14 @@ class ModuleState(Scope):
     def _elsewhere(self) -> Iterable[str]:
         """Names of parameters, buffers and blocks that other places of a pipeline hold."""
         return ()
+
+    def apply(self, fn: Any) -> NoReturn:
+        """In place of nn.Module.apply. Raises RunError: a function that initialises would find none of its classes."""
+        raise RunError(
+            "apply(function): the parts of a sharded module hold its parameters and have no class of the model's, so "
+            "that a function that looks for nn.Linear finds none. Initialise the model before compile, load_full what "
+            "was initialised, or go over named_parameters(), whose values torch.nn.init draws alike on all ranks"
+        )
 
     def load_constants(self, constants: Mapping[str, Tensor]) -> Self:
         """Fill the buffers named in `constants` and nothing else: what a saved plan carries beside the state dict.

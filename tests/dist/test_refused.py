@@ -325,6 +325,7 @@ def test_steps_without_gradients(recipe: str) -> None:
 
 def _pickled(recipe: str) -> list[str]:
     module = compiled(recipe)[0].module
+    assert "Initialise the model before compile" in said(lambda: module.apply(nn.init.zeros_))
     return [
         said(lambda: torch.save(module, io.BytesIO())),
         said(lambda: pickle.dumps({"model": module})),

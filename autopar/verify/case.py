@@ -20,8 +20,9 @@ from autopar.plan import Plan
 from autopar.problem.graph import Program
 from autopar.problem.read_graph import read
 from autopar.runtime.batch import bind
+from autopar.verify.digest import micro_dim, whole
 from autopar.verify.randomness import keep_all
-from autopar.verify.reference import Results, Second, train_step
+from autopar.verify.reference import Keep, Recorded, Results, Second, train_step
 from autopar.verify.second_step import second_batch
 from autopar.verify.step import RankCase
 from passes import facts
@@ -68,9 +69,9 @@ class Case:
         """The emitted text."""
         return self.mutate(emit(self.gm, self.plan, self.names, probes=probes))
 
-    def reference(self, *, record: bool = False) -> Results:
+    def reference(self, *, record: Keep | None = None) -> Results:
         """The results of one device, computed in this process; the same for every plan of the same graph, weights and
-        batch. With `record` the value and gradient of every node."""
+        batch. With `record`, what it keeps of every node, too."""
         second = Second(self.second, self.training and not self.names.unevaluated, self.names.changing)
         with by_default(self.dtype):
             return train_step(
@@ -79,8 +80,16 @@ class Case:
                 self.batch,
                 training=self.training,
                 record=record,
-                second=second if self.later and not record else None,
+                second=second if self.later and record is None else None,
             )
+
+    def recorded(self) -> dict[str, list[Recorded]]:
+        """The sums (`verify.digest`) of the value and the gradient of every node on one device, one entry per instance
+        of its block."""
+        values: dict[str, list[Recorded]] = self.reference(
+            record=lambda name, value: whole(value, micro_dim(self.plan, name))
+        )["values"]
+        return values
 
     @cached_property
     def second(self) -> dict[str, Tensor]:

@@ -101,19 +101,17 @@ def _collectives(case: Case, seen: list[Counted], place: int, uneven: Uneven) ->
 
 
 def _first(case: Case, tolerance: float, ranks: Ranks | None, wrong: Sequence[Row], wanted: Results) -> str:
-    """Run both sides again with every value recorded, and name the first node that differs; where none does, the
-    diagnosis of the `wrong` rows."""
+    """Run both sides again with sums of every value recorded, and name the first node that differs; where none does,
+    the diagnosis of the `wrong` rows."""
     kinds = {row.kind: row.name for row in reversed(wrong)}
     if set(kinds) == {"collectives"}:
         return f"no value: {kinds['collectives']}"
-    values = {
-        name: [(v.detach(), v.grad) for v in items] for name, items in case.reference(record=True)["values"].items()
-    }
+    recorded = case.recorded()
     try:
         found = str(
-            _on_ranks(case, ranks, first_difference, case.source(probes=True), case.rank_case, values, tolerance)[0]
+            _on_ranks(case, ranks, first_difference, case.source(probes=True), case.rank_case, recorded, tolerance)[0]
         )
-    except RunError as error:  # a large model may have no room for every value: the rows are told all the same
+    except RunError as error:  # as where ranks wait for each other: the rows are told all the same
         return f"no operator: ranks failed in the search for it ({str(error).strip().splitlines()[-1]})"
     if not found and kinds.keys() <= {"gradient", "parameter"} and _only_split(case, tolerance, ranks, wanted):
         return f"no operator: {SPLIT.format(case.plan.schedule, kinds['gradient'])}"

@@ -16,14 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.capture.lift_dtype import by_default
-from autopar.layout import NO_GRAD, Layout, dim_of, is_shard, sections_of, show
+from autopar.layout import NO_GRAD, Layout, dim_of, is_partial, is_shard, local_shape, sections_of, show
 from autopar.plan import Plan
 from autopar.problem.pairs import LayoutPair
 from autopar.runtime import PipelinedModule, ShardedModule, reshard, rng
 from autopar.runtime.replay import running_again
 from autopar.runtime.scopes import Stage
 from autopar.verify.compare import difference
-from autopar.verify.reference import Results
+from autopar.verify.digest import Digest, local, micro_dim, micro_entry
+from autopar.verify.reference import Recorded, Results
 from autopar.verify.step import Gaps, RankCase, gradient_gaps
 
 OUTSIDE = -1
@@ -41,26 +42,29 @@ class Node(NamedTuple):
 
 @dataclass
 class Seen:
-    """The whole value of a node by microbatch, and its gradients: None where none has arrived; no entry where the plan
-    has no gradient for it."""
+    """The sums of this rank's part of a node's value by microbatch, and of its gradients: zeros until one has
+    `arrived`; no entry where the plan has no gradient for it."""
 
-    values: dict[int, Tensor] = field(default_factory=dict)
-    gradients: dict[int, Tensor | None] = field(default_factory=dict)
+    values: dict[int, Digest] = field(default_factory=dict)
+    gradients: dict[int, Digest] = field(default_factory=dict)
+    arrived: bool = False
 
 
 class Verdict(NamedTuple):
-    """Whether the value and the gradient of a node are wrong."""
+    """Whether the value and the gradient of a node are wrong, and whether the gradient is missing on all ranks."""
 
     node: Node
     value: bool
     gradient: bool
+    missing: bool = False
 
 
 class _Probes:
-    """Collects every value, whole, in forward order, and, once the backward ran, every gradient."""
+    """Collects the sums of every value in forward order, and, as the backward runs, of every gradient. No collective
+    operation but those for maxima of ranks: a gradient need not arrive on all of them."""
 
-    def __init__(self, module: ShardedModule) -> None:
-        self.mesh: Any = module.MESH
+    def __init__(self, module: ShardedModule, plan: Plan) -> None:
+        self.mesh, self.plan = module.MESH, plan
         self.seen: dict[Node, Seen] = {}
         self.places = dict(_places(module))
         self.calls = Counter[tuple[int, str, int]]()
@@ -71,23 +75,30 @@ class _Probes:
         (stage, first), microbatch, lies = self.places[id(owner)], rng.current().microbatch, LayoutPair.of(pair)
         seen = self.seen.setdefault(Node(stage, name, first + self.calls[stage, name, microbatch]), Seen())
         self.calls[stage, name, microbatch] += 1
-        seen.values[microbatch] = self._whole(value.detach(), lies.value, shape)
+        seen.values[microbatch] = self._digest(name, value, lies.value, shape)
         if NO_GRAD in lies.grad:
             return value
-        seen.gradients[microbatch] = None
+        nothing = value.new_zeros(()).expand(local_shape(shape, lies.grad, self.mesh.sizes, self.mesh.coord))
+        seen.gradients[microbatch] = self._digest(name, nothing, lies.grad, shape)
         if value.requires_grad:
             value = value.view_as(value)  # a node of its own: the hook sees the gradient of all readers together
 
             def note(grad: Tensor | None) -> None:
                 if grad is not None:  # as behind a norm of order 0
-                    seen.gradients[microbatch] = self._whole(grad.detach(), lies.grad, shape)
+                    seen.gradients[microbatch], seen.arrived = self._digest(name, grad, lies.grad, shape), True
 
             value.register_hook(note)
         return value
 
-    def _whole(self, value: Tensor, layout: Layout, shape: tuple[int, ...]) -> Tensor:
-        whole = show(("R",) * len(layout))
-        return reshard(value, f"{show(layout)} -> {whole}", grad=None, shape=shape, mesh=self.mesh).clone()
+    def _digest(self, name: str, value: Tensor, layout: Layout, shape: tuple[int, ...]) -> Digest:
+        added = tuple("R" if is_partial(entry) and entry != "P" else entry for entry in layout)
+        value = reshard(value.detach(), f"{show(layout)} -> {show(added)}", grad=None, shape=shape, mesh=self.mesh)
+        return local(value, added, shape, micro_dim(self.plan, name), self.mesh.sizes, self.mesh.coord)
+
+    def whole(self, digest: Digest) -> Tensor:
+        """The sums of all ranks' parts together. A collective operation."""
+        lies, everywhere = show(digest.layout), show(("R",) * len(digest.layout))
+        return reshard(digest.local, f"{lies} -> {everywhere}", grad=None, shape=digest.shape, mesh=self.mesh)
 
 
 def _places(module: ShardedModule) -> Iterator[tuple[int, tuple[int, int]]]:
@@ -107,26 +118,24 @@ def _places(module: ShardedModule) -> Iterator[tuple[int, tuple[int, int]]]:
             yield from ((id(block), (index, first)) for block in blocks)
 
 
-def first_difference(source: str, rank_case: RankCase, wanted: Mapping[str, list[Any]], tolerance: float) -> str:
+def first_difference(source: str, rank_case: RankCase, wanted: Mapping[str, list[Recorded]], tolerance: float) -> str:
     """One rank: run with probes and name the first node whose value differs, or the last whose gradient does; "" where
-    none does; the same on all ranks. `wanted` has the value and the gradient of every node, one pair per instance of
-    its block."""
+    none does; the same on all ranks. `wanted` has the sums of every node, one entry per instance of its block."""
     module = rank_case.build(source)
-    probes = _Probes(module)
+    probes = _Probes(module, rank_case.plan)
     scopes = (type(module), *_with_whole_backwards(module))
     for kind in (*scopes, *(block for scope in scopes for block, _ in scope.RUNS.values())):
         setattr(kind, "probe", lambda *args: probes(*args))  # noqa: B010 -- classes of this source only; no other has it
     with by_default(rank_case.dtype):
         _run(module, rank_case)
-    found = _together(
-        [_verdict(node, seen, wanted, rank_case.plan, module, tolerance) for node, seen in probes.seen.items()], module
-    )
-    for node, wrong, _ in found:
+    found = _together([_verdict(node, wanted, probes, module, tolerance) for node in probes.seen], module)
+    for node, wrong, *_ in found:
         if wrong:
             return f"{node.name} (value{_instance(node.number, wanted[node.name])})"
     runs = Counter(node[1:] for node, *_ in found)
-    for node, _, wrong in reversed(found):
-        if wrong and runs[node[1:]] == 1:  # a node that several stages run has a part of its gradient in each
+    for node, _, wrong, missing in reversed(found):
+        # a node that several stages run has a part of its gradient in each
+        if (wrong or missing) and runs[node[1:]] == 1:
             return f"{node.name} (gradient{_instance(node.number, wanted[node.name])})"
     return ""
 
@@ -170,33 +179,35 @@ def _together(mine: list[Verdict], module: ShardedModule) -> list[Verdict]:
     found: dict[Node, Verdict] = {}
     for verdict in (verdict for each in everyone for verdict in each):
         before = found.get(verdict.node, verdict)
-        found[verdict.node] = Verdict(verdict.node, verdict.value or before.value, verdict.gradient or before.gradient)
+        found[verdict.node] = Verdict(
+            verdict.node,
+            verdict.value or before.value,
+            verdict.gradient or before.gradient,
+            verdict.missing and before.missing,
+        )
     return sorted(found.values(), key=lambda verdict: verdict.node.stage)
 
 
 def _verdict(
-    node: Node, seen: Seen, wanted: Mapping[str, list[Any]], plan: Plan, module: ShardedModule, tolerance: float
+    node: Node, wanted: Mapping[str, list[Recorded]], probes: _Probes, module: ShardedModule, tolerance: float
 ) -> Verdict:
-    """Compare a node with one device."""
-    value, grad = wanted[node.name][node.number]
-    name, _, index = node.name.partition(":")
-    shared = plan.nodes[name].micro if node.stage != OUTSIDE else ()
-    entry = shared[int(index or 0)] if shared else "R"
-    wrong = any(
-        difference(each, value) > tolerance
-        for each in _joined([seen.values[k] for k in sorted(seen.values)], entry, module)
-    )
-    if grad is None or not seen.gradients:
+    """Compare a node with one device. A collective operation, in the same order on the ranks of a place: all run the
+    same operators."""
+    seen, expected = probes.seen[node], wanted[node.name][node.number]
+    entry = micro_entry(probes.plan, node.name) if node.stage != OUTSIDE else "R"
+
+    def differs(digests: Mapping[int, Digest], entry: str, reference: Tensor) -> bool:
+        parts = [probes.whole(digests[k]) for k in sorted(digests)]
+        return any(difference(each, reference) > tolerance for each in _joined(parts, entry, module))
+
+    wrong = differs(seen.values, entry, expected.value)
+    if expected.gradient is None or not seen.gradients:
         return Verdict(node, wrong, False)
-    if not any(each is not None for each in seen.gradients.values()):
-        return Verdict(node, wrong, bool(grad.any()))
-    gradients = [
-        torch.zeros_like(seen.values[k]) if each is None else each for k, each in sorted(seen.gradients.items())
-    ]
     return Verdict(
         node,
         wrong,
-        any(difference(each, grad) > tolerance for each in _joined(gradients, GRADIENT.get(entry, entry), module)),
+        differs(seen.gradients, GRADIENT.get(entry, entry), expected.gradient),
+        missing=not seen.arrived and bool(expected.gradient.any()),
     )
 
 

@@ -1,10 +1,10 @@
-"""The reference: one training step of the captured graph on a single device, with the value and gradient of every node
-on request; and the second step (`second_step`)."""
+"""The reference: one training step of the captured graph on a single device, with something of the value and gradient
+of every node on request; and the second step (`second_step`)."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,18 @@ from passes.switches import evaluate
 
 Results = dict[str, dict[str, Any]]
 """Whole results of one device by kind (output, gradient, parameter, buffer; of `second_step.SECOND`) and name."""
+
+
+Keep = Callable[[str, Tensor], Tensor]
+"""What is kept of a value or gradient of the node of that name."""
+
+
+@dataclass
+class Recorded:
+    """What is kept of a value, and of its gradient: None where none has arrived."""
+
+    value: Tensor
+    gradient: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -51,25 +63,26 @@ def optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 
 class Recorder(Interpret):
-    """Interprets a graph and keeps every node's value, and its gradient once a backward ran.
+    """Interprets a graph and keeps something of every node's value, and of its gradient once a backward ran.
 
-    Values are under `node` (`scope/node` in a block), gradients too; one list entry per instance of a block.
+    Values are under `node` (`scope/node` in a block); one list entry per instance of a block.
     """
 
     def __init__(
         self,
         gm: fx.GraphModule,
         weights: Mapping[str, Tensor],
+        keep: Keep,
         scope: str = "",
-        values: dict[str, list[Any]] | None = None,
+        values: dict[str, list[Recorded]] | None = None,
     ) -> None:
         super().__init__(gm, weights)
-        self.scope = scope
-        self.values: dict[str, list[Any]] = {} if values is None else values
+        self.keep, self.scope = keep, scope
+        self.values: dict[str, list[Recorded]] = {} if values is None else values
 
     def body(self, body: fx.GraphModule, name: str) -> Interpret:
         """The interpreter of one block: it records into the same table."""
-        return Recorder(body, self.weights, name, self.values)
+        return Recorder(body, self.weights, self.keep, name, self.values)
 
     def run_node(self, node: fx.Node) -> Any:
         """One node, recorded when it gives tensors."""
@@ -79,12 +92,19 @@ class Recorder(Interpret):
             for index, item in items:
                 name = f"{self.scope}/{node.name}" if self.scope else node.name
                 if isinstance(item, Tensor):
-                    if item.requires_grad:
-                        item.retain_grad()
-                    self.values.setdefault(name if index is None or len(items) == 1 else f"{name}:{index}", []).append(
-                        item
-                    )
+                    self._record(name if index is None or len(items) == 1 else f"{name}:{index}", item)
         return result
+
+    def _record(self, name: str, value: Tensor) -> None:
+        entry = Recorded(self.keep(name, value.detach()))
+        self.values.setdefault(name, []).append(entry)
+
+        def note(gradient: Tensor | None) -> None:
+            if gradient is not None:  # as behind a norm of order 0
+                entry.gradient = self.keep(name, gradient.detach())
+
+        if value.requires_grad:
+            value.register_hook(note)
 
 
 def train_step(
@@ -93,17 +113,17 @@ def train_step(
     batch: Mapping[str, Tensor],
     *,
     training: bool,
-    record: bool = False,
+    record: Keep | None = None,
     second: Second | None = None,
 ) -> Results:
-    """Results by kind: output (by name), gradient and parameter (by fqn), buffer; with `record`, `values` and no
-    optimizer step. With `second`, the kinds of `second_step.SECOND`, too, where they are finite.
+    """Results by kind: output (by name), gradient and parameter (by fqn), buffer; with `record`, `values`, what it
+    keeps of every node. With `second`, the kinds of `second_step.SECOND`, too, where they are finite.
 
     `weights` are copied. Parameters are those that the graph reads and that may be trained.
     """
     trained = trainable(gm) if training else {}
     held = {name: w.detach().clone().requires_grad_(name in trained) for name, w in weights.items()}
-    runner = Recorder(gm, held) if record else Interpret(gm, held)
+    runner = Interpret(gm, held) if record is None else Recorder(gm, held, record)
     outputs = _pass(gm, runner, batch, training=training)
     found: Results = {"output": outputs, "gradient": {}, "parameter": {}, "buffer": {}}
     # parameters, and views of them, change in the optimizer's step
@@ -111,8 +131,7 @@ def train_step(
     if training:
         found["gradient"] = _gradients(held, trained)
         steps = optimizer([held[name] for name in trained])
-        if not record:  # values that are views of parameters would change with them
-            steps.step()
+        steps.step()
         found["parameter"] = {name: held[name].detach() for name in trained}
     if isinstance(runner, Recorder):
         found["values"] = runner.values

@@ -100,6 +100,33 @@ def quietly() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def let_go() -> Iterator[None]:
+    """A context after which nothing of torch holds what torch.export made in it, whether it succeeded or not.
+
+    The environment of its symbolic sizes has a list of the fake inputs, whose sizes have the environment: a cycle
+    through C++, which Python's collector does not see. For graphs of torch.compile torch ends it so, too; for
+    torch.export it has no way. And methods of environments remember their last calls, with the environment, in caches
+    of the class."""
+    from torch._export import non_strict_utils
+
+    kind, made = non_strict_utils.ShapeEnv, list[Any]()
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append(kind(*args, **kwargs))
+        return made[-1]
+
+    with mock.patch.object(non_strict_utils, "ShapeEnv", noted):
+        try:
+            yield
+        finally:
+            for environment in made:
+                environment.tracked_fakes = None
+            for method in vars(kind).values():
+                if hasattr(method, "cache_clear"):
+                    method.cache_clear()
+
+
 def past_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, called so that modes of torch functions that are on see nothing of what it does."""
 

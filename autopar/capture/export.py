@@ -23,6 +23,7 @@ from autopar.capture.batched import batched
 from autopar.capture.devices import on_meta
 from autopar.capture.dims import LEAST_POSITIONS, Dims
 from autopar.capture.empty_branches import nothing_of_nothing
+from autopar.capture.equal_masks import EqualMasks
 from autopar.capture.failures import advice, as_it_is, described, made_numbers, of_values, says, why_static
 from autopar.capture.forwards import (
     assigned_buffers,
@@ -196,6 +197,7 @@ class _Exporting:
             draws() as drawn,
             picks,
             self.masks,
+            EqualMasks(),
         ):
             program = torch_export(
                 model, trial.args, trial.kwargs, dynamic_shapes=_dynamic_shapes(model, trial.shapes), strict=False

@@ -298,7 +298,7 @@ def test_a_model_that_cannot_be_exported_names_the_line():
 
 class TwoMasks(Branches):
     def forward(self, x, y):
-        return nn.functional.mse_loss(self.linear(x)[y > 0], x[y > 0])
+        return nn.functional.mse_loss(self.linear(x)[y > 0], x[y + 1 > 1])
 
 
 def test_the_error_is_the_models_and_not_that_of_guessed_sizes():

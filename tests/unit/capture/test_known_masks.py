@@ -1,4 +1,5 @@
-"""What masks pick that follow from sizes alone, or are in buffers, has sizes that are known."""
+"""What masks pick that follow from sizes alone, or are in buffers, has sizes that are known; what equal masks pick has
+equal sizes."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 
 from autopar.capture import capture
+from autopar.capture.equal_masks import EqualMasks
 from autopar.errors import CaptureError
 from autopar.verify import graph_rows
 from passes.interpret import Interpret
@@ -74,6 +76,35 @@ def test_another_mask_in_a_buffer_picks_as_many() -> None:
 def test_masks_of_anything_else_are_refused(loss) -> None:
     with pytest.raises(CaptureError, match=r"depends on (the values of a tensor|what tensors hold)"):
         capture(Pairs(loss), batch())
+
+
+def _twice(rows: torch.Tensor) -> torch.Tensor:
+    """Picks by a mask that is computed twice."""
+    y = rows.detach()[:, 0]
+    return torch.nn.functional.mse_loss(rows.cos()[(y > 0) & ~y.isnan()], rows[(y > 0) & ~y.isnan()])
+
+
+def test_equal_masks_pick_as_many() -> None:
+    model = Pairs(_twice)
+    captured = capture(model, batch())
+    assert captured.hints == {"b": 4}
+    rows, _ = graph_rows(model, captured, batch(), {}, training=True)
+    assert all(row.ok for row in rows), rows
+
+
+def test_masks_that_were_changed_are_not_equal() -> None:
+    """Neither those of changed numbers, nor those that are changed themselves."""
+    y, rows = torch.tensor([1.0, -2.0, 3.0]), torch.arange(3)
+    with EqualMasks():
+        mask, same = y > 0, y > 0
+        picked = [rows[mask], rows[same]]
+        same.view(-1)[0] = False
+        picked += [rows[mask], rows[same], rows[y > 0]]
+        mask.fill_(True)
+        picked += [rows[mask], rows[y > 0]]
+        y.neg_()
+        picked += [rows[y > 0], rows[y >= 0], torch.masked_select(rows, y > 0)]
+    assert [list(each) for each in picked] == [[0, 2], [0, 2], [0, 2], [2], [0, 2], [0, 1, 2], [0, 2], [1], [1], [1]]
 
 
 def _doubled(rows: torch.Tensor) -> torch.Tensor:

@@ -276,9 +276,7 @@ def steps(src: Layout, dst: Layout, sizes: tuple[int, ...]) -> tuple[Step, ...]:
     if len(changed) == 1 and sizes[changed[0]] > 1 and (kind := _kind(src, dst, changed[0])):
         return (Step(kind, changed[0], src, dst),)  # one collective on one axis: no way round is cheaper
     queue: list[tuple[float, int, Layout, tuple[Step, ...]]] = [(0.0, 0, src, ())]
-    via = [
-        tuple(dict.fromkeys((a, b, "R") if n == 1 else ("R", a, b))) for a, b, n in zip(src, dst, sizes, strict=True)
-    ]
+    via = [tuple(dict.fromkeys(("R", a, b))) for a, b in zip(src, dst, strict=True)]
     done: dict[Layout, None] = {}
     tie = 0
     while queue:

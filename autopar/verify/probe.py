@@ -20,6 +20,7 @@ from autopar.layout import NO_GRAD, Layout, dim_of, is_partial, is_shard, local_
 from autopar.plan import Plan
 from autopar.problem.pairs import LayoutPair
 from autopar.runtime import PipelinedModule, ShardedModule, reshard, rng
+from autopar.runtime.cuts import check_shape
 from autopar.runtime.replay import running_again
 from autopar.runtime.scopes import Stage
 from autopar.verify.compare import difference
@@ -91,6 +92,7 @@ class _Probes:
         return value
 
     def _digest(self, name: str, value: Tensor, layout: Layout, shape: tuple[int, ...]) -> Digest:
+        check_shape(value, layout, shape, self.mesh.sizes, self.mesh.coord, name)
         added = tuple("R" if is_partial(entry) and entry != "P" else entry for entry in layout)
         value = reshard(value.detach(), f"{show(layout)} -> {show(added)}", grad=None, shape=shape, mesh=self.mesh)
         return local(value, added, shape, micro_dim(self.plan, name), self.mesh.sizes, self.mesh.coord)

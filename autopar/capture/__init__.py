@@ -29,6 +29,7 @@ Changes to forward, and replacements of functions, while it is traced:
     value_checks      checks on values; finite_checks those for finite values
     mask_branches     conditions on whether a mask selects anything; mask_facts, empty_branches
     known_masks       selections by masks whose values are known
+    equal_masks       selections by masks that are computed twice
 
 Runs without values, compared as expressions:
     valueless         such runs

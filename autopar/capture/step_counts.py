@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from io import IOBase
 from operator import setitem
 from typing import Any
 
@@ -88,7 +89,7 @@ class State:
 
 
 def state_of(model: nn.Module) -> State:
-    """The state of a model. Iterators are never in the state that they were in."""
+    """The state of a model. What moves is never in the state that it was in."""
     everything = held(model)
     values = {place: item.value for place, item in everything.items()}
     numbers = {
@@ -107,7 +108,9 @@ def state_of(model: nn.Module) -> State:
 
 
 def _moves(value: Any) -> bool:
-    return isinstance(value, Iterator)
+    """Whether a value gives something else whenever it is asked: an iterator. So is a stream, by its lines; one that is
+    written (sys.stderr, which the thread of a progress bar holds) gives nothing to a step."""
+    return isinstance(value, Iterator) and not (isinstance(value, IOBase) and (value.closed or value.writable()))
 
 
 def counts(states: Sequence[State]) -> dict[Place, float]:

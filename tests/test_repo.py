@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,22 +39,31 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports(tree: ast.Module) -> Iterator[str]:
+@cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """All nodes of a file: several tests look through them."""
+    return tuple(ast.walk(tree))
+
+
+@cache
+def imports(tree: ast.Module) -> tuple[str, ...]:
     """Every name that a file imports when it runs, in full; those under `if TYPE_CHECKING` do not run."""
     skipped = {
         id(n)
-        for branch in ast.walk(tree)
+        for branch in nodes(tree)
         if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.dump(branch.test)
         for part in branch.body
         for n in ast.walk(part)
     }
-    for node in ast.walk(tree):
+    found: list[str] = []
+    for node in nodes(tree):
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(found)
 
 
 def private_torch(tree: ast.Module) -> Iterator[str]:
@@ -62,7 +72,7 @@ def private_torch(tree: ast.Module) -> Iterator[str]:
     found = [name for name in imports(tree) if name.split(".")[0] == "torch"]
     found += [
         text
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Attribute) and (text := ast.unparse(node)).startswith("torch.")
     ]
     for name in found:
@@ -85,7 +95,7 @@ def undocumented(tree: ast.Module) -> Iterator[str]:
 
 def of_the_locale(tree: ast.Module) -> Iterator[str]:
     """Calls that read or write text of a file and leave its encoding to the locale."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call) and not any(word.arg == "encoding" for word in node.keywords):
             text = ast.unparse(node.func)
             modes = [
@@ -120,6 +130,7 @@ def climbs(path_name: str, tree: ast.Module, order: list[str]) -> Iterator[str]:
             yield name
 
 
+@cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from traceback import FrameSummary, StackSummary, walk_stack
 from typing import Any
 from unittest import mock
 
@@ -146,6 +149,37 @@ def fakes_past_modes() -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("_fakify_params_buffers", "make_fake_inputs"):
             stack.enter_context(mock.patch.object(_trace, name, past_modes(getattr(_trace, name))))
+        yield
+
+
+class _Callers(StackSummary):
+    """The stack without frames of torch, in place of a CapturedTraceback."""
+
+    FOLDER = str(Path(torch.__file__).parent)
+
+    @classmethod
+    def extract(cls) -> _Callers:
+        """Of whoever asks, the innermost frame last."""
+        frames = [
+            FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name, lookup_line=False)
+            for frame, line in walk_stack(inspect.currentframe())
+            if not frame.f_code.co_filename.startswith(cls.FOLDER)
+        ]
+        return cls(reversed(frames))
+
+    def summary(self) -> StackSummary:
+        """Itself."""
+        return self
+
+
+@contextmanager
+def stacks_of_callers() -> Iterator[None]:
+    """A context in which traced nodes say who called torch, and nothing of torch's own frames. torch looks up the text
+    of every frame, of which there are a hundred for each operator, and then drops nearly all. It offers to record
+    either all of that or nothing."""
+    from torch.fx import proxy
+
+    with mock.patch.object(proxy, "CapturedTraceback", _Callers):
         yield
 
 

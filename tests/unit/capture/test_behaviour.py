@@ -358,6 +358,10 @@ def test_names_of_inputs_and_weights_are_the_users_where_the_loss_is_outside():
         "wanted",
     ]
     assert captured.fixed == {"scale": (1, 2.0), "deep": (3, True)}
+    calls = [node.meta for node in captured.gm.graph.nodes if node.op == "call_function"]
+    line = Scaled.forward.__code__.co_firstlineno + 1
+    assert f"test_behaviour.py:{line}" in {meta["source"] for meta in calls}
+    assert not any("/torch/" in meta.get("stack_trace", "") for meta in calls)
     same = capture(
         Scaled(), (torch.zeros(6, 4), torch.zeros(6, 4)), loss_fn=lambda out, images: ((out - images) ** 2).mean()
     )

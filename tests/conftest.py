@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -39,10 +40,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-TOGETHER = (
-    "tests/dist/",
-    *(f"tests/unit/{folder}/" for folder in ("decisions", "joint", "memory", "report", "simulate")),
-)
+TOGETHER = {
+    "ranks": ("dist",),
+    "plans": ("codegen", "decisions", "joint", "memory", "pipeline", "problem", "report", "simulate"),
+}
 """Folders whose tests share captured models, and those of the first one living ranks: one worker has all of each."""
 
 
@@ -50,7 +51,8 @@ class ByFile(LoadFileScheduling):
     """File by file, but for TOGETHER."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return next((folder for folder in TOGETHER if nodeid.startswith(folder)), str(super()._split_scope(nodeid)))
+        file = Path(super()._split_scope(nodeid))
+        return next((name for name, folders in TOGETHER.items() if file.parent.name in folders), str(file))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:

@@ -12,7 +12,7 @@ from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
 from autopar._torch import without_fake_cache
-from autopar.capture._torch import code_when_asked
+from autopar.capture._torch import code_when_asked, stacks_of_callers
 from passes import edit, facts
 from passes._torch import make_graph_module
 from passes.interpret import Interpret
@@ -24,7 +24,7 @@ KINDS = {"PARAMETER": "param", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant"
 def export_graph(model: nn.Module, args: tuple = (), kwargs: dict | None = None, dims: Any = None) -> fx.GraphModule:
     """Graph of `model` with roles, symbols and outputs; `dims` maps each input name to its `{dim: Dim}`."""
     kwargs = kwargs or {}
-    with without_fake_cache(), code_when_asked():  # as the product captures models of this size
+    with without_fake_cache(), code_when_asked(), stacks_of_callers():  # as the product captures models of this size
         ep = export(model, args, kwargs, dynamic_shapes=dims, strict=False)
         gm = make_graph_module(ep.graph_module, ep.graph)
     specs = {spec.arg.name: spec for spec in ep.graph_signature.input_specs}

@@ -122,6 +122,12 @@ def _kept(body: Callable[[], Any], known: Sequence[Tensor]) -> float:
     return sum(size for place, size in kept.items() if place not in there)
 
 
+def numbers_graded(case: Case) -> tuple[int, ...]:
+    """How many operands may have gradients: one, and all of them where there are several that can."""
+    able = sum(_narrow(tensor).requires_grad for tensor in _leaves(fill((list(case.args), dict(case.kwargs)))))
+    return (1, able) if able > 1 else (1,)
+
+
 def both_ways(target: Any, case: Case, graded: int, *, summed: bool = False) -> tuple[Both | None, Both | None]:
     """Forward and backward of a call in float32 of whose operands the first `graded` of those have gradients that can;
     None of one that gives its operand, or has no gradient. `summed`: the gradient of its results is that of a sum."""

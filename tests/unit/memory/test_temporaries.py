@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from passes import ops
-from tests.helpers.temporaries import both_ways
-from tests.unit.rules.samples import T, case, f, i
+from tests.helpers.temporaries import both_ways, numbers_graded
+from tests.unit.rules.samples import T, case, f, i, reseed
 from tests.unit.rules.samples_linalg import PIVOTS, d
 from tests.unit.rules.table import SAMPLES
 
@@ -91,13 +91,13 @@ ELSEWHERE = {
     ids=lambda target: str(target).split(" at 0x")[0],
 )
 def test_what_an_operator_takes_is_counted(target: Any) -> None:
-    torch.manual_seed(0)  # a mask of nothing takes less
+    reseed()  # a mask of nothing takes less
     wrong = []
     for one in (*BLOCKED.get(target, SAMPLES[target]), *MORE.get(target, ())):
-        for graded in (1, 9) if target not in BLOCKED else (9,):
-            for way, both in zip(("forward", "backward"), both_ways(target, one, graded), strict=True):
+        for number in numbers_graded(one) if target not in BLOCKED else numbers_graded(one)[-1:]:
+            for way, both in zip(("forward", "backward"), both_ways(target, one, number), strict=True):
                 if both is not None and not both.close:
-                    wrong.append((way, graded, both, one.args))
+                    wrong.append((way, number, both, one.args))
     assert not wrong
 
 
@@ -126,15 +126,15 @@ AS_MUCH = {
 )
 def test_what_an_operator_takes_of_the_gradient_of_a_sum_is_counted(target: Any) -> None:
     """One number that is seen at full size: kernels that read rows in memory make it whole, others do not."""
-    torch.manual_seed(0)
+    reseed()
     wrong = []
     for one in (*BLOCKED.get(target, SAMPLES[target]), *MORE.get(target, ())):
-        for graded in (1, 9) if target not in BLOCKED else (9,):
-            _, backward = both_ways(target, one, graded, summed=True)
+        for number in numbers_graded(one) if target not in BLOCKED else numbers_graded(one)[-1:]:
+            _, backward = both_ways(target, one, number, summed=True)
             if (
                 backward is not None
                 and not backward.close
                 and not (target in AS_MUCH and backward.counted < backward.predicted)
             ):
-                wrong.append((graded, backward, one.args))
+                wrong.append((number, backward, one.args))
     assert not wrong

@@ -272,25 +272,29 @@ def by_weights():
     return autopar.compile(Model(), "cpu:1x4", (torch.zeros(16, 8), torch.zeros(16, 8)), recipe="tp")
 
 
-def test_threads_plan_one_after_the_other():
-    wanted, found = by_weights().plan, []
+@pytest.fixture(scope="module")
+def compiled() -> autopar.Compiled:
+    """The model cut by weights; nothing of it is changed."""
+    return by_weights()
+
+
+def test_threads_plan_one_after_the_other(compiled: autopar.Compiled) -> None:
+    found = []
     threads = [threading.Thread(target=lambda: found.append(by_weights().plan)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [wanted] * 3
+    assert found == [compiled.plan] * 3
 
 
-def test_plans_made_in_inference_mode_are_those_made_outside():
-    outside = by_weights()
+def test_plans_made_in_inference_mode_are_those_made_outside(compiled: autopar.Compiled) -> None:
     with torch.inference_mode():
         inside = by_weights()
-        assert inside.plan == outside.plan and inside.memory().peak_bytes == outside.memory().peak_bytes
+        assert inside.plan == compiled.plan and inside.memory().peak_bytes == compiled.memory().peak_bytes
 
 
-def test_a_compiled_model_is_copied_and_not_pickled(tmp_path):
-    compiled = by_weights()
+def test_a_compiled_model_is_copied_and_not_pickled(compiled: autopar.Compiled, tmp_path: Path) -> None:
     for made in (copy.copy(compiled), copy.deepcopy(compiled)):
         assert (
             made is not compiled
@@ -313,18 +317,17 @@ def test_a_compiled_model_is_copied_and_not_pickled(tmp_path):
         ("configure_optimizers", r"type\(model\).configure_optimizers\(compiled, ...\)"),
     ],
 )
-def test_what_a_compiled_model_lacks_has_something_instead(name: str, instead: str) -> None:
-    compiled = by_weights()
+def test_what_a_compiled_model_lacks_has_something_instead(compiled: autopar.Compiled, name: str, instead: str) -> None:
     assert not hasattr(compiled, name)
     with pytest.raises(AttributeError, match=rf"a compiled model has no attribute '{name}'; .*{instead}"):
         getattr(compiled, name)
 
 
-def test_errors_inside_of_properties_are_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = by_weights()
-    compiled.bundle = None
+def test_errors_inside_of_properties_are_their_own(compiled: autopar.Compiled) -> None:
+    broken = copy.copy(compiled)
+    broken.bundle = None
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'plan'"):
-        compiled.plan  # noqa: B018
+        broken.plan  # noqa: B018
 
 
 @pytest.mark.parametrize("name", ["compile", "diff", "load"])

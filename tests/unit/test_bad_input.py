@@ -19,10 +19,15 @@ from autopar.plan import Plan
 from autopar.problem.types import Problem, Solution
 from autopar.search import SEARCHES
 from models import mlp
+from tests.helpers.captures import captured_once
 
 
 def compile(cluster="cpu:1x2", **options):
-    return autopar.compile(*mlp.tiny()[:1], cluster, mlp.tiny()[1], **options)
+    """A plan of a small model, which is captured once for all that ask for the same graph."""
+    model, batch = mlp.tiny()
+    graph = [repr(options.get(name)) for name in ("loss_fn", "mode", "precision", "dynamic_shapes")]
+    with captured_once((__name__, *graph)):
+        return autopar.compile(model, cluster, batch, **options)
 
 
 WRONG = {

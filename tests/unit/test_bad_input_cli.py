@@ -11,6 +11,7 @@ import pytest
 
 from autopar.cli.app import main
 from tests.helpers.bad_models import CLUSTER, MODELS
+from tests.helpers.captures import captured_once
 from tests.helpers.tiny import TINY
 
 
@@ -31,7 +32,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def planned(here: Path, monkeypatch: pytest.MonkeyPatch, *more: str, model: str = "net.py:good") -> Path:
-    assert run(monkeypatch, "plan", model, "--cluster", "cpu:1x2", "--recipe", "ddp", "-o", "plan.json", *more) == 0
+    with captured_once((__name__, model, *more)):  # each test writes the same file of models
+        assert run(monkeypatch, "plan", model, "--cluster", "cpu:1x2", "--recipe", "ddp", "-o", "plan.json", *more) == 0
     return here / "plan.json"
 
 

@@ -21,6 +21,7 @@ from autopar.codegen.tables import Names
 from autopar.problem.read_graph import read
 from models import mlp
 from tests.helpers.blocks import Stack, batch, blocks
+from tests.helpers.captures import captured_once
 from tests.helpers.verify import by_recipe, subject
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "mlp_tp.py.txt"
@@ -34,7 +35,8 @@ def compiled(name: str, recipe: str) -> autopar.Compiled:
         model, inputs = mlp.build(32, 64, 4, 10, 8)
     else:
         model, inputs = Stack(blocks("t" + "r" * 5 + "t" * 4)), batch(8)
-    return autopar.compile(model, "cpu:1x2", inputs, recipe=recipe)
+    with captured_once((__name__, name)):
+        return autopar.compile(model, "cpu:1x2", inputs, recipe=recipe)
 
 
 NAMES = ['"""', "ends in \\", r"racks\unit", 'a"', "two\nlines", '"""\nraise SystemExit\n"""']

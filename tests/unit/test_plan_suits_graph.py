@@ -24,6 +24,7 @@ from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.memory import memory_of
 from autopar.plan import Plan
 from autopar.simulate import simulate
+from tests.helpers.captures import captured_once
 from tests.helpers.tiny import TINY
 
 GPT = TINY["gpt"]
@@ -55,14 +56,16 @@ def planned(name: str) -> str:
     loaded = frontend.load(
         model, batch=8, seq=32, train=True, labels=True, dtype=resting(options.get("precision", "float32"), "train")
     )
-    return autopar.compile(
-        loaded.model,
-        cluster,
-        (loaded.args, loaded.kwargs),
-        time_limit_s=10,
-        source=as_source(Source(model, 8, 32)),
-        **options,
-    ).plan.to_json()
+    with captured_once((__name__, model, options.get("precision"))):
+        made = autopar.compile(
+            loaded.model,
+            cluster,
+            (loaded.args, loaded.kwargs),
+            time_limit_s=10,
+            source=as_source(Source(model, 8, 32)),
+            **options,
+        )
+    return made.plan.to_json()
 
 
 def used(text: str) -> tuple[Plan, str]:

@@ -21,6 +21,7 @@ from autopar.recipes import roles
 from autopar.request import Request
 from autopar.search import SEARCHES
 from autopar.simulate import simulate
+from tests.helpers.captures import captured_once
 
 CLOSE = 0.03
 
@@ -40,15 +41,16 @@ def _layers(*widths: int) -> nn.Module:
 @pytest.mark.parametrize("recipe", [None, "ddp", "zero1", "zero3", "hsdp", "tp_zero3"])
 def test_layers(recipe: str | None, widths: tuple[int, ...], batch: int, cluster: str) -> None:
     inputs = torch.zeros(batch, widths[0]), torch.zeros(batch, dtype=torch.long)
-    compiled = autopar.compile(
-        _layers(*widths),
-        cluster,
-        inputs,
-        loss_fn=nn.functional.cross_entropy,
-        precision="bf16",
-        recipe=recipe,
-        time_limit_s=10.0,
-    )
+    with captured_once((__name__, widths, batch)):
+        compiled = autopar.compile(
+            _layers(*widths),
+            cluster,
+            inputs,
+            loss_fn=nn.functional.cross_entropy,
+            precision="bf16",
+            recipe=recipe,
+            time_limit_s=10.0,
+        )
     assert compiled.simulate().step_s == pytest.approx(compiled.plan.predicted.step_s, rel=CLOSE)
 
 
@@ -67,23 +69,29 @@ def test_dense_layers_behind_convolutions(recipe: str) -> None:
     """Nearly all gradients are there when the backward has hardly begun, and what it computes next waits for the
     scatter of one bucket when another one begins."""
     inputs = torch.zeros(2048, 3, 64, 64), torch.zeros(2048, dtype=torch.long)
-    compiled = autopar.compile(
-        _convolutional(),
-        "rtx4090:1x4",
-        inputs,
-        loss_fn=nn.functional.cross_entropy,
-        precision="bf16",
-        recipe=recipe,
-        time_limit_s=10.0,
-    )
+    with captured_once((__name__, "convolutional")):
+        compiled = autopar.compile(
+            _convolutional(),
+            "rtx4090:1x4",
+            inputs,
+            loss_fn=nn.functional.cross_entropy,
+            precision="bf16",
+            recipe=recipe,
+            time_limit_s=10.0,
+        )
     assert compiled.simulate().step_s == pytest.approx(compiled.plan.predicted.step_s, rel=CLOSE)
+
+
+@cache
+def _captured() -> Captured:
+    inputs = torch.zeros(2048, 3, 64, 64), torch.zeros(2048, dtype=torch.long)
+    return capture(_convolutional(), inputs, {}, mode="train", loss_fn=nn.functional.cross_entropy)
 
 
 @pytest.mark.parametrize(("cluster", "mesh"), [("rtx4090:1x4", (2, 2)), ("h100:1x8", (2, 4))])
 def test_collectives_of_two_axes_share_the_links_of_one_node(cluster: str, mesh: tuple[int, ...]) -> None:
     """As if each axis had links of its own, a step would be priced 4 to 7 % too fast."""
-    inputs, labels = torch.zeros(2048, 3, 64, 64), torch.zeros(2048, dtype=torch.long)
-    captured = capture(_convolutional(), (inputs, labels), {}, mode="train", loss_fn=nn.functional.cross_entropy)
+    captured = _captured()
     planner = Planner.of(
         captured.gm, captured.hints, Request(Cluster.parse(cluster), Settings(precision="bf16"), mesh=mesh)
     )

@@ -152,24 +152,24 @@ def fakes_past_modes() -> Iterator[None]:
         yield
 
 
-class _Callers(StackSummary):
-    """The stack without frames of torch, in place of a CapturedTraceback."""
+class _Callers:
+    """The stack without frames of torch, in place of a CapturedTraceback, which torch asks at once."""
 
     FOLDER = str(Path(torch.__file__).parent)
 
     @classmethod
     def extract(cls) -> _Callers:
-        """Of whoever asks, the innermost frame last."""
+        """Of whoever asks."""
+        return cls()
+
+    def summary(self) -> StackSummary:
+        """The frames, the innermost last."""
         frames = [
             FrameSummary(frame.f_code.co_filename, line, frame.f_code.co_name, lookup_line=False)
             for frame, line in walk_stack(inspect.currentframe())
-            if not frame.f_code.co_filename.startswith(cls.FOLDER)
+            if not frame.f_code.co_filename.startswith(self.FOLDER)
         ]
-        return cls(reversed(frames))
-
-    def summary(self) -> StackSummary:
-        """Itself."""
-        return self
+        return StackSummary(reversed(frames))
 
 
 @contextmanager

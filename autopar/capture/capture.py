@@ -28,7 +28,7 @@ from autopar.capture.nested import nested
 from autopar.capture.norms import momenta
 from autopar.capture.outputs import check_loss, mark_loss, other_outputs, plain
 from autopar.capture.python_random import draws
-from autopar.capture.shadow import shadow
+from autopar.capture.shadow import in_mode, shadow
 from autopar.capture.shared_memory import refuse_shared
 from autopar.capture.state import other_state, own_state
 from autopar.capture.step_variation import one_step
@@ -225,7 +225,7 @@ def _meta_copy(
     With the runs that were shortened, and notes on those that were not."""
 
     def short(some: Sequence[block_runs.AlikeRun]) -> nn.Module:
-        return _in_mode(shadow(asked.model, _kept_children(asked.model, some)), asked.mode)
+        return in_mode(shadow(asked.model, _kept_children(asked.model, some)), asked.mode == "train")
 
     shortened, notes = chains(asked.model, short, runs, *asked.stand_ins(asked.dims))
     if notes and not shortened:  # maybe the model does not run at stand-in sizes
@@ -257,12 +257,6 @@ def _evaluation(asked: Asked, twin: nn.Module, runs: list[block_runs.AlikeRun], 
         rerun=() if step is None else tuple(step.rerun),
         changing=tuple(dict.fromkeys(name for short in found.changing for name in block_runs.meant(runs, short))),
     )
-
-
-def _in_mode(twin: nn.Module, mode: str) -> nn.Module:
-    """`twin` with the training flags of `mode`. In "train", modules that the user has set to evaluation (frozen norms)
-    stay so."""
-    return twin.train(mode == "train") if mode != "train" or not twin.training else twin
 
 
 def _graph(

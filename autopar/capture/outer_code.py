@@ -1,6 +1,6 @@
 """The outer code of a model as a list of events: every operator outside of blocks, and every call of a block.
 
-Blocks are replaced by stubs, and the model runs on fake tensors while a Recording lists what it does. Tensors are
+Blocks are replaced by facades, and the model runs on fake tensors while a Recording lists what it does. Tensors are
 labelled by their origin, so the lists of two models can be compared: equal lists are the same straight-line program.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from autopar.capture._torch import tracing
 from autopar.capture.by_tensor import ByTensor
 from autopar.capture.devices import on_meta
 from autopar.capture.mask_branches import Picking
-from autopar.capture.shadow import shadow
+from autopar.capture.shadow import in_mode, shadow
 from autopar.capture.valueless import valueless
 
 Block = tuple[str, int]  # (container, number of the block)
@@ -69,29 +70,33 @@ class Recording:
             self.name(result, ("operator", self._operators))
             self._operators += 1
 
-    def call(self, block: Block, fed: Any, result: Any) -> Any:
-        """Record one call of a block. Returns new tensors like those in `result`."""
+    def call(self, block: Block, result: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Record one call of a block. Returns new tensors like those in `result`, what it would return."""
         self._quiet = True
         gave = pytree.tree_map(lambda x: x.new_empty(x.shape) if isinstance(x, torch.Tensor) else x, result)
         self._quiet = False
-        self.events.append(Call(block, pytree.tree_leaves(fed), pytree.tree_leaves(gave)))
+        self.events.append(Call(block, pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(gave)))
         self.name(gave, ("block", block))
         return gave
 
 
-class Stub(nn.Module):
-    """Takes the place of one block: records its arguments and returns tensors like `result`."""
+def _part_called(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("outer code calls a part of a block")
 
-    def __init__(self, block: Block, result: Any, recording: Recording, like: nn.Module) -> None:
+
+class Facade(nn.Module):
+    """What outer code may look at of a block, or of a module in one: plain attributes and the training flag. It has no
+    tensors, and only the block itself can be called."""
+
+    def __init__(self, like: nn.Module, called: Callable[..., Any] = _part_called) -> None:
         super().__init__()
-        self.block, self.result, self.recording = block, result, recording
-        for name, value in vars(like).items():  # outer code may look at plain attributes of a block
-            if not name.startswith("_") and not isinstance(value, (torch.Tensor, nn.Module)) and name not in vars(self):
+        self.training = like.training
+        self.forward = called
+        seen = ((name, value) for name, value in vars(like).items() if not isinstance(value, (torch.Tensor, nn.Module)))
+        parts = ((name, Facade(child)) for name, child in like.named_children())
+        for name, value in (*seen, *parts):
+            if not name.startswith("_") and name not in vars(self):
                 setattr(self, name, value)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the block would return."""
-        return self.recording.call(self.block, (args, kwargs), self.result)
 
 
 def play(
@@ -101,17 +106,20 @@ def play(
     inputs: Any,
     result_of: Callable[[Block], Any],
 ) -> Recording:
-    """Run the outer code of `model` with stubs for the children that `keep` lists. `result_of` gives the result of each
-    (by its number in the shortened model)."""
+    """Run the outer code of `model` with facades for the children that `keep` lists. `result_of` gives the result of
+    each (by its number in the shortened model)."""
     recording = Recording()
-    twin = shadow(model, {path: {} for path in keep}).train(training)
+    twin = shadow(model, {path: {} for path in keep})
     recording.name([t for _, t in (*twin.named_parameters(), *twin.named_buffers())], "weight")
     for path, numbers in keep.items():
         container, children = twin.get_submodule(path), model.get_submodule(path)
         container._modules = {
-            str(shown): Stub((path, shown), result_of((path, shown)), recording, children.get_submodule(str(n)))
+            str(shown): Facade(
+                children.get_submodule(str(n)), partial(recording.call, (path, shown), result_of((path, shown)))
+            )
             for shown, n in numbers.items()
         }
+    in_mode(twin, training)
     with torch.no_grad(), valueless(), tracing(), on_meta(), Picking():
         args, kwargs = fake(inputs)
         recording.name((args, kwargs), "input")

@@ -49,6 +49,12 @@ def shadow(model: nn.Module, keep: Mapping[str, Mapping[int, int]] | None = None
         ) from error
 
 
+def in_mode(twin: nn.Module, training: bool) -> nn.Module:
+    """`twin` with the training flags of a mode. Where it trains, modules that the user has set to evaluation (frozen
+    norms) stay so."""
+    return twin if training and twin.training else twin.train(training)
+
+
 def _shadow(model: nn.Module, keep: Mapping[str, Mapping[int, int]] | None) -> nn.Module:
     memo: dict[int, Any] = {}
     containers = {path: model.get_submodule(path) for path in keep or {}}

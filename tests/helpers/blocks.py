@@ -76,6 +76,27 @@ class Mean(Stack):
         return super().walk(h) / len(self.layers)
 
 
+class MeanAtRest(Mean):
+    """Divides by the number of blocks where the first one is not in training."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        return Stack.walk(self, h) if self.layers[0].training else super().walk(h)
+
+
+class LooksInside(Stack):
+    """Reads a number off a module of a block."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        return super().walk(h / self.layers[0].linear.in_features)
+
+
+class CallsPart(Stack):
+    """Calls a module of a block once more, behind the blocks."""
+
+    def walk(self, h: Tensor) -> Tensor:
+        return self.layers[0].linear(super().walk(h))
+
+
 class Collects(Stack):
     """Uses what every block gives."""
 

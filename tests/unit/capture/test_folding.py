@@ -16,12 +16,15 @@ from passes.interpret import Interpret
 from tests.helpers.blocks import (
     Block,
     ByNumber,
+    CallsPart,
     Collects,
     Counted,
     Heads,
+    LooksInside,
     MaskOfOne,
     MasksByPlace,
     Mean,
+    MeanAtRest,
     Middle,
     ReadsIndex,
     Scales,
@@ -30,6 +33,13 @@ from tests.helpers.blocks import (
     batch,
     blocks,
 )
+
+
+def at_rest(model):
+    """The model with its layers set to evaluation."""
+    model.layers.eval()
+    return model
+
 
 CHAINS = {
     "plain": (lambda: Stack(blocks("r" * 7)), [7]),
@@ -42,11 +52,14 @@ CHAINS = {
     "pattern and rest": (lambda: Stack(blocks("rt" * 4 + "r")), [4]),
     "by number": (lambda: ByNumber(blocks("r" * 6)), [6]),
     "masks by place": (lambda: MasksByPlace(blocks("rt" * 5)), [5]),
+    "looks inside": (lambda: LooksInside(blocks("r" * 6)), [6]),
 }
 NO_CHAINS = {
     "masks do not follow the pattern": (lambda: MasksByPlace(blocks("r" * 6)), "fed"),
     "mask of one": (lambda: MaskOfOne(blocks("r" * 6)), "fed"),
     "mean": (lambda: Mean(blocks("r" * 6)), "outer code depends on the number of blocks"),
+    "mean at rest": (lambda: at_rest(MeanAtRest(blocks("r" * 6))), "outer code depends on the number of blocks"),
+    "part of one": (lambda: CallsPart(blocks("r" * 6)), "outer code calls a part of a block"),
     "collects": (lambda: Collects(blocks("r" * 6)), "outer code depends on the number of blocks"),
     "middle": (lambda: Middle(blocks("r" * 6)), "outer code depends on the number of blocks"),
     "scales": (lambda: Scales(blocks("r" * 6)), "outer code depends on the number of blocks"),

@@ -1,8 +1,9 @@
-"""Merges masks that are computed twice: `F.cross_entropy(logits[labels >= 0], labels[labels >= 0])`."""
+"""Merges equal expressions: masks that are computed twice, `F.cross_entropy(logits[labels >= 0], labels[labels >= 0])`,
+and what `fold_repeats` asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from passes import edit, facts
+from passes.evaluate import is_random
 
 aten = torch.ops.aten
 
@@ -32,11 +34,16 @@ def equal_masks(gm: fx.GraphModule) -> fx.GraphModule:
     masks = {mask for node in edit.calls(gm, *MASK, *INDEXED) for mask in _masks(node) if mask.op == "call_function"}
     if len(masks) < 2:
         return gm
+    merge_equal(gm, masks.__contains__)
+    return edit.finish(gm)
+
+
+def merge_equal(gm: fx.GraphModule, merged: Callable[[fx.Node], bool]) -> None:
+    """Keeps the first of several equal expressions among the calls that `merged` holds for."""
     numbers, first = _numbers(gm), dict[int, fx.Node]()
     for node in edit.calls(gm):
-        if node in masks and first.setdefault(numbers[node], node) is not node:
+        if merged(node) and first.setdefault(numbers[node], node) is not node:
             edit.merge(node, first[numbers[node]])
-    return edit.finish(gm)
 
 
 def _masks(node: fx.Node) -> Iterator[fx.Node]:
@@ -48,13 +55,14 @@ def _masks(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _numbers(gm: fx.GraphModule) -> dict[fx.Node, int]:
-    """A number per node; nodes with equal numbers are equal expressions. A random operator equals no other."""
+    """A number per node; nodes with equal numbers are equal expressions. A random operator equals no other, nor does a
+    user's own, which may draw without saying so."""
     known: dict[Any, int] = {}
     found: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:
-        drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        own = getattr(node.target, "namespace", "aten") != "aten"
         named = map_arg((node.args, node.kwargs), lambda operand: _Number(found[operand]))
-        key = (node.target, repr(named)) if node.op == "call_function" and not drawn else node
+        key = (node.target, repr(named)) if node.op == "call_function" and not is_random(node) and not own else node
         found[node] = known.setdefault(key, len(known))
     return found
 

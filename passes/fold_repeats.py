@@ -17,18 +17,21 @@ from torch import fx
 
 from passes import edit, facts
 from passes._torch import make_graph_module
+from passes.equal_masks import merge_equal
 from passes.grads import needs_grad
-from passes.repeats import Run, containers, find_runs, is_weight, places, same_everywhere, users_outside
+from passes.repeats import Run, containers, feeds_all, find_runs, is_weight, places, same_everywhere, users_outside
 from passes.running_sums import in_order_of_blocks
 
 
 def fold_repeats(gm: fx.GraphModule) -> fx.GraphModule:
     """needs: a flat, normalized graph; `gm.meta["repeat_counts"]` where capture shortened a container.
-    does: writes sums over what blocks give in the order of the blocks; finds runs of alike chained blocks by module
+    does: computes once what the code around blocks computes anew for each; writes sums over what blocks give in the
+        order of the blocks; finds runs of alike chained blocks by module
         path and structure, and replaces each by one `call_module`.
     gives: bodies as submodules, `meta["repeat"]`; ValueError when a shortened container does not fold."""
     declared = {path: list(entries) for path, entries in gm.meta.get("repeat_counts", {}).items()}
     for container in containers(gm):
+        merge_equal(gm, feeds_all(gm, container))
         in_order_of_blocks(gm, *places(gm, container))
     carries = needs_grad(gm)
     for container in containers(gm):

@@ -10,7 +10,7 @@ Each may give new values to buffers of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ _CHILD = re.compile(r"(.*?)\.(\d+)(?=\.|$)")
 _CALL = re.compile(r"@(\d+)$")  # behind the key of a module's second call and those after it, by torch.export
 MAX_PERIOD = 8
 """Longest pattern of different blocks that is looked for (A B A B has period 2)."""
+NOWHERE = 1 << 30
+"""The number of a block behind all blocks."""
 
 
 @dataclass
@@ -150,19 +152,24 @@ def _blocks(gm: fx.GraphModule, container: str) -> dict[int, list[fx.Node]]:
     block(x)`) with the block whose result is added; and other calls between two blocks, or between two parts of one,
     with the block that reads them first."""
     place, latest = places(gm, container)
-    sums = running_sums(gm.graph, place, latest)
-    earliest: dict[fx.Node, int] = {}
-    far = 1 << 30
-    for node in reversed(gm.graph.nodes):
-        earliest[node] = min([place.get(user, earliest[user]) for user in node.users], default=far)
+    read = _first_reader(gm, place)
+    place |= running_sums(gm.graph, place, latest)
+    added = _first_reader(gm, place)  # what a block reads and a sum before it as well is of the block of the sum
     blocks: dict[int, list[fx.Node]] = {}
-    place |= sums
     for node in gm.graph.nodes:
-        between = node.op == "call_function" and 0 <= latest[node] <= earliest[node] < far
-        home = place.get(node, earliest[node] if between else -1)
+        between = node.op == "call_function" and 0 <= latest[node] <= read[node] < NOWHERE
+        home = place.get(node, added[node] if between else -1)
         if home >= 0:
             blocks.setdefault(home, []).append(node)
     return blocks
+
+
+def _first_reader(gm: fx.GraphModule, place: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """Of every node the first block that depends on it; NOWHERE where none does."""
+    found: dict[fx.Node, int] = {}
+    for node in reversed(gm.graph.nodes):
+        found[node] = min([place.get(user, found[user]) for user in node.users], default=NOWHERE)
+    return found
 
 
 def places(gm: fx.GraphModule, container: str) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
@@ -181,6 +188,19 @@ def places(gm: fx.GraphModule, container: str) -> tuple[dict[fx.Node, int], dict
     for node in gm.graph.nodes:
         latest[node] = max([place.get(node, -1), *(latest[operand] for operand in node.all_input_nodes)])
     return place, latest
+
+
+def feeds_all(gm: fx.GraphModule, container: str) -> Callable[[fx.Node], bool]:
+    """Whether a call is of the code around the blocks and depends on none: where it is written in a loop over them, all
+    of them may read one result of it."""
+    place, latest = places(gm, container)
+
+    def around(node: fx.Node) -> bool:
+        path = node.meta.get("module", "")
+        lists = [path[: match.end(2)] for match in _CHILD.finditer(path)]
+        return latest[node] < 0 and node not in place and all(f"{container}.".startswith(f"{own}.") for own in lists)
+
+    return around
 
 
 def _run_from(

@@ -106,6 +106,9 @@ class Sums(Stack):
                     seen.append(x.square().mean(0))
                 case "afterwards" | "summed up" | "averaged" | "to the loss":
                     seen.append(x.square().mean())
+                case "read by the next block":
+                    mask = x.sin()
+                    total = total + mask.mean()
                 case "partial sums are read":
                     total = total + x.mean()
                     read.append(total)
@@ -129,6 +132,7 @@ class Sums(Stack):
     [
         ("in the loop", [4]),
         ("two terms", [4]),
+        ("read by the next block", [4]),
         ("not at all", [4]),  # what is added after the blocks is no sum over them
         ("of blocks themselves", [3]),  # the first block reads what the sum begins with
         ("afterwards", [3]),  # the sum begins with what the first block gives: it adds nothing
@@ -144,6 +148,41 @@ def test_a_sum_over_the_blocks_is_carried(how, repeats):
     gm = folded(model)
     assert [call.meta["repeat"] for call in calls(gm)] == repeats
     assert_same(gm, model, {"x": torch.randn(3, 4)}, 1e-6)
+
+
+class Anew(Stack):
+    """Computes what is the same for all blocks once more for each of them; `how` is applied to it."""
+
+    def __init__(self, how) -> None:
+        super().__init__([8] * 4)
+        self.scale, self.how = nn.Parameter(torch.rand(4)), how
+
+    def forward(self, x):
+        start = x
+        for layer in self.layers:
+            x = layer(x, self.how((start * self.scale)[:, None].sigmoid().sum(1)))
+        return x
+
+
+@torch.library.custom_op("autopar_tests::same", mutates_args=())
+def same(x: torch.Tensor) -> torch.Tensor:
+    """An operator of a user's own, which may draw random numbers."""
+    return x.clone()
+
+
+same.register_fake(torch.empty_like)
+same.register_autograd(lambda context, grad: grad)
+
+
+@pytest.mark.parametrize(("how", "repeats"), [(torch.cos, [4]), (nn.functional.dropout, []), (lambda x: same(x), [])])
+def test_what_is_computed_anew_for_each_block_is_computed_once(how, repeats):
+    """But for random draws, of which each is another one."""
+    model = Anew(how)
+    gm = folded(model)
+    assert [call.meta["repeat"] for call in calls(gm)] == repeats
+    assert len([node for node in gm.graph.nodes if node.target is torch.ops.aten.sigmoid.default]) == 1
+    if how is not nn.functional.dropout:
+        assert_same(gm, model, {"x": torch.randn(3, 4)}, 1e-6)
 
 
 class AddsOutside(nn.Module):

@@ -68,7 +68,7 @@ def _rows(node: fx.Node, targets: fx.Node, lengths: fx.Node) -> fx.Node | None:
     order = edit.call(
         node.graph,
         aten.argsort.stable,
-        (edit.call(node.graph, aten.to.dtype, (mask, torch.int32), like=node),),
+        (edit.cast(mask, torch.int32, like=node),),
         {"stable": True, "dim": 1, "descending": True},
         like=node,
     )

@@ -78,7 +78,7 @@ def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.No
     dims = [dim for dim in range(facts.rank(x)) if dim != 1]
     count = edit.product(node.graph, [edit.size(x, dim) for dim in dims], like=node)
     mean = _mean(gm, node, _sum(node, x, dims), count, given, "running_mean")
-    centred = _op(node, aten.sub.Tensor, x, _as(node, mean, x))
+    centred = _op(node, aten.sub.Tensor, x, edit.cast(mean, facts.dtype(x), like=node))
     # its squares may leave float16's range
     spread = _op(node, aten.to.dtype, centred, torch.float32) if facts.dtype(x) == torch.float16 else centred
     squares = _sum(node, _op(node, aten.mul.Tensor, spread, spread), dims)
@@ -93,7 +93,7 @@ def _training(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> fx.No
         _track(gm, node, given["running_mean"], mean, given["momentum"])
         _track(gm, node, given["running_var"], unbiased, given["momentum"])
     scale = _op(node, aten.rsqrt.default, _op(node, aten.add.Tensor, variance, given["eps"]))
-    return _affine(node, _op(node, aten.mul.Tensor, centred, _as(node, scale, x)), given)
+    return _affine(node, _op(node, aten.mul.Tensor, centred, edit.cast(scale, facts.dtype(x), like=node)), given)
 
 
 def _instances(gm: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> None:
@@ -121,11 +121,6 @@ def _sum(node: fx.Node, value: fx.Node, dims: list[int]) -> fx.Node:
     wide = torch.promote_types(facts.dtype(value), torch.float32)
     kwargs = {} if wide == facts.dtype(value) else {"dtype": wide}
     return edit.call(node.graph, aten.sum.dim_IntList, (value, dims, True), kwargs, like=node)
-
-
-def _as(node: fx.Node, value: fx.Node, other: fx.Node) -> fx.Node:
-    """`value` in the dtype of `other`."""
-    return value if facts.dtype(value) == facts.dtype(other) else _op(node, aten.to.dtype, value, facts.dtype(other))
 
 
 def _mean(
@@ -164,7 +159,7 @@ def _affine(node: fx.Node, value: fx.Node, given: dict[str, Any]) -> fx.Node:
         value = _op(node, aten.mul.Tensor, value, _per_channel(node, given["weight"], given))
     if given["bias"] is not None:
         value = _op(node, aten.add.Tensor, value, _per_channel(node, given["bias"], given))
-    return _as(node, value, given["input"])
+    return edit.cast(value, facts.dtype(given["input"]), like=node)
 
 
 def _per_channel(node: fx.Node, value: fx.Node, given: dict[str, Any]) -> fx.Node:
@@ -178,7 +173,8 @@ def _track(gm: fx.GraphModule, node: fx.Node, running: fx.Node, batch: fx.Node, 
     a whole buffer (`stats[domain]`), it is written as any other in-place change."""
     fresh = _op(node, aten.detach.default, _op(node, aten.reshape.default, batch, [-1]))
     old = _op(node, aten.mul.Tensor, running, 1.0 - momentum)
-    new = _as(node, _op(node, aten.add.Tensor, old, _op(node, aten.mul.Tensor, fresh, momentum)), running)
+    new = _op(node, aten.add.Tensor, old, _op(node, aten.mul.Tensor, fresh, momentum))
+    new = edit.cast(new, facts.dtype(running), like=node)
     if not _is_buffer(gm, running):
         _op(node, aten.copy_.default, running, new)
         return

@@ -80,8 +80,7 @@ def _diagonal_blocks(node: fx.Node) -> fx.Node | None:
     for each, size in zip(matrices, sizes, strict=True):
         if facts.rank(each) < 2:
             each = edit.call(node.graph, aten.reshape.default, (each, [1, size]), like=node)
-        if facts.dtype(each) != facts.dtype(node):
-            each = edit.call(node.graph, aten.to.dtype, (each, facts.dtype(node)), like=node)
+        each = edit.cast(each, facts.dtype(node), like=node)
         rows.append(
             edit.call(node.graph, aten.constant_pad_nd.default, (each, [before, total - before - size]), like=node)
         )

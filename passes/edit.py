@@ -58,6 +58,11 @@ def call(
     return node
 
 
+def cast(node: fx.Node, dtype: torch.dtype, *, like: fx.Node) -> fx.Node:
+    """The tensor `node` in `dtype`: itself, or a new `to` at the graph's insertion point."""
+    return node if facts.dtype(node) == dtype else call(node.graph, aten.to.dtype, (node, dtype), like=like)
+
+
 def infer(node: fx.Node) -> Any:
     """Value of `node` (fake tensor, symbolic int, or a sequence of them) from the values of its arguments."""
     args = map_arg(node.args, lambda n: n.meta["val"])

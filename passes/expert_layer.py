@@ -41,8 +41,7 @@ def called(layer: Layer, like: fx.Node) -> fx.Node:
     if layer.bias is not None:
         more = edit.call(like.graph, ops.bag, (layer.bias, *tokens[1:]), like=like)
         new = edit.call(like.graph, aten.add.Tensor, (new, more), like=like)
-    if facts.dtype(new) != facts.dtype(like):
-        new = edit.call(like.graph, aten.to.dtype, (new, facts.dtype(like)), like=like)
+    new = edit.cast(new, facts.dtype(like), like=like)
     return new if facts.rank(like) == facts.rank(new) else flat(new)
 
 

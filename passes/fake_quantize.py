@@ -65,11 +65,9 @@ def _written(node: fx.Node, given: dict[str, Any], scale: fx.Node | float, zero:
         do(aten.le.Scalar, number, given["quant_max"]),
     )
     held = do(aten.sub.Tensor, do(aten.clamp.default, number, given["quant_min"], given["quant_max"]), zero)
-    found = do(aten.mul.Tensor, held, scale)
-    found = do(aten.to.dtype, found, dtype) if facts.dtype(found) != dtype else found
     return do(
         aten.add.Tensor,
-        found,
+        edit.cast(do(aten.mul.Tensor, held, scale), dtype, like=node),
         do(aten.masked_fill.Scalar, do(aten.sub.Tensor, operand, values), do(aten.logical_not.default, within), 0.0),
     )
 

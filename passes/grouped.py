@@ -26,14 +26,14 @@ def grouped(gm: fx.GraphModule) -> fx.GraphModule:
                     edit.replace(node, edit.call(gm.graph, ops.grouped_matmul, (rows, weights, ends), like=node))
             elif node.target is aten.histc.default and (numbers := _integers(node)) is not None:
                 counts = edit.call(gm.graph, ops.count_each, (numbers, node.args[1]), like=node)
-                edit.replace(node, edit.call(gm.graph, aten.to.dtype, (counts, facts.dtype(node)), like=node))
+                edit.replace(node, edit.cast(counts, facts.dtype(node), like=node))
             elif (
                 node.target is aten.bincount.default
                 and edit.args_of(node)["weights"] is None
                 and facts.shape(node) == (edit.args_of(node)["minlength"],)
             ):
                 counts = edit.call(gm.graph, ops.count_each, (node.args[0], facts.shape(node)[0]), like=node)
-                edit.replace(node, edit.call(gm.graph, aten.to.dtype, (counts, facts.dtype(node)), like=node))
+                edit.replace(node, edit.cast(counts, facts.dtype(node), like=node))
     return edit.finish(gm)
 
 

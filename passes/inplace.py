@@ -291,8 +291,7 @@ def _twin(node: fx.Node, base: fx.Node) -> fx.Node:
         if target is aten.bernoulli_.float:  # whose twin has no default
             args = (node.args[0], edit.args_of(node)["p"])
         result = edit.call(node.graph, functional(node), args, dict(node.kwargs), like=node)
-    if facts.dtype(result) != facts.dtype(base):
-        result = edit.call(node.graph, aten.to.dtype, (result, facts.dtype(base)), like=node)
+    result = edit.cast(result, facts.dtype(base), like=node)
     if facts.shape(result) != facts.shape(base):
         sizes = [edit.size(base, dim) for dim in range(facts.rank(base))]
         result = edit.call(node.graph, aten.expand.default, (result, sizes), like=node)

@@ -43,9 +43,8 @@ def _nll(node: fx.Node) -> fx.Node | None:
     log_probabilities = given["self"]
     rank = facts.rank(log_probabilities)
     if log_probabilities.target is aten.log_softmax.int and log_probabilities.args[1] % rank == min(1, rank - 1):
-        return _split_cross_entropy(
-            node, _cast(log_probabilities.args[0], facts.dtype(log_probabilities), node), given, 0.0
-        )
+        logits = edit.cast(log_probabilities.args[0], facts.dtype(log_probabilities), like=node)
+        return _split_cross_entropy(node, logits, given, 0.0)
     if given["reduction"] != MEAN:
         return None
     given = {**given, **{name: _summed(given[name], given, node) for name in ("self", "weight")}}
@@ -74,22 +73,17 @@ def _over_valid(node: fx.Node, total: fx.Node, labels: fx.Node, given: dict[str,
         count = edit.call(graph, ops.count_valid, (labels, ignored), {"dtype": facts.dtype(total)}, like=node)
     else:
         count = edit.call(graph, ops.weigh_valid, (labels, weight, ignored), like=node)
-    return _cast(edit.call(graph, aten.div.Tensor, (total, count), like=node), facts.dtype(node), node)
+    return edit.cast(edit.call(graph, aten.div.Tensor, (total, count), like=node), facts.dtype(node), like=node)
 
 
 def _summed(x: Any, given: dict[str, Any], node: fx.Node) -> Any:
     """`x` (an operand of the loss `node`, or None) in the dtype in which a mean's terms are summed: float32 for
     float16."""
     return (
-        _cast(x, torch.float32, node)
+        edit.cast(x, torch.float32, like=node)
         if x is not None and given["reduction"] == MEAN and facts.dtype(x) == torch.float16
         else x
     )
-
-
-def _cast(x: fx.Node, dtype: torch.dtype, node: fx.Node) -> fx.Node:
-    """`x` in `dtype`."""
-    return x if facts.dtype(x) == dtype else edit.call(node.graph, aten.to.dtype, (x, dtype), like=node)
 
 
 def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
@@ -130,7 +124,7 @@ def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
     if given["reduction"] == SUM:
         return total
     sizes = [edit.size(logits, d) for d in range(facts.rank(logits)) if d != dim]
-    return _cast(call(aten.div.Tensor, total, edit.product(graph, sizes, like=node)), facts.dtype(node), node)
+    return edit.cast(call(aten.div.Tensor, total, edit.product(graph, sizes, like=node)), facts.dtype(node), like=node)
 
 
 def _unflattened(logits: fx.Node, labels: fx.Node, beside: int = 1) -> tuple[fx.Node, fx.Node]:

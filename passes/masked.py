@@ -302,7 +302,7 @@ def _together(node: fx.Node, found: Whole, dims: list[int] | None, *, mean: bool
         beside = edit.product(graph, [edit.size(found.rows, dim) for dim in rest], like=node)
         count = edit.call(graph, aten.mul.Tensor, (picked, beside), like=node) if beside != 1 else picked
         total = edit.call(graph, aten.div.Tensor, (total, count), like=node)
-    return total if wide == result else edit.call(graph, aten.to.dtype, (total, result), like=node)
+    return edit.cast(total, result, like=node)
 
 
 FINITE_AT_ZERO = (

@@ -34,4 +34,4 @@ def _quotient(node: fx.Node) -> fx.Node:
     total = edit.call(node.graph, aten.sum.dim_IntList, args, keywords, like=node)
     count = edit.product(node.graph, [edit.size(operand, dim) for dim in dims], like=node)
     mean = edit.call(node.graph, aten.div.Tensor, (total, count), like=node)
-    return edit.call(node.graph, aten.to.dtype, (mean, result), like=node) if narrow else mean
+    return edit.cast(mean, result, like=node)

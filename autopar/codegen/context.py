@@ -10,7 +10,7 @@ from typing import Any
 from autopar.cluster import Cluster, Mesh
 from autopar.codegen import sizes as size_text
 from autopar.codegen.edges import Edges, Reshard, edges, options, out_pair
-from autopar.codegen.expressions import EXPRESSIONS, qualified
+from autopar.codegen.expressions import EXPRESSIONS, qualified, tuple_text
 from autopar.cost.comm import collective_s, steps_s
 from autopar.layout import Step, dim_of, fraction, is_shard
 from autopar.plan import Plan
@@ -106,7 +106,7 @@ class Context:
         texts = size_text.shape(
             tensor.shape, ("R",) * len(self.sizes), self.sizes, (), self.micro(ref), self.plan.microbatches
         )
-        return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
+        return tuple_text(texts)
 
     @property
     def symbols(self) -> tuple[str, ...]:

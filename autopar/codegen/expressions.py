@@ -7,7 +7,7 @@ A writer gets the argument texts of one call and gives an expression; ops withou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,6 +196,11 @@ def qualified(target: Any) -> str:
         namespace, name = target._schema.name.split("::")
         return f"torch.ops.{namespace}.{name}.{target._overloadname}"
     return str(target.__name__)
+
+
+def tuple_text(items: Sequence[str]) -> str:
+    """A tuple of `items`, which are source, as source."""
+    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 
 def literal(item: Any) -> str:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from autopar.codegen.edges import Spot, in_pair, out_pair, spot_of
+from autopar.codegen.expressions import tuple_text
 from autopar.layout import show
 from autopar.problem.graph import Op, Ref
 
@@ -94,7 +95,7 @@ def write_placed(writer: ScopeWriter, ops: Sequence[Op]) -> None:
     writer.indent = writer.indent[:-4]
     outs = [_out(writer, ref, like) for ref in results]
     tracked = [name for name, has_grad in given.items() if has_grad]
-    operands = f"({', '.join(tracked)}{',' if len(tracked) == 1 else ''})"
+    operands = tuple_text(tracked)
     layouts = dict.fromkeys(show(out_pair(plan, ref).value) for ref in results)
     for line in _call(
         f"{', '.join(names)} = placed({spot[0]}, {spot[1]}, {function}, ", operands, f", {', '.join(outs)}, mesh=MESH)"
@@ -117,7 +118,7 @@ def _results(writer: ScopeWriter, inside: Mapping[str, Op]) -> list[Ref]:
     """Values made inside that are read outside."""
     program = writer.context.program
     reads = [ref for op in program.ops.values() if op.name not in inside for ref in op.operands]
-    reads += [ref for run in program.runs.values() for ref in (*run.feeds, *run.carried)]
+    reads += program.given_on
     if writer.context.probes:
         return [(op.name, index) for op in inside.values() for index in range(len(op.call.outs))]
     return [ref for ref in dict.fromkeys(reads) if ref[0] in inside]
@@ -125,9 +126,8 @@ def _results(writer: ScopeWriter, inside: Mapping[str, Op]) -> list[Ref]:
 
 def _out(writer: ScopeWriter, ref: Ref, like: Mapping[object, str]) -> str:
     op = writer.context.program.ops[ref[0]]
-    shape = writer.context.local_sizes(ref)
     dtype = op.out_dtypes[ref[1]]
-    return f"({like.get(dtype, dtype)}, ({', '.join(shape)}{',' if len(shape) == 1 else ''}))"
+    return f"({like.get(dtype, dtype)}, {tuple_text(writer.context.local_sizes(ref))})"
 
 
 def _name(ops: Sequence[Op]) -> str:

@@ -279,7 +279,7 @@ class ScopeWriter:
         """Note the sizes that must divide evenly for a reshape of cut dims: the forward checks them first."""
         source = in_pair(self.context.plan, op.name, 0).value
         for size, axes in size_text.must_divide(
-            op.call.ins[0].shape, source, op.call.outs[0].shape, layout, self.context.sizes, self.context.batch_axes
+            op.call.ins[0].shape, source, op.call.outs[0].shape, layout, self.context.batch_axes
         ):
             self.context.even.setdefault((size_text.text(size), axes), f"{op.name} at {op.where}")
 

@@ -88,9 +88,14 @@ def local(
         return quotient
     body = text(size)
     body = body if size.is_Symbol or (size.is_Mul and "/" not in body and "+" not in body) else f"({body})"
-    if axes and not (sympy.cancel(size / BATCH).is_polynomial() and all(a in exact for a in axes)):
+    if axes and not _batch_divides(size, axes, exact):
         return f"MESH.local({body if parts == 1 else f'{body} // {parts}'}, {axes})"
     return f"{body} // {ways}"
+
+
+def _batch_divides(size: sympy.Expr, axes: Sequence[int], exact: Collection[int]) -> bool:
+    """Whether `axes` cut a size evenly because they cut the batch evenly (`exact`), of which it is a multiple."""
+    return bool(sympy.cancel(size / BATCH).is_polynomial()) and all(axis in exact for axis in axes)
 
 
 @cache
@@ -107,8 +112,7 @@ def must_divide(
     src: Layout,
     after: Sequence[Size],
     dst: Layout,
-    mesh: Sequence[int],
-    exact: Collection[int] = (),
+    exact: Collection[int],
 ) -> list[tuple[Size, tuple[int, ...]]]:
     """The sizes, each with the axes that cut it, that must divide evenly so that reshaping the local parts gives the
     local parts of the reshaped tensor. Where the batch is merged with heads, uneven chunks of `b` rows are not the
@@ -120,7 +124,7 @@ def must_divide(
             if not axes or axes != cutters(dst, j) or size == other or isinstance(size, int) or isinstance(other, int):
                 continue
             smaller = size if sympy.fraction(sympy.cancel(other / size))[1] == 1 else other
-            if not (sympy.cancel(smaller / BATCH).is_polynomial() and all(a in exact for a in axes)):
+            if not _batch_divides(smaller, axes, exact):
                 found.append((smaller, axes))
     return found
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from autopar.cluster import Cluster
 from autopar.codegen.context import Context
+from autopar.codegen.expressions import tuple_text
 from autopar.codegen.scope import ScopeWriter
 from autopar.codegen.tables import (
     INDENT,
@@ -127,7 +128,7 @@ class StageWriter(ScopeWriter):
 
     def _output(self, node: fx.Node) -> None:
         values = self.results([op for _, op in self.view.results])
-        self.say(f"return {_tuple([self.names[ref] for ref in self.view.sends])}, {_tuple(values)}")
+        self.say(f"return {tuple_text([self.names[ref] for ref in self.view.sends])}, {tuple_text(values)}")
 
 
 def _stage(context: Context, view: View, count: int, base: str, does: Sequence[str]) -> str:
@@ -181,8 +182,8 @@ def _received(context: Context, refs: Sequence[Ref]) -> list[str]:
     for ref in refs:
         op = context.program.ops[ref[0]]
         dtype = str(op.out_dtypes[ref[1]]).removeprefix("torch.")
-        rows.append(f'({_tuple(context.local_sizes(ref))}, "{dtype}", {op.call.outs[ref[1]].grad})')
-    return [f"return {_tuple(rows)}"] if len(rows) < 2 else ["return (", *(f"{INDENT}{row}," for row in rows), ")"]
+        rows.append(f'({tuple_text(context.local_sizes(ref))}, "{dtype}", {op.call.outs[ref[1]].grad})')
+    return [f"return {tuple_text(rows)}"] if len(rows) < 2 else ["return (", *(f"{INDENT}{row}," for row in rows), ")"]
 
 
 def _model(context: Context, gm: fx.GraphModule, names: Names, count: int) -> str:
@@ -205,7 +206,7 @@ def _model(context: Context, gm: fx.GraphModule, names: Names, count: int) -> st
         *interface(context, gm, names),
         f'{INDENT}PIPELINE = Pipeline("{schedule.torch_name}", {schedule.splits_backward}, {plan.microbatches}, '
         f"{tuple(stage.place for stage in plan.stages)})",
-        f"{INDENT}STAGES = {_tuple([f'Stage{i}' for i in range(count)])}",
+        f"{INDENT}STAGES = {tuple_text([f'Stage{i}' for i in range(count)])}",
         f"{INDENT}MICRO = {_micro(context, names)!r}",
         "",
         f"{INDENT}def sizes(self, {', '.join(inputs)}):",
@@ -256,7 +257,3 @@ def _user_names(context: Context, names: Names) -> dict[str, str]:
 
 def _key(ref: Ref) -> str:
     return ref[0] if ref[1] == 0 else f"{ref[0]}:{ref[1]}"
-
-
-def _tuple(items: Sequence[str]) -> str:
-    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"

@@ -56,32 +56,28 @@ class Joint:
 def build(program: Program, table: Table) -> list[Cluster]:
     """The clusters of a program in execution order. `table`: the options of each Op on one axis, of any size, since
     only their uses count."""
-    readers = program.readers
-    pinned = {ref for run in program.runs.values() for ref in (*run.feeds, *run.carried)}
     home: dict[str, Cluster] = {}
     for op in reversed(list(program.ops.values())):
-        cluster = _target(op, readers, pinned, home, table)
+        cluster = _target(op, program, home, table)
         if cluster is None and op.role == "input":
             cluster = next((c for c in home.values() if c.root.role == "input"), None)
         if cluster is None:
             cluster = Cluster(op.name, [], anchor=op.role != "op" or _is_anchor(op, table[op.name]))
         cluster.members.insert(0, op)
         home[op.name] = cluster
-    _follow_parameters(program, pinned, home, table)
+    _follow_parameters(program, home, table)
     found: dict[str, Cluster] = {}
     for op in program.ops.values():
         found.setdefault(home[op.name].name, home[op.name])
     return list(found.values())
 
 
-def _target(
-    op: Op, readers: Mapping[Ref, Sequence[tuple[Op, int]]], pinned: set[Ref], home: Mapping[str, Cluster], table: Table
-) -> Cluster | None:
+def _target(op: Op, program: Program, home: Mapping[str, Cluster], table: Table) -> Cluster | None:
     """The cluster that `op` joins, or None when it starts one."""
     if op.role != "op" or all(op.weight) or _is_anchor(op, table[op.name]):
         return None
-    refs = [(op.name, i) for i in range(len(op.call.outs))]
-    if any(ref in pinned for ref in refs):
+    readers, refs = program.readers, [(op.name, i) for i in range(len(op.call.outs))]
+    if any(ref in program.given_on for ref in refs):
         return None
     homes = {home[reader.name].name: home[reader.name] for ref in refs for reader, _ in readers.get(ref, ())}
     if len(homes) != 1:
@@ -96,13 +92,13 @@ def _target(
     return cluster if not cluster.anchor or passes_through(op, table[op.name]) else None
 
 
-def _follow_parameters(program: Program, pinned: set[Ref], home: dict[str, Cluster], table: Table) -> None:
+def _follow_parameters(program: Program, home: dict[str, Cluster], table: Table) -> None:
     """Let transposes and casts of one parameter (Program.following) join its cluster: they run on the shard, before the
     gather."""
     for name in program.following:
         op = program.ops[name]
         source = home[op.operands[0][0]]
-        assert op.operands[0] not in pinned and passes_through(op, table[name]), f"{name} is no turn of a parameter"
+        assert passes_through(op, table[name]), f"{name} is no turn of a parameter"
         if len(home[name].members) == 1:
             source.members.append(op)
             home[name] = source

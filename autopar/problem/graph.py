@@ -224,6 +224,11 @@ class Program:
         return found
 
     @cached_property
+    def given_on(self) -> dict[Ref, None]:
+        """Values that runs of blocks are fed or carry from block to block: they are read other than as operands."""
+        return {ref: None for run in self.runs.values() for ref in (*run.feeds, *run.carried)}
+
+    @cached_property
     def buffers(self) -> dict[str, str]:
         """The buffers of the model itself, not of blocks: name in the model -> the operator that holds it."""
         return {op.fqn: op.name for op in self.ops.values() if op.role == "buffer" and not op.scope}
@@ -233,14 +238,14 @@ class Program:
         """Operators that only reorder or cast (TURNS) one parameter that no other operator reads: name -> the
         parameter. They run on the shard, so that their result is gathered, not the parameter."""
         readers = self.readers
-        fed = {ref for run in self.runs.values() for ref in (*run.feeds, *run.carried)}
         found: dict[str, str] = {}
         for op in self.ops.values():
             if op.role != "op" or op.target not in TURNS or len(op.operands) != 1 or len(op.call.outs) != 1:
                 continue
             ref = op.operands[0]
             source = ref[0] if self.ops[ref[0]].role == "param" else found.get(ref[0])
-            if source is not None and len(readers[ref]) == 1 and ref not in fed and self.ops[ref[0]].scope == op.scope:
+            alone = len(readers[ref]) == 1 and ref not in self.given_on
+            if source is not None and alone and self.ops[ref[0]].scope == op.scope:
                 found[op.name] = source
         return found
 

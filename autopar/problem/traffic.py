@@ -147,10 +147,9 @@ def _fused_pairs(program: Program, readers: dict[Ref, list[tuple[Op, int]]]) -> 
 
 def _read_once(program: Program, readers: dict[Ref, list[tuple[Op, int]]]) -> Iterator[tuple[Op, Op]]:
     """Operators whose result a single operator reads, in the same scope, each with that reader."""
-    leaving = {ref for run in program.runs.values() for ref in (*run.feeds, *run.carried)}
     for op in program.ops.values():
         ref = (op.name, 0)
-        if op.role == "op" and ref not in leaving and len(readers.get(ref, ())) == 1:
+        if op.role == "op" and ref not in program.given_on and len(readers.get(ref, ())) == 1:
             reader = readers[ref][0][0]
             if reader.role == "op" and reader.scope == op.scope:
                 yield op, reader

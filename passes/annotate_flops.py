@@ -91,19 +91,13 @@ def _experts(node: fx.Node) -> Size:
 def _convolution(node: fx.Node) -> Size:
     """2 FLOPs per element of the result and per weight of one output channel."""
     weight = edit.tensor_operands(node)[1]
-    per_output: Size = 1
-    for size in facts.shape(weight)[1:]:
-        per_output = per_output * size
-    return 2 * facts.numel(node) * per_output
+    return 2 * facts.numel(node) * prod(facts.shape(weight)[1:])
 
 
 def _transposed_convolution(node: fx.Node) -> Size:
     """2 FLOPs per element of the input and per weight of one input channel."""
     data, weight = edit.tensor_operands(node)[:2]
-    per_input: Size = 1
-    for size in facts.shape(weight)[1:]:
-        per_input = per_input * size
-    return 2 * facts.numel(data) * per_input
+    return 2 * facts.numel(data) * prod(facts.shape(weight)[1:])
 
 
 def _attention(node: fx.Node) -> Size:

@@ -248,11 +248,7 @@ def _live(part: Node | Net) -> np.ndarray:
 def _abreast_s(model: Model, node: Node) -> np.ndarray:
     """[choices] the most seconds that a choice saves by running in a lane beside others: with n lanes the longest takes
     at least their mean."""
-    lanes = model.problem.lanes
-    if node.lane is None:
-        return np.zeros(len(node.cost_s))
-    beside = np.array([1.0 if lane < 0 else lanes.count(lanes[lane]) for lane in node.lane])
-    return _finite(node.cost_s) * (1.0 - 1.0 / beside)
+    return _finite(node.cost_s) * (1.0 - 1.0 / model.problem.beside(node))
 
 
 def _finite(cost_s: np.ndarray) -> np.ndarray:

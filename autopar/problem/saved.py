@@ -152,8 +152,7 @@ def _note_read(found: Kept, edge: Edge) -> None:
     if edge in found.reads:
         return
     found.reads[edge] = None
-    reader = found.program.ops[edge[0]]
-    net = NetKey(reader.operands[edge[1]], reader.scope)
+    net = _net_of(found, edge)
     owner, before = _owner_in_cluster(found, net.ref)
     producer = found.program.ops[owner[0]]
     if before is not None and _is_only_view(found, net):
@@ -163,7 +162,7 @@ def _note_read(found: Kept, edge: Edge) -> None:
     elif producer.role == "port":
         found.ports.setdefault(producer.name, net)
     else:
-        (found.counted if producer.scope == reader.scope else found.last).setdefault(owner, net)
+        (found.counted if producer.scope == net.reader else found.last).setdefault(owner, net)
 
 
 def _is_only_view(found: Kept, net: NetKey) -> bool:
@@ -216,11 +215,16 @@ def _charge_fed_view(found: Kept, feed: NetKey, count: int) -> None:
     owner, before = _owner_in_cluster(found, feed.ref)
     while before is not None:
         found.reads[before] = None
-        reader = found.program.ops[before[0]]
-        net = NetKey(reader.operands[before[1]], reader.scope)
+        net = _net_of(found, before)
         owner, before = _owner_in_cluster(found, net.ref)
     _charge(found, owner, net, count)
     found.counted[owner] = net
+
+
+def _net_of(found: Kept, edge: Edge) -> NetKey:
+    """The net of the operand at `edge`."""
+    reader = found.program.ops[edge[0]]
+    return NetKey(reader.operands[edge[1]], reader.scope)
 
 
 def _owner_in_cluster(found: Kept, ref: Ref) -> tuple[Ref, Edge | None]:

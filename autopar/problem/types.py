@@ -226,6 +226,13 @@ class Problem:
             float(comm.sum()) - late if np.isfinite(late) else 0.0,
         )
 
+    def beside(self, node: Node) -> np.ndarray | float:
+        """[choices] how many lanes work at the same time as the one of each choice, itself counted; 1 for work that is
+        in no lane."""
+        if node.lane is None:
+            return 1.0
+        return np.array([1.0 if lane < 0 else self.lanes.count(self.lanes[lane]) for lane in node.lane])
+
     def abreast_s(self, lanes: np.ndarray) -> np.ndarray:
         """Seconds of work in lanes: [lanes, n] seconds in each lane -> [n], the sum over stretches of the longest lane
         in each."""

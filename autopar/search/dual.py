@@ -155,11 +155,7 @@ class _Dual:
     def _least_s(self, node: Node) -> np.ndarray:
         """[choices] seconds that each choice of a node adds at least: its share of the mean of all lanes beside its
         own."""
-        if node.lane is None:
-            return node.cost_s
-        lanes = self.problem.lanes
-        abreast = np.array([1.0 if lane < 0 else lanes.count(lanes[lane]) for lane in node.lane])
-        return node.cost_s / abreast
+        return node.cost_s / self.problem.beside(node)
 
     def rule_out(self, v: int, total: np.ndarray) -> None:
         """Drop the choices of node `v` that no solution better than the known one can have; `total` [choices] is what

@@ -49,7 +49,7 @@ ENDS = ("loss", "output")  # results, which take values as they are made
 UNCUT = "none"  # the schedule of a plan that is not cut
 
 
-def suits(gm: fx.GraphModule, plan: Plan, rules: Mapping[Any, Rule] | None = None) -> None:
+def suits(gm: fx.GraphModule, plan: Plan, rules: Mapping[Any, Rule] | None) -> None:
     """Check that `plan` is one of the plans of the captured graph `gm`, which is already in the parts that the plan
     says (`Captured.parted`), with these `rules` of the user. Raises PlanError, with the field, got and wanted;
     ClusterError where its mesh does not lie on its cluster; InfeasibleError where a place has too little memory."""

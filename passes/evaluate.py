@@ -76,10 +76,14 @@ class Trial:
         return int(held.node.expr.xreplace({**self.sizes, **scaled}))
 
 
-def depends_on_sizes_only(node: fx.Node, *, limit: int = 500) -> list[fx.Node] | None:
+MOST = 500
+"""Calls that are evaluated at most to know a value that depends on sizes alone."""
+
+
+def depends_on_sizes_only(node: fx.Node) -> list[fx.Node] | None:
     """The calls that compute `node`, in order, where none reads the content of a placeholder; else None.
 
-    None too where there are more than `limit` of them, one is random, or one is a number read from a tensor (only a run
+    None too where there are more than MOST of them, one is random, or one is a number read from a tensor (only a run
     of the model knows it)."""
     found: dict[fx.Node, None] = {}
     waiting = [node]
@@ -87,7 +91,7 @@ def depends_on_sizes_only(node: fx.Node, *, limit: int = 500) -> list[fx.Node] |
         one = waiting.pop()
         if one in found:
             continue
-        if one.op != "call_function" or is_random(one) or len(found) >= limit or _of_values(one):
+        if one.op != "call_function" or is_random(one) or len(found) >= MOST or _of_values(one):
             return None
         found[one] = None
         if not is_size(one):

@@ -32,9 +32,7 @@ OF_A_PLAN = ("--shown", "--json")
 """The options that go with a plan file; all others ask for what a plan says already."""
 
 
-def memory_command(
-    asked: Asked, recipes: Sequence[str], shown: int, json: str | None, given: Sequence[str] = ()
-) -> None:
+def memory_command(asked: Asked, recipes: Sequence[str], shown: int, json: str | None, given: Sequence[str]) -> None:
     """The table of strategies for a model, or the breakdown of a plan file. Raises PlanError where a plan is `given`
     options of a model."""
     if _is_plan(asked.model):

@@ -33,7 +33,7 @@ def verify_command(
     batch: int | None,
     seq: int | None,
     json: str | None,
-    device: str = "cpu",
+    device: str,
 ) -> int:
     """Verify on ranks of `device`, print, and give the exit code: 0 when every value is within the tolerance, 1
     otherwise."""
@@ -65,7 +65,7 @@ def verify_command(
     return 0 if report.ok else 1
 
 
-def loaded_at(rebuilt: Rebuilt, batch: int | None = None, seq: int | None = None) -> Loaded:
+def loaded_at(rebuilt: Rebuilt, batch: int | None, seq: int | None) -> Loaded:
     """The model with a batch, at another batch or sequence than planned where they are given."""
     if not batch and not seq:
         return rebuilt.loaded

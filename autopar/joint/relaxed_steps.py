@@ -82,7 +82,7 @@ def in_one_place(
     share: float,
     *,
     beside_s: float = 0.0,
-    hosted: bool = False,
+    hosted: bool,
 ) -> Relaxed:
     """A lower bound of the seconds of a place that has the `share` of the only run of blocks, and outside of blocks
     what takes `beside_s` per microbatch, for all `microbatches`, once-per-step costs included. Without memory
@@ -98,7 +98,7 @@ def of_scope(
     times: tuple[float, float, float],
     *,
     fixed_s: float = 0.0,
-    hosted: bool = False,
+    hosted: bool,
 ) -> Relaxed:
     """A lower bound of the seconds of one scope alone, without memory limits. `times`: how often its forward, its
     backward and what happens once per step count."""

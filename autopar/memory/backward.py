@@ -36,7 +36,7 @@ class Backward:
     needs, `weights` what that part takes.
     """
 
-    def __init__(self, forward: Forward, *, stay: bool, split: Split = "") -> None:
+    def __init__(self, forward: Forward, *, stay: bool, split: Split) -> None:
         self.forward, self.book, self.shares = forward, forward.book, forward.shares
         self.stay, self.habits = stay, self.shares.habits
         self.scattering = split != "apart"  # whole gradients are scattered as they are made

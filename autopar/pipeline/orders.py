@@ -33,11 +33,11 @@ class Action(NamedTuple):
 
 
 class _Stage:
-    """The attributes of a stage that torch's schedules read when they make their order."""
+    """What torch's schedules read of a stage when they make their order: of one on the first place."""
 
-    def __init__(self, index: int, place: int, places: int, stages: int) -> None:
+    def __init__(self, index: int, places: int, stages: int) -> None:
         self.stage_index, self.num_stages = index, stages
-        self.group_rank, self.group_size = place, places
+        self.group_rank, self.group_size = 0, places
         self.is_first, self.is_last = index == 0, index == stages - 1
         self.stage_index_to_group_rank: dict[int, int] = {}
         self.submod = None
@@ -58,7 +58,7 @@ def laid_out(schedule: str, places: int, stages: int, microbatches: int) -> Any:
     where it waits. Raises PlanError as `orders` does."""
     about = SCHEDULES[schedule]
     kind = order_only(getattr(pipelining.schedules, about.torch_name))
-    mine = [_Stage(i, 0, places, stages) for i in range(stages) if about.place(i, places) == 0]
+    mine = [_Stage(i, places, stages) for i in range(stages) if about.place(i, places) == 0]
     try:
         return kind(mine, microbatches, loss_fn=len, scale_grads=False)
     except ValueError as error:

@@ -183,7 +183,7 @@ def _joins(members: Sequence[Op], table: Table, allow: Allow, inner: Mapping[str
             {**chosen, index: option}
             for chosen in partial
             for option in table[op.name]
-            if allow(op, option) and _agrees(op, index, option, chosen, members, inner)
+            if allow(op, option) and _agrees(op, option, chosen, members, inner)
         ]
     return [Joint(tuple(chosen[i] for i in range(len(members)))) for chosen in partial]
 
@@ -199,9 +199,9 @@ def _join_inputs(members: Sequence[Op], table: Table, allow: Allow) -> list[Join
 
 
 def _agrees(
-    op: Op, index: int, option: Option, chosen: Mapping[int, Option], members: Sequence[Op], inner: Mapping[str, int]
+    op: Op, option: Option, chosen: Mapping[int, Option], members: Sequence[Op], inner: Mapping[str, int]
 ) -> bool:
-    """Whether `option` of member number `index` needs no reshard on any edge to or from the members that are
+    """Whether `option` of `op` needs no reshard on any edge to or from the members that are
     `chosen`."""
     for position, ref in enumerate(op.operands):
         other = chosen.get(inner.get(ref[0], -1))

@@ -145,7 +145,7 @@ class Routes:
             ]
         return [size_bytes * share for share in self._shares[number]]
 
-    def seconds_by_axis(self, table: RouteTable, size_bytes: float, bucket_bytes: float = 0.0) -> np.ndarray:
+    def seconds_by_axis(self, table: RouteTable, size_bytes: float, bucket_bytes: float) -> np.ndarray:
         """[distinct routes, 1 + 6 axes]: the quantities of problem.net_seconds.NetSeconds for each of
         `table.numbers`."""
         axes, numbers = len(self.sizes), list(table.numbers)

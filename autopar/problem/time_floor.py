@@ -68,7 +68,7 @@ class Work:
 
 
 def by_piece(
-    program: Program, branches: Branches, device: Device, settings: Settings, again: Collection[str] = ()
+    program: Program, branches: Branches, device: Device, settings: Settings, again: Collection[str]
 ) -> dict[str, Work]:
     """The work of each piece by name, all instances of a block together, on one device, the operators of `again` run
     forward twice."""

@@ -145,17 +145,13 @@ def experts(ways: int) -> Allow:
     def allow(op: Op, option: Option) -> bool:
         if op.role == "param":
             return (
-                _cuts_first(op, option, -1)
-                if _is_stack(op.node) and op.call.outs[0].sizes[0] >= ways
-                else not option.split
+                _cuts_first(option, -1) if _is_stack(op.node) and op.call.outs[0].sizes[0] >= ways else not option.split
             )
         if op.of_weights:
             return True
         stacks = stacks_of(op)
         if stacks and op.tensors[stacks[0]].sizes[0] >= ways:
-            return option.run in ("", "expert_dispatch", "own_groups") and all(
-                _cuts_first(op, option, i) for i in stacks
-            )
+            return option.run in ("", "expert_dispatch", "own_groups") and all(_cuts_first(option, i) for i in stacks)
         if not option.split and rows_of_groups(op):
             return True
         return _samples(op, option, ways) or (
@@ -267,8 +263,8 @@ def _rests_in_stack(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.meta.get("role") == "param" and _is_stack(node)
 
 
-def _cuts_first(op: Op, option: Option, index: int) -> bool:
-    """Whether the option cuts dim 0 of tensor `index` (operands, then outputs) of `op`, and not in sections."""
+def _cuts_first(option: Option, index: int) -> bool:
+    """Whether the option cuts dim 0 of tensor `index` (operands, then outputs), and not in sections."""
     return (*option.ins, *option.outs)[index].value == "S0"
 
 

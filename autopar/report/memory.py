@@ -11,11 +11,10 @@ from autopar.memory import Entry, Place, Prediction
 from autopar.report.grid import grid
 from autopar.text import gibibytes
 
-SHOWN = 16
 
-
-def breakdown(prediction: Prediction, shown: int = SHOWN) -> Group:
-    """The tensors of the peak of each place, with their source lines; places that are alike are shown once."""
+def breakdown(prediction: Prediction, shown: int) -> Group:
+    """The `shown` largest tensors of the peak of each place, with their source lines; places that are alike are shown
+    once."""
     parts: list[RenderableType] = []
     for place in prediction.places:
         title = f"place {place.number}: " if len(prediction.places) > 1 else ""

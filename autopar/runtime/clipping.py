@@ -24,8 +24,8 @@ def clip_grad_norm(
     max_norm: float,
     mesh: Mesh,
     *,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
+    norm_type: float,
+    error_if_nonfinite: bool,
 ) -> Tensor:
     """Scale the gradients of `held` so that the norm of all gradients together is at most `max_norm`; gives the norm
     before, in float64. `norm_type` p: (sum |g|^p)^(1/p), the greatest |g| for infinity.

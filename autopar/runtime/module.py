@@ -147,7 +147,7 @@ class ShardedModule(ModuleState):
             )
         return roles.index("loss")
 
-    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_weight: float = 1.0) -> list[Any]:
+    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_weight: float) -> list[Any]:
         """The inputs of a call in the order of the plan, checked against the program's sizes. In the first call the
         ranks compare their contents, in later ones their sizes and the state of the step, with the weight of its
         loss."""

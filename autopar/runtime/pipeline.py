@@ -184,7 +184,7 @@ class PipelinedModule(ShardedModule):
             if role == "mutation":
                 continue
             owner = next(i for i, kind in enumerate(self.STAGES) if number in kind.RESULTS)
-            value, spread = self._joined(number, made.get(number), role)
+            value, spread = self._joined(number, made.get(number))
             value, spread = tell(value, spread, self.PIPELINE.places[owner], self.MESH)
             values.append(value)
             if spread is not None:
@@ -287,7 +287,7 @@ class PipelinedModule(ShardedModule):
         )
 
     def _joined(
-        self, number: int, parts: Sequence[tuple[Tensor, Spread | None]] | None, role: str
+        self, number: int, parts: Sequence[tuple[Tensor, Spread | None]] | None
     ) -> tuple[Tensor | None, Spread | None]:
         """One result over all microbatches, where it was made here."""
         if parts is None:

@@ -79,7 +79,7 @@ def check_program(source: str, plan: str, device: torch.device) -> None:
 
 @torch.no_grad()
 def check_replicas(
-    held: Iterable[Held], seed: int, mesh: Mesh, shared: Iterable[tuple[Sequence[Held], dist.ProcessGroup]] = ()
+    held: Iterable[Held], seed: int, mesh: Mesh, shared: Iterable[tuple[Sequence[Held], dist.ProcessGroup]]
 ) -> None:
     """Compare replicated parameters and buffers over the axes on which they are whole, copies on several places of a
     pipeline (`shared`, each with its process group), and the seed; a collective operation of all ranks. Raises

@@ -73,7 +73,7 @@ def scaler_for(module: ShardedModule) -> GradScaler:
     return GradScaler(module.MESH.device.type, enabled=is_narrow(module.declared().values()))
 
 
-def scale_of(scaler: Any, device: torch.device, *, needed: bool, weight: float = 1.0) -> Tensor | None:
+def scale_of(scaler: Any, device: torch.device, *, needed: bool, weight: float) -> Tensor | None:
     """The factor of the loss in the backward: the scale of `scaler` times `weight`, a tensor on `device`; None for 1.
     Raises RunError where gradients are not recorded, `weight` is no finite number, a scale is `needed` and there is no
     scaler, and where the scaler is no autopar.GradScaler."""

@@ -22,7 +22,7 @@ Uneven = dict[Key, str]
 """Kinds of collectives on an axis that move something in unequal parts -> the first such value."""
 
 
-def priced_bytes(program: Program, plan: Plan, edges: Edges, place: int = 0) -> tuple[Counter[Key], Uneven]:
+def priced_bytes(program: Program, plan: Plan, edges: Edges, place: int) -> tuple[Counter[Key], Uneven]:
     """Bytes of all collectives of each kind on each axis on the ranks of a place, as the cost model counts them, at the
     sizes of `program`; transfers between places, as one rank sends them, on PIPELINE_AXIS. And those that cannot be
     compared with what runs."""

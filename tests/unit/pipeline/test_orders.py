@@ -55,7 +55,7 @@ def test_the_order_alone_is_that_of_the_whole_schedule(name: str, virtual: int) 
     for micro in (1, 2, 3, 5, 6, 7, 12):
         whole: list[Any] = []
         mine = [
-            _Stage(i, 0, places, places * virtual)
+            _Stage(i, places, places * virtual)
             for i in range(places * virtual)
             if SCHEDULES[name].place(i, places) == 0
         ]

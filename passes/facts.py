@@ -246,6 +246,11 @@ def is_float(node: fx.Node) -> bool:
     return any(tensor.dtype.is_floating_point or tensor.dtype.is_complex for tensor in tensors(node))
 
 
+def is_trained(node: fx.Node) -> bool:
+    """Whether the node is a parameter that is not frozen (`requires_grad`)."""
+    return node.meta.get("role") == "param" and bool(node.meta.get("requires_grad", True))
+
+
 def flops(node: fx.Node) -> Size:
     """Forward FLOPs of the node. Raises ValueError before `annotate_flops` ran."""
     return _annotated(node, "flops", "annotate_flops")

@@ -185,7 +185,7 @@ def check_root(node: fx.Node, root: fx.Node) -> None:
     change. A parameter that does not train becomes a buffer."""
     role = root.meta.get("role")
     # no optimizer trains it: an average of other weights (momentum encoders), which forward keeps as it does buffers
-    if role == "param" and not root.meta.get("requires_grad", True):
+    if role == "param" and not facts.is_trained(root):
         role = root.meta["role"] = "buffer"
     if role in ("param", "input", "constant"):
         name = root.meta.get("fqn") or root.meta.get("input")

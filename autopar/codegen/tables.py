@@ -99,11 +99,11 @@ def _parameter(context: Context, op: Op) -> str:
     own = str(op.out_dtypes[0]).removeprefix("torch.")
     dtype = rests_in(own, context.plan.precision) if op.call.outs[0].grad else own
     leaf += f', compute="{own}"' if dtype != own else ""
-    if op.role == "param" and op.node.meta.get("requires_grad", True):
+    if facts.is_trained(op.node):
         leaf += _ON_HOST[context.plan.offload]
     shape = tuple(op.call.outs[0].sizes)
     sync = context.edges.sync.get((op.name, 0), ())
-    grad = "" if op.role != "param" or op.node.meta.get("requires_grad", True) else ", trainable=False"
+    grad = ", trainable=False" if op.role == "param" and not facts.is_trained(op.node) else ""
     return (
         f'{quoted(context.short_name(op))}: Param({shape}, "{dtype}", "{show(layout)}"{leaf}'
         f"{f', sync={sync}' if sync else ''}{grad}{_persistent(context, op)})"

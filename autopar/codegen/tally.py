@@ -14,6 +14,7 @@ from autopar.pipeline.microbatches import ancestors
 from autopar.pipeline.stage_views import RESULTS, View, total_ref, views
 from autopar.plan import Plan
 from autopar.problem.graph import Program, Ref, Run
+from passes import facts
 
 
 class Moved(NamedTuple):
@@ -189,11 +190,10 @@ class Tally:
         for view, stage in zip(views(self.program, self.plan), self.plan.stages, strict=True):
             by_place.setdefault(stage.place, {}).update(view.held)
         count = Counter(name for held in by_place.values() for name in held)
-        ops = self.program.ops
         return [
             name
             for name in by_place.get(self.place, {})
-            if count[name] > 1 and ops[name].role == "param" and bool(ops[name].node.meta.get("requires_grad", True))
+            if count[name] > 1 and facts.is_trained(self.program.ops[name].node)
         ]
 
     def _given(self, view: View) -> set[str]:

@@ -67,9 +67,7 @@ def _graded(gm: fx.GraphModule, given: Collection[fx.Node], reached: Collection[
         if node not in reached:
             continue
         if node.op == "placeholder":
-            graded = (
-                node.meta.get("role") == "param" and facts.is_float(node) and bool(node.meta.get("requires_grad", True))
-            )
+            graded = facts.is_trained(node) and facts.is_float(node)
         elif node.op == "call_module":
             feeds = [arg in found for arg in node.args if isinstance(arg, fx.Node) and facts.tensors(arg)]
             graded = any(_after(gm, node, reached, feeds))

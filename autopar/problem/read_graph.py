@@ -171,7 +171,7 @@ class _Reader:
         """Whether the node's value carries a gradient, and whether it comes from parameters alone."""
         floating = facts.is_float(node)
         if role == "param":
-            return node in self.reached and floating and bool(node.meta.get("requires_grad", True)), True
+            return node in self.reached and floating and facts.is_trained(node), True
         if role == "port":
             return ports[node.name].grad and floating, ports[node.name].weight
         gradient = node in self.reached and floating and any(grads) and node.target not in NO_GRADIENT

@@ -205,6 +205,6 @@ def trainable(gm: fx.GraphModule) -> dict[str, None]:
     found: dict[str, None] = {}
     for graph in (gm, *(m for m in gm.children() if isinstance(m, fx.GraphModule))):
         for node in graph.graph.nodes:
-            if node.meta.get("role") == "param" and node.meta.get("requires_grad", True) and facts.is_float(node):
+            if facts.is_trained(node) and facts.is_float(node):
                 found.update(dict.fromkeys(node.meta.get("fqns") or [node.meta["fqn"]]))
     return found

@@ -8,7 +8,7 @@ One rule, shared by what runs (runtime.gradient_buckets, runtime.leaves, runtime
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeVar
 
 Part = TypeVar("Part")
@@ -53,6 +53,16 @@ def gradient_buckets(
             found.append(filling[key])
             filling[key], filled_bytes[key] = [], 0.0
     return found + [members for members in filling.values() if members]
+
+
+def shared_by_places(holders: Mapping[str, Iterable[int]]) -> dict[tuple[int, ...], list[str]]:
+    """Of weights with the places of a pipeline that hold them, those that several hold, by these places: the groups of
+    ranks that sum their gradients."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, places in holders.items():
+        if len(where := tuple(sorted(set(places)))) > 1:
+            found.setdefault(where, []).append(name)
+    return found
 
 
 def leaf_buckets(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar.buckets import shared_by_places
 from autopar.cluster import Places
 from autopar.cost.comm import collective_s
 from autopar.cost.memory import itemsize, rests_in
@@ -28,16 +29,12 @@ class Shared:
 
 def shared_weights(program: Program, plan: Plan, views: Sequence[View], at: Places) -> list[Shared]:
     """The trained weights that several places hold, by these places; `at` says where they are."""
-    places: dict[str, dict[int, None]] = {}
+    holders: dict[str, list[int]] = {}
     for view, stage in zip(views, plan.stages, strict=True):
         for name in view.held:
             if program.ops[name].role == "param" and program.ops[name].call.outs[0].grad:
-                places.setdefault(name, {})[stage.place] = None
-    groups: dict[tuple[int, ...], list[str]] = {}
-    for name, where in places.items():
-        if len(where) > 1:
-            groups.setdefault(tuple(sorted(where)), []).append(name)
-    return [_shared(program, plan, names, where, at) for where, names in groups.items()]
+                holders.setdefault(name, []).append(stage.place)
+    return [_shared(program, plan, names, where, at) for where, names in shared_by_places(holders).items()]
 
 
 def _shared(program: Program, plan: Plan, names: Sequence[str], places: tuple[int, ...], at: Places) -> Shared:

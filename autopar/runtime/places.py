@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar._torch import local_of, wrap_like
+from autopar.buckets import shared_by_places
 from autopar.errors import RunError
 from autopar.runtime.collectives import all_reduce_in_place, wait
 from autopar.runtime.count import record
@@ -92,18 +93,14 @@ class Shared:
 
 def shared_gradients(stages: Sequence[type[Stage]], places: Sequence[int], mesh: Mesh) -> list[Shared]:
     """The trained parameters that several places hold, by the places; a collective operation where there are any."""
-    holders: dict[str, dict[int, None]] = {}
+    holders: dict[str, list[int]] = {}
     for kind, place in zip(stages, places, strict=True):
         for name, trained in kind.names().items():
             if trained:
-                holders.setdefault(name, {})[place] = None
-    by_places: dict[tuple[int, ...], list[str]] = {}
-    for name, where in holders.items():
-        if len(where) > 1:
-            by_places.setdefault(tuple(sorted(where)), []).append(name)
+                holders.setdefault(name, []).append(place)
     return [
         Shared(tuple(names), mesh.places_group(where), mesh.place in where, mesh.device)
-        for where, names in by_places.items()
+        for where, names in shared_by_places(holders).items()
     ]
 
 

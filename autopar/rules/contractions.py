@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from autopar.rules.language import Call
 from autopar.rules.ring import ring
 from autopar.rules.rule import Rule
 from passes import ops
+from passes.einsums import spelled
 
 aten = torch.ops.aten
 
@@ -71,36 +71,20 @@ def added(product: str, out: str) -> Spec:
 def einsum(call: Call) -> str:
     """The equation itself. A letter that an operand has twice stays whole; a dim of size 1 where another operand is
     larger is a broadcast."""
-    left, arrow, right = call.args[0].replace(" ", "").partition("->")
-    ins = [re.findall(r"\.\.\.|[A-Za-z]", word) for word in left.split(",")]
-    letters = [w for word in ins for w in word]
-    if not arrow:
-        right = "".join(
-            ["..."] * ("..." in letters)
-            + sorted(w for w in dict.fromkeys(letters) if w != "..." and letters.count(w) == 1)
-        )
-    twice = {w for word in ins for w in word if word.count(w) > 1}
-    stretched = _stretched(call, ins)
-    sides = [
-        " ".join("1" if (i, w) in stretched else f"{w}!" if w in twice else w for w in word)
-        for i, word in enumerate(ins)
-    ]
-    return rule(sides, [" ".join(re.findall(r"\.\.\.|[A-Za-z]", right))])
-
-
-def _stretched(call: Call, ins: list[list[str]]) -> dict[tuple[int, str], None]:
-    """The (operand, letter) pairs of size 1 where another operand is larger."""
-    found: dict[tuple[int, str], None] = {}
+    ins, out = spelled(str(call.args[0]), [tensor.shape for tensor in call.ins])
     sizes: dict[str, set[Any]] = {}
-    for index, (word, tensor) in enumerate(zip(ins, call.ins, strict=True)):
-        before = word.index("...") if "..." in word else len(word)
-        for place, letter in enumerate(word):
-            if letter != "...":
-                size = tensor.shape[place if place < before else place - len(word)]
-                sizes.setdefault(letter, set()).add(size)
-                if size == 1:
-                    found[index, letter] = None
-    return {pair: None for pair in found if len(sizes[pair[1]]) > 1}
+    for letters, tensor in zip(ins, call.ins, strict=True):
+        for letter, size in zip(letters, tensor.shape, strict=True):
+            sizes.setdefault(letter, set()).add(size)
+    twice = {letter for letters in ins for letter in letters if letters.count(letter) > 1}
+    sides = [
+        " ".join(
+            "1" if size == 1 and len(sizes[letter]) > 1 else f"{letter}!" if letter in twice else letter
+            for letter, size in zip(letters, tensor.shape, strict=True)
+        )
+        for letters, tensor in zip(ins, call.ins, strict=True)
+    ]
+    return rule(sides, [" ".join(out)])
 
 
 def convolution(call: Call) -> str:

@@ -25,18 +25,19 @@ from torch import fx
 from autopar.codegen.edges import Spot, in_pair, out_pair, spot_of
 from autopar.codegen.expressions import tuple_text
 from autopar.layout import show
-from autopar.problem.graph import Op, Ref
+from autopar.plan import Plan
+from autopar.problem.graph import Op, Program, Ref
 
 if TYPE_CHECKING:
     from autopar.codegen.scope import ScopeWriter
 
 
-def in_order(nodes: Sequence[fx.Node], spots: Mapping[fx.Node, Spot]) -> list[fx.Node]:
-    """`nodes` in a stable topological order: those with a spot as early as their inputs allow, and those of one spot
-    together."""
+def in_order(gm: fx.GraphModule, scope: str, program: Program, plan: Plan) -> list[fx.Node]:
+    """The nodes of `scope`, whose graph is `gm`, in the order of the emitted code, a stable topological one: those with
+    a spot as early as their inputs allow, and those of one spot together."""
+    nodes, spots = list(gm.graph.nodes), _spots(gm, scope, program, plan)
     if not spots:
-        return list(nodes)
-    spots = dict(spots)
+        return nodes
     for node in nodes:
         if node.target is operator.getitem and (source := node.all_input_nodes[0]) in spots:
             spots[node] = spots[source]
@@ -54,6 +55,17 @@ def in_order(nodes: Sequence[fx.Node], spots: Mapping[fx.Node, Spot]) -> list[fx
             chosen = next((n for n in ready if n in needed), ready[0])
         del left[chosen]
         found.append(chosen)
+    return found
+
+
+def _spots(gm: fx.GraphModule, scope: str, program: Program, plan: Plan) -> dict[fx.Node, Spot]:
+    """Where placed nodes run; a run of blocks is where its blocks are."""
+    found: dict[fx.Node, Spot] = {}
+    for node in gm.graph.nodes:
+        is_run = node.op == "call_module"
+        op = program.ops[program.runs[str(node.target)].ports[0]] if is_run else program.op_of(node, scope)
+        if op is not None and op.role in ("op", "port") and (spot := spot_of(plan.nodes[op.name])):
+            found[node] = spot
     return found
 
 

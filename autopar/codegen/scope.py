@@ -8,7 +8,6 @@ written once.
 from __future__ import annotations
 
 import keyword
-import operator
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +27,7 @@ from autopar.codegen.reserved import COMMENT_COLUMN, REPLAYED, USED_IN_SCOPES, a
 from autopar.codegen.turns import turn_text
 from autopar.errors import PlanError
 from autopar.layout import NO_GRAD, Layout, show
-from autopar.problem.graph import Op, Ref, Run
+from autopar.problem.graph import Op, Ref, Run, op_name
 from autopar.problem.pairs import LayoutPair
 from autopar.rules.tiles import tiled
 from autopar.text import quoted
@@ -50,8 +49,9 @@ class ScopeWriter:
         """The statements, in execution order; those placed on one coordinate together."""
         together: list[Op] = []
         self._enough(None)
-        for node in in_order(list(self.gm.graph.nodes), self._spots()):
-            op = self._op_of(node)
+        program = self.context.program
+        for node in in_order(self.gm, self.scope, program, self.context.plan):
+            op = program.op_of(node, self.scope)
             if (op is None and node.op not in ("call_module", "output")) or not self.includes(node, op):
                 continue
             spot = self._spot(op)
@@ -99,12 +99,6 @@ class ScopeWriter:
         ]
         return all(self._gathered_turned(r) or (move and move.fetches(self.context.sizes)) for r, move in moves)
 
-    def _op_of(self, node: fx.Node) -> Op | None:
-        """The Op of `node`; None for sizes, items of tuples, runs of blocks and the output."""
-        if node.op in ("call_module", "output") or node.target is operator.getitem or not facts.tensors(node):
-            return None
-        return self.context.program.ops[self._full(node.name)]
-
     def _spot(self, op: Op | None) -> Spot | None:
         return spot_of(self.context.plan.nodes[op.name]) if op is not None and op.role == "op" else None
 
@@ -116,20 +110,6 @@ class ScopeWriter:
             ref[0] in inside and needed(out_pair(self.context.plan, ref), in_pair(self.context.plan, op.name, i))
             for i, ref in enumerate(op.operands)
         )
-
-    def _spots(self) -> dict[fx.Node, Spot]:
-        """Where placed nodes run; a run of blocks is where its blocks are."""
-        found: dict[fx.Node, Spot] = {}
-        for node in self.gm.graph.nodes:
-            op = self._op_of(node)
-            if node.op == "call_module":
-                op = self.context.program.ops[self.context.program.runs[str(node.target)].ports[0]]
-            if op is not None and op.role in ("op", "port") and (spot := spot_of(self.context.plan.nodes[op.name])):
-                found[node] = spot
-        return found
-
-    def _full(self, name: str) -> str:
-        return f"{self.scope}/{name}" if self.scope else name
 
     def fresh(self, name: str) -> str:
         """A variable name that is unused in this scope: `name` if it is free, else with a number."""
@@ -148,7 +128,7 @@ class ScopeWriter:
         )
 
     def _placeholder(self, node: fx.Node) -> None:
-        op = self.context.program.ops[self._full(node.name)]
+        op = self.context.program.ops[op_name(node, self.scope)]
         table = {"param": "w", "buffer": "b", "constant": "b"}
         if op.role in table:
             self.names[op.name, 0] = f"self.{table[op.role]}[{quoted(self.context.short_name(op))}]"

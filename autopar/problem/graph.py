@@ -8,6 +8,7 @@ from each block to the next.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,6 +22,7 @@ from autopar.buckets import BUCKET_BYTES
 from autopar.rules.arguments import bias_of, given
 from autopar.rules.language import Call, Tensor
 from autopar.rules.rule import Rule
+from passes import facts
 
 ADD, ATTENTION, CAST = (
     torch.ops.aten.add.Tensor,
@@ -33,6 +35,11 @@ TURNS = (torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops
 Ref = tuple[str, int]  # (name of the producing op, index of its output)
 HOLDERS = ("param", "buffer", "constant", "input")
 """Roles of values that are in memory for the whole step."""
+
+
+def op_name(node: fx.Node, scope: str) -> str:
+    """The name of the Op of a node of `scope`."""
+    return f"{scope}/{node.name}" if scope else node.name
 
 
 @dataclass(eq=False, slots=True)
@@ -305,6 +312,12 @@ class Program:
             if op.role == "param":
                 found[op.scope] = found.get(op.scope, 0.0) + self.bytes_of((op.name, 0))
         return found
+
+    def op_of(self, node: fx.Node, scope: str) -> Op | None:
+        """The Op of a node of `scope`; None for sizes, items of tuples, runs of blocks and the output."""
+        if node.op in ("call_module", "output") or node.target is operator.getitem or not facts.tensors(node):
+            return None
+        return self.ops[op_name(node, scope)]
 
     def is_weight(self, ref: Ref) -> bool:
         """Whether a value is a parameter, or one reordered or cast (`following`)."""

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autopar.problem.gradients import NO_GRADIENT, carried_on, reaching
-from autopar.problem.graph import Op, Program, Ref, Run
+from autopar.problem.graph import Op, Program, Ref, Run, op_name
 from autopar.problem.traffic import LOSSES, annotate
 from autopar.rules.language import Call, Tensor
 from passes import edit, facts
@@ -100,9 +100,6 @@ class _Reader:
                 self._op(node, ports)  # sizes are no Ops: they are formulas wherever they are used
         return outputs
 
-    def full_name(self, node: fx.Node) -> str:
-        return f"{self.scope}/{node.name}" if self.scope else node.name
-
     def _item(self, node: fx.Node) -> None:
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)
@@ -111,8 +108,8 @@ class _Reader:
 
     def _op(self, node: fx.Node, ports: Mapping[str, Fed]) -> None:
         """Add the Op of a node with tensor values."""
-        name, role = self.full_name(node), _role(node)
-        operands = tuple(self.refs[n] for n in tensor_operands(node))
+        name, role = op_name(node, self.scope), _role(node)
+        operands = tuple(self.refs[n] for n in edit.tensor_operands(node))
         known = self.program.ops
         read = [known[ref[0]].call.outs[ref[1]] for ref in operands]
         grads = tuple(tensor.grad for tensor in read)
@@ -213,7 +210,7 @@ class _Reader:
         run = Run(
             scope,
             int(node.meta["repeat"]),
-            tuple(reader.full_name(n) for n in names),
+            tuple(op_name(n, scope) for n in names),
             feeds,
             carried[:carried_count],
             mutated,
@@ -265,15 +262,8 @@ def _role(node: fx.Node) -> str:
     return "port" if role == "op" else role
 
 
-def tensor_operands(node: fx.Node) -> list[fx.Node]:
-    """The tensor arguments of a node in order, repeats kept (`mul(x, x)` has two)."""
-    found: list[fx.Node] = []
-    _walk((node.args, tuple(node.kwargs.values())), found)
-    return [n for n in found if facts.tensors(n)]
-
-
 def _computes_in(node: fx.Node) -> str:
-    held = [t.dtype for n in (*tensor_operands(node), node) for t in facts.tensors(n)]
+    held = [t.dtype for n in (*edit.tensor_operands(node), node) for t in facts.tensors(n)]
     return str(next((d for d in held if d.is_floating_point), held[-1])).removeprefix("torch.")
 
 
@@ -283,18 +273,8 @@ def saved(node: fx.Node, device: str) -> Saved:
     return found
 
 
-def _walk(tree: Any, found: list[fx.Node]) -> None:
-    if isinstance(tree, fx.Node):
-        found.append(tree)
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            _walk(item, found)
-
-
 def _gives_tensors(node: Any) -> bool:
-    return (isinstance(node, fx.Node) and isinstance(node.meta.get("val"), (tuple, list))) or (
-        isinstance(node, fx.Node) and node.op == "call_module"
-    )
+    return isinstance(node, fx.Node) and (isinstance(node.meta.get("val"), (tuple, list)) or node.op == "call_module")
 
 
 def _substitute(node: fx.Node, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:

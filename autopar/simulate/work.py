@@ -6,7 +6,6 @@ reshard before the first operator that reads its result, blocks instance by inst
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,7 +20,6 @@ from autopar.plan import Plan
 from autopar.problem.graph import Op, Program, Ref
 from autopar.problem.pairs import LayoutPair
 from autopar.simulate.pieces import Piece, Pieces
-from passes import facts
 
 
 @dataclass(eq=False, slots=True)
@@ -87,13 +85,13 @@ class Walk:
         found: list[Turn] = []
         resharded: dict[tuple[Ref, str], None] = {}
         self._apart = self.splits and view.separable
-        for node in self._ordered(self.gm, ""):
+        for node in in_order(self.gm, "", self.program, self.plan):
             if node.op == "call_module" and str(node.target) in view.blocks:
                 scope, (start, stop) = str(node.target), view.blocks[str(node.target)]
                 again = self.plan.again(self.plan.stages[view.index], scope, stop - start)
                 found += self._run(scope, (start, stop), resharded, start + again)
             elif (
-                (op := self._op(node, "")) is not None
+                (op := self.program.op_of(node, "")) is not None
                 and op.role == "op"
                 and view.runs(op.name)
                 and not self._given(op, view)
@@ -105,27 +103,6 @@ class Walk:
 
     def _given(self, op: Op, view: View) -> bool:
         return bool(view.given) and all((op.name, i) in view.given for i in range(len(op.call.outs)))
-
-    def _ordered(self, gm: fx.GraphModule, scope: str) -> list[fx.Node]:
-        """The nodes of a scope in the order in which the emitted code has them."""
-        spots: dict[fx.Node, Spot] = {}
-        for node in gm.graph.nodes:
-            name = self.program.runs[str(node.target)].ports[0] if node.op == "call_module" else self._full(node, scope)
-            if (
-                name in self.plan.nodes
-                and (spot := spot_of(self.plan.nodes[name])) is not None
-                and self.program.ops[name].role in ("op", "port")
-            ):
-                spots[node] = spot
-        return in_order(list(gm.graph.nodes), spots)
-
-    def _full(self, node: fx.Node, scope: str) -> str:
-        return f"{scope}/{node.name}" if scope else node.name
-
-    def _op(self, node: fx.Node, scope: str) -> Op | None:
-        if node.op in ("call_module", "output") or node.target is operator.getitem or not facts.tensors(node):
-            return None
-        return self.program.ops[self._full(node, scope)]
 
     def _run(
         self, scope: str, instances: tuple[int, int], resharded: dict[tuple[Ref, str], None], again: int
@@ -169,14 +146,14 @@ class Walk:
         """The items of one block of a run."""
         gm, resharded = self.gm.get_submodule(scope), dict[tuple[Ref, str], None]()
         assert isinstance(gm, fx.GraphModule)
-        for node in self._ordered(gm, scope):
+        for node in in_order(gm, scope, self.program, self.plan):
             if node.op == "call_module":
                 inner = self.program.runs[str(node.target)]
                 yield from (
                     turn.item
                     for turn in self._run(inner.scope, (0, inner.count), resharded, inner.count if self._again else 0)
                 )
-            elif (op := self._op(node, scope)) is not None and op.role == "op":
+            elif (op := self.program.op_of(node, scope)) is not None and op.role == "op":
                 yield from self._operator(op, scope, resharded)
         for name in self.program.runs[scope].mutated:
             yield from self._operands(self.program.ops[name], scope, resharded)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar.problem.graph import op_name
 from autopar.verify.second_step import finite
 from passes import facts
 from passes.interpret import Interpret
@@ -90,7 +91,7 @@ class Recorder(Interpret):
         if node.op == "call_function" and facts.tensors(node):
             items = list(enumerate(result)) if isinstance(result, (tuple, list)) else [(None, result)]
             for index, item in items:
-                name = f"{self.scope}/{node.name}" if self.scope else node.name
+                name = op_name(node, self.scope)
                 if isinstance(item, Tensor):
                     self._record(name if index is None or len(items) == 1 else f"{name}:{index}", item)
         return result

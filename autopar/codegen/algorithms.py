@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,147 +54,170 @@ IMPORTED = (
 """Names that an emitted file may import for its algorithms: no variable may hide them."""
 
 
-def algorithm_text(op: Op, node: NodePlan, call: Written, context: Context) -> str | None:
-    """The call of the runtime algorithm that `op` needs under this plan, or None where the plain operator is right."""
-    axes = tuple(a for a, run in enumerate(node.runs) if run and run not in OPERAND_TEXTS)
-    names = list(dict.fromkeys(run for run in node.runs if run and run not in OPERAND_TEXTS))
+@dataclass(frozen=True, slots=True)
+class PlannedCall:
+    """The call of `op` as `node` of the plan runs it: `plain` is the operator itself on local shards; `context` notes
+    what the file imports."""
+
+    op: Op
+    node: NodePlan
+    plain: Written
+    context: Context
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """For each mesh axis the algorithm by which the operator is split on it; empty for none."""
+        return tuple("" if run in OPERAND_TEXTS else run for run in self.node.runs)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The mesh axes on which an algorithm splits the operator."""
+        return tuple(axis for axis, run in enumerate(self.runs) if run)
+
+    def on_axes(self, name: str, *arguments: str) -> str:
+        """The call of the runtime algorithm `name` on these axes."""
+        return self.by(name, *arguments, f"axes={self.axes}", "mesh=MESH")
+
+    def by(self, name: str, *arguments: str) -> str:
+        """The call of `name`, a function of the runtime, which the file imports."""
+        self.context.algorithms[name] = None
+        return f"{name}({', '.join(arguments)})"
+
+
+def algorithm_text(call: PlannedCall) -> str | None:
+    """The call of the runtime algorithm that an operator needs under this plan, or None where the plain operator is
+    right."""
+    names = list(dict.fromkeys(run for run in call.runs if run))
     writers = list(dict.fromkeys(ALGORITHM_TEXTS[name] for name in names))
     if len(writers) > 1:
-        raise ValueError(f"{op.name}: algorithms {names} on one operator")
+        raise ValueError(f"{call.op.name}: algorithms {names} on one operator")
     if writers:
-        return writers[0](op, node, call, axes, context)
-    if op.target in OWN_TEXTS:
-        return OWN_TEXTS[op.target](op, node, call, context)
-    return None
+        return writers[0](call)
+    return OWN_TEXTS[call.op.target](call) if call.op.target in OWN_TEXTS else None
 
 
-def operand_texts(op: Op, node: NodePlan, call: Written, context: Context) -> Written:
+def operands_chosen(call: PlannedCall) -> PlannedCall:
     """The call with operands replaced by what the algorithms of OPERAND_TEXTS choose of them."""
-    for name in dict.fromkeys(run for run in node.runs if run in OPERAND_TEXTS):
-        call = OPERAND_TEXTS[name](op, node, call, context)
+    for name in dict.fromkeys(run for run in call.node.runs if run in OPERAND_TEXTS):
+        call = replace(call, plain=OPERAND_TEXTS[name](call))
     return call
 
 
-def _own_heads(op: Op, node: NodePlan, call: Written, context: Context) -> Written:
-    context.algorithms["own_heads"] = None
-    query, key = op.call.ins[:2]
-    dim = len(query.shape) - 3
-    axes, within = (cutters(LayoutPair.of(text).value, dim) for text in node.ins[:2])
-    rest = f"heads={query.shape[dim]}, groups={key.shape[dim]}, axes={axes}, within={within}, mesh=MESH"
-    taken = tuple(f"own_heads({text}, {rest})" for text in call.args[1:3])
-    return replace(call, args=(call.args[0], *taken, *call.args[3:]))
+def _own_heads(call: PlannedCall) -> Written:
+    query, key = call.op.call.ins[:2]
+    dim, plain = len(query.shape) - 3, call.plain
+    axes, within = (cutters(LayoutPair.of(text).value, dim) for text in call.node.ins[:2])
+    rest = (f"heads={query.shape[dim]}", f"groups={key.shape[dim]}", f"axes={axes}", f"within={within}", "mesh=MESH")
+    taken = tuple(call.by("own_heads", text, *rest) for text in plain.args[1:3])
+    return replace(plain, args=(plain.args[0], *taken, *plain.args[3:]))
 
 
-def _embedding(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
-    context.algorithms["vocab_embedding"] = None
-    padding = f", {call.args[2]}" if len(call.args) > 2 else ""
-    return (
-        f"vocab_embedding({call.args[1]}, {call.args[0]}{padding}, vocab={op.call.ins[0].shape[0]}, axes={axes}, "
-        "mesh=MESH)"
+def _embedding(call: PlannedCall) -> str:
+    return call.on_axes("vocab_embedding", *_lookup(call), f"vocab={call.op.call.ins[0].shape[0]}")
+
+
+def _lookup(call: PlannedCall) -> tuple[str, ...]:
+    """The arguments of a lookup by an algorithm: ids, the weight and, if it is given, the number of the padding row."""
+    return (call.plain.args[1], call.plain.args[0], *call.plain.args[2:3])
+
+
+def _bag(call: PlannedCall) -> str:
+    return call.on_axes("vocab_bag", *call.plain.args, f"vocab={call.op.call.ins[0].shape[0]}")
+
+
+def _cross_entropy(call: PlannedCall) -> str:
+    return call.on_axes("vocab_cross_entropy_sum", *call.plain.args, f"vocab={call.op.call.ins[0].shape[-1]}")
+
+
+def _causal_rows(call: PlannedCall) -> str:
+    if _dropout_p(call.plain) != "0.0":
+        raise PlanError(f"{call.op.name} ({call.op.where}): attention with dropout cannot be split over query rows")
+    named = (f"{key}={text}" for key, text in call.plain.kwargs.items() if key in ("scale", "enable_gqa"))
+    return call.on_axes("causal_rows", *call.plain.args[:3], *named, _rows(call))
+
+
+def _rows(call: PlannedCall) -> str:
+    """How many rows of queries there are on all ranks together, as an argument."""
+    return f"rows={sizes.text(call.op.call.ins[0].shape[-2])}"
+
+
+def _experts(call: PlannedCall) -> str:
+    call.context.use(ops.expert_rows)
+    hidden, chosen, gates, up, down, _, *bias = call.plain.args
+    dispatch = tuple(axis for axis in call.axes if call.runs[axis] == "expert_dispatch")
+    return call.by(
+        "experts_on_ranks",
+        f"lambda rows, ends: expert_rows({', '.join(['rows', up, down, 'ends', _inner(call), *bias])})",
+        *(hidden, chosen, gates, f"experts={call.op.call.ins[3].shape[0]}"),
+        *(f"axes={call.axes}", f"dispatch={dispatch}", "mesh=MESH"),
     )
 
 
-def _bag(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
-    context.algorithms["vocab_bag"] = None
-    return f"vocab_bag({', '.join(call.args)}, vocab={op.call.ins[0].shape[0]}, axes={axes}, mesh=MESH)"
+def _plain_experts(call: PlannedCall) -> str:
+    call.context.use(ops.experts)
+    args = call.plain.args
+    return f"experts({', '.join([*args[: ops.INNER], _inner(call), *args[ops.BIAS :]])})"
 
 
-def _cross_entropy(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
-    context.algorithms["vocab_cross_entropy_sum"] = None
-    return f"vocab_cross_entropy_sum({', '.join(call.args)}, vocab={op.call.ins[0].shape[-1]}, axes={axes}, mesh=MESH)"
-
-
-def _causal_rows(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
-    if _dropout_p(call) != "0.0":
-        raise PlanError(f"{op.name} ({op.where}): attention with dropout cannot be split over query rows")
-    context.algorithms["causal_rows"] = None
-    named = "".join(f", {k}={v}" for k, v in call.kwargs.items() if k in ("scale", "enable_gqa"))
-    rows = sizes.text(op.call.ins[0].shape[-2])
-    return f"causal_rows({', '.join(call.args[:3])}, rows={rows}, axes={axes}, mesh=MESH{named})"
-
-
-def _experts(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
-    context.algorithms["experts_on_ranks"] = None
-    context.use(ops.expert_rows)
-    hidden, chosen, gates, up, down, _, *bias = call.args
-    dispatch = tuple(a for a in axes if node.runs[a] == "expert_dispatch")
-    return (
-        "experts_on_ranks(lambda rows, ends: "
-        f"expert_rows({', '.join(['rows', up, down, 'ends', _inner(op, context), *bias])}), {hidden}, {chosen}, "
-        f"{gates}, experts={op.call.ins[3].shape[0]}, axes={axes}, dispatch={dispatch}, mesh=MESH)"
-    )
-
-
-def _plain_experts(op: Op, node: NodePlan, call: Written, context: Context) -> str:
-    context.use(ops.experts)
-    return f"experts({', '.join([*call.args[: ops.INNER], _inner(op, context), *call.args[ops.BIAS :]])})"
-
-
-def _inner(op: Op, context: Context) -> str:
+def _inner(call: PlannedCall) -> str:
     """What is between the layers of an expert, as the function that its text writes."""
-    text = str(op.call.args[ops.INNER])
+    text = str(call.op.call.args[ops.INNER])
     for name in (ops.halves, ops.pairs):
         if text.startswith(f"{name.__name__}("):
-            context.use(name)
+            call.context.use(name)
     return text
 
 
-def _own_groups(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
-    context.algorithms["own_groups"] = None
-    context.use(ops.grouped_matmul)
-    rows, weights, ends = call.args
-    return (
-        f"own_groups(lambda rows, ends: grouped_matmul(rows, {weights}, ends), {rows}, {ends}, "
-        f"groups={op.call.ins[1].shape[0]}, axes={axes}, mesh=MESH)"
+def _own_groups(call: PlannedCall) -> str:
+    call.context.use(ops.grouped_matmul)
+    rows, weights, ends = call.plain.args
+    each = f"lambda rows, ends: grouped_matmul(rows, {weights}, ends)"
+    return call.on_axes("own_groups", each, rows, ends, f"groups={call.op.call.ins[1].shape[0]}")
+
+
+def _ring(call: PlannedCall) -> str:
+    named = dict(zip(("attn_mask", "dropout_p", "is_causal"), call.plain.args[3:], strict=False)) | call.plain.kwargs
+    kept = (
+        f"{key}={text}"
+        for key, text in named.items()
+        if (key, text) not in (("attn_mask", "None"), ("is_causal", "False")) and key != "dropout_p"
     )
+    return call.on_axes("ring_attention", *call.plain.args[:3], *kept, _rows(call))
 
 
-def _ring(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
-    context.algorithms["ring_attention"] = None
-    named = dict(zip(("attn_mask", "dropout_p", "is_causal"), call.args[3:], strict=False)) | call.kwargs
-    kept = "".join(
-        f", {k}={v}"
-        for k, v in named.items()
-        if (k, v) not in (("attn_mask", "None"), ("is_causal", "False")) and k != "dropout_p"
-    )
-    rows = sizes.text(op.call.ins[0].shape[-2])
-    return f"ring_attention({', '.join(call.args[:3])}{kept}, rows={rows}, axes={axes}, mesh=MESH)"
+def _tiled(call: PlannedCall) -> str:
+    name = "tiled_linear" if call.op.target in tiles.BY_OUTPUTS else "tiled_matmul"
+    named = (f"{key}={text}" for key, text in call.plain.kwargs.items())
+    return call.on_axes(name, *call.plain.args, *named, _tiles(call))
 
 
-def _tiled(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
-    name = "tiled_linear" if op.target in tiles.BY_OUTPUTS else "tiled_matmul"
-    context.algorithms[name] = None
-    (axis,) = axes
-    named = "".join(f", {key}={text}" for key, text in call.kwargs.items())
-    return f"{name}({', '.join(call.args)}{named}, tiles={tiles.tiles(node.runs[axis])}, axes={axes}, mesh=MESH)"
+def _tiled_lookup(call: PlannedCall) -> str:
+    return call.on_axes("tiled_embedding", *_lookup(call), _tiles(call))
 
 
-def _tiled_lookup(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
-    context.algorithms["tiled_embedding"] = None
-    (axis,) = axes
-    padding = f", {call.args[2]}" if len(call.args) > 2 else ""
-    return (
-        f"tiled_embedding({call.args[1]}, {call.args[0]}{padding}, tiles={tiles.tiles(node.runs[axis])}, axes={axes}, "
-        "mesh=MESH)"
-    )
+def _tiles(call: PlannedCall) -> str:
+    """In how many tiles the weight is gathered, as an argument."""
+    (axis,) = call.axes
+    return f"tiles={tiles.tiles(call.runs[axis])}"
 
 
-def _halo(op: Op, node: NodePlan, call: Written, axes: tuple[int, ...], context: Context) -> str:
+def _halo(call: PlannedCall) -> str:
     """The operator on images with borders, padded along the dims that are cut."""
-    context.algorithms["halo"] = None
-    context.use(op.target)
-    image, layout = call.args[0], LayoutPair.of(node.ins[0]).value
+    op, image, layout = call.op, call.plain.args[0], LayoutPair.of(call.node.ins[0]).value
+    call.context.use(op.target)
     whole, result = op.call.ins[0].shape, op.call.outs[0].shape
-    cut = {dim_of(layout[axis]): axis for axis in axes}
+    cut = {dim_of(layout[axis]): axis for axis in call.axes}
     for dim, axis in cut.items():
         read = windows.window(op.call, dim)
-        named = {"stride": read.stride, "padding": read.padding} if read.stride != 1 or read.padding else {}
-        fill = ', fill=float("-inf")' if "max_pool" in str(op.target) and read.padding else ""
-        image = (
-            f"halo({image}, dim={dim}, axis={axis}, size={sizes.text(whole[dim])}, outs={sizes.text(result[dim])}, "
-            f"reach={read.reach}{''.join(f', {k}={v}' for k, v in named.items())}{fill}, mesh=MESH)"
+        image = call.by(
+            "halo",
+            *(image, f"dim={dim}", f"axis={axis}", f"size={sizes.text(whole[dim])}"),
+            *(f"outs={sizes.text(result[dim])}", f"reach={read.reach}"),
+            *((f"stride={read.stride}", f"padding={read.padding}") if read.stride != 1 or read.padding else ()),
+            *(('fill=float("-inf")',) if "max_pool" in str(op.target) and read.padding else ()),
+            "mesh=MESH",
         )
-    return write(*_padded(op, replace(call, args=(image, *call.args[1:])), cut))
+    return write(*_padded(op, replace(call.plain, args=(image, *call.plain.args[1:])), cut))
 
 
 def _padded(op: Op, call: Written, cut: Collection[int]) -> tuple[Any, Written]:
@@ -215,64 +238,60 @@ def _dropout_p(call: Written) -> str:
     return call.args[4] if len(call.args) > 4 else call.kwargs.get("dropout_p", "0.0")
 
 
-def _dropout(op: Op, node: NodePlan, call: Written, context: Context) -> str:
-    context.algorithms["dropout"] = None
-    return f"dropout({call.args[0]}, {call.args[1]}, {_draw(op, node, context)})"
+def _dropout(call: PlannedCall) -> str:
+    return call.by("dropout", *call.plain.args[:2], *_draw(call))
 
 
-def _draw(op: Op, node: NodePlan, context: Context) -> str:
+def _draw(call: PlannedCall) -> tuple[str, ...]:
     """Arguments of a random operator (runtime.rng): the layout, which says which ranks draw the same; a key that does
     not depend on the plan; and `once` where all microbatches draw the same."""
+    op, context = call.op, call.context
     run = context.program.runs.get(op.scope)
     name = f"{run.whole}/{op.node.name}" if run is not None and run.whole else op.name
     once = context.plan.microbatches > 1 and not is_shard(context.micro((op.name, 0)))
-    return f'"{show(LayoutPair.of(node.outs[0]).value)}", key="{name}"{", once=True" if once else ""}, mesh=MESH'
+    layout = show(LayoutPair.of(call.node.outs[0]).value)
+    return (f'"{layout}"', f'key="{name}"', *(("once=True",) if once else ()), "mesh=MESH")
 
 
-def _statistic(op: Op, node: NodePlan, call: Written, context: Context) -> str:
-    context.algorithms["in_training"] = None
-    total, count, running = call.args
+def _statistic(call: PlannedCall) -> str:
+    op, (total, count, running) = call.op, call.plain.args
     own, other = op.out_dtypes[0], facts.dtype(op.node.args[2])  # type: ignore[arg-type]  # a buffer, which is a node
     cast = f".to({own})" if own != other else ""
-    parts = math.prod(
-        size for size, entry in zip(context.sizes, LayoutPair.of(node.outs[0]).value, strict=True) if entry == "P"
-    )
+    layout = LayoutPair.of(call.node.outs[0]).value
+    parts = math.prod(size for size, entry in zip(call.context.sizes, layout, strict=True) if entry == "P")
     # in evaluation each rank takes its share of the running statistic, so that the sum over ranks is right
     share = f" / {parts}" if parts > 1 else ""
-    return f"in_training({total} / {count}, {running}.reshape({', '.join(call.outs[0])}){cast}{share})"
+    known = f"{running}.reshape({', '.join(call.plain.outs[0])}){cast}{share}"
+    return call.by("in_training", f"{total} / {count}", known)
 
 
-def _noised(op: Op, node: NodePlan, call: Written, context: Context) -> str:
-    context.algorithms["in_training"] = None
-    x, noise, keep = call.args
-    return f"in_training({x}{f' / {keep}' if float(keep) != 1 else ''} * {noise}, {x})"
+def _noised(call: PlannedCall) -> str:
+    x, noise, keep = call.plain.args
+    return call.by("in_training", f"{x}{f' / {keep}' if float(keep) != 1 else ''} * {noise}", x)
 
 
-def switched(op: Op, call: Written, context: Context) -> Written:
-    """The call with its training switch (`passes.switches`) turned off where the module evaluates."""
+def switched(call: PlannedCall) -> Written:
+    """The plain call with its training switch (`passes.switches`) turned off where the module evaluates."""
+    op, plain = call.op, call.plain
     switch = SWITCHES.get(op.target)
     if switch is None or not switch.is_on(given(op.call)):
-        return call
-    context.algorithms["in_training"] = None
+        return plain
     name, value = switch.name, given(op.call)[switch.name]
-    text, place = f"in_training({value}, {type(value)()})", place_of(op.target, name)
-    if name in call.kwargs:
-        return replace(call, kwargs={**call.kwargs, name: text})
-    return replace(call, args=(*call.args[:place], text, *call.args[place + 1 :]))
+    text, place = call.by("in_training", str(value), str(type(value)())), place_of(op.target, name)
+    if name in plain.kwargs:
+        return replace(plain, kwargs={**plain.kwargs, name: text})
+    return replace(plain, args=(*plain.args[:place], text, *plain.args[place + 1 :]))
 
 
-def seeded_text(op: Op, node: NodePlan, text: str, context: Context) -> str:
+def seeded_text(call: PlannedCall, text: str) -> str:
     """`text` drawing its random numbers by the module's seed, where the operator draws any.
 
     Dropout has an algorithm of its own.
     """
-    if not op.draws:
-        return text
-    context.algorithms["seeded"] = None
-    return f"seeded(lambda: {text}, {_draw(op, node, context)})"
+    return call.by("seeded", f"lambda: {text}", *_draw(call)) if call.op.draws else text
 
 
-ALGORITHM_TEXTS: dict[str, Callable[[Op, NodePlan, Written, tuple[int, ...], Context], str]] = {
+ALGORITHM_TEXTS: dict[str, Callable[[PlannedCall], str]] = {
     "bag": _bag,
     "causal_rows": _causal_rows,
     "cross_entropy": _cross_entropy,
@@ -289,12 +308,12 @@ ALGORITHM_TEXTS: dict[str, Callable[[Op, NodePlan, Written, tuple[int, ...], Con
     },
 }
 
-OPERAND_TEXTS: dict[str, Callable[[Op, NodePlan, Written, Context], Written]] = {
+OPERAND_TEXTS: dict[str, Callable[[PlannedCall], Written]] = {
     "own_heads": _own_heads,
 }
 """Algorithms that only choose parts of operands: the operator itself, or another algorithm, runs on these."""
 
-OWN_TEXTS: dict[object, Callable[[Op, NodePlan, Written, Context], str]] = {
+OWN_TEXTS: dict[object, Callable[[PlannedCall], str]] = {
     aten.dropout.default: _dropout,
     ops.experts: _plain_experts,
     ops.noised: _noised,

@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar.codegen import probes
 from autopar.codegen import sizes as size_text
-from autopar.codegen.algorithms import algorithm_text, operand_texts, seeded_text, switched
+from autopar.codegen.algorithms import PlannedCall, algorithm_text, operands_chosen, seeded_text, switched
 from autopar.codegen.context import Context
 from autopar.codegen.edges import Reshard, Spot, given, in_pair, needed, options, out_pair, spot_of
 from autopar.codegen.expressions import Written, literal, write
@@ -246,14 +246,13 @@ class ScopeWriter:
         outs = tuple(self.context.local_sizes((op.name, i)) for i in range(len(op.call.outs)))
         if node.target is torch.ops.aten.reshape.default:
             self._note_even(op, out_pair(plan, (op.name, 0)).value)
-        written = operand_texts(op, plan.nodes[op.name], Written(args, kwargs, node.args, outs), self.context)
-        special = algorithm_text(op, plan.nodes[op.name], written, self.context)
+        plain = Written(args, kwargs, node.args, outs)
+        call = operands_chosen(PlannedCall(op, plan.nodes[op.name], plain, self.context))
+        special = algorithm_text(call)
         if special is not None:
             return special
         self.context.use(node.target)
-        return seeded_text(
-            op, plan.nodes[op.name], write(node.target, switched(op, written, self.context)), self.context
-        )
+        return seeded_text(call, write(node.target, switched(call)))
 
     def _note_even(self, op: Op, layout: Layout) -> None:
         """Note the sizes that must divide evenly for a reshape of cut dims: the forward checks them first."""

@@ -100,7 +100,7 @@ def _net(link: Link, net: Net, model: Model, forward: ForwardPrices, after: Kept
     if not link.moves:
         return net
     runs = link.asked_by(lambda op, operand: (op.name, operand) in about.reads)
-    again_s = forward.table_s(link.rows, link.columns, link.size_bytes) * link.count
+    again_s = forward.moves_s(link.rows, link.columns, link.size_bytes) * link.count
     moves = np.array([[row[0] != column[0] for column in link.columns] for row in link.rows])
     stored = moves & _stored(link, about)[:, None]
     counted = np.array([c in runs for c in range(len(link.columns))]) & ~stored

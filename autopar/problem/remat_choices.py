@@ -26,7 +26,7 @@ def choices(model: Model, forward: ForwardPrices, choice: Sequence[int], scope: 
                     int(use.column[choice[use.node]]), op.name
                 )  # readers share it; the first one brings it
             for column, name in first.items():
-                once_s = float(forward.table_s([row], [link.columns[column]], link.size_bytes)[0, 0])
+                once_s = float(forward.moves_s([row], [link.columns[column]], link.size_bytes)[0, 0])
                 seconds[name] += once_s * link.count
     place = {op.name: (c, m) for c, cluster in enumerate(model.clusters) for m, op in enumerate(cluster.members)}
 

@@ -72,17 +72,8 @@ class ForwardPrices(Prices):
     def __init__(self, mesh: Mesh, device: Device, settings: Settings, kernels: Kernels | None = None) -> None:
         super().__init__(mesh, device, replace(settings, mode="inference"), kernels)
 
-    def table_s(
-        self,
-        rows: Sequence[LayoutPair],
-        columns: Sequence[LayoutPair],
-        size_bytes: float,
-        again: Sequence[bool] = (),
-        *,
-        weight: bool = False,
-        grad_bytes: float | None = None,
-    ) -> np.ndarray:
-        """Seconds of one way, from each row to each column."""
+    def moves_s(self, rows: Sequence[LayoutPair], columns: Sequence[LayoutPair], size_bytes: float) -> np.ndarray:
+        """[rows, columns]: seconds of the reshard from each row to each column."""
         return self.routes.seconds(self.routes.between(rows, columns).forward, size_bytes)
 
 

@@ -9,10 +9,9 @@ import pytest
 
 from autopar.pipeline import SCHEDULES, units
 from autopar.recipes import roles
-from autopar.verify import Report
 from tests.helpers.fed import fed
 from tests.helpers.remat import rematerialised
-from tests.helpers.verify import Sizes, by_chance, by_recipe, by_stages, planner_of
+from tests.helpers.verify import Sizes, by_chance, by_recipe, by_stages, planner_of, right
 
 PLACES: dict[str, tuple[Sizes, tuple[roles.Role, ...]]] = {
     "one rank": ((1,), (roles.nothing,)),
@@ -36,16 +35,11 @@ EACH = [
 ]
 
 
-def _right(report: Report) -> None:
-    assert report.ok, (report.first, [row for row in report.rows if not row.ok][:4])
-    assert {row.kind for row in report.rows} >= {"loss", "gradient", "parameter", "collectives"}
-
-
 @pytest.mark.parametrize("model", ["", "read"])
 @pytest.mark.parametrize("how", ["ddp", "zero1", "zero2", "zero3", "tp", *(f"random {seed}" for seed in range(4))])
 def test_equals_one_device(how: str, model: str) -> None:
     who, sizes = fed(model), (2, 2) if how.startswith("random") else (4,)
-    _right(
+    right(
         who.verified(
             by_chance(who, sizes, int(how.removeprefix("random")))
             if how.startswith("random")
@@ -71,7 +65,7 @@ def test_stages_that_use_one_weight(schedule: str, place: str, model: str) -> No
     """Blocks of all stages are fed the weight; with the second model the first stage and the last one read it
     besides."""
     who, (mesh, used) = fed(model, 4), PLACES[place]
-    _right(who.verified(by_stages(who, mesh, used, 2, 4, schedule, SCHEDULES[schedule].virtual or 2)))
+    right(who.verified(by_stages(who, mesh, used, 2, 4, schedule, SCHEDULES[schedule].virtual or 2)))
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 90))])
@@ -87,4 +81,4 @@ def test_any_pipeline(seed: int) -> None:
     assert pieces >= places * virtual
     bounds = sorted(draw.sample(range(1, pieces), places * virtual - 1))
     made = by_stages(who, mesh, used, places, 4, schedule, virtual, bounds)
-    _right(who.verified(rematerialised(who, made, draw.choice(("none", "selective", "full")))))
+    right(who.verified(rematerialised(who, made, draw.choice(("none", "selective", "full")))))

@@ -11,7 +11,7 @@ from autopar.errors import PlanError
 from autopar.pipeline import SCHEDULES
 from autopar.recipes import roles
 from autopar.verify import Report
-from tests.helpers.verify import Sizes, by_stages, subject
+from tests.helpers.verify import Sizes, by_stages, right, subject
 
 # model, mesh of a place, recipe, places, microbatches, schedule, stages per place
 FAST: list[tuple[str, Sizes, str, int, int, str, int]] = [
@@ -49,19 +49,13 @@ SLOW = [
 ]
 
 
-def _right(report: Report) -> None:
-    wrong = [row for row in report.rows if not row.ok]
-    assert report.ok, f"{len(wrong)} of {len(report.rows)}: {wrong[:5]}"
-    assert {row.kind for row in report.rows} >= {"loss", "gradient", "parameter", "collectives"}
-
-
 @pytest.mark.parametrize(("model", "mesh", "recipe", "places", "microbatches", "schedule", "virtual"), FAST)
 def test_every_schedule(
     model: str, mesh: Sizes, recipe: str, places: int, microbatches: int, schedule: str, virtual: int
 ) -> None:
     who = subject(model)
     report = who.verified(by_stages(who, mesh, recipe, places, microbatches, schedule, virtual))
-    _right(report)
+    right(report)
     _same_bytes(report, places)
 
 
@@ -75,20 +69,20 @@ def test_the_full_matrix(
     model: str, mesh: Sizes, recipe: str, places: int, microbatches: int, schedule: str, virtual: int
 ) -> None:
     who = subject(model)
-    _right(who.verified(by_stages(who, mesh, recipe, places, microbatches, schedule, virtual)))
+    right(who.verified(by_stages(who, mesh, recipe, places, microbatches, schedule, virtual)))
 
 
 def test_other_sizes_than_planned_on_the_same_module() -> None:
     who = subject("hf-gpt2")
     made = by_stages(who, (2,), "ddp", 2, 2, "1f1b")
-    _right(who.verified(made, 12, 5))
-    _right(who.verified(made, 4, 9))
+    right(who.verified(made, 12, 5))
+    right(who.verified(made, 4, 9))
 
 
 @pytest.mark.parametrize("cut", [2, 3, 5, 7, 8])
 def test_a_cut_can_be_anywhere(cut: int) -> None:
     who = subject("hf-t5")
-    _right(who.verified(by_stages(who, (1,), "single", 2, 2, "1f1b", bounds=[cut * 3])))
+    right(who.verified(by_stages(who, (1,), "single", 2, 2, "1f1b", bounds=[cut * 3])))
 
 
 def test_inference_goes_forward_only() -> None:
@@ -118,7 +112,7 @@ def test_collectives_of_totals_move_the_whole_batch() -> None:
     made = by_stages(who, (2,), "tp", 2, 2, "1f1b")
     made = replace(made, nodes={**made.nodes, "labels": replace(made.nodes["labels"], outs=("S0|-",))})
     report = who.verified(made)
-    _right(report)
+    right(report)
     _same_bytes(report, 2)
 
 
@@ -164,7 +158,7 @@ def test_inputs_that_are_cut_over_different_ranks_are_cut_into_the_same_microbat
             for name, node in made.nodes.items()
         },
     )
-    _right(who.verified(made))
+    right(who.verified(made))
 
 
 @pytest.mark.parametrize(("model", "places"), [("gpt", 1), pytest.param("hf-llama", 2, marks=pytest.mark.slow)])
@@ -174,4 +168,4 @@ def test_a_result_that_is_cut_over_more_ranks_than_the_batch_comes_in_order(mode
     made = by_stages(who, (2, 2), (roles.zero3, roles.tensor), places, 2, "1f1b" if places > 1 else "gpipe")
     source = who.case(made).source()
     assert f"'{who.captured.input_names[0]}': 'S0,R'" in source and '"S0,S0", (b // 2, s, 257)' in source
-    _right(who.verified(made))
+    right(who.verified(made))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.matrix import PIPED, PLACES, Piped, pipelines
-from tests.helpers.verify import FROZEN
+from tests.helpers.verify import FROZEN, right
 
 FAST = [
     Piped("hf-gpt2", "pp2 x dp2 x zero1", "interleaved_1f1b", "selective"),
@@ -21,10 +21,7 @@ ALL = pipelines()
     "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in ALL if case not in FAST)], ids=str
 )
 def test_equals_one_device(case: Piped) -> None:
-    report = case.run()
-    wrong = [row for row in report.rows if not row.ok]
-    assert report.ok, f"{len(wrong)} of {len(report.rows)}: {wrong[:5]} {report.first}"
-    assert {row.kind for row in report.rows} >= {"loss", "gradient", "parameter", "collectives"}
+    right(case.run())
 
 
 def test_the_matrix_has_every_model_and_shape() -> None:

@@ -22,7 +22,7 @@ from autopar.verify import Report
 from tests.helpers.ranks import on_ranks
 from tests.helpers.remat import in_part, rematerialised
 from tests.helpers.tiny import TINY
-from tests.helpers.verify import Sizes, Subject, by_recipe, by_stages, planned, subject, verified
+from tests.helpers.verify import Sizes, Subject, by_recipe, by_stages, planned, right, subject, verified
 
 # model, mesh, plan, level
 FAST: list[tuple[str, Sizes, str, str]] = [
@@ -78,22 +78,16 @@ SLOW_PIPES = [
 ]
 
 
-def _right(report: Report) -> None:
-    wrong = [row for row in report.rows if not row.ok]
-    assert report.ok, f"first wrong: {report.first}; {len(wrong)} of {len(report.rows)}: {wrong[:5]}"
-    assert {row.kind for row in report.rows} >= {"loss", "gradient", "parameter", "collectives"}
-
-
 def _single(model: str, sizes: Sizes, how: str, level: str) -> None:
     who = subject(model)
-    _right(who.verified(rematerialised(who, planned(who, sizes, how), level)))
+    right(who.verified(rematerialised(who, planned(who, sizes, how), level)))
 
 
 def _pipe(
     model: str, mesh: Sizes, recipe: str, places: int, microbatches: int, schedule: str, virtual: int, level: str
 ) -> None:
     who = subject(model)
-    _right(
+    right(
         who.verified(rematerialised(who, by_stages(who, mesh, recipe, places, microbatches, schedule, virtual), level))
     )
 
@@ -126,7 +120,7 @@ def test_some_blocks_of_a_run_are_run_again(model: str, sizes: Sizes, how: str, 
     who = subject(model)
     made = in_part(rematerialised(who, planned(who, sizes, how), level))
     assert "[:1]" in who.case(made).source()
-    _right(who.verified(made))
+    right(who.verified(made))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +134,7 @@ def test_some_blocks_of_a_run_are_run_again(model: str, sizes: Sizes, how: str, 
 def test_some_blocks_of_stages_are_run_again(case: tuple[str, Sizes, str, int, int, str, int, str]) -> None:
     model, mesh, recipe, places, microbatches, schedule, virtual, level = case
     who = subject(model)
-    _right(
+    right(
         who.verified(
             in_part(rematerialised(who, by_stages(who, mesh, recipe, places, microbatches, schedule, virtual), level))
         )

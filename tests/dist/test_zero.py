@@ -24,11 +24,10 @@ from autopar.recipes import roles
 from autopar.request import Request
 from autopar.runtime import Mesh, Param, ShardedModule, count, gradsync
 from autopar.runtime.params import Held
-from autopar.verify import Report
 from autopar.verify.reference import trainable
 from autopar.verify.step import RankCase
 from tests.helpers.ranks import living
-from tests.helpers.verify import Sizes, by_recipe, by_roles, by_stages, subject
+from tests.helpers.verify import Sizes, by_recipe, by_roles, by_stages, right, subject
 from tests.helpers.zero_plans import ROLES, offloaded
 
 FAST = [
@@ -109,18 +108,12 @@ SLOW_PIPES = [
 ]
 
 
-def _right(report: Report) -> None:
-    wrong = [row for row in report.rows if not row.ok]
-    assert report.ok, f"{len(wrong)} of {len(report.rows)}: {wrong[:5]} {report.first}"
-    assert {row.kind for row in report.rows} >= {"loss", "gradient", "parameter", "collectives"}
-
-
 @pytest.mark.parametrize(("name", "how"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
 def test_equals_one_device(name: str, how: str) -> None:
     who, (sizes, used) = subject(name), ROLES[how]
     made = by_roles(who, sizes, used, how)
     assert any(LayoutPair.of(node.outs[0]).gathered for node in made.nodes.values() if node.outs and not node.ins)
-    _right(who.verified(made))
+    right(who.verified(made))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +135,7 @@ def test_pipelines_equal_one_device(
     name: str, sizes: Sizes, used: tuple[roles.Role, ...], places: int, microbatches: int, schedule: str, virtual: int
 ) -> None:
     who = subject(name)
-    _right(who.verified(by_stages(who, sizes, used, places, microbatches, schedule, virtual)))
+    right(who.verified(by_stages(who, sizes, used, places, microbatches, schedule, virtual)))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +146,7 @@ def test_parameters_that_rest_on_the_host_equal_one_device(name: str, sizes: Siz
     made = offloaded(who, sizes)
     assert made.offload == "parameters" and made.strategy == "zero_offload" and Plan.from_json(made.to_json()) == made
     assert "host=True" in who.case(made).source()
-    _right(who.verified(made))
+    right(who.verified(made))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +159,7 @@ def test_optimizer_state_on_the_host_equals_one_device(name: str, sizes: Sizes) 
         made.offload == "optimizer" and made.strategy == "optimizer_offload" and Plan.from_json(made.to_json()) == made
     )
     assert "host_state=True" in who.case(made).source()
-    _right(who.verified(made))
+    right(who.verified(made))
 
 
 @pytest.mark.parametrize("held", ["optimizer", "parameters"])
@@ -197,7 +190,7 @@ def test_any_layout_may_rest_on_the_host(name: str, recipe: str, sizes: Sizes, h
         made.offload == held
         and {"optimizer": "host_state=True", "parameters": "host=True"}[held] in who.case(made).source()
     )
-    _right(who.verified(made))
+    right(who.verified(made))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +201,7 @@ def test_pipelines_on_the_host_equal_one_device(
     name: str, used: tuple[roles.Role, ...], schedule: str, virtual: int, held: str
 ) -> None:
     who = subject(name)
-    _right(who.verified(replace(by_stages(who, (2,), used, 2, 4, schedule, virtual), offload=held)))
+    right(who.verified(replace(by_stages(who, (2,), used, 2, 4, schedule, virtual), offload=held)))
 
 
 def _to_the_host(source: str, rank_case: RankCase) -> tuple[list[str], list[str]]:
@@ -243,7 +236,7 @@ def test_the_search_rests_on_the_host_what_does_not_fit() -> None:
     request = Request(Cluster.parse("h100:1x4"), Settings(who.mode), mesh=(4,), memory_bytes=1e6, time_limit_s=90.0)
     made = joint.plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
     assert made.offload and "on the host" in made.notes[-1], made.notes
-    _right(who.verified(replace(made, cluster=Cluster.parse("cpu:1x4").to_dict())))
+    right(who.verified(replace(made, cluster=Cluster.parse("cpu:1x4").to_dict())))
 
 
 @pytest.mark.slow
@@ -255,7 +248,7 @@ def test_the_search_finds_pipelines_on_the_host() -> None:
     request = Request(slow, Settings(who.mode), memory_bytes=1.2e6, time_limit_s=90.0)
     made = joint.plan(who.captured.gm, who.captured.hints, request, model=who.name, graph_hash=who.captured.graph_hash)
     assert made.offload and made.places == 2, made.notes
-    _right(who.verified(replace(made, cluster=Cluster.parse("cpu:1x2").to_dict())))
+    right(who.verified(replace(made, cluster=Cluster.parse("cpu:1x2").to_dict())))
 
 
 def test_plans_say_when_gradients_are_scattered() -> None:

@@ -55,16 +55,6 @@ def _symbols(gm: fx.GraphModule, dims: Any, model: nn.Module) -> dict:
     return found
 
 
-def hf_graph(build: Any, *, train: bool = False, dtype: torch.dtype = torch.float64) -> fx.GraphModule:
-    """Graph of a Hugging Face language model built on meta, with input_ids and labels of symbolic batch and
-    sequence."""
-    with torch.device("meta"):
-        model = build().to(dtype).train(train)
-        ids = torch.zeros(4, 16, dtype=torch.long)
-    dims = {"input_ids": {0: B, 1: S}, "labels": {0: B, 1: S}}
-    return export_graph(model, (), {"input_ids": ids, "labels": ids.clone()}, dims)
-
-
 def run_graph(gm: fx.GraphModule, model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple:
     """Outputs of the graph on the model's own tensors and named inputs, node by node."""
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))

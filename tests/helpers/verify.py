@@ -308,6 +308,13 @@ def planned(who: Subject, sizes: Sizes, how: str) -> Plan:
     return by_search(who, sizes, batch=FEW) if how == "few" else by_recipe(who, sizes, how)
 
 
+def right(report: Report) -> None:
+    """Nothing differs from one device, and everything was compared. Raises AssertionError, with what is wrong."""
+    wrong = [row for row in report.rows if not row.ok]
+    assert report.ok, f"first wrong: {report.first}; {len(wrong)} of {len(report.rows)}: {wrong[:5]}"
+    assert {row.kind for row in report.rows} >= {"loss", "gradient", "parameter", "collectives"}
+
+
 FEW = 2
 """Samples of a "few" plan: less than ranks, so that the search must split something else."""
 

@@ -213,6 +213,10 @@ class Plan:
         """The sizes of one microbatch, by symbol."""
         return {name: size // self.microbatches if name == "b" else size for name, size in self.hints.items()}
 
+    def stages_on(self, place: int) -> tuple[int, ...]:
+        """The numbers of the stages of a place, in order."""
+        return tuple(number for number, stage in enumerate(self.stages) if stage.place == place)
+
     def again(self, stage: Stage, scope: str, count: int) -> int:
         """How many of the first of the `count` instances of the run `scope` that `stage` has are run again in the
         backward."""

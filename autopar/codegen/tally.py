@@ -48,11 +48,8 @@ class Tally:
     @cached_property
     def stages(self) -> list[View]:
         """The views of this place's stages."""
-        return [
-            view
-            for view, stage in zip(views(self.program, self.plan), self.plan.stages, strict=True)
-            if stage.place == self.place
-        ]
+        found = views(self.program, self.plan)
+        return [found[number] for number in self.plan.stages_on(self.place)]
 
     @cached_property
     def before(self) -> dict[str, None]:

@@ -15,8 +15,7 @@ def of_places(program: Program, plan: Plan) -> tuple[float, ...]:
     """Bytes in the memory of the host for one rank of each place; sizes as in `predict`."""
     shares, found = Shares(program, plan), views(program, plan) if len(plan.stages) > 1 else (whole(program),)
     return tuple(
-        host_bytes(shares, [view for view, stage in zip(found, plan.stages, strict=True) if stage.place == place])
-        for place in range(plan.places)
+        host_bytes(shares, [found[number] for number in plan.stages_on(place)]) for place in range(plan.places)
     )
 
 

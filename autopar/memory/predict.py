@@ -70,7 +70,7 @@ def _holding(
 ) -> Holding:
     """One rank of a place, which runs the actions `line`; `known` are profiles of like stages."""
     plan = shares.plan
-    here = [view for view, stage in zip(stages, plan.stages, strict=True) if stage.place == number]
+    here = [stages[stage] for stage in plan.stages_on(number)]
     training, extra = plan.mode == "train", extra_bytes(shares)
     profiles = {}
     for view in here:

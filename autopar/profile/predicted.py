@@ -39,9 +39,8 @@ def _ran(stages: Stages, place: int) -> list[tuple[Ran, int]]:
     plan = stages.plan
     if not plan.pipelined:
         return [(stages.whole(), 1)]
-    own = [index for index, stage in enumerate(plan.stages) if stage.place == place]
     parts = ("forward", "backward") if stages.training else ("forward",)
-    found = [(stages.ran(index, part), plan.microbatches) for index in own for part in parts]
+    found = [(stages.ran(index, part), plan.microbatches) for index in plan.stages_on(place) for part in parts]
     if not stages.training:
         return found
     last = stages.rank(place)

@@ -127,7 +127,7 @@ class Stages:
 
     def optimizer(self, place: int) -> Piece:
         """The optimizer's step over what a rank of `place` holds."""
-        here = [i for i, stage in enumerate(self.plan.stages) if stage.place == place]
+        here = self.plan.stages_on(place)
         prices, nodes = self.pieces[place].prices, self.plan.nodes
         return Piece(
             self.plan.optimizer,

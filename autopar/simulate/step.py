@@ -218,10 +218,9 @@ class _Pipeline:
             last = timeline.end_s[ending[-1][0]]
             times += [(timeline.begin_s[sums[0]], timeline.end_s[sums[-1]]), (timeline.end_s[sums[-1]], last)]
         memory = over_time(self.held[place].levels(), times)
-        held = tuple(i for i, stage in enumerate(self.stages.plan.stages) if stage.place == place)
         return Place(
             place,
-            held,
+            self.stages.plan.stages_on(place),
             compute,
             exposed,
             hidden,

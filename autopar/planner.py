@@ -53,7 +53,7 @@ SURE = 0.02
 """Relative: where a step takes longer than by its Problem's prices by more than this, choices with less communication
 to hide are tried too."""
 
-SHOWN = 0.005
+WARY_GAP = 0.005
 """Relative: how close to the optimum such choices are solved."""
 
 _On = tuple[Mesh, tuple[roles.Role, ...]]  # a mesh, and the role of each of its axes
@@ -303,7 +303,12 @@ class Planner:
         if first.bound_s >= cutoff_s:
             return found
         best = ilp.search(
-            shown, time_limit_s=time_limit_s, seed=self.request.seed, start=first.choice, cutoff_s=cutoff_s, gap=SHOWN
+            shown,
+            time_limit_s=time_limit_s,
+            seed=self.request.seed,
+            start=first.choice,
+            cutoff_s=cutoff_s,
+            gap=WARY_GAP,
         )
         other = found.refined(replace(found.solution, choice=best.choice, optimal=False))
         return other if other.cost.time_s < step_s and self.counted(other).peak <= self.request.limit_bytes else found

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.joint.relaxed import Key, Relaxed
-from autopar.problem.presolve import Choice
+from autopar.problem.types import Picks
 from autopar.search import ilp
 from autopar.search.recosted import Recosted
 
@@ -28,7 +28,7 @@ class Seen:
     bound already reaches what is known."""
 
     bound_s: float
-    choice: Choice | None
+    choice: Picks | None
 
 
 class Solver:

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.problem.types import Net, Problem, Use
+from autopar.problem.types import Net, Picks, Problem, Use
 
-Choice = tuple[int, ...]
 _PROBES = 24  # features by which most pairs of choices are told apart before all of them are compared
 
 
-def presolve(problem: Problem) -> tuple[Problem, Callable[[Choice], Choice]]:
+def presolve(problem: Problem) -> tuple[Problem, Callable[[Picks], Picks]]:
     """(smaller problem, restore): `restore(choice of the smaller)` is a choice of `problem` of the same cost.
 
     The optimal time is the same. Raises InfeasibleError when a node has no choice left.
@@ -37,7 +36,7 @@ def presolve(problem: Problem) -> tuple[Problem, Callable[[Choice], Choice]]:
     return small, lambda choice: tuple(int(k[c]) for k, c in zip(kept, choice, strict=True))
 
 
-def allowed(problem: Problem) -> tuple[Problem, Callable[[Choice], Choice]]:
+def allowed(problem: Problem) -> tuple[Problem, Callable[[Picks], Picks]]:
     """As `presolve`, and faster: only what is forbidden is dropped."""
     found = Selected.of(problem)
     return found.problem, found.restore
@@ -69,11 +68,11 @@ class Selected:
             each if cells is None else each[cells] for each, cells in zip(net_s, self.cells, strict=True)
         ]
 
-    def small(self, choice: Choice) -> Choice:
+    def small(self, choice: Picks) -> Picks:
         """A choice of the whole Problem, with nothing forbidden, in choices of the smaller one."""
         return tuple(int(np.searchsorted(kept, c)) for kept, c in zip(self.kept, choice, strict=True))
 
-    def restore(self, choice: Choice) -> Choice:
+    def restore(self, choice: Picks) -> Picks:
         """A choice of the smaller Problem in choices of the whole one."""
         return tuple(int(kept[c]) for kept, c in zip(self.kept, choice, strict=True))
 

@@ -29,6 +29,8 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.text import gibibytes
 
+Picks = tuple[int, ...]  # for each node of a Problem the number of its choice
+
 
 @dataclass(frozen=True, eq=False)
 class Node:
@@ -123,7 +125,7 @@ class Solution:
     `note` say where it comes from.
     """
 
-    choice: tuple[int, ...]
+    choice: Picks
     strategy: str
     bound_s: float = 0.0
     optimal: bool = False
@@ -180,7 +182,7 @@ class Problem:
         ]
         return replace(self, nodes=tuple(nodes), _check=False)
 
-    def evaluate(self, choice: tuple[int, ...]) -> Cost:
+    def evaluate(self, choice: Picks) -> Cost:
         """What `choice` costs; solver-free, and what every strategy is scored by.
 
         Raises InfeasibleError when the memory limit is exceeded or a forbidden pair is used.
@@ -195,7 +197,7 @@ class Problem:
             )
         return cost
 
-    def price(self, choice: tuple[int, ...]) -> Cost:
+    def price(self, choice: Picks) -> Cost:
         """As `evaluate`, without raising: a forbidden pair costs infinity, and memory may exceed the limit."""
         comm, hide = np.zeros(self.groups), np.zeros(self.groups)
         compute, exposed, memory = 0.0, 0.0, 0.0

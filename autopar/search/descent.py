@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from autopar.problem.types import Problem
+from autopar.problem.types import Picks, Problem
 from autopar.search.state import TOLERANCE, Penalty, State
 
 _SWEEPS = 4  # forwards and backwards twice: message passing does not need a local optimum to start from
@@ -68,7 +68,7 @@ def _settle(state: State, v: int, penalty: Penalty, restless: np.ndarray) -> Non
         restless[state.near[v]] = True
 
 
-def fits(problem: Problem, choice: tuple[int, ...]) -> bool:
+def fits(problem: Problem, choice: Picks) -> bool:
     """Whether `choice` is feasible."""
     cost = problem.price(choice)
     return cost.feasible and cost.memory_bytes <= problem.memory_limit_bytes * (1 + 1e-9)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.problem.types import Node, Problem
+from autopar.problem.types import Node, Picks, Problem
 from autopar.search.descent import better, descend
 from autopar.search.messages import FORBIDDEN, MAX_SHARED, Messages, split
 from autopar.search.state import State
@@ -37,7 +37,7 @@ class Bound:
     better uses a choice outside of `keep` (per node, indices). `rounds` is how many were run."""
 
     bound_s: float
-    choice: tuple[int, ...]
+    choice: Picks
     keep: list[np.ndarray]
     rounds: int
 
@@ -208,7 +208,7 @@ class _Dual:
             self.late = np.clip(self.late + length * late / unit_s**2, 0.0, 1.0)
             self._price()
 
-    def _violation(self, choice: tuple[int, ...]) -> tuple[float, np.ndarray]:
+    def _violation(self, choice: Picks) -> tuple[float, np.ndarray]:
         """By how much `choice` violates what is relaxed: bytes over the limit as a share of the limit, and [groups] the
         seconds of collectives that exceed the compute that hides them. A forbidden pair has no seconds."""
         late, memory = np.zeros(self.problem.groups), 0.0

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.problem.presolve import select
-from autopar.problem.types import Problem
+from autopar.problem.types import Picks, Problem
 from autopar.search import dual
 from autopar.search.descent import better, descend
 from autopar.search.model import Linear, build
@@ -34,7 +34,7 @@ _WORTHWHILE = 0.9  # another LP when the last one left less than this share of t
 class Exact:
     """`bound_s` holds for every feasible solution; `note` says which steps were needed."""
 
-    choice: tuple[int, ...]
+    choice: Picks
     bound_s: float
     note: str
 
@@ -69,7 +69,7 @@ class _Run:
         """Seconds that are left; negative past the deadline."""
         return self.deadline - time.perf_counter()
 
-    def offer(self, choice: tuple[int, ...] | None) -> None:
+    def offer(self, choice: Picks | None) -> None:
         """Take `choice` (of the present problem) as the best solution if it is feasible and better."""
         if choice is not None:
             lifted = tuple(int(k[c]) for k, c in zip(self.kept, choice, strict=True))

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.problem.types import Picks
 from autopar.search.state import BYTES, Penalty, State
-
-Choice = tuple[int, ...]
 
 PRICED_MOVES = 16
 """Moves of each kind (one node, two nodes) that are priced at most before the descent ends."""
@@ -37,11 +36,11 @@ PAIRS_AT_ONCE = 4096
 
 def honed(
     state: State,
-    start: Choice,
-    price_s: Callable[[Choice], float],
+    start: Picks,
+    price_s: Callable[[Picks], float],
     late: Callable[[], bool] = lambda: False,
     tried: int = PRICED_MOVES,
-) -> tuple[Choice, float]:
+) -> tuple[Picks, float]:
     """Descend from `start`, which fits: a solution that fits and is no slower, and its seconds by `price_s`.
 
     `late` ends it early; `tried` is the number of moves of each kind that are priced before it gives up.
@@ -58,12 +57,12 @@ class _Honing:
     """The descent so far: the best solution, at which `state` is, and those that were `seen` (priced)."""
 
     state: State
-    price_s: Callable[[Choice], float]
+    price_s: Callable[[Picks], float]
     late: Callable[[], bool]
     tried: int
-    best: Choice
+    best: Picks
     best_s: float
-    seen: set[Choice] = field(default_factory=set)
+    seen: set[Picks] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         sizes = np.diff(self.state.starts)
@@ -77,7 +76,7 @@ class _Honing:
         self.fits = Penalty(0.0 if np.isinf(room) else 1e6 * scale_s / max(room, 1.0), 1e6 * scale_s)
         self.roomy = Penalty(0.0, 1e6 * scale_s)
 
-    def moved(self, moves: Iterable[Choice]) -> bool:
+    def moved(self, moves: Iterable[Picks]) -> bool:
         """Make the first of `moves` that is faster by its price; whether there was one."""
         priced = 0
         for made in moves:
@@ -93,19 +92,19 @@ class _Honing:
                 break
         return False
 
-    def _with(self, *columns: int) -> Choice:
+    def _with(self, *columns: int) -> Picks:
         """The best solution with the choices of some columns."""
         new = list(self.best)
         for column in columns:
             new[self.node[column]] = int(self.choice[column])
         return tuple(new)
 
-    def singles(self) -> Iterator[Choice]:
+    def singles(self) -> Iterator[Picks]:
         """Moves of one node, the most promising first."""
         for column in self._promising(self._seconds(self.fits)):
             yield self._with(column)
 
-    def pairs(self) -> Iterator[Choice]:
+    def pairs(self) -> Iterator[Picks]:
         """Moves of two nodes, the most promising first."""
         short = self._short()
         one, other = (short[at] for at in np.triu_indices(len(short), 1))

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from autopar.errors import InfeasibleError
 from autopar.problem.presolve import allowed, presolve
-from autopar.problem.types import Problem, Solution
+from autopar.problem.types import Picks, Problem, Solution
 from autopar.search import dual, greedy
 from autopar.search.descent import better, descend, fits
 from autopar.search.exact import GAP, minimise
@@ -113,7 +113,7 @@ def _with_fewer_reshards(problem: Problem, time_limit_s: float) -> tuple[int, ..
     return better(problem, found, descend(problem, found, time.perf_counter() + time_limit_s))
 
 
-def finish(problem: Problem, choice: tuple[int, ...], bound_s: float, note: str) -> Solution:
+def finish(problem: Problem, choice: Picks, bound_s: float, note: str) -> Solution:
     """The Solution of a choice and a bound. The bound is clipped to the time of the choice, because solvers round."""
     time_s = problem.evaluate(choice).time_s
     bound_s = min(max(bound_s, 0.0), time_s)

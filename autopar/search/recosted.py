@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.problem.presolve import Choice, Selected
-from autopar.problem.types import Problem
+from autopar.problem.presolve import Selected
+from autopar.problem.types import Picks, Problem
 from autopar.search.descent import descend
 from autopar.search.messages import FORBIDDEN, Messages, split
 from autopar.search.state import State, scale_s
@@ -55,7 +55,7 @@ class Recosted:
                 break
         return found_s
 
-    def seconds(self, choice: Choice) -> float:
+    def seconds(self, choice: Picks) -> float:
         """Seconds of a choice of the whole problem at the last costs."""
         return self.problem.price(self._selected.small(choice)).time_s
 
@@ -71,7 +71,7 @@ class Recosted:
             for factor in parts:
                 factor.table = factor.share * finite_s
 
-    def solution(self) -> Choice | None:
+    def solution(self) -> Picks | None:
         """A choice of the whole problem that no move of a single node improves at the last costs; None where descent
         ends at one that is forbidden."""
         start = self._messages.decode()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.problem.types import Net, Problem
+from autopar.problem.types import Net, Picks, Problem
 
 TOLERANCE = 1e-12  # relative: differences below are rounding
 SECONDS, BYTES, FORBIDDEN = range(3)
@@ -44,7 +44,7 @@ class _Touch(NamedTuple):
 class State:
     """One choice per node (-1: not placed yet, its nets do not count) and its totals."""
 
-    def __init__(self, problem: Problem, choice: tuple[int, ...] | list[int]) -> None:
+    def __init__(self, problem: Problem, choice: Picks | list[int]) -> None:
         self.problem, self.limit_bytes = problem, problem.memory_limit_bytes
         self.tables = [self._net_features(t) for t in range(len(problem.nets))]
         self.slots = [self._slots(t) for t in range(len(problem.nets))]
@@ -79,7 +79,7 @@ class State:
         self._stale = set(range(len(problem.nodes)))
         self.__dict__.pop("scale_s", None)
 
-    def reset(self, choice: tuple[int, ...] | list[int]) -> None:
+    def reset(self, choice: Picks | list[int]) -> None:
         """Take `choice` and recompute the totals."""
         for v, (before, c) in enumerate(zip(self.choice, choice, strict=True)):
             if before != c:

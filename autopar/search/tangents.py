@@ -19,10 +19,10 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.problem.types import Net, Node, Problem
+from autopar.problem.types import Net, Node, Picks, Problem
 from autopar.search import ilp
 from autopar.search.descent import descend
-from autopar.search.honing import LEAST_GAIN, PRICED_MOVES, Choice, honed
+from autopar.search.honing import LEAST_GAIN, PRICED_MOVES, honed
 from autopar.search.state import BYTES, FIXED, FORBIDDEN, State
 
 SPREADS = (0.003, 0.03, 0.1, 0.3)
@@ -34,11 +34,11 @@ GLANCE_S = 10.0
 
 def roamed(
     state: State,
-    start: Choice,
-    price_s: Callable[[Choice], float],
+    start: Picks,
+    price_s: Callable[[Picks], float],
     late: Callable[[], bool] = lambda: False,
     tried: int = PRICED_MOVES,
-) -> tuple[Choice, float]:
+) -> tuple[Picks, float]:
     """As `honing.honed`: a solution that fits and is no slower than `start`, which fits; and its seconds by
     `price_s`."""
     best, start_s = _by_tangents(state, start, late), price_s(start)
@@ -46,7 +46,7 @@ def roamed(
     return (found, found_s) if found_s < start_s or best == start else honed(state, start, price_s, late, tried)
 
 
-def promises(state: State, start: Choice, below_s: float) -> bool:
+def promises(state: State, start: Picks, below_s: float) -> bool:
     """Whether descent from a tangent at `start`, of any spread, ends at a solution that takes less than `below_s` by
     the State."""
     for spread in SPREADS:
@@ -58,7 +58,7 @@ def promises(state: State, start: Choice, below_s: float) -> bool:
     return False
 
 
-def _by_tangents(state: State, start: Choice, late: Callable[[], bool]) -> Choice:
+def _by_tangents(state: State, start: Picks, late: Callable[[], bool]) -> Picks:
     """The fastest solution by the State that is reached from `start` by tangents and descent."""
     state.reset(start)
     best, best_s, before_s = start, float(state.seconds(state.totals)[0]), math.inf
@@ -72,7 +72,7 @@ def _by_tangents(state: State, start: Choice, late: Callable[[], bool]) -> Choic
     return best
 
 
-def _descended(problem: Problem, state: State) -> Choice | None:
+def _descended(problem: Problem, state: State) -> Picks | None:
     """The end of a descent by `state` that begins at a solution of the tangent `problem`; `state` is left there. None
     where nothing fits."""
     try:

@@ -105,7 +105,7 @@ def _written(owner: nn.Module, keys: list[str], write: Callable[[Any], object]) 
         with _light():
             write(copy)
         runs.append(_like(copy, owner, keys))
-    return {key: value for key, value in runs[0].items() if key in runs[1] and same(value, runs[1][key])}
+    return _agreed(*runs)
 
 
 def _constructed(model: nn.Module, path: str, keys: list[str]) -> Values:
@@ -122,7 +122,12 @@ def _constructed(model: nn.Module, path: str, keys: list[str]) -> Values:
         if _shape_of(made) != _shape_of(owner):
             raise ValueError("run again with the arguments that are kept it makes another module")
         runs.append(_like(made, owner, keys))
-    return {key: value for key, value in runs[0].items() if key in runs[1] and same(value, runs[1][key])}
+    return _agreed(*runs)
+
+
+def _agreed(first: Values, second: Values) -> Values:
+    """What two runs have made alike."""
+    return {key: value for key, value in first.items() if key in second and same(value, second[key])}
 
 
 def _kept_arguments(owner: nn.Module) -> dict[str, Any]:

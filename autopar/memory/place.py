@@ -258,17 +258,9 @@ class Holding:
         """After the backward: sums of gradients over ranks, then the optimizer."""
         nothing = (0,) * len(self.profiles)
         summed = sum(e.nbytes for e in (*still, *gradients))
-        yield Moment(summed + self.sums_bytes(), SUMS, -1, -1, nothing, nothing, {}, True)
-        yield Moment(
-            sum(e.nbytes for e in _rested(still, gradients)) + self.update_bytes(),
-            UPDATE,
-            -1,
-            -1,
-            nothing,
-            nothing,
-            {},
-            True,
-        )
+        rested = sum(e.nbytes for e in _rested(still, gradients))
+        for nbytes, phase in ((summed + self.sums_bytes(), SUMS), (rested + self.update_bytes(), UPDATE)):
+            yield Moment(nbytes, phase, -1, -1, nothing, nothing, {}, gradients=True)
 
     def sums_bytes(self) -> float:
         """The most bytes that sums of gradients use in addition to what rests: a flat copy of one bucket. For scattered

@@ -72,7 +72,7 @@ def options_of(op: Op, ways: int, sections: Sections, rules: Mapping[Any, Rule] 
         return [option for option in found if not _needs_planned_sizes(op, option)]
     if op.role == "param":
         return _parameter_options(op, ways, sections)
-    if op.role == "input" and 0 in op.batch[0] and op.call.outs[0].sizes[0] % ways == 0:
+    if splits_samples(op, ways):
         return [_at_rest("", op, "R"), _at_rest("b", op, "S0")]
     if op.role == "output":
         entries = ["R", *(shard(d) for d, n in enumerate(op.call.ins[0].sizes) if n >= ways)]
@@ -80,6 +80,11 @@ def options_of(op: Op, ways: int, sections: Sections, rules: Mapping[Any, Rule] 
     if op.role in ("loss", "mutation"):
         return [Option("", (Use("R", "R" if op.call.ins[0].grad else "-"),), ())]
     return [_at_rest("", op, "R")]
+
+
+def splits_samples(op: Op, ways: int) -> bool:
+    """Whether an Op is an input whose samples, its first dim, can be split over `ways` ranks."""
+    return op.role == "input" and 0 in op.batch[0] and op.call.outs[0].sizes[0] % ways == 0
 
 
 def _needs_planned_sizes(op: Op, option: Option) -> bool:

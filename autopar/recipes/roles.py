@@ -15,6 +15,7 @@ from autopar.errors import PlanError
 from autopar.problem.at_rest import EACH, is_gathered
 from autopar.problem.clusters import Allow
 from autopar.problem.graph import HOLDERS, Op, Program
+from autopar.problem.options import splits_samples
 from autopar.recipes import attention
 from autopar.recipes.kinds import ATTRIBUTE, PARAMETER, PARTIAL, REPLICATE, SAMPLE, cuts_sequence, kind
 from autopar.rules import rule_for
@@ -269,7 +270,7 @@ def _cuts_first(option: Option, index: int) -> bool:
 
 
 def _samples(op: Op, option: Option, ways: int) -> bool:
-    if op.role == "input" and 0 in op.batch[0] and op.call.outs[0].sizes[0] % ways == 0:
+    if splits_samples(op, ways):
         return option.split
     if op.role in _NO_OPERATORS:
         return True

@@ -35,7 +35,7 @@ from autopar.planner import Planner
 from autopar.problem.build import fits_together
 from autopar.problem.clusters import Cluster as OpCluster
 from autopar.problem.clusters import Joint
-from autopar.problem.graph import Op
+from autopar.problem.graph import Op, Ref
 from autopar.problem.rerun import check as check_rerun
 from autopar.problem.settings import Settings
 from autopar.recipes.kinds import kind
@@ -133,15 +133,7 @@ class _Suited:
         plan, program = self.plan, self.planner.program
         if plan.schedule == UNCUT:
             return
-        unknown = [
-            (f"stages[{i}].{what}", name)
-            for i, stage in enumerate(plan.stages)
-            for what, names, known in (("nodes", stage.nodes, program.ops), ("blocks", stage.blocks, program.runs))
-            for name in names
-            if name not in known
-        ]
-        for path, name in unknown:
-            fail(path, repr(name), "operators and runs of blocks of the graph")
+        self._check_names_of_stages()
         free = free_ops(program)
         counts = [
             sum(stop - first for first, stop in stage.blocks.values()) + sum(name not in free for name in stage.nodes)
@@ -171,6 +163,15 @@ class _Suited:
                 f"cut in front of {units(program)[wrong[0]].name}",
                 "no cut between what reads a buffer and what makes its new value",
             )
+
+    def _check_names_of_stages(self) -> None:
+        """The graph has the operators and the runs of blocks that stages name."""
+        program = self.planner.program
+        for i, stage in enumerate(self.plan.stages):
+            for what, names, known in (("nodes", stage.nodes, program.ops), ("blocks", stage.blocks, program.runs)):
+                for name in names:
+                    if name not in known:
+                        fail(f"stages[{i}].{what}", repr(name), "operators and runs of blocks of the graph")
 
     def check_again(self) -> None:
         """Blocks that are run again exist, and so do so many instances of them."""
@@ -281,15 +282,8 @@ class _Suited:
         """Microbatches share each value by the rules of the operators."""
         plan, program = self.plan, self.whole.program
         totals = dict.fromkeys(map(total_ref, plan.totals))
-        for name, index in totals:
-            if name not in program.ops or index >= len(program.ops[name].call.outs):
-                fail("totals", f"{name}:{index}", "values of the graph")
-            if plan.nodes[name].micro[index] != "R":
-                fail(
-                    f"nodes.{name}.micro[{index}]",
-                    repr(plan.nodes[name].micro[index]),
-                    "'R': it is one of totals, which all microbatches have whole",
-                )
+        for ref in totals:
+            self._check_total(ref)
         able = self.whole.table(plan.microbatches, placed=False)
         entries = {
             (name, i): "P" if (name, i) in totals else entry
@@ -323,6 +317,18 @@ class _Suited:
                 "shared",
                 list(plan.shared),
                 f"{list(made.shared)}, the operands of which each microbatch takes its part",
+            )
+
+    def _check_total(self, ref: Ref) -> None:
+        """A total is a value of the graph, and all microbatches have it whole."""
+        (name, index), ops = ref, self.whole.program.ops
+        if name not in ops or index >= len(ops[name].call.outs):
+            fail("totals", f"{name}:{index}", "values of the graph")
+        if (entry := self.plan.nodes[name].micro[index]) != "R":
+            fail(
+                f"nodes.{name}.micro[{index}]",
+                repr(entry),
+                "'R': it is one of totals, which all microbatches have whole",
             )
 
     # -- memory

@@ -93,13 +93,8 @@ def level(base: Level, samples: Sequence[Sample], most_bytes_s: float, source: s
         curve = _curve(kind, members, kept, share(kind, members) / most_bytes_s) if len(kept) >= LEAST_SAMPLES else None
         name = f"{base.name}.{kind} on {members}"
         if curve is not None and curve.start_s < LEAST_START_S:
-            fits.impossible.append(
-                Impossible(
-                    f"{name}, start_s",
-                    curve.start_s,
-                    f"wanted {LEAST_START_S:g} at least: no message is there in no time",
-                )
-            )
+            wanted = f"wanted {LEAST_START_S:g} at least: no message is there in no time"
+            fits.impossible.append(Impossible(f"{name}, start_s", curve.start_s, wanted))
             curve = dataclasses.replace(curve, start_s=min(p.start_s + p.hop_s for p in base.serving(kind, members)))
         if (
             curve is not None
@@ -108,8 +103,11 @@ def level(base: Level, samples: Sequence[Sample], most_bytes_s: float, source: s
         ):
             curves.append(curve)
             fits.add(Fit(name, curve.start_s, curve.samples, curve.error, "start in seconds"))
-    if not curves:
-        return base, fits
+    return (_fitted(base, curves, source) if curves else base), fits
+
+
+def _fitted(base: Level, curves: Sequence[Curve], source: str) -> Level:
+    """`base` with a protocol for each of `curves`; other collectives keep theirs, at the rates that they had."""
     fitted = {(c.kind, c.members) for c in curves}
     groups = tuple(n for n in range(2, base.size + 1) if base.size % n == 0)
     rest = [
@@ -130,7 +128,7 @@ def level(base: Level, samples: Sequence[Sample], most_bytes_s: float, source: s
         topology="switch",
         protocols=protocols,
         source=f"{source}; the best of all collectives",
-    ), fits
+    )
 
 
 def _curve(kind: str, members: int, samples: Sequence[Sample], least_s: float) -> Curve | None:

@@ -169,14 +169,7 @@ def explicit(
         for dim, said in dims.items():
             if shape is None or not 0 <= dim < len(shape):
                 raise CaptureError(f"{asked}: input {index} has no dim {dim}")
-            name = said if isinstance(said, str) else getattr(said, "__name__", None)
-            if name is None:
-                raise CaptureError(
-                    f"{asked}: dim {dim} of input {index} is {said!r}, which has no name; wanted text, as 'b', or a "
-                    "torch.export.Dim, and no entry for a dim that has one size"
-                )
-            if not name.isidentifier() or keyword.iskeyword(name):
-                raise CaptureError(f"{asked}: {name!r} is no Python name, and sizes are written with it")
+            name = _name(said, f"{asked}: dim {dim} of input {index} is {said!r}")
             if found.hints.setdefault(name, shape[dim]) != shape[dim]:
                 raise CaptureError(f"{asked}: {name} is {found.hints[name]} and {shape[dim]}")
             found.of.setdefault(index, {})[dim] = name
@@ -188,3 +181,17 @@ def explicit(
             if most is not None and most < UNBOUNDED:
                 found.limits[name] = int(most)
     return found
+
+
+def _name(said: Any, what: str) -> str:
+    """The name of a size: `said` is text or a torch.export.Dim. Raises CaptureError, which begins with `what`, where it
+    has none, or one that is no name in Python."""
+    name = said if isinstance(said, str) else getattr(said, "__name__", None)
+    if name is None:
+        raise CaptureError(
+            f"{what}, which has no name; wanted text, as 'b', or a torch.export.Dim, and no entry for a dim that has "
+            "one size"
+        )
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise CaptureError(f"{what}, which is no Python name, and sizes are written with it")
+    return name

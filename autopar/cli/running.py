@@ -19,9 +19,8 @@ from autopar.cli.emitting import bundle
 from autopar.cli.rebuild import rebuild
 from autopar.plan import Plan
 from autopar.runtime import launch
-from autopar.runtime.optimizer_state import optimizer_of
 from autopar.runtime.process_group import joined
-from autopar.runtime.scaling import scaler_for
+from autopar.runtime.whole_step import step_of
 from autopar.text import seconds
 
 
@@ -73,18 +72,11 @@ def train(job: Job) -> list[Step]:
     plan = job.bundle.plan
     module = job.bundle.build(job.weights)
     batch = module.shard_batch(**job.batch)
-    optimizer = optimizer_of(plan.optimizer, module.parameters(), job.lr) if plan.mode == "train" else None
-    scaler, done = scaler_for(module), []
+    step, done = step_of(module, batch, plan.optimizer, job.lr), list[Step]()
     for number in range(job.steps):
-        start, loss = time.perf_counter(), None
-        if optimizer is None:
-            with torch.no_grad():
-                module(*batch)
-        else:
-            optimizer.zero_grad()
-            loss = float(module.train_step(*batch, scaler=scaler))
-            scaler.step(optimizer)
-            scaler.update()
+        start = time.perf_counter()
+        found = step()
+        loss = None if found is None else float(found)
         done.append(Step(loss, time.perf_counter() - start))
         if dist.get_rank() == 0 and not job.quiet:
             said = "" if loss is None else f"loss {loss:.6f}, "

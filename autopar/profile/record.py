@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity
 
 from autopar.bundle import Bundle
 from autopar.profile.attribute import Key, attributed
-from autopar.runtime.optimizer_state import optimizer_of
-from autopar.runtime.scaling import scaler_for
+from autopar.runtime.whole_step import step_of
 
 WARM = 2
 QUIET = ("KINETO_LOG_LEVEL", "6")
@@ -51,19 +50,7 @@ def record(job: Job) -> Recorded:
     plan, cuda = job.bundle.plan, job.bundle.plan.device_kind == "cuda"
     module = job.bundle.build(job.weights)
     batch = module.shard_batch(**job.batch)
-    optimizer = optimizer_of(plan.optimizer, module.parameters(), 1e-4) if plan.mode == "train" else None
-    scaler = scaler_for(module)
-
-    def step() -> None:
-        if optimizer is None:
-            with torch.no_grad():
-                module(*batch)
-            return
-        optimizer.zero_grad()
-        module.train_step(*batch, scaler=scaler)
-        scaler.step(optimizer)
-        scaler.update()
-
+    step = step_of(module, batch, plan.optimizer, 1e-4)
     for _ in range(WARM):
         step()
     times = [_timed(step, cuda) for _ in range(job.steps)]

@@ -12,7 +12,7 @@ import argparse
 import inspect
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,8 @@ from autopar import torchrun
 from autopar.errors import RunError
 from autopar.runtime import constants
 from autopar.runtime.module import ShardedModule
-from autopar.runtime.optimizer_state import optimizer_of
 from autopar.runtime.process_group import join
-from autopar.runtime.scaling import scaler_for
+from autopar.runtime.whole_step import step_of
 
 
 def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = None) -> float:
@@ -50,11 +49,11 @@ def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = Non
     else:
         initialise(model, options.seed)
     batch = model.shard_batch(**_batch(options.batch, model_class, options.seed))
-    step = _training(model, batch, options.lr) if model_class.TRAINS else _forward(model, batch)
-    loss = float("nan")
+    step, loss = step_of(model, batch, "adamw", options.lr), float("nan")
     for number in range(options.steps):
         start = time.perf_counter()
-        loss = step()
+        if (found := step()) is not None:
+            loss = float(found)
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(
                 f"step {number}: "
@@ -62,28 +61,6 @@ def main(model_class: type[ShardedModule], arguments: Sequence[str] | None = Non
                 flush=True,
             )
     return loss
-
-
-def _training(model: ShardedModule, batch: Sequence[Any], lr: float) -> Callable[[], float]:
-    optimizer, scaler = optimizer_of("adamw", model.parameters(), lr), scaler_for(model)
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = float(model.train_step(*batch, scaler=scaler))
-        scaler.step(optimizer)
-        scaler.update()
-        return loss
-
-    return step
-
-
-def _forward(model: ShardedModule, batch: Sequence[Any]) -> Callable[[], float]:
-    def step() -> float:
-        with torch.no_grad():
-            model(*batch)
-        return float("nan")
-
-    return step
 
 
 def _fill(model: ShardedModule, emitted: Path) -> None:

@@ -203,8 +203,7 @@ class Filling:
         table, (first, stop), flying = self.tables[stage], self.edges[stage : stage + 2], self.in_flight[stage]
         again = self._again(stage, first, stop) or 0
         held = table.held(first, stop, flying) - table.saved(first, first + again, flying)
-        live = max(table.live(first, stop), float(table.live_again[first : first + again].max(initial=0.0)))
-        return Spent(table.time_s(first, stop, again), held, live)
+        return Spent(table.time_s(first, stop, again), held, table.live(first, stop, again))
 
     def _furthest(self, stage: int) -> int | None:
         """The last position at which a stage may end and every later stage can still have a piece; None where it cannot

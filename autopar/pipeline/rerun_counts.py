@@ -60,8 +60,7 @@ class _Place:
     def bytes(self, again: Sequence[int]) -> float:
         """Bytes per device, if so many of the first pieces of each stage run again."""
         live = max(
-            max(table.live(first, stop), float(table.live_again[first : first + n].max(initial=0.0)))
-            for table, (first, stop), n in zip(self.tables, self.ends, again, strict=True)
+            table.live(first, stop, n) for table, (first, stop), n in zip(self.tables, self.ends, again, strict=True)
         )
         return self._rest + live + float(self.flying.peak_bytes(self._kept(again), self._halfway))
 

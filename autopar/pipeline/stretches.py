@@ -249,11 +249,12 @@ class Table:
         live, live_again = (float(np.median(each[first:stop])) for each in (self._most[0], self.live_again))
         return Need(self.held(first, stop, flying), self.saved(first, stop, flying), live, live_again)
 
-    def live(self, first: int, stop: int) -> float:
-        """The most bytes in `[first, stop)` that exist only while a piece runs: the maximum over two stretches of 2^n
-        pieces that cover it."""
+    def live(self, first: int, stop: int, again: int = 0) -> float:
+        """The most bytes in `[first, stop)` that exist only while a piece runs, where the first `again` run again: the
+        maximum over two stretches of 2^n pieces that cover it, and over those."""
         power = (stop - first).bit_length() - 1
-        return max(self._most[power][first], self._most[power][stop - 2**power])
+        most = max(self._most[power][first], self._most[power][stop - 2**power])
+        return max(most, float(self.live_again[first : first + again].max())) if again else most
 
     def slow(self, first: int, stop: int, limit_s: float) -> bool:
         """Whether a stage takes longer than `limit_s` however many of its pieces run again."""

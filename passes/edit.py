@@ -139,6 +139,16 @@ def args_of(node: fx.Node) -> dict[str, Any]:
     return values
 
 
+def given_by_name(node: fx.Node, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The way back from `args_of`: arguments by name, in the order of the op's schema, as (args, kwargs) of the op of
+    `node`."""
+    named = {argument.name for argument in node.target._schema.arguments if argument.kwarg_only}  # type: ignore[union-attr]
+    return (
+        tuple(value for name, value in values.items() if name not in named),
+        {name: value for name, value in values.items() if name in named},
+    )
+
+
 def size(node: fx.Node, dim: int) -> int | fx.Node:
     """Size of tensor dim `dim`: an int, or a new `sym_size` node where it is symbolic (at the insertion point)."""
     value = node.meta["val"].shape[dim]

@@ -163,10 +163,8 @@ def _mean(node: fx.Node) -> fx.Node | None:
 
 def _reduced(node: fx.Node, given: dict[str, Any], reduction: int) -> fx.Node:
     """The loss `node` with another reduction."""
-    values = {**given, "reduction": reduction}
-    named = {argument.name for argument in node.target._schema.arguments if argument.kwarg_only}  # type: ignore[union-attr]
-    args = tuple(value for name, value in values.items() if name not in named)
-    return edit.call(node.graph, node.target, args, {name: values[name] for name in named}, like=node)  # type: ignore[arg-type]
+    args, kwargs = edit.given_by_name(node, {**given, "reduction": reduction})
+    return edit.call(node.graph, node.target, args, kwargs, like=node)  # type: ignore[arg-type]  # an operator
 
 
 MEANS = (

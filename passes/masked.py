@@ -192,7 +192,7 @@ def _along(node: fx.Node, known: Known, *, new: int = 0) -> Whole | None:
     moved = [dim % rank + facts.rank(mask) - 1 for dim in dims]
     by_name = dict(zip(tensors, rows, strict=True))
     values = {**given, "dim": moved if isinstance(asked, (list, tuple)) else moved[0]}
-    args, kwargs = _spelled(
+    args, kwargs = edit.given_by_name(
         node,
         {name: by_name.get(value, value) if isinstance(value, fx.Node) else value for name, value in values.items()},
     )
@@ -202,14 +202,6 @@ def _along(node: fx.Node, known: Known, *, new: int = 0) -> Whole | None:
 def _added(node: fx.Node, known: Known) -> Whole | None:
     """As `_along`, for an operator whose `dim` argument counts dims of the result (unsqueeze)."""
     return _along(node, known, new=1)
-
-
-def _spelled(node: fx.Node, values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by name as the operator of `node` takes them."""
-    named = {argument.name for argument in node.target._schema.arguments if argument.kwarg_only}  # type: ignore[union-attr]
-    return tuple(value for name, value in values.items() if name not in named), {
-        name: values[name] for name in named if name in values
-    }
 
 
 def _terms(node: fx.Node, known: Known) -> Whole | None:
@@ -226,7 +218,7 @@ def _terms(node: fx.Node, known: Known) -> Whole | None:
     if (found := _operands(node, known, tensors)) is None:
         return None
     by_name = dict(zip(tensors, found[0], strict=True))
-    args, kwargs = _spelled(
+    args, kwargs = edit.given_by_name(
         node,
         {
             name: by_name.get(value, value) if isinstance(value, fx.Node) else value
@@ -260,7 +252,7 @@ def _of_classes(node: fx.Node, known: Known) -> fx.Node | None:
         count = edit.product(graph, [edit.size(chosen, dim) for dim in range(facts.rank(mask))], like=node)
         rows = edit.call(graph, aten.reshape.default, (rows, [count, edit.size(rows, facts.rank(rows) - 1)]), like=node)
         chosen = edit.call(graph, aten.reshape.default, (chosen, [count]), like=node)
-    args, kwargs = _spelled(node, {**given, "self": rows, "target": chosen})
+    args, kwargs = edit.given_by_name(node, {**given, "self": rows, "target": chosen})
     return edit.call(graph, node.target, args, kwargs, like=node)  # type: ignore[arg-type]
 
 

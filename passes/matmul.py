@@ -82,9 +82,8 @@ def _convolution(node: fx.Node) -> fx.Node | None:
     bias = given["bias"]
     if bias is None:
         return None
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    plain = tuple(None if name == "bias" else given[name] for name in names)
-    result = edit.call(node.graph, node.target, plain, like=node)  # type: ignore[arg-type]
+    args, kwargs = edit.given_by_name(node, {**given, "bias": None})
+    result = edit.call(node.graph, node.target, args, kwargs, like=node)  # type: ignore[arg-type]  # an operator
     spatial = facts.rank(given["weight"]) - 2
     channels = edit.call(node.graph, aten.reshape.default, (bias, [-1] + [1] * spatial), like=node)
     return added(node, result, channels)

@@ -184,6 +184,17 @@ def _part(name: str, layout: str, value: Any, mesh: Mesh) -> Any:
     return own(value, entries, mesh.sizes, mesh.coord).contiguous().to(mesh.device)
 
 
+def microbatched(value: Tensor, dim: int, pieces: int, count: int) -> list[Tensor]:
+    """The parts of `value` that `count` microbatches have, which share `dim`: of each of its `pieces` the k-th part is
+    microbatch k's."""
+    return [part.flatten(dim, dim + 1) for part in value.unflatten(dim, (pieces, count, -1)).unbind(dim + 1)]
+
+
+def joined(parts: Sequence[Tensor], dim: int, pieces: int) -> Tensor:
+    """The value of which microbatches have `parts`: the way back from `microbatched`."""
+    return torch.stack([part.unflatten(dim, (pieces, -1)) for part in parts], dim + 1).flatten(dim, dim + 2)
+
+
 def check_sizes(
     inputs: Mapping[str, str],
     dims: Dims,

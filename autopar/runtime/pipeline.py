@@ -268,7 +268,7 @@ class PipelinedModule(ShardedModule):
                 f"microbatches{f' of {runs} parts' if runs > 1 else ''}; use a multiple of {count * runs}, or plan for "
                 "the batch that you have"
             )
-        return [part.flatten(dim, dim + 1) for part in value.unflatten(dim, (runs, count, -1)).unbind(dim + 1)]
+        return batch.microbatched(value, dim, runs, count)
 
     def _ways(self, layout: Layout, dim: int) -> int:
         """Over how many ranks `layout` cuts a dim."""
@@ -304,10 +304,7 @@ class PipelinedModule(ShardedModule):
             spread = Spread(
                 spread.layout, tuple(n * len(values) if d == dim else n for d, n in enumerate(spread.shape))
             )
-        runs = self._pieces() // ways
-        return torch.stack([value.unflatten(dim, (runs, -1)) for value in values], dim + 1).flatten(
-            dim, dim + 2
-        ), spread
+        return batch.joined(values, dim, self._pieces() // ways), spread
 
     def _whole_pieces(self, values: Sequence[Tensor], spread: Spread, dim: int) -> tuple[list[Tensor], Spread]:
         """A result of each microbatch, gathered along `dim` where it is cut finer than the pieces of the batch: such

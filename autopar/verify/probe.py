@@ -20,6 +20,7 @@ from autopar.layout import NO_GRAD, Layout, dim_of, is_partial, is_shard, local_
 from autopar.plan import Plan
 from autopar.problem.pairs import LayoutPair
 from autopar.runtime import PipelinedModule, ShardedModule, reshard, rng
+from autopar.runtime.batch import joined
 from autopar.runtime.cuts import check_shape
 from autopar.runtime.replay import running_again
 from autopar.runtime.scopes import Stage
@@ -228,7 +229,7 @@ def _joined(values: Sequence[Tensor], entry: str, module: ShardedModule) -> Sequ
     dim, pieces = dim_of(entry), module._pieces()
     if len(sections_of(entry)) > 1:
         return []
-    return [torch.stack([value.unflatten(dim, (pieces, -1)) for value in values], dim + 1).flatten(dim, dim + 2)]
+    return [joined(values, dim, pieces)]
 
 
 def _instance(number: int, items: list[Any]) -> str:

@@ -184,15 +184,15 @@ def _part(name: str, layout: str, value: Any, mesh: Mesh) -> Any:
     return own(value, entries, mesh.sizes, mesh.coord).contiguous().to(mesh.device)
 
 
-def microbatched(value: Tensor, dim: int, pieces: int, count: int) -> list[Tensor]:
-    """The parts of `value` that `count` microbatches have, which share `dim`: of each of its `pieces` the k-th part is
-    microbatch k's."""
-    return [part.flatten(dim, dim + 1) for part in value.unflatten(dim, (pieces, count, -1)).unbind(dim + 1)]
+def microbatched(value: Tensor, dim: int, runs: int, count: int) -> list[Tensor]:
+    """The parts of `value` that `count` microbatches have, which share `dim`: it has `runs` pieces of the batch, and
+    the k-th part of each is microbatch k's."""
+    return [part.flatten(dim, dim + 1) for part in value.unflatten(dim, (runs, count, -1)).unbind(dim + 1)]
 
 
-def joined(parts: Sequence[Tensor], dim: int, pieces: int) -> Tensor:
+def joined(parts: Sequence[Tensor], dim: int, runs: int) -> Tensor:
     """The value of which microbatches have `parts`: the way back from `microbatched`."""
-    return torch.stack([part.unflatten(dim, (pieces, -1)) for part in parts], dim + 1).flatten(dim, dim + 2)
+    return torch.stack([part.unflatten(dim, (runs, -1)) for part in parts], dim + 1).flatten(dim, dim + 2)
 
 
 def check_sizes(

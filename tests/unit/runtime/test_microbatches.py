@@ -117,18 +117,17 @@ def test_results_are_put_together_in_the_order_of_the_batch(
         value, spread = module._joined(
             0,
             [(part, Spread(parse(result), tuple(each.shape))) for part, each in zip(given, wholes, strict=True)],
-            "output",
         )
         assert spread.shape == whole.shape and torch.equal(value, own(whole, spread.layout, sizes, coord)), coord
         assert spread.layout == parse(result) or pieces % ways_of(parse(result), 0, sizes)
         assert all(entry == asked or asked == "S0" for entry, asked in zip(spread.layout, parse(result), strict=True))
-        assert torch.equal(module._joined(0, [(each, None) for each in wholes], "loss")[0], whole)
+        assert torch.equal(module._joined(0, [(each, None) for each in wholes])[0], whole)
 
 
 def test_parts_of_sums_are_added_and_what_is_the_same_is_taken_once() -> None:
     module, parts = made((2,), {"x": "S0", "y": "S1"}), [(torch.full((2, 2), float(10**n)), None) for n in range(COUNT)]
-    assert torch.equal(module._joined(2, parts, "loss")[0], torch.full((2, 2), 111.0)) and torch.equal(
-        module._joined(3, parts, "loss")[0], torch.ones(2, 2)
+    assert torch.equal(module._joined(2, parts)[0], torch.full((2, 2), 111.0)) and torch.equal(
+        module._joined(3, parts)[0], torch.ones(2, 2)
     )
     assert module._joined(2, None, "loss") == (None, None)
     # torch adds whole numbers in int64

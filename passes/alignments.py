@@ -29,29 +29,19 @@ def alignments(gm: fx.GraphModule) -> fx.GraphModule:
 def _by_samples(node: fx.Node) -> fx.Node | None:
     """A CTC loss of a batch as `ops.ctc_each` with its mean or sum; None (the call stays) where targets are in a line
     that cannot be read by samples."""
-    given, graph = edit.args_of(node), node.graph
+    given, call = edit.args_of(node), edit.caller(node)
     targets = _rows(node, given["targets"], given["target_lengths"])
     if facts.rank(given["log_probs"]) != 3 or targets is None:
         return None
     lengths = given["target_lengths"]
-    each = edit.call(
-        graph,
-        ops.ctc_each,
-        (given["log_probs"], targets, given["input_lengths"], lengths, given["blank"], given["zero_infinity"]),
-        like=node,
-    )
+    options = given["blank"], given["zero_infinity"]
+    each = call(ops.ctc_each, given["log_probs"], targets, given["input_lengths"], lengths, *options)
     if given["reduction"] == NONE:
         return each
     if given["reduction"] == MEAN:
-        counts = edit.call(
-            graph,
-            aten.to.dtype,
-            (edit.call(graph, aten.clamp_min.default, (lengths, 1), like=node), facts.dtype(each)),
-            like=node,
-        )
-        each = edit.call(graph, aten.div.Tensor, (each, counts), like=node)
-        return edit.call(graph, aten.mean.default, (each,), like=node)
-    return edit.call(graph, aten.sum.default, (each,), like=node)
+        counts = edit.cast(call(aten.clamp_min.default, lengths, 1), facts.dtype(each), like=node)
+        return call(aten.mean.default, call(aten.div.Tensor, each, counts))
+    return call(aten.sum.default, each)
 
 
 def _rows(node: fx.Node, targets: fx.Node, lengths: fx.Node) -> fx.Node | None:

@@ -146,21 +146,19 @@ def _grid(node: fx.Node) -> fx.Node | None:
     """affine_grid: the coordinates of pixels times each sample's matrix. None (the call stays) where height or width is
     symbolic."""
     given = edit.args_of(node)
-    theta, sizes, graph = given["theta"], given["size"][2:], node.graph
+    theta, sizes, call = given["theta"], given["size"][2:], edit.caller(node)
     if not all(isinstance(size, int) for size in sizes):
         return None
     alone = [[size if dim == own else 1 for dim in range(len(sizes))] for own, size in enumerate(sizes)]
     lines = [
-        edit.call(graph, aten.reshape.default, (_places(size, given["align_corners"], node), shape), like=node)
+        call(aten.reshape.default, _places(size, given["align_corners"], node), shape)
         for size, shape in zip(sizes, alone, strict=True)
     ]
-    places = [edit.call(graph, aten.expand.default, (line, list(sizes)), like=node) for line in reversed(lines)]
-    ones = edit.call(graph, aten.ones.default, (list(sizes),), {"dtype": facts.dtype(node)}, like=node)
-    stacked = edit.call(graph, aten.stack.default, ([*places, ones], -1), like=node)
-    rows = edit.call(graph, aten.reshape.default, (stacked, [-1, len(sizes) + 1]), like=node)
-    turned = edit.call(graph, aten.transpose.int, (theta, 1, 2), like=node)
-    product = edit.call(graph, aten.matmul.default, (rows, turned), like=node)
-    return edit.call(graph, aten.reshape.default, (product, reshape_sizes(product, node)), like=node)
+    places = [call(aten.expand.default, line, list(sizes)) for line in reversed(lines)]
+    ones = call(aten.ones.default, list(sizes), dtype=facts.dtype(node))
+    rows = call(aten.reshape.default, call(aten.stack.default, [*places, ones], -1), [-1, len(sizes) + 1])
+    product = call(aten.matmul.default, rows, call(aten.transpose.int, theta, 1, 2))
+    return call(aten.reshape.default, product, reshape_sizes(product, node))
 
 
 def _places(size: int, corners: bool, node: fx.Node) -> fx.Node:

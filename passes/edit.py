@@ -58,6 +58,11 @@ def call(
     return node
 
 
+def caller(like: fx.Node) -> Callable[..., fx.Node]:
+    """`call` for many nodes `like` one, in its graph: a function of the target and its arguments."""
+    return lambda target, *args, **kwargs: call(like.graph, target, args, kwargs, like=like)
+
+
 def cast(node: fx.Node, dtype: torch.dtype, *, like: fx.Node) -> fx.Node:
     """The tensor `node` in `dtype`: itself, or a new `to` at the graph's insertion point."""
     return node if facts.dtype(node) == dtype else call(node.graph, aten.to.dtype, (node, dtype), like=like)

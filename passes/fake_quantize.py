@@ -50,11 +50,7 @@ def _of_channels(node: fx.Node) -> fx.Node | None:
 
 def _written(node: fx.Node, given: dict[str, Any], scale: fx.Node | float, zero: fx.Node | int) -> fx.Node:
     """The formula. Where n is in range, `x - x.detach()` is added, which is zero and has the gradient of `x`."""
-
-    def do(target: Callable[..., Any], *args: Any) -> fx.Node:
-        return edit.call(node.graph, target, args, like=node)
-
-    operand, dtype = given["self"], facts.dtype(node)
+    do, operand, dtype = edit.caller(node), given["self"], facts.dtype(node)
     values = _values(operand, node)
     wide = do(aten.to.dtype, values, torch.float32) if dtype.itemsize < 4 else values
     inverse = do(aten.reciprocal.default, scale) if isinstance(scale, fx.Node) else _single(1 / scale)

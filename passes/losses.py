@@ -98,10 +98,7 @@ def _of_probabilities(node: fx.Node, given: dict[str, Any]) -> fx.Node | None:
         logits, wanted = _unflattened(logits, wanted, 0)
         dim = facts.rank(logits) - 1
     logits, wanted, weight = (_summed(x, given, node) for x in (logits, wanted, weight))
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return edit.call(graph, target, args, like=node)
-
+    call = edit.caller(node)
     if given["label_smoothing"] > 0:
         wanted = call(
             aten.add.Scalar,

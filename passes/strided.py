@@ -32,10 +32,7 @@ def _lookup(node: fx.Node) -> fx.Node:
     lead = _leading(node, x, order, start)
     kept: list[Any] = [edit.size(x, dim) for dim in order[:lead]]
     inner = edit.product(node.graph, [edit.size(x, dim) for dim in order[lead:]], like=node)
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return edit.call(node.graph, target, args, like=node)
-
+    call = edit.caller(node)
     lies = x if order == sorted(order) else call(aten.permute.default, x, order)
     index = _index(node, sizes[lead:], strides[lead:], start)
     found = call(aten.index_select.default, call(aten.reshape.default, lies, [*kept, inner]), lead, index)
@@ -86,10 +83,7 @@ def _leading(node: fx.Node, x: fx.Node, order: list[int], start: int) -> int:
 
 def _index(node: fx.Node, sizes: list[Any], strides: list[Any], start: int) -> fx.Node:
     """The numbers of the elements of a result of `sizes` and `strides`: [product of sizes]."""
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return edit.call(node.graph, target, args, like=node)
-
+    call = edit.caller(node)
     total = call(aten.add.Scalar, call(aten.arange.default, 1), start)
     for size, stride in zip(sizes, strides, strict=True):
         numbers = call(aten.mul.Tensor, call(aten.arange.default, size), stride)

@@ -129,6 +129,6 @@ def test_parts_of_sums_are_added_and_what_is_the_same_is_taken_once() -> None:
     assert torch.equal(module._joined(2, parts)[0], torch.full((2, 2), 111.0)) and torch.equal(
         module._joined(3, parts)[0], torch.ones(2, 2)
     )
-    assert module._joined(2, None, "loss") == (None, None)
+    assert module._joined(2, None) == (None, None)
     # torch adds whole numbers in int64
-    assert module._joined(2, [(torch.ones(2, dtype=torch.int32), None)] * COUNT, "output")[0].dtype == torch.int32
+    assert module._joined(2, [(torch.ones(2, dtype=torch.int32), None)] * COUNT)[0].dtype == torch.int32
